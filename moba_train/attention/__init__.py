@@ -1,0 +1,10 @@
+"""Attention on one device, or on any subset of the keys.
+
+protocol    `LocalAttention` and `Layout`: all that context parallelism may know
+registry    the kinds a recipe may name
+local       the autograd function that runs a LocalAttention on one device
+merge       partial results (out, lse) joined by online softmax
+masked      exact attention under any mask, a chunk of queries at a time: what the references are built from
+full        dense causal attention
+moba        Mixture of Block Attention
+"""

@@ -1,0 +1,131 @@
+"""The contract between attention and context parallelism.
+
+An attention knows nothing of ranks; context parallelism knows nothing of blocks. They meet in five functions, called in
+order: `summarize` each shard of keys, `plan` from all summaries, `attend` to any subsets of the keys (merging the
+partial results by online softmax, see merge.py), and `attend_backward` with the merged results.
+
+Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from moba_train.config.base import Section
+
+Plan = tuple[Tensor, ...]
+"""What `plan` decided, opaque to everyone else; saved for the backward pass and for recomputation."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the given queries and keys stand in one packed sequence.
+
+    Everything follows from a token's index in the packed sequence and the document boundaries, so nobody guesses
+    positions from a local row number. Indices must be strictly increasing.
+    """
+
+    cu_seqlens: Tensor
+    """int32 [docs + 1]: document boundaries in the packed sequence; first 0, last its length."""
+    max_seqlen: int
+    """An upper bound of the document lengths, known on the host."""
+    total: int
+    """Length of the packed sequence, known on the host."""
+    q_index: Tensor | None = None
+    """int64 [T]: index of each query in the packed sequence; None: the queries are the whole sequence."""
+    k_index: Tensor | None = None
+    """int64 [S]: the same for the keys."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True when queries and keys are both the whole sequence."""
+        return self.q_index is None and self.k_index is None
+
+    @cached_property
+    def _everything(self) -> Tensor:
+        return torch.arange(self.total, device=self.cu_seqlens.device)
+
+    @cached_property
+    def q_tokens(self) -> Tensor:
+        """int64 [T]: index of each query in the packed sequence."""
+        return self._everything if self.q_index is None else self.q_index
+
+    @cached_property
+    def k_tokens(self) -> Tensor:
+        """int64 [S]: index of each key in the packed sequence."""
+        return self._everything if self.k_index is None else self.k_index
+
+    @cached_property
+    def q_documents(self) -> Tensor:
+        """int64 [T]: document of each query."""
+        return self.documents(self.q_tokens)
+
+    @cached_property
+    def k_documents(self) -> Tensor:
+        """int64 [S]: document of each key."""
+        return self.documents(self.k_tokens)
+
+    def documents(self, tokens: Tensor) -> Tensor:
+        """int64, the shape of `tokens`: document of each token; empty documents own none."""
+        return torch.searchsorted(self.cu_seqlens[1:].long(), tokens, right=True)
+
+    def positions(self, tokens: Tensor, documents: Tensor) -> Tensor:
+        """int64, the shape of `tokens`: position of each token inside its document."""
+        return tokens - self.cu_seqlens.long()[documents]
+
+
+def packed_layout(lengths: list[int], device: torch.device | str = "cpu") -> Layout:
+    """The layout of whole documents of these `lengths` (tokens, >= 0), one after the other."""
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    cu_seqlens[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+    return Layout(cu_seqlens.to(device, non_blocking=True), max(lengths, default=0), sum(lengths))
+
+
+OptionsT = TypeVar("OptionsT", bound=Section)
+
+
+class LocalAttention(Protocol):
+    """Causal self-attention over any subset of a packed sequence's keys.
+
+    Dtypes: q, k, v, dout and all results but `lse` share one floating dtype; `lse` is the natural log-sum-exp of the
+    scaled scores in float32 (float64 for float64 input), and a row without any key gives out = 0, lse = -inf.
+    """
+
+    Options: type[Section]
+    """The YAML options of this kind; its defaults must be usable."""
+
+    alignment: int
+    """Shards of a sequence must begin at multiples of this many tokens."""
+
+    def __init__(self, options: Section, head_dim: int) -> None: ...
+
+    def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor | None:
+        """A small tensor about the given keys that `plan` needs from everywhere, or None. Carries no gradient."""
+        ...
+
+    def plan(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Plan:
+        """Choose, for each query, what it will attend to, given all summaries."""
+        ...
+
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of these queries to these keys as far as `plan` and causality allow: out [T, H, D], lse [H, T]."""
+        ...
+
+    def attend_backward(
+        self,
+        dout_THD: Tensor,
+        q_THD: Tensor,
+        k_SKD: Tensor,
+        v_SKD: Tensor,
+        out_THD: Tensor,
+        lse_HT: Tensor,
+        layout: Layout,
+        plan: Plan,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients (dq, dk, dv) of `attend`; `out` and `lse` are those merged over all keys, not only these."""
+        ...

@@ -1,0 +1,122 @@
+"""Which attention each layer uses, in YAML.
+
+    attention:
+      default: moba                 # any registered kind
+      full_layers: "last:3"         # all | none | last:N | first:N | every:N | [ids]
+      moba: {block_size: 4096, topk: 12}
+      overrides: {5: {block_size: 1024}, 7: {kind: full}}
+
+One field per registered attention kind is added from the registry, so that a new kind brings its own options.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, create_model
+
+from moba_train.attention.registry import KINDS
+from moba_train.config.base import Section
+
+_PATTERN = re.compile(r"^(last|first|every):([1-9][0-9]*)$")
+
+
+class AttentionGrammar(Section):
+    """Attention kind and options, layer by layer. A stage's `attention` is merged over the recipe's, key by key."""
+
+    default: str = Field("moba", description=f"kind of every layer not named below: {' | '.join(KINDS)}")
+    full_layers: str | list[int] = Field(
+        "none", description="layers with full attention: all | none | last:N | first:N | every:N | list of layer ids"
+    )
+    overrides: dict[int, dict[str, Any]] = Field(
+        {}, description="layer id -> `kind` and/or options of the layer's kind; wins over everything above"
+    )
+
+
+if TYPE_CHECKING:
+    AttentionConfig = AttentionGrammar
+else:
+    AttentionConfig = create_model(
+        "AttentionConfig",
+        __base__=AttentionGrammar,
+        __doc__=AttentionGrammar.__doc__,
+        **{kind: (cls.Options, cls.Options()) for kind, cls in KINDS.items()},
+    )
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """The attention of one layer: a registered kind and its validated options."""
+
+    kind: str
+    options: Section
+
+
+def merge_attention(base: AttentionConfig, over: AttentionConfig | None) -> AttentionConfig:
+    """`over` laid on `base`: only keys that `over` sets explicitly win, one level into each kind's options."""
+    if over is None:
+        return base
+    merged = base.model_dump(exclude_unset=True)
+    for key, value in over.model_dump(exclude_unset=True).items():
+        both = key in KINDS and key in merged
+        merged[key] = {**merged[key], **value} if both else value
+    return AttentionConfig.model_validate(merged)
+
+
+def full_layer_ids(full_layers: str | list[int], layers: int) -> set[int]:
+    """Layer ids (0-based) that `full_layers` names in a model of `layers` layers.
+
+    Raises ValueError when the pattern is unknown or an id is out of range.
+    """
+    if isinstance(full_layers, list):
+        bad = [layer for layer in full_layers if not 0 <= layer < layers]
+        if bad:
+            raise ValueError(f"layer ids {bad} do not exist; the model has layers 0 to {layers - 1}")
+        return set(full_layers)
+    if full_layers in ("all", "none"):
+        return set(range(layers)) if full_layers == "all" else set()
+    match = _PATTERN.match(full_layers)
+    if match is None:
+        raise ValueError(f"{full_layers!r} is not one of all, none, last:N, first:N, every:N or a list of layer ids")
+    count = int(match[2])
+    if count > layers:
+        raise ValueError(f"{full_layers!r} asks for {count} layers; the model has {layers}")
+    if match[1] == "every":
+        return set(range(count - 1, layers, count))
+    return set(range(layers - count, layers)) if match[1] == "last" else set(range(count))
+
+
+def resolve_layers(config: AttentionConfig, layers: int) -> tuple[LayerAttention, ...]:
+    """The attention of every layer of a model with `layers` layers.
+
+    Raises ValueError (naming the key under `attention`) for unknown kinds, patterns, layer ids or options.
+    """
+    if config.default not in KINDS:
+        raise ValueError(f"default: {config.default!r} is not a registered attention; allowed: {', '.join(KINDS)}")
+    try:
+        full = full_layer_ids(config.full_layers, layers)
+    except ValueError as error:
+        raise ValueError(f"full_layers: {error}") from None
+    unknown = [layer for layer in config.overrides if not 0 <= layer < layers]
+    if unknown:
+        raise ValueError(f"overrides: layer ids {unknown} do not exist; the model has layers 0 to {layers - 1}")
+
+    resolved = []
+    for layer in range(layers):
+        override = dict(config.overrides.get(layer, {}))
+        kind = override.pop("kind", "full" if layer in full else config.default)
+        if kind not in KINDS:
+            raise ValueError(
+                f"overrides.{layer}.kind: {kind!r} is not a registered attention; allowed: {', '.join(KINDS)}"
+            )
+        options: Section = getattr(config, kind)
+        allowed = sorted({key for cls in KINDS.values() for key in cls.Options.model_fields})
+        strange = [key for key in override if key not in allowed]
+        if strange:
+            raise ValueError(f"overrides.{layer}: unknown option {strange[0]!r}; allowed: kind, {', '.join(allowed)}")
+        # A stage may switch a layer's kind while its options for the other kind stay written down: those rest.
+        relevant = {key: value for key, value in override.items() if key in KINDS[kind].Options.model_fields}
+        if relevant:
+            options = KINDS[kind].Options.model_validate({**options.model_dump(), **relevant})
+        resolved.append(LayerAttention(kind, options))
+    return tuple(resolved)

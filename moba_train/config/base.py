@@ -1,0 +1,9 @@
+"""The base of every configuration section."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A section of the recipe: unknown keys are refused, values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)

@@ -1,0 +1,42 @@
+"""The shape of the Transformer."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from moba_train.config.base import Section
+
+
+class RopeConfig(Section):
+    """Rotary position embedding. A stage may change it; the weights stay as they are.
+
+    `none` uses `theta` as it is; `abf` (adjusted base frequency, Xiong et al. 2023, arXiv:2309.16039) raises `theta`;
+    `pi` (position interpolation, Chen et al. 2023, arXiv:2306.15595) divides positions by `factor`.
+    """
+
+    kind: Literal["none", "abf", "pi"] = "none"
+    theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
+    factor: float = Field(1.0, ge=1, description="how far `pi` stretches positions: new length / trained length")
+
+
+class ModelConfig(Section):
+    """A Llama-style decoder. With `qkv_bias` it is Qwen2's, with `qk_norm` Qwen3's shape."""
+
+    vocab_size: int = Field(ge=2, description="rows of the embedding; at least the tokenizer's size")
+    hidden_size: int = Field(ge=2, description="width of the residual stream")
+    intermediate_size: int = Field(ge=1, description="width of the SwiGLU feed-forward")
+    layers: int = Field(ge=1, description="Transformer blocks")
+    heads: int = Field(ge=1, description="query heads")
+    kv_heads: int = Field(ge=1, description="key/value heads; divides `heads`")
+    head_dim: int | None = Field(None, ge=2, description="width of one head; default hidden_size / heads")
+    rope: RopeConfig = RopeConfig()
+    norm_eps: float = Field(1e-5, gt=0, description="epsilon of RMSNorm")
+    tie_embeddings: bool = Field(False, description="share the embedding with the output projection")
+    qk_norm: bool = Field(False, description="RMSNorm over each query and key head (Qwen3)")
+    qkv_bias: bool = Field(False, description="bias in the query, key and value projections (Qwen2)")
+    init_std: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head, given or derived."""
+        return self.head_dim if self.head_dim is not None else self.hidden_size // self.heads

@@ -1,0 +1,31 @@
+"""Optimizer and learning-rate schedule."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from moba_train.config.base import Section
+from moba_train.units import TokenBudget
+
+
+class ScheduleConfig(Section):
+    """Learning rate as a function of the tokens consumed: warm-up, then one of four shapes.
+
+    The run's schedule (`optim.schedule`) spans all stages; a stage's own spans that stage alone.
+    """
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_tokens: TokenBudget = Field(0, description="linear warm-up from 0 to `lr`")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate / `lr` (linear, cosine, wsd)")
+    decay_tokens: TokenBudget = Field(0, description="wsd: length of the linear decay at the end")
+
+
+class OptimConfig(Section):
+    """AdamW (Loshchilov & Hutter 2019). Weight decay applies to matrices, not to norms and biases."""
+
+    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    clip_norm: float | None = Field(1.0, gt=0, description="global gradient norm is clipped to this; null: never")
+    schedule: ScheduleConfig = ScheduleConfig()

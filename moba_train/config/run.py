@@ -1,0 +1,67 @@
+"""The sections about running: parallel layout, precision, checkpoints, evaluation, logging, health."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from moba_train.config.base import Section
+
+
+class ParallelConfig(Section):
+    """The device mesh. Parameters, gradients and optimizer state are sharded over `dp_shard` (FSDP2) and replicated
+    over `dp_replicate` (HSDP); every rank reads its own sequences. One of the sizes may be -1: it fills the rest."""
+
+    dp_replicate: int = Field(1, description="replicas of the sharded model; -1 fills the world")
+    dp_shard: int = Field(-1, description="ranks that share one copy of the parameters; -1 fills the world")
+
+
+class PrecisionConfig(Section):
+    """Master weights and gradient reduction are always float32; this is what the layers compute in."""
+
+    compute: Literal["auto", "bf16", "fp32"] = Field("auto", description="auto: bf16 on a GPU, fp32 on a CPU")
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and which are kept. The last one is always kept."""
+
+    every: int = Field(100, ge=1, description="optimizer steps between checkpoints")
+    keep_last: int = Field(2, ge=1, description="how many of the newest stay on disk")
+    keep_every: int | None = Field(None, ge=1, description="checkpoints at multiples of this step stay for ever")
+
+
+class EvaluationConfig(Section):
+    """Mean token loss on `data.validation`, always on the same sequences."""
+
+    every: int = Field(100, ge=1, description="optimizer steps between evaluations")
+    sequences: int = Field(32, ge=1, description="validation sequences of the stage's length")
+
+
+class WandbConfig(Section):
+    """Weights & Biases. One run across restarts; a failing wandb never stops training."""
+
+    mode: Literal["disabled", "offline", "online"] = "offline"
+    project: str = "moba_train"
+    entity: str | None = None
+    tags: list[str] = []
+
+
+class TelemetryConfig(Section):
+    """Metrics always go to `metrics.jsonl` in the run folder; the rest is chosen here."""
+
+    log_every: int = Field(1, ge=1, description="optimizer steps between logged metrics")
+    console: bool = Field(True, description="progress and metrics in the terminal")
+    tensorboard: bool = Field(False, description="also write TensorBoard events (needs the tensorboard package)")
+    wandb: WandbConfig = WandbConfig()
+
+
+class SpikeConfig(Section):
+    """Spike detection on loss and gradient norm: one-sided robust z-score over a trailing window."""
+
+    window: int = Field(128, ge=8, description="how many unflagged values the score looks back on")
+    warn_sigma: float = Field(6.0, gt=0, description="robust standard deviations above the median that raise a WARN")
+
+
+class HealthConfig(Section):
+    """Watching the run."""
+
+    spike: SpikeConfig = SpikeConfig()

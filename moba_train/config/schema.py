@@ -1,0 +1,61 @@
+"""`RunConfig`: everything a recipe may say."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from moba_train.config.attention import AttentionConfig
+from moba_train.config.base import Section
+from moba_train.config.data import DataConfig, SourceConfig
+from moba_train.config.model import ModelConfig, RopeConfig
+from moba_train.config.optim import OptimConfig, ScheduleConfig
+from moba_train.config.run import (
+    CheckpointConfig,
+    EvaluationConfig,
+    HealthConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TelemetryConfig,
+)
+from moba_train.units import Length, TokenBudget
+
+
+class StageConfig(Section):
+    """One stretch of training. Whatever a stage leaves out, it takes from the recipe; weights, optimizer state and
+    the place in the data are carried over from the stage before."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="shown in logs; unique in the recipe")
+    seq_len: Length
+    tokens: TokenBudget = Field(ge=1, description="training tokens of this stage, rounded up to whole steps")
+    batch_tokens: Length | None = Field(None, description="tokens per optimizer step; default: the recipe's")
+    micro_batch_size: int | None = Field(None, ge=1, description="sequences per rank and pass; default: the recipe's")
+    rope: RopeConfig | None = Field(None, description="replaces model.rope from this stage on, for this stage only")
+    attention: AttentionConfig | None = Field(None, description="merged over the recipe's attention, key by key")
+    train: list[SourceConfig] | None = Field(None, min_length=1, description="replaces data.train for this stage")
+    lr: float | None = Field(None, gt=0, description="peak learning rate of this stage's own schedule")
+    schedule: ScheduleConfig | None = Field(None, description="a schedule that spans this stage alone")
+
+
+class RunConfig(Section):
+    """A whole training run: one model taken through a list of stages."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="the run's name in logs and wandb")
+    run_dir: str = Field(min_length=1, description="folder for logs, checkpoints and pictures")
+    seed: int = Field(0, ge=0, lt=2**31, description="of the initial weights and of the data order")
+    model: ModelConfig
+    attention: AttentionConfig = AttentionConfig()
+    data: DataConfig
+    optim: OptimConfig = OptimConfig()
+    batch_tokens: Length = Field(description="tokens per optimizer step over all ranks")
+    micro_batch_size: int = Field(1, ge=1, description="sequences per rank and forward pass; the rest is accumulated")
+    stages: list[StageConfig] = Field(min_length=1)
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    activation_checkpointing: Literal["none", "full"] = Field(
+        "none", description="full: keep only each block's input and recompute the rest in the backward pass"
+    )
+    compile: bool = Field(False, description="torch.compile each Transformer block")
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    health: HealthConfig = HealthConfig()

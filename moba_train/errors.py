@@ -1,0 +1,31 @@
+"""Errors that are the user's to mend.
+
+Each carries a message that names the key or file, what was found there and what is allowed. The command-line entry
+points print the message without a traceback and exit with code 2; any other exception is a bug of ours and keeps its
+traceback.
+"""
+
+
+class UserError(Exception):
+    """Something outside the program is wrong: a recipe, a file, the machine. `str()` is the whole story."""
+
+
+class ConfigError(UserError):
+    """The recipe cannot be used. `problems` holds every one found, not only the first."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+class DataError(UserError):
+    """A corpus is missing, truncated, changed since the checkpoint, or does not fit the model's vocabulary."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, incomplete, corrupted, or does not fit the model."""
+
+
+class LaunchError(UserError):
+    """The machine or the launcher does not offer what the recipe asks for."""

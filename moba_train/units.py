@@ -1,0 +1,56 @@
+"""Human-sized numbers in YAML and on the command line: `128K`, `10B`.
+
+Two readings, as in the field's own usage: sequence lengths count in powers of 1024 (`128K` = 131072 tokens), token
+budgets in powers of 1000 (`1B` = 10**9 tokens).
+"""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+_NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([KMBT]?)\s*$", re.IGNORECASE)
+_POWER = {"": 0, "K": 1, "M": 2, "B": 3, "T": 4}
+
+
+def parse_number(value: Any, base: int) -> Any:
+    """An int from `value` (int, integral float or text such as "1.5B"), suffixes being powers of `base`.
+
+    Values of other types are returned untouched, for the caller's own validation to refuse.
+    Raises ValueError when the text is not a number or not a whole one.
+    """
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, str):
+        return value
+    match = _NUMBER.match(value)
+    if match is None:
+        raise ValueError(f"{value!r} is not a number; write e.g. 4096, 128K or 1.5B")
+    number = float(match[1].replace("_", "")) * base ** _POWER[match[2].upper()]
+    if not number.is_integer():
+        raise ValueError(f"{value!r} is {number} tokens, not a whole number")
+    return int(number)
+
+
+def format_count(number: float, base: int = 1000) -> str:
+    """`number` with three significant digits and a suffix, e.g. 1.24B."""
+    for suffix in ("T", "B", "M", "K"):
+        unit = base ** _POWER[suffix]
+        if abs(number) >= unit:
+            return f"{number / unit:.3g}{suffix}"
+    return f"{number:.3g}"
+
+
+Length = Annotated[
+    int,
+    BeforeValidator(lambda value: parse_number(value, 1024)),
+    Field(ge=1, description="tokens; K, M count in 1024"),
+]
+"""A sequence length or batch size in tokens; suffixes count in 1024."""
+
+TokenBudget = Annotated[
+    int,
+    BeforeValidator(lambda value: parse_number(value, 1000)),
+    Field(ge=0, description="tokens; K, M, B, T count in 1000"),
+]
+"""A number of training tokens; suffixes count in 1000."""
