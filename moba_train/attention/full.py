@@ -5,6 +5,7 @@ CUDA, 16-bit dtypes); `sdpa` runs torch's fused CPU kernel document by document;
 subset of keys. `auto` takes the fastest that can do the call.
 """
 
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -127,7 +128,7 @@ def _flash_backward(
 def _documents(layout: Layout) -> list[slice]:
     """Row slices of the documents that are not empty (reads `cu_seqlens` on the host)."""
     edges = layout.cu_seqlens.tolist()
-    return [slice(start, stop) for start, stop in zip(edges, edges[1:], strict=False) if stop > start]
+    return [slice(start, stop) for start, stop in pairwise(edges) if stop > start]
 
 
 def _heads_first(x_THD: Tensor, heads: int) -> Tensor:

@@ -19,8 +19,8 @@ def weighted_loss_sum(
 ) -> Tensor:
     """Sum of the weighted token losses (nats), a float32 scalar; never divided here, see trainer.
 
-    hidden [T, D]; weight [V, D]; index int64 [n]: rows of `hidden` that carry loss; labels int64 [n] and weights float32
-    [n] belong to those rows. Logits are recomputed in the backward pass, so they never exist for all tokens.
+    hidden [T, D]; weight [V, D]; index int64 [n]: rows of `hidden` that carry loss; labels int64 [n] and weights
+    float32 [n] belong to those rows. Logits are recomputed in the backward pass, so they never exist for all tokens.
     """
     total = hidden_TD.new_zeros((), dtype=torch.float32)
     for index, labels, weights in zip(

@@ -5,7 +5,6 @@ Shape suffixes: T packed tokens, D hidden size, H query heads, K key/value heads
 
 from collections.abc import Callable, Iterable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -1,7 +1,7 @@
 """Which block a token is in.
 
 Blocks are aligned at each document's start and never cross a document; ids count over the whole packed sequence, so a
-document's blocks are consecutive and an earlier block has a smaller id. Nothing here needs the host to know the lengths.
+document's blocks are consecutive and an earlier block has a smaller id. The host need not know the lengths.
 """
 
 import torch

@@ -1,5 +1,6 @@
 """The public function: MoBA on plain tensors, without a model around it."""
 
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -106,6 +107,6 @@ def _check_documents(q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         raise ValueError(f"cu_seqlens: starts at {edges[0]}, must start at 0")
     if edges[-1] != tokens:
         raise ValueError(f"cu_seqlens: ends at {edges[-1]}, must end at the number of tokens, {tokens}")
-    if any(stop < start for start, stop in zip(edges, edges[1:], strict=False)):
+    if any(stop < start for start, stop in pairwise(edges)):
         raise ValueError("cu_seqlens: decreases; document boundaries must not decrease")
     return cu_seqlens
