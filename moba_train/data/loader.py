@@ -47,6 +47,7 @@ class Prefetcher:
     ) -> None:
         self._load = load
         self._steps = range(first_step, end_step)
+        self._awaited = iter(self._steps)
         self._device = device
         self._ready: queue.Queue[list[Batch] | BaseException] = queue.Queue(STEPS_AHEAD)
         self._closed = threading.Event()
@@ -65,15 +66,20 @@ class Prefetcher:
                 return
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        for _ in self._steps:
-            result = self._ready.get()
-            if isinstance(result, BaseException):
-                raise result
-            yield result
+        return self
+
+    def __next__(self) -> list[Batch]:
+        next(self._awaited)
+        result = self._ready.get()
+        if isinstance(result, BaseException):
+            self._awaited = iter(range(0))
+            raise result
+        return result
 
     def close(self) -> None:
         """End the thread; batches not yet taken are dropped."""
         self._closed.set()
+        self._awaited = iter(range(0))
         # The thread may be waiting for a free place, and puts at most one more step before it looks.
         while self._thread.is_alive():
             try:
