@@ -1,0 +1,15 @@
+"""Mixture of Block Attention (Lu et al. 2025, arXiv:2502.13189).
+
+blocks      which block a token is in
+gate        mean key of each block, query . mean key
+selection   top-k with a fixed order among ties
+reference   attention to the chosen blocks, in plain PyTorch
+layer       the LocalAttention that a recipe's `kind: moba` names
+function    `moba_attention`, on plain tensors
+
+Nothing here imports torch.distributed.
+"""
+
+from moba_train.attention.moba.function import moba_attention
+
+__all__ = ["moba_attention"]

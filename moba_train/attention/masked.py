@@ -1,0 +1,126 @@
+"""Exact attention under any mask, a chunk of queries at a time.
+
+What the reference attentions are built from: plain PyTorch, any device, any floating dtype up to float64, explicit
+backward. Scores are computed in float32 (float64 for float64 input) and exist for one chunk of queries only.
+
+Shape suffixes: T queries, S keys, H query heads, K key/value heads, G = H / K, D head width, t one chunk of queries.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+Mask = Callable[[slice, slice], Tensor]
+"""(query rows, key rows) -> bool, broadcastable to [H, rows, keys]: which scores count."""
+
+_SCORES_PER_CHUNK = {"cpu": 2**22, "cuda": 2**27}
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype scores are computed in: float64 for float64, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def query_chunks(queries: int, scores_per_query: int, device: torch.device) -> Iterator[slice]:
+    """Slices over `queries` rows, each with a bounded number of scores."""
+    budget = _SCORES_PER_CHUNK.get(device.type, 2**22)
+    rows = max(16, budget // max(1, scores_per_query))
+    for start in range(0, queries, rows):
+        yield slice(start, min(start + rows, queries))
+
+
+class _Scores:
+    """Scores and probabilities of a chunk of queries; keys and values are upcast and laid out once."""
+
+    def __init__(self, q_THD: Tensor, k_SKD: Tensor, mask: Mask, scale: float, prefix: bool) -> None:
+        self.dtype = accumulation_dtype(q_THD.dtype)
+        self.q_THD, self.mask, self.scale, self.prefix = q_THD, mask, scale, prefix
+        self.k_KSD = k_SKD.to(self.dtype).transpose(0, 1)
+        self.queries, self.heads, self.head_dim = q_THD.shape
+        self.kv_heads = k_SKD.shape[1]
+
+    def chunks(self) -> Iterator[tuple[slice, slice]]:
+        """(query rows, the key rows they may see)."""
+        keys = self.k_KSD.shape[1]
+        for rows in query_chunks(self.queries, self.heads * keys, self.q_THD.device):
+            yield rows, slice(0, rows.stop if self.prefix else keys)
+
+    def grouped(self, x_tHD: Tensor) -> Tensor:
+        """[t, H, D] -> [K, G * t, D] in the accumulation dtype: the queries of a key/value head side by side."""
+        chunk = x_tHD.shape[0]
+        x_KGtD = x_tHD.to(self.dtype).view(chunk, self.kv_heads, -1, self.head_dim).permute(1, 2, 0, 3)
+        return x_KGtD.reshape(self.kv_heads, -1, self.head_dim)
+
+    def ungrouped(self, x_KND: Tensor) -> Tensor:
+        """The inverse of `grouped`: [K, G * t, D] -> [t, H, D]."""
+        group = self.heads // self.kv_heads
+        return x_KND.view(self.kv_heads, group, -1, self.head_dim).permute(2, 0, 1, 3).flatten(1, 2)
+
+    def masked(self, rows: slice, keys: slice) -> Tensor:
+        """Scaled scores [H, t, s], -inf where the mask is False."""
+        scores_KNs = self.grouped(self.q_THD[rows]) @ self.k_KSD[:, keys].transpose(1, 2)
+        scores_Hts = scores_KNs.mul_(self.scale).view(self.heads, rows.stop - rows.start, -1)
+        return scores_Hts.masked_fill_(~self.mask(rows, keys), -torch.inf)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """`lse` with 0 for rows that saw no key, so that their probabilities become exp(-inf - 0) = 0, not NaN."""
+    return torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)
+
+
+def masked_attend(
+    q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, mask: Mask, scale: float, *, prefix: bool
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention over the keys that `mask` admits.
+
+    `prefix`: query row i sees keys 0..i at most (queries and keys are the same whole sequence), which halves the work.
+    Returns out [T, H, D] in q's dtype and lse [H, T] (natural log; float32, or float64 for float64 input); a row
+    without keys gives (0, -inf).
+    """
+    scores = _Scores(q_THD, k_SKD, mask, scale, prefix)
+    v_KSD = v_SKD.to(scores.dtype).transpose(0, 1)
+    out_THD = torch.zeros_like(q_THD)
+    lse_HT = torch.full((q_THD.shape[1], q_THD.shape[0]), -torch.inf, dtype=scores.dtype, device=q_THD.device)
+    for rows, keys in scores.chunks():
+        scores_Hts = scores.masked(rows, keys)
+        lse_Ht = scores_Hts.logsumexp(-1)
+        probs_Hts = scores_Hts.sub_(_finite(lse_Ht).unsqueeze(-1)).exp_()
+        out_KND = probs_Hts.view(scores.kv_heads, -1, probs_Hts.shape[-1]) @ v_KSD[:, keys]
+        out_THD[rows] = scores.ungrouped(out_KND).to(out_THD.dtype)
+        lse_HT[:, rows] = lse_Ht
+    return out_THD, lse_HT
+
+
+def masked_attend_backward(
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    mask: Mask,
+    scale: float,
+    *,
+    prefix: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv) of `masked_attend`, in the dtypes of q, k and v.
+
+    `out` and `lse` may come from a larger set of keys than given here: then these are the parts of the gradients that
+    pass through the given keys (Dao et al. 2022, arXiv:2205.14135, appendix B.2).
+    """
+    scores = _Scores(q_THD, k_SKD, mask, scale, prefix)
+    v_KSD = v_SKD.to(scores.dtype).transpose(0, 1)
+    dk_KSD, dv_KSD = torch.zeros_like(scores.k_KSD), torch.zeros_like(v_KSD)
+    dq_THD = torch.zeros_like(q_THD)
+    delta_HT = (dout_THD.to(scores.dtype) * out_THD.to(scores.dtype)).sum(-1).T
+    for rows, keys in scores.chunks():
+        probs_Hts = scores.masked(rows, keys).sub_(_finite(lse_HT[:, rows]).unsqueeze(-1)).exp_()
+        q_KND, dout_KND = scores.grouped(q_THD[rows]), scores.grouped(dout_THD[rows])
+        probs_KNs = probs_Hts.view(scores.kv_heads, -1, probs_Hts.shape[-1])
+        dv_KSD[:, keys] += probs_KNs.transpose(1, 2) @ dout_KND
+        delta_KN1 = delta_HT[:, rows].reshape(scores.kv_heads, -1, 1)
+        dscores_KNs = (dout_KND @ v_KSD[:, keys].transpose(1, 2)).sub_(delta_KN1).mul_(probs_KNs).mul_(scale)
+        dk_KSD[:, keys] += dscores_KNs.transpose(1, 2) @ q_KND
+        dq_THD[rows] = scores.ungrouped(dscores_KNs @ scores.k_KSD[:, keys]).to(dq_THD.dtype)
+    return dq_THD, dk_KSD.transpose(0, 1).to(k_SKD.dtype), dv_KSD.transpose(0, 1).to(v_SKD.dtype)

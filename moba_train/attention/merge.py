@@ -1,0 +1,22 @@
+"""Partial attention results joined by online softmax.
+
+Attention over the union of two disjoint sets of keys follows from the results over each set: weights are
+`exp(lse_i - lse)` with `lse = log(exp(lse_a) + exp(lse_b))` (Milakov & Gimelshein 2018, arXiv:1805.02867).
+"""
+
+import torch
+from torch import Tensor
+
+
+def merge(out_a_THD: Tensor, lse_a_HT: Tensor, out_b_THD: Tensor, lse_b_HT: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint key sets, from the attention over each.
+
+    `lse` is the natural log-sum-exp, in float32 or float64; -inf marks a row that saw no key, and the result of two
+    such rows is (0, -inf), never NaN. Returns (out, lse) in the dtypes of the first argument pair.
+    """
+    lse_HT = torch.logaddexp(lse_a_HT, lse_b_HT)
+    # -inf - -inf is NaN: where nothing was seen at all, any finite stand-in gives both sides the weight 0.
+    finite_HT = torch.where(lse_HT == -torch.inf, torch.zeros_like(lse_HT), lse_HT)
+    weight_a_TH1 = (lse_a_HT - finite_HT).exp().T.unsqueeze(-1)
+    weight_b_TH1 = (lse_b_HT - finite_HT).exp().T.unsqueeze(-1)
+    return (out_a_THD * weight_a_TH1 + out_b_THD * weight_b_TH1).to(out_a_THD.dtype), lse_HT

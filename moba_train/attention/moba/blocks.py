@@ -1,0 +1,28 @@
+"""Which block a token is in.
+
+Blocks are aligned at each document's start and never cross a document; ids count over the whole packed sequence, so a
+document's blocks are consecutive and an earlier block has a smaller id. The host need not know the lengths.
+"""
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.protocol import Layout
+
+
+def block_bound(layout: Layout, block_size: int) -> int:
+    """An upper bound of the number of blocks, known on the host: sum of ceil(length / B) <= total // B + documents."""
+    return layout.total // block_size + layout.cu_seqlens.numel() - 1
+
+
+def first_blocks(cu_seqlens: Tensor, block_size: int) -> Tensor:
+    """int64 [docs + 1]: id of each document's first block; the last entry is the number of blocks."""
+    lengths = cu_seqlens.long().diff()
+    blocks = (lengths + block_size - 1) // block_size
+    return torch.cat([blocks.new_zeros(1), blocks.cumsum(0)])
+
+
+def block_ids(tokens: Tensor, documents: Tensor, layout: Layout, block_size: int) -> Tensor:
+    """int64, the shape of `tokens`: block of each token, given its index in the packed sequence and its document."""
+    first = first_blocks(layout.cu_seqlens, block_size)
+    return first[documents] + layout.positions(tokens, documents) // block_size

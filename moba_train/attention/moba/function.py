@@ -1,0 +1,112 @@
+"""The public function: MoBA on plain tensors, without a model around it."""
+
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.local import run_local
+from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.protocol import Layout
+
+
+def moba_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_size: int,
+    topk: int,
+    cu_seqlens: Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    select: Literal["head", "group"] = "head",
+    always: tuple[Literal["current", "previous", "first"], ...] = ("current",),
+    backend: Literal["auto", "reference"] = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal Mixture of Block Attention over packed documents (Lu et al. 2025, arXiv:2502.13189).
+
+    Each query attends, per head, to its own block (causally) and to the `topk - 1` earlier blocks of its document with
+    the largest `q . mean(keys of the block)`; one softmax runs over the union. With `topk` at least the number of
+    blocks of every document this is full causal attention. `topk = 1` is the own block only, as in the paper
+    (Moonshot's fast code turns it into full attention).
+
+    Args:
+        q: [T, H, D], floating point, any device.
+        k, v: [T, K, D], same dtype and device; K divides H and keys are never repeated in memory. Keys carry RoPE.
+        block_size: tokens per block, >= 1. Blocks start at each document's start; the last one may be short.
+        topk: blocks per query, the own block included, >= 1.
+        cu_seqlens: int32 [docs + 1], document boundaries: first 0, last T, not decreasing. None: one document.
+        softmax_scale: factor on the scores; default D ** -0.5.
+        return_lse: also return the natural log-sum-exp of the scaled scores, [H, T], float32 (float64 for float64
+            input), without gradient.
+        select: "head" chooses per query head, "group" once for the H / K query heads that share a key/value head
+            (by the sum of their gates).
+        always: blocks chosen whatever their gate, counting towards `topk`: "current" (always so), "previous", "first".
+        backend: "reference" is plain PyTorch; "auto" takes the best there is.
+
+    Returns:
+        out [T, H, D] in q's dtype, differentiable in q, k and v (no gradient passes the gate); with `return_lse`, the
+        pair (out, lse).
+
+    Raises:
+        ValueError: names the argument, what was given and what is allowed.
+    """
+    cu_seqlens = _check(q, k, v, block_size, topk, cu_seqlens, always)
+    options = MobaAttention.Options(block_size=block_size, topk=topk, select=select, always=always, backend=backend)
+    attention = MobaAttention(options, q.shape[-1], softmax_scale)
+    out, lse = run_local(q, k, v, attention, Layout(cu_seqlens, max_seqlen=q.shape[0], total=q.shape[0]))
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, block_size: int, topk: int, cu_seqlens: Tensor | None, always: tuple[str, ...]
+) -> Tensor:
+    """Refuse what `moba_attention` cannot do; returns the document boundaries to use."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{name}: shape {tuple(x.shape)} given, [tokens, heads, head dim] needed")
+        if not x.is_floating_point():
+            raise ValueError(f"{name}: dtype {x.dtype} given, a floating-point dtype needed")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name}: {x.dtype} on {x.device} given, q is {q.dtype} on {q.device}; all must agree")
+        if x.shape[0] != q.shape[0] or x.shape[2] != q.shape[2]:
+            raise ValueError(f"{name}: shape {tuple(x.shape)} does not fit q's {tuple(q.shape)} in tokens and head dim")
+    if k.shape != v.shape:
+        raise ValueError(f"v: shape {tuple(v.shape)} given, k has {tuple(k.shape)}; they must agree")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"k: {k.shape[1]} key/value heads do not divide q's {q.shape[1]} heads")
+    if q.shape[2] == 0:
+        raise ValueError("q: head dim 0 given, at least 1 needed")
+    if block_size < 1:
+        raise ValueError(f"block_size: {block_size} given, at least 1 needed")
+    if topk < 1:
+        raise ValueError(f"topk: {topk} given, at least 1 needed (the own block counts)")
+    strange = [name for name in always if name not in ("current", "previous", "first")]
+    if strange:
+        raise ValueError(f"always: {strange[0]!r} given, allowed: current, previous, first")
+    if len({"current", *always}) > topk:
+        raise ValueError(f"always: {always} forces {len({'current', *always})} blocks, topk is {topk}")
+    return _check_documents(q, cu_seqlens)
+
+
+def _check_documents(q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    tokens = q.shape[0]
+    if cu_seqlens is None:
+        return torch.tensor([0, tokens], dtype=torch.int32, device=q.device)
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(
+            f"cu_seqlens: {cu_seqlens.dtype} {tuple(cu_seqlens.shape)} given, int32 [documents + 1] with at least one "
+            "document needed"
+        )
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens: on {cu_seqlens.device}, q is on {q.device}; they must agree")
+    edges = cu_seqlens.tolist()
+    if edges[0] != 0:
+        raise ValueError(f"cu_seqlens: starts at {edges[0]}, must start at 0")
+    if edges[-1] != tokens:
+        raise ValueError(f"cu_seqlens: ends at {edges[-1]}, must end at the number of tokens, {tokens}")
+    if any(stop < start for start, stop in pairwise(edges)):
+        raise ValueError("cu_seqlens: decreases; document boundaries must not decrease")
+    return cu_seqlens

@@ -1,0 +1,31 @@
+"""Output projection and cross entropy, only on tokens that carry loss, a chunk of them at a time."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_TOKENS = 4096
+"""Tokens whose logits exist at once: 2 GiB in float32 at a vocabulary of 128K."""
+
+
+def _chunk_loss(hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor, weights_n: Tensor) -> Tensor:
+    logits_nV = F.linear(hidden_nD, weight_VD).float()
+    return (F.cross_entropy(logits_nV, labels_n, reduction="none") * weights_n).sum()
+
+
+def weighted_loss_sum(
+    hidden_TD: Tensor, weight_VD: Tensor, labels_n: Tensor, index_n: Tensor, weights_n: Tensor
+) -> Tensor:
+    """Sum of the weighted token losses (nats), a float32 scalar; never divided here, see trainer.
+
+    hidden [T, D]; weight [V, D]; index int64 [n]: rows of `hidden` that carry loss; labels int64 [n] and weights
+    float32 [n] belong to those rows. Logits are recomputed in the backward pass, so they never exist for all tokens.
+    """
+    total = hidden_TD.new_zeros((), dtype=torch.float32)
+    for index, labels, weights in zip(
+        index_n.split(CHUNK_TOKENS), labels_n.split(CHUNK_TOKENS), weights_n.split(CHUNK_TOKENS), strict=True
+    ):
+        hidden = hidden_TD.index_select(0, index)
+        total = total + checkpoint(_chunk_loss, hidden, weight_VD, labels, weights, use_reentrant=False)
+    return total
