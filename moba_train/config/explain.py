@@ -3,7 +3,7 @@
 import difflib
 import reprlib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import isclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -19,7 +19,12 @@ Key = int | str
 # The validator that reads the suffixes marks the two units.
 _UNITS = {get_args(Length)[1]: "(K, M = 1024)", get_args(TokenBudget)[1]: "(K, M, B, T = 1000)"}
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true | false", Any: "anything", type(None): "null"}
-_COMPARISONS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_BOUNDS: dict[str, tuple[str, Callable[[Iterable[Any]], Any]]] = {
+    "ge": (">=", max),
+    "gt": (">", max),
+    "le": ("<=", min),
+    "lt": ("<", min),
+}
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
@@ -69,16 +74,16 @@ def describe_field(field: FieldInfo) -> str:
 
 
 def _constraints(metadata: Sequence[Any]) -> Iterator[str]:
-    for item in metadata:
-        for name, sign in _COMPARISONS.items():
-            if getattr(item, name, None) is not None:
-                yield f"{sign} {getattr(item, name)}"
-        if getattr(item, "pattern", None) is not None:
-            yield f"matching {item.pattern}"
-    for item in metadata:
-        if isinstance(item, FieldInfo):
-            yield from _constraints(item.metadata)
-    yield from (text for marker, text in _UNITS.items() if marker in metadata)
+    items = [inner for item in metadata for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
+    bounds = []
+    for name, (sign, strictest) in _BOUNDS.items():
+        limits = [getattr(item, name) for item in items if getattr(item, name, None) is not None]
+        if limits:
+            bounds.append(f"{sign} {strictest(limits)}")
+    if bounds:
+        yield " and ".join(bounds)
+    yield from (f"matching {item.pattern}" for item in items if getattr(item, "pattern", None) is not None)
+    yield from (text for marker, text in _UNITS.items() if marker in items)
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -88,15 +93,19 @@ def section_of(annotation: Any) -> type[Section] | None:
     return next(filter(None, map(section_of, get_args(annotation))), None)
 
 
+def item_suffix(field: FieldInfo) -> str:
+    """`[i]` for a key that holds a list of sections, else nothing."""
+    return "[i]" if "list of section" in describe_field(field) else ""
+
+
 def walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key below `section` with its path; list items are written `stages[i]`."""
+    """Every key below `section` with its path, e.g. `stages[i].tokens`."""
     for name, field in section.model_fields.items():
         path = f"{prefix}{name}"
         yield path, field
         inner = section_of(field.annotation)
         if inner is not None:
-            items = "[i]" if describe_field(field).endswith("list of section") else ""
-            yield from walk(inner, f"{path}{items}.")
+            yield from walk(inner, f"{path}{item_suffix(field)}.")
 
 
 def explain(error: ValidationError, root: type[Section], prefix: Sequence[Key] = ()) -> list[str]:

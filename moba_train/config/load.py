@@ -153,7 +153,7 @@ class _Loader(yaml.SafeLoader):
     PyYAML follows YAML 1.1, where `5e6` is text, `no` is false, `12:30` is 750 and `2024-01-01` a date.
     """
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  PyYAML's own name
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
 
 class _Dumper(yaml.SafeDumper):

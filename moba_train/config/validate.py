@@ -192,16 +192,16 @@ def _moba_problems(layers: Sequence[LayerAttention], stage: StageConfig, index: 
             groups.setdefault(attention, []).append(layer)
     for attention, ids in groups.items():
         options = attention.options.model_dump()
-        where = f"stages[{index}] ({stage.name!r}), layer{'s' * (len(ids) > 1)} {_ranges(ids)}: attention.moba"
+        path, where = f"stages[{index}].attention.moba", f"in layer{'s' * (len(ids) > 1)} {_ranges(ids)}"
         if options["block_size"] > stage.seq_len:
             yield (
-                f"{where}.block_size: given {options['block_size']}, which does not fit in a sequence of "
+                f"{path}.block_size: given {options['block_size']} {where}, which does not fit in a sequence of "
                 f"{stage.seq_len} tokens; allowed: at most seq_len"
             )
         forced = {"current", *options["always"]}
         if options["topk"] < len(forced):
             yield (
-                f"{where}.topk: given {options['topk']}, but {len(forced)} blocks are always chosen "
+                f"{path}.topk: given {options['topk']} {where}, but {len(forced)} blocks are always chosen "
                 f"({', '.join(sorted(forced))}) and count towards it; allowed: >= {len(forced)}"
             )
 
