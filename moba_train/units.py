@@ -7,7 +7,7 @@ budgets in powers of 1000 (`1B` = 10**9 tokens).
 import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([KMBT]?)\s*$", re.IGNORECASE)
 _POWER = {"": 0, "K": 1, "M": 2, "B": 3, "T": 4}
@@ -19,6 +19,8 @@ def parse_number(value: Any, base: int) -> Any:
     Values of other types are returned untouched, for the caller's own validation to refuse.
     Raises ValueError when the text is not a number or not a whole one.
     """
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is not a number; write e.g. 4096, 128K or 1.5B")
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, str):
@@ -41,10 +43,17 @@ def format_count(number: float, base: int = 1000) -> str:
     return f"{number:.3g}"
 
 
+def _json_schema(minimum: int) -> WithJsonSchema:
+    """What an editor should accept: a whole number, or text with a suffix."""
+    text = {"type": "string", "pattern": r"^\s*[0-9][0-9_]*(\.[0-9]+)?([eE]\+?[0-9]+)?\s*[KMBTkmbt]?\s*$"}
+    return WithJsonSchema({"anyOf": [{"type": "integer", "minimum": minimum}, text]})
+
+
 Length = Annotated[
     int,
     BeforeValidator(lambda value: parse_number(value, 1024)),
     Field(ge=1, description="tokens; K, M count in 1024"),
+    _json_schema(1),
 ]
 """A sequence length or batch size in tokens; suffixes count in 1024."""
 
@@ -52,5 +61,6 @@ TokenBudget = Annotated[
     int,
     BeforeValidator(lambda value: parse_number(value, 1000)),
     Field(ge=0, description="tokens; K, M, B, T count in 1000"),
+    _json_schema(0),
 ]
 """A number of training tokens; suffixes count in 1000."""

@@ -13,10 +13,12 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, create_model
+from pydantic import Field, ValidationError, create_model
 
 from moba_train.attention.registry import KINDS
 from moba_train.config.base import Section
+from moba_train.config.explain import did_you_mean, explain
+from moba_train.errors import ConfigError
 
 _PATTERN = re.compile(r"^(last|first|every):([1-9][0-9]*)$")
 
@@ -89,34 +91,55 @@ def full_layer_ids(full_layers: str | list[int], layers: int) -> set[int]:
 def resolve_layers(config: AttentionConfig, layers: int) -> tuple[LayerAttention, ...]:
     """The attention of every layer of a model with `layers` layers.
 
-    Raises ValueError (naming the key under `attention`) for unknown kinds, patterns, layer ids or options.
+    Raises ConfigError with every unknown kind, pattern, layer id or option, each named by its key under `attention`.
     """
+    problems: list[str] = []
+    full: set[int] = set()
     if config.default not in KINDS:
-        raise ValueError(f"default: {config.default!r} is not a registered attention; allowed: {', '.join(KINDS)}")
+        problems.append(f"default: {_unknown_kind(config.default)}")
     try:
         full = full_layer_ids(config.full_layers, layers)
     except ValueError as error:
-        raise ValueError(f"full_layers: {error}") from None
+        problems.append(f"full_layers: {error}")
     unknown = [layer for layer in config.overrides if not 0 <= layer < layers]
     if unknown:
-        raise ValueError(f"overrides: layer ids {unknown} do not exist; the model has layers 0 to {layers - 1}")
+        problems.append(f"overrides: layer ids {unknown} do not exist; the model has layers 0 to {layers - 1}")
 
     resolved = []
     for layer in range(layers):
-        override = dict(config.overrides.get(layer, {}))
-        kind = override.pop("kind", "full" if layer in full else config.default)
-        if kind not in KINDS:
-            raise ValueError(
-                f"overrides.{layer}.kind: {kind!r} is not a registered attention; allowed: {', '.join(KINDS)}"
-            )
-        options: Section = getattr(config, kind)
-        allowed = sorted({key for cls in KINDS.values() for key in cls.Options.model_fields})
-        strange = [key for key in override if key not in allowed]
-        if strange:
-            raise ValueError(f"overrides.{layer}: unknown option {strange[0]!r}; allowed: kind, {', '.join(allowed)}")
-        # A stage may switch a layer's kind while its options for the other kind stay written down: those rest.
-        relevant = {key: value for key, value in override.items() if key in KINDS[kind].Options.model_fields}
-        if relevant:
-            options = KINDS[kind].Options.model_validate({**options.model_dump(), **relevant})
-        resolved.append(LayerAttention(kind, options))
+        override = config.overrides.get(layer, {})
+        kind = override.get("kind", "full" if layer in full else config.default)
+        try:
+            resolved.append(_resolve_layer(config, kind, override))
+        except ConfigError as error:
+            problems += [f"overrides.{layer}.{problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
     return tuple(resolved)
+
+
+def _resolve_layer(config: AttentionConfig, kind: Any, override: dict[str, Any]) -> LayerAttention:
+    problems = [f"kind: {_unknown_kind(kind)}"] if "kind" in override and kind not in KINDS else []
+    known = sorted({"kind"}.union(*(cls.Options.model_fields for cls in KINDS.values())))
+    problems += [
+        f"{key}: unknown option{did_you_mean(key, known)}; allowed: {', '.join(known)}"
+        for key in override
+        if key not in known
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if kind not in KINDS:  # an unknown `default`, reported once by the caller
+        return LayerAttention(kind, Section())
+    options: Section = getattr(config, kind)
+    # A stage may switch a layer's kind while its options for the other kind stay written down: those rest.
+    relevant = {key: value for key, value in override.items() if key in type(options).model_fields}
+    if relevant:
+        try:
+            options = type(options).model_validate({**options.model_dump(), **relevant})
+        except ValidationError as error:
+            raise ConfigError(explain(error, type(options))) from None
+    return LayerAttention(kind, options)
+
+
+def _unknown_kind(kind: Any) -> str:
+    return f"{kind!r} is not a registered attention{did_you_mean(str(kind), list(KINDS))}; allowed: {', '.join(KINDS)}"

@@ -4,6 +4,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A section of the recipe: unknown keys are refused, values never change after loading."""
+    """A section of the recipe: unknown keys and non-finite numbers are refused, values never change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)

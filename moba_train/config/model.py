@@ -14,7 +14,7 @@ class RopeConfig(Section):
     `pi` (position interpolation, Chen et al. 2023, arXiv:2306.15595) divides positions by `factor`.
     """
 
-    kind: Literal["none", "abf", "pi"] = "none"
+    kind: Literal["none", "abf", "pi"] = Field("none", description="how the embedding is fitted to longer contexts")
     theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
     factor: float = Field(1.0, ge=1, description="how far `pi` stretches positions: new length / trained length")
 

@@ -1,11 +1,13 @@
 """Optimizer and learning-rate schedule."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from moba_train.config.base import Section
 from moba_train.units import TokenBudget
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ScheduleConfig(Section):
@@ -14,7 +16,9 @@ class ScheduleConfig(Section):
     The run's schedule (`optim.schedule`) spans all stages; a stage's own spans that stage alone.
     """
 
-    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="shape after the warm-up; wsd: constant, then linear over the last `decay_tokens`"
+    )
     warmup_tokens: TokenBudget = Field(0, description="linear warm-up from 0 to `lr`")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate / `lr` (linear, cosine, wsd)")
     decay_tokens: TokenBudget = Field(0, description="wsd: length of the linear decay at the end")
@@ -24,8 +28,8 @@ class OptimConfig(Section):
     """AdamW (Loshchilov & Hutter 2019). Weight decay applies to matrices, not to norms and biases."""
 
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the running mean and of the running square")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the running square")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled decay, times the learning rate, at each step")
     clip_norm: float | None = Field(1.0, gt=0, description="global gradient norm is clipped to this; null: never")
     schedule: ScheduleConfig = ScheduleConfig()

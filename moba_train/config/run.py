@@ -11,8 +11,8 @@ class ParallelConfig(Section):
     """The device mesh. Parameters, gradients and optimizer state are sharded over `dp_shard` (FSDP2) and replicated
     over `dp_replicate` (HSDP); every rank reads its own sequences. One of the sizes may be -1: it fills the rest."""
 
-    dp_replicate: int = Field(1, description="replicas of the sharded model; -1 fills the world")
-    dp_shard: int = Field(-1, description="ranks that share one copy of the parameters; -1 fills the world")
+    dp_replicate: int = Field(1, ge=-1, description="replicas of the sharded model; -1 fills the world")
+    dp_shard: int = Field(-1, ge=-1, description="ranks that share one copy of the parameters; -1 fills the world")
 
 
 class PrecisionConfig(Section):
@@ -39,10 +39,10 @@ class EvaluationConfig(Section):
 class WandbConfig(Section):
     """Weights & Biases. One run across restarts; a failing wandb never stops training."""
 
-    mode: Literal["disabled", "offline", "online"] = "offline"
-    project: str = "moba_train"
-    entity: str | None = None
-    tags: list[str] = []
+    mode: Literal["disabled", "offline", "online"] = Field("offline", description="offline: synchronise later by hand")
+    project: str = Field("moba_train", min_length=1, description="wandb project")
+    entity: str | None = Field(None, description="wandb team or user; null: the account's default")
+    tags: list[str] = Field([], description="tags of the wandb run")
 
 
 class TelemetryConfig(Section):

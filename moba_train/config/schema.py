@@ -25,11 +25,11 @@ class StageConfig(Section):
     the place in the data are carried over from the stage before."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="shown in logs; unique in the recipe")
-    seq_len: Length
+    seq_len: Length = Field(description="tokens of one training sequence")
     tokens: TokenBudget = Field(ge=1, description="training tokens of this stage, rounded up to whole steps")
     batch_tokens: Length | None = Field(None, description="tokens per optimizer step; default: the recipe's")
     micro_batch_size: int | None = Field(None, ge=1, description="sequences per rank and pass; default: the recipe's")
-    rope: RopeConfig | None = Field(None, description="replaces model.rope from this stage on, for this stage only")
+    rope: RopeConfig | None = Field(None, description="merged over model.rope, key by key, for this stage only")
     attention: AttentionConfig | None = Field(None, description="merged over the recipe's attention, key by key")
     train: list[SourceConfig] | None = Field(None, min_length=1, description="replaces data.train for this stage")
     lr: float | None = Field(None, gt=0, description="peak learning rate of this stage's own schedule")
@@ -48,7 +48,7 @@ class RunConfig(Section):
     optim: OptimConfig = OptimConfig()
     batch_tokens: Length = Field(description="tokens per optimizer step over all ranks")
     micro_batch_size: int = Field(1, ge=1, description="sequences per rank and forward pass; the rest is accumulated")
-    stages: list[StageConfig] = Field(min_length=1)
+    stages: list[StageConfig] = Field(min_length=1, description="stretches of training, one after the other")
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: Literal["none", "full"] = Field(

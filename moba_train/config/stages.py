@@ -40,8 +40,13 @@ class Stage:
         return self.batch_tokens // self.seq_len
 
 
+def merge_rope(base: RopeConfig, over: RopeConfig | None) -> RopeConfig:
+    """`over` laid on `base`: only keys that `over` sets explicitly win, so that `pi` keeps the model's `theta`."""
+    return base if over is None else base.model_copy(update=over.model_dump(exclude_unset=True))
+
+
 def resolve_stages(config: RunConfig) -> tuple[Stage, ...]:
-    """All stages of a validated recipe, in order. Raises ValueError as `resolve_layers` does."""
+    """All stages of a validated recipe, in order. Raises ConfigError as `resolve_layers` does."""
     stages: list[Stage] = []
     step = token = 0
     for index, stage in enumerate(config.stages):
@@ -55,7 +60,7 @@ def resolve_stages(config: RunConfig) -> tuple[Stage, ...]:
                 seq_len=stage.seq_len,
                 batch_tokens=batch_tokens,
                 micro_batch_size=stage.micro_batch_size or config.micro_batch_size,
-                rope=stage.rope or config.model.rope,
+                rope=merge_rope(config.model.rope, stage.rope),
                 attention=resolve_layers(merge_attention(config.attention, stage.attention), config.model.layers),
                 sources=tuple(stage.train or config.data.train),
                 lr=stage.lr or config.optim.lr,

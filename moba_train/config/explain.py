@@ -1,0 +1,152 @@
+"""The schema in plain words: what a key accepts, and what is wrong with a recipe, with its YAML path."""
+
+import difflib
+import reprlib
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import isclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from moba_train.config.base import Section
+from moba_train.units import Length, TokenBudget
+
+Key = int | str
+
+# The validator that reads the suffixes marks the two units.
+_UNITS = {get_args(Length)[1]: "(K, M = 1024)", get_args(TokenBudget)[1]: "(K, M, B, T = 1000)"}
+_TYPES = {int: "integer", float: "number", str: "text", bool: "true | false", Any: "anything", type(None): "null"}
+_BOUNDS: dict[str, tuple[str, Callable[[Iterable[Any]], Any]]] = {
+    "ge": (">=", max),
+    "gt": (">", max),
+    "le": ("<=", min),
+    "lt": ("<", min),
+}
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+
+
+def given(value: Any) -> str:
+    """`value` as text for a message, shortened when it is long."""
+    return _short.repr(value)
+
+
+def format_path(keys: Sequence[Key]) -> str:
+    """A YAML path as users write it: `stages[1].attention.moba`."""
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+    return text.removeprefix(".") or "the recipe"
+
+
+def did_you_mean(key: str, known: Sequence[str]) -> str:
+    """`; did you mean ...` when one of the `known` keys is close to `key`, else an empty string."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """What a value of this type may be, e.g. `integer >= 1` or `none | abf | pi`."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return describe(args[0], args[1:])
+    if origin in (Union, types.UnionType):
+        return " | ".join(describe(arg, metadata if arg is not type(None) else ()) for arg in args)
+    if origin is Literal:
+        return " | ".join(str(arg) for arg in args)
+    if isclass(annotation) and issubclass(annotation, Section):
+        return "section"
+    if origin is list or (origin is tuple and args[-1] is Ellipsis):
+        name = "non-empty list" if any(getattr(item, "min_length", None) for item in metadata) else "list"
+        return f"{name} of {describe(args[0])}"
+    if origin is tuple:
+        return f"list of {len(args)}: {', '.join(describe(arg) for arg in args)}"
+    if origin is dict:
+        return f"mapping of {describe(args[0])} to {describe(args[1])}"
+    return " ".join([_TYPES.get(annotation, str(annotation)), *_constraints(metadata)])
+
+
+def describe_field(field: FieldInfo) -> str:
+    """What a key accepts."""
+    return describe(field.annotation, field.metadata)
+
+
+def _constraints(metadata: Sequence[Any]) -> Iterator[str]:
+    items = [inner for item in metadata for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
+    bounds = []
+    for name, (sign, strictest) in _BOUNDS.items():
+        limits = [getattr(item, name) for item in items if getattr(item, name, None) is not None]
+        if limits:
+            bounds.append(f"{sign} {strictest(limits)}")
+    if bounds:
+        yield " and ".join(bounds)
+    yield from (f"matching {item.pattern}" for item in items if getattr(item, "pattern", None) is not None)
+    yield from (text for marker, text in _UNITS.items() if marker in items)
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The configuration section that a key of this type holds: itself, optional, or in a list."""
+    if isclass(annotation) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(section_of, get_args(annotation))), None)
+
+
+def item_suffix(field: FieldInfo) -> str:
+    """`[i]` for a key that holds a list of sections, else nothing."""
+    return "[i]" if "list of section" in describe_field(field) else ""
+
+
+def walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key below `section` with its path, e.g. `stages[i].tokens`."""
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{name}"
+        yield path, field
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from walk(inner, f"{path}{item_suffix(field)}.")
+
+
+def explain(error: ValidationError, root: type[Section], prefix: Sequence[Key] = ()) -> list[str]:
+    """The problems pydantic found in a value for `root`, one line each; `prefix` is where that value stands."""
+    # A key that accepts several types yields one error a type: the dict keeps one line for each path.
+    problems: dict[str, str] = {}
+    for details in error.errors(include_url=False):
+        path, problem = _explain_one(details, root, prefix)
+        problems.setdefault(path, f"{path}: {problem}")
+    return list(problems.values())
+
+
+def _explain_one(details: ErrorDetails, root: type[Section], prefix: Sequence[Key]) -> tuple[str, str]:
+    section: type[Section] | None = root
+    keys: list[Key] = list(prefix)
+    allowed = "section"
+    for part in details["loc"]:
+        if isinstance(part, str) and section is not None and part in section.model_fields:
+            keys.append(part)
+            allowed = describe_field(section.model_fields[part])
+            section = section_of(section.model_fields[part].annotation)
+        elif section is not None or (part != "[key]" and allowed.startswith(("list", "non-empty list", "mapping"))):
+            keys.append(part)  # anything else is pydantic's name for one of the types a key accepts
+    path = format_path(keys)
+
+    match details["type"]:
+        case "missing":
+            return path, f"missing; allowed: {allowed}"
+        case "extra_forbidden" | "invalid_key":
+            return path, _unknown_key(str(details["loc"][-1]), section, root)
+        case "value_error":
+            return path, str(details["ctx"]["error"])
+        case "model_type":
+            return path, f"given {given(details['input'])}; allowed: a section (key: value)"
+    return path, f"given {given(details['input'])}; allowed: {allowed}"
+
+
+def _unknown_key(key: str, section: type[Section] | None, root: type[Section]) -> str:
+    known = list(section.model_fields) if section is not None else []
+    hint = did_you_mean(key, known)
+    if not hint:
+        elsewhere = [path for path, _ in walk(root) if path.rpartition(".")[2] == key]
+        hint = f"; a key of that name is at {' and '.join(elsewhere)}" if elsewhere else ""
+    return f"unknown key{hint}; allowed here: {', '.join(known)}"

@@ -1,0 +1,208 @@
+"""From YAML files and `key.path=value` overrides to a checked `RunConfig`, and back.
+
+A recipe may say `extends: other.yaml` (or a list): those files, found relative to it, are laid under it in order.
+Mappings are merged key by key and later values win; lists and plain values are replaced.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from moba_train.config.explain import explain, format_path, given
+from moba_train.config.schema import RunConfig
+from moba_train.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The recipe in the YAML file `path`, with `overrides` such as `stages.0.tokens=1M` applied last.
+
+    Raises ConfigError with every problem: unreadable files, YAML errors, unknown keys and values of the wrong type.
+    Combinations of keys are left to `validate`.
+    """
+    raw = _read_recipe(Path(path), ())
+    problems = apply_overrides(raw, overrides)
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(problems + explain(error, RunConfig)) from None
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML with every key of the recipe. `load_config` makes an equal `RunConfig` of it.
+
+    Stages keep only the keys they set: what a stage leaves out comes from the recipe, so a default written down
+    there would win over the recipe's value.
+    """
+    data = config.model_dump(exclude={"stages"})
+    data["stages"] = [stage.model_dump(exclude_unset=True) for stage in config.stages]
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def deep_merge(base: dict[Any, Any], over: dict[Any, Any]) -> dict[Any, Any]:
+    """`over` laid on `base`, key by key where both hold a mapping; a new dict."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = deep_merge(merged[key], value) if both else value
+    return merged
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of a YAML document, None when it is empty.
+
+    Raises ConfigError naming `source` and the line for syntax errors and duplicate keys.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        duplicates = _duplicate_keys(node)
+        if duplicates:
+            raise ConfigError([f"{source}, {problem}" for problem in duplicates])
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError([f"{source}{where}: not valid YAML: {error.problem or error.context}"]) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError([f"{source}: not valid YAML: {' '.join(str(error).split())}"]) from None
+    finally:
+        loader.dispose()
+
+
+def apply_overrides(raw: dict[Any, Any], overrides: Sequence[str]) -> list[str]:
+    """Set each `key.path=value` in `raw`, in place; the value is YAML, list items go by number (`stages.0.tokens`).
+
+    Returns the problems; those of unknown keys show up when `raw` is validated.
+    """
+    problems = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        # Error messages print `stages[0].tokens`; that form works here too.
+        keys = [int(key) if key.isdecimal() else key for key in re.sub(r"\[(\d+)\]", r".\1", path).split(".")]
+        if not equals or "" in keys:
+            problems.append(f"override {override!r}: allowed: key.path=value, e.g. optim.lr=1e-4 or stages.0.tokens=1M")
+            continue
+        try:
+            _assign(raw, keys, parse_yaml(text, f"override {override!r}"))
+        except ConfigError as error:
+            problems += error.problems
+        except (KeyError, IndexError, TypeError) as error:
+            problems.append(f"override {override!r}: {error.args[0]}")
+    return problems
+
+
+def _assign(raw: Any, keys: list[int | str], value: Any) -> None:
+    holder = raw
+    for depth, key in enumerate(keys):
+        where = format_path(keys[:depth])
+        if isinstance(holder, list):
+            if not isinstance(key, int):
+                raise TypeError(f"{where} is a list; allowed: a number, e.g. {where}[0]")
+            if key >= len(holder):
+                raise IndexError(f"{where}[{key}] does not exist; allowed: 0 to {len(holder) - 1}")
+        elif not isinstance(holder, dict):
+            raise TypeError(f"{where} is {given(holder)}, which holds no {key!r}; set {where} itself")
+        if depth == len(keys) - 1:
+            holder[key] = value
+            return
+        if isinstance(holder, dict) and holder.get(key) is None:
+            holder[key] = {}
+        holder = holder[key]
+
+
+def _read_recipe(path: Path, chain: tuple[Path, ...]) -> dict[Any, Any]:
+    """The mapping in `path` with everything it extends; `chain` holds the files that led here."""
+    try:
+        resolved = path.resolve()
+        if resolved in chain:
+            names = " -> ".join(str(link) for link in (*chain, resolved))
+            raise ConfigError([f"extends: goes in a circle: {names}"])
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        by = f" (extended by {chain[-1]})" if chain else ""
+        raise ConfigError([f"{path}{by}: cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
+
+    raw = parse_yaml(text, str(path))
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, dict):
+        raise ConfigError([f"{path}: given {given(raw)}; allowed: a mapping of keys to values"])
+    parents = raw.pop("extends", [])
+    if isinstance(parents, str):
+        parents = [parents]
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise ConfigError([f"{path}: extends: given {given(parents)}; allowed: a relative path or a list of them"])
+    merged: dict[Any, Any] = {}
+    for parent in parents:
+        merged = deep_merge(merged, _read_recipe(path.parent / parent, (*chain, resolved)))
+    return deep_merge(merged, raw)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML with the plain values of YAML 1.2's core schema.
+
+    PyYAML follows YAML 1.1, where `5e6` is text, `no` is false, `12:30` is 750 and `2024-01-01` a date.
+    """
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes tuples as lists, each value in full where it is used (no anchors), and quotes what YAML 1.1 or 1.2 would
+    read as something else than text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_DIGITS = r"[0-9][0-9_]*"
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)", list("-+0123456789")),
+    (
+        "float",
+        rf"[-+]?({_DIGITS}\.[0-9_]*([eE][-+]?[0-9]+)?|\.[0-9]+([eE][-+]?[0-9]+)?|{_DIGITS}[eE][-+]?[0-9]+|\.(inf|nan))",
+        list("-+0123456789."),
+    ),
+    ("merge", r"<<", ["<"]),
+):
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+_Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_list(value))
+
+
+def _duplicate_keys(node: yaml.Node) -> list[str]:
+    """A problem for every key that one mapping below `node` gives twice."""
+    problems = []
+    seen_nodes: set[int] = set()
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if id(current) in seen_nodes:  # an alias
+            continue
+        seen_nodes.add(id(current))
+        if isinstance(current, yaml.SequenceNode):
+            pending += current.value
+        elif isinstance(current, yaml.MappingNode):
+            lines: dict[tuple[str, str], int] = {}
+            for key, value in current.value:
+                pending += [key, value]
+                if not isinstance(key, yaml.ScalarNode):
+                    continue
+                line, name = key.start_mark.line + 1, (key.tag, key.value)
+                if name in lines:
+                    problems.append(f"line {line}: key {key.value!r} is already given in line {lines[name]}")
+                lines.setdefault(name, line)
+    return problems

@@ -1,0 +1,233 @@
+"""What no single key can know: combinations that cannot work, found before any GPU is touched."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from moba_train.config.attention import LayerAttention, merge_attention, resolve_layers
+from moba_train.config.data import SourceConfig
+from moba_train.config.model import ModelConfig, RopeConfig
+from moba_train.config.optim import ScheduleConfig
+from moba_train.config.run import ParallelConfig
+from moba_train.config.schema import RunConfig, StageConfig
+from moba_train.config.stages import merge_rope
+from moba_train.errors import ConfigError
+
+
+def validate(config: RunConfig, world_size: int | None = None, check_files: bool = False) -> None:
+    """Check everything that can be known without a GPU.
+
+    world_size: the number of ranks; None leaves out what depends on it.
+    check_files: also look for the corpora and the tokenizer, relative to the working directory.
+    Raises ConfigError with all problems, each named by its key.
+    """
+    problems = [
+        *_model_problems(config.model),
+        *_rope_problems(config.model.rope, "model.rope"),
+        *_stage_name_problems(config.stages),
+        *_schedule_problems(config),
+        *_attention_problems(config),
+    ]
+    sizes, parallel_problems = _fit(config.parallel, world_size)
+    problems += parallel_problems
+    for index, stage in enumerate(config.stages):
+        if stage.rope is not None:
+            problems += _rope_problems(merge_rope(config.model.rope, stage.rope), f"stages[{index}].rope")
+        problems += _batch_problems(config, index, world_size, sizes)
+    if check_files:
+        problems += _file_problems(config)
+    if problems:
+        raise ConfigError(problems)
+
+
+def data_parallel_sizes(config: RunConfig, world_size: int) -> tuple[int, int]:
+    """The sizes (dp_replicate, dp_shard) on `world_size` ranks, with -1 filled in.
+
+    Raises ConfigError when they do not make up the world size.
+    """
+    sizes, problems = _fit(config.parallel, world_size)
+    if sizes is None:
+        raise ConfigError(problems)
+    return sizes
+
+
+def _fit(parallel: ParallelConfig, world_size: int | None) -> tuple[tuple[int, int] | None, list[str]]:
+    """(dp_replicate, dp_shard) on `world_size` ranks, or None and the reasons why there is none."""
+    sizes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
+    problems = [f"parallel.{key}: given 0; allowed: >= 1, or -1 to fill the rest" for key in sizes if sizes[key] == 0]
+    free = [key for key, size in sizes.items() if size == -1]
+    if len(free) == 2:
+        problems.append(
+            "parallel: dp_replicate and dp_shard are both -1; allowed: one of them, the other fills the rest"
+        )
+    if problems or world_size is None:
+        return None, problems
+
+    layout = f"dp_replicate {parallel.dp_replicate}, dp_shard {parallel.dp_shard}"
+    fixed = abs(parallel.dp_replicate * parallel.dp_shard)
+    if free and world_size % fixed == 0:
+        sizes[free[0]] = world_size // fixed
+    elif free:
+        other = next(key for key in sizes if key not in free)
+        return None, [
+            f"parallel.{other}: given {fixed}, which does not divide the {world_size} ranks; {_divisors(world_size)}"
+        ]
+    elif fixed != world_size:
+        side = "more ranks than the layout uses" if world_size > fixed else "fewer ranks than the layout needs"
+        fits = f"start {fixed} ranks, or set parallel.dp_shard: -1"
+        return None, [f"parallel: {layout} make {fixed} ranks, {world_size} were started: {side}; {fits}"]
+    return (sizes["dp_replicate"], sizes["dp_shard"]), []
+
+
+def _divisors(number: int) -> str:
+    return "allowed: " + ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+
+
+def _model_problems(model: ModelConfig) -> Iterator[str]:
+    if model.heads % model.kv_heads:
+        fits = _divisors(model.heads)
+        yield f"model.kv_heads: given {model.kv_heads}, which does not divide heads {model.heads}; {fits}"
+    if model.head_dim is None and model.hidden_size % model.heads:
+        yield (
+            f"model.heads: given {model.heads}, which does not divide hidden_size {model.hidden_size}; "
+            "change one of them or set model.head_dim"
+        )
+    elif model.head_width % 2:
+        key = "model.head_dim" if model.head_dim is not None else "model.hidden_size / model.heads"
+        yield f"{key}: gives heads of width {model.head_width}; allowed: even widths (rotary embedding turns pairs)"
+
+
+def _rope_problems(rope: RopeConfig, path: str) -> Iterator[str]:
+    if rope.factor != 1 and rope.kind != "pi":
+        yield f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, or factor: 1"
+
+
+def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
+    for name, count in Counter(stage.name for stage in stages).items():
+        if count > 1:
+            where = " and ".join(f"stages[{index}].name" for index, stage in enumerate(stages) if stage.name == name)
+            yield f"{where}: given {name!r} {count} times; stage names must differ"
+
+
+def _batch_problems(
+    config: RunConfig, index: int, world_size: int | None, sizes: tuple[int, int] | None
+) -> Iterator[str]:
+    stage = config.stages[index]
+    batch = _batch_tokens(config, stage)
+    micro = stage.micro_batch_size or config.micro_batch_size
+    key = "batch_tokens" if stage.batch_tokens is None else f"stages[{index}].batch_tokens"
+    ranks = sizes[0] * sizes[1] if sizes is not None else 1
+    # The largest unit that does not fit says most; a smaller one that does not fit explains it better.
+    units = {
+        f"seq_len {stage.seq_len}": stage.seq_len,
+        f"seq_len {stage.seq_len} x micro_batch_size {micro}": stage.seq_len * micro,
+        f"seq_len {stage.seq_len} x micro_batch_size {micro} x {ranks} ranks": stage.seq_len * micro * ranks,
+    }
+    for text, unit in units.items():
+        if batch % unit:
+            lower, upper = batch // unit * unit, (batch // unit + 1) * unit
+            fits = f"{lower} or {upper}" if lower else f"{upper}"
+            yield f"{key}: given {batch}, in stage {stage.name!r} not a multiple of {text} = {unit}; nearest: {fits}"
+            return
+
+
+def _batch_tokens(config: RunConfig, stage: StageConfig) -> int:
+    return stage.batch_tokens or config.batch_tokens
+
+
+def _schedule_problems(config: RunConfig) -> Iterator[str]:
+    spans = []
+    for index, stage in enumerate(config.stages):
+        batch = _batch_tokens(config, stage)
+        spans.append(-(-stage.tokens // batch) * batch)
+        if stage.schedule is not None:
+            path = f"stages[{index}].schedule"
+            yield from _shape_problems(stage.schedule, path)
+            yield from _span_problems(stage.schedule, path, spans[-1], f"stage {stage.name!r}")
+        elif stage.lr is not None:
+            # With an lr of its own the stage runs the recipe's schedule over its own tokens.
+            where = f"stage {stage.name!r}, whose lr starts the schedule anew"
+            yield from _span_problems(config.optim.schedule, "optim.schedule", spans[-1], where)
+    yield from _shape_problems(config.optim.schedule, "optim.schedule")
+    yield from _span_problems(config.optim.schedule, "optim.schedule", sum(spans), "the run")
+
+
+def _span_problems(schedule: ScheduleConfig, path: str, span: int, name: str) -> Iterator[str]:
+    parts = {"warmup_tokens": schedule.warmup_tokens, "decay_tokens": schedule.decay_tokens}
+    given = [f"{key} {tokens}" for key, tokens in parts.items() if tokens]
+    if sum(parts.values()) > span:
+        yield f"{path}: {' + '.join(given)} do not fit in the {span} tokens of {name}"
+
+
+def _shape_problems(schedule: ScheduleConfig, path: str) -> Iterator[str]:
+    if schedule.kind == "wsd" and not schedule.decay_tokens:
+        yield f"{path}.decay_tokens: missing; kind wsd needs the length of its final decay (> 0)"
+    if schedule.kind != "wsd" and schedule.decay_tokens:
+        given = f"given {schedule.decay_tokens}, which kind {schedule.kind!r} does not use"
+        yield f"{path}.decay_tokens: {given}; remove it or set kind: wsd"
+
+
+def _attention_problems(config: RunConfig) -> Iterator[str]:
+    try:
+        resolve_layers(config.attention, config.model.layers)
+        recipe_problems: list[str] = []
+    except ConfigError as error:
+        recipe_problems = error.problems
+    yield from (f"attention.{problem}" for problem in recipe_problems)
+    for index, stage in enumerate(config.stages):
+        merged = merge_attention(config.attention, stage.attention)
+        try:
+            layers = resolve_layers(merged, config.model.layers)
+        except ConfigError as error:
+            inherited = set(recipe_problems)
+            yield from (f"stages[{index}].attention.{text}" for text in error.problems if text not in inherited)
+        else:
+            yield from _moba_problems(layers, stage, index)
+
+
+def _moba_problems(layers: Sequence[LayerAttention], stage: StageConfig, index: int) -> Iterator[str]:
+    groups: dict[LayerAttention, list[int]] = {}
+    for layer, attention in enumerate(layers):
+        if attention.kind == "moba":
+            groups.setdefault(attention, []).append(layer)
+    for attention, ids in groups.items():
+        options = attention.options.model_dump()
+        path, where = f"stages[{index}].attention.moba", f"in layer{'s' * (len(ids) > 1)} {_ranges(ids)}"
+        if options["block_size"] > stage.seq_len:
+            yield (
+                f"{path}.block_size: given {options['block_size']} {where}, which does not fit in a sequence of "
+                f"{stage.seq_len} tokens; allowed: at most seq_len"
+            )
+        forced = {"current", *options["always"]}
+        if options["topk"] < len(forced):
+            yield (
+                f"{path}.topk: given {options['topk']} {where}, but {len(forced)} blocks are always chosen "
+                f"({', '.join(sorted(forced))}) and count towards it; allowed: >= {len(forced)}"
+            )
+
+
+def _ranges(ids: Sequence[int]) -> str:
+    """Sorted numbers in short: `0-28, 31`."""
+    runs: list[list[int]] = []
+    for number in ids:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _file_problems(config: RunConfig) -> Iterator[str]:
+    blends: dict[str, Sequence[SourceConfig]] = {
+        "data.train": config.data.train,
+        "data.validation": config.data.validation,
+    }
+    blends |= {f"stages[{index}].train": stage.train or [] for index, stage in enumerate(config.stages)}
+    for key, sources in blends.items():
+        for index, source in enumerate(sources):
+            missing = [f"{source.path}{end}" for end in (".bin", ".idx") if not Path(f"{source.path}{end}").is_file()]
+            if missing:
+                yield f"{key}[{index}].path: given {source.path!r}; no file {' and '.join(missing)} (from {Path.cwd()})"
+    tokenizer = config.data.tokenizer
+    if tokenizer is not None and not Path(tokenizer).is_file():
+        yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"
