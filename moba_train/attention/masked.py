@@ -14,7 +14,7 @@ from torch import Tensor
 Mask = Callable[[slice, slice], Tensor]
 """(query rows, key rows) -> bool, broadcastable to [H, rows, keys]: which scores count."""
 
-_SCORES_PER_CHUNK = {"cpu": 2**22, "cuda": 2**27}
+_SCORES_PER_CHUNK = {"cpu": 2**20, "cuda": 2**27}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -24,7 +24,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def query_chunks(queries: int, scores_per_query: int, device: torch.device) -> Iterator[slice]:
     """Slices over `queries` rows, each with a bounded number of scores."""
-    budget = _SCORES_PER_CHUNK.get(device.type, 2**22)
+    budget = _SCORES_PER_CHUNK.get(device.type, 2**20)
     rows = max(16, budget // max(1, scores_per_query))
     for start in range(0, queries, rows):
         yield slice(start, min(start + rows, queries))
