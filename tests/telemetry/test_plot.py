@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import matplotlib.image
+import numpy as np
 import pytest
 
 from moba_train.errors import UserError
@@ -38,15 +39,10 @@ def test_picture_shows_the_run(tmp_path: Path) -> None:
     write_history(tmp_path)
     path = plot_run(tmp_path)
     assert path == tmp_path / "loss.png"
-    pixels = matplotlib.image.imread(path)[..., :3]
+    pixels = np.round(255 * matplotlib.image.imread(path)[..., :3]).astype(int)
     assert pixels.shape == (900, 1500, 3)
-    colours = {tuple(round(255 * channel) for channel in pixel) for pixel in pixels.reshape(-1, 3)}
-    for name, colour in {
-        "smoothed loss": (8, 81, 156),
-        "evaluation": (230, 85, 13),
-        "spike": (214, 39, 40),
-    }.items():
-        assert colour in colours, name
+    for name, colour in {"smoothed": (8, 81, 156), "evaluation": (230, 85, 13), "spike": (214, 39, 40)}.items():
+        assert (pixels == colour).all(-1).any(), name
 
 
 def test_a_run_without_losses_is_refused(tmp_path: Path) -> None:
