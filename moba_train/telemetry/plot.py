@@ -47,10 +47,9 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def _draw_losses(axes: Axes, training: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
-    tokens, losses = [r["tokens"] for r in training], np.array([r["loss"] for r in training])
-    smoothed = _smooth(losses, span=max(2, len(losses) // 50))
-    axes.plot(tokens, losses, color=_RAW, lw=0.6, label="training loss")
-    axes.plot(tokens, smoothed, color=_SMOOTH, lw=1.6, label="smoothed")
+    tokens, losses = np.array([(r["tokens"], r["loss"]) for r in training], dtype=float).T
+    axes.plot(tokens, losses, color=_RAW, lw=0.6, label="training loss, each step")
+    axes.plot(*_smooth(tokens, losses), color=_SMOOTH, lw=1.6, label="training loss, smoothed")
     evaluations = [r for r in records if math.isfinite(r.get("eval_loss", math.nan))]
     if evaluations:
         points = [r["tokens"] for r in evaluations], [r["eval_loss"] for r in evaluations]
@@ -84,11 +83,13 @@ def _draw_stages(panels: tuple[Axes, Axes], training: list[dict[str, Any]]) -> N
         previous = record["stage"]
 
 
-def _smooth(values: np.ndarray, span: int) -> np.ndarray:
-    """Exponential moving average over about `span` values, without a bias at the start; float64 [n] -> [n]."""
-    decay = 1 - 2 / (span + 1)
-    total, weight, smoothed = 0.0, 0.0, np.empty_like(values)
-    for i, value in enumerate(values):
-        total, weight = decay * total + value, decay * weight + 1
-        smoothed[i] = total / weight
-    return smoothed
+def _smooth(tokens: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Medians of up to 200 stretches of at least 5 steps. Unlike a moving average it neither lags behind a falling
+    curve nor bends at a spike."""
+    bins = max(1, min(200, len(losses) // 5))
+    medians = [
+        (np.median(x), np.median(y))
+        for x, y in zip(np.array_split(tokens, bins), np.array_split(losses, bins), strict=True)
+    ]
+    x, y = np.array(medians).T
+    return x, y

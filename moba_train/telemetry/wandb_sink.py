@@ -6,6 +6,7 @@ them; nothing is lost for good, since `metrics.jsonl` holds every record.
 
 import importlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -71,6 +72,7 @@ class WandbSink:
 
     def _work(self, config: WandbConfig, run_dir: Path, name: str, run_id: str, recipe: dict[str, Any]) -> None:
         """The thread: starts the run, sends records until None comes, finishes."""
+        os.environ.setdefault("WANDB_CACHE_DIR", str(run_dir / "wandb" / "cache"))  # not into a home that may be full
         try:
             wandb = importlib.import_module("wandb")
             run = _start(wandb, config, run_dir, name, run_id, recipe)
