@@ -29,3 +29,7 @@ class CheckpointError(UserError):
 
 class LaunchError(UserError):
     """The machine or the launcher does not offer what the recipe asks for."""
+
+
+class TrainingError(UserError):
+    """Training cannot go on: the loss or the gradients are no longer finite."""

@@ -1,0 +1,1 @@
+"""Checkpoints: saved in the background, published atomically, verified, loaded on any layout."""

@@ -1,0 +1,1 @@
+"""Watching a run: loss spikes and values that are not numbers."""

@@ -1,0 +1,1 @@
+"""AdamW over parameter groups, and learning-rate schedules as pure functions of the tokens consumed."""

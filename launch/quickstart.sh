@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# The main job in miniature, on real text, on CPU or GPU: tokenizer, corpus, two training stages (short with full
+# attention, then longer with MoBA), a stop and a resume half-way, evaluation and a generated sample.
+#
+#   bash launch/quickstart.sh [--corpus FILE_OR_FOLDER]      default: the sources of Python's standard library
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+corpus=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
+while [ $# -gt 0 ]; do
+    case $1 in
+        --corpus) corpus=${2:?--corpus needs a file or folder}; shift 2 ;;
+        *) echo "error: unknown argument $1; allowed: --corpus FILE_OR_FOLDER" >&2; exit 2 ;;
+    esac
+done
+[ -e "$corpus" ] || { echo "error: --corpus: $corpus does not exist" >&2; exit 2; }
+
+run=runs/quickstart
+recipe=configs/recipes/quickstart.yaml
+ranks=$("$PYTHON" -c 'import torch; print(min(2, torch.cuda.device_count()) or 2)')
+moba_train=("$PYTHON" -m moba_train.cli)
+moba_data=("$PYTHON" -m data_tools)
+train=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m moba_train.train "$recipe")
+step() { printf '\n== %s\n' "$*"; }
+mkdir -p "$run/data"
+
+step "1/6  tokenizer, from $corpus"
+[ -e "$run/data/tokenizer.model" ] ||
+    "${moba_data[@]}" train-tokenizer "$corpus" --output "$run/data/tokenizer" --vocab-size 2048 \
+        --exclude '*/site-packages/*' --exclude '*/test/*' --sample-sentences 200000
+
+step "2/6  tokens, into $run/data"
+[ -e "$run/data/corpus-valid.idx" ] ||
+    "${moba_data[@]}" tokenize "$corpus" --tokenizer "$run/data/tokenizer.model" --output "$run/data/corpus" \
+        --exclude '*/site-packages/*' --exclude '*/test/*' --holdout 0.02
+
+step "3/6  training on $ranks ranks, as far as the middle of the second stage"
+"${moba_train[@]}" plan "$recipe" --gpus "$ranks"
+"${train[@]}" --stop-at-step 90
+
+step "4/6  the same command again: it resumes from the checkpoint"
+"${train[@]}"
+
+step "5/6  evaluation of the last checkpoint"
+"${moba_train[@]}" verify "$run"
+"${moba_train[@]}" eval "$run"
+
+step "6/6  a sample"
+"${moba_train[@]}" generate "$run" --prompt 'def ' --max-new-tokens 120 --temperature 0.7 --top-p 0.9
+
+step "done"
+cat <<EOF
+logs         $run/metrics.jsonl   (wandb, offline: $run/wandb; 'wandb sync' uploads it)
+loss curve   $run/loss.png
+checkpoints  $run/checkpoints
+recipe       $recipe, resolved: $run/config.yaml
+EOF

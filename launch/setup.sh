@@ -1,0 +1,36 @@
+# Sourced by the other launchers: leaves $PYTHON, an interpreter that has moba_train and all it needs.
+#
+#   MOBA_PYTHON=/path/to/python   use this interpreter as it is and install nothing (a prepared image or cluster module)
+#   MOBA_VENV=/path/to/venv       where the virtual environment lives; default .venv in the repository
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$ROOT"
+
+if [ -n "${MOBA_PYTHON:-}" ]; then
+    PYTHON=$MOBA_PYTHON
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+else
+    VENV=${MOBA_VENV:-$ROOT/.venv}
+    PYTHON=$VENV/bin/python
+    stamp=$VENV/.moba_train_installed
+    wanted=$(cat pyproject.toml launch/constraints.txt launch/setup.sh | cksum)
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+        base=$(command -v python3.12 || command -v python3.11 || command -v python3 || true)
+        if ! "${base:-false}" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+            echo "error: Python 3.11 or newer is needed; found ${base:-none} (set MOBA_PYTHON to another one)" >&2
+            exit 2
+        fi
+        system=() constraints=()
+        if "$base" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
+            system=(--system-site-packages)  # the image's own CUDA build of torch
+        elif ! nvidia-smi >/dev/null 2>&1; then
+            constraints=(-c launch/constraints.txt)
+        fi
+        echo "installing into $VENV (once; a few minutes)"
+        "$base" -m venv ${system[@]+"${system[@]}"} "$VENV"
+        "$PYTHON" -m pip install --quiet ${constraints[@]+"${constraints[@]}"} --editable ".[dev]"
+        echo "$wanted" >"$stamp"
+    fi
+fi
+# Several ranks share one machine: without this, each would start a thread on every core.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -1,0 +1,154 @@
+"""Loading a checkpoint into tensors that exist already, on any number of ranks and in any layout.
+
+Nothing in a checkpoint can run code: `meta.json` and `manifest.json` are JSON, tensor data is read by
+torch.distributed.checkpoint (DCP) with `torch.load(weights_only=True)`, and DCP's index `.metadata`, which is a pickle,
+goes through an unpickler that knows the index's own classes and nothing else.
+"""
+
+import pickle
+import warnings
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from moba_train.checkpoint.publish import check_sizes, read_meta, verify_checkpoint
+from moba_train.errors import CheckpointError
+
+T = TypeVar("T")
+
+_INDEX = ".metadata"
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # its home in Python 3.13
+}
+
+
+def load_checkpoint(
+    path: Path, tensors: dict[str, Tensor], *, optional: Collection[str] = (), verify: bool = False
+) -> dict[str, Any]:
+    """Fills `tensors` (plain ones and DTensors, by name) in place from the checkpoint `path` and returns its meta.
+
+    Each rank reads what its own shards need. Names, global shapes and dtypes must be those of the checkpoint; names
+    that begin with one of the prefixes in `optional` may be missing on either side. File sizes are always compared with
+    the manifest, hashes too with `verify`.
+
+    Called on every rank when there is a default process group. What is wrong on one rank raises CheckpointError, naming
+    the tensor or file, on all of them.
+    """
+    index = _on_every_rank(lambda: _check(path, tensors, optional, verify))
+    _on_every_rank(lambda: _read(path, tensors, index))
+    return read_meta(path)
+
+
+def _check(path: Path, tensors: dict[str, Tensor], optional: Collection[str], verify: bool) -> Metadata:
+    if verify and _rank() == 0:
+        verify_checkpoint(path)
+    check_sizes(path)
+    index = _read_index(path)
+    saved = index.state_dict_metadata
+    where = {True: "in the checkpoint, but not in the model or optimizer", False: "not in the checkpoint"}
+    alone = [name for name in sorted(tensors.keys() ^ saved.keys()) if not name.startswith(tuple(optional))]
+    problems = [f"{name}: {where[name in saved]}" for name in alone]
+    for name in sorted(tensors.keys() & saved.keys()):
+        entry, tensor = saved[name], tensors[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            problems.append(f"{name}: not saved as a tensor")
+        elif (entry.size, entry.properties.dtype) != (tensor.shape, tensor.dtype):
+            there, here = (entry.size, entry.properties.dtype), (tensor.shape, tensor.dtype)
+            problems.append(f"{name}: saved as {_describe(*there)}, to be loaded as {_describe(*here)}")
+    if problems:
+        shown = problems[:20] + [f"... and {len(problems) - 20} more"] * (len(problems) > 20)
+        raise CheckpointError(
+            f"checkpoint {path} does not fit; use the recipe it was saved with:\n"
+            + "\n".join(f"  - {p}" for p in shown)
+        )
+    return index
+
+
+def _read(path: Path, tensors: dict[str, Tensor], index: Metadata) -> None:
+    present = {name: tensor for name, tensor in tensors.items() if name in index.state_dict_metadata}
+    try:
+        with warnings.catch_warnings():
+            # `no_dist`: reading needs nothing from other ranks, so ranks may ask for different tensors.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(present, storage_reader=_Reader(path, index), no_dist=True)
+    except CheckpointException as error:
+        cause, _ = error.failures[0]
+        raise CheckpointError(
+            f"checkpoint {path} cannot be read: {cause!r}; `moba-train verify` names the damaged file"
+        ) from cause
+
+
+def _on_every_rank(action: Callable[[], T]) -> T:
+    """Runs `action`; a CheckpointError on any rank is raised on all."""
+    problem = None
+    try:
+        result = action()
+    except CheckpointError as error:
+        problem = str(error)
+    problems: list[str | None] = [problem]
+    if dist.is_initialized():
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    for text in problems:
+        if text is not None:
+            raise CheckpointError(text)
+    return result
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, given an index that was read safely."""
+
+    def __init__(self, path: Path, index: Metadata) -> None:
+        super().__init__(path)
+        self._index = index
+
+    def read_metadata(self) -> Metadata:  # without `rank`, DCP never looks for another index
+        return self._index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _INDEX_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's index")
+        return super().find_class(module, name)
+
+
+def _read_index(path: Path) -> Metadata:
+    file = path / _INDEX
+    try:
+        with file.open("rb") as stream:
+            index = _IndexUnpickler(stream).load()
+    except Exception as error:  # a broken pickle raises nearly anything
+        raise CheckpointError(f"{file}: cannot be read ({error!r}); use another checkpoint of this run") from error
+    if not isinstance(index, Metadata):
+        raise CheckpointError(f"{file}: holds {type(index).__name__}, must hold DCP's Metadata")
+    return index

@@ -1,0 +1,78 @@
+"""Which tensors a training run consists of, and putting them back.
+
+Names: `model.<parameter>`, `optim.<parameter>.<state>` (`exp_avg`, `exp_avg_sq`, `step` for AdamW), and for each rank
+`rng.<rank>.cpu` and `rng.<rank>.cuda`. Parameter names are those of the plain model, whatever wraps it (FSDP2,
+torch.compile, activation checkpointing). Learning rates and other numbers of the optimizer come from the recipe.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from moba_train.checkpoint.load import load_checkpoint
+
+
+def model_and_optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The tensors to save: the model's, the optimizer's and this rank's random state.
+
+    Those of model and optimizer are the live ones, so that loading in place into them restores both. An optimizer that
+    has not stepped yet is given the state it would start from.
+    """
+    return _model_tensors(model) | _optimizer_tensors(model, optimizer) | _rng_tensors()
+
+
+def load_model_and_optimizer(
+    model: nn.Module, optimizer: Optimizer, path: Path, *, verify: bool = False
+) -> dict[str, Any]:
+    """Restores what `model_and_optimizer_tensors` saved, on any number of ranks, and returns the checkpoint's meta.
+
+    The random state is restored if the checkpoint holds one for this rank (and device), and left alone otherwise.
+    Raises CheckpointError on all ranks if the checkpoint is damaged or does not fit on any.
+    """
+    rng = _rng_tensors()
+    tensors = _model_tensors(model) | _optimizer_tensors(model, optimizer) | rng
+    meta = load_checkpoint(path, tensors, optional=("rng.",), verify=verify)
+    for name, state in rng.items():
+        torch.cuda.set_rng_state(state) if name.endswith(".cuda") else torch.set_rng_state(state)
+    return meta
+
+
+def load_model(model: nn.Module, path: Path, *, verify: bool = False) -> dict[str, Any]:
+    """Restores the model alone, for evaluation and generation, and returns the checkpoint's meta."""
+    return load_checkpoint(path, _model_tensors(model), optional=("optim.", "rng."), verify=verify)
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    values: dict[str, Any] = get_model_state_dict(model)
+    return {f"model.{name}": value for name, value in values.items()}
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    fresh = not optimizer.state
+    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    tensors: dict[str, Tensor] = {}
+    for name, value in flat.items():
+        if name.startswith("state.") and isinstance(value, Tensor):
+            tensors[f"optim.{name.removeprefix('state.')}"] = value
+    if fresh:
+        # torch creates the state by a step with zero gradients and learning rate 0; that step must not count.
+        for tensor in tensors.values():
+            tensor.zero_()
+    return tensors
+
+
+def _rng_tensors() -> dict[str, Tensor]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    states = {f"rng.{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
+    return states

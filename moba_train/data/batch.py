@@ -1,0 +1,72 @@
+"""One micro-batch as tensors: samples packed end to end, without a batch dimension and without padding."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moba_train.attention.protocol import Layout, packed_layout
+from moba_train.data.samples import Sample, Span
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one micro-batch, T tokens in all, of which n carry loss."""
+
+    tokens: Tensor
+    """int64 [T]"""
+    labels: Tensor
+    """int64 [T]; 0 where there is no loss."""
+    positions: Tensor
+    """int64 [T]: place of each token in its document piece."""
+    layout: Layout
+    """Document boundaries: every document piece attends to itself alone."""
+    loss_index: Tensor
+    """int64 [n]: the tokens whose prediction counts. Never empty, so that every rank runs the same graph: without any,
+    it is [0] with weight 0."""
+    loss_weight: Tensor
+    """float32 [n]: weight of each of these predictions."""
+    loss_tokens: float
+    """Sum of the weights."""
+    pieces: list[Span]
+    """The origin of each document piece, to find a bad batch's documents again."""
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """This batch on `device`; copies to a GPU are asynchronous, from pinned memory."""
+
+        def move(tensor: Tensor) -> Tensor:
+            if torch.device(device).type == "cuda":
+                return tensor.pin_memory().to(device, non_blocking=True)
+            return tensor.to(device)
+
+        return dataclasses.replace(
+            self,
+            tokens=move(self.tokens),
+            labels=move(self.labels),
+            positions=move(self.positions),
+            layout=dataclasses.replace(self.layout, cu_seqlens=move(self.layout.cu_seqlens)),
+            loss_index=move(self.loss_index),
+            loss_weight=move(self.loss_weight),
+        )
+
+
+def collate(samples: Sequence[Sample]) -> Batch:
+    """One micro-batch, on the CPU, of one or more samples in their order."""
+    lengths = [length for sample in samples for length in sample.lengths]
+    weight = np.concatenate([sample.loss_weight for sample in samples])
+    loss_index = np.flatnonzero(weight)
+    if not loss_index.size:
+        loss_index = np.zeros(1, dtype=np.int64)
+    return Batch(
+        tokens=torch.from_numpy(np.concatenate([sample.tokens for sample in samples])),
+        labels=torch.from_numpy(np.concatenate([sample.labels for sample in samples])),
+        positions=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
+        layout=packed_layout(lengths),
+        loss_index=torch.from_numpy(loss_index),
+        loss_weight=torch.from_numpy(weight[loss_index]),
+        loss_tokens=float(weight.sum(dtype=np.float64)),
+        pieces=[piece for sample in samples for piece in sample.pieces],
+    )

@@ -1,0 +1,290 @@
+"""Megatron's indexed dataset, read through a memory map and written as a stream.
+
+A corpus is a pair of files. `PREFIX.bin` holds the raw tokens; `PREFIX.idx`, little-endian, says where they are:
+
+    9 bytes   b"MMIDIDX\\0\\0"
+    u64       version, 1
+    u8        dtype code of the tokens, see `DTYPES`
+    u64       S, sequences
+    u64       D + 1, entries of the document table
+    int32[S]  tokens in each sequence
+    int64[S]  byte offset of each sequence in PREFIX.bin
+    int64[D+1]  first sequence of each document; the first entry is 0, the last S
+    int8[S]   modes, optional and unused here
+
+`PREFIX.json`, which only our own tokenizer writes, tells where the corpus comes from.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from array import array
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moba_train.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+COPY_BYTES = 16 << 20
+
+
+def dtype_for(vocab_size: int) -> np.dtype[Any]:
+    """The token dtype of a new corpus: uint16 below 65500 token ids (Megatron's bound), int32 from there on."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def corpus_file(prefix: str | Path, suffix: str) -> Path:
+    """The file of corpus `prefix` that ends in `suffix` ("bin", "idx" or "json"); the prefix may contain dots."""
+    return Path(f"{prefix}.{suffix}")
+
+
+class IndexedDataset:
+    """A corpus on disk. Every size and table is checked when it is opened; tokens are read when asked for.
+
+    Raises DataError, naming the file and the byte where it fails, when the pair is missing, truncated or inconsistent.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self._idx = corpus_file(prefix, "idx")
+        self._bin = corpus_file(prefix, "bin")
+        try:
+            self._read_index()
+            self._map_tokens()
+            self.info = _read_info(corpus_file(prefix, "json"))
+        except OSError as error:
+            raise DataError(
+                f"corpus {self.prefix}: cannot read {error.filename}: {error.strerror}; "
+                "a corpus prefix is the file names without .bin/.idx"
+            ) from error
+        table, ends = self._table, np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
+        self.document_lengths: npt.NDArray[np.int64] = ends[table[1:]] - ends[table[:-1]]
+        """int64 [documents]: tokens in each document; may be 0."""
+        self.documents = len(self.document_lengths)
+        """How many documents there are."""
+        self.tokens = int(self.document_lengths.sum())
+        """How many tokens all documents have together."""
+
+    def _read_index(self) -> None:
+        size = self._idx.stat().st_size
+        if size < HEADER.size:
+            raise self._broken(self._idx, size, f"the file ends inside its {HEADER.size}-byte header")
+        with self._idx.open("rb") as file:
+            magic, version, code, sequences, entries = HEADER.unpack(file.read(HEADER.size))
+        if magic != MAGIC:
+            raise self._broken(self._idx, 0, f"it begins with {magic!r}, an indexed dataset with {MAGIC!r}")
+        if version != 1:
+            raise self._broken(self._idx, 9, f"version {version}; only version 1 is known")
+        if code not in DTYPES or DTYPES[code].kind == "f":
+            known = ", ".join(f"{code} {dtype}" for code, dtype in DTYPES.items() if dtype.kind != "f")
+            raise self._broken(self._idx, 17, f"dtype code {code}; token ids are one of {known}")
+        if entries < 1:
+            raise self._broken(self._idx, 26, "the document table has no entry; it has one more than documents")
+        self.dtype = DTYPES[code]
+
+        offsets_at = HEADER.size + 4 * sequences
+        table_at = offsets_at + 8 * sequences
+        end = table_at + 8 * entries
+        if size not in (end, end + sequences):
+            raise self._broken(
+                self._idx,
+                min(size, end),
+                f"{size} bytes, but the header announces {sequences} sequences and {entries - 1} documents, "
+                f"which take {end} bytes, or {end + sequences} with modes",
+            )
+        index = np.memmap(self._idx, dtype=np.uint8, mode="r").view(np.ndarray)
+        self._lengths: npt.NDArray[np.int32] = index[HEADER.size : offsets_at].view("<i4")
+        self._offsets: npt.NDArray[np.int64] = index[offsets_at:table_at].view("<i8")
+        self._table: npt.NDArray[np.int64] = index[table_at:end].view("<i8")
+
+        self._check(self._lengths >= 0, HEADER.size, 4, "a sequence has a negative length")
+        self._check(self._offsets >= 0, offsets_at, 8, "a sequence has a negative offset")
+        self._check(self._offsets % self.dtype.itemsize == 0, offsets_at, 8, "an offset falls between two tokens")
+        self._check(self._offsets[1:] >= self._offsets[:-1], offsets_at + 8, 8, "the sequence offsets decrease")
+        self._check(self._table[:1] == 0, table_at, 8, "the document table does not begin with 0")
+        self._check(self._table[1:] >= self._table[:-1], table_at + 8, 8, "the document table decreases")
+        self._check(self._table[-1:] == sequences, end - 8, 8, f"the document table does not end with {sequences}")
+
+    def _map_tokens(self) -> None:
+        size = self._bin.stat().st_size
+        ends = self._offsets + self._lengths * np.int64(self.dtype.itemsize)
+        expected = int(ends.max(initial=0))
+        if size != expected:
+            raise self._broken(
+                self._bin,
+                min(size, expected),
+                f"{size} bytes, but {self._idx} describes {expected}; the two files do not belong together "
+                "or one of them is incomplete",
+            )
+        # An empty file cannot be mapped.
+        self._tokens = np.memmap(self._bin, self.dtype, mode="r").view(np.ndarray) if size else np.empty(0, self.dtype)
+
+    def _check(self, good: npt.NDArray[np.bool_], first_byte: int, itemsize: int, problem: str) -> None:
+        if not good.all():
+            raise self._broken(self._idx, first_byte + itemsize * int(np.argmin(good)), problem)
+
+    def _broken(self, file: Path, byte: int, problem: str) -> DataError:
+        return DataError(f"corpus {self.prefix}: {file} is damaged at byte {byte}: {problem}; make the corpus again")
+
+    def document(self, index: int, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
+        """Tokens [start, stop) of document `index`, in the corpus' own dtype, read-only where that saves a copy.
+
+        Raises IndexError when the document or the range does not exist.
+        """
+        if not 0 <= index < self.documents:
+            raise IndexError(f"document {index} of {self.documents}")
+        length = int(self.document_lengths[index])
+        stop = length if stop is None else stop
+        if not 0 <= start <= stop <= length:
+            raise IndexError(f"tokens {start}:{stop} of a document of {length}")
+        pieces = []
+        before = 0
+        for sequence in range(int(self._table[index]), int(self._table[index + 1])):
+            tokens = int(self._lengths[sequence])
+            low, high = max(start - before, 0), min(stop - before, tokens)
+            if low < high:
+                first = int(self._offsets[sequence]) // self.dtype.itemsize
+                pieces.append(self._tokens[first + low : first + high])
+            before += tokens
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the contents of PREFIX.idx and the size of PREFIX.bin, in hexadecimal.
+
+        It changes with any document's length or order, not with a token replaced by another one.
+        """
+        with self._idx.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+        digest.update(struct.pack("<Q", self._bin.stat().st_size))
+        return digest.hexdigest()
+
+
+def _read_info(path: Path) -> dict[str, Any] | None:
+    """The sidecar's contents, or None where there is none."""
+    if not path.exists():
+        return None
+    try:
+        info = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON ({error}); delete it or make the corpus again") from error
+    if not isinstance(info, dict):
+        raise DataError(f"{path} holds {type(info).__name__}, not an object; delete it or make the corpus again")
+    return info
+
+
+class IndexedDatasetWriter:
+    """Writes a corpus document by document, holding 20 bytes per document in memory.
+
+    A context manager: the files appear under their names when the block ends well, the index last, and not at all when
+    it ends in an exception. A corpus of that name is replaced. With `info`, the sidecar is written too, with the number
+    of documents and tokens added.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, info: dict[str, Any] | None = None) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
+        self._info = info
+        self._lengths = array("i")
+        self._offsets = array("q")
+        self._table = array("q", [0])
+        self._bytes = 0
+        corpus_file(prefix, "bin").parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._temporary("bin").open("wb")
+
+    def _temporary(self, suffix: str) -> Path:
+        return corpus_file(self.prefix, f"{suffix}.tmp")
+
+    @property
+    def documents(self) -> int:
+        """Documents added so far."""
+        return len(self._table) - 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens added so far."""
+        return self._bytes // self.dtype.itemsize
+
+    def add_document(self, tokens: npt.ArrayLike) -> None:
+        """Append one document of token ids [length]; it may be empty. Raises DataError when an id does not fit."""
+        ids = np.asarray(tokens)
+        limits = np.iinfo(self.dtype)
+        if ids.size and not limits.min <= ids.min() <= ids.max() <= limits.max:
+            raise DataError(
+                f"corpus {self.prefix}: document {self.documents} has token ids {ids.min()}..{ids.max()}, "
+                f"but its dtype {self.dtype} holds {limits.min}..{limits.max}"
+            )
+        self._lengths.append(len(ids))
+        self._offsets.append(self._bytes)
+        self._table.append(len(self._lengths))
+        self._file.write(ids.astype(self.dtype, copy=False).tobytes())
+        self._bytes += len(ids) * self.dtype.itemsize
+
+    def merge(self, prefix: str | Path) -> None:
+        """Append all documents of another corpus. Raises DataError when its dtype is another one."""
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise DataError(f"cannot merge {prefix} ({other.dtype}) into {self.prefix} ({self.dtype})")
+        sequences = len(self._lengths)
+        self._lengths.frombytes(other._lengths.tobytes())
+        self._offsets.frombytes((other._offsets + self._bytes).tobytes())
+        self._table.frombytes((other._table[1:] + sequences).tobytes())
+        with corpus_file(prefix, "bin").open("rb") as file:
+            while chunk := file.read(COPY_BYTES):
+                self._file.write(chunk)
+                self._bytes += len(chunk)
+
+    def __enter__(self) -> "IndexedDatasetWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._publish()
+        finally:
+            self._file.close()
+            for suffix in ("bin", "json", "idx"):
+                self._temporary(suffix).unlink(missing_ok=True)
+
+    def _publish(self) -> None:
+        _flush_to_disk(self._file)
+        with self._temporary("idx").open("wb") as file:
+            file.write(HEADER.pack(MAGIC, 1, self._code, len(self._lengths), len(self._table)))
+            for table in (self._lengths, self._offsets, self._table):
+                table.tofile(file)
+            _flush_to_disk(file)
+        # A reader opens the index first: without one there is no corpus, so an old index goes before its tokens do.
+        corpus_file(self.prefix, "idx").unlink(missing_ok=True)
+        self._temporary("bin").replace(corpus_file(self.prefix, "bin"))
+        if self._info is None:
+            corpus_file(self.prefix, "json").unlink(missing_ok=True)
+        else:
+            info = self._info | {"documents": self.documents, "tokens": self.tokens}
+            self._temporary("json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
+            self._temporary("json").replace(corpus_file(self.prefix, "json"))
+        self._temporary("idx").replace(corpus_file(self.prefix, "idx"))
+
+
+def _flush_to_disk(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())

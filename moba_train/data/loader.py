@@ -1,0 +1,96 @@
+"""Which sequences a rank reads in one optimizer step, and reading them ahead of time."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+import torch
+
+from moba_train.data.batch import Batch, collate
+from moba_train.data.samples import StageData
+
+STEPS_AHEAD = 2
+
+
+def step_batches(
+    data: StageData, first: int, batch_sequences: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> list[Batch]:
+    """The micro-batches of data-parallel rank `dp_rank` for the optimizer step that consumes sequences
+    [first, first + batch_sequences) of the stage.
+
+    Micro-batch by micro-batch, and rank by rank in each, the sequences come in their order, whatever the numbers of
+    ranks and micro-batches. Raises ValueError when `batch_sequences` is not a multiple of dp_size * micro_batch_size.
+    """
+    per_pass = dp_size * micro_batch_size
+    if batch_sequences % per_pass:
+        raise ValueError(
+            f"{batch_sequences} sequences per step are no multiple of {dp_size} data-parallel ranks x "
+            f"micro_batch_size {micro_batch_size}; change batch_tokens or micro_batch_size"
+        )
+    begin = first + dp_rank * micro_batch_size
+    return [
+        collate([data.sample(index) for index in range(start, start + micro_batch_size)])
+        for start in range(begin, begin + batch_sequences, per_pass)
+    ]
+
+
+class Prefetcher:
+    """Iterates over the micro-batches of steps [first_step, end_step), prepared on `device` by a background thread.
+
+    `load(step)` makes a step's batches; whatever it raises is raised by the iteration at that step. At most
+    `STEPS_AHEAD` steps wait in the queue. A context manager: leaving it ends the thread.
+    """
+
+    def __init__(
+        self, load: Callable[[int], list[Batch]], first_step: int, end_step: int, device: torch.device | str
+    ) -> None:
+        self._load = load
+        self._steps = range(first_step, end_step)
+        self._awaited = iter(self._steps)
+        self._device = device
+        self._ready: queue.Queue[list[Batch] | BaseException] = queue.Queue(STEPS_AHEAD)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="data-prefetch", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        for step in self._steps:
+            result: list[Batch] | BaseException
+            try:
+                result = [batch.to(self._device) for batch in self._load(step)]
+            except BaseException as error:
+                result = error
+            self._ready.put(result)
+            if self._closed.is_set() or isinstance(result, BaseException):
+                return
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        next(self._awaited)
+        result = self._ready.get()
+        if isinstance(result, BaseException):
+            self._awaited = iter(range(0))
+            raise result
+        return result
+
+    def close(self) -> None:
+        """End the thread; batches not yet taken are dropped."""
+        self._closed.set()
+        self._awaited = iter(range(0))
+        # The thread may be waiting for a free place, and puts at most one more step before it looks.
+        while self._thread.is_alive():
+            try:
+                self._ready.get(timeout=0.01)
+            except queue.Empty:
+                continue
+
+    def __enter__(self) -> "Prefetcher":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

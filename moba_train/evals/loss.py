@@ -1,0 +1,45 @@
+"""Mean token loss on held-out text."""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from moba_train.config.data import SourceConfig
+from moba_train.config.schema import RunConfig
+from moba_train.data.batch import collate
+from moba_train.data.samples import Sample, StageData
+from moba_train.model.transformer import Transformer
+
+
+def validation_data(config: RunConfig, sources: list[SourceConfig], seq_len: int) -> StageData:
+    """The first `evaluation.sequences` samples of a blend, always the same ones for a given seed and length."""
+    return StageData(sources, seq_len, config.evaluation.sequences, config.seed, {}, config.model.vocab_size)
+
+
+@torch.no_grad()
+def validation_loss(
+    model: Transformer, data: StageData, micro_batch_size: int, dp_rank: int, dp_size: int, device: torch.device
+) -> float:
+    """Mean loss in nats per token over all of `data`, equal on every rank and (up to rounding) for every layout.
+
+    Called on all ranks together: each makes the same number of passes, the last ones padded with samples of weight 0.
+    """
+    per_pass = dp_size * micro_batch_size
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    for first in range(0, data.sequences, per_pass):
+        begin = first + dp_rank * micro_batch_size
+        samples = [_sample_or_padding(data, index) for index in range(begin, begin + micro_batch_size)]
+        batch = collate(samples).to(device)
+        totals[0] += model(batch.tokens, batch.positions, batch.layout, batch.loss_on)
+        totals[1] += batch.loss_tokens
+    dist.all_reduce(totals)
+    loss_sum, loss_tokens = totals.tolist()
+    return loss_sum / loss_tokens if loss_tokens else float("nan")
+
+
+def _sample_or_padding(data: StageData, index: int) -> Sample:
+    sample = data.sample(min(index, data.sequences - 1))
+    if index < data.sequences:
+        return sample
+    return dataclasses.replace(sample, loss_weight=sample.loss_weight * 0)

@@ -1,0 +1,61 @@
+"""Key/value cache, as an attention engine: the model itself never hears of caching.
+
+Shape suffixes: T queries of this call, S cached keys, H query heads, K key/value heads, D head width.
+"""
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.full import FullAttention
+from moba_train.attention.protocol import Layout, LocalAttention
+
+
+class CachedAttention:
+    """The engine of one layer while one document is generated: keys and values of all tokens so far.
+
+    The first call prefills with the layer's own attention; later calls bring one token each and attend to the cache,
+    with the layer's own attention (`sparse_decode`) or with full attention, as the MoBA paper does. What an attention
+    needs to plan (MoBA: the mean keys of all finished blocks) is cached too and renewed when another `alignment`
+    tokens are complete.
+    """
+
+    def __init__(self, capacity: int, sparse_decode: bool) -> None:
+        """`capacity`: tokens, prompt and answer together."""
+        self.capacity, self.sparse_decode = capacity, sparse_decode
+        self.length = 0
+        self.k_SKD: Tensor | None = None
+        self.v_SKD: Tensor | None = None
+        self.summaries: Tensor | None = None
+        self.summarized_blocks = -1
+
+    def __call__(
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, layout: Layout
+    ) -> tuple[Tensor, Tensor]:
+        """Append the new keys and values, and attend from the new queries. Returns out [T, H, D] and lse [H, T]."""
+        prefill = self.length == 0
+        k_SKD, v_SKD = self._append(k_TKD, v_TKD)
+        if not prefill and not self.sparse_decode:
+            attention = FullAttention(FullAttention.Options(), q_THD.shape[-1])
+        everything = _one_document(self.length, q_THD.device)
+        if self.length // attention.alignment != self.summarized_blocks:
+            self.summaries = attention.summarize(k_SKD, everything)
+            self.summarized_blocks = self.length // attention.alignment
+        new = everything
+        if not prefill:
+            rows = torch.arange(self.length - q_THD.shape[0], self.length, device=q_THD.device)
+            new = Layout(everything.cu_seqlens, everything.max_seqlen, everything.total, q_index=rows)
+        plan = attention.plan(q_THD, self.summaries, new)
+        return attention.attend(q_THD, k_SKD, v_SKD, new, plan)
+
+    def _append(self, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
+        if self.k_SKD is None or self.v_SKD is None:
+            shape = (self.capacity, *k_TKD.shape[1:])
+            self.k_SKD, self.v_SKD = k_TKD.new_empty(shape), v_TKD.new_empty(shape)
+        end = self.length + k_TKD.shape[0]
+        self.k_SKD[self.length : end], self.v_SKD[self.length : end] = k_TKD, v_TKD
+        self.length = end
+        return self.k_SKD[:end], self.v_SKD[:end]
+
+
+def _one_document(length: int, device: torch.device) -> Layout:
+    return Layout(torch.tensor([0, length], dtype=torch.int32, device=device), length, length)

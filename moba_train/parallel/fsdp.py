@@ -1,0 +1,51 @@
+"""FSDP2 around the model: sharded float32 master weights, gathered in the compute dtype, gradients summed in float32."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from moba_train.config.schema import RunConfig
+from moba_train.model.build import initialize_weights
+from moba_train.model.transformer import Transformer
+
+
+def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
+    """The dtype the layers compute in: `precision.compute`, where auto means bf16 on a GPU and float32 on a CPU."""
+    wanted = config.precision.compute
+    if wanted == "auto":
+        wanted = "bf16" if device.type == "cuda" else "fp32"
+    return torch.bfloat16 if wanted == "bf16" else torch.float32
+
+
+def sharded_model(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> Transformer:
+    """The recipe's model with its initial weights, sharded over `mesh` (dp_replicate, dp_shard).
+
+    No rank ever holds the whole model: it is built without storage, cut, and filled one parameter at a time. Gradients
+    are summed over ranks, never averaged, because the loss is already divided by the global number of loss tokens.
+    """
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    for block in model.blocks:
+        block.forward = _block_forward(block.forward, config)
+    # Inputs are not cast: cos and sin stay float32 when the layers compute in bf16.
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype(config, device), reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy).set_gradient_divide_factor(1.0)
+    model.to_empty(device=device)
+    initialize_weights(model, config.seed)
+    return model
+
+
+def _block_forward(forward: Callable[..., Any], config: RunConfig) -> Callable[..., Any]:
+    if config.compile:
+        forward = torch.compile(forward)
+    if config.activation_checkpointing == "full":
+        forward = partial(checkpoint, forward, use_reentrant=False)
+    return forward

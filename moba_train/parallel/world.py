@@ -1,0 +1,72 @@
+"""This process among all others: rank, device, process group.
+
+Under torchrun the environment says who we are; without it, the world is this one process.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moba_train.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes logs."""
+        return self.rank == 0
+
+
+@contextmanager
+def joined_world(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
+    """Join the process group that torchrun describes, and leave it at the end.
+
+    Collectives on CPU tensors go through gloo, on CUDA tensors through NCCL (created here, not inside the first step).
+    Raises LaunchError when this node has fewer GPUs than ranks.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = _device(int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    store = None if "RANK" in os.environ else dist.HashStore()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        rank=rank,
+        world_size=size,
+        store=store,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield World(rank, size, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(local_rank: int, local_size: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_size > torch.cuda.device_count():
+        raise LaunchError(
+            f"torchrun --nproc-per-node: {local_size} ranks given, this node has {torch.cuda.device_count()} GPUs; "
+            "give at most one rank per GPU"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def sum_over_ranks(values: list[float]) -> list[float]:
+    """Element-wise sum over all ranks of numbers known on the host; never touches the GPU."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()

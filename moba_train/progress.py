@@ -1,0 +1,85 @@
+"""How far a run has come: all that a checkpoint stores besides tensors, and whether a recipe may go on from it."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
+from moba_train.errors import CheckpointError
+
+
+@dataclass
+class Progress:
+    """Counters of a run. Together with the seed they determine every later batch, on any number of ranks."""
+
+    step: int = 0
+    """Optimizer steps done, over all stages (skipped ones included)."""
+    stage: int = 0
+    """Index of the current stage."""
+    starts: dict[str, int] = field(default_factory=dict)
+    """Tokens of each corpus that were consumed before the current stage began."""
+    run_id: str = ""
+    """wandb's id, kept across restarts."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Fingerprint of every corpus read so far."""
+    spike_detector: dict[str, Any] = field(default_factory=dict)
+    data_plan: dict[str, Any] = field(default_factory=dict)
+    """What the order of the data depends on, up to the current stage; see `data_plan`."""
+
+    def to_meta(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_meta(meta: dict[str, Any]) -> "Progress":
+        """The inverse of `to_meta`. Raises CheckpointError when keys are missing or unknown."""
+        try:
+            return Progress(**meta)
+        except TypeError as error:
+            raise CheckpointError(f"the checkpoint's progress record is not from this version: {error}") from error
+
+
+def data_plan(config: RunConfig, stages: tuple[Stage, ...]) -> dict[str, Any]:
+    """What must stay the same for a resumed run to see the same tokens in the same order, as JSON values.
+
+    The current stage may be made longer or shorter, and later ones changed at will.
+    """
+    return {
+        "seed": config.seed,
+        "model": config.model.model_dump(mode="json", exclude={"rope"}),
+        "stages": [
+            {
+                "name": stage.name,
+                "seq_len": stage.seq_len,
+                "batch_tokens": stage.batch_tokens,
+                "first_step": stage.first_step,
+                "train": [source.model_dump(mode="json") for source in stage.sources],
+            }
+            for stage in stages
+        ],
+    }
+
+
+def check_resumable(saved: dict[str, Any], now: dict[str, Any], where: str) -> None:
+    """Raises CheckpointError, naming the first key that differs, when `now` cannot go on from `saved` data plans."""
+    difference = _first_difference(saved, now, "")
+    if difference is not None:
+        key, before, after = difference
+        raise CheckpointError(
+            f"cannot resume from {where}: {key} was {before!r} when it was saved and is {after!r} now; "
+            "restore it, or set run_dir to a new folder to start afresh"
+        )
+
+
+def _first_difference(saved: Any, now: Any, key: str) -> tuple[str, Any, Any] | None:
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for name in {**saved, **now}:
+            found = _first_difference(saved.get(name), now.get(name), f"{key}.{name}".lstrip("."))
+            if found is not None:
+                return found
+        return None
+    if isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        pairs = enumerate(zip(saved, now, strict=True))
+        found_all = (_first_difference(before, after, f"{key}[{index}]") for index, (before, after) in pairs)
+        return next((found for found in found_all if found is not None), None)
+    return None if saved == now else (key, saved, now)

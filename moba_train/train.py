@@ -1,0 +1,53 @@
+"""The training program, started by torchrun on every rank:
+
+torchrun --nproc-per-node 8 -m moba_train.train RECIPE.yaml key.path=value ...
+"""
+
+import argparse
+import logging
+import os
+import sys
+
+from moba_train.config.load import dump_config, load_config
+from moba_train.config.validate import validate
+from moba_train.errors import UserError
+from moba_train.parallel.world import World, joined_world
+from moba_train.trainer import Trainer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0 trained to the end or stopped as asked, 2 something the user must mend."""
+    parser = argparse.ArgumentParser(prog="python -m moba_train.train", description=__doc__)
+    parser.add_argument("recipe", help="YAML recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="laid over the recipe")
+    parser.add_argument("--stop-at-step", type=int, help="save and exit 0 after so many optimizer steps")
+    given = parser.parse_args(arguments)
+    rank = int(os.environ.get("RANK", 0))
+    logging.basicConfig(level=logging.WARNING, format=f"[rank {rank}] %(levelname)s %(message)s")
+    try:
+        # Every rank finds the same faults in the recipe, so only the first reports them.
+        try:
+            config = load_config(given.recipe, given.overrides)
+            validate(config, int(os.environ.get("WORLD_SIZE", 1)), check_files=True)
+        except UserError as error:
+            if rank == 0:
+                print(f"error: {error}", file=sys.stderr)
+            return 2
+        with joined_world() as world:
+            if world.is_main:
+                print(f"resolved recipe:\n{dump_config(config)}", flush=True)
+            _train(config, world, given.stop_at_step)
+    except UserError as error:
+        print(f"[rank {rank}] error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _train(config, world: World, stop_at_step: int | None) -> None:
+    finished = Trainer(config, world, stop_at_step).run()
+    if world.is_main and not finished:
+        print("stopped as asked; the same command goes on from here", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,278 @@
+"""The one training loop: stages of steps, each step a few micro-batches, with evaluation and checkpoints between."""
+
+import json
+import math
+import shutil
+import signal
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.publish import latest_checkpoint, read_meta
+from moba_train.checkpoint.state import load_model_and_optimizer, model_and_optimizer_tensors
+from moba_train.config.load import dump_config
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage, resolve_stages
+from moba_train.data.batch import Batch
+from moba_train.data.loader import Prefetcher, step_batches
+from moba_train.data.samples import StageData
+from moba_train.errors import CheckpointError, LaunchError, TrainingError
+from moba_train.evals.loss import validation_data, validation_loss
+from moba_train.health.spike import SpikeDetector
+from moba_train.model.build import build_attention
+from moba_train.optim.adamw import build_optimizer, clip_gradients
+from moba_train.optim.schedule import stage_learning_rate
+from moba_train.parallel.fsdp import sharded_model
+from moba_train.parallel.mesh import build_mesh
+from moba_train.parallel.world import World, sum_over_ranks
+from moba_train.planning.devices import peak_tflops
+from moba_train.planning.flops import flops_per_token
+from moba_train.progress import Progress, check_resumable, data_plan
+from moba_train.telemetry import Telemetry, make_telemetry, plot_run
+
+
+class Trainer:
+    """Takes one model through the stages of a validated recipe, from the newest checkpoint in the run folder if any."""
+
+    def __init__(self, config: RunConfig, world: World, stop_at_step: int | None = None) -> None:
+        """`stop_at_step`: save and leave once so many optimizer steps are done (over all stages)."""
+        self.config, self.world = config, world
+        self.run_dir = Path(config.run_dir)
+        self.stages = resolve_stages(config)
+        self.stop_at_step = stop_at_step
+        self.stop_requested = False
+
+        mesh = build_mesh(config, world)
+        self.model = sharded_model(config, mesh, world.device)
+        self.optimizer = build_optimizer(self.model, config.optim, world.device)
+        self._check_run_dir()
+        self.checkpointer = Checkpointer(
+            self.run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every
+        )
+        self.spikes = SpikeDetector(config.health.spike.window, config.health.spike.warn_sigma)
+        self.progress = self._resume() or Progress(run_id=self._new_run_id())
+        self.saved_step = self.progress.step
+        if world.is_main:
+            (self.run_dir / "config.yaml").write_text(dump_config(config))
+        self.telemetry = (
+            make_telemetry(config, self.run_dir, self.progress.run_id, self.progress.step or None, self.end_step)
+            if world.is_main
+            else Telemetry([])
+        )
+
+    @property
+    def end_step(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.stages[-1].end_step
+
+    def run(self) -> bool:
+        """Train until the last stage ends (True) or until a stop is asked for (False); saved either way."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        try:
+            finished = all(self._train_stage(stage) for stage in self.stages[self.progress.stage :])
+            self._save()
+        finally:
+            self.checkpointer.close()
+            self.telemetry.close()
+        if self.world.is_main:
+            plot_run(self.run_dir)
+        return finished
+
+    def _train_stage(self, stage: Stage) -> bool:
+        """Train through the rest of `stage`; False when stopped before its end."""
+        data = self._enter(stage)
+        batch_sequences = stage.batch_sequences
+
+        def load(step: int) -> list[Batch]:
+            first = (step - stage.first_step) * batch_sequences
+            return step_batches(data, first, batch_sequences, stage.micro_batch_size, self.world.rank, self.world.size)
+
+        with Prefetcher(load, self.progress.step, stage.end_step, self.world.device) as steps:
+            began = time.perf_counter()
+            for batches in steps:
+                waited = time.perf_counter() - began
+                loss_tokens, stops = sum_over_ranks([sum(b.loss_tokens for b in batches), float(self._wants_to_stop())])
+                if stops:
+                    return False
+                self._step(stage, batches, loss_tokens, began, waited)
+                if self.progress.step % self.config.evaluation.every == 0 or self.progress.step == stage.end_step:
+                    self._evaluate(stage)
+                if self.progress.step % self.config.checkpoint.every == 0:
+                    self._save()
+                began = time.perf_counter()
+
+        self.next_starts = data.starts_after(stage.steps * batch_sequences)
+        return True
+
+    def _step(self, stage: Stage, batches: list[Batch], loss_tokens: float, began: float, waited: float) -> None:
+        """One optimizer step; the loss is the sum over all loss tokens of all ranks / their number."""
+        self.progress.step += 1
+        step, tokens = self.progress.step, self._tokens(stage)
+        if loss_tokens == 0:
+            self.telemetry.event(step, tokens, "warning", "no token of this batch carries loss: step skipped")
+            return
+
+        loss = torch.zeros((), device=self.world.device)
+        for batch in batches:
+            batch_loss = self.model(batch.tokens, batch.positions, batch.layout, batch.loss_on) / loss_tokens
+            batch_loss.backward()
+            loss += batch_loss.detach()
+        dist.all_reduce(loss)
+        grad_norm = clip_gradients(self.model, self.config.optim.clip_norm)
+        metrics = {"loss": loss.item(), "grad_norm": grad_norm.item()}
+        self._watch(step, tokens, metrics)
+
+        learning_rate = stage_learning_rate(stage, self.config.optim.schedule, tokens, self.stages[-1].end_token)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if step % self.config.telemetry.log_every == 0:
+            step_s = time.perf_counter() - began
+            metrics |= {"lr": learning_rate, "step_s": step_s, "data_s": waited, "loss_tokens": loss_tokens}
+            metrics |= self._throughput(stage, step_s)
+            self.telemetry.log(step, tokens, {**metrics, "loss_token_fraction": loss_tokens / stage.batch_tokens})
+
+    def _watch(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
+        """Score loss and gradient norm against the recent past; stop before the weights are touched if not finite."""
+        report = self.spikes.observe(step, metrics["loss"], metrics["grad_norm"])
+        metrics |= {"spike_z_loss": report.z_loss, "spike_z_grad": report.z_grad}
+        if report.level != "ok":
+            self.telemetry.event(step, tokens, "spike", report.message)
+            self.telemetry.alert(f"{report.level} at step {step}", report.message, f"spike_{report.level}")
+        if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
+            raise TrainingError(
+                f"step {step} of stage {self.stages[self.progress.stage].name}: {report.message}; the step was not "
+                f"applied. The last checkpoint is step {self.saved_step} in {self.run_dir / 'checkpoints'}; "
+                "lower optim.lr or look at the batch before going on"
+            )
+
+    def _evaluate(self, stage: Stage) -> None:
+        if not self.config.data.validation:
+            return
+        data = validation_data(self.config, self.config.data.validation, stage.seq_len)
+        loss = validation_loss(
+            self.model, data, stage.micro_batch_size, self.world.rank, self.world.size, self.world.device
+        )
+        self.telemetry.event(
+            self.progress.step, self._tokens(stage), "evaluation", f"validation loss {loss:.4f}", eval_loss=loss
+        )
+
+    def _enter(self, stage: Stage) -> StageData:
+        """Give the model the stage's attention and RoPE, and open its data."""
+        if self.progress.step > stage.end_step:
+            raise CheckpointError(
+                f"stages[{stage.index}].tokens: stage {stage.name} now ends at step {stage.end_step}, but the checkpoint "
+                f"is at step {self.progress.step}; make it longer, or set run_dir to a new folder"
+            )
+        if stage.index > self.progress.stage:
+            self.progress.stage, self.progress.starts = stage.index, self.next_starts
+            self.spikes.rebaseline()
+        self.model.set_attention(build_attention(stage.attention, self.config.model.head_width))
+        self.model.set_rope(stage.rope)
+        data = StageData(
+            stage.sources,
+            stage.seq_len,
+            stage.steps * stage.batch_sequences,
+            self.config.seed,
+            self.progress.starts,
+            self.config.model.vocab_size,
+        )
+        data.check_fingerprints(self.progress.fingerprints)
+        self.progress.fingerprints |= data.fingerprints
+        self.flops = flops_per_token(self.config.model, stage.attention, stage.seq_len)
+        kinds = [layer.kind for layer in stage.attention]
+        summary = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+        self.telemetry.event(
+            self.progress.step,
+            stage.first_token,
+            "stage",
+            f"stage {stage.name}: sequences of {stage.seq_len} tokens, {stage.batch_tokens} tokens per step, "
+            f"{stage.steps} steps, attention {summary}",
+            stage=stage.name,
+        )
+        return data
+
+    def _tokens(self, stage: Stage) -> int:
+        """Tokens consumed by the run after its current step."""
+        return stage.first_token + (self.progress.step - stage.first_step) * stage.batch_tokens
+
+    def _throughput(self, stage: Stage, step_s: float) -> dict[str, float]:
+        rate = stage.batch_tokens / step_s
+        metrics = {"tokens_per_s": rate, "tokens_per_s_per_device": rate / self.world.size}
+        peak = peak_tflops(self.world.device)
+        if peak is not None:
+            per_second = metrics["tokens_per_s_per_device"] / (peak * 1e12)
+            metrics |= {"mfu_dense": self.flops.dense * per_second, "mfu": self.flops.real * per_second}
+        if self.world.device.type == "cuda":
+            metrics["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return metrics
+
+    def _wants_to_stop(self) -> bool:
+        due = self.stop_at_step is not None and self.progress.step >= self.stop_at_step
+        return self.stop_requested or due
+
+    def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
+        self.stop_requested = True
+
+    def _save(self) -> None:
+        step = self.progress.step
+        if step == self.saved_step:
+            return
+        self.progress.spike_detector = self.spikes.state_dict()
+        self.progress.data_plan = self._data_plan()
+        self.checkpointer.save(
+            step, model_and_optimizer_tensors(self.model, self.optimizer), {"progress": self.progress.to_meta()}
+        )
+        self.saved_step = step
+        self.telemetry.event(step, 0, "checkpoint", f"saving the checkpoint of step {step}")
+
+    def _resume(self) -> Progress | None:
+        """Load the newest valid checkpoint of the run folder; None when there is none."""
+        found: list[str | None] = [None]
+        if self.world.is_main:
+            path = latest_checkpoint(self.run_dir / "checkpoints")
+            found = [str(path) if path else None]
+        dist.broadcast_object_list(found)
+        if found[0] is None:
+            return None
+        path = Path(found[0])
+        progress = Progress.from_meta(read_meta(path)["progress"])
+        self.progress = progress
+        check_resumable(progress.data_plan, self._data_plan(), str(path))
+        load_model_and_optimizer(self.model, self.optimizer, path)
+        self.spikes.load_state_dict(progress.spike_detector)
+        return progress
+
+    def _data_plan(self) -> dict[str, object]:
+        plan = data_plan(self.config, self.stages[: self.progress.stage + 1])
+        return json.loads(json.dumps(plan))
+
+    def _new_run_id(self) -> str:
+        ids = [uuid.uuid4().hex[:8]]
+        dist.broadcast_object_list(ids)
+        return ids[0]
+
+    def _check_run_dir(self) -> None:
+        """Make the run folder; refuse one that cannot be written, or a disk too small for one checkpoint."""
+        problem: list[str | None] = [None]
+        if self.world.is_main:
+            try:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.run_dir):
+                    pass
+                needed = 12 * sum(parameter.numel() for parameter in self.model.parameters())
+                free = shutil.disk_usage(self.run_dir).free
+                if free < needed:
+                    problem = [f"{free / 2**30:.2f} GiB free, one checkpoint needs {needed / 2**30:.2f} GiB"]
+            except OSError as error:
+                problem = [str(error)]
+        dist.broadcast_object_list(problem)
+        if problem[0] is not None:
+            raise LaunchError(f"run_dir {self.run_dir} cannot be used: {problem[0]}")

@@ -1,0 +1,138 @@
+"""Saves that fail, and processes that die: the checkpoints published before stay, and nobody hangs."""
+
+import errno
+import logging
+import multiprocessing
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_ranks import process_group, run_ranks
+
+from moba_train.checkpoint import publish
+from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.load import load_checkpoint
+from moba_train.errors import CheckpointError
+
+
+def disk_full(*args: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def save_with_full_disks(folder: Path) -> None:
+    """Rank 1 cannot write its shard, then rank 0 cannot write the manifest's JSON, then all is well again."""
+    checkpointer = Checkpointer(folder, keep_last=1, keep_every=None)
+    tensors = {f"weight.{dist.get_rank()}": torch.ones(1000)}
+    checkpointer.save(1, tensors, {})
+    checkpointer.wait()
+    assert checkpointer.last_error is None
+
+    for step, failing_rank, owner, name in [
+        (2, 1, dcp.FileSystemWriter, "write_data"),
+        (3, 0, publish, "write_json"),
+        (4, 1, publish, "hash_file"),
+    ]:
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == failing_rank:
+                patch.setattr(owner, name, disk_full)
+            checkpointer.save(step, tensors, {})
+            checkpointer.wait()
+        assert checkpointer.last_error is not None
+        assert f"rank {failing_rank}: OSError(28, 'No space left on device')" in checkpointer.last_error
+        dist.barrier()
+        assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000001"]
+        publish.verify_checkpoint(folder / "step_00000001")
+        dist.barrier()
+
+    checkpointer.save(5, tensors, {})
+    checkpointer.close()
+    assert checkpointer.last_error is None
+    path = folder / "step_00000005"
+    assert publish.latest_checkpoint(folder) == path
+    load_checkpoint(path, tensors, optional=("weight.",), verify=True)
+
+    dist.barrier()
+    if dist.get_rank() == 1:
+        (path / "__1_0.distcp").write_bytes(bytes((path / "__1_0.distcp").stat().st_size))
+    dist.barrier()
+    with pytest.raises(CheckpointError):  # on both ranks, although rank 0 reads its own good shard only
+        load_checkpoint(path, tensors, optional=("weight.",))
+
+
+def test_a_full_disk_on_one_rank_costs_only_that_checkpoint(tmp_path: Path) -> None:
+    run_ranks(2, save_with_full_disks, tmp_path / "store", tmp_path / "checkpoints")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write into read-only folders")
+def test_a_folder_that_became_read_only(tmp_path: Path) -> None:
+    with process_group(tmp_path / "store"):
+        folder = tmp_path / "checkpoints"
+        checkpointer = Checkpointer(folder, keep_last=1, keep_every=None)
+        folder.chmod(0o500)
+        checkpointer.save(1, {"weight": torch.ones(1)}, {})
+        checkpointer.close()
+        assert "Permission denied" in (checkpointer.last_error or "")
+        folder.chmod(0o700)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with process_group(tmp_path / "store"):
+        folder = tmp_path / "checkpoints"
+        checkpointer = Checkpointer(folder, keep_last=1, keep_every=None)
+        folder.rmdir()
+        folder.write_text("not a folder")
+        with caplog.at_level(logging.ERROR):
+            checkpointer.save(1, {"weight": torch.ones(1)}, {})
+            checkpointer.close()
+        assert "step 1 was not saved" in caplog.text
+        with pytest.raises(CheckpointError, match="change run_dir"):
+            Checkpointer(folder, keep_last=1, keep_every=None)
+
+
+def save_for_ever(folder: Path, store: Path, published) -> None:
+    """Resumes and saves as fast as it can; `published` follows the last step known to be on disk."""
+    torch.set_num_threads(1)
+    with process_group(store):
+        checkpointer = Checkpointer(folder, keep_last=1, keep_every=None)
+        last = publish.latest_checkpoint(folder)
+        step = publish.read_meta(last)["step"] if last else 0
+        while True:
+            step += 1
+            checkpointer.save(step, {"weight": torch.full((50_000,), float(step))}, {"step": step})
+            checkpointer.wait()
+            assert checkpointer.last_error is None
+            published.value = step
+
+
+def test_sigkill_at_any_moment_loses_no_published_checkpoint(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")  # torch is imported once, not at each of the 20 starts
+    context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.tensor", "checkpoint_ranks"])
+    folder, moments = tmp_path / "checkpoints", random.Random(0)
+    published = context.Value("q", 0)
+    leftovers = 0
+    for attempt in range(20):
+        before = published.value
+        process = context.Process(target=save_for_ever, args=(folder, tmp_path / f"store_{attempt}", published))
+        process.start()
+        while published.value == before:
+            assert process.is_alive()
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 0.1))
+        process.kill()
+        process.join()
+
+        leftovers += any(path.name.startswith(".tmp-step") for path in folder.iterdir())
+        path = publish.latest_checkpoint(folder)
+        assert path is not None
+        publish.verify_checkpoint(path)
+        step = publish.read_meta(path)["step"]
+        assert step >= published.value
+        weight = torch.zeros(50_000)
+        load_checkpoint(path, {"weight": weight})
+        assert torch.equal(weight, torch.full_like(weight, step))
+    assert leftovers > 0, "no kill fell into a save: the test has lost its point"

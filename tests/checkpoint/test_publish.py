@@ -1,0 +1,136 @@
+"""Published checkpoints: found, verified, kept and removed as promised. No tensors needed."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from moba_train.checkpoint import publish
+from moba_train.errors import CheckpointError
+
+
+def publish_step(folder: Path, step: int, content: str = "weights") -> Path:
+    temporary = publish.temporary_folder(folder, step)
+    temporary.mkdir(parents=True)
+    (temporary / "__0_0.distcp").write_text(f"{content} of step {step}")
+    publish.write_json(temporary / publish.META, {"step": step})
+    return publish.publish(folder, step, {path.name: publish.hash_file(path) for path in temporary.iterdir()})
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in folder.glob("step_*"))
+
+
+def test_published_checkpoint_is_found_verified_and_read(tmp_path: Path) -> None:
+    publish_step(tmp_path, 100)
+    path = publish_step(tmp_path, 200)
+
+    assert publish.latest_checkpoint(tmp_path) == path == tmp_path / "step_00000200"
+    assert (tmp_path / "latest").read_text() == "step_00000200\n"
+    publish.verify_checkpoint(path)
+    assert publish.read_meta(path) == {"step": 200}
+    assert json.loads((path / "manifest.json").read_text())["step"] == 200
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    assert publish.latest_checkpoint(tmp_path) is None
+    assert publish.latest_checkpoint(tmp_path / "absent") is None
+
+
+def flip_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "found_by_size"),
+    [
+        ("__0_0.distcp", flip_byte, False),
+        ("__0_0.distcp", cut_in_half, True),
+        ("__0_0.distcp", Path.unlink, True),
+        ("meta.json", Path.unlink, True),
+        ("manifest.json", cut_in_half, True),
+        ("manifest.json", Path.unlink, True),
+    ],
+)
+def test_damage_is_named_and_passed_over(tmp_path, caplog, file, damage, found_by_size) -> None:
+    older = publish_step(tmp_path, 100)
+    newer = publish_step(tmp_path, 200)
+    damage(newer / file)
+
+    with pytest.raises(CheckpointError, match=file):
+        publish.verify_checkpoint(newer)
+    with caplog.at_level(logging.WARNING):
+        assert publish.latest_checkpoint(tmp_path) == (older if found_by_size else newer)
+    assert (file in caplog.text) == found_by_size
+
+
+def test_verify_lists_every_problem(tmp_path: Path) -> None:
+    path = publish_step(tmp_path, 100)
+    flip_byte(path / "__0_0.distcp")
+    (path / "meta.json").unlink()
+    (path / "stray.bin").touch()
+
+    with pytest.raises(CheckpointError) as error:
+        publish.verify_checkpoint(path)
+    for file in ("__0_0.distcp", "meta.json: missing", "stray.bin: extra"):
+        assert file in str(error.value)
+
+
+def test_another_format_is_refused_by_version(tmp_path: Path) -> None:
+    path = publish_step(tmp_path, 100)
+    manifest = json.loads((path / "manifest.json").read_text()) | {"format_version": 99}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="format_version is 99"):
+        publish.verify_checkpoint(path)
+
+
+def test_retention_keeps_the_newest_and_the_multiples(tmp_path: Path) -> None:
+    for step in range(10, 110, 10):
+        publish_step(tmp_path, step)
+    publish.apply_retention(tmp_path, keep_last=2, keep_every=30)
+    assert steps(tmp_path) == [30, 60, 90, 100]
+    publish.apply_retention(tmp_path, keep_last=1, keep_every=None)
+    assert steps(tmp_path) == [100]
+
+
+def test_retention_keeps_what_latest_names(tmp_path: Path) -> None:
+    """After falling back from a damaged step 200, a new step 150 is the one to go on from."""
+    publish_step(tmp_path, 200)
+    publish_step(tmp_path, 150)
+    publish.apply_retention(tmp_path, keep_last=1, keep_every=None)
+    assert steps(tmp_path) == [150, 200]
+
+
+def test_a_step_can_be_published_again(tmp_path: Path) -> None:
+    publish_step(tmp_path, 100, "old weights")
+    path = publish_step(tmp_path, 100, "new weights")
+    assert (path / "__0_0.distcp").read_text() == "new weights of step 100"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000100"]
+
+
+def test_clean_up_after_a_kill(tmp_path: Path) -> None:
+    """Killed half way through a save, and in the middle of publishing a step again."""
+    publish_step(tmp_path, 100)
+    publish.temporary_folder(tmp_path, 200).mkdir()
+    (tmp_path / ".tmp-latest").write_text("step_0")
+    (tmp_path / "step_00000100").rename(tmp_path / ".replaced-step_00000100")
+
+    publish.clean_up(tmp_path)
+
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000100"]
+    publish.verify_checkpoint(tmp_path / "step_00000100")
+
+
+def test_a_file_that_rank_0_cannot_see_is_not_published(tmp_path: Path) -> None:
+    temporary = publish.temporary_folder(tmp_path, 100)
+    temporary.mkdir()
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: missing.*shared?"):
+        publish.publish(tmp_path, 100, {"__1_0.distcp": {"size": 8, "sha256": "0"}})
+    assert publish.latest_checkpoint(tmp_path) is None

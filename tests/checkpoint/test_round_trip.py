@@ -1,0 +1,134 @@
+"""What is saved comes back bit by bit, on the same and on another number of ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_ranks import assert_equal, build, full_values, process_group, run_ranks, train
+from torch import nn
+
+from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.load import load_checkpoint
+from moba_train.checkpoint.publish import latest_checkpoint, verify_checkpoint
+from moba_train.checkpoint.state import load_model, load_model_and_optimizer, model_and_optimizer_tensors
+from moba_train.errors import CheckpointError
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path):
+    with process_group(tmp_path / "store"):
+        yield
+
+
+def save_and_resume(folder: Path) -> None:
+    """Saves after 3 steps, trains on while the save runs; a fresh start from the checkpoint must do the same 2 steps.
+    Leaves the unsharded values beside the checkpoint."""
+    model, optimizer = build(seed=0)
+    train(model, optimizer, 3)
+    at_save = full_values(model_and_optimizer_tensors(model, optimizer))
+    checkpointer = Checkpointer(folder, keep_last=1, keep_every=None)
+    checkpointer.save(3, model_and_optimizer_tensors(model, optimizer), {"consumed_tokens": 12345})
+    train(model, optimizer, 2)
+    at_end = full_values(model_and_optimizer_tensors(model, optimizer))
+    checkpointer.close()
+    assert checkpointer.last_error is None
+
+    path = latest_checkpoint(folder)
+    assert path is not None
+    verify_checkpoint(path)
+    model, optimizer = build(seed=1)
+    assert load_model_and_optimizer(model, optimizer, path, verify=True) == {"consumed_tokens": 12345}
+    assert_equal(full_values(model_and_optimizer_tensors(model, optimizer)), at_save)
+    train(model, optimizer, 2)
+    assert_equal(full_values(model_and_optimizer_tensors(model, optimizer)), at_end)
+    torch.save(at_save, folder / "expected.pt")
+
+
+def load_and_compare(folder: Path) -> None:
+    path = latest_checkpoint(folder)
+    assert path is not None
+    model, optimizer = build(seed=2)
+    load_model_and_optimizer(model, optimizer, path)
+    expected = torch.load(folder / "expected.pt")
+    assert_equal(full_values(model_and_optimizer_tensors(model, optimizer)), expected)
+
+
+def two_ranks_save_and_load(own: Path, others: Path) -> None:
+    save_and_resume(own)
+    load_and_compare(others)
+
+
+def test_resume_is_bitwise_and_layouts_interchange(tmp_path: Path) -> None:
+    with process_group(tmp_path / "store_1"):
+        save_and_resume(tmp_path / "saved_by_1")
+    run_ranks(2, two_ranks_save_and_load, tmp_path / "store_2", tmp_path / "saved_by_2", tmp_path / "saved_by_1")
+    with process_group(tmp_path / "store_3"):
+        load_and_compare(tmp_path / "saved_by_2")
+
+
+def test_saving_before_the_first_step_changes_nothing(tmp_path: Path, one_rank: None) -> None:
+    results = []
+    for save_first in (False, True):
+        model, optimizer = build(seed=0)
+        if save_first:
+            model_and_optimizer_tensors(model, optimizer)
+        train(model, optimizer, 2)
+        results.append(full_values(model_and_optimizer_tensors(model, optimizer)))
+    assert_equal(*results)
+
+
+def test_later_updates_do_not_reach_the_saved_copy(tmp_path: Path, one_rank: None) -> None:
+    """Twice, because the second save reuses the memory of the first."""
+    weight = torch.zeros(1_000_000)
+    checkpointer = Checkpointer(tmp_path / "checkpoints", keep_last=2, keep_every=None)
+    for step in (1, 2):
+        weight.fill_(step)
+        checkpointer.save(step, {"weight": weight}, {})
+        weight.fill_(-1)
+        assert checkpointer.last_stall_s > 0
+    checkpointer.close()
+    for step in (1, 2):
+        load_checkpoint(tmp_path / "checkpoints" / f"step_{step:08d}", {"weight": weight})
+        assert torch.equal(weight, torch.full_like(weight, step))
+
+
+def test_the_model_alone_loads_without_a_process_group(tmp_path: Path) -> None:
+    with process_group(tmp_path / "store"):
+        save_and_resume(tmp_path / "checkpoints")
+    path = latest_checkpoint(tmp_path / "checkpoints")
+    assert path is not None
+    model = nn.Sequential(nn.Linear(8, 7), nn.GELU(), nn.Linear(7, 5), nn.LayerNorm(5))
+    load_model(model, path)
+    expected = torch.load(tmp_path / "checkpoints" / "expected.pt")
+    assert_equal(dict(model.state_dict()), {name: expected[f"model.{name}"] for name in model.state_dict()})
+
+
+def test_misfits_are_named(tmp_path: Path, one_rank: None) -> None:
+    checkpointer = Checkpointer(tmp_path, keep_last=1, keep_every=None)
+    checkpointer.save(1, {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(4)}, {})
+    checkpointer.close()
+    path = tmp_path / "step_00000001"
+
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint(path, {"a": torch.zeros(5), "b": torch.zeros(3, dtype=torch.bfloat16), "d": torch.zeros(1)})
+    for text in (
+        "a: saved as [2] float32, to be loaded as [5] float32",
+        "b: saved as [3] float32, to be loaded as [3] bfloat16",
+        "c: in the checkpoint",
+        "d: not in the checkpoint",
+    ):
+        assert text in str(error.value)
+
+
+def test_a_corrupted_shard_is_an_error_with_and_without_verify(tmp_path: Path, one_rank: None) -> None:
+    checkpointer = Checkpointer(tmp_path, keep_last=1, keep_every=None)
+    checkpointer.save(1, {"a": torch.zeros(2)}, {})
+    checkpointer.close()
+    path = tmp_path / "step_00000001"
+    shard = path / "__0_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp"):
+        load_checkpoint(path, {"a": torch.zeros(2)}, verify=True)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_checkpoint(path, {"a": torch.zeros(2)})

@@ -1,0 +1,133 @@
+"""Samples: what is learned from, where it comes from, and that no token is lost or read twice."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from corpora import MakeCorpus, numbered_documents
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moba_train.config.data import SourceConfig
+from moba_train.data.indexed import IndexedDataset
+from moba_train.data.samples import StageData
+from moba_train.errors import DataError
+
+
+def stage(*paths: str, weights: tuple[float, ...] = (), **changes: Any) -> StageData:
+    settings_ = {"seq_len": 8, "sequences": 100, "seed": 1, "starts": {}, "vocab_size": 1000} | changes
+    weights = weights or (1.0,) * len(paths)
+    sources = [SourceConfig(path=path, weight=weight) for path, weight in zip(paths, weights, strict=True)]
+    return StageData(sources, **settings_)
+
+
+def test_labels_follow_the_document_and_stop_at_its_end(make_corpus: MakeCorpus) -> None:
+    """One document of 10 tokens, sample length 8: the second sample begins with its rest."""
+    data = stage(make_corpus("a", numbered_documents([10])))
+    first, second = data.sample(0), data.sample(1)
+    assert first.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert first.labels.tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert first.loss_weight.tolist() == [1.0] * 8
+    assert second.tokens.tolist() == [9, 10, 1, 2, 3, 4, 5, 6]
+    assert second.labels.tolist() == [10, 0, 2, 3, 4, 5, 6, 7]
+    assert second.loss_weight.tolist() == [1, 0, 1, 1, 1, 1, 1, 1]
+    assert second.lengths == [2, 6]
+    assert [(piece.document, piece.start, piece.stop) for piece in second.pieces] == [(0, 8, 10), (0, 0, 6)]
+    assert (first.tokens.dtype, first.labels.dtype, first.loss_weight.dtype) == (np.int64, np.int64, np.float32)
+
+
+def test_document_ending_with_the_sample_has_no_label_there(make_corpus: MakeCorpus) -> None:
+    sample = stage(make_corpus("a", numbered_documents([8]))).sample(0)
+    assert sample.labels.tolist() == [2, 3, 4, 5, 6, 7, 8, 0]
+    assert sample.loss_weight.tolist() == [1] * 7 + [0]
+    assert sample.lengths == [8]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any), index=st.integers(0, 99))
+def test_every_label_is_the_documents_next_token(make_corpus: MakeCorpus, lengths: list[int], index: int) -> None:
+    path = make_corpus("a", numbered_documents(lengths))
+    corpus = IndexedDataset(path)
+    sample = stage(path).sample(index)
+    assert sum(sample.lengths) == len(sample.tokens) == 8
+    begin = 0
+    for length, piece in zip(sample.lengths, sample.pieces, strict=True):
+        document = corpus.document(piece.document)
+        for place in range(length):
+            at = piece.start + place
+            assert sample.tokens[begin + place] == document[at]
+            goes_on = at + 1 < len(document)
+            assert sample.loss_weight[begin + place] == goes_on
+            assert sample.labels[begin + place] == (document[at + 1] if goes_on else 0)
+        begin += length
+
+
+def test_a_sample_depends_on_its_index_alone(make_corpus: MakeCorpus) -> None:
+    paths = [make_corpus("a", numbered_documents([5, 9, 3])), make_corpus("b", numbered_documents([7, 20], 100))]
+    ordered = stage(*paths, weights=(3, 1))
+    for index in (70, 3, 70, 0):
+        fresh = stage(*paths, weights=(3, 1), sequences=71)
+        assert fresh.sample(index).tokens.tolist() == ordered.sample(index).tokens.tolist()
+    with pytest.raises(IndexError):
+        ordered.sample(100)
+
+
+def test_consecutive_stages_read_each_token_once(make_corpus: MakeCorpus) -> None:
+    """Three stages of different lengths and blends, together one epoch of each corpus: 160 and 96 tokens."""
+    lengths_a, lengths_b = [37, 50, 3, 70], [96]
+    a, b = make_corpus("a", numbered_documents(lengths_a)), make_corpus("b", numbered_documents(lengths_b, 500))
+    seen: list[int] = []
+    starts: dict[str, int] = {}
+    for paths, seq_len, sequences in [((a, b), 8, 16), ((a,), 32, 1), ((a, b), 16, 4)]:
+        data = stage(*paths, seq_len=seq_len, sequences=sequences, starts=starts)
+        seen += [int(token) for index in range(sequences) for token in data.sample(index).tokens]
+        starts = data.starts_after(sequences)
+    assert starts == {a: 128, b: 96}
+    final = stage(a, seq_len=32, sequences=1, starts=starts)
+    seen += final.sample(0).tokens.tolist()
+    assert sorted(seen) == list(range(1, 161)) + list(range(500, 596))
+
+
+def test_a_stopped_stage_goes_on_in_another_one_without_a_gap(make_corpus: MakeCorpus) -> None:
+    path = make_corpus("a", numbered_documents([40, 13, 90]))
+    whole = stage(path, seq_len=4, sequences=30)
+    rest = stage(path, seq_len=8, sequences=10, starts=whole.starts_after(7))
+    expected = np.concatenate([whole.sample(index).tokens for index in range(7, 27)])
+    assert np.concatenate([rest.sample(index).tokens for index in range(10)]).tolist() == expected.tolist()
+
+
+def test_blend_is_by_tokens_whatever_the_document_lengths(make_corpus: MakeCorpus) -> None:
+    short, long = make_corpus("a", numbered_documents([2] * 50)), make_corpus("b", numbered_documents([300], 500))
+    data = stage(short, long, weights=(3, 1))
+    tokens = np.concatenate([data.sample(index).tokens for index in range(100)])
+    assert (tokens < 500).mean() == pytest.approx(0.75, abs=0.01)
+
+
+@pytest.mark.parametrize("bad", [1000, -1])
+def test_out_of_vocabulary_tokens_are_named(make_corpus: MakeCorpus, bad: int) -> None:
+    path = make_corpus("a", [np.arange(20), np.array([5, bad, 6])])
+    data = stage(path)
+    with pytest.raises(DataError) as error:
+        [data.sample(index) for index in range(4)]
+    for part in (path, "document 1", f"token id {bad}", "offset 1", "model.vocab_size is 1000"):
+        assert part in str(error.value)
+
+
+def test_unusable_corpora_are_refused_at_once(make_corpus: MakeCorpus) -> None:
+    with pytest.raises(DataError, match="has no tokens"):
+        stage(make_corpus("empty", [[], []]))
+    with pytest.raises(DataError, match=r"vocabulary of 2000, but model.vocab_size is 1000"):
+        stage(make_corpus("big", [[1]], info={"vocab_size": 2000}))
+    path = make_corpus("a", [[1]])
+    with pytest.raises(DataError, match="named twice"):
+        stage(path, path)
+
+
+def test_changed_corpora_are_refused(make_corpus: MakeCorpus) -> None:
+    path = make_corpus("a", numbered_documents([5, 6]))
+    fingerprints = stage(path).fingerprints
+    stage(path).check_fingerprints(fingerprints)
+    stage(path).check_fingerprints({"another stage's corpus": "0"})
+    make_corpus("a", numbered_documents([6, 5]))
+    with pytest.raises(DataError, match=f"corpus {path} has changed since the checkpoint"):
+        stage(path).check_fingerprints(fingerprints)

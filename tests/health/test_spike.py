@@ -1,0 +1,90 @@
+"""The spike detector alarms when it should and is quiet when it should."""
+
+import json
+import math
+import random
+
+import pytest
+
+from moba_train.health.spike import RECOVERY_STEPS, SpikeDetector
+
+
+def curve(steps: int, seed: int = 0) -> list[tuple[float, float]]:
+    """Loss and gradient norm of a run from scratch: a power law with batch noise; a heavier-tailed gradient norm."""
+    noise = random.Random(seed)
+    return [
+        (
+            2.0 + 9.0 * (step + 10) ** -0.35 + noise.gauss(0, 0.02),
+            (0.3 + 20 / (step + 10)) * noise.lognormvariate(0, 0.15),
+        )
+        for step in range(steps)
+    ]
+
+
+def run(detector: SpikeDetector, values: list[tuple[float, float]], start: int = 0) -> list[str]:
+    return [detector.observe(start + i, *pair).level for i, pair in enumerate(values)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_alarm_on_a_clean_run(seed: int) -> None:
+    assert set(run(SpikeDetector(128, 6.0), curve(5000, seed))) == {"ok"}
+
+
+def test_no_alarm_on_a_flat_curve() -> None:
+    flat = [(2.0 + 1e-6 * (step % 7 == 0), 0.5 + 1e-6 * (step % 5 == 0)) for step in range(300)]
+    assert set(run(SpikeDetector(128, 6.0), flat)) == {"ok"}
+
+
+@pytest.mark.parametrize(("d_loss", "factor", "name"), [(1.0, 1.0, "loss"), (0.0, 10.0, "gradient norm")])
+def test_spikes_are_flagged_and_do_not_dull_the_detector(d_loss: float, factor: float, name: str) -> None:
+    values = curve(600)
+    spikes = {300, 301, 302, 450}
+    spiked = [(x + d_loss, g * factor) if i in spikes else (x, g) for i, (x, g) in enumerate(values)]
+    detector = SpikeDetector(128, 6.0)
+    reports = [detector.observe(i, *pair) for i, pair in enumerate(spiked)]
+
+    assert {i for i, report in enumerate(reports) if report.level == "warn"} == spikes
+    assert all(report.level == "ok" for i, report in enumerate(reports) if i not in spikes)
+    assert f"step 300: {name}" in reports[300].message
+    assert max(reports[300].z_loss, reports[300].z_grad) > 6.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_not_a_number_is_fatal_from_the_first_step(bad: float) -> None:
+    detector = SpikeDetector(128, 6.0)
+    assert detector.observe(0, bad, 1.0).level == "fatal"
+    assert detector.observe(1, 1.0, bad).level == "fatal"
+    assert set(run(detector, curve(200))) == {"ok"}
+
+
+def test_a_loss_that_does_not_come_back_is_an_error_once() -> None:
+    values = [(x + (i >= 300) * 1.0, g) for i, (x, g) in enumerate(curve(600))]
+    levels = run(SpikeDetector(128, 6.0), values)
+    assert levels[300:350] == ["warn"] * (RECOVERY_STEPS - 1) + ["error"]
+    assert set(levels[350:]) == {"ok"}, "the new level is the new baseline"
+
+
+def test_a_loss_that_comes_back_is_no_error() -> None:
+    values = [(x + (300 <= i < 340) * 1.0, g) for i, (x, g) in enumerate(curve(600))]
+    assert "error" not in run(SpikeDetector(128, 6.0), values)
+
+
+def test_rebaseline_accepts_a_new_level() -> None:
+    jump = [(x + 1.0, g * 5) for x, g in curve(400)[200:]]
+    detector = SpikeDetector(128, 6.0)
+    run(detector, curve(200))
+    assert detector.observe(200, *jump[0]).level == "warn"
+    detector.rebaseline()
+    assert set(run(detector, jump)) == {"ok"}
+
+
+@pytest.mark.parametrize("split", [10, 310])
+def test_reports_are_the_same_after_a_resume(split: int) -> None:
+    """Also in the middle of a spike, 10 steps into the wait for its recovery."""
+    values = [(x + (300 <= i) * 1.0, g) for i, (x, g) in enumerate(curve(500))]
+    straight = SpikeDetector(64, 6.0)
+    run(straight, values[:split])
+    resumed = SpikeDetector(64, 6.0)
+    resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+    for step in range(split, 500):
+        assert straight.observe(step, *values[step]) == resumed.observe(step, *values[step])
