@@ -119,7 +119,7 @@ def resolve_layers(config: AttentionConfig, layers: int) -> tuple[LayerAttention
 
 
 def _resolve_layer(config: AttentionConfig, kind: Any, override: dict[str, Any]) -> LayerAttention:
-    problems = [f"kind: {_unknown_kind(kind)}"] if "kind" in override and kind not in KINDS else []
+    problems = [f"kind: {_unknown_kind(kind)}"] if "kind" in override and kind not in list(KINDS) else []
     known = sorted({"kind"}.union(*(cls.Options.model_fields for cls in KINDS.values())))
     problems += [
         f"{key}: unknown option{did_you_mean(key, known)}; allowed: {', '.join(known)}"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import isqrt
 from pathlib import Path
 
 from moba_train.config.attention import LayerAttention, merge_attention, resolve_layers
@@ -80,7 +81,8 @@ def _fit(parallel: ParallelConfig, world_size: int | None) -> tuple[tuple[int, i
 
 
 def _divisors(number: int) -> str:
-    return "allowed: " + ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return "allowed: " + ", ".join(map(str, sorted({*small, *(number // size for size in small)})))
 
 
 def _model_problems(model: ModelConfig) -> Iterator[str]:

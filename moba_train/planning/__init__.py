@@ -1,0 +1,9 @@
+"""What a recipe costs before it runs: parameters, FLOPs, memory, time.
+
+parameters  exact counts by part
+flops       per token, as dense causal attention and as what each layer really attends to
+memory      bytes per GPU by part, an estimate
+devices     peak rates of known GPUs
+plan        all of it for a recipe
+render      the plan as tables
+"""

@@ -1,0 +1,66 @@
+"""Memory per GPU by part, in bytes: an estimate for choosing a layout, not a promise.
+
+Assumed: FSDP2 with one unit a block, fp32 master weights and gradients, AdamW. Left out: the CUDA context (about
+1 GiB), fragmentation, NCCL's buffers, attention workspaces and MoBA's saved block ids.
+"""
+
+from dataclasses import dataclass, fields
+
+from moba_train.config.model import ModelConfig
+from moba_train.config.schema import RunConfig
+from moba_train.model.loss import CHUNK_TOKENS
+from moba_train.planning.parameters import count_parameters
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each GPU by part."""
+
+    parameters: int
+    """fp32 master weights, sharded."""
+    gradients: int
+    """fp32, sharded."""
+    optimizer: int
+    """Two fp32 AdamW moments, sharded."""
+    unsharded: int
+    """Gathered weights in the compute dtype: two blocks (one at work, one prefetched), embedding and output."""
+    activations: int
+    """What the forward pass of one micro-batch keeps for the backward pass."""
+    logits: int
+    """One chunk of logits, with log-softmax and gradient."""
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def estimate_memory(config: RunConfig, dp_shard: int, micro_batch_tokens: int) -> Memory:
+    """Memory of a rank that trains on `micro_batch_tokens` tokens at a time, weights sharded over `dp_shard` ranks."""
+    model = config.model
+    counts = count_parameters(model)
+    width = 4 if config.precision.compute == "fp32" else 2
+    shard = -(-counts.total // dp_shard)
+    blocks = min(2, model.layers) * counts.without_embeddings // model.layers
+    return Memory(
+        parameters=4 * shard,
+        gradients=4 * shard,
+        optimizer=8 * shard,
+        unsharded=width * (blocks + counts.embedding + counts.output),
+        activations=_activations(model, config.activation_checkpointing == "full", width) * micro_batch_tokens,
+        # logits in the compute dtype, and three fp32 tensors: their copy, log-softmax, gradient
+        logits=min(CHUNK_TOKENS, micro_batch_tokens) * model.vocab_size * (width + 12),
+    )
+
+
+def _activations(model: ModelConfig, checkpointing: bool, width: int) -> int:
+    """Bytes per token that all layers keep, `width` bytes an element.
+
+    One block keeps the inputs of both norms and of the projections behind them (4 D), rotated queries and keys,
+    values and the attention's output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of
+    the SwiGLU. With checkpointing every block keeps its input, and one block at a time everything.
+    """
+    queries, keys = model.heads * model.head_width, model.kv_heads * model.head_width
+    heads = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
+    block = width * (4 * model.hidden_size + heads + 4 * model.intermediate_size) + 4 * model.heads
+    return model.layers * width * model.hidden_size + block if checkpointing else model.layers * block

@@ -1,0 +1,100 @@
+"""A plan as tables in the terminal."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+
+from rich.console import Console
+from rich.table import Table
+
+from moba_train.planning.memory import Memory
+from moba_train.planning.plan import Plan, StagePlan
+from moba_train.units import format_count
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print the layout, then parameters, stages, FLOPs and memory as tables."""
+    console.print(
+        f"{plan.world_size} GPUs: dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard}; "
+        f"time at {plan.peak_tflops:g} TFLOP/s peak and {plan.mfu:.0%} utilisation"
+    )
+    for table in (_parameters(plan), _stages(plan), _flops(plan), _memory(plan)):
+        console.print(table)
+    console.print(f"all stages: {format_duration(plan.seconds)}")
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds in the unit that suits them, e.g. `3.2 hours`."""
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} seconds"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table
+
+
+def _parameters(plan: Plan) -> Table:
+    table = _table("Parameters", "part", "count")
+    for field in fields(plan.parameters):
+        table.add_row(field.name.replace("_", " "), f"{getattr(plan.parameters, field.name):,}")
+    table.add_section()
+    table.add_row("total", f"{plan.parameters.total:,}")
+    table.add_row("without embeddings", f"{plan.parameters.without_embeddings:,}")
+    return table
+
+
+def _by_stage(plan: Plan, title: str, rows: dict[str, Callable[[StagePlan], str]]) -> Table:
+    """One column a stage, one row a quantity: recipes have few stages and terminals few columns."""
+    table = _table(title, "", *(item.stage.name for item in plan.stages))
+    for name, text in rows.items():
+        table.add_row(name, *(text(item) for item in plan.stages))
+    return table
+
+
+def _stages(plan: Plan) -> Table:
+    return _by_stage(
+        plan,
+        "Stages",
+        {
+            "sequence length": lambda item: f"{item.stage.seq_len:,}",
+            "attention (layers)": _attention,
+            "tokens": lambda item: format_count(item.tokens),
+            "steps": lambda item: f"{item.stage.steps:,}",
+            "tokens per step": lambda item: f"{item.stage.batch_tokens:,}",
+            "micro-batches per step": lambda item: str(item.accumulation),
+            "time (estimate)": lambda item: format_duration(item.seconds),
+        },
+    )
+
+
+def _attention(item: StagePlan) -> str:
+    kinds = Counter(layer.kind for layer in item.stage.attention)
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def _flops(plan: Plan) -> Table:
+    return _by_stage(
+        plan,
+        "FLOPs per token, forward and backward",
+        {
+            "dense causal": lambda item: format_count(item.dense_flops),
+            "real": lambda item: format_count(item.real_flops),
+            "real / dense": lambda item: f"{item.real_flops / item.dense_flops:.3f}",
+        },
+    )
+
+
+def _memory(plan: Plan) -> Table:
+    parts = [*(field.name for field in fields(Memory)), "total"]
+    rows: dict[str, Callable[[StagePlan], str]] = {part: partial(_gibibytes, part) for part in parts}
+    return _by_stage(plan, "Memory per GPU in GiB (estimate)", rows)
+
+
+def _gibibytes(part: str, item: StagePlan) -> str:
+    return f"{getattr(item.memory, part) / 2**30:.2f}"

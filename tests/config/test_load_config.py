@@ -1,0 +1,243 @@
+"""Recipes: YAML, `extends`, overrides, and what users are told when something is wrong."""
+
+import re
+import string
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moba_train.config.load import apply_overrides, deep_merge, dump_config, load_config, parse_yaml
+from moba_train.config.stages import resolve_stages
+from moba_train.config.validate import validate
+from moba_train.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+FUZZ = settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=150)
+
+keys = st.text(string.ascii_lowercase, min_size=1, max_size=3)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-2000, 2000) | st.floats(allow_nan=False) | st.text(string.printable, max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
+    max_leaves=10,
+)
+
+
+def problems(*args, **kwargs) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(*args, **kwargs)
+    return caught.value.problems
+
+
+def test_numbers_are_read_as_people_write_them(load):
+    config = load("optim.lr=1e-4", "model.rope.theta=5e6", "stages.0.tokens=1.5B", "stages.0.seq_len=4K")
+    assert config.optim.lr == 1e-4
+    assert config.model.rope.theta == 5e6
+    assert config.stages[0].tokens == 1_500_000_000
+    assert config.stages[0].seq_len == 4096
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("5e6", 5e6), ("1E-4", 1e-4), ("-.5", -0.5), ("1_000", 1000), ("0", 0), (".inf", float("inf")), ("~", None)]
+    + [(text, text) for text in ("no", "on", "12:30", "2024-01-01", "1e", "e5", "0x1f", "1.2.3")],
+)
+def test_plain_values_follow_yaml_1_2(text, value):
+    assert parse_yaml(text, "test") == value
+    assert type(parse_yaml(text, "test")) is type(value)
+
+
+def test_duplicate_keys_are_refused_with_both_lines(write):
+    path = write("twice.yaml", "name: a\nmodel: {layers: 1, layers: 2}\nseed: 1\nname: b\n")
+    found = problems(path)
+    assert any("line 4" in text and "'name'" in text and "line 1" in text for text in found)
+    assert any("line 2" in text and "'layers'" in text for text in found)
+
+
+def test_syntax_errors_name_file_and_line(write):
+    (problem,) = problems(write("broken.yaml", "name: a\nstages: [\n"))
+    assert "broken.yaml, line 3" in problem
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "just text", "3"])
+def test_a_recipe_must_be_a_mapping(write, text):
+    (problem,) = problems(write("list.yaml", text))
+    assert "allowed: a mapping" in problem
+
+
+def test_missing_and_unreadable_files_are_config_errors(tmp_path: Path, write):
+    assert "nowhere.yaml: cannot be read" in problems(tmp_path / "nowhere.yaml")[0]
+    assert "cannot be read" in problems(tmp_path)[0]
+    assert "base.yaml (extended by" in problems(write("a.yaml", "extends: base.yaml"))[0]
+    path = tmp_path / "latin1.yaml"
+    path.write_bytes(b"name: \xe9")
+    assert "cannot be read" in problems(path)[0]
+
+
+def test_extends_lays_files_over_each_other_in_order(write, recipe):
+    write("models/wide.yaml", "model: {hidden_size: 256, heads: 8}")
+    write("fast.yaml", "optim: {lr: 1.0e-2}\nmodel: {heads: 2}\n")
+    path = write(
+        "top.yaml",
+        "extends: [recipe.yaml, models/wide.yaml, fast.yaml]\nname: top\ndata: {train: [{path: only}]}\n",
+    )
+    config = load_config(path, ["optim.betas=[0.8, 0.9]"])
+    assert config.name == "top"
+    assert (config.model.hidden_size, config.model.heads, config.model.layers) == (256, 2, 4)
+    assert [source.path for source in config.data.train] == ["only"], "lists are replaced"
+    assert (config.optim.lr, config.optim.betas) == (1e-2, (0.8, 0.9))
+
+
+def test_extending_in_a_circle_names_the_chain(write):
+    write("b.yaml", "extends: c.yaml")
+    write("c.yaml", "extends: a.yaml")
+    (problem,) = problems(write("a.yaml", "extends: b.yaml"))
+    assert re.search(r"a\.yaml -> \S*b\.yaml -> \S*c\.yaml -> \S*a\.yaml", problem)
+
+
+def test_extending_the_same_file_twice_is_no_circle(write, recipe):
+    write("left.yaml", "extends: recipe.yaml\nseed: 1\n")
+    write("right.yaml", "extends: recipe.yaml\nseed: 2\n")
+    assert load_config(write("both.yaml", "extends: [left.yaml, right.yaml]")).seed == 2
+
+
+@FUZZ
+@given(base=st.dictionaries(keys, values), over=st.dictionaries(keys, values))
+def test_merging_keeps_every_key_and_lets_the_later_win(base, over):
+    merged = deep_merge(base, over)
+    assert set(merged) == set(base) | set(over)
+    assert deep_merge(merged, over) == merged
+    assert deep_merge({}, over) == over == deep_merge(over, {})
+    for key in set(base) - set(over):
+        assert merged[key] == base[key]
+
+
+@FUZZ
+@given(path=st.lists(keys, min_size=1, max_size=4), value=values, base=st.dictionaries(keys, st.just(None)))
+def test_an_override_sets_its_key_and_nothing_else(path, value, base):
+    raw = dict(base)
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    assert apply_overrides(raw, [f"{'.'.join(path)}={text}"]) == []
+    holder = raw
+    for key in path[:-1]:
+        assert set(holder) == {key} | (set(base) if holder is raw else set())
+        holder = holder[key]
+    assert holder[path[-1]] == parse_yaml(text, "test")
+
+
+def test_overrides_reach_list_items_and_layers_by_number(load):
+    config = load("stages.0.tokens=3M", "stages[1].name=late", "attention.overrides.1.topk=3", "data.train.1.weight=9")
+    assert config.stages[0].tokens == 3_000_000
+    assert config.stages[1].name == "late"
+    assert config.attention.overrides == {1: {"topk": 3}}
+    assert config.data.train[1].weight == 9
+
+
+def test_all_problems_of_overrides_and_recipe_come_at_once(recipe):
+    found = problems(
+        recipe,
+        ["modle.layers=3", "stages.7.tokens=1", "stages.x=1", "name.first=a", "seed", "optim.lr=[", "seed=-1"],
+    )
+    for part in (
+        "modle: unknown key; did you mean 'model'?",
+        "stages[7] does not exist; allowed: 0 to 1",
+        "stages is a list",
+        "name is 'demo', which holds no 'first'",
+        "override 'seed': allowed: key.path=value",
+        "override 'optim.lr=['",
+        "seed: given -1; allowed: integer >= 0",
+    ):
+        assert any(part in text for text in found), (part, found)
+    assert len(found) == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("model.hiden_size=3", "model.hiden_size: unknown key; did you mean 'hidden_size'?"),
+        ("stages.1.attention.moba.blocksize=1", "stages[1].attention.moba.blocksize: unknown key; did you mean 'block"),
+        ("learning_rate=1", "learning_rate: unknown key; allowed here: name, "),
+        ("lr=1e-3", "lr: unknown key; a key of that name is at optim.lr and stages[i].lr"),
+        ("stages.1.attention.moba.block_size=0", "stages[1].attention.moba.block_size: given 0; allowed: integer >= 1"),
+        ("stages.0.rope.kind=yarm", "stages[0].rope.kind: given 'yarm'; allowed: none | abf | pi"),
+        ("stages.0.seq_len=4Q", "stages[0].seq_len: '4Q' is not a number; write e.g. 4096, 128K"),
+        ("batch_tokens=true", "batch_tokens: True is not a number"),
+        ("batch_tokens=0", "batch_tokens: given 0; allowed: integer >= 1 (K, M = 1024)"),
+        ("optim.lr=.inf", "optim.lr: given inf; allowed: number > 0"),
+        ("optim.betas=[0.9, 1.5]", "optim.betas[1]: given 1.5; allowed: list of 2: number >= 0 and < 1"),
+        ("optim.betas=[0.9]", "optim.betas[1]: missing; allowed: list of 2"),
+        ("data.train=[]", "data.train: given []; allowed: non-empty list of section"),
+        ("attention.full_layers=1.5", "attention.full_layers: given 1.5; allowed: text | list of integer"),
+        ("attention.overrides={a: {}}", "attention.overrides.a: given 'a'; allowed: mapping of integer"),
+        ("precision=bf16", "precision: given 'bf16'; allowed: a section (key: value)"),
+        ("model.vocab_size=", "model.vocab_size: given None; allowed: integer >= 2"),
+    ],
+)
+def test_a_mistake_names_its_key_what_was_given_and_what_is_allowed(recipe, override, problem):
+    (found,) = problems(recipe, [override])
+    assert found.startswith(problem)
+
+
+def test_missing_keys_say_what_they_need(write):
+    found = problems(write("empty.yaml", ""))
+    assert "batch_tokens: missing; allowed: integer >= 1 (K, M = 1024)" in found
+    assert "model: missing; allowed: section" in found
+
+
+def test_a_dumped_recipe_loads_back_to_the_same_run(load, write):
+    config = load("name='1e5'", "run_dir='no'", "stages.1.train=[{path: c}]", "telemetry.wandb.tags=['2024-01-01']")
+    again = load_config(write("dumped.yaml", dump_config(config)))
+    assert again == config
+    assert resolve_stages(again) == resolve_stages(config)
+    assert dump_config(again) == dump_config(config)
+
+
+def test_a_dumped_stage_still_follows_the_recipe(load, write):
+    path = write("dumped.yaml", dump_config(load()))
+    layers = resolve_stages(load_config(path, ["attention.moba.block_size=256"]))[1].attention
+    assert layers[0].options.block_size == 256
+
+
+def test_interpolating_in_a_stage_keeps_the_models_theta(load):
+    short, long = resolve_stages(load())
+    assert (short.rope.theta, short.rope.kind) == (5e5, "none")
+    assert (long.rope.theta, long.rope.kind, long.rope.factor) == (5e5, "pi", 4)
+
+
+def _assert_config_or_error(path: Path) -> None:
+    try:
+        validate(load_config(path), world_size=2, check_files=True)
+    except ConfigError as error:
+        assert error.problems
+
+
+@FUZZ
+@given(text=st.text(st.sampled_from("ab:-[]{},\"'#&*!|>%@` \n\t0e.~<?"), max_size=40))
+def test_any_text_gives_a_recipe_or_a_config_error(write, text):
+    _assert_config_or_error(write("fuzz.yaml", text))
+
+
+def _paths(data: object, prefix: tuple = ()) -> list[tuple]:
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [prefix] * bool(prefix) + [path for key, value in items for path in _paths(value, (*prefix, key))]
+
+
+@FUZZ
+@given(data=st.data(), value=values | st.dictionaries(st.integers() | st.booleans() | keys, values, max_size=2))
+def test_any_value_in_any_place_gives_a_recipe_or_a_config_error(recipe, write, data, value):
+    raw = yaml.safe_load(recipe.read_text())
+    *parents, last = data.draw(st.sampled_from(_paths(raw)))
+    holder = raw
+    for key in parents:
+        holder = holder[key]
+    holder[last] = value
+    _assert_config_or_error(write("fuzz.yaml", yaml.safe_dump(raw)))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_model_shape_loads_into_a_recipe(write, recipe, path):
+    top = write("top.yaml", f"extends: [recipe.yaml, {path.resolve()}]")
+    assert set(yaml.safe_load(path.read_text())) <= {"model", "extends"}
+    assert load_config(top).model.layers >= 1

@@ -1,0 +1,135 @@
+"""Combinations that cannot work are refused before any GPU is touched, all of them at once."""
+
+import pytest
+
+from moba_train.config.validate import data_parallel_sizes, validate
+from moba_train.errors import ConfigError
+
+
+def problems(config, *args, **kwargs) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        validate(config, *args, **kwargs)
+    return caught.value.problems
+
+
+def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
+    for world_size in (None, 1, 2, 4, 8):
+        validate(load(), world_size)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["model.kv_heads=3"], "model.kv_heads: given 3, which does not divide heads 4; allowed: 1, 2, 4"),
+        (["model.hidden_size=130"], "model.heads: given 4, which does not divide hidden_size 130"),
+        (["model.head_dim=33"], "model.head_dim: gives heads of width 33; allowed: even widths"),
+        (["model.hidden_size=132"], "model.hidden_size / model.heads: gives heads of width 33"),
+        (["stages.1.name=short"], "stages[0].name and stages[1].name: given 'short' 2 times"),
+        (["batch_tokens=60K"], "batch_tokens: given 61440, in stage 'long' not a multiple of seq_len 8192 = 8192"),
+        (
+            ["stages.1.batch_tokens=24K", "stages.1.micro_batch_size=2"],
+            "stages[1].batch_tokens: given 24576, in stage 'long' not a multiple of seq_len 8192 x micro_batch_size 2 = "
+            "16384; nearest: 16384 or 32768",
+        ),
+        (["stages.1.batch_tokens=2K"], "stages[1].batch_tokens: given 2048, in stage 'long' not a multiple of seq_len"),
+        (["model.rope.factor=2"], "model.rope.factor: given 2, which kind 'none' does not use; set kind: pi"),
+        (["stages.1.rope.kind=abf"], "stages[1].rope.factor: given 4, which kind 'abf' does not use"),
+        (["parallel.dp_shard=0"], "parallel.dp_shard: given 0; allowed: >= 1, or -1"),
+        (["parallel.dp_replicate=-1"], "parallel: dp_replicate and dp_shard are both -1"),
+        (["optim.schedule.kind=wsd"], "optim.schedule.decay_tokens: missing; kind wsd needs"),
+        (["optim.schedule.decay_tokens=1M"], "optim.schedule.decay_tokens: given 1000000, which kind 'cosine' does not"),
+        (
+            ["optim.schedule={kind: wsd, warmup_tokens: 2M, decay_tokens: 2M}"],
+            "optim.schedule: warmup_tokens 2000000 + decay_tokens 2000000 do not fit in the 3080192 tokens of the run",
+        ),
+        (
+            ["stages.0.schedule.warmup_tokens=2M"],
+            "stages[0].schedule: warmup_tokens 2000000 do not fit in the 1048576 tokens of stage 'short'",
+        ),
+        (["stages.0.schedule.kind=wsd"], "stages[0].schedule.decay_tokens: missing"),
+        (
+            ["optim.schedule.warmup_tokens=1.5M", "stages.0.lr=1e-3"],
+            "optim.schedule: warmup_tokens 1500000 do not fit in the 1048576 tokens of stage 'short', whose lr",
+        ),
+        (["attention.default=mobba"], "attention.default: 'mobba' is not a registered attention; did you mean 'moba'?"),
+        (["attention.full_layers=last:9"], "attention.full_layers: 'last:9' asks for 9 layers; the model has 4"),
+        (["attention.overrides.7.topk=1"], "attention.overrides: layer ids [7] do not exist"),
+        (
+            ["attention.overrides.1.block_sise=1"],
+            "attention.overrides.1.block_sise: unknown option; did you mean 'block_size'?",
+        ),
+        (["attention.overrides.1.topk=0"], "attention.overrides.1.topk: given 0; allowed: integer >= 1"),
+        (["attention.overrides.1.kind=[a]"], "attention.overrides.1.kind: ['a'] is not a registered attention"),
+        (["stages.1.attention.default=x"], "stages[1].attention.default: 'x' is not a registered attention"),
+        (
+            ["attention.moba.block_size=16384"],
+            "stages[1].attention.moba.block_size: given 16384 in layers 0, 2, which does not fit in a sequence of 8192",
+        ),
+        (
+            ["attention.moba.always=[previous, first]"],
+            "stages[1].attention.moba.topk: given 2 in layer 1, but 3 blocks are always chosen (current, first, previous)",
+        ),
+    ],
+)
+def test_a_combination_that_cannot_work_is_refused_with_its_key(load, overrides, problem):
+    assert any(found.startswith(problem) for found in problems(load(*overrides))), problems(load(*overrides))
+
+
+def test_all_problems_come_at_once_and_only_once(load):
+    config = load("model.kv_heads=3", "attention.full_layers=lst:1", "parallel.dp_shard=0", "batch_tokens=1K")
+    found = problems(config, world_size=4)
+    assert len(found) == len(set(found))
+    keys = [text.split(":")[0] for text in found]
+    # The stages inherit the recipe's attention, not its complaint; the long stage brings a full_layers of its own.
+    assert keys == ["model.kv_heads", "attention.full_layers", "parallel.dp_shard", "batch_tokens", "batch_tokens"]
+
+
+def test_a_stage_that_mends_the_recipes_attention_is_not_blamed(load):
+    config = load("stages.1.attention={moba: {block_size: 8192}}", "stages.0.attention={moba: {block_size: 1024}}")
+    assert problems(load("attention.moba.block_size=16384", "stages.0.attention={default: moba}"))
+    validate(config)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "world_size", "sizes"),
+    [(1, -1, 8, (1, 8)), (2, -1, 8, (2, 4)), (-1, 2, 8, (4, 2)), (2, 3, 6, (2, 3)), (1, 1, 1, (1, 1))],
+)
+def test_minus_one_fills_the_world(load, replicate, shard, world_size, sizes):
+    config = load(f"parallel.dp_replicate={replicate}", f"parallel.dp_shard={shard}")
+    assert data_parallel_sizes(config, world_size) == sizes
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "world_size", "parts"),
+    [
+        (1, 4, 8, ["make 4 ranks, 8 were started", "more ranks than the layout uses", "dp_shard: -1"]),
+        (2, 8, 8, ["make 16 ranks, 8 were started", "fewer ranks than the layout needs"]),
+        (3, -1, 8, ["parallel.dp_replicate: given 3", "8 ranks", "allowed: 1, 2, 4, 8"]),
+        (-1, 16, 8, ["parallel.dp_shard: given 16", "allowed: 1, 2, 4, 8"]),
+    ],
+)
+def test_a_layout_that_does_not_fit_says_what_would(load, replicate, shard, world_size, parts):
+    config = load(f"parallel.dp_replicate={replicate}", f"parallel.dp_shard={shard}")
+    with pytest.raises(ConfigError) as caught:
+        data_parallel_sizes(config, world_size)
+    (found,) = caught.value.problems
+    assert all(part in found for part in parts), found
+    assert found in problems(config, world_size)
+
+
+def test_the_batch_must_divide_over_the_ranks(load):
+    (found,) = [text for text in problems(load(), world_size=16) if "long" in text]
+    assert "seq_len 8192 x micro_batch_size 1 x 16 ranks = 131072; nearest: 131072" in found
+
+
+def test_missing_files_are_named_with_their_key(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpora").mkdir()
+    for name in ("a.bin", "a.idx", "b.bin"):
+        (tmp_path / "corpora" / name).touch()
+    config = load("data.tokenizer=tok.model", "stages.1.train=[{path: late}]", "data.validation=[{path: corpora/a}]")
+    validate(config)
+    found = problems(config, check_files=True)
+    assert [text.split(":")[0] for text in found] == ["data.train[1].path", "stages[1].train[0].path", "data.tokenizer"]
+    assert "no file corpora/b.idx" in found[0]
+    assert "late.bin and late.idx" in found[1]
