@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.documents import BadRecord, Shard, hash_fraction, read_documents, shard_bytes
-from data_tools.tokenizer import Tokenizer, load_tokenizer
 from moba_train.data.indexed import IndexedDatasetWriter, dtype_for
+from moba_train.data.tokenizer import Tokenizer, load_tokenizer
 from moba_train.errors import DataError, LaunchError
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from data_tools.documents import Shard, cut_shards
 from data_tools.parts import Part, TokenizeOptions, make_parts, read_report
 from data_tools.progress import TokenProgress
-from data_tools.tokenizer import Tokenizer, load_tokenizer
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, corpus_file, dtype_for
+from moba_train.data.tokenizer import Tokenizer, load_tokenizer
 from moba_train.errors import DataError
 
 

@@ -25,13 +25,13 @@ mkdir -p "$run/data"
 
 step "1/6  tokenizer, from $corpus"
 [ -e "$run/data/tokenizer.model" ] ||
-    "${moba_data[@]}" train-tokenizer "$corpus" --output "$run/data/tokenizer" --vocab-size 2048 \
-        --exclude '*/site-packages/*' --exclude '*/test/*' --sample-sentences 200000
+    "${moba_data[@]}" train-tokenizer --input "$corpus" --output "$run/data/tokenizer.model" --vocab-size 2048 \
+        --exclude site-packages --exclude test
 
 step "2/6  tokens, into $run/data"
 [ -e "$run/data/corpus-valid.idx" ] ||
-    "${moba_data[@]}" tokenize "$corpus" --tokenizer "$run/data/tokenizer.model" --output "$run/data/corpus" \
-        --exclude '*/site-packages/*' --exclude '*/test/*' --holdout 0.02
+    "${moba_data[@]}" tokenize --input "$corpus" --tokenizer "$run/data/tokenizer.model" --output "$run/data/corpus" \
+        --exclude site-packages --exclude test --holdout 0.02
 
 step "3/6  training on $ranks ranks, as far as the middle of the second stage"
 "${moba_train[@]}" plan "$recipe" --gpus "$ranks"

@@ -33,6 +33,10 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="values that win over the recipe's")
 ]
 
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="a checkpoint, or a run folder: its newest valid checkpoint")
+]
+
 
 @app.command()
 def plan(
@@ -77,13 +81,41 @@ def schema() -> None:
 
 @app.command()
 def verify(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="folder of one checkpoint")],
+    checkpoint: Checkpoint,
 ) -> None:
     """Check every file of a checkpoint against its manifest."""
-    from moba_train.checkpoint.publish import verify_checkpoint
+    from moba_train.checkpoint.publish import find_checkpoint, verify_checkpoint
 
-    verify_checkpoint(checkpoint)
-    typer.echo(f"{checkpoint}: intact")
+    found = find_checkpoint(checkpoint)
+    verify_checkpoint(found)
+    typer.echo(f"{found}: intact")
+
+
+@app.command(name="eval")
+def evaluate(checkpoint: Checkpoint) -> None:
+    """Loss on the recipe's held-out text, with the attention of its stage and with full attention everywhere."""
+    from moba_train.evals.report import evaluate_checkpoint
+
+    for label, loss in evaluate_checkpoint(checkpoint).items():
+        typer.echo(f"{label:<24} validation loss {loss:.4f} nats per token")
+
+
+@app.command()
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Option(help="text to continue")],
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens that make up this probability")] = 0.95,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same text")] = 0,
+    decode: Annotated[str, typer.Option(help="attention of new tokens: full, or the layers' own (moba)")] = "full",
+) -> None:
+    """Continue a prompt. The prompt is read with each layer's own attention."""
+    from moba_train.inference.text import generate_text
+
+    for piece in generate_text(checkpoint, prompt, max_new_tokens, temperature, top_p, seed, decode):
+        typer.echo(piece, nl=False)
+    typer.echo()
 
 
 @app.command()

@@ -34,7 +34,9 @@ from moba_train.parallel.world import World, sum_over_ranks
 from moba_train.planning.devices import peak_tflops
 from moba_train.planning.flops import dense_flops, real_flops
 from moba_train.progress import Progress, check_resumable, data_plan
-from moba_train.telemetry import Telemetry, make_telemetry, plot_run
+from moba_train.telemetry.factory import make_telemetry
+from moba_train.telemetry.plot import plot_run
+from moba_train.telemetry.telemetry import Telemetry
 
 
 class Trainer:
@@ -186,6 +188,7 @@ class Trainer:
         )
         data.check_fingerprints(self.progress.fingerprints)
         self.progress.fingerprints |= data.fingerprints
+        self.telemetry.stage = stage.name
         kinds = [layer.kind for layer in stage.attention]
         summary = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
         self.telemetry.event(
@@ -194,7 +197,6 @@ class Trainer:
             "stage",
             f"stage {stage.name}: sequences of {stage.seq_len} tokens, {stage.batch_tokens} tokens per step, "
             f"{stage.steps} steps, attention {summary}",
-            stage=stage.name,
         )
         return data
 
@@ -229,10 +231,14 @@ class Trainer:
         self.progress.spike_detector = self.spikes.state_dict()
         self.progress.data_plan = self._data_plan()
         self.checkpointer.save(
-            step, model_and_optimizer_tensors(self.model, self.optimizer), {"progress": self.progress.to_meta(), "config": dump_config(self.config)}
+            step,
+            model_and_optimizer_tensors(self.model, self.optimizer),
+            {"progress": self.progress.to_meta(), "config": dump_config(self.config)},
         )
         self.saved_step = step
-        self.telemetry.event(step, 0, "checkpoint", f"saving the checkpoint of step {step}")
+        self.telemetry.event(
+            step, self._tokens(self.stages[self.progress.stage]), "checkpoint", f"saving the checkpoint of step {step}"
+        )
 
     def _resume(self) -> Progress | None:
         """Load the newest valid checkpoint of the run folder; None when there is none."""

@@ -218,3 +218,13 @@ def _fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """`path` itself when it is a checkpoint, else the newest valid one of the run folder `path`."""
+    if (path / MANIFEST).is_file():
+        return path
+    newest = latest_checkpoint(path / "checkpoints")
+    if newest is None:
+        raise CheckpointError(f"{path}: neither a checkpoint nor a run folder with a valid one in {path}/checkpoints")
+    return newest

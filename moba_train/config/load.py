@@ -34,6 +34,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
+def parse_config(text: str, source: str) -> RunConfig:
+    """The recipe that `dump_config` wrote. Raises ConfigError, naming `source`, when this version cannot read it."""
+    try:
+        return RunConfig.model_validate(parse_yaml(text, source))
+    except ValidationError as error:
+        raise ConfigError([f"{source}: {problem}" for problem in explain(error, RunConfig)]) from None
+
+
 def dump_config(config: RunConfig) -> str:
     """YAML with every key of the recipe. `load_config` makes an equal `RunConfig` of it.
 

@@ -12,7 +12,8 @@ from moba_train.config.optim import ScheduleConfig
 from moba_train.config.run import ParallelConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import merge_rope
-from moba_train.errors import ConfigError
+from moba_train.data.tokenizer import load_tokenizer
+from moba_train.errors import ConfigError, DataError
 
 
 def validate(config: RunConfig, world_size: int | None = None, check_files: bool = False) -> None:
@@ -233,3 +234,15 @@ def _file_problems(config: RunConfig) -> Iterator[str]:
     tokenizer = config.data.tokenizer
     if tokenizer is not None and not Path(tokenizer).is_file():
         yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"
+    elif tokenizer is not None:
+        yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
+
+
+def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
+    try:
+        known = load_tokenizer(path).vocab_size
+    except DataError as error:
+        yield f"data.tokenizer: {error}"
+        return
+    if known > vocab_size:
+        yield f"model.vocab_size: given {vocab_size}; data.tokenizer ({path}) has {known} tokens, so at least {known}"

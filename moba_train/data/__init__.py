@@ -5,5 +5,6 @@ stream      one corpus as an endless, shuffled stream of tokens
 blend       which source each sample comes from
 samples     the samples of a stage, as a pure function of their index
 batch       one micro-batch as tensors
+tokenizer   sentencepiece models
 loader      the micro-batches of a rank's step, read ahead
 """

@@ -3,25 +3,14 @@
 from pathlib import Path
 
 import torch
-import yaml
 
-from moba_train.checkpoint.publish import latest_checkpoint, read_meta
+from moba_train.checkpoint.publish import read_meta
 from moba_train.checkpoint.state import load_model
+from moba_train.config.load import parse_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.errors import CheckpointError
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
-
-
-def find_checkpoint(path: Path) -> Path:
-    """`path` itself when it is a checkpoint, else the newest one of the run folder `path`."""
-    if (path / "manifest.json").is_file():
-        return path
-    newest = latest_checkpoint(path / "checkpoints")
-    if newest is None:
-        raise CheckpointError(f"{path}: neither a checkpoint nor a run folder with a valid one in {path}/checkpoints")
-    return newest
 
 
 def load_trained(
@@ -29,7 +18,7 @@ def load_trained(
 ) -> tuple[Transformer, RunConfig, Stage]:
     """The model of a checkpoint on `device` in `dtype`, its recipe, and the stage it was in (attention, RoPE)."""
     meta = read_meta(checkpoint)
-    config = RunConfig.model_validate(yaml.safe_load(meta["config"]))
+    config = parse_config(meta["config"], f"{checkpoint} (its recipe)")
     stage = resolve_stages(config)[meta["progress"]["stage"]]
     with torch.device("meta"):
         model = Transformer(config.model)

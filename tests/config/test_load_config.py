@@ -19,7 +19,11 @@ FUZZ = settings(suppress_health_check=list(HealthCheck), deadline=None, max_exam
 
 keys = st.text(string.ascii_lowercase, min_size=1, max_size=3)
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-2000, 2000) | st.floats(allow_nan=False) | st.text(string.printable, max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers(-2000, 2000)
+    | st.floats(allow_nan=False)
+    | st.text(string.printable, max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
     max_leaves=10,
 )

@@ -37,7 +37,10 @@ def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
         (["parallel.dp_shard=0"], "parallel.dp_shard: given 0; allowed: >= 1, or -1"),
         (["parallel.dp_replicate=-1"], "parallel: dp_replicate and dp_shard are both -1"),
         (["optim.schedule.kind=wsd"], "optim.schedule.decay_tokens: missing; kind wsd needs"),
-        (["optim.schedule.decay_tokens=1M"], "optim.schedule.decay_tokens: given 1000000, which kind 'cosine' does not"),
+        (
+            ["optim.schedule.decay_tokens=1M"],
+            "optim.schedule.decay_tokens: given 1000000, which kind 'cosine' does not",
+        ),
         (
             ["optim.schedule={kind: wsd, warmup_tokens: 2M, decay_tokens: 2M}"],
             "optim.schedule: warmup_tokens 2000000 + decay_tokens 2000000 do not fit in the 3080192 tokens of the run",

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tiny_run import Run
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moba_train.checkpoint.publish import latest_checkpoint, read_meta, verify_checkpoint
-from tiny_run import Run
 
 
 def saved_tensors(run: Run) -> dict[str, Tensor]:

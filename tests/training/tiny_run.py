@@ -102,7 +102,7 @@ class Run:
             raise
         return process.returncode, output
 
-    def records(self, kind: str = "train") -> list[dict[str, Any]]:
+    def records(self, kind: str = "metrics") -> list[dict[str, Any]]:
         """The run's metrics of one kind."""
         lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
         return [record for record in map(json.loads, lines) if record["kind"] == kind]
