@@ -1,5 +1,6 @@
 """`moba-data tokenize`: the corpus is the text, byte for byte the same however often the work was interrupted."""
 
+import fcntl
 import json
 import os
 import signal
@@ -100,6 +101,17 @@ def test_a_corpus_of_other_text_is_not_overwritten(folder: Path, tokenizer: str,
     with pytest.raises(DataError, match=r"exists and was made from other input .*delete .*out\.idx"):
         tokenize(folder, tmp_path / "out", tokenizer)
     assert contents(tmp_path / "out") == before
+
+
+def test_two_runs_do_not_write_the_same_corpus(folder: Path, tokenizer: str, tmp_path: Path) -> None:
+    (folder / "a.txt").write_text("text")
+    (tmp_path / "out.parts").mkdir()
+    other = os.open(tmp_path / "out.parts", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(DataError, match=r"another process is making parts in .*out\.parts"):
+        tokenize(folder, tmp_path / "out", tokenizer)
+    os.close(other)
+    assert tokenize(folder, tmp_path / "out", tokenizer).corpora
 
 
 def test_bad_records_are_reported_or_fatal(folder: Path, tokenizer: str, tmp_path: Path) -> None:
