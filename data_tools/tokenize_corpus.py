@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,6 +52,7 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
     folder = Path(f"{output}.parts")
     parts = [Part(str(folder / f"{number:06d}"), shard, options) for number, shard in enumerate(shards)]
     bad: list[str] = []
+    resumed = len(parts)
     with _claimed(folder):
         already_complete = _all_made(outputs, work)
         if not already_complete:
@@ -61,14 +61,17 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
             bad = [record for part in parts for record in read_report(part).bad]
             _list_skipped(Path(f"{output}.skipped.txt"), bad)
             _merge(parts, outputs, options, tokenizer, work)
-        shutil.rmtree(folder)
+        _empty(folder)
     corpora = {prefix: IndexedDataset(prefix) for prefix in outputs}
-    return TokenizeResult(corpora, bad, len(parts), len(parts) if already_complete else resumed, already_complete)
+    return TokenizeResult(corpora, bad, len(parts), resumed, already_complete)
 
 
 @contextlib.contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
-    """Make the folder of parts and keep other processes out of it. Raises DataError when one is there already."""
+    """Make the folder of parts, keep other processes out of it, and remove it if it ends up empty.
+
+    Raises DataError when another process has it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -81,15 +84,23 @@ def _claimed(folder: Path) -> Iterator[None]:
             ) from error
         yield
     finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
         os.close(handle)
 
 
 def _delete_parts_of_other_work(folder: Path, work: str) -> None:
     mark = folder / "work"
     if not (mark.exists() and mark.read_text(encoding="utf-8") == work):
-        for file in folder.iterdir():
-            file.unlink()
+        _empty(folder)
         mark.write_text(work, encoding="utf-8")
+
+
+def _empty(folder: Path) -> None:
+    # Without the mark, what a kill leaves here is never taken for finished parts.
+    (folder / "work").unlink(missing_ok=True)
+    for file in folder.iterdir():
+        file.unlink()
 
 
 def _make_missing_parts(parts: Sequence[Part], workers: int) -> int:

@@ -101,6 +101,7 @@ def test_a_corpus_of_other_text_is_not_overwritten(folder: Path, tokenizer: str,
     with pytest.raises(DataError, match=r"exists and was made from other input .*delete .*out\.idx"):
         tokenize(folder, tmp_path / "out", tokenizer)
     assert contents(tmp_path / "out") == before
+    assert not (tmp_path / "out.parts").exists()
 
 
 def test_two_runs_do_not_write_the_same_corpus(folder: Path, tokenizer: str, tmp_path: Path) -> None:
