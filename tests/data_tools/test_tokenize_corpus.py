@@ -56,7 +56,12 @@ def test_same_bytes_for_any_number_of_workers_and_after_a_kill(folder: Path, tok
     for number in range(24):
         (folder / f"{number:02d}.txt").write_text(prose(number, 150_000))
     (folder / "bad.txt").write_bytes(b"\xff")
-    tokenize(folder, tmp_path / "whole", tokenizer, workers=2)
+    result = tokenize(folder, tmp_path / "whole", tokenizer, workers=2)
+    whole = result.corpora[str(tmp_path / "whole")]
+    assert result.parts > 10
+    model = sentencepiece.SentencePieceProcessor(tokenizer)
+    for number in (0, 11, 23):
+        assert model.decode(whole.document(number, stop=99).tolist()) in prose(number, 1000)
 
     command = [sys.executable, "-m", "data_tools", "tokenize", "-i", str(folder), "-t", tokenizer, "--workers", "1"]
     command += ["-o", str(tmp_path / "killed")]
