@@ -60,9 +60,7 @@ def find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[s
     for given in inputs:
         path = Path(given)
         if path.is_dir():
-            inside = (file.relative_to(path) for file in path.rglob("*") if _any_match(file.relative_to(path), globs))
-            wanted = sorted(file for file in inside if not _any_match(file, excludes, *file.parts))
-            files += [str(path / file) for file in wanted if (path / file).is_file()]
+            files += [os.path.join(given, name) for name in sorted(_walk(given, globs, excludes))]
         elif path.is_file():
             files.append(given)
         else:
@@ -75,9 +73,28 @@ def find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[s
     return list(dict.fromkeys(files))
 
 
-def _any_match(file: Path, patterns: Sequence[str], *parts: str) -> bool:
-    names = (file.name, file.as_posix(), *parts)
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
+def _walk(folder: str, globs: Sequence[str], excludes: Sequence[str]) -> Iterator[str]:
+    """Paths, inside `folder`, of the files wanted from it. Excluded folders are not entered."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"cannot read {error.filename}: {error.strerror}; mend this, or give --exclude")
+
+    for where, folders, names in os.walk(folder, onerror=refuse):
+        inside = os.path.relpath(where, folder)
+        folders[:] = [name for name in folders if not _match(inside, name, excludes)]
+        for name in names:
+            wanted = _match(inside, name, globs) and not _match(inside, name, excludes)
+            if wanted and os.path.isfile(os.path.join(where, name)):
+                yield _join(inside, name)
+
+
+def _match(inside: str, name: str, patterns: Sequence[str]) -> bool:
+    path = _join(inside, name)
+    return any(fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def _join(inside: str, name: str) -> str:
+    return name if inside == "." else f"{inside}/{name}"
 
 
 def cut_shards(files: Sequence[str]) -> list[Shard]:

@@ -8,6 +8,7 @@ import functools
 import json
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -126,7 +127,7 @@ def make_parts(parts: Sequence[Part], workers: int) -> Iterator[PartReport]:
 
 
 def _end_with_parent() -> None:
-    """Let this worker end when its parent is killed: otherwise it would wait for work for ever."""
+    """Let this worker end at Ctrl-C without a word, and when its parent is killed: it would wait for work for ever."""
 
     def wait() -> None:
         parent = multiprocessing.parent_process()
@@ -134,4 +135,5 @@ def _end_with_parent() -> None:
         parent.join()
         os._exit(1)
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=wait, daemon=True).start()

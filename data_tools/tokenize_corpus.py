@@ -3,16 +3,17 @@
 The result depends on the input and the options alone, not on the number of processes or on interruptions.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import Shard, cut_shards
+from data_tools.documents import Shard, cut_shards, shard_bytes
 from data_tools.parts import Part, TokenizeOptions, make_parts, read_report
 from data_tools.progress import TokenProgress
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, corpus_file, dtype_for
@@ -49,26 +50,80 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
     work = _work_fingerprint(shards, options, tokenizer)
     outputs = [f"{output}{split}" for split in options.splits]
     folder = Path(f"{output}.parts")
-    if _all_made(outputs, work):
-        shutil.rmtree(folder, ignore_errors=True)
-        corpora = {prefix: IndexedDataset(prefix) for prefix in outputs}
-        return TokenizeResult(corpora, [], len(shards), len(shards), already_complete=True)
-
-    _open_folder(folder, work)
     parts = [Part(str(folder / f"{number:06d}"), shard, options) for number, shard in enumerate(shards)]
+    bad: list[str] = []
+    resumed = len(parts)
+    with _claimed(folder):
+        already_complete = _all_made(outputs, work)
+        if not already_complete:
+            _delete_parts_of_other_work(folder, work)
+            resumed = _make_missing_parts(parts, workers)
+            bad = [record for part in parts for record in read_report(part).bad]
+            _list_skipped(Path(f"{output}.skipped.txt"), bad)
+            _merge(parts, outputs, options, tokenizer, work)
+        _empty(folder)
+    corpora = {prefix: IndexedDataset(prefix) for prefix in outputs}
+    return TokenizeResult(corpora, bad, len(parts), resumed, already_complete)
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Make the folder of parts, keep other processes out of it, and remove it if it ends up empty.
+
+    Raises DataError when another process has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            # The system gives the lock back however this process ends.
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(
+                f"another process is making parts in {folder}; wait for it or choose another --output"
+            ) from error
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        os.close(handle)
+
+
+def _delete_parts_of_other_work(folder: Path, work: str) -> None:
+    mark = folder / "work"
+    if not (mark.exists() and mark.read_text(encoding="utf-8") == work):
+        _empty(folder)
+        mark.write_text(work, encoding="utf-8")
+
+
+def _empty(folder: Path) -> None:
+    # Without the mark, what a kill leaves here is never taken for finished parts.
+    (folder / "work").unlink(missing_ok=True)
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def _make_missing_parts(parts: Sequence[Part], workers: int) -> int:
+    """Make the parts that no earlier run finished, and give the number of those that one did."""
     earlier = [read_report(part) for part in parts if part.report_file.exists()]
     waiting = [part for part in parts if not part.report_file.exists()]
-    total = sum(chunk.stop - chunk.start for shard in shards for chunk in shard)
+    total = sum(shard_bytes(part.shard) for part in parts)
     with TokenProgress(total, done=sum(report.size for report in earlier)) as progress:
         for report in make_parts(waiting, workers):
             progress.advance(report.size, report.tokens)
+    return len(earlier)
 
-    bad = [record for part in parts for record in read_report(part).bad]
-    skipped = Path(f"{output}.skipped.txt")
+
+def _list_skipped(file: Path, bad: Sequence[str]) -> None:
     if bad:
-        skipped.write_text("\n".join(bad) + "\n", encoding="utf-8")
+        file.write_text("\n".join(bad) + "\n", encoding="utf-8")
     else:
-        skipped.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
+
+
+def _merge(
+    parts: Sequence[Part], outputs: Sequence[str], options: TokenizeOptions, tokenizer: Tokenizer, work: str
+) -> None:
     info: dict[str, Any] = {
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.name,
@@ -80,9 +135,6 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
         with IndexedDatasetWriter(prefix, dtype_for(tokenizer.vocab_size), info) as writer:
             for part in parts:
                 writer.merge(f"{part.prefix}{split}")
-    shutil.rmtree(folder)
-    corpora = {prefix: IndexedDataset(prefix) for prefix in outputs}
-    return TokenizeResult(corpora, bad, len(parts), len(earlier), already_complete=False)
 
 
 def _work_fingerprint(shards: Sequence[Shard], options: TokenizeOptions, tokenizer: Tokenizer) -> str:
@@ -108,12 +160,3 @@ def _all_made(outputs: Sequence[str], work: str) -> bool:
                 )
         made.append(exists)
     return all(made)
-
-
-def _open_folder(folder: Path, work: str) -> None:
-    """Make the folder of parts, or keep it if it is of the same `work`; parts of other work are deleted."""
-    mark = folder / "work"
-    if not (mark.exists() and mark.read_text(encoding="utf-8") == work):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        mark.write_text(work, encoding="utf-8")

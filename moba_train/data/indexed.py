@@ -114,7 +114,8 @@ class IndexedDataset:
         self._table: npt.NDArray[np.int64] = index[table_at:end].view("<i8")
 
         self._check(self._lengths >= 0, HEADER.size, 4, "a sequence has a negative length")
-        self._check(self._offsets >= 0, offsets_at, 8, "a sequence has a negative offset")
+        possible = (self._offsets >= 0) & (self._offsets < 1 << 62)
+        self._check(possible, offsets_at, 8, "a sequence has an impossible offset")
         self._check(self._offsets % self.dtype.itemsize == 0, offsets_at, 8, "an offset falls between two tokens")
         self._check(self._offsets[1:] >= self._offsets[:-1], offsets_at + 8, 8, "the sequence offsets decrease")
         self._check(self._table[:1] == 0, table_at, 8, "the document table does not begin with 0")
@@ -123,7 +124,7 @@ class IndexedDataset:
 
     def _map_tokens(self) -> None:
         size = self._bin.stat().st_size
-        ends = self._offsets + self._lengths * np.int64(self.dtype.itemsize)
+        ends = self._offsets + np.multiply(self._lengths, self.dtype.itemsize, dtype=np.int64)
         expected = int(ends.max(initial=0))
         if size != expected:
             raise self._broken(
@@ -187,6 +188,9 @@ def _read_info(path: Path) -> dict[str, Any] | None:
         raise DataError(f"{path} is not JSON ({error}); delete it or make the corpus again") from error
     if not isinstance(info, dict):
         raise DataError(f"{path} holds {type(info).__name__}, not an object; delete it or make the corpus again")
+    for key in ("vocab_size", "documents", "tokens"):
+        if not isinstance(info.get(key, 0), int):
+            raise DataError(f"{path}: {key} is {info[key]!r}, not a whole number; delete it or make the corpus again")
     return info
 
 

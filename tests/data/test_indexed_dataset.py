@@ -117,7 +117,7 @@ def test_truncation_at_any_byte_is_refused_there(tmp_path: Path, broken: str) ->
         (38, b"\xff\xff\xff\xff", "at byte 38: a sequence has a negative length"),
         (54, b"\x05", "at byte 54: an offset falls between two tokens"),
         (54, b"\x10", "at byte 62: the sequence offsets decrease"),
-        (61, b"\x80", "a sequence has a negative offset"),
+        (61, b"\x80", "at byte 54: a sequence has an impossible offset"),
         (94, b"\x01", "at byte 94: the document table does not begin with 0"),
         (102, b"\x04", "at byte 110: the document table decreases"),
         (118, b"\x04", "at byte 118: the document table does not end with 5"),
@@ -147,9 +147,10 @@ def test_missing_files_and_bad_sidecars_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read .*nowhere\.idx: No such file"):
         IndexedDataset(tmp_path / "nowhere")
     write_pair(tmp_path / "a")
-    (tmp_path / "a.json").write_text("{")
-    with pytest.raises(DataError, match=r"a\.json is not JSON"):
-        IndexedDataset(tmp_path / "a")
+    for content, message in (("{", "is not JSON"), ("[]", "holds list"), ('{"vocab_size": "1"}', "vocab_size is '1'")):
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(DataError, match=rf"a\.json:? {message}"):
+            IndexedDataset(tmp_path / "a")
 
 
 def test_a_failed_writer_leaves_nothing_and_keeps_the_old_corpus(tmp_path: Path) -> None:

@@ -115,4 +115,6 @@ def test_undecodable_text_files_name_the_line(folder: Path) -> None:
 def test_hash_fraction_is_uniform_and_fixed() -> None:
     fractions = [hash_fraction(b"%d" % number, "holdout") for number in range(2000)]
     assert sum(fraction < 0.25 for fraction in fractions) / 2000 == pytest.approx(0.25, abs=0.04)
+    # A new version of ours must not move documents from training to validation.
+    assert hash_fraction(b"a", "holdout") == pytest.approx(0.055776611622499375, rel=1e-12)
     assert hash_fraction(b"a", "holdout") != hash_fraction(b"a", "tokenizer")

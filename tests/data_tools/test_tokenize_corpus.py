@@ -1,5 +1,6 @@
 """`moba-data tokenize`: the corpus is the text, byte for byte the same however often the work was interrupted."""
 
+import fcntl
 import json
 import os
 import signal
@@ -55,7 +56,12 @@ def test_same_bytes_for_any_number_of_workers_and_after_a_kill(folder: Path, tok
     for number in range(24):
         (folder / f"{number:02d}.txt").write_text(prose(number, 150_000))
     (folder / "bad.txt").write_bytes(b"\xff")
-    tokenize(folder, tmp_path / "whole", tokenizer, workers=2)
+    result = tokenize(folder, tmp_path / "whole", tokenizer, workers=2)
+    whole = result.corpora[str(tmp_path / "whole")]
+    assert result.parts > 10
+    model = sentencepiece.SentencePieceProcessor(tokenizer)
+    for number in (0, 11, 23):
+        assert model.decode(whole.document(number, stop=99).tolist()) in prose(number, 1000)
 
     command = [sys.executable, "-m", "data_tools", "tokenize", "-i", str(folder), "-t", tokenizer, "--workers", "1"]
     command += ["-o", str(tmp_path / "killed")]
@@ -100,6 +106,18 @@ def test_a_corpus_of_other_text_is_not_overwritten(folder: Path, tokenizer: str,
     with pytest.raises(DataError, match=r"exists and was made from other input .*delete .*out\.idx"):
         tokenize(folder, tmp_path / "out", tokenizer)
     assert contents(tmp_path / "out") == before
+    assert not (tmp_path / "out.parts").exists()
+
+
+def test_two_runs_do_not_write_the_same_corpus(folder: Path, tokenizer: str, tmp_path: Path) -> None:
+    (folder / "a.txt").write_text("text")
+    (tmp_path / "out.parts").mkdir()
+    other = os.open(tmp_path / "out.parts", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(DataError, match=r"another process is making parts in .*out\.parts"):
+        tokenize(folder, tmp_path / "out", tokenizer)
+    os.close(other)
+    assert tokenize(folder, tmp_path / "out", tokenizer).corpora
 
 
 def test_bad_records_are_reported_or_fatal(folder: Path, tokenizer: str, tmp_path: Path) -> None:
