@@ -61,9 +61,11 @@ def load_checkpoint(
 
 
 def _check(path: Path, tensors: dict[str, Tensor], optional: Collection[str], verify: bool) -> Metadata:
-    if verify and _rank() == 0:
-        verify_checkpoint(path)
-    check_sizes(path)
+    if verify:
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        verify_checkpoint(path, rank, ranks)
+    else:
+        check_sizes(path)
     index = _read_index(path)
     saved = index.state_dict_metadata
     where = {True: "in the checkpoint, but not in the model or optimizer", False: "not in the checkpoint"}
@@ -114,10 +116,6 @@ def _on_every_rank(action: Callable[[], T]) -> T:
         if text is not None:
             raise CheckpointError(text)
     return result
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _describe(shape: torch.Size, dtype: torch.dtype) -> str:

@@ -60,8 +60,10 @@ def save_with_full_disks(folder: Path) -> None:
     if dist.get_rank() == 1:
         (path / "__1_0.distcp").write_bytes(bytes((path / "__1_0.distcp").stat().st_size))
     dist.barrier()
-    with pytest.raises(CheckpointError):  # on both ranks, although rank 0 reads its own good shard only
-        load_checkpoint(path, tensors, optional=("weight.",))
+    for verify, message in ((False, "cannot be read"), (True, r"__1_0\.distcp: its SHA-256")):
+        # On both ranks, although rank 0's own tensor is good.
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(path, tensors, optional=("weight.",), verify=verify)
 
 
 def test_a_full_disk_on_one_rank_costs_only_that_checkpoint(tmp_path: Path) -> None:
