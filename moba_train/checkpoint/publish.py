@@ -137,8 +137,11 @@ def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> None:
     files = _read_manifest(path)
     problems = _size_problems(path, files)
     for name in sorted(files.keys() - problems.keys())[rank::ranks]:
-        if hash_file(path / name)["sha256"] != files[name]["sha256"]:
-            problems[name] = "its SHA-256 is not the manifest's"
+        try:
+            if hash_file(path / name)["sha256"] != files[name]["sha256"]:
+                problems[name] = "its SHA-256 is not the manifest's"
+        except OSError as error:
+            problems[name] = f"cannot be read ({error})"
     for name in sorted({entry.name for entry in path.iterdir()} - files.keys() - {MANIFEST}):
         problems[name] = "extra file, not in the manifest"
     _raise_if_damaged(path, problems)

@@ -58,6 +58,7 @@ def two_ranks_save_and_load(own: Path, others: Path) -> None:
     load_and_compare(others)
 
 
+@pytest.mark.slow
 def test_resume_is_bitwise_and_layouts_interchange(tmp_path: Path) -> None:
     with process_group(tmp_path / "store_1"):
         save_and_resume(tmp_path / "saved_by_1")
@@ -142,7 +143,6 @@ def test_a_corrupted_shard_is_an_error_with_and_without_verify(tmp_path: Path, o
     shard = path / "__0_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
 
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp"):
-        load_checkpoint(path, {"a": torch.zeros(2)}, verify=True)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load_checkpoint(path, {"a": torch.zeros(2)})
+    for verify in (True, False):
+        with pytest.raises(CheckpointError, match=r"__0_0\.distcp: its SHA-256"):
+            load_checkpoint(path, {"a": torch.zeros(2)}, verify=verify)
