@@ -94,16 +94,18 @@ def test_saving_before_the_first_step_changes_nothing(tmp_path: Path, one_rank: 
 
 def test_later_updates_do_not_reach_the_saved_copy(tmp_path: Path, one_rank: None) -> None:
     """Twice, because the second save reuses the memory of the first."""
-    weight = torch.zeros(1_000_000)
+    weight, meta = torch.zeros(1_000_000), {"step": 0}
     checkpointer = Checkpointer(tmp_path / "checkpoints", keep_last=2, keep_every=None)
     for step in (1, 2):
         weight.fill_(step)
-        checkpointer.save(step, {"weight": weight}, {})
+        meta["step"] = step
+        checkpointer.save(step, {"weight": weight}, meta)
         weight.fill_(-1)
+        meta["step"] = -1
         assert checkpointer.last_stall_s > 0
     checkpointer.close()
     for step in (1, 2):
-        load_checkpoint(tmp_path / "checkpoints" / f"step_{step:08d}", {"weight": weight})
+        assert load_checkpoint(tmp_path / "checkpoints" / f"step_{step:08d}", {"weight": weight}) == {"step": step}
         assert torch.equal(weight, torch.full_like(weight, step))
 
 
