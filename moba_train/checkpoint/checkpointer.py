@@ -5,6 +5,7 @@ torch.distributed.checkpoint and publishes the result. The threads talk over a g
 collectives must all be issued from one thread in one order, and that thread is busy training.
 """
 
+import copy
 import logging
 import shutil
 import threading
@@ -58,7 +59,7 @@ class Checkpointer:
             raise CheckpointError(f"{folder} cannot be used for checkpoints: {error}; change run_dir") from error
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """Copies `tensors` (plain ones and DTensors, by name) and writes them in the background with `meta`.
+        """Copies `tensors` (plain ones and DTensors, by name) and `meta` and writes them in the background.
 
         `meta` is JSON-able and the one of rank 0 counts. A name that several ranks give holds the same value on all of
         them, or the shards of one DTensor. Waits first for the save before, if that still runs.
@@ -68,7 +69,10 @@ class Checkpointer:
         planner = _StagedSavePlanner(self._stage(tensors))
         # The live tensors go along for their shapes and placements only: no value of theirs is read in the thread.
         self._thread = threading.Thread(
-            target=self._write, args=(step, tensors, planner, meta), name=f"checkpoint-{step}", daemon=True
+            target=self._write,
+            args=(step, tensors, planner, copy.deepcopy(meta)),
+            name=f"checkpoint-{step}",
+            daemon=True,
         )
         self._thread.start()
         self.last_stall_s = time.perf_counter() - start

@@ -61,14 +61,19 @@ def load_checkpoint(
 
 
 def _check(path: Path, tensors: dict[str, Tensor], optional: Collection[str], verify: bool) -> Metadata:
-    if verify and _rank() == 0:
-        verify_checkpoint(path)
-    check_sizes(path)
+    if verify:
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        verify_checkpoint(path, rank, ranks)
+    else:
+        check_sizes(path)
     index = _read_index(path)
     saved = index.state_dict_metadata
-    where = {True: "in the checkpoint, but not in the model or optimizer", False: "not in the checkpoint"}
-    alone = [name for name in sorted(tensors.keys() ^ saved.keys()) if not name.startswith(tuple(optional))]
-    problems = [f"{name}: {where[name in saved]}" for name in alone]
+    problems = [
+        f"{name}: "
+        + ("in the checkpoint, but not in the model or optimizer" if name in saved else "not in the checkpoint")
+        for name in sorted(tensors.keys() ^ saved.keys())
+        if not name.startswith(tuple(optional))
+    ]
     for name in sorted(tensors.keys() & saved.keys()):
         entry, tensor = saved[name], tensors[name]
         if not isinstance(entry, TensorStorageMetadata):
@@ -93,10 +98,9 @@ def _read(path: Path, tensors: dict[str, Tensor], index: Metadata) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(present, storage_reader=_Reader(path, index), no_dist=True)
     except CheckpointException as error:
+        verify_checkpoint(path)  # DCP does not say which file it was
         cause, _ = error.failures[0]
-        raise CheckpointError(
-            f"checkpoint {path} cannot be read: {cause!r}; `moba-train verify` names the damaged file"
-        ) from cause
+        raise CheckpointError(f"checkpoint {path} cannot be read although its hashes are right: {cause!r}") from cause
 
 
 def _on_every_rank(action: Callable[[], T]) -> T:
@@ -114,10 +118,6 @@ def _on_every_rank(action: Callable[[], T]) -> T:
         if text is not None:
             raise CheckpointError(text)
     return result
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _describe(shape: torch.Size, dtype: torch.dtype) -> str:

@@ -70,7 +70,7 @@ def publish(folder: Path, step: int, files: dict[str, FileEntry]) -> Path:
     temporary, final = temporary_folder(folder, step), folder / step_name(step)
     if problems := _size_problems(temporary, files):
         raise CheckpointError(
-            f"{temporary.name} is not as it was written: {'; '.join(problems)}. "
+            f"{temporary.name} is not as it was written: {_listed(problems)}. "
             "Every rank must see the same files: put run_dir on a file system that all nodes share."
         )
     write_json(temporary / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": files})
@@ -131,17 +131,19 @@ def check_sizes(path: Path) -> None:
     _raise_if_damaged(path, _size_problems(path, _read_manifest(path)))
 
 
-def verify_checkpoint(path: Path) -> None:
+def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> None:
     """Reads every byte and compares with the manifest. Raises CheckpointError naming each damaged, missing or extra
-    file."""
+    file. With `ranks` > 1, only this rank's share of the files is read."""
     files = _read_manifest(path)
     problems = _size_problems(path, files)
-    known_bad = {problem.split(":")[0] for problem in problems}
-    for name, entry in files.items():
-        if name not in known_bad and hash_file(path / name)["sha256"] != entry["sha256"]:
-            problems.append(f"{name}: its SHA-256 is not the manifest's")
-    extra = sorted({entry.name for entry in path.iterdir()} - set(files) - {MANIFEST})
-    problems += [f"{name}: extra file, not in the manifest" for name in extra]
+    for name in sorted(files.keys() - problems.keys())[rank::ranks]:
+        try:
+            if hash_file(path / name)["sha256"] != files[name]["sha256"]:
+                problems[name] = "its SHA-256 is not the manifest's"
+        except OSError as error:
+            problems[name] = f"cannot be read ({error})"
+    for name in sorted({entry.name for entry in path.iterdir()} - files.keys() - {MANIFEST}):
+        problems[name] = "extra file, not in the manifest"
     _raise_if_damaged(path, problems)
 
 
@@ -182,24 +184,27 @@ def _read_manifest(path: Path) -> dict[str, FileEntry]:
     return files  # type: ignore[return-value]  # checked just above
 
 
-def _size_problems(path: Path, files: dict[str, FileEntry]) -> list[str]:
-    problems = []
+def _size_problems(path: Path, files: dict[str, FileEntry]) -> dict[str, str]:
+    """What is wrong, by file name."""
+    problems = {}
     for name, entry in files.items():
         try:
             size = (path / name).stat().st_size
         except OSError:
-            problems.append(f"{name}: missing")
+            problems[name] = "missing"
             continue
         if size != entry["size"]:
-            problems.append(f"{name}: {size} bytes, the manifest says {entry['size']}")
+            problems[name] = f"{size} bytes, the manifest says {entry['size']}"
     return problems
 
 
-def _raise_if_damaged(path: Path, problems: list[str]) -> None:
+def _raise_if_damaged(path: Path, problems: dict[str, str]) -> None:
     if problems:
-        raise CheckpointError(
-            f"checkpoint {path} is damaged: {'; '.join(problems)}; use another checkpoint of this run"
-        )
+        raise CheckpointError(f"checkpoint {path} is damaged: {_listed(problems)}; use another checkpoint of this run")
+
+
+def _listed(problems: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {problem}" for name, problem in problems.items())
 
 
 def _move_latest(folder: Path, name: str) -> None:

@@ -59,7 +59,7 @@ def _draw_losses(axes: Axes, training: list[dict[str, Any]], records: list[dict[
         heights = np.interp(spikes, tokens, losses)
         axes.plot(spikes, heights, "v", ms=7, mfc="none", mew=1.4, color=_SPIKE, label="spike")
     axes.set_ylabel("loss (nats per token)")
-    axes.legend(frameon=False, loc="upper right")
+    axes.legend(loc="upper right", framealpha=1, edgecolor="none")
 
 
 def _draw_stages(panels: tuple[Axes, Axes], training: list[dict[str, Any]]) -> None:
@@ -84,9 +84,9 @@ def _draw_stages(panels: tuple[Axes, Axes], training: list[dict[str, Any]]) -> N
 
 
 def _smooth(tokens: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Medians of up to 200 stretches of at least 5 steps. Unlike a moving average it neither lags behind a falling
+    """Medians of up to 100 stretches of at least 5 steps. Unlike a moving average it neither lags behind a falling
     curve nor bends at a spike."""
-    bins = max(1, min(200, len(losses) // 5))
+    bins = max(1, min(100, len(losses) // 5))
     medians = [
         (np.median(x), np.median(y))
         for x, y in zip(np.array_split(tokens, bins), np.array_split(losses, bins), strict=True)

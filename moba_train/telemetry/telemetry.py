@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 Record = dict[str, Any]
@@ -58,7 +59,7 @@ class Telemetry:
         for sink in self._sinks:
             self._guarded(sink, sink.write, record)
 
-    def _guarded(self, sink: Sink, action: Any, *arguments: Record) -> None:
+    def _guarded(self, sink: Sink, action: Callable[..., None], *arguments: Record) -> None:
         try:
             action(*arguments)
         except Exception as error:

@@ -60,8 +60,10 @@ def save_with_full_disks(folder: Path) -> None:
     if dist.get_rank() == 1:
         (path / "__1_0.distcp").write_bytes(bytes((path / "__1_0.distcp").stat().st_size))
     dist.barrier()
-    with pytest.raises(CheckpointError):  # on both ranks, although rank 0 reads its own good shard only
-        load_checkpoint(path, tensors, optional=("weight.",))
+    for verify in (False, True):
+        # On both ranks, although rank 0's own tensor is good.
+        with pytest.raises(CheckpointError, match=r"__1_0\.distcp: its SHA-256"):
+            load_checkpoint(path, tensors, optional=("weight.",), verify=verify)
 
 
 def test_a_full_disk_on_one_rank_costs_only_that_checkpoint(tmp_path: Path) -> None:
@@ -109,6 +111,7 @@ def save_for_ever(folder: Path, store: Path, published) -> None:
             published.value = step
 
 
+@pytest.mark.slow
 def test_sigkill_at_any_moment_loses_no_published_checkpoint(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")  # torch is imported once, not at each of the 20 starts
     context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.tensor", "checkpoint_ranks"])
