@@ -32,7 +32,7 @@ from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh
 from moba_train.parallel.world import World, sum_over_ranks
 from moba_train.planning.devices import peak_tflops
-from moba_train.planning.flops import flops_per_token
+from moba_train.planning.flops import dense_flops, real_flops
 from moba_train.progress import Progress, check_resumable, data_plan
 from moba_train.telemetry import Telemetry, make_telemetry, plot_run
 
@@ -186,7 +186,6 @@ class Trainer:
         )
         data.check_fingerprints(self.progress.fingerprints)
         self.progress.fingerprints |= data.fingerprints
-        self.flops = flops_per_token(self.config.model, stage.attention, stage.seq_len)
         kinds = [layer.kind for layer in stage.attention]
         summary = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
         self.telemetry.event(
@@ -206,12 +205,14 @@ class Trainer:
     def _throughput(self, stage: Stage, step_s: float) -> dict[str, float]:
         rate = stage.batch_tokens / step_s
         metrics = {"tokens_per_s": rate, "tokens_per_s_per_device": rate / self.world.size}
-        peak = peak_tflops(self.world.device)
+        if self.world.device.type != "cuda":
+            return metrics
+        metrics["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        peak = peak_tflops(torch.cuda.get_device_name())
         if peak is not None:
-            per_second = metrics["tokens_per_s_per_device"] / (peak * 1e12)
-            metrics |= {"mfu_dense": self.flops.dense * per_second, "mfu": self.flops.real * per_second}
-        if self.world.device.type == "cuda":
-            metrics["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            share = metrics["tokens_per_s_per_device"] / (peak * 1e12)
+            metrics["mfu"] = share * real_flops(self.config.model, stage.attention, stage.seq_len)
+            metrics["mfu_dense"] = share * dense_flops(self.config.model, stage.seq_len)
         return metrics
 
     def _wants_to_stop(self) -> bool:
@@ -228,7 +229,7 @@ class Trainer:
         self.progress.spike_detector = self.spikes.state_dict()
         self.progress.data_plan = self._data_plan()
         self.checkpointer.save(
-            step, model_and_optimizer_tensors(self.model, self.optimizer), {"progress": self.progress.to_meta()}
+            step, model_and_optimizer_tensors(self.model, self.optimizer), {"progress": self.progress.to_meta(), "config": dump_config(self.config)}
         )
         self.saved_step = step
         self.telemetry.event(step, 0, "checkpoint", f"saving the checkpoint of step {step}")

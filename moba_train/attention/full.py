@@ -13,13 +13,13 @@ from pydantic import Field
 from torch import Tensor
 
 from moba_train.attention.masked import Mask, masked_attend, masked_attend_backward
-from moba_train.attention.protocol import Layout, Plan
+from moba_train.attention.protocol import Layout, LocalAttention, Plan
 from moba_train.config.base import Section
 
 _aten = torch.ops.aten
 
 
-class FullAttention:
+class FullAttention(LocalAttention):
     """Every query attends to all earlier tokens of its document and to itself."""
 
     class Options(Section):
@@ -88,7 +88,8 @@ class FullAttention:
         if not able[wanted]:
             raise ValueError(
                 f"attention.full.backend: {wanted!r} cannot run head dim {q_THD.shape[-1]}, {q_THD.dtype} on "
-                f"{q_THD.device.type}; usable here: auto, {', '.join(name for name, can in able.items() if can)}"
+                f"{q_THD.device.type}, {'all' if layout.is_whole else 'a part'} of the sequence; usable here: auto, "
+                f"{', '.join(name for name, can in able.items() if can)}"
             )
         return wanted
 

@@ -14,7 +14,7 @@ from torch import Tensor
 Mask = Callable[[slice, slice], Tensor]
 """(query rows, key rows) -> bool, broadcastable to [H, rows, keys]: which scores count."""
 
-_SCORES_PER_CHUNK = {"cpu": 2**22, "cuda": 2**27}
+_SCORES_PER_CHUNK = {"cpu": 2**20, "cuda": 2**27}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -24,7 +24,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def query_chunks(queries: int, scores_per_query: int, device: torch.device) -> Iterator[slice]:
     """Slices over `queries` rows, each with a bounded number of scores."""
-    budget = _SCORES_PER_CHUNK.get(device.type, 2**22)
+    budget = _SCORES_PER_CHUNK.get(device.type, 2**20)
     rows = max(16, budget // max(1, scores_per_query))
     for start in range(0, queries, rows):
         yield slice(start, min(start + rows, queries))
@@ -57,6 +57,10 @@ class _Scores:
         group = self.heads // self.kv_heads
         return x_KND.view(self.kv_heads, group, -1, self.head_dim).permute(2, 0, 1, 3).flatten(1, 2)
 
+    def by_kv_head(self, x_Hts: Tensor) -> Tensor:
+        """[H, t, s] -> [K, G * t, s], a view; s may be 0."""
+        return x_Hts.unflatten(0, (self.kv_heads, -1)).flatten(1, 2)
+
     def masked(self, rows: slice, keys: slice) -> Tensor:
         """Scaled scores [H, t, s], -inf where the mask is False."""
         scores_KNs = self.grouped(self.q_THD[rows]) @ self.k_KSD[:, keys].transpose(1, 2)
@@ -86,7 +90,7 @@ def masked_attend(
         scores_Hts = scores.masked(rows, keys)
         lse_Ht = scores_Hts.logsumexp(-1)
         probs_Hts = scores_Hts.sub_(_finite(lse_Ht).unsqueeze(-1)).exp_()
-        out_KND = probs_Hts.view(scores.kv_heads, -1, probs_Hts.shape[-1]) @ v_KSD[:, keys]
+        out_KND = scores.by_kv_head(probs_Hts) @ v_KSD[:, keys]
         out_THD[rows] = scores.ungrouped(out_KND).to(out_THD.dtype)
         lse_HT[:, rows] = lse_Ht
     return out_THD, lse_HT
@@ -117,7 +121,7 @@ def masked_attend_backward(
     for rows, keys in scores.chunks():
         probs_Hts = scores.masked(rows, keys).sub_(_finite(lse_HT[:, rows]).unsqueeze(-1)).exp_()
         q_KND, dout_KND = scores.grouped(q_THD[rows]), scores.grouped(dout_THD[rows])
-        probs_KNs = probs_Hts.view(scores.kv_heads, -1, probs_Hts.shape[-1])
+        probs_KNs = scores.by_kv_head(probs_Hts)
         dv_KSD[:, keys] += probs_KNs.transpose(1, 2) @ dout_KND
         delta_KN1 = delta_HT[:, rows].reshape(scores.kv_heads, -1, 1)
         dscores_KNs = (dout_KND @ v_KSD[:, keys].transpose(1, 2)).sub_(delta_KN1).mul_(probs_KNs).mul_(scale)

@@ -9,7 +9,7 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -84,17 +84,14 @@ def packed_layout(lengths: list[int], device: torch.device | str = "cpu") -> Lay
     return Layout(cu_seqlens.to(device, non_blocking=True), max(lengths, default=0), sum(lengths))
 
 
-OptionsT = TypeVar("OptionsT", bound=Section)
-
-
 class LocalAttention(Protocol):
-    """Causal self-attention over any subset of a packed sequence's keys.
+    """Causal self-attention over any subset of a packed sequence's keys. Kinds inherit from it.
 
     Dtypes: q, k, v, dout and all results but `lse` share one floating dtype; `lse` is the natural log-sum-exp of the
     scaled scores in float32 (float64 for float64 input), and a row without any key gives out = 0, lse = -inf.
     """
 
-    Options: type[Section]
+    Options: ClassVar[type[Section]]
     """The YAML options of this kind; its defaults must be usable."""
 
     alignment: int

@@ -34,6 +34,11 @@ class Batch:
     pieces: list[Span]
     """The origin of each document piece, to find a bad batch's documents again."""
 
+    @property
+    def loss_on(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the model needs for the loss: labels int64 [n], their rows int64 [n], their weights float32 [n]."""
+        return self.labels[self.loss_index], self.loss_index, self.loss_weight
+
     def to(self, device: torch.device | str) -> "Batch":
         """This batch on `device`; copies to a GPU are asynchronous, from pinned memory."""
 

@@ -88,8 +88,9 @@ class Transformer(nn.Module):
 
     def set_attention(self, kinds: Iterable[LocalAttention]) -> None:
         """Choose the attention of every block, first to last; may change between steps."""
-        for block, kind in zip(self.blocks, kinds, strict=True):
-            block.attention.kind = kind
+        attentions = (module for module in self.modules() if isinstance(module, Attention))
+        for attention, kind in zip(attentions, kinds, strict=True):
+            attention.kind = kind
 
     def set_rope(self, rope: RopeConfig) -> None:
         """Choose the rotary embedding of all blocks; may change between steps."""

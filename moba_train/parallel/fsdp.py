@@ -37,7 +37,9 @@ def sharded_model(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> 
         param_dtype=compute_dtype(config, device), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy).set_gradient_divide_factor(1.0)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other reduction with a factor
     model.to_empty(device=device)
     initialize_weights(model, config.seed)
     return model

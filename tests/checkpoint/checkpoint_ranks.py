@@ -14,47 +14,54 @@ from torch.distributed.tensor import DTensor
 
 
 @contextmanager
-def process_group(store: Path, rank: int = 0, world_size: int = 1):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+def process_group(store: Path, rank: int = 0, world_size: int = 1, device: str = "cpu"):
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def run_ranks(world_size: int, function: Callable[..., None], store: Path, *args: Any) -> None:
-    """Runs `function(*args)` on `world_size` gloo ranks in processes of their own; the first failure is raised."""
-    mp.spawn(_run_rank, (world_size, function, store, args), nprocs=world_size)
+def run_ranks(world_size: int, function: Callable[..., None], store: Path, *args: Any, device: str = "cpu") -> None:
+    """Runs `function(*args)` on `world_size` ranks in processes of their own; the first failure is raised."""
+    mp.spawn(_run_rank, (world_size, function, store, device, args), nprocs=world_size)
 
 
-def _run_rank(rank: int, world_size: int, function: Callable[..., None], store: Path, args: tuple) -> None:
+def _run_rank(rank: int, world_size: int, function: Callable[..., None], store: Path, device: str, args: tuple) -> None:
     torch.set_num_threads(1)
-    with process_group(store, rank, world_size):
+    with process_group(store, rank, world_size, device):
         function(*args)
 
 
 def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A sharded model; 7 and 5 divide by no number of ranks, so that shards are uneven."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 7), nn.GELU(), nn.Linear(7, 5), nn.LayerNorm(5))
+    model = nn.Sequential(nn.Linear(8, 7), nn.GELU(), nn.Linear(7, 5), nn.LayerNorm(5)).to(_device())
     for layer in (model[0], model[2]):
         fully_shard(layer)
     fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, fused=_device() == "cuda")
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Its batches come from the global random state."""
     for _ in range(steps):
-        model(torch.randn(4, 8)).square().sum().backward()
+        model(torch.randn(4, 8, device=_device())).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _device() -> str:
+    return {"gloo": "cpu", "nccl": "cuda"}[dist.get_backend()]
 
 
 def full_values(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies of the unsharded values, without the per-rank random state."""
     return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().to("cpu", copy=True)
         for name, tensor in tensors.items()
         if not name.startswith("rng.")
     }

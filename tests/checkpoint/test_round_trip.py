@@ -66,6 +66,20 @@ def test_resume_is_bitwise_and_layouts_interchange(tmp_path: Path) -> None:
         load_and_compare(tmp_path / "saved_by_2")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_resume_is_bitwise_over_nccl_and_loads_on_a_cpu(tmp_path: Path) -> None:
+    run_ranks(2, save_and_resume, tmp_path / "store_1", tmp_path / "checkpoints", device="cuda")
+    with process_group(tmp_path / "store_2"):
+        load_and_compare(tmp_path / "checkpoints")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_resume_is_bitwise_on_one_gpu(tmp_path: Path) -> None:
+    run_ranks(1, save_and_resume, tmp_path / "store", tmp_path / "checkpoints", device="cuda")
+
+
 def test_saving_before_the_first_step_changes_nothing(tmp_path: Path, one_rank: None) -> None:
     results = []
     for save_first in (False, True):

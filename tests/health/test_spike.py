@@ -81,7 +81,7 @@ def test_rebaseline_accepts_a_new_level() -> None:
 @pytest.mark.parametrize("split", [10, 310])
 def test_reports_are_the_same_after_a_resume(split: int) -> None:
     """Also in the middle of a spike, 10 steps into the wait for its recovery."""
-    values = [(x + (300 <= i) * 1.0, g) for i, (x, g) in enumerate(curve(500))]
+    values = [(x + (i >= 300) * 1.0, g) for i, (x, g) in enumerate(curve(500))]
     straight = SpikeDetector(64, 6.0)
     run(straight, values[:split])
     resumed = SpikeDetector(64, 6.0)

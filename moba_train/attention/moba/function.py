@@ -109,4 +109,5 @@ def _check_documents(q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         raise ValueError(f"cu_seqlens: ends at {edges[-1]}, must end at the number of tokens, {tokens}")
     if any(stop < start for start, stop in pairwise(edges)):
         raise ValueError("cu_seqlens: decreases; document boundaries must not decrease")
-    return cu_seqlens
+    # The backward pass reads the boundaries again; by then the caller may have refilled the buffer.
+    return cu_seqlens.clone()

@@ -9,11 +9,11 @@ from moba_train.attention.masked import masked_attend, masked_attend_backward
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.reference import chosen_mask
 from moba_train.attention.moba.selection import select_blocks
-from moba_train.attention.protocol import Layout, Plan
+from moba_train.attention.protocol import Layout, LocalAttention, Plan
 from moba_train.config.base import Section
 
 
-class MobaAttention:
+class MobaAttention(LocalAttention):
     """Mixture of Block Attention: each query and head attends to its own block and to its top-k blocks of history."""
 
     class Options(Section):

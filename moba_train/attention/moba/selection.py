@@ -47,8 +47,9 @@ def select_blocks(
         if "first" in always:
             forced_tN |= ids_N == first_t1
         gates = gate_scores(q_THD[rows], pooled_NKD, select)
-        # Candidates stay above -inf whatever their gate, so that exactly min(topk - 1, candidates) are taken.
-        gates = gates.clamp(min=torch.finfo(gates.dtype).min)
+        # A candidate's gate stays finite: above what is no candidate, so that exactly min(topk - 1, candidates) are
+        # taken, and below what is forced.
+        gates = gates.clamp(torch.finfo(gates.dtype).min, torch.finfo(gates.dtype).max)
         gates = gates.masked_fill(forced_tN & candidate_tN, torch.inf).masked_fill(~candidate_tN, -torch.inf)
         best = gates.sort(dim=-1, descending=True, stable=True).indices[..., :choices]
         valid = torch.arange(choices, device=q_THD.device) < (own_t1 - first_t1)

@@ -1,0 +1,137 @@
+"""Tokenizing one shard of the input into a part of the corpus, in any process, once.
+
+A part is one corpus per split, and a report that is written last: the report makes it a finished part.
+"""
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_tools.documents import BadRecord, Shard, hash_fraction, read_documents, shard_bytes
+from data_tools.tokenizer import Tokenizer, load_tokenizer
+from moba_train.data.indexed import IndexedDatasetWriter, dtype_for
+from moba_train.errors import DataError, LaunchError
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """What shapes the tokens of a corpus."""
+
+    tokenizer: str
+    """Path of the sentencepiece model."""
+    text_key: str
+    append_eos: bool
+    holdout: float
+    """Fraction of the documents, chosen by their content, that goes to the split "valid"; 0: no split."""
+    fail_on_error: bool
+    """Whether a record that cannot be read ends the work instead of being left out."""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """What the names of parts and outputs end in."""
+        return ("-train", "-valid") if self.holdout else ("",)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One shard to be tokenized, and where to."""
+
+    prefix: str
+    shard: Shard
+    options: TokenizeOptions
+
+    @property
+    def report_file(self) -> Path:
+        """Exists once the part is finished."""
+        return Path(f"{self.prefix}.report")
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """What became of a part."""
+
+    size: int
+    """Bytes of input."""
+    tokens: int
+    bad: list[str]
+    """Records left out, as "file:line: reason"."""
+
+
+def read_report(part: Part) -> PartReport:
+    """The report of a finished part."""
+    return PartReport(**json.loads(part.report_file.read_text(encoding="utf-8")))
+
+
+def make_part(part: Part) -> PartReport:
+    """Tokenize one shard. Raises DataError for a bad record where the options say so."""
+    options = part.options
+    tokenizer = _loaded_tokenizer(options.tokenizer)
+    dtype = dtype_for(tokenizer.vocab_size)
+    bad: list[str] = []
+    with contextlib.ExitStack() as stack:
+        writers = [
+            stack.enter_context(IndexedDatasetWriter(f"{part.prefix}{split}", dtype)) for split in options.splits
+        ]
+        for document in read_documents(part.shard, options.text_key):
+            if isinstance(document, BadRecord):
+                if options.fail_on_error:
+                    raise DataError(f"{document}; mend the record, or leave such records out with --on-error skip")
+                bad.append(str(document))
+                continue
+            tokens = tokenizer.processor.encode(document.decode())
+            if options.append_eos:
+                tokens.append(tokenizer.eos_id)
+            valid = hash_fraction(document, "holdout") < options.holdout
+            writers[-1 if valid else 0].add_document(np.array(tokens, dtype=np.int64))
+        report = PartReport(shard_bytes(part.shard), sum(writer.tokens for writer in writers), bad)
+    temporary = part.report_file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
+    temporary.replace(part.report_file)
+    return report
+
+
+@functools.cache
+def _loaded_tokenizer(path: str) -> Tokenizer:
+    return load_tokenizer(path)
+
+
+def make_parts(parts: Sequence[Part], workers: int) -> Iterator[PartReport]:
+    """Tokenize all `parts` in this many processes, giving each report as its part is finished.
+
+    Raises what `make_part` raises, LaunchError when a worker is killed.
+    """
+    # Threads of the progress bar make fork unsafe.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(parts)) or 1, context, initializer=_end_with_parent) as pool:
+        try:
+            for finished in as_completed([pool.submit(make_part, part) for part in parts]):
+                yield finished.result()
+        except BrokenProcessPool as error:
+            raise LaunchError(
+                "a tokenizing process was killed, perhaps for want of memory; run the same command again, with fewer "
+                "--workers: finished parts are kept"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """Let this worker end when its parent is killed: otherwise it would wait for work for ever."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

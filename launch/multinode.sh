@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Train on several nodes: run the same line on each of them (or let Slurm do it, see slurm.sbatch).
+#
+#   NODES=4 NODE_RANK=0..3 MASTER=node0 bash launch/multinode.sh RECIPE.yaml [key.path=value ...]
+#
+# NODES        number of nodes                              default 1
+# NODE_RANK    this node's number, 0 on MASTER              default 0
+# MASTER       host name of node 0                          default localhost
+# PORT         a free port on MASTER                        default 29500
+# GPUS         ranks on this node                           default: all its GPUs
+# RESTARTS     restarts before giving up; each resumes from the newest checkpoint   default 3
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+[ $# -ge 1 ] || { echo "usage: NODES=N NODE_RANK=I MASTER=HOST bash launch/multinode.sh RECIPE.yaml [key=value ...]" >&2; exit 2; }
+gpus=${GPUS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')}
+exec "$PYTHON" -m torch.distributed.run \
+    --nnodes "${NODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$gpus" \
+    --master-addr "${MASTER:-localhost}" --master-port "${PORT:-29500}" --max-restarts "${RESTARTS:-3}" \
+    -m moba_train.train "$@"

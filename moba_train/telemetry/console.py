@@ -1,0 +1,79 @@
+"""Progress in the terminal: one compact line per logged step, events set apart."""
+
+import datetime
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+_EVENT_STYLES = {
+    "stage": "bold cyan",
+    "resume": "bold cyan",
+    "evaluation": "bold green",
+    "checkpoint": "blue",
+    "spike": "bold red",
+    "warning": "bold yellow",
+    "alert": "bold red",
+}
+
+
+class ConsoleSink:
+    """Colours in a terminal, the same lines plain elsewhere (under torchrun, in a log file).
+
+    `total_steps` is the last step of the run; the time left is what the remaining steps take at the recent pace,
+    everything between two lines included.
+    """
+
+    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+        self._total_steps = total_steps
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._last: tuple[int, float] | None = None
+        self._seconds_per_step: float | None = None
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._console.print(self._metrics(record) if record["kind"] == "metrics" else self._event(record))
+
+    def close(self) -> None:
+        """Nothing to do: every line is written at once."""
+
+    def _metrics(self, record: dict[str, Any]) -> Text:
+        step = record["step"]
+        cells = [f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}", record["stage"]]
+        cells += [
+            f"{label} {record[key]:{form}}"
+            for key, label, form in (("loss", "loss", ".4f"), ("grad_norm", "grad", ".3f"), ("lr", "lr", ".2e"))
+            if key in record
+        ]
+        if "tokens_per_s" in record:
+            cells.append(f"{_short(record['tokens_per_s'])} tok/s")
+        if left := self._time_left(step, record["time"]):
+            cells.append(f"left {left}")
+        line = Text("  ".join(cells))
+        line.stylize("dim", 0, len(cells[0]))
+        return line
+
+    def _event(self, record: dict[str, Any]) -> Text:
+        kind = record["kind"]
+        message = f"{record['title']}: {record['text']}" if kind == "alert" else record["message"]
+        style = _EVENT_STYLES.get(kind, "bold")
+        return Text(
+            f"{'=' if kind == 'stage' else '-'}" * 2 + f" {kind} at step {record['step']}: {message}", style=style
+        )
+
+    def _time_left(self, step: int, now: float) -> str | None:
+        if self._last is not None and step > self._last[0]:
+            pace = (now - self._last[1]) / (step - self._last[0])
+            old = self._seconds_per_step
+            self._seconds_per_step = pace if old is None else 0.9 * old + 0.1 * pace
+        self._last = step, now
+        if self._seconds_per_step is None:
+            return None
+        return str(datetime.timedelta(seconds=round(self._seconds_per_step * (self._total_steps - step))))
+
+
+def _short(value: float) -> str:
+    """12345.6 as "12.3K"."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if value >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}"

@@ -1,0 +1,31 @@
+"""From the recipe's `telemetry` section to the sinks it asks for."""
+
+from pathlib import Path
+
+from moba_train.config.schema import RunConfig
+from moba_train.telemetry.console import ConsoleSink
+from moba_train.telemetry.jsonl import JsonlSink
+from moba_train.telemetry.telemetry import Sink, Telemetry
+from moba_train.telemetry.tensorboard_sink import TensorBoardSink
+from moba_train.telemetry.wandb_sink import WandbSink
+
+
+def make_telemetry(
+    config: RunConfig, run_dir: Path, wandb_run_id: str, resumed_step: int | None, total_steps: int
+) -> Telemetry:
+    """The sinks that the recipe asks for; call on rank 0.
+
+    `wandb_run_id` names the wandb run and stays the same over all resumes (the caller keeps it in the checkpoint).
+    `resumed_step` is the step of the checkpoint, None at a fresh start. Raises UserError if a sink is asked for whose
+    package is missing.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    wanted = config.telemetry
+    sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resumed_step)]
+    if wanted.console:
+        sinks.append(ConsoleSink(total_steps))
+    if wanted.tensorboard:
+        sinks.append(TensorBoardSink(run_dir / "tensorboard", resumed_step))
+    if wanted.wandb.mode != "disabled":
+        sinks.append(WandbSink(wanted.wandb, run_dir, config.name, wandb_run_id, config.model_dump(mode="json")))
+    return Telemetry(sinks)

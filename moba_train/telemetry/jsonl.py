@@ -1,0 +1,50 @@
+"""`metrics.jsonl`: the complete history of a run, one JSON object a line."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class JsonlSink:
+    """Appends each record to `path` and flushes it.
+
+    A run that resumes from step N repeats the steps after N. Their earlier records move to `metrics.discarded.jsonl`,
+    so that the file holds every step once. `resumed_step` None is a fresh start: all earlier records move.
+    """
+
+    def __init__(self, path: Path, resumed_step: int | None) -> None:
+        if path.exists():
+            _discard_after(path, -1 if resumed_step is None else resumed_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All records of a metrics file, oldest first. A line cut short by a kill or a full disk is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
+
+
+def _discard_after(path: Path, step: int) -> None:
+    records = read_records(path)
+    discarded = [record for record in records if record["step"] > step]
+    kept = [record for record in records if record["step"] <= step]
+    with path.with_suffix(".discarded.jsonl").open("a", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(record) + "\n" for record in discarded)
+    rewritten = path.with_suffix(".jsonl.tmp")
+    with rewritten.open("w", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(record) + "\n" for record in kept)
+        stream.flush()
+        os.fsync(stream.fileno())
+    rewritten.replace(path)

@@ -1,0 +1,10 @@
+"""What of a record can be drawn as a curve."""
+
+from typing import Any
+
+_HEAD = {"time", "step", "tokens", "kind", "stage"}
+
+
+def numbers(record: dict[str, Any]) -> dict[str, float]:
+    """The record's metrics and numeric event fields."""
+    return {name: value for name, value in record.items() if name not in _HEAD and isinstance(value, int | float)}

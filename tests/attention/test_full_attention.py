@@ -1,0 +1,85 @@
+"""Dense attention: whichever backend runs it, the result is the same."""
+
+import pytest
+import torch
+from helpers import assert_all_close, make_qkv, run
+from oracle import full as oracle_full
+
+from moba_train.attention import masked
+from moba_train.attention.full import FullAttention
+from moba_train.attention.local import run_local
+from moba_train.attention.protocol import Layout, packed_layout
+
+PACKED = [9, 0, 1, 21]
+
+
+def results(backend, qkv, lengths):
+    attention = FullAttention(FullAttention.Options(backend=backend), qkv[0].shape[-1])
+    layout = packed_layout(lengths, qkv[0].device)
+    return run(lambda q, k, v: run_local(q, k, v, attention, layout), qkv)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize("lengths", [[31], PACKED])
+def test_float64_results_and_gradients_equal_the_specification(backend, heads, kv_heads, lengths):
+    qkv = make_qkv(31, heads, kv_heads, 16)
+    assert_all_close(results(backend, qkv, lengths), run(lambda q, k, v: oracle_full(q, k, v, lengths), qkv))
+
+
+def test_auto_equals_the_specification_on_this_device(device):
+    qkv = make_qkv(31, 4, 2, 16)
+    got = results("auto", tuple(x.to(device) for x in qkv), PACKED)
+    assert_all_close(got, run(lambda q, k, v: oracle_full(q, k, v, PACKED), qkv))
+
+
+def test_reference_gives_the_same_when_it_works_in_chunks(device, monkeypatch):
+    qkv = make_qkv(50, 2, 1, 16, device)
+    want = results("reference", qkv, [30, 20])
+    monkeypatch.setattr(masked, "_SCORES_PER_CHUNK", {"cpu": 1, "cuda": 1})
+    assert_all_close(results("reference", qkv, [30, 20]), want)
+
+
+def assert_within_rounding(backend, qkv, lengths):
+    """At most three times the reference's own error; the fused kernels' exp is good to 1e-5 in 16 bit."""
+    slack = 1e-6 if qkv[0].dtype == torch.float32 else 1e-5
+    exact = results("reference", tuple(x.double() for x in qkv), lengths)
+    plain = results("reference", qkv, lengths)
+    for truth, ours, theirs in zip(exact, plain, results(backend, qkv, lengths), strict=True):
+        assert ours.dtype == theirs.dtype
+        error, allowed = ((x.double() - truth).norm() for x in (theirs, ours))
+        assert error <= 3 * allowed + slack * truth.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sdpa_is_as_exact_as_the_reference_in_lower_precision(dtype):
+    assert_within_rounding("sdpa", make_qkv(150, 4, 2, 64, dtype=dtype), [70, 0, 80])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_flash_is_as_exact_as_the_reference(dtype, head_dim, kv_heads, device):
+    assert_within_rounding("flash", make_qkv(400, 4, kv_heads, head_dim, device, dtype), [150, 0, 1, 249])
+
+
+@pytest.mark.gpu
+def test_auto_takes_flash_for_whole_sequences_in_16_bit(device):
+    qkv = make_qkv(64, 4, 2, 64, device, torch.bfloat16)
+    for auto, flash in zip(results("auto", qkv, [64]), results("flash", qkv, [64]), strict=True):
+        torch.testing.assert_close(auto, flash, rtol=1e-2, atol=1e-2)
+
+
+def test_a_forced_backend_that_cannot_run_is_refused_with_what_can():
+    qkv = make_qkv(8, 2, 1, 16)
+    with pytest.raises(ValueError, match=r"attention\.full\.backend: 'flash' cannot run .*float64 on cpu.*reference"):
+        results("flash", qkv, [8])
+
+
+def test_sdpa_refuses_a_part_of_the_sequence_and_says_so():
+    q, k, v = make_qkv(8, 2, 1, 16)
+    layout = Layout(packed_layout([8]).cu_seqlens, 8, 8, None, torch.arange(4))
+    attention = FullAttention(FullAttention.Options(backend="sdpa"), 16)
+    with pytest.raises(ValueError, match=r"attention\.full\.backend: 'sdpa' cannot run .*a part of the sequence"):
+        attention.attend(q, k[:4], v[:4], layout, ())

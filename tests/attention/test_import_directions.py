@@ -1,0 +1,86 @@
+"""Who may import whom (design/architecture.md). Read from the source, so that a lazy import counts too."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "moba_train"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> set[str]:
+    """Every module a file imports anywhere; `from a import b` counts as a and a.b, and relative imports are resolved.
+
+    An attribute chain such as `torch.distributed.all_reduce` counts as well: it works without an import of its own.
+    """
+    found: set[str] = set()
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+    return found
+
+
+def importers(of: str, under: str = "") -> set[str]:
+    """Modules below `under` that import the module `of` or anything inside it."""
+    files = sorted((PACKAGE / under).rglob("*.py"))
+    return {
+        module_name(path) for path in files if any(name == of or name.startswith(of + ".") for name in imports(path))
+    }
+
+
+def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
+    """Guards the tests below: they would pass for ever if this found nothing."""
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "moba_train")
+    folder = tmp_path / "moba_train" / "model"
+    folder.mkdir(parents=True)
+    forms = {
+        "plain": "import torch.distributed as dist",
+        "from_": "from torch import distributed",
+        "inner": "def f():\n    from torch.distributed.tensor import DTensor",
+        "chain": "import torch\ntorch.distributed.barrier()",
+        "relative": "from ..trainer import train",
+        "none": "import torch",
+    }
+    for name, text in forms.items():
+        (folder / f"{name}.py").write_text(text)
+    assert importers("torch.distributed") == {f"moba_train.model.{n}" for n in ("plain", "from_", "inner", "chain")}
+    assert importers("moba_train.trainer") == {"moba_train.model.relative"}
+
+
+def test_attention_knows_nothing_of_ranks():
+    assert importers("torch.distributed", "attention") == set()
+    assert importers("moba_train.parallel", "attention") == set()
+
+
+def test_the_model_is_a_single_device_program():
+    """`build` alone touches DTensor: it fills shards of weights that are drawn whole."""
+    assert importers("torch.distributed", "model") <= {"moba_train.model.build"}
+    assert importers("moba_train.parallel", "model") == set()
+
+
+def test_the_transformer_knows_the_protocol_and_no_kind_of_attention():
+    ours = {name for name in imports(PACKAGE / "model" / "transformer.py") if name.startswith("moba_train.attention.")}
+    assert {name.split(".")[2] for name in ours} <= {"protocol", "local"}
+
+
+def test_only_the_entry_points_import_the_trainer():
+    assert importers("moba_train.trainer") <= {"moba_train.train", "moba_train.cli", "moba_train.trainer"}
+
+
+@pytest.mark.skipif(not (PACKAGE / "parallel" / "context").exists(), reason="no context parallelism in this tree")
+def test_context_parallelism_never_hears_of_blocks():
+    assert importers("moba_train.attention.moba", "parallel/context") == set()

@@ -1,0 +1,178 @@
+"""The LocalAttention contract (attention/protocol.py), on which context parallelism relies, for every registered kind.
+
+A new attention is its own file, one line in the registry and one entry in `CASES`.
+"""
+
+import pytest
+import torch
+from helpers import make_qkv
+
+from moba_train.attention.local import run_local
+from moba_train.attention.merge import merge
+from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
+from moba_train.attention.registry import KINDS
+
+# The kind and options for sequences of a few dozen tokens; shards below begin at multiples of 4 tokens.
+CASES = [
+    pytest.param("full", {}, id="full"),
+    pytest.param("moba", {"block_size": 4, "topk": 3}, id="moba"),
+    pytest.param("moba", {"block_size": 4, "topk": 3, "select": "group", "always": ("current", "first")}, id="group"),
+]
+HEAD_DIM, LENGTHS = 8, [12, 0, 1, 27]
+TOKENS = sum(LENGTHS)
+
+every_kind = pytest.mark.parametrize(("kind", "options"), CASES)
+
+
+def build(kind: str, options: dict) -> LocalAttention:
+    return KINDS[kind](KINDS[kind].Options(**options), HEAD_DIM)
+
+
+def part(whole: Layout, q_index=None, k_index=None) -> Layout:
+    return Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, q_index, k_index)
+
+
+@pytest.fixture
+def qkv(device):
+    return tuple(x.detach() for x in make_qkv(TOKENS, 4, 2, HEAD_DIM, device))
+
+
+@pytest.fixture
+def whole(device):
+    return packed_layout(LENGTHS, device)
+
+
+def key_subsets(device) -> list[torch.Tensor]:
+    """Disjoint key sets that cover the sequence: a zigzag shard, nothing, a straddling one, the rest."""
+    index = torch.arange(TOKENS, device=device)
+    return [index[(index < 6) | (index >= 34)], index[:0], index[6:21], index[21:34]]
+
+
+def test_every_registered_kind_is_tested_here():
+    assert {case.values[0] for case in CASES} == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_default_options_are_usable(kind, device):
+    attention = KINDS[kind](KINDS[kind].Options(), 16)
+    assert attention.alignment >= 1
+    q, k, v = make_qkv(20, 4, 2, 16, device, torch.float32)
+    out, lse = run_local(q, k, v, attention, packed_layout([20], device))
+    assert out.shape == q.shape
+    assert lse.shape == (4, 20)
+    assert out.isfinite().all()
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_results_have_the_inputs_dtype_and_lse_is_float32_or_better(kind, options, dtype, whole, qkv):
+    attention = build(kind, options)
+    q, k, v = (x.to(dtype) for x in qkv)
+    for layout in (whole, part(whole, whole.q_tokens, whole.k_tokens)):
+        plan = attention.plan(q, attention.summarize(k, layout), layout)
+        out, lse = attention.attend(q, k, v, layout, plan)
+        grads = attention.attend_backward(out, q, k, v, out, lse, layout, plan)
+        assert {x.dtype for x in (out, *grads)} == {dtype}
+        assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+        assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@every_kind
+def test_gradients_are_the_derivatives(kind, options, device):
+    layout = packed_layout([7, 0, 6], device)
+    attention = build(kind, options)
+    q, k, v = make_qkv(13, 2, 1, HEAD_DIM, device)
+    # Away from q and k that sit on the edge of another choice, the choice is constant and finite differences hold.
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: run_local(q, k, v, attention, layout)[0], (q, k, v), eps=1e-7, atol=1e-5, rtol=1e-4
+    )
+
+
+@every_kind
+def test_a_query_that_sees_none_of_the_given_keys_gives_zero_and_minus_infinity(kind, options, whole, qkv, device):
+    """Keys of the future, of another document, or none at all: two thirds of a ring's partial results are like this."""
+    attention = build(kind, options)
+    q, k, v = qkv
+    plan = attention.plan(q, attention.summarize(k, whole), whole)
+    first_document = slice(0, 12)
+    for keys in (torch.arange(30, 34, device=device), torch.arange(0, device=device)):
+        layout = part(whole, k_index=keys)
+        out, lse = attention.attend(q, k[keys], v[keys], layout, plan)
+        assert torch.equal(out[first_document], torch.zeros_like(out[first_document]))
+        assert (lse[:, first_document] == -torch.inf).all()
+        grads = attention.attend_backward(torch.ones_like(q), q, k[keys], v[keys], out, lse, layout, plan)
+        assert all(grad.isfinite().all() for grad in grads)
+        assert torch.equal(grads[0][first_document], torch.zeros_like(q[first_document]))
+
+
+@every_kind
+def test_merged_results_over_disjoint_keys_are_the_result_over_all(kind, options, whole, qkv, device):
+    attention = build(kind, options)
+    q, k, v = qkv
+    plan = attention.plan(q, attention.summarize(k, whole), whole)
+    out, lse = attention.attend(q, k, v, whole, plan)
+    merged = torch.zeros_like(q), torch.full_like(lse, -torch.inf)
+    for keys in key_subsets(device):
+        merged = merge(*merged, *attention.attend(q, k[keys], v[keys], part(whole, k_index=keys), plan))
+    torch.testing.assert_close(merged, (out, lse), rtol=0, atol=1e-13)
+
+
+@every_kind
+def test_gradients_over_disjoint_keys_with_the_merged_results_sum_to_the_whole(kind, options, whole, qkv, device):
+    attention = build(kind, options)
+    q, k, v = qkv
+    plan = attention.plan(q, attention.summarize(k, whole), whole)
+    out, lse = attention.attend(q, k, v, whole, plan)
+    dout = torch.randn_like(out)
+    want = attention.attend_backward(dout, q, k, v, out, lse, whole, plan)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for keys in key_subsets(device):
+        part_dq, part_dk, part_dv = attention.attend_backward(
+            dout, q, k[keys], v[keys], out, lse, part(whole, k_index=keys), plan
+        )
+        dq += part_dq
+        dk[keys], dv[keys] = part_dk, part_dv
+    torch.testing.assert_close((dq, dk, dv), want, rtol=0, atol=1e-12)
+
+
+@every_kind
+def test_queries_may_be_split_as_well(kind, options, whole, qkv, device):
+    """Each shard of queries plans for itself and attends to all keys; dk and dv add up over the shards."""
+    attention = build(kind, options)
+    q, k, v = qkv
+    summaries = attention.summarize(k, whole)
+    plan = attention.plan(q, summaries, whole)
+    out, lse = attention.attend(q, k, v, whole, plan)
+    dout = torch.randn_like(out)
+    dq, dk, dv = attention.attend_backward(dout, q, k, v, out, lse, whole, plan)
+    sum_dk, sum_dv = torch.zeros_like(k), torch.zeros_like(v)
+    for rows in key_subsets(device):
+        layout = part(whole, q_index=rows)
+        shard_plan = attention.plan(q[rows], summaries, layout)
+        shard_out, shard_lse = attention.attend(q[rows], k, v, layout, shard_plan)
+        torch.testing.assert_close((shard_out, shard_lse), (out[rows], lse[:, rows]), rtol=0, atol=1e-13)
+        shard_dq, shard_dk, shard_dv = attention.attend_backward(
+            dout[rows], q[rows], k, v, shard_out, shard_lse, layout, shard_plan
+        )
+        torch.testing.assert_close(shard_dq, dq[rows], rtol=0, atol=1e-12)
+        sum_dk, sum_dv = sum_dk + shard_dk, sum_dv + shard_dv
+    torch.testing.assert_close((sum_dk, sum_dv), (dk, dv), rtol=0, atol=1e-12)
+
+
+@every_kind
+def test_summaries_of_aligned_shards_add_up_to_the_summary_of_the_sequence(kind, options, device):
+    """Each shard summarises its own keys; blocks it holds nothing of are zero, so that a sum joins them."""
+    whole = packed_layout([40], device)
+    attention = build(kind, options)
+    _, k, _ = (x.detach() for x in make_qkv(40, 4, 2, HEAD_DIM, device))
+    summary = attention.summarize(k, whole)
+    cut = 12
+    assert cut % attention.alignment == 0
+    parts = [
+        attention.summarize(k[keys], part(whole, k_index=keys))
+        for keys in (whole.k_tokens[:cut], whole.k_tokens[cut:], whole.k_tokens[:0])
+    ]
+    if summary is None:
+        assert parts == [None, None, None]
+    else:
+        assert torch.equal(sum(parts), summary)

@@ -1,0 +1,86 @@
+"""The `moba-data` commands as a user meets them."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prose import prose
+from typer.testing import CliRunner
+
+from data_tools.cli import app
+from data_tools.stats import length_histogram
+from moba_train.data.indexed import IndexedDatasetWriter
+
+runner = CliRunner()
+
+
+def test_help_is_fast_and_loads_nothing_heavy() -> None:
+    best = 10.0
+    for _ in range(5):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "data_tools", "--help"], check=True, capture_output=True)
+        best = min(best, time.perf_counter() - begin)
+    assert best < 0.5
+    code = "import sys, data_tools.cli; print({'torch', 'numpy', 'sentencepiece', 'pydantic'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_from_text_to_a_verified_corpus(folder: Path, tmp_path: Path) -> None:
+    for number in range(4):
+        (folder / f"{number}.txt").write_text(prose(number, 5000))
+    model, prefix = str(tmp_path / "tok.model"), str(tmp_path / "corpus")
+    for command in (
+        ["train-tokenizer", "--input", str(folder), "--vocab-size", "300", "--output", model],
+        ["tokenize", "--input", str(folder), "--tokenizer", model, "--output", prefix, "--workers", "1"],
+        ["stats", prefix],
+        ["verify", prefix],
+    ):
+        result = runner.invoke(app, command)
+        assert result.exit_code == 0, result.output
+    assert "4 documents" in result.output
+    assert "all ids below 300" in result.output
+
+
+def test_user_errors_are_one_message_and_exit_code_2(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["verify", str(tmp_path / "nowhere")])
+    assert result.exit_code == 2
+    assert result.output.startswith("error: corpus ")
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("info", "options", "message"),
+    [
+        ({"vocab_size": 10}, [], "document 1 has token id 10 at offset 2"),
+        ({"vocab_size": 11}, [], None),
+        ({"vocab_size": 11}, ["--vocab-size", "8"], "document 1 has token id 9 at offset 1"),
+        (None, [], None),
+    ],
+)
+def test_verify_finds_ids_outside_the_vocabulary(
+    tmp_path: Path, info: dict[str, int] | None, options: list[str], message: str | None
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "a", np.uint16, info) as writer:
+        writer.add_document([1, 2])
+        writer.add_document([0, 9, 10])
+    result = runner.invoke(app, ["verify", str(tmp_path / "a"), *options])
+    assert result.exit_code == (2 if message else 0)
+    assert (message or "good, 2 documents, 5 tokens") in result.output
+    if info is None:
+        assert "ids not checked" in result.output
+
+
+def test_verify_compares_the_sidecars_counts(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_document([1])
+    (tmp_path / "a.json").write_text('{"documents": 7}')
+    assert "says 7 documents, but there are 1" in runner.invoke(app, ["verify", str(tmp_path / "a")]).output
+
+
+def test_histogram_counts_every_document_and_token_once() -> None:
+    assert length_histogram(np.array([4, 5, 8, 9, 4])) == [(4, 2, 8), (8, 2, 13), (16, 1, 9)]
+    assert length_histogram(np.array([0, 1])) == [(1, 2, 1)]
+    assert length_histogram(np.array([], dtype=np.int64)) == []

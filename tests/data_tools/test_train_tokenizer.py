@@ -1,0 +1,62 @@
+"""The tokenizer gives back every text it is given, and the same files always make the same tokenizer."""
+
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
+from prose import prose
+
+from data_tools.train_tokenizer import train_tokenizer
+from moba_train.errors import DataError
+
+
+def test_control_ids(tokenizer: str) -> None:
+    model = sentencepiece.SentencePieceProcessor(tokenizer)
+    assert (model.unk_id(), model.bos_id(), model.eos_id(), model.pad_id()) == (0, 1, 2, 3)
+    assert model.vocab_size() == 320
+
+
+# U+2581 is sentencepiece's own mark for a space.
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
+def test_any_text_comes_back(tokenizer: str, text: str) -> None:
+    model = sentencepiece.SentencePieceProcessor(tokenizer)
+    for given_text in (text, f"  def f():\r\n\t\treturn {text}  "):
+        assert model.decode(model.encode(given_text)) == given_text
+
+
+def test_same_text_makes_the_same_model(folder: Path) -> None:
+    (folder / "a.txt").write_text(prose(1, 30_000))
+    (folder / "moved.txt").write_text(prose(1, 30_000))
+    for name, output in (("a", "1"), ("a", "2"), ("moved", "3")):
+        train_tokenizer([str(folder / f"{name}.txt")], folder / f"{output}.model", 330, "text")
+    models = [(folder / f"{output}.model").read_bytes() for output in "123"]
+    assert models[0] == models[1] == models[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "vocab_size", "message"),
+    [
+        ("hello world\n", 4096, r"--vocab-size 4096 is too large for this text; give at most 2\d\d"),
+        ("hello world\n", 100, r"--vocab-size 100 is too small .*; give at least 26\d"),
+        (b"\xff\xfe", 300, "there is no text to train on"),
+    ],
+)
+def test_impossible_vocabulary_sizes_are_explained(
+    folder: Path, text: str | bytes, vocab_size: int, message: str
+) -> None:
+    (folder / "a.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DataError, match=message):
+        train_tokenizer([str(folder / "a.txt")], folder / "tok.model", vocab_size, "text")
+    assert not (folder / "tok.model").exists()
+
+
+def test_unreadable_input_is_named(folder: Path) -> None:
+    (folder / "a.txt").write_text("x")
+    (folder / "gone.txt").write_text(prose(1, 5000))
+    files = [str(folder / "a.txt"), str(folder / "gone.txt")]
+    (folder / "gone.txt").unlink()
+    (folder / "gone.txt").mkdir()
+    with pytest.raises(DataError, match=r"cannot read .*gone.txt"):
+        train_tokenizer(files, folder / "tok.model", 300, "text")

@@ -1,0 +1,64 @@
+"""The loss sum: cross entropy on chosen rows, in chunks, safe when nothing counts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moba_train.model import loss as loss_module
+from moba_train.model.loss import weighted_loss_sum
+
+T, D, V = 23, 8, 31
+
+
+@pytest.fixture
+def case(device):
+    """hidden, weight, and (labels, index, weights) of 11 of 23 rows."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(T, D, generator=generator).to(device).requires_grad_()
+    weight = torch.randn(V, D, generator=generator).to(device).requires_grad_()
+    index = torch.randperm(T, generator=generator)[:11].sort().values.to(device)
+    labels = torch.randint(V, (11,), generator=generator).to(device)
+    weights = torch.rand(11, generator=generator).to(device)
+    return hidden, weight, labels, index, weights
+
+
+def plain(hidden, weight, labels, index, weights):
+    return (F.cross_entropy((hidden @ weight.T)[index], labels, reduction="none") * weights).sum()
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 10, 11, 12, 4096])
+def test_loss_and_gradients_equal_cross_entropy_whatever_the_chunk(case, chunk_tokens, monkeypatch):
+    """Chunks that end one before, at and one behind the last row included."""
+    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", chunk_tokens)
+    got, want = weighted_loss_sum(*case), plain(*case)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, case[:2]), torch.autograd.grad(want, case[:2]), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_bf16_logits_are_reduced_in_float32(case):
+    hidden, weight, *loss_on = case
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    got = weighted_loss_sum(hidden, weight, *loss_on)
+    logits = F.linear(hidden, weight).double()
+    want = (F.cross_entropy(logits[loss_on[1]], loss_on[0], reduction="none") * loss_on[2]).sum()
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-5)
+
+
+def test_a_row_that_is_listed_twice_counts_twice(case):
+    hidden, weight, labels, index, weights = case
+    twice = weighted_loss_sum(hidden, weight, labels.repeat(2), index.repeat(2), weights.repeat(2))
+    torch.testing.assert_close(twice, 2 * plain(*case), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 11])
+def test_no_weight_gives_zero_loss_and_zero_gradients(case, rows):
+    """A rank without loss tokens (none listed, or padding of weight 0) still joins the backward pass, without NaN."""
+    hidden, weight, labels, index, weights = case
+    total = weighted_loss_sum(hidden, weight, labels[:rows], index[:rows], torch.zeros_like(weights[:rows]))
+    assert total.item() == 0
+    for grad in torch.autograd.grad(total, (hidden, weight)):
+        assert torch.equal(grad, torch.zeros_like(grad))

@@ -1,0 +1,73 @@
+"""Rotary embedding: attention sees distances, and context extension changes frequencies as published."""
+
+import cmath
+
+import pytest
+import torch
+
+from moba_train.config.model import RopeConfig
+from moba_train.model.rope import apply_rope, rope_cos_sin, rope_frequencies
+
+HEAD_DIM = 16
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, config: RopeConfig) -> torch.Tensor:
+    return apply_rope(x, *rope_cos_sin(positions.to(x.device), config, HEAD_DIM))
+
+
+def random_heads(tokens: int, device, dtype=torch.float64) -> torch.Tensor:
+    return torch.randn(tokens, 2, HEAD_DIM, dtype=dtype, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+@pytest.mark.parametrize("position", [0, 1, 4095, 1_000_000])
+@pytest.mark.parametrize("config", [RopeConfig(), RopeConfig(kind="abf", theta=5e6), RopeConfig(kind="pi", factor=8)])
+def test_each_pair_turns_by_position_times_its_frequency(position, config, device):
+    """Written with complex numbers; dimension i pairs with i + d/2. At 10**6 a float32 angle would be off by 0.06."""
+    x = random_heads(1, device)
+    turned = rotate(x, torch.tensor([position]), config)[0, 0].tolist()
+    half = HEAD_DIM // 2
+    for i in range(half):
+        angle = position / config.factor * config.theta ** (-2 * i / HEAD_DIM)
+        want = complex(x[0, 0, i], x[0, 0, i + half]) * cmath.exp(1j * angle)
+        assert complex(turned[i], turned[i + half]) == pytest.approx(want, abs=1e-6)
+
+
+def test_scores_depend_on_distance_alone(device):
+    q, k = random_heads(1, device), random_heads(2, device)[1:]
+
+    def score(q_at: int, k_at: int) -> torch.Tensor:
+        config = RopeConfig(theta=5e5)
+        return (rotate(q, torch.tensor([q_at]), config) * rotate(k, torch.tensor([k_at]), config)).sum(-1)
+
+    for shift in (1, 1000, 10**6):
+        torch.testing.assert_close(score(12 + shift, 5 + shift), score(12, 5), rtol=0, atol=1e-5)
+    assert (score(12, 5) - score(12, 6)).abs().min() > 1e-3
+
+
+def test_abf_slows_every_frequency_but_the_first(device):
+    plain = rope_frequencies(RopeConfig(), HEAD_DIM, device)
+    abf = rope_frequencies(RopeConfig(kind="abf", theta=5e6), HEAD_DIM, device)
+    assert plain[0] == abf[0] == 1
+    assert (abf[1:] < plain[1:]).all()
+
+
+def test_pi_squeezes_the_new_length_into_the_trained_one(device):
+    x = random_heads(4, device)
+    squeezed = rotate(x, torch.tensor([0, 4, 40, 400]), RopeConfig(kind="pi", factor=4))
+    torch.testing.assert_close(squeezed, rotate(x, torch.tensor([0, 1, 10, 100]), RopeConfig()), rtol=0, atol=1e-6)
+
+
+def test_factor_belongs_to_pi_alone(device):
+    """A `factor` left over in a recipe must not change what `none` and `abf` do."""
+    for kind in ("none", "abf"):
+        left_over, clean = (RopeConfig(kind=kind, factor=f) for f in (4, 1))
+        assert torch.equal(rope_frequencies(left_over, HEAD_DIM, device), rope_frequencies(clean, HEAD_DIM, device))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_rotation_is_rounded_once_to_the_inputs_dtype(dtype, device):
+    x = random_heads(3, device, torch.float32).to(dtype)
+    positions = torch.tensor([0, 7, 90_001])
+    turned = rotate(x, positions, RopeConfig())
+    assert turned.dtype == dtype
+    assert torch.equal(turned, rotate(x.float(), positions, RopeConfig()).to(dtype))

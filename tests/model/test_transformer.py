@@ -1,0 +1,212 @@
+"""The Transformer computes what a plain Llama computes, document by document."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moba_train.attention.full import FullAttention
+from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.protocol import packed_layout
+from moba_train.config.model import ModelConfig, RopeConfig
+from moba_train.model.build import initialize_weights
+from moba_train.model.transformer import Transformer
+
+BASE = {
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "init_std": 0.3,  # large, so that every part of the model moves the logits
+}
+SHAPES = [
+    pytest.param({}, id="llama"),
+    pytest.param({"kv_heads": 4, "head_dim": None}, id="multi-head"),
+    pytest.param({"tie_embeddings": True}, id="tied"),
+    pytest.param({"qkv_bias": True}, id="qwen2"),
+    pytest.param({"qk_norm": True, "tie_embeddings": True}, id="qwen3"),
+    pytest.param({"rope": RopeConfig(kind="pi", factor=2), "norm_eps": 0.1}, id="pi-and-eps"),
+]
+
+
+def build(device, kinds=None, **changes) -> Transformer:
+    config = ModelConfig(**{**BASE, **changes})
+    model = Transformer(config).to(device)
+    initialize_weights(model, seed=3)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # norms and biases away from 1 and 0, or a test could not tell them from nothing
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator).to(device)
+    model.set_attention(kinds or [FullAttention(FullAttention.Options(), config.head_width)] * config.layers)
+    return model
+
+
+def inputs(lengths, device):
+    """tokens, positions and layout of packed documents; positions start anew in each."""
+    tokens = torch.randint(50, (sum(lengths),), generator=torch.Generator().manual_seed(1)).to(device)
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    return tokens, positions, packed_layout(lengths, device)
+
+
+def rms(x, weight, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def plain_logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
+    """One document through Llama, from the weights alone, with torch's own attention."""
+    config, weights = model.config, dict(model.named_parameters())
+    width, eps, half = config.head_width, config.norm_eps, config.head_width // 2
+    steps = torch.arange(len(tokens), device=tokens.device, dtype=torch.float32) / config.rope.factor
+    angles = torch.outer(steps, config.rope.theta ** (-torch.arange(half, device=tokens.device) / half))
+
+    def rope(x_HTd):
+        a, b = x_HTd[..., :half], x_HTd[..., half:]
+        return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+    def heads(x, layer, name):
+        y = F.linear(x, weights[f"{layer}.{name}_proj.weight"], weights.get(f"{layer}.{name}_proj.bias"))
+        y = y.view(len(tokens), -1, width).transpose(0, 1)
+        return rms(y, weights[f"{layer}.{name}_norm.weight"], eps) if config.qk_norm and name != "v" else y
+
+    x = weights["embedding.weight"][tokens]
+    for i in range(config.layers):
+        attention, feed_forward = f"blocks.{i}.attention", f"blocks.{i}.feed_forward"
+        y = rms(x, weights[f"{attention}_norm.weight"], eps)
+        q, k, v = rope(heads(y, attention, "q")), rope(heads(y, attention, "k")), heads(y, attention, "v")
+        y = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        x = x + y.transpose(0, 1).flatten(1) @ weights[f"{attention}.o_proj.weight"].T
+        y = rms(x, weights[f"{feed_forward}_norm.weight"], eps)
+        gate, up, down = (weights[f"{feed_forward}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        x = x + (F.silu(y @ gate.T) * (y @ up.T)) @ down.T
+    head = weights["embedding.weight" if config.tie_embeddings else "output.weight"]
+    return rms(x, weights["norm.weight"], eps) @ head.T
+
+
+@pytest.mark.parametrize("changes", SHAPES)
+def test_float32_logits_and_gradients_equal_a_plain_implementation(changes, device):
+    model = build(device, **changes)
+    tokens, positions, layout = inputs([17], device)
+    got, want = model(tokens, positions, layout), plain_logits(model, tokens)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    upstream = torch.randn(got.shape, generator=torch.Generator().manual_seed(2)).to(device)
+    parameters = list(model.parameters())
+    for (name, _), a, b in zip(
+        model.named_parameters(),
+        torch.autograd.grad(got, parameters, upstream),
+        torch.autograd.grad(want, parameters, upstream),
+        strict=True,
+    ):
+        assert (a - b).norm() <= 1e-4 * b.norm() + 1e-4, name
+
+
+@pytest.mark.parametrize("kind", ["full", "moba"])
+def test_packed_documents_give_the_logits_of_each_document_alone(kind, device):
+    attention = {
+        "full": FullAttention(FullAttention.Options(), 8),
+        "moba": MobaAttention(MobaAttention.Options(block_size=4, topk=2), 8),
+    }[kind]
+    model = build(device, [attention] * 2)
+    lengths = [13, 0, 1, 9]
+    tokens, positions, layout = inputs(lengths, device)
+    packed = model(tokens, positions, layout)
+    start = 0
+    for length in filter(None, lengths):
+        rows = slice(start, start + length)
+        alone = model(tokens[rows], positions[rows], packed_layout([length], device))
+        torch.testing.assert_close(packed[rows], alone, rtol=1e-4, atol=1e-4)
+        start += length
+
+
+def test_a_moba_model_that_chooses_every_block_is_the_full_attention_model(device):
+    """The same weights, layer by layer interchangeable: what staged training relies on."""
+    model = build(device)
+    batch = inputs([20, 7], device)
+    full = model(*batch)
+    every_block = MobaAttention(MobaAttention.Options(block_size=4, topk=5), 8)
+    one_block = MobaAttention(MobaAttention.Options(block_size=4, topk=1), 8)
+    for layer in range(2):
+        kinds = [FullAttention(FullAttention.Options(), 8)] * 2
+        kinds[layer] = every_block
+        model.set_attention(kinds)
+        torch.testing.assert_close(model(*batch), full, rtol=1e-4, atol=1e-4)
+        kinds[layer] = one_block
+        model.set_attention(kinds)
+        assert (model(*batch) - full).abs().max() > 1e-2
+
+
+def test_positions_are_the_ones_given(device):
+    """Shifting a document changes nothing (RoPE is relative); stretching its positions does."""
+    model = build(device)
+    tokens, positions, layout = inputs([12], device)
+    logits = model(tokens, positions, layout)
+    torch.testing.assert_close(model(tokens, positions + 5000, layout), logits, rtol=1e-3, atol=1e-3)
+    assert (model(tokens, 7 * positions, layout) - logits).abs().max() > 1e-2
+
+
+def test_the_rotary_embedding_may_change_between_steps(device):
+    """`pi` with factor 2 on doubled positions is the unchanged model."""
+    model = build(device)
+    tokens, positions, layout = inputs([12], device)
+    logits = model(tokens, positions, layout)
+    model.set_rope(RopeConfig(kind="pi", factor=2))
+    torch.testing.assert_close(model(tokens, 2 * positions, layout), logits, rtol=1e-4, atol=1e-4)
+    assert (model(tokens, positions, layout) - logits).abs().max() > 1e-2
+
+
+def test_logits_of_chosen_rows_only(device):
+    model = build(device)
+    batch = inputs([5, 6], device)
+    rows = torch.tensor([4, 10], device=device)
+    torch.testing.assert_close(model(*batch, rows_n=rows), model(*batch)[rows], rtol=1e-5, atol=1e-5)
+
+
+def test_the_loss_is_the_cross_entropy_of_the_chosen_rows(device):
+    model = build(device)
+    batch = inputs([9, 6], device)
+    index = torch.tensor([0, 3, 8, 14], device=device)
+    labels = torch.tensor([7, 0, 49, 7], device=device)
+    weights = torch.tensor([1.0, 0.5, 0.0, 2.0], device=device)
+    loss = model(*batch, loss_on=(labels, index, weights))
+    want = (F.cross_entropy(model(*batch)[index], labels, reduction="none") * weights).sum()
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_without_loss_tokens_every_parameter_still_gets_a_gradient_of_zero(rows, device):
+    """A data-parallel rank whose samples are all prompt must not hang or poison the others' reduction."""
+    model = build(device, qkv_bias=True, qk_norm=True)
+    nothing = torch.zeros(rows, dtype=torch.int64, device=device)
+    loss = model(*inputs([8], device), loss_on=(nothing, nothing, torch.zeros(rows, device=device)))
+    assert loss.item() == 0
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
+
+
+def test_a_model_without_a_choice_of_attention_says_what_to_do(device):
+    model = Transformer(ModelConfig(**BASE)).to(device)
+    with pytest.raises(RuntimeError, match="set_attention"):
+        model(*inputs([4], device))
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        model.set_attention([FullAttention(FullAttention.Options(), 8)])
+
+
+@pytest.mark.parametrize(
+    ("published", "shape"),
+    [
+        pytest.param(1_235_814_400, (128256, 2048, 8192, 16, 32, 8, 64, True, False, False), id="Llama-3.2-1B"),
+        pytest.param(8_030_261_248, (128256, 4096, 14336, 32, 32, 8, None, False, False, False), id="Llama-3.1-8B"),
+        pytest.param(494_032_768, (151936, 896, 4864, 24, 14, 2, None, True, False, True), id="Qwen2.5-0.5B"),
+        pytest.param(596_049_920, (151936, 1024, 3072, 28, 16, 8, 128, True, True, False), id="Qwen3-0.6B"),
+    ],
+)
+def test_published_models_have_the_published_number_of_parameters(published, shape):
+    names = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim")
+    names += ("tie_embeddings", "qk_norm", "qkv_bias")
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(**dict(zip(names, shape, strict=True))))
+    assert sum(parameter.numel() for parameter in model.parameters()) == published

@@ -1,0 +1,50 @@
+"""The picture of a run can be drawn from its history."""
+
+import math
+import random
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from moba_train.errors import UserError
+from moba_train.telemetry.jsonl import JsonlSink
+from moba_train.telemetry.plot import plot_run
+from moba_train.telemetry.telemetry import Telemetry
+
+
+def write_history(run_dir: Path) -> None:
+    """900 steps in three stages, with a spike at step 420, a NaN and evaluations."""
+    noise = random.Random(0)
+    telemetry = Telemetry([JsonlSink(run_dir / "metrics.jsonl", None)])
+    for step in range(900):
+        tokens = step * 65536
+        for stage, first in (("short", 0), ("activate", 500), ("long", 700)):
+            if step == first:
+                telemetry.stage = stage
+                telemetry.event(step, tokens, "stage", stage)
+        loss = 2.0 + 9.0 * (step + 10) ** -0.35 + noise.gauss(0, 0.05)
+        if step == 420:
+            loss += 1.5
+            telemetry.event(step, tokens, "spike", "loss is 12 sigma above its median")
+        lr = 1e-3 * min(1, (step + 1) / 100) * (0.55 + 0.45 * math.cos(math.pi * step / 900))
+        telemetry.log(step, tokens, {"loss": math.nan if step == 600 else loss, "lr": lr})
+        if step % 100 == 99:
+            telemetry.event(step, tokens, "evaluation", "", eval_loss=2.02 + 9.0 * (step + 10) ** -0.35)
+    telemetry.close()
+
+
+def test_picture_shows_the_run(tmp_path: Path) -> None:
+    write_history(tmp_path)
+    path = plot_run(tmp_path)
+    assert path == tmp_path / "loss.png"
+    pixels = np.round(255 * matplotlib.image.imread(path)[..., :3]).astype(int)
+    assert pixels.shape == (900, 1500, 3)
+    for name, colour in {"smoothed": (8, 81, 156), "evaluation": (230, 85, 13), "spike": (214, 39, 40)}.items():
+        assert (pixels == colour).all(-1).any(), name
+
+
+def test_a_run_without_losses_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no training loss"):
+        plot_run(tmp_path)

@@ -1,0 +1,128 @@
+"""Records reach every sink, the history stays one, and no sink can stop a run."""
+
+import io
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from moba_train.errors import UserError
+from moba_train.telemetry.console import ConsoleSink
+from moba_train.telemetry.jsonl import JsonlSink, read_records
+from moba_train.telemetry.telemetry import Telemetry
+from moba_train.telemetry.tensorboard_sink import TensorBoardSink
+
+
+class ListSink:
+    def __init__(self) -> None:
+        self.records: list[dict] = []
+        self.closed = False
+
+    def write(self, record: dict) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class BrokenSink:
+    def write(self, record: dict) -> None:
+        raise OSError("disk full")
+
+    def close(self) -> None:
+        raise OSError("disk full")
+
+
+def report(telemetry: Telemetry) -> None:
+    telemetry.stage = "short"
+    telemetry.event(0, 0, "stage", "short: 4096 tokens")
+    telemetry.log(1, 4096, {"loss": 3.5, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_s": 12345.6})
+    telemetry.event(1, 4096, "evaluation", "loss 3.4", eval_loss=3.4)
+    telemetry.alert("Spike", "loss 9.0", "spike")
+
+
+def test_jsonl_holds_what_every_sink_got(tmp_path: Path) -> None:
+    sink = ListSink()
+    telemetry = Telemetry([JsonlSink(tmp_path / "metrics.jsonl", None), sink])
+    report(telemetry)
+    telemetry.close()
+
+    assert read_records(tmp_path / "metrics.jsonl") == sink.records
+    assert sink.closed
+    assert [record["kind"] for record in sink.records] == ["stage", "metrics", "evaluation", "alert"]
+    assert {record["stage"] for record in sink.records} == {"short"}
+    assert sink.records[1].items() >= {"step": 1, "tokens": 4096, "loss": 3.5}.items()
+    assert sink.records[3].items() >= {"step": 1, "title": "Spike", "alert": "spike"}.items()
+
+
+def test_a_broken_sink_is_reported_once_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    sink = ListSink()
+    telemetry = Telemetry([BrokenSink(), sink])
+    with caplog.at_level(logging.WARNING):
+        report(telemetry)
+        telemetry.close()
+    assert len(sink.records) == 4
+    assert sink.closed
+    assert len(caplog.records) == 1
+    assert "BrokenSink" in caplog.text
+    assert "disk full" in caplog.text
+
+
+@pytest.mark.parametrize("resumed_step", [3, None])
+def test_a_resumed_run_has_one_history(tmp_path: Path, resumed_step: int | None) -> None:
+    path = tmp_path / "metrics.jsonl"
+    telemetry = Telemetry([JsonlSink(path, None)])
+    for step in range(1, 6):
+        telemetry.log(step, step * 10, {"loss": 1.0})
+    telemetry.close()
+    with path.open("a") as stream:
+        stream.write('{"time": 1.0, "step": 6, "los')  # killed while writing
+
+    telemetry = Telemetry([JsonlSink(path, resumed_step)])
+    telemetry.log(4, 40, {"loss": 2.0})
+    telemetry.close()
+
+    kept = [1, 2, 3] if resumed_step else []
+    assert [(r["step"], r["loss"]) for r in read_records(path)] == [(s, 1.0) for s in kept] + [(4, 2.0)]
+    discarded = read_records(tmp_path / "metrics.discarded.jsonl")
+    assert [r["step"] for r in discarded] == [s for s in range(1, 6) if s not in kept]
+
+
+def test_console_lines_are_plain_outside_a_terminal() -> None:
+    output = io.StringIO()
+    telemetry = Telemetry([ConsoleSink(1000, Console(file=output, highlight=False, soft_wrap=True))])
+    report(telemetry)
+    lines = output.getvalue().splitlines()
+    assert lines == [
+        "== stage at step 0: short: 4096 tokens",
+        "step    1/1000  short  loss 3.5000  grad 0.500  lr 1.00e-03  12.3K tok/s",
+        "-- evaluation at step 1: loss 3.4",
+        "-- alert at step 1: Spike: loss 9.0",
+    ]
+
+
+def test_console_shows_the_time_left() -> None:
+    output = io.StringIO()
+    sink = ConsoleSink(100, Console(file=output, highlight=False, soft_wrap=True))
+    for step, time in ((10, 1000.0), (20, 1020.0)):
+        sink.write({"kind": "metrics", "time": time, "step": step, "stage": "short"})
+    assert output.getvalue().splitlines()[-1].endswith("left 0:02:40")
+
+
+def test_tensorboard_without_its_package_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match="pip install tensorboard"):
+        TensorBoardSink(tmp_path, None)
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    telemetry = Telemetry([TensorBoardSink(tmp_path, None)])
+    report(telemetry)
+    telemetry.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.5)]
+    assert [(event.step, round(event.value, 6)) for event in events.Scalars("eval_loss")] == [(1, 3.4)]

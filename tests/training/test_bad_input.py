@@ -1,0 +1,119 @@
+"""What a user can get wrong ends in a message that names the key or file, an exit code, and nothing half written."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tiny_run import Run
+
+
+def _missing_data(run: Run, corpora: Path) -> str:
+    run.recipe["data"]["train"][0]["path"] = str(run.folder / "nowhere")
+    return "nowhere"
+
+
+def _truncated_data(run: Run, corpora: Path) -> str:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(corpora / f"one{suffix}", run.folder / f"cut{suffix}")
+    os.truncate(run.folder / "cut.bin", 100)
+    run.recipe["data"]["train"] = [{"path": str(run.folder / "cut")}]
+    return "cut.bin"
+
+
+def _small_vocabulary(run: Run, corpora: Path) -> str:
+    run.recipe["model"]["vocab_size"] = 32
+    return "model.vocab_size"
+
+
+def _block_larger_than_sequence(run: Run, corpora: Path) -> str:
+    run.recipe["attention"]["moba"]["block_size"] = 4096
+    return "block_size"
+
+
+def _more_ranks_than_the_layout(run: Run, corpora: Path) -> str:
+    run.recipe["parallel"] = {"dp_replicate": 1, "dp_shard": 2}
+    return "dp_shard"
+
+
+def _batch_that_does_not_divide(run: Run, corpora: Path) -> str:
+    run.recipe["batch_tokens"] = 500
+    return "batch_tokens"
+
+
+def _misspelt_key(run: Run, corpora: Path) -> str:
+    run.recipe["optim"]["leaning_rate"] = 1.0
+    return "optim.leaning_rate"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _missing_data,
+        _truncated_data,
+        _small_vocabulary,
+        _block_larger_than_sequence,
+        _more_ranks_than_the_layout,
+        _batch_that_does_not_divide,
+        _misspelt_key,
+    ],
+)
+def test_a_bad_recipe_is_refused(run: Run, corpora: Path, spoil: Callable[[Run, Path], str]) -> None:
+    named = spoil(run, corpora)
+    code, output = run.train(1)
+    assert code == 2, output
+    assert named in output
+    assert "Traceback" not in output
+    assert not (run.run_dir / "checkpoints" / "latest").exists()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(run: Run) -> None:
+    assert run.train(1, "--stop-at-step", "8")[0] == 0
+    newest = run.run_dir / "checkpoints" / "step_00000008"
+    shard = next(newest.glob("*.distcp"))
+    os.truncate(shard, shard.stat().st_size // 2)
+    code, output = run.train(1)
+    assert code == 0, output
+    assert newest.name in output
+    assert any(record["step"] == 4 for record in run.records("resume"))
+
+
+def test_a_changed_recipe_cannot_resume_another_run(run: Run) -> None:
+    assert run.train(1, "--stop-at-step", "2")[0] == 0
+    run.recipe["stages"][0]["batch_tokens"] = 1024
+    code, output = run.train(1)
+    assert code == 2
+    assert "batch_tokens" in output
+    assert "512" in output
+
+
+def test_a_changed_corpus_cannot_resume_the_run(run: Run, corpora: Path) -> None:
+    own = run.folder / "own"
+    own.mkdir()
+    for file in corpora.iterdir():
+        shutil.copy(file, own / file.name)
+    run.recipe["data"]["train"] = [{"path": str(own / "one")}]
+    assert run.train(1, "--stop-at-step", "2")[0] == 0
+    for suffix in (".bin", ".idx"):
+        shutil.copy(own / f"two{suffix}", own / f"one{suffix}")
+    code, output = run.train(1)
+    assert code == 2
+    assert str(own / "one") in output
+    assert "changed" in output
+
+
+def test_an_error_on_a_rank_ends_the_whole_launch(run: Run, corpora: Path) -> None:
+    run.recipe["model"]["vocab_size"] = 32
+    code, output = run.train(2)
+    assert code != 0
+    assert "model.vocab_size" in output
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused(run: Run) -> None:
+    (run.folder / "file").write_text("in the way")
+    run.recipe["run_dir"] = str(run.folder / "file" / "run")
+    code, output = run.train(1)
+    assert code == 2
+    assert "run_dir" in output

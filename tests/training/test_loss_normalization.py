@@ -1,0 +1,120 @@
+"""The loss is the sum of token losses / the global number of loss tokens, however the tokens are spread."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+from moba_train.attention.full import FullAttention
+from moba_train.config.data import DataConfig, SourceConfig
+from moba_train.config.model import ModelConfig
+from moba_train.config.schema import RunConfig, StageConfig
+from moba_train.data.batch import Batch, collate
+from moba_train.data.samples import Sample
+from moba_train.model.build import initialize_weights
+from moba_train.model.transformer import Transformer
+from moba_train.optim.adamw import clip_gradients
+from moba_train.parallel.fsdp import sharded_model
+
+VOCAB, SEQ_LEN = 32, 24
+MODEL = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, layers=2, heads=2, kv_heads=1)
+CONFIG = RunConfig(
+    name="test",
+    run_dir="unused",
+    model=MODEL,
+    data=DataConfig(train=[SourceConfig(path="unused")]),
+    batch_tokens=4 * SEQ_LEN,
+    stages=[StageConfig(name="only", seq_len=SEQ_LEN, tokens=1000)],
+)
+
+
+def samples() -> list[Sample]:
+    """Four sequences of two documents: dense loss, loss on one token, and two without any."""
+    rng = np.random.default_rng(0)
+    weights = np.zeros((4, SEQ_LEN), dtype=np.float32)
+    weights[0] = 1
+    weights[1, 7] = 1
+    made = []
+    for weight in weights:
+        tokens = rng.integers(VOCAB, size=SEQ_LEN + 1)
+        made.append(Sample(tokens[:-1], tokens[1:], weight, [10, SEQ_LEN - 10], []))
+    return made
+
+
+def step(micro_batches: list[Batch], world_size: int) -> dict[str, torch.Tensor]:
+    """Loss, gradient norm and whole gradients of one step, as the trainer forms them."""
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model = sharded_model(CONFIG, mesh, torch.device("cpu"))
+    model.set_attention([FullAttention(FullAttention.Options(), MODEL.head_width)] * MODEL.layers)
+    count = torch.tensor(sum(batch.loss_tokens for batch in micro_batches))
+    dist.all_reduce(count)
+    loss = torch.zeros(())
+    for batch in micro_batches:
+        batch_loss = model(batch.tokens, batch.positions, batch.layout, batch.loss_on) / count
+        batch_loss.backward()
+        loss += batch_loss.detach()
+    dist.all_reduce(loss)
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return {"loss": loss, "norm": clip_gradients(model, None), **gradients}
+
+
+# How four sequences are spread: for each rank, its micro-batches.
+SPREADS = {
+    "one rank, one pass": [[[0, 1, 2, 3]]],
+    "one rank, accumulation, two passes without loss": [[[0], [1], [2], [3]]],
+    "a rank without any loss": [[[0, 1]], [[2, 3]]],
+    "a rank with one loss token": [[[0], [2]], [[1], [3]]],
+}
+
+
+def worker(rank: int, spread: list[list[list[int]]], folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    store = dist.FileStore(f"{folder}/store", len(spread))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(spread))
+    made = samples()
+    result = step([collate([made[i] for i in indices]) for indices in spread[rank]], len(spread))
+    if rank == 0:
+        torch.save(result, f"{folder}/result.pt")
+    dist.destroy_process_group()
+
+
+def expected() -> dict[str, torch.Tensor]:
+    """The same step by definition: each sequence alone through the plain model, sums divided by the global count."""
+    model = Transformer(MODEL)
+    made, total, count = samples(), torch.zeros(()), 0.0
+    initialize_weights(model, CONFIG.seed)
+    model.set_attention([FullAttention(FullAttention.Options(backend="reference"), MODEL.head_width)] * MODEL.layers)
+    for sample in made:
+        batch = collate([sample])
+        logits = model(batch.tokens, batch.positions, batch.layout)
+        token_losses = torch.nn.functional.cross_entropy(logits, batch.labels, reduction="none")
+        total = total + (token_losses * torch.from_numpy(sample.loss_weight)).sum()
+        count += float(sample.loss_weight.sum())
+    (total / count).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    return {"loss": (total / count).detach(), "norm": norm, **gradients}
+
+
+@pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS.keys())
+def test_loss_and_gradients_do_not_depend_on_the_spread(spread: list[list[list[int]]], tmp_path: Path) -> None:
+    mp.spawn(worker, (spread, str(tmp_path)), nprocs=len(spread))
+    result = torch.load(tmp_path / "result.pt", weights_only=True)
+    for name, value in expected().items():
+        torch.testing.assert_close(result[name], value, rtol=2e-5, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_a_step_without_any_loss_token_leaves_zero_gradients() -> None:
+    batch = collate(samples()[2:])
+    assert batch.loss_tokens == 0
+    model = Transformer(MODEL)
+    model.set_attention([FullAttention(FullAttention.Options(), MODEL.head_width)] * MODEL.layers)
+    loss = model(batch.tokens, batch.positions, batch.layout, batch.loss_on)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(not parameter.grad.any() for parameter in model.parameters())

@@ -1,0 +1,133 @@
+"""A run that was stopped, killed or moved to other ranks goes on as if nothing had happened."""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from moba_train.checkpoint.publish import latest_checkpoint, read_meta, verify_checkpoint
+from tiny_run import Run
+
+
+def saved_tensors(run: Run) -> dict[str, Tensor]:
+    """Every tensor of the newest checkpoint, whole."""
+    path = latest_checkpoint(run.run_dir / "checkpoints")
+    assert path is not None
+    reader = dcp.FileSystemReader(path)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def test_stopping_and_resuming_is_bitwise_equal_to_never_stopping(run: Run, finished_run: Run) -> None:
+    """Stops in the middle of either stage: weights, optimizer, random state, losses and counters are the same bits."""
+    for arguments in (["--stop-at-step", "3"], ["--stop-at-step", "8"], []):
+        code, output = run.train(2, *arguments)
+        assert code == 0, output
+    assert run.losses() == finished_run.losses()
+    ours, theirs = saved_tensors(run), saved_tensors(finished_run)
+    assert ours.keys() == theirs.keys()
+    assert any(name.startswith("optim.") for name in ours)
+    assert any(name.startswith("rng.") for name in ours)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    step, other = (read_meta(latest_checkpoint(r.run_dir / "checkpoints"))["progress"] for r in (run, finished_run))
+    assert (step["step"], step["starts"], step["stage"]) == (other["step"], other["starts"], other["stage"])
+
+
+def test_another_world_size_sees_the_same_tokens(run: Run, finished_run: Run) -> None:
+    """Half on one rank, half on two: the same loss at every step up to the rounding of sums in another order."""
+    assert run.train(1, "--stop-at-step", "5")[0] == 0
+    assert run.train(2)[0] == 0
+    assert run.losses() == pytest.approx(finished_run.losses(), rel=1e-5)
+    assert run.records("evaluation")[-1]["eval_loss"] == pytest.approx(
+        finished_run.records("evaluation")[-1]["eval_loss"], rel=1e-5
+    )
+
+
+def test_hsdp_and_micro_batches_do_not_change_the_loss(run: Run, finished_run: Run) -> None:
+    run.recipe["parallel"] = {"dp_replicate": 2, "dp_shard": 1}
+    run.recipe["stages"][0]["micro_batch_size"] = 1
+    run.recipe["stages"][1]["micro_batch_size"] = 2
+    code, output = run.train(2)
+    assert code == 0, output
+    assert run.losses() == pytest.approx(finished_run.losses(), rel=1e-5)
+
+
+def test_recomputed_activations_do_not_change_the_loss(run: Run, finished_run: Run) -> None:
+    run.recipe["activation_checkpointing"] = "full"
+    assert run.train(1)[0] == 0
+    assert run.losses() == pytest.approx(finished_run.losses(), rel=1e-5)
+
+
+def test_training_learns_and_evaluates(finished_run: Run) -> None:
+    losses = finished_run.losses()
+    assert losses[-1] < losses[0] - 0.5
+    evaluations = [record["eval_loss"] for record in finished_run.records("evaluation")]
+    assert len(evaluations) == 2
+    assert evaluations[1] < evaluations[0]
+    assert (finished_run.run_dir / "loss.png").stat().st_size > 10_000
+
+
+def test_sigterm_saves_and_exits_cleanly(run: Run) -> None:
+    run.recipe["stages"][1]["tokens"] = "10M"
+    process = run.start(1)
+    wait_for_step(run, 5)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    saved = latest_checkpoint(run.run_dir / "checkpoints")
+    assert saved is not None
+    assert read_meta(saved)["progress"]["step"] == run.records()[-1]["step"]
+
+
+def test_a_finished_run_stays_as_it_is(finished_run: Run) -> None:
+    before = latest_checkpoint(finished_run.run_dir / "checkpoints")
+    code, output = finished_run.train(2)
+    assert code == 0, output
+    assert latest_checkpoint(finished_run.run_dir / "checkpoints") == before
+
+
+@pytest.mark.slow
+def test_twenty_kills_lose_nothing_that_was_published(run: Run, finished_run: Run) -> None:
+    """SIGKILL at random moments, saves included: every checkpoint that was ever published stays valid, progress never
+    goes backwards, and the run at last ends where an undisturbed one ends."""
+    run.recipe["checkpoint"]["every"] = 1
+    rng = random.Random(0)
+    published = 0
+    for _ in range(20):
+        process = run.start(1)
+        time.sleep(2.0 + 3.0 * rng.random())
+        process.kill()
+        process.communicate(timeout=60)
+        newest = latest_checkpoint(run.run_dir / "checkpoints")
+        step = 0
+        if newest is not None:
+            verify_checkpoint(newest)
+            step = read_meta(newest)["progress"]["step"]
+        assert step >= published
+        published = step
+    assert run.train(1)[0] == 0
+    assert run.losses() == pytest.approx(finished_run.losses(), rel=1e-5)
+    assert not list((run.run_dir / "checkpoints").glob(".tmp-*"))
+
+
+def wait_for_step(run: Run, step: int, timeout: float = 60) -> None:
+    """Returns once the run has logged `step`."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if Path(run.run_dir / "metrics.jsonl").exists() and any(r["step"] >= step for r in run.records()):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"step {step} was not reached in {timeout} s")

@@ -1,0 +1,112 @@
+"""A corpus of structured random text and a recipe small enough to train in seconds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from moba_train.data.indexed import IndexedDatasetWriter
+
+VOCAB = 64
+
+
+def write_corpus(prefix: Path, documents: int, seed: int) -> None:
+    """Documents of 20 to 400 tokens in which a token mostly follows from the one before, so that the loss can fall."""
+    rng = np.random.default_rng(seed)
+    following = rng.permutation(VOCAB)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(documents):
+            length = int(rng.integers(20, 400))
+            tokens = np.empty(length, dtype=np.uint16)
+            tokens[0] = rng.integers(VOCAB)
+            noise = rng.random(length) < 0.1
+            for i in range(1, length):
+                tokens[i] = rng.integers(VOCAB) if noise[i] else following[tokens[i - 1]]
+            writer.add_document(tokens)
+
+
+class Run:
+    """A recipe on disk and the means to train it in processes of its own."""
+
+    def __init__(self, folder: Path, corpora: Path) -> None:
+        self.folder = folder
+        self.recipe: dict[str, Any] = {
+            "name": "test",
+            "run_dir": str(folder / "run"),
+            "seed": 3,
+            "model": {
+                "vocab_size": VOCAB,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "layers": 2,
+                "heads": 4,
+                "kv_heads": 2,
+            },
+            "attention": {"full_layers": "last:1", "moba": {"block_size": 16, "topk": 2}},
+            "data": {
+                "train": [
+                    {"path": str(corpora / "one"), "weight": 3},
+                    {"path": str(corpora / "two"), "weight": 1},
+                ],
+                "validation": [{"path": str(corpora / "valid")}],
+            },
+            "batch_tokens": 512,
+            "optim": {"lr": 0.01, "schedule": {"warmup_tokens": 1000}},
+            "stages": [
+                {
+                    "name": "short",
+                    "seq_len": 64,
+                    "tokens": 6 * 512,
+                    "micro_batch_size": 2,
+                    "attention": {"default": "full"},
+                },
+                {"name": "long", "seq_len": 128, "tokens": 6 * 512, "rope": {"kind": "abf", "theta": 50000}},
+            ],
+            "checkpoint": {"every": 4},
+            "evaluation": {"every": 6, "sequences": 5},
+            "telemetry": {"console": False, "wandb": {"mode": "disabled"}},
+        }
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.recipe["run_dir"])
+
+    def start(self, ranks: int, *arguments: str) -> subprocess.Popen[str]:
+        """Launch training; one rank runs without torchrun."""
+        path = self.folder / "recipe.yaml"
+        path.write_text(yaml.safe_dump(self.recipe))
+        launcher = [sys.executable, "-m"]
+        if ranks > 1:
+            launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        return subprocess.Popen(
+            [*launcher, "moba_train.train", str(path), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def train(self, ranks: int = 1, *arguments: str) -> tuple[int, str]:
+        """Train to the end; returns (exit code, all output)."""
+        process = self.start(ranks, *arguments)
+        try:
+            output, _ = process.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            raise
+        return process.returncode, output
+
+    def records(self, kind: str = "train") -> list[dict[str, Any]]:
+        """The run's metrics of one kind."""
+        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+    def losses(self) -> list[float]:
+        """Training loss of every step."""
+        return [record["loss"] for record in self.records()]
