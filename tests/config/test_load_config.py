@@ -217,7 +217,7 @@ def _assert_config_or_error(path: Path) -> None:
 
 
 @FUZZ
-@given(text=st.text(st.sampled_from("ab:-[]{},\"'#&*!|>%@` \n\t0e.~<?"), max_size=40))
+@given(text=st.text(st.sampled_from("ab:-[]{},\"'#&*!|>%@` \n\t0e.~<?\x00\x07é"), max_size=40))
 def test_any_text_gives_a_recipe_or_a_config_error(write, text):
     _assert_config_or_error(write("fuzz.yaml", text))
 

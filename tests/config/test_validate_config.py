@@ -87,6 +87,15 @@ def test_all_problems_come_at_once_and_only_once(load):
     assert keys == ["model.kv_heads", "attention.full_layers", "parallel.dp_shard", "batch_tokens", "batch_tokens"]
 
 
+def test_every_mistake_in_an_attention_is_reported_with_its_key(load):
+    config = load(
+        "attention={default: mob, full_layers: x, overrides: {0: {kind: y, tokp: 1}, 1: {kind: moba, topk: z}, 9: {}}}"
+    )
+    found = [text.split(":")[0] for text in problems(config) if text.startswith("attention.")]
+    keys = ["default", "full_layers", "overrides", "overrides.0.kind", "overrides.0.tokp", "overrides.1.topk"]
+    assert found == [f"attention.{key}" for key in keys]
+
+
 def test_a_stage_that_mends_the_recipes_attention_is_not_blamed(load):
     config = load("stages.1.attention={moba: {block_size: 8192}}", "stages.0.attention={moba: {block_size: 1024}}")
     assert problems(load("attention.moba.block_size=16384", "stages.0.attention={default: moba}"))
