@@ -114,8 +114,13 @@ def test_minus_one_fills_the_world(load, replicate, shard, world_size, sizes):
 @pytest.mark.parametrize(
     ("replicate", "shard", "world_size", "parts"),
     [
-        (1, 4, 8, ["make 4 ranks, 8 were started", "more ranks than the layout uses", "dp_shard: -1"]),
-        (2, 8, 8, ["make 16 ranks, 8 were started", "fewer ranks than the layout needs"]),
+        (1, 4, 8, ["make 4 ranks, 8 were started", "more ranks than the layout uses", "dp_replicate: 1, dp_shard: -1"]),
+        (
+            3,
+            4,
+            8,
+            ["make 12 ranks, 8 were started", "fewer ranks than the layout needs", "dp_replicate: 1, dp_shard: -1"],
+        ),
         (3, -1, 8, ["parallel.dp_replicate: given 3", "8 ranks", "allowed: 1, 2, 4, 8"]),
         (-1, 16, 8, ["parallel.dp_shard: given 16", "allowed: 1, 2, 4, 8"]),
     ],
