@@ -10,6 +10,7 @@ One field per registered attention kind is added from the registry, so that a ne
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,41 +105,37 @@ def resolve_layers(config: AttentionConfig, layers: int) -> tuple[LayerAttention
     unknown = [layer for layer in config.overrides if not 0 <= layer < layers]
     if unknown:
         problems.append(f"overrides: layer ids {unknown} do not exist; the model has layers 0 to {layers - 1}")
+    for layer, override in config.overrides.items():
+        problems += [f"overrides.{layer}.{problem}" for problem in _key_problems(override)]
 
     resolved = []
     for layer in range(layers):
         override = config.overrides.get(layer, {})
         kind = override.get("kind", "full" if layer in full else config.default)
+        if kind not in tuple(KINDS):
+            continue  # reported above
         try:
-            resolved.append(_resolve_layer(config, kind, override))
-        except ConfigError as error:
-            problems += [f"overrides.{layer}.{problem}" for problem in error.problems]
+            resolved.append(LayerAttention(kind, _layer_options(getattr(config, kind), override)))
+        except ValidationError as error:
+            problems += [f"overrides.{layer}.{problem}" for problem in explain(error, KINDS[kind].Options)]
     if problems:
         raise ConfigError(problems)
     return tuple(resolved)
 
 
-def _resolve_layer(config: AttentionConfig, kind: Any, override: dict[str, Any]) -> LayerAttention:
-    problems = [f"kind: {_unknown_kind(kind)}"] if "kind" in override and kind not in list(KINDS) else []
+def _key_problems(override: dict[str, Any]) -> Iterator[str]:
     known = sorted({"kind"}.union(*(cls.Options.model_fields for cls in KINDS.values())))
-    problems += [
-        f"{key}: unknown option{did_you_mean(key, known)}; allowed: {', '.join(known)}"
-        for key in override
-        if key not in known
-    ]
-    if problems:
-        raise ConfigError(problems)
-    if kind not in KINDS:  # an unknown `default`, reported once by the caller
-        return LayerAttention(kind, Section())
-    options: Section = getattr(config, kind)
+    for key, value in override.items():
+        if key == "kind" and value not in tuple(KINDS):
+            yield f"kind: {_unknown_kind(value)}"
+        elif key not in known:
+            yield f"{key}: unknown option{did_you_mean(key, known)}; allowed: {', '.join(known)}"
+
+
+def _layer_options(options: Section, override: dict[str, Any]) -> Section:
     # A stage may switch a layer's kind while its options for the other kind stay written down: those rest.
     relevant = {key: value for key, value in override.items() if key in type(options).model_fields}
-    if relevant:
-        try:
-            options = type(options).model_validate({**options.model_dump(), **relevant})
-        except ValidationError as error:
-            raise ConfigError(explain(error, type(options))) from None
-    return LayerAttention(kind, options)
+    return type(options).model_validate({**options.model_dump(), **relevant}) if relevant else options
 
 
 def _unknown_kind(kind: Any) -> str:

@@ -14,8 +14,6 @@ from pydantic_core import ErrorDetails
 from moba_train.config.base import Section
 from moba_train.units import Length, TokenBudget
 
-Key = int | str
-
 # The validator that reads the suffixes marks the two units.
 _UNITS = {get_args(Length)[1]: "(K, M = 1024)", get_args(TokenBudget)[1]: "(K, M, B, T = 1000)"}
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true | false", Any: "anything", type(None): "null"}
@@ -35,7 +33,7 @@ def given(value: Any) -> str:
     return _short.repr(value)
 
 
-def format_path(keys: Sequence[Key]) -> str:
+def format_path(keys: Sequence[int | str]) -> str:
     """A YAML path as users write it: `stages[1].attention.moba`."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
     return text.removeprefix(".") or "the recipe"
@@ -50,6 +48,7 @@ def did_you_mean(key: str, known: Sequence[str]) -> str:
 def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """What a value of this type may be, e.g. `integer >= 1` or `none | abf | pi`."""
     origin, args = get_origin(annotation), get_args(annotation)
+    filled = "non-empty " if any(getattr(item, "min_length", None) for item in metadata) else ""
     if origin is Annotated:
         return describe(args[0], args[1:])
     if origin in (Union, types.UnionType):
@@ -59,13 +58,12 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if isclass(annotation) and issubclass(annotation, Section):
         return "section"
     if origin is list or (origin is tuple and args[-1] is Ellipsis):
-        name = "non-empty list" if any(getattr(item, "min_length", None) for item in metadata) else "list"
-        return f"{name} of {describe(args[0])}"
+        return f"{filled}list of {describe(args[0])}"
     if origin is tuple:
         return f"list of {len(args)}: {', '.join(describe(arg) for arg in args)}"
     if origin is dict:
         return f"mapping of {describe(args[0])} to {describe(args[1])}"
-    return " ".join([_TYPES.get(annotation, str(annotation)), *_constraints(metadata)])
+    return " ".join([filled + _TYPES.get(annotation, str(annotation)), *_constraints(metadata)])
 
 
 def describe_field(field: FieldInfo) -> str:
@@ -108,19 +106,19 @@ def walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldI
             yield from walk(inner, f"{path}{item_suffix(field)}.")
 
 
-def explain(error: ValidationError, root: type[Section], prefix: Sequence[Key] = ()) -> list[str]:
-    """The problems pydantic found in a value for `root`, one line each; `prefix` is where that value stands."""
+def explain(error: ValidationError, root: type[Section]) -> list[str]:
+    """The problems pydantic found in a value for `root`, one line each."""
     # A key that accepts several types yields one error a type: the dict keeps one line for each path.
     problems: dict[str, str] = {}
     for details in error.errors(include_url=False):
-        path, problem = _explain_one(details, root, prefix)
+        path, problem = _explain_one(details, root)
         problems.setdefault(path, f"{path}: {problem}")
     return list(problems.values())
 
 
-def _explain_one(details: ErrorDetails, root: type[Section], prefix: Sequence[Key]) -> tuple[str, str]:
+def _explain_one(details: ErrorDetails, root: type[Section]) -> tuple[str, str]:
     section: type[Section] | None = root
-    keys: list[Key] = list(prefix)
+    keys: list[int | str] = []
     allowed = "section"
     for part in details["loc"]:
         if isinstance(part, str) and section is not None and part in section.model_fields:

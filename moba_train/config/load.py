@@ -67,8 +67,8 @@ def parse_yaml(text: str, source: str) -> Any:
 
     Raises ConfigError naming `source` and the line for syntax errors and duplicate keys.
     """
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -82,8 +82,6 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError([f"{source}{where}: not valid YAML: {error.problem or error.context}"]) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError([f"{source}: not valid YAML: {' '.join(str(error).split())}"]) from None
-    finally:
-        loader.dispose()
 
 
 def apply_overrides(raw: dict[Any, Any], overrides: Sequence[str]) -> list[str]:

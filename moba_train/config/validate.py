@@ -76,7 +76,8 @@ def _fit(parallel: ParallelConfig, world_size: int | None) -> tuple[tuple[int, i
         ]
     elif fixed != world_size:
         side = "more ranks than the layout uses" if world_size > fixed else "fewer ranks than the layout needs"
-        fits = f"start {fixed} ranks, or set parallel.dp_shard: -1"
+        replicate = parallel.dp_replicate if world_size % parallel.dp_replicate == 0 else 1
+        fits = f"start {fixed} ranks, or set parallel: {{dp_replicate: {replicate}, dp_shard: -1}}"
         return None, [f"parallel: {layout} make {fixed} ranks, {world_size} were started: {side}; {fits}"]
     return (sizes["dp_replicate"], sizes["dp_shard"]), []
 

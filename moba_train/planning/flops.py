@@ -39,9 +39,8 @@ def real_flops(model: ModelConfig, layers: Sequence[LayerAttention], seq_len: in
         if layer.kind == "moba":
             options = layer.options.model_dump()
             block_size, topk = options["block_size"], options["topk"]
-            total += _attention_flops(model, moba_keys(seq_len, block_size, topk)) + gate_flops(
-                model, seq_len, block_size
-            )
+            total += _attention_flops(model, moba_keys(seq_len, block_size, topk))
+            total += gate_flops(model, seq_len, block_size)
         else:
             total += _attention_flops(model, dense_keys(seq_len))
     return total
@@ -64,11 +63,13 @@ def dense_keys(seq_len: int) -> float:
 def moba_keys(seq_len: int, block_size: int, topk: int) -> float:
     """Keys per query of MoBA, averaged over the sequence: its own block up to itself (its own key counts half, as in
     `dense_keys`) and at most k - 1 whole blocks before it. Equal to `dense_keys` when k * B >= T."""
-    total = 0.0
-    for block, start in enumerate(range(0, seq_len, block_size)):
-        queries = min(block_size, seq_len - start)
-        total += queries * (queries / 2 + min(topk - 1, block) * block_size)
-    return total / seq_len
+    blocks, rest = divmod(seq_len, block_size)
+    own = (blocks * block_size**2 + rest**2) / 2
+    # Whole block b has min(b, k - 1) blocks of history: 0, 1, ..., then always k - 1.
+    growing = min(topk, blocks)
+    history = growing * (growing - 1) // 2 + (blocks - growing) * (topk - 1)
+    keys = own + history * block_size**2 + min(topk - 1, blocks) * block_size * rest
+    return keys / seq_len
 
 
 def _attention_flops(model: ModelConfig, keys: float) -> float:

@@ -28,8 +28,8 @@ def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
         (["batch_tokens=60K"], "batch_tokens: given 61440, in stage 'long' not a multiple of seq_len 8192 = 8192"),
         (
             ["stages.1.batch_tokens=24K", "stages.1.micro_batch_size=2"],
-            "stages[1].batch_tokens: given 24576, in stage 'long' not a multiple of seq_len 8192 x micro_batch_size 2 = "
-            "16384; nearest: 16384 or 32768",
+            "stages[1].batch_tokens: given 24576, in stage 'long' not a multiple of seq_len 8192 x micro_batch_size 2 "
+            "= 16384; nearest: 16384 or 32768",
         ),
         (["stages.1.batch_tokens=2K"], "stages[1].batch_tokens: given 2048, in stage 'long' not a multiple of seq_len"),
         (["model.rope.factor=2"], "model.rope.factor: given 2, which kind 'none' does not use; set kind: pi"),
@@ -70,7 +70,7 @@ def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
         ),
         (
             ["attention.moba.always=[previous, first]"],
-            "stages[1].attention.moba.topk: given 2 in layer 1, but 3 blocks are always chosen (current, first, previous)",
+            "stages[1].attention.moba.topk: given 2 in layer 1, but 3 blocks are always chosen (current",
         ),
     ],
 )
@@ -85,6 +85,15 @@ def test_all_problems_come_at_once_and_only_once(load):
     keys = [text.split(":")[0] for text in found]
     # The stages inherit the recipe's attention, not its complaint; the long stage brings a full_layers of its own.
     assert keys == ["model.kv_heads", "attention.full_layers", "parallel.dp_shard", "batch_tokens", "batch_tokens"]
+
+
+def test_every_mistake_in_an_attention_is_reported_with_its_key(load):
+    config = load(
+        "attention={default: mob, full_layers: x, overrides: {0: {kind: y, tokp: 1}, 1: {kind: moba, topk: z}, 9: {}}}"
+    )
+    found = [text.split(":")[0] for text in problems(config) if text.startswith("attention.")]
+    keys = ["default", "full_layers", "overrides", "overrides.0.kind", "overrides.0.tokp", "overrides.1.topk"]
+    assert found == [f"attention.{key}" for key in keys]
 
 
 def test_a_stage_that_mends_the_recipes_attention_is_not_blamed(load):
@@ -105,8 +114,13 @@ def test_minus_one_fills_the_world(load, replicate, shard, world_size, sizes):
 @pytest.mark.parametrize(
     ("replicate", "shard", "world_size", "parts"),
     [
-        (1, 4, 8, ["make 4 ranks, 8 were started", "more ranks than the layout uses", "dp_shard: -1"]),
-        (2, 8, 8, ["make 16 ranks, 8 were started", "fewer ranks than the layout needs"]),
+        (1, 4, 8, ["make 4 ranks, 8 were started", "more ranks than the layout uses", "dp_replicate: 1, dp_shard: -1"]),
+        (
+            3,
+            4,
+            8,
+            ["make 12 ranks, 8 were started", "fewer ranks than the layout needs", "dp_replicate: 1, dp_shard: -1"],
+        ),
         (3, -1, 8, ["parallel.dp_replicate: given 3", "8 ranks", "allowed: 1, 2, 4, 8"]),
         (-1, 16, 8, ["parallel.dp_shard: given 16", "allowed: 1, 2, 4, 8"]),
     ],

@@ -1,0 +1,108 @@
+"""Plans of whole recipes: memory, time, tables."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from moba_train.config.schema import RunConfig
+from moba_train.errors import ConfigError
+from moba_train.planning.devices import peak_tflops
+from moba_train.planning.plan import make_plan
+from moba_train.planning.render import format_duration, print_plan
+
+LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "layers": 32, "heads": 32}
+
+
+def config(**changes) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "demo",
+            "run_dir": "runs/demo",
+            "model": {**LLAMA_8B, "kv_heads": 8},
+            "data": {"train": [{"path": "a"}]},
+            "batch_tokens": "1M",
+            "stages": [
+                {"name": "short", "seq_len": "8K", "tokens": "1B", "attention": {"default": "full"}},
+                {"name": "long", "seq_len": "128K", "tokens": "1B", "attention": {"full_layers": "last:3"}},
+            ],
+            **changes,
+        }
+    )
+
+
+def test_a_plan_adds_up():
+    plan = make_plan(config(parallel={"dp_replicate": 2}), world_size=8, peak_tflops=989, mfu=0.4)
+    assert (plan.dp_replicate, plan.dp_shard) == (2, 4)
+    short, long = plan.stages
+    assert (short.accumulation, long.accumulation) == (16, 1)
+    assert short.tokens == short.stage.steps * 2**20 >= 10**9
+    assert short.seconds == pytest.approx(short.dense_flops * short.tokens / (8 * 989e12 * 0.4))
+    assert long.real_flops < long.dense_flops
+    assert plan.seconds == short.seconds + long.seconds
+
+
+def test_a_layout_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match="dp_replicate"):
+        make_plan(config(parallel={"dp_replicate": 3}), world_size=8, peak_tflops=989, mfu=0.4)
+
+
+def test_memory_of_master_weights_gradients_and_adamw_is_sixteen_bytes_a_parameter_over_the_shards():
+    for ranks in (1, 4, 8):
+        memory = make_plan(config(), ranks, 989, 0.4).stages[0].memory
+        states = memory.parameters + memory.gradients + memory.optimizer
+        assert states == pytest.approx(16 * 8_030_261_248 / ranks)
+    replicated = make_plan(config(parallel={"dp_replicate": 4}), 8, 989, 0.4).stages[0].memory
+    assert replicated.parameters == pytest.approx(4 * 8_030_261_248 / 2)
+
+
+def test_activation_checkpointing_keeps_little_more_than_each_blocks_input():
+    kept = make_plan(config(), 8, 989, 0.4).stages[1].memory.activations
+    checkpointed = make_plan(config(activation_checkpointing="full"), 8, 989, 0.4).stages[1].memory.activations
+    inputs = 32 * 4096 * 2 * 131072
+    assert inputs < checkpointed < kept / 5
+    assert checkpointed - inputs == pytest.approx(kept / 32)
+
+
+def test_logits_exist_for_a_chunk_of_tokens_only():
+    short, long = make_plan(config(), 8, 989, 0.4).stages
+    assert short.memory.logits == long.memory.logits < 8 * 2**30
+    assert short.memory.activations * 16 == long.memory.activations
+
+
+def test_the_tables_show_every_stage_and_part():
+    text = io.StringIO()
+    print_plan(make_plan(config(), 8, 989, 0.4), Console(file=text, width=100))
+    for part in (
+        "8,030,261,248",
+        "short",
+        "long",
+        "29 moba, 3 full",
+        "1,048,576",
+        "dense causal",
+        "activations",
+        "hours",
+    ):
+        assert part in text.getvalue(), part
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_peak_rates_by_the_names_cuda_gives(name, rate):
+    assert peak_tflops(name) == rate
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5, "5.0 seconds"), (90, "1.5 minutes"), (7200, "2.0 hours"), (1e6, "11.6 days")]
+)
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text

@@ -1,0 +1,100 @@
+"""`moba-train` as users meet it: fast help, exit codes, messages without tracebacks."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from moba_train.cli import app
+from moba_train.config.load import load_config
+from moba_train.environment import OPTIONAL_PACKAGES, OptionalPackage, probe
+
+TINY = Path(__file__).parents[1] / "configs/models/tiny.yaml"
+runner = CliRunner()
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"extends: {os.path.relpath(TINY, tmp_path)}\n"
+        "name: demo\nrun_dir: runs/demo\ndata: {train: [{path: corpus}]}\nbatch_tokens: 64K\n"
+        "stages: [{name: only, seq_len: 4K, tokens: 1M}]\n"
+    )
+    return path
+
+
+def test_help_starts_at_once_without_heavy_imports():
+    program = (
+        "import sys\nsys.argv = ['moba-train', '--help']\nfrom moba_train.cli import app\n"
+        "try:\n    app()\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
+        "heavy = {'torch', 'pydantic', 'numpy'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    times = []
+    for _ in range(3):  # the fastest of three: this machine may be busy with other things
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        times.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        assert "plan" in done.stdout
+    assert min(times) < 0.5
+
+
+def test_plan_prints_the_layout_and_what_it_costs(recipe):
+    done = runner.invoke(app, ["plan", str(recipe), "stages.0.tokens=2M", "--gpus", "4", "--tflops", "989"])
+    assert done.exit_code == 0, done.output
+    for part in ("4 GPUs: dp_replicate 1 x dp_shard 4", "1,311,872", "65,536", "4 moba", "dense causal", "optimizer"):
+        assert part in done.output, part
+
+
+def test_a_users_mistake_is_a_message_and_exit_code_2(recipe):
+    done = runner.invoke(app, ["plan", str(recipe), "model.kv_heads=3", "--gpus", "5"])
+    assert done.exit_code == 2
+    assert "error: 2 problems in the configuration" in done.stderr
+    assert "model.kv_heads: given 3" in done.stderr
+    assert "5 ranks" in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_a_bug_of_ours_keeps_its_traceback(recipe, monkeypatch):
+    monkeypatch.setattr("moba_train.planning.plan.make_plan", lambda *_: 1 / 0)
+    assert isinstance(runner.invoke(app, ["plan", str(recipe)]).exception, ZeroDivisionError)
+
+
+def test_config_prints_yaml_that_loads_back(recipe, tmp_path):
+    done = runner.invoke(app, ["config", str(recipe), "seed=7"])
+    assert done.exit_code == 0
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(done.output)
+    assert load_config(resolved) == load_config(recipe, ["seed=7"])
+    assert yaml.safe_load(done.output)["model"]["hidden_size"] == 128
+
+
+def test_schema_prints_json():
+    done = runner.invoke(app, ["schema"])
+    assert json.loads(done.output)["title"] == "RunConfig"
+
+
+def test_env_reports_every_optional_package_and_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("moba_train.environment.probe", lambda package: "ModuleNotFoundError: gone")
+    done = runner.invoke(app, ["env"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    for package in OPTIONAL_PACKAGES:
+        assert package.name in done.output
+        assert package.install in done.output
+
+
+def test_packages_are_probed_by_what_they_can_do(tmp_path, monkeypatch):
+    (tmp_path / "apexlike.py").write_text("")
+    (tmp_path / "broken.py").write_text("raise OSError('libcudart.so.13 is missing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert probe(OptionalPackage("json", (("json", "dumps"),), "")) is None
+    assert "AttributeError" in (probe(OptionalPackage("apex", (("apexlike", "FusedAdam"),), "")) or "")
+    assert "libcudart.so.13" in (probe(OptionalPackage("broken", (("broken", "x"),), "")) or "")
+    assert "ModuleNotFoundError" in (probe(OptionalPackage("absent", (("absent_package", "x"),), "")) or "")

@@ -1,0 +1,55 @@
+"""Human-sized numbers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from moba_train.units import Length, TokenBudget, format_count, parse_number
+
+length, budget = TypeAdapter(Length), TypeAdapter(TokenBudget)
+
+
+@pytest.mark.parametrize(
+    ("text", "as_length", "as_budget"),
+    [
+        ("128K", 131072, 128_000),
+        ("1m", 2**20, 10**6),
+        ("1.5 B", 3 * 2**29, 1_500_000_000),
+        ("2T", 2**41, 2 * 10**12),
+        ("4096", 4096, 4096),
+        ("65_536", 65536, 65536),
+        ("1e9", 10**9, 10**9),
+        (8192, 8192, 8192),
+        (5e6, 5_000_000, 5_000_000),
+    ],
+)
+def test_lengths_count_in_1024_and_budgets_in_1000(text, as_length, as_budget):
+    assert length.validate_python(text) == as_length
+    assert budget.validate_python(text) == as_budget
+
+
+@pytest.mark.parametrize("value", ["", "K", "12Q", "-1", "1.5", "0.0001K", "1 2", "nan", 1.5, True, None, [1], -1])
+def test_everything_else_is_refused(value):
+    for adapter in (length, budget):
+        with pytest.raises(ValidationError):
+            adapter.validate_python(value)
+
+
+def test_zero_is_a_budget_but_no_length():
+    assert budget.validate_python(0) == 0
+    with pytest.raises(ValidationError):
+        length.validate_python(0)
+
+
+@given(st.integers(0, 2**53))
+def test_whole_numbers_survive_as_text(number):
+    assert parse_number(str(number), 1000) == parse_number(number, 1000) == number
+
+
+@pytest.mark.parametrize(
+    ("number", "base", "text"),
+    [(0, 1000, "0"), (999, 1000, "999"), (1_235_814_400, 1000, "1.24B"), (131072, 1024, "128K"), (5e12, 1000, "5T")],
+)
+def test_counts_are_shown_with_three_digits(number, base, text):
+    assert format_count(number, base) == text
