@@ -85,6 +85,12 @@ def test_a_mistake_is_refused_by_the_key_that_holds_it(config, named):
         kinds(config)
 
 
+def test_more_forced_blocks_than_topk_are_refused_not_dropped():
+    config = AttentionConfig.model_validate({"moba": {"topk": 2, "always": ["previous", "first"]}})
+    with pytest.raises(ValueError, match=r"always.*forces 3 blocks, topk is 2"):
+        build_attention(resolve_layers(config, 1), 16)
+
+
 @pytest.mark.parametrize("config", [{"moba": {"topk": 0}}, {"moba": {"blocks": 3}}, {"fulll_layers": "all"}])
 def test_unknown_keys_and_bad_values_are_refused_while_loading(config):
     with pytest.raises(ValidationError):

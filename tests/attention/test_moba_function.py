@@ -115,7 +115,7 @@ def test_a_document_is_not_changed_by_its_neighbours(device):
         moba_attention(*parts, block_size=4, topk=3)
         for parts in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
     ]
-    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-14)
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-13)
 
 
 def test_the_future_changes_nothing(device):
@@ -136,7 +136,7 @@ def test_topk_1_is_the_own_block_only(device):
         moba_attention(*parts, block_size=4, topk=1) for parts in zip(q.split(4), k.split(4), v.split(4), strict=True)
     ]
     torch.testing.assert_close(
-        moba_attention(q, k, v, block_size=4, topk=1), torch.cat(blocks_alone), rtol=0, atol=1e-14
+        moba_attention(q, k, v, block_size=4, topk=1), torch.cat(blocks_alone), rtol=0, atol=1e-13
     )
 
 
@@ -179,7 +179,7 @@ def test_choosing_every_block_is_full_attention_in_float64(lengths, device):
 
 
 def test_choosing_every_block_is_full_attention_in_bf16_within_rounding(device):
-    """No worse than twice what rounding the inputs' results to bf16 does to dense attention itself."""
+    """No worse than twice the error that bf16 gives dense attention itself."""
     qkv = make_qkv(150, 4, 2, 64, device, torch.bfloat16)
     layout = packed_layout([100, 50], device)
     dense = FullAttention(FullAttention.Options(), 64)
@@ -196,14 +196,11 @@ def test_choosing_every_block_is_full_attention_in_bf16_within_rounding(device):
 # Line 11: the log-sum-exp
 
 
-@pytest.mark.parametrize(
-    ("dtype", "lse_dtype"),
-    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.float32)],
-)
-def test_lse_is_natural_log_in_float32(dtype, lse_dtype, device):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_lse_is_natural_log_in_float32(dtype, device):
     q, k, v = (x.detach() for x in make_qkv(8, 2, 1, 16, device, dtype))
     out, lse = moba_attention(q, k, v, block_size=8, topk=1, return_lse=True)
-    assert (out.dtype, lse.dtype, lse.shape) == (dtype, lse_dtype, (2, 8))
+    assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, (2, 8))
     first = (q[0].double() * k[0].double()).sum(-1) / 4  # one key: its own scaled score
     torch.testing.assert_close(lse[:, 0].double(), first, rtol=1e-6, atol=1e-6)
     assert not lse.requires_grad

@@ -50,11 +50,13 @@ def test_a_parameter_does_not_depend_on_which_others_exist():
     assert all(torch.equal(small[name], large[name]) for name in small)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_every_rank_holds_its_shard_of_the_one_model(rank):
-    """World size 3 without processes: `initialize_weights` needs no communication, so a fake group will do."""
+def test_a_rank_holds_its_shard_of_the_one_model():
+    """Rank 2 of 3, without processes: `initialize_weights` needs no communication, so a fake group will do.
+
+    The last rank, because 401 rows do not divide by 3; one rank only, because DTensor caches local shapes per process.
+    """
     whole = initialized()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
     try:
         mesh = init_device_mesh("cpu", (3,))
         model = Transformer(ModelConfig(**SHAPE))
@@ -67,8 +69,7 @@ def test_every_rank_holds_its_shard_of_the_one_model(rank):
         distribute_module(model, mesh, shard)
         initialize_weights(model, 0)
         for name, parameter in model.named_parameters():
-            chunks = whole[name].chunk(3)
-            assert torch.equal(parameter.to_local(), chunks[rank]), name
+            assert torch.equal(parameter.to_local(), whole[name].chunk(3)[2]), name
     finally:
         dist.destroy_process_group()
 

@@ -24,11 +24,11 @@ def random_heads(tokens: int, device, dtype=torch.float64) -> torch.Tensor:
 def test_each_pair_turns_by_position_times_its_frequency(position, config, device):
     """Written with complex numbers; dimension i pairs with i + d/2. At 10**6 a float32 angle would be off by 0.06."""
     x = random_heads(1, device)
-    turned = rotate(x, torch.tensor([position]), config)[0, 0].tolist()
+    before, turned = x[0, 0].tolist(), rotate(x, torch.tensor([position]), config)[0, 0].tolist()
     half = HEAD_DIM // 2
     for i in range(half):
         angle = position / config.factor * config.theta ** (-2 * i / HEAD_DIM)
-        want = complex(x[0, 0, i], x[0, 0, i + half]) * cmath.exp(1j * angle)
+        want = complex(before[i], before[i + half]) * cmath.exp(1j * angle)
         assert complex(turned[i], turned[i + half]) == pytest.approx(want, abs=1e-6)
 
 

@@ -86,8 +86,6 @@ def _check(
     strange = [name for name in always if name not in ("current", "previous", "first")]
     if strange:
         raise ValueError(f"always: {strange[0]!r} given, allowed: current, previous, first")
-    if len({"current", *always}) > topk:
-        raise ValueError(f"always: {always} forces {len({'current', *always})} blocks, topk is {topk}")
     return _check_documents(q, cu_seqlens)
 
 

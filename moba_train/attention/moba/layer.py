@@ -31,6 +31,9 @@ class MobaAttention(LocalAttention):
 
     def __init__(self, options: Section, head_dim: int, softmax_scale: float | None = None) -> None:
         assert isinstance(options, MobaAttention.Options)
+        forced = {"current", *options.always}
+        if len(forced) > options.topk:
+            raise ValueError(f"always: {options.always} forces {len(forced)} blocks, topk is {options.topk}")
         self.options = options
         self.alignment = options.block_size
         self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
