@@ -6,34 +6,16 @@ Modules are imported when a command runs, so that `--help` answers at once.
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-from typer.core import TyperGroup
 
-from moba_train.errors import UserError
+from moba_train.commands import command_group
 
 SHOWN_RECORDS = 20
 
 
-class _Group(TyperGroup):
-    """Prints the user's errors without a traceback and exits with code 2."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UserError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from error
-
-
-app = typer.Typer(
-    cls=_Group,
-    help="From text to training corpora in Megatron's .bin/.idx format.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = command_group("From text to training corpora in Megatron's .bin/.idx format.")
 
 Inputs = Annotated[
     list[str],

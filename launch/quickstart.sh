@@ -5,10 +5,13 @@
 #   bash launch/quickstart.sh [--corpus FILE_OR_FOLDER]      default: the sources of Python's standard library
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
+# Of the standard library, its Python sources: tests, installed packages and tables of characters are poor prose.
+select=(--glob '*.py')
+for folder in site-packages test tests encodings pydoc_data 'config-3*'; do select+=(--exclude "$folder"); done
 corpus=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
 while [ $# -gt 0 ]; do
     case $1 in
-        --corpus) corpus=${2:?--corpus needs a file or folder}; shift 2 ;;
+        --corpus) corpus=${2:?--corpus needs a file or folder} select=(); shift 2 ;;
         *) echo "error: unknown argument $1; allowed: --corpus FILE_OR_FOLDER" >&2; exit 2 ;;
     esac
 done
@@ -26,16 +29,16 @@ mkdir -p "$run/data"
 step "1/6  tokenizer, from $corpus"
 [ -e "$run/data/tokenizer.model" ] ||
     "${moba_data[@]}" train-tokenizer --input "$corpus" --output "$run/data/tokenizer.model" --vocab-size 2048 \
-        --exclude site-packages --exclude test
+        ${select[@]+"${select[@]}"}
 
 step "2/6  tokens, into $run/data"
 [ -e "$run/data/corpus-valid.idx" ] ||
     "${moba_data[@]}" tokenize --input "$corpus" --tokenizer "$run/data/tokenizer.model" --output "$run/data/corpus" \
-        --exclude site-packages --exclude test --holdout 0.02
+        ${select[@]+"${select[@]}"} --holdout 0.02
 
 step "3/6  training on $ranks ranks, as far as the middle of the second stage"
 "${moba_train[@]}" plan "$recipe" --gpus "$ranks"
-"${train[@]}" --stop-at-step 90
+"${train[@]}" --stop-at-step 150
 
 step "4/6  the same command again: it resumes from the checkpoint"
 "${train[@]}"

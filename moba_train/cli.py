@@ -1,32 +1,13 @@
 """`moba-train`: parses, calls, prints. Imports what a command needs inside it, so that `--help` starts at once."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
-from moba_train.errors import UserError
+from moba_train.commands import command_group
 
-
-class _Commands(TyperGroup):
-    """Turns a UserError of any command into its message and exit code 2; other exceptions keep their traceback."""
-
-    def invoke(self, ctx: Any) -> Any:  # typer's Context or click's, by typer's version
-        try:
-            return super().invoke(ctx)
-        except UserError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from None
-
-
-app = typer.Typer(
-    cls=_Commands,
-    help="Distributed long-context pretraining with MoBA.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = command_group("Distributed long-context pretraining with MoBA.")
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of the run")]
 Overrides = Annotated[

@@ -42,7 +42,8 @@ class Progress:
 def data_plan(config: RunConfig, stages: tuple[Stage, ...]) -> dict[str, Any]:
     """What must stay the same for a resumed run to see the same tokens in the same order, as JSON values.
 
-    The current stage may be made longer or shorter, and later ones changed at will.
+    Later stages may be changed at will, and the current one made longer or shorter (which shuffles anew the windows of
+    its last group, see data/samples.py).
     """
     return {
         "seed": config.seed,

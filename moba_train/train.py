@@ -9,6 +9,7 @@ import os
 import sys
 
 from moba_train.config.load import dump_config, load_config
+from moba_train.config.schema import RunConfig
 from moba_train.config.validate import validate
 from moba_train.errors import UserError
 from moba_train.parallel.world import World, joined_world
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _train(config, world: World, stop_at_step: int | None) -> None:
+def _train(config: RunConfig, world: World, stop_at_step: int | None) -> None:
     finished = Trainer(config, world, stop_at_step).run()
     if world.is_main and not finished:
         print("stopped as asked; the same command goes on from here", flush=True)

@@ -67,6 +67,11 @@ class Trainer:
             if world.is_main
             else Telemetry([])
         )
+        if self.progress.step:
+            stage = self.stages[self.progress.stage]
+            self.telemetry.stage = stage.name
+            where = f"resumed from the checkpoint of step {self.progress.step}, in stage {stage.name}"
+            self.telemetry.event(self.progress.step, self._tokens(stage), "resume", where)
 
     @property
     def end_step(self) -> int:
@@ -170,8 +175,8 @@ class Trainer:
         """Give the model the stage's attention and RoPE, and open its data."""
         if self.progress.step > stage.end_step:
             raise CheckpointError(
-                f"stages[{stage.index}].tokens: stage {stage.name} now ends at step {stage.end_step}, but the checkpoint "
-                f"is at step {self.progress.step}; make it longer, or set run_dir to a new folder"
+                f"stages[{stage.index}].tokens: stage {stage.name} now ends at step {stage.end_step}, before the "
+                f"checkpoint's step {self.progress.step}; make it longer, or set run_dir to a new folder"
             )
         if stage.index > self.progress.stage:
             self.progress.stage, self.progress.starts = stage.index, self.next_starts

@@ -1,6 +1,8 @@
 """The training samples of one stage, each a pure function of its index.
 
-Documents are concatenated and chopped: a sample is the next `seq_len` tokens of its source's stream. Nothing here
+Documents are concatenated and chopped: a sample is a window of `seq_len` tokens of its source's stream. Windows are
+shuffled in groups of `SHUFFLED_WINDOWS`, because the windows of a long document would otherwise fill whole batches; a
+stage's last group is as short as it must be, so that the stage as a whole reads the stream without a gap. Nothing here
 depends on ranks, workers or what was read before, so a run resumes, and changes its layout, by counters alone.
 """
 
@@ -15,10 +17,12 @@ import numpy.typing as npt
 from moba_train.config.data import SourceConfig
 from moba_train.data.blend import blend, samples_taken
 from moba_train.data.indexed import IndexedDataset
+from moba_train.data.shuffle import permutation
 from moba_train.data.stream import DocumentStream, Piece
 from moba_train.errors import DataError
 
 BLEND_BLOCK = 1 << 16
+SHUFFLED_WINDOWS = 4096
 
 
 class Span(NamedTuple):
@@ -89,6 +93,8 @@ class StageData:
             path: stream.fingerprint for path, stream in zip(self._paths, self._streams, strict=True)
         }
         """Fingerprint of each corpus by path, to be kept in checkpoints."""
+        self._windows = samples_taken(self._weights, sequences)
+        self._window_order = functools.lru_cache(maxsize=4 * len(sources))(self._shuffle_windows)
         self._blend_block = functools.lru_cache(maxsize=4)(self._make_blend_block)
 
     def _open(self, path: str) -> IndexedDataset:
@@ -107,6 +113,13 @@ class StageData:
         first = block * BLEND_BLOCK
         return blend(self._weights, min(BLEND_BLOCK, self.sequences - first), first)
 
+    def _shuffle_windows(self, source: int, group: int) -> npt.NDArray[np.int64]:
+        """Windows of a source in the order they are read, int64 [windows of the group]."""
+        first = group * SHUFFLED_WINDOWS
+        count = min(SHUFFLED_WINDOWS, int(self._windows[source]) - first)
+        entropy = (*self._streams[source].entropy, self._starts.get(self._paths[source], 0), group)
+        return first + permutation(count, entropy)
+
     def sample(self, index: int) -> Sample:
         """Sample `index` of the stage.
 
@@ -118,7 +131,8 @@ class StageData:
         source, ordinal = self._blend_block(block)
         chosen = int(source[within])
         path = self._paths[chosen]
-        offset = self._starts.get(path, 0) + int(ordinal[within]) * self.seq_len
+        group, place = divmod(int(ordinal[within]), SHUFFLED_WINDOWS)
+        offset = self._starts.get(path, 0) + int(self._window_order(chosen, group)[place]) * self.seq_len
         window = self._streams[chosen].window(offset, self.seq_len + 1)
         self._check_vocabulary(path, window)
         return _sample(path, window, self.seq_len)
@@ -137,9 +151,11 @@ class StageData:
     def starts_after(self, sequences: int) -> dict[str, int]:
         """`starts` once the first `sequences` samples are consumed: where the next stage goes on.
 
-        Corpora of other stages keep their place.
+        Corpora of other stages keep their place. In the middle of a stage this is the end of the windows being
+        shuffled: some may go unread, none is read twice.
         """
-        taken = samples_taken(self._weights, sequences)
+        groups = -(-samples_taken(self._weights, sequences) // SHUFFLED_WINDOWS)
+        taken = np.minimum(groups * SHUFFLED_WINDOWS, self._windows)
         return self._starts | {
             path: self._starts.get(path, 0) + int(count) * self.seq_len
             for path, count in zip(self._paths, taken, strict=True)

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moba_train.data.indexed import IndexedDataset
+from moba_train.data.shuffle import permutation
 
 
 class Piece(NamedTuple):
@@ -28,15 +29,13 @@ class DocumentStream:
     def __init__(self, dataset: IndexedDataset, seed: int) -> None:
         self.dataset = dataset
         self.fingerprint = dataset.fingerprint()
-        self._seed = seed
+        self.entropy = (seed, int(self.fingerprint[:16], 16))
+        """What every random choice about this stream is seeded with."""
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def _shuffle(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Documents in the order of `epoch` [documents], and where each begins in it [documents + 1]."""
-        # Raw PCG64 output and SeedSequence never change between numpy versions; Generator.permutation may (NEP 19).
-        entropy = [self._seed, int(self.fingerprint[:16], 16), epoch]
-        keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(self.dataset.documents)
-        order = np.argsort(keys, kind="stable")
+        order = permutation(self.dataset.documents, [*self.entropy, epoch])
         begins = np.zeros(len(order) + 1, dtype=np.int64)
         np.cumsum(self.dataset.document_lengths[order], out=begins[1:])
         return order, begins

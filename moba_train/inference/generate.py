@@ -38,8 +38,8 @@ def generate(
         raise ValueError(f"top_p: {top_p} given, must be above 0 and at most 1")
     device = model.embedding.weight.device
     generator = torch.Generator(device).manual_seed(seed)
-    for block in model.blocks:
-        block.attention.engine = CachedAttention(len(prompt) + max_new_tokens, sparse_decode)
+    capacity = len(prompt) + max_new_tokens
+    model.set_engines([CachedAttention(capacity, sparse_decode) for _ in model.blocks])
     try:
         tokens, start = prompt, 0
         for _ in range(max_new_tokens):
@@ -54,8 +54,7 @@ def generate(
             start += len(tokens)
             tokens = [token]
     finally:
-        for block in model.blocks:
-            block.attention.engine = run_local
+        model.set_engines([run_local] * len(model.blocks))
 
 
 def _sample(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:

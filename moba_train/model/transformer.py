@@ -3,7 +3,7 @@
 Shape suffixes: T packed tokens, D hidden size, H query heads, K key/value heads, d head width, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -88,9 +88,16 @@ class Transformer(nn.Module):
 
     def set_attention(self, kinds: Iterable[LocalAttention]) -> None:
         """Choose the attention of every block, first to last; may change between steps."""
-        attentions = (module for module in self.modules() if isinstance(module, Attention))
-        for attention, kind in zip(attentions, kinds, strict=True):
+        for attention, kind in zip(self._attentions(), kinds, strict=True):
             attention.kind = kind
+
+    def set_engines(self, engines: Iterable[Engine]) -> None:
+        """Choose what runs the attention of every block, first to last."""
+        for attention, engine in zip(self._attentions(), engines, strict=True):
+            attention.engine = engine
+
+    def _attentions(self) -> Iterator[Attention]:
+        return (module for module in self.modules() if isinstance(module, Attention))
 
     def set_rope(self, rope: RopeConfig) -> None:
         """Choose the rotary embedding of all blocks; may change between steps."""

@@ -1,4 +1,4 @@
-"""FSDP2 around the model: sharded float32 master weights, gathered in the compute dtype, gradients summed in float32."""
+"""FSDP2 around the model: float32 master weights in shards, gathered in the compute dtype; float32 gradient sums."""
 
 from collections.abc import Callable
 from functools import partial

@@ -23,8 +23,9 @@ def stage(*paths: str, weights: tuple[float, ...] = (), **changes: Any) -> Stage
 
 def test_labels_follow_the_document_and_stop_at_its_end(make_corpus: MakeCorpus) -> None:
     """One document of 10 tokens, sample length 8: the second sample begins with its rest."""
-    data = stage(make_corpus("a", numbered_documents([10])))
-    first, second = data.sample(0), data.sample(1)
+    path = make_corpus("a", numbered_documents([10]))
+    first = stage(path, sequences=1).sample(0)
+    second = stage(path, sequences=1, starts={path: 8}).sample(0)
     assert first.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert first.labels.tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
     assert first.loss_weight.tolist() == [1.0] * 8
@@ -66,7 +67,7 @@ def test_a_sample_depends_on_its_index_alone(make_corpus: MakeCorpus) -> None:
     paths = [make_corpus("a", numbered_documents([5, 9, 3])), make_corpus("b", numbered_documents([7, 20], 100))]
     ordered = stage(*paths, weights=(3, 1))
     for index in (70, 3, 70, 0):
-        fresh = stage(*paths, weights=(3, 1), sequences=71)
+        fresh = stage(*paths, weights=(3, 1))
         assert fresh.sample(index).tokens.tolist() == ordered.sample(index).tokens.tolist()
     with pytest.raises(IndexError):
         ordered.sample(100)
@@ -88,12 +89,22 @@ def test_consecutive_stages_read_each_token_once(make_corpus: MakeCorpus) -> Non
     assert sorted(seen) == list(range(1, 161)) + list(range(500, 596))
 
 
-def test_a_stopped_stage_goes_on_in_another_one_without_a_gap(make_corpus: MakeCorpus) -> None:
-    path = make_corpus("a", numbered_documents([40, 13, 90]))
-    whole = stage(path, seq_len=4, sequences=30)
-    rest = stage(path, seq_len=8, sequences=10, starts=whole.starts_after(7))
-    expected = np.concatenate([whole.sample(index).tokens for index in range(7, 27)])
-    assert np.concatenate([rest.sample(index).tokens for index in range(10)]).tolist() == expected.tolist()
+def test_windows_are_shuffled_in_groups(make_corpus: MakeCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long document does not fill whole batches; ten windows in groups of four: 4, 4 and 2."""
+    monkeypatch.setattr("moba_train.data.samples.SHUFFLED_WINDOWS", 4)
+    data = stage(make_corpus("a", numbered_documents([81])), sequences=10)
+    order = [int(data.sample(index).tokens[0] - 1) // 8 for index in range(10)]
+    assert order != list(range(10))
+    assert [sorted(order[i : i + 4]) for i in (0, 4, 8)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_a_stage_stopped_early_reads_nothing_twice(make_corpus: MakeCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 6 of 10 windows, in the middle of the second group of 4, the next stage goes on behind that group."""
+    monkeypatch.setattr("moba_train.data.samples.SHUFFLED_WINDOWS", 4)
+    path = make_corpus("a", numbered_documents([81]))
+    stopped = stage(path, sequences=10)
+    assert stopped.starts_after(6) == {path: 64}
+    assert stopped.starts_after(10) == {path: 80}
 
 
 def test_blend_is_by_tokens_whatever_the_document_lengths(make_corpus: MakeCorpus) -> None:

@@ -11,6 +11,7 @@ from moba_train.attention.moba.reference import chosen_mask
 from moba_train.attention.moba.selection import select_blocks
 from moba_train.attention.protocol import Layout, LocalAttention, Plan
 from moba_train.config.base import Section
+from moba_train.units import Length
 
 
 class MobaAttention(LocalAttention):
@@ -19,7 +20,7 @@ class MobaAttention(LocalAttention):
     class Options(Section):
         """Options of `kind: moba`."""
 
-        block_size: int = Field(512, ge=1, description="tokens per block; blocks start anew with each document")
+        block_size: Length = Field(512, description="tokens per block; blocks start anew with each document")
         topk: int = Field(3, ge=1, description="blocks each query attends to, its own included; 1: own block only")
         select: Literal["head", "group"] = Field(
             "head", description="choose per query head, or once for all query heads that share a key/value head"
