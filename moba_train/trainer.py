@@ -50,6 +50,7 @@ class Trainer:
         self.stop_at_step = stop_at_step
         self.stop_requested = False
 
+        torch.manual_seed(config.seed + world.rank)
         mesh = build_mesh(config, world)
         self.model = sharded_model(config, mesh, world.device)
         self.optimizer = build_optimizer(self.model, config.optim, world.device)

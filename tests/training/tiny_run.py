@@ -19,7 +19,7 @@ VOCAB = 64
 def write_corpus(prefix: Path, documents: int, seed: int) -> None:
     """Documents of 20 to 400 tokens in which a token mostly follows from the one before, so that the loss can fall."""
     rng = np.random.default_rng(seed)
-    following = rng.permutation(VOCAB)
+    following = np.random.default_rng(0).permutation(VOCAB)
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for _ in range(documents):
             length = int(rng.integers(20, 400))

@@ -1,0 +1,1 @@
+"""Programs that print and save the numbers we claim; their results are in benchmarks/results."""

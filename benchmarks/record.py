@@ -1,0 +1,41 @@
+"""What every result file says about where its numbers come from."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def provenance() -> dict[str, Any]:
+    """Command, commit (`git`, else $GIT_COMMIT), device and versions of this process."""
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    commit = asked.stdout.strip() or os.environ.get("GIT_COMMIT", "")  # a copy without .git is told
+    cuda = torch.cuda.is_available()
+    return {
+        "command": " ".join(["python", "-m", "benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "commit": commit or "unknown",
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "devices": torch.cuda.device_count() if cuda else 0,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, minimum and maximum."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def save(path: Path, settings: dict[str, Any], results: Any) -> None:
+    """Write a result file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**provenance(), "settings": settings, "results": results}, indent=2) + "\n")
