@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--sequences-per-gpu", type=int, default=2, help="sequences per GPU and optimizer step")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
@@ -104,8 +104,8 @@ def main() -> None:
                 key: value["median"] for key, value in results[name].items() if key != "steps"
             }
             print(f"{name:<45} {shown}", flush=True)
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "variants")}
-    save(arguments.output, settings, results)
+            settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "variants")}
+            save(arguments.output, settings, results)
 
 
 if __name__ == "__main__":
