@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -16,10 +17,12 @@ import torch
 def provenance() -> dict[str, Any]:
     """Command, commit (`git`, else $GIT_COMMIT), device and versions of this process."""
     asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    commit = asked.stdout.strip() or os.environ.get("GIT_COMMIT", "")  # a copy without .git is told
+    commit = (
+        asked.stdout.strip() if asked.returncode == 0 else os.environ.get("GIT_COMMIT", "")
+    )  # a copy without .git is told
     cuda = torch.cuda.is_available()
     return {
-        "command": " ".join(["python", "-m", "benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
         "commit": commit or "unknown",
         "date": datetime.now(UTC).date().isoformat(),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),

@@ -1,6 +1,7 @@
 """The one training loop: stages of steps, each step a few micro-batches, with evaluation and checkpoints between."""
 
 import json
+import logging
 import math
 import shutil
 import signal
@@ -37,6 +38,8 @@ from moba_train.progress import Progress, check_resumable, data_plan
 from moba_train.telemetry.factory import make_telemetry
 from moba_train.telemetry.plot import plot_run
 from moba_train.telemetry.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -89,7 +92,10 @@ class Trainer:
             self.checkpointer.close()
             self.telemetry.close()
         if self.world.is_main:
-            plot_run(self.run_dir)
+            try:
+                plot_run(self.run_dir)
+            except Exception as error:  # the run itself is done and saved
+                logger.warning("no picture of the loss: %s", error)
         return finished
 
     def _train_stage(self, stage: Stage) -> bool:

@@ -77,10 +77,15 @@ class Run:
     def run_dir(self) -> Path:
         return Path(self.recipe["run_dir"])
 
-    def start(self, ranks: int, *arguments: str) -> subprocess.Popen[str]:
-        """Launch training; one rank runs without torchrun."""
+    def write_recipe(self) -> Path:
+        """The recipe as a file."""
         path = self.folder / "recipe.yaml"
         path.write_text(yaml.safe_dump(self.recipe))
+        return path
+
+    def start(self, ranks: int, *arguments: str) -> subprocess.Popen[str]:
+        """Launch training; one rank runs without torchrun."""
+        path = self.write_recipe()
         launcher = [sys.executable, "-m"]
         if ranks > 1:
             launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]

@@ -1,0 +1,65 @@
+"""`moba-train verify`, `eval` and `generate` on a trained run."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_run import VOCAB, Run
+from typer.testing import CliRunner
+
+from moba_train.cli import app
+from moba_train.config.load import load_config
+from moba_train.errors import UserError
+from moba_train.inference.text import generate_text
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_eval_repeats_the_loss_of_the_training_run(finished_run: Run) -> None:
+    """On one rank what two ranks measured, and with full attention on the same weights."""
+    code, output = invoke("eval", str(finished_run.run_dir))
+    assert code == 0, output
+    trained, full = (float(line.split()[-4]) for line in output.strip().splitlines())
+    assert trained == pytest.approx(finished_run.records("evaluation")[-1]["eval_loss"], abs=1e-4)
+    assert full != trained
+
+
+def test_verify_names_the_damaged_file(finished_run: Run, tmp_path: Path) -> None:
+    assert invoke("verify", str(finished_run.run_dir))[0] == 0
+    copy = tmp_path / "copy"
+    shutil.copytree(finished_run.run_dir / "checkpoints" / "step_00000012", copy)
+    shard = next(copy.glob("__1_*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    code, output = invoke("verify", str(copy))
+    assert code == 2
+    assert shard.name in output
+
+
+def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    for command in (["verify"], ["eval"], ["generate", "--prompt", "x"]):
+        code, output = invoke(*command[:1], str(tmp_path), *command[1:])
+        assert code == 2
+        assert str(tmp_path) in output.replace("\n", "")
+
+
+def test_generate_needs_a_tokenizer(finished_run: Run) -> None:
+    code, output = invoke("generate", str(finished_run.run_dir), "--prompt", "x")
+    assert code == 2
+    assert "data.tokenizer" in output
+
+
+def test_the_resolved_recipe_in_the_run_folder_is_a_recipe(finished_run: Run) -> None:
+    config = load_config(finished_run.run_dir / "config.yaml")
+    assert config.model.vocab_size == VOCAB
+    assert config.stages[0].attention is not None
+    assert config.stages[0].attention.default == "full"
+
+
+def test_an_unknown_kind_of_decoding_is_refused(finished_run: Run) -> None:
+    with pytest.raises(UserError, match="--decode"):
+        next(generate_text(finished_run.run_dir, "x", 1, 1.0, 1.0, 0, "sparse"))

@@ -1,0 +1,92 @@
+"""What training does when the data, the numbers or the disk are not as they should be."""
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_run import VOCAB, Run
+
+from moba_train.checkpoint.publish import latest_checkpoint, read_meta, verify_checkpoint
+from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.train import main
+
+
+def train_here(run: Run, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Train in this process; returns (exit code, what it printed)."""
+    code = main([str(run.write_recipe()), *arguments])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_touches_the_weights(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.recipe["checkpoint"]["every"] = 1
+    assert train_here(run, capsys, "--stop-at-step", "2")[0] == 0
+    run.recipe["optim"] = {"lr": 1e30, "clip_norm": None}
+    code, printed = train_here(run, capsys)
+    assert code == 2
+    assert "not applied" in printed
+    assert "optim.lr" in printed
+    alerts = run.records("alert")
+    assert any("fatal" in alert["title"] for alert in alerts)
+    saved = latest_checkpoint(run.run_dir / "checkpoints")
+    assert saved is not None
+    verify_checkpoint(saved)
+    assert read_meta(saved)["progress"]["step"] < run.records("spike")[-1]["step"]
+
+
+def test_a_step_without_any_loss_token_is_skipped_with_a_warning(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Documents of one token predict nothing: no NaN, no update, the tokens count as consumed."""
+    with IndexedDatasetWriter(run.folder / "lonely", np.uint16) as writer:
+        for token in range(40):
+            writer.add_document(np.array([token % VOCAB], dtype=np.uint16))
+    run.recipe["data"] = {"train": [{"path": str(run.folder / "lonely")}]}
+    code, printed = train_here(run, capsys)
+    assert code == 0, printed
+    assert not run.records()
+    assert len(run.records("warning")) == 12
+    saved = latest_checkpoint(run.run_dir / "checkpoints")
+    assert saved is not None
+    assert read_meta(saved)["progress"]["step"] == 12
+
+
+def test_a_full_disk_is_refused_before_training(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(10**9, 10**9 - 1000, 1000))
+    code, printed = train_here(run, capsys)
+    assert code == 2
+    assert "run_dir" in printed
+    assert "GiB free" in printed
+    assert not list(Path(run.run_dir / "checkpoints").glob("step_*"))
+
+
+def test_each_stage_trains_with_its_own_attention_rope_and_rate(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.recipe["stages"][1] |= {"lr": 0.002, "schedule": {"kind": "constant"}}
+    assert train_here(run, capsys)[0] == 0
+    first, second = run.records("stage")
+    assert "2 x full" in first["message"]
+    assert "1 x moba, 1 x full" in second["message"]
+    rates = [record["lr"] for record in run.records()]
+    assert rates[6:] == [0.002] * 6
+    assert rates[0] == pytest.approx(0.01 * 512 / 1000)
+    assert [record["tokens"] for record in run.records()] == [512 * step for step in range(1, 13)]
+
+
+def test_a_longer_last_stage_goes_on_from_a_finished_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_here(run, capsys)[0] == 0
+    run.recipe["stages"][1]["tokens"] = 8 * 512
+    assert train_here(run, capsys)[0] == 0
+    assert [record["step"] for record in run.records()] == list(range(1, 15))
+
+
+def test_a_shorter_stage_than_was_trained_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_here(run, capsys, "--stop-at-step", "5")[0] == 0
+    run.recipe["stages"][0]["tokens"] = 3 * 512
+    code, printed = train_here(run, capsys)
+    assert code == 2
+    assert "stages[0].tokens" in printed
