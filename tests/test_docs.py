@@ -1,0 +1,46 @@
+"""What README and the recipes say is true: every example runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from moba_train.config.load import load_config
+from moba_train.config.validate import validate
+from moba_train.planning.plan import make_plan
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_recipe_in_the_readme_is_valid_and_can_be_planned(tmp_path: Path) -> None:
+    (recipe,) = blocks("yaml")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.replace("configs/models", str(ROOT / "configs" / "models")))
+    config = load_config(path)
+    validate(config, world_size=8)
+    plan = make_plan(config, 8, 989.0, 0.4)
+    assert len(plan.stages) == 2
+
+
+def test_the_python_in_the_readme_runs() -> None:
+    (code,) = blocks("python")
+    q, k, v = (torch.randn(600, heads, 16) for heads in (4, 2, 2))
+    names = {"q": q, "k": k, "v": v, "cu": torch.tensor([0, 100, 600], dtype=torch.int32)}
+    exec(code, names)
+    assert names["out"].shape == q.shape
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "configs" / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_valid(recipe: Path) -> None:
+    validate(load_config(recipe), world_size=2)
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[^)]+)\)", README))
+def test_links_lead_somewhere(path: str) -> None:
+    assert (ROOT / path).exists()
