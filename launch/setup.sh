@@ -15,9 +15,15 @@ else
     stamp=$VENV/.moba_train_installed
     wanted=$(cat pyproject.toml launch/constraints.txt launch/setup.sh | cksum)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-        base=$(command -v python3.12 || command -v python3.11 || command -v python3 || true)
-        if ! "${base:-false}" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-            echo "error: Python 3.11 or newer is needed; found ${base:-none} (set MOBA_PYTHON to another one)" >&2
+        base=
+        for candidate in python3 python3.13 python3.12 python3.11; do
+            if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+                base=$candidate
+                break
+            fi
+        done
+        if [ -z "$base" ]; then
+            echo "error: no Python 3.11 or newer on the PATH (MOBA_PYTHON names one elsewhere)" >&2
             exit 2
         fi
         system=() constraints=()
