@@ -20,6 +20,23 @@ Checkpoint = Annotated[
 
 
 @app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="ranks on this machine; default: all its GPUs")] = None,
+) -> None:
+    """Train on this machine: torchrun with one rank per GPU. For several nodes see launch/multinode.sh."""
+    import os
+    import sys
+
+    import torch
+
+    ranks = gpus or torch.cuda.device_count() or 1
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    os.execv(sys.executable, [*launch, "-m", "moba_train.train", str(recipe), *(overrides or ())])
+
+
+@app.command()
 def plan(
     recipe: Recipe,
     overrides: Overrides = None,

@@ -168,12 +168,10 @@ class Trainer:
             )
 
     def _evaluate(self, stage: Stage) -> None:
-        if not self.config.data.validation:
+        if self.validation is None:
             return
-        data = validation_data(self.config, self.config.data.validation, stage.seq_len)
-        loss = validation_loss(
-            self.model, data, stage.micro_batch_size, self.world.rank, self.world.size, self.world.device
-        )
+        rank, size, device = self.world.rank, self.world.size, self.world.device
+        loss = validation_loss(self.model, self.validation, stage.micro_batch_size, rank, size, device)
         self.telemetry.event(
             self.progress.step, self._tokens(stage), "evaluation", f"validation loss {loss:.4f}", eval_loss=loss
         )
@@ -199,6 +197,7 @@ class Trainer:
             self.config.model.vocab_size,
         )
         data.check_fingerprints(self.progress.fingerprints)
+        self.validation = validation_data(self.config, stage.seq_len)
         self.progress.fingerprints |= data.fingerprints
         self.telemetry.stage = stage.name
         kinds = [layer.kind for layer in stage.attention]

@@ -5,16 +5,18 @@ import dataclasses
 import torch
 import torch.distributed as dist
 
-from moba_train.config.data import SourceConfig
 from moba_train.config.schema import RunConfig
 from moba_train.data.batch import collate
 from moba_train.data.samples import Sample, StageData
 from moba_train.model.transformer import Transformer
 
 
-def validation_data(config: RunConfig, sources: list[SourceConfig], seq_len: int) -> StageData:
-    """The first `evaluation.sequences` samples of a blend, always the same ones for a given seed and length."""
-    return StageData(sources, seq_len, config.evaluation.sequences, config.seed, {}, config.model.vocab_size)
+def validation_data(config: RunConfig, seq_len: int) -> StageData | None:
+    """The same `evaluation.sequences` samples of `data.validation` for a given seed and length; None without any."""
+    if not config.data.validation:
+        return None
+    sequences, vocab_size = config.evaluation.sequences, config.model.vocab_size
+    return StageData(config.data.validation, seq_len, sequences, config.seed, {}, vocab_size)
 
 
 @torch.no_grad()

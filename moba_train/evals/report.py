@@ -22,10 +22,10 @@ def evaluate_checkpoint(path: Path) -> dict[str, float]:
     checkpoint = find_checkpoint(path)
     with joined_world() as world:
         model, config, stage = load_trained(checkpoint, world.device)
-        if not config.data.validation:
+        data = validation_data(config, stage.seq_len)
+        if data is None:
             raise DataError(f"{checkpoint}: its recipe has no data.validation to evaluate on")
         model = model.to(compute_dtype(config, world.device))
-        data = validation_data(config, config.data.validation, stage.seq_len)
         full = [LayerAttention("full", FullAttention.Options())] * config.model.layers
         variants = {"as trained": stage.attention}
         if any(layer.kind != "full" for layer in stage.attention):

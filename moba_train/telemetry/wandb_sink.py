@@ -92,7 +92,10 @@ class WandbSink:
                 if self.dropped == 0:
                     logger.warning("wandb refuses records: %r", error)
                 self.dropped += 1
-        run.finish()
+        try:
+            run.finish()
+        except Exception as error:
+            logger.warning("wandb could not finish its run: %r", error)
 
     def _send(self, wandb: Any, run: Any, record: dict[str, Any]) -> None:
         axes = {"step": record["step"], "tokens": record["tokens"]}

@@ -1,6 +1,8 @@
 """`moba-train verify`, `eval` and `generate` on a trained run."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,14 @@ def test_eval_repeats_the_loss_of_the_training_run(finished_run: Run) -> None:
     trained, full = (float(line.split()[-4]) for line in output.strip().splitlines())
     assert trained == pytest.approx(finished_run.records("evaluation")[-1]["eval_loss"], abs=1e-4)
     assert full != trained
+
+
+def test_train_launches_the_recipe(run: Run) -> None:
+    command = [sys.executable, "-m", "moba_train.cli", "train", str(run.write_recipe()), "--gpus", "1", "seed=4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(run.losses()) == 12
+    assert load_config(run.run_dir / "config.yaml").seed == 4
 
 
 def test_verify_names_the_damaged_file(finished_run: Run, tmp_path: Path) -> None:
