@@ -44,6 +44,10 @@ class FullAttention(LocalAttention):
         """Nothing to choose."""
         return ()
 
+    def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Plan:
+        """Nothing."""
+        return ()
+
     def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, plan: Plan) -> tuple[Tensor, Tensor]:
         """See `LocalAttention.attend`."""
         match self._backend(q_THD, layout):

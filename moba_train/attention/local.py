@@ -1,37 +1,24 @@
-"""Run a LocalAttention on one device: the engine that context parallelism replaces by its own."""
+"""Run a LocalAttention on one device: the engine that context parallelism replaces by its own.
 
+The steps are torch custom operators, so that torch.compile keeps them whole and activation checkpointing can keep their
+results: a recomputed forward pass then reuses the saved choice of blocks instead of choosing anew (see
+`SAVED_OPERATORS` and parallel/fsdp.py).
+"""
+
+import itertools
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moba_train.attention.protocol import Layout, LocalAttention
 
-
-class _RunLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout
-    ) -> tuple[Tensor, Tensor]:
-        plan = attention.plan(q_THD, attention.summarize(k_SKD, layout), layout)
-        out_THD, lse_HT = attention.attend(q_THD, k_SKD, v_SKD, layout, plan)
-        ctx.save_for_backward(q_THD, k_SKD, v_SKD, out_THD, lse_HT, *plan)
-        ctx.attention, ctx.layout = attention, layout
-        ctx.mark_non_differentiable(lse_HT)
-        return out_THD, lse_HT
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout_THD: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q_THD, k_SKD, v_SKD, out_THD, lse_HT, *plan = ctx.saved_tensors
-        dq, dk, dv = ctx.attention.attend_backward(
-            dout_THD.contiguous(), q_THD, k_SKD, v_SKD, out_THD, lse_HT, ctx.layout, tuple(plan)
-        )
-        return dq, dk, dv, None, None
+_attentions: weakref.WeakValueDictionary[int, LocalAttention] = weakref.WeakValueDictionary()
+_numbers: weakref.WeakKeyDictionary[LocalAttention, int] = weakref.WeakKeyDictionary()
+_next_number = itertools.count()
 
 
-@torch.compiler.disable
 def run_local(
     q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout
 ) -> tuple[Tensor, Tensor]:
@@ -40,4 +27,116 @@ def run_local(
     q [T, H, D], k and v [S, K, D] of one floating dtype, K dividing H. Returns out [T, H, D] and lse [H, T] (natural
     log, no gradient). No gradient flows through `summarize` and `plan`.
     """
-    return _RunLocal.apply(q_THD, k_SKD, v_SKD, attention, layout)
+    where = (layout.cu_seqlens, layout.q_index, layout.k_index, layout.max_seqlen, layout.total, _number(attention))
+    plan = _plan(q_THD.detach(), k_SKD.detach(), *where)
+    return _attend(q_THD, k_SKD, v_SKD, plan, *where)
+
+
+@torch.compiler.assume_constant_result
+def _number(attention: LocalAttention) -> int:
+    """What stands for an attention in an operator's arguments; the same for as long as the object lives."""
+    if attention not in _numbers:
+        _numbers[attention] = next(_next_number)
+        _attentions[_numbers[attention]] = attention
+    return _numbers[attention]
+
+
+@torch.library.custom_op("moba_train::plan", mutates_args=())
+def _plan(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    q_index: Tensor | None,
+    k_index: Tensor | None,
+    max_seqlen: int,
+    total: int,
+    attention: int,
+) -> list[Tensor]:
+    layout, kind = Layout(cu_seqlens, max_seqlen, total, q_index, k_index), _attentions[attention]
+    return list(kind.plan(q, kind.summarize(k, layout), layout))
+
+
+@_plan.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    q_index: Tensor | None,
+    k_index: Tensor | None,
+    max_seqlen: int,
+    total: int,
+    attention: int,
+) -> list[Tensor]:
+    layout = Layout(cu_seqlens, max_seqlen, total, q_index, k_index)
+    return list(_attentions[attention].empty_plan(q, k, layout))
+
+
+@torch.library.custom_op("moba_train::attend", mutates_args=())
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: list[Tensor],
+    cu_seqlens: Tensor,
+    q_index: Tensor | None,
+    k_index: Tensor | None,
+    max_seqlen: int,
+    total: int,
+    attention: int,
+) -> tuple[Tensor, Tensor]:
+    layout = Layout(cu_seqlens, max_seqlen, total, q_index, k_index)
+    return _attentions[attention].attend(q, k, v, layout, tuple(plan))
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], *where: Any) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
+
+
+@torch.library.custom_op("moba_train::attend_backward", mutates_args=())
+def _attend_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: list[Tensor],
+    cu_seqlens: Tensor,
+    q_index: Tensor | None,
+    k_index: Tensor | None,
+    max_seqlen: int,
+    total: int,
+    attention: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    layout = Layout(cu_seqlens, max_seqlen, total, q_index, k_index)
+    return _attentions[attention].attend_backward(dout, q, k, v, out, lse, layout, tuple(plan))
+
+
+@_attend_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, plan, cu_seqlens, q_index, k_index, *numbers = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, q_index, k_index, *plan)
+    ctx.numbers = numbers
+    ctx.attention = _attentions[numbers[-1]]  # alive until the backward pass, whatever the model has been given since
+
+
+def _gradients(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
+    q, k, v, out, lse, cu_seqlens, q_index, k_index, *plan = ctx.saved_tensors
+    grads = _attend_backward(
+        dout.contiguous(), q, k, v, out, lse, list(plan), cu_seqlens, q_index, k_index, *ctx.numbers
+    )
+    return (*grads, [None] * len(plan), *[None] * 6)
+
+
+_attend.register_autograd(_gradients, setup_context=_remember)
+
+SAVED_OPERATORS = (torch.ops.moba_train.plan.default, torch.ops.moba_train.attend.default)
+"""Operators whose results activation checkpointing should keep: the choice of blocks, and attention itself."""

@@ -107,6 +107,10 @@ class LocalAttention(Protocol):
         """Choose, for each query, what it will attend to, given all summaries."""
         ...
 
+    def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Plan:
+        """Tensors of the shapes and dtypes of `plan`'s result, contents undefined: for torch.compile's tracing."""
+        ...
+
     def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, plan: Plan) -> tuple[Tensor, Tensor]:
         """Attention of these queries to these keys as far as `plan` and causality allow: out [T, H, D], lse [H, T]."""
         ...

@@ -52,7 +52,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: Literal["none", "full"] = Field(
-        "none", description="full: keep only each block's input and recompute the rest in the backward pass"
+        "none", description="full: keep only each block's input and attention, recompute the rest in the backward pass"
     )
     compile: bool = Field(False, description="torch.compile each Transformer block")
     checkpoint: CheckpointConfig = CheckpointConfig()

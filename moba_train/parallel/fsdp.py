@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from moba_train.attention.local import SAVED_OPERATORS
 from moba_train.config.schema import RunConfig
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
@@ -49,5 +50,6 @@ def _block_forward(forward: Callable[..., Any], config: RunConfig) -> Callable[.
     if config.compile:
         forward = torch.compile(forward)
     if config.activation_checkpointing == "full":
-        forward = partial(checkpoint, forward, use_reentrant=False)
+        contexts = partial(create_selective_checkpoint_contexts, list(SAVED_OPERATORS))
+        forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
     return forward

@@ -2,10 +2,12 @@
 
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from moba_train.attention.masked import masked_attend, masked_attend_backward
+from moba_train.attention.moba.blocks import block_bound
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.reference import chosen_mask
 from moba_train.attention.moba.selection import select_blocks
@@ -57,6 +59,11 @@ class MobaAttention(LocalAttention):
             always=options.always,
         )
         return (chosen_HTC,)
+
+    def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Plan:
+        """See `LocalAttention.empty_plan`."""
+        choices = min(self.options.topk - 1, block_bound(layout, self.options.block_size))
+        return (q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], choices), dtype=torch.int32),)
 
     def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, plan: Plan) -> tuple[Tensor, Tensor]:
         """See `LocalAttention.attend`."""

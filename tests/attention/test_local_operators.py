@@ -1,0 +1,96 @@
+"""Attention inside torch.compile and under activation checkpointing: the same numbers, the choice made once."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from moba_train.attention.full import FullAttention
+from moba_train.attention.local import SAVED_OPERATORS, run_local
+from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
+from moba_train.config.model import ModelConfig
+from moba_train.model.build import initialize_weights
+from moba_train.model.transformer import Transformer
+
+LENGTHS = [37, 0, 1, 90]
+KINDS: dict[str, LocalAttention] = {
+    "full": FullAttention(FullAttention.Options(backend="reference"), 16),
+    "moba": MobaAttention(MobaAttention.Options(block_size=16, topk=3, backend="reference"), 16),
+}
+
+
+def inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(128, 4, 16), (128, 2, 16), (128, 2, 16)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def numbers(run: object, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """out, lse, dq, dk, dv of a function of (q, k, v)."""
+    out, lse = run(q, k, v)  # type: ignore[operator]  # any callable
+    return [out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_compiled_whole_it_gives_the_same_bits(kind: LocalAttention) -> None:
+    """`fullgraph` refuses graph breaks; a second length must not need the plan's shapes to be known beforehand."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        return run_local(q * 1.5, k, v, kind, layout)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for lengths in (LENGTHS, [128], [64, 64]):
+        layout = packed_layout(lengths)
+        expected = numbers(partial(run, layout=layout), *inputs())
+        for ours, theirs in zip(numbers(partial(compiled, layout=layout), *inputs()), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_recomputation_keeps_the_plan_and_the_attention(kind: LocalAttention, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the checkpointing that FSDP uses, plan and attend run once: near-ties cannot fall differently."""
+    calls = []
+    for name in ("plan", "attend", "attend_backward"):
+        method = getattr(type(kind), name)
+
+        def spy(self: LocalAttention, *args: object, name: str = name, method: object = method) -> object:
+            calls.append(name)
+            return method(self, *args)  # type: ignore[operator]  # the method it replaces
+
+        monkeypatch.setattr(type(kind), name, spy)
+
+    layout = packed_layout(LENGTHS)
+    plain = numbers(lambda q, k, v: run_local(q * 1.5, k, v, kind, layout), *inputs())
+    calls.clear()
+    contexts = partial(create_selective_checkpoint_contexts, list(SAVED_OPERATORS))
+
+    def recomputed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        run = lambda q, k, v: run_local(q * 1.5, k, v, kind, layout)  # noqa: E731
+        return checkpoint(run, q, k, v, use_reentrant=False, context_fn=contexts)
+
+    for ours, theirs in zip(numbers(recomputed, *inputs()), plain, strict=True):
+        assert torch.equal(ours, theirs)
+    assert calls == ["plan", "attend", "attend_backward"]
+
+
+def test_an_attention_replaced_before_the_backward_pass_still_gives_its_own_gradients() -> None:
+    config = ModelConfig(vocab_size=31, hidden_size=32, intermediate_size=32, layers=1, heads=2, kv_heads=1)
+    model = Transformer(config)
+    initialize_weights(model, 0)
+    tokens, positions = torch.arange(30), torch.arange(30)
+
+    def gradient(replace: bool) -> Tensor:
+        model.zero_grad()
+        model.set_attention([MobaAttention(MobaAttention.Options(block_size=4, topk=2), 16)])
+        logits = model(tokens, positions, packed_layout([30]))
+        if replace:
+            model.set_attention([FullAttention(FullAttention.Options(), 16)])
+        logits.square().sum().backward()
+        gradient = model.embedding.weight.grad
+        assert gradient is not None
+        return gradient.clone()
+
+    assert torch.equal(gradient(replace=True), gradient(replace=False))
