@@ -65,6 +65,21 @@ def test_flash_is_as_exact_as_the_reference(dtype, head_dim, kv_heads, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("lengths", [[400], [200, 200]])
+def test_cudnn_is_as_exact_as_the_reference(dtype, head_dim, kv_heads, lengths, device):
+    assert_within_rounding("cudnn", make_qkv(400, 4, kv_heads, head_dim, device, dtype), lengths)
+
+
+@pytest.mark.gpu
+def test_cudnn_refuses_documents_of_different_lengths(device):
+    with pytest.raises(ValueError, match=r"attention\.full\.backend: 'cudnn' cannot run"):
+        results("cudnn", make_qkv(400, 4, 2, 64, device, torch.bfloat16), [150, 250])
+
+
+@pytest.mark.gpu
 def test_auto_takes_flash_for_whole_sequences_in_16_bit(device):
     qkv = make_qkv(64, 4, 2, 64, device, torch.bfloat16)
     for auto, flash in zip(results("auto", qkv, [64]), results("flash", qkv, [64]), strict=True):
