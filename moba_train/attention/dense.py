@@ -64,9 +64,8 @@ class Cudnn:
     def forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
         batch = [_documents_first(x, layout) for x in (q, k, v)]
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(*batch, None, True, 0.0, True, False, scale=scale)
-        return out.transpose(1, 2).reshape(q.shape), lse.view(-1, q.shape[1], layout.max_seqlen).transpose(
-            0, 1
-        ).flatten(1)
+        lse_BHL = lse.view(-1, q.shape[1], layout.max_seqlen)
+        return out.transpose(1, 2).reshape(q.shape), lse_BHL.transpose(0, 1).flatten(1)
 
     @staticmethod
     def backward(
@@ -79,7 +78,7 @@ class Cudnn:
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             dout, q_, k_, v_, out, lse, seed, seed, None, None, None, longest, longest, 0.0, True, scale=scale
         )
-        return tuple(d.transpose(1, 2).reshape(x.shape) for d, x in ((dq, q), (dk, k), (dv, v)))  # type: ignore[return-value]  # three of them
+        return tuple(d.transpose(1, 2).reshape(x.shape) for d, x in ((dq, q), (dk, k), (dv, v)))
 
 
 def _documents_first(x_THD: Tensor, layout: Layout) -> Tensor:

@@ -18,7 +18,7 @@ class FullAttention(LocalAttention):
 
         backend: Literal["auto", "cudnn", "flash", "sdpa", "reference"] = Field(
             "auto",
-            description="cudnn: one document or equally long ones, CUDA; flash: FlashAttention-2, CUDA; sdpa: fused CPU "
+            description="cudnn: CUDA, one document or equally long ones; flash: CUDA, any documents; sdpa: fused CPU "
             "kernel; reference: plain PyTorch; auto: the fastest that can do the call",
         )
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_run import VOCAB, Run
 from typer.testing import CliRunner
 
@@ -25,7 +26,8 @@ def test_eval_repeats_the_loss_of_the_training_run(finished_run: Run) -> None:
     code, output = invoke("eval", str(finished_run.run_dir))
     assert code == 0, output
     trained, full = (float(line.split()[-4]) for line in output.strip().splitlines())
-    assert trained == pytest.approx(finished_run.records("evaluation")[-1]["eval_loss"], abs=1e-4)
+    rounding = 2e-2 if torch.cuda.is_available() else 1e-4  # the run was on the CPU; evaluation takes bf16 on a GPU
+    assert trained == pytest.approx(finished_run.records("evaluation")[-1]["eval_loss"], abs=rounding)
     assert full != trained
 
 

@@ -46,6 +46,21 @@ def test_stopping_and_resuming_is_bitwise_equal_to_never_stopping(run: Run, fini
     assert (step["step"], step["starts"], step["stage"]) == (other["step"], other["starts"], other["stage"])
 
 
+@pytest.mark.gpu
+def test_resuming_on_a_gpu_is_bitwise_equal_to_never_stopping(run: Run, tmp_path: Path, corpora: Path) -> None:
+    """Full and MoBA layers in bf16: every kernel of the training step gives the same bits again."""
+    (tmp_path / "other").mkdir()
+    undisturbed = Run(tmp_path / "other", corpora)
+    assert undisturbed.train(1, gpu=True)[0] == 0
+    for arguments in (["--stop-at-step", "3"], ["--stop-at-step", "8"], []):
+        code, output = run.train(1, *arguments, gpu=True)
+        assert code == 0, output
+    assert run.losses() == undisturbed.losses()
+    ours, theirs = saved_tensors(run), saved_tensors(undisturbed)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
 def test_another_world_size_sees_the_same_tokens(run: Run, finished_run: Run) -> None:
     """Half on one rank, half on two: the same loss at every step up to the rounding of sums in another order."""
     assert run.train(1, "--stop-at-step", "5")[0] == 0

@@ -83,8 +83,8 @@ class Run:
         path.write_text(yaml.safe_dump(self.recipe))
         return path
 
-    def start(self, ranks: int, *arguments: str) -> subprocess.Popen[str]:
-        """Launch training; one rank runs without torchrun."""
+    def start(self, ranks: int, *arguments: str, gpu: bool = False) -> subprocess.Popen[str]:
+        """Launch training, on the CPU unless `gpu`; one rank runs without torchrun."""
         path = self.write_recipe()
         launcher = [sys.executable, "-m"]
         if ranks > 1:
@@ -94,12 +94,12 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})},
         )
 
-    def train(self, ranks: int = 1, *arguments: str) -> tuple[int, str]:
+    def train(self, ranks: int = 1, *arguments: str, gpu: bool = False) -> tuple[int, str]:
         """Train to the end; returns (exit code, all output)."""
-        process = self.start(ranks, *arguments)
+        process = self.start(ranks, *arguments, gpu=gpu)
         try:
             output, _ = process.communicate(timeout=240)
         except subprocess.TimeoutExpired:
