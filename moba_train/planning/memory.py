@@ -58,9 +58,11 @@ def _activations(model: ModelConfig, checkpointing: bool, width: int) -> int:
 
     One block keeps the inputs of both norms and of the projections behind them (4 D), rotated queries and keys,
     values and the attention's output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of
-    the SwiGLU. With checkpointing every block keeps its input, and one block at a time everything.
+    the SwiGLU. With checkpointing every block keeps its input and its attention's output and LSE, and one block at a
+    time everything.
     """
     queries, keys = model.heads * model.head_width, model.kv_heads * model.head_width
     heads = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
     block = width * (4 * model.hidden_size + heads + 4 * model.intermediate_size) + 4 * model.heads
-    return model.layers * width * model.hidden_size + block if checkpointing else model.layers * block
+    kept = width * (model.hidden_size + queries) + 4 * model.heads
+    return model.layers * kept + block if checkpointing else model.layers * block
