@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import warnings
+from functools import cache
 from types import ModuleType
 from typing import Literal
 
@@ -120,7 +121,7 @@ class MobaAttention(LocalAttention):
     def _not_for_kernels(self, x: Tensor) -> str:
         """Why the kernels cannot work on tensors like `x` ([tokens, heads, D]); empty when they can."""
         block_size, topk = self.options.block_size, self.options.topk
-        if importlib.util.find_spec("triton") is None:
+        if not _has_triton():
             return "the package triton is not installed"
         if not x.is_cuda and not _interpreted():
             return f"tensors are on {x.device.type}, not on CUDA"
@@ -135,6 +136,11 @@ class MobaAttention(LocalAttention):
         if self.scale <= 0:
             return f"softmax scale {self.scale}, a positive one needed"
         return ""
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _interpreted() -> bool:

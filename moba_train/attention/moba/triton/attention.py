@@ -73,12 +73,11 @@ def attend(
     lse_HT = torch.empty(call.heads, call.tokens, dtype=torch.float32, device=q_THD.device)
     if call.tokens == 0:
         return out_THD, lse_HT
-    k_desc, v_desc = call.descriptors(shape.keys)
-    tiles = call.own_tiles(layout, shape)
+    own = call.shapes.own
+    tiles = call.own_tiles(layout, own)
     forward.attend_own[(tables.blocks * tiles, call.kv_heads)](
         q_THD,
-        k_desc,
-        v_desc,
+        *call.descriptors(own.keys),
         out_THD,
         lse_HT,
         tables.start_N,
@@ -87,10 +86,11 @@ def attend(
         tiles,
         q_THD.stride(0),
         scale * LOG2_E,
-        **call.sizes(shape),
+        **call.sizes(own),
     )
     if call.choices == 0:
         return out_THD, lse_HT
+    k_desc, v_desc = call.descriptors(shape.keys)
     lists = Lists.of(entries, starts, chosen_HTC, call.kv_heads, tables.blocks)
     parts = call.segments(lists)
     partial_out = call.partial(parts)

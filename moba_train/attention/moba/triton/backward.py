@@ -16,7 +16,7 @@ from moba_train.attention.moba.triton.tiles import tile_of_program
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "heads"])
 def prepare(dout, out, lse, stats, rows, tokens, heads, D: tl.constexpr, M: tl.constexpr):
     """stats [T, H, 2]: lse in units of log 2, and delta = dout . out; side by side, as they are gathered together."""
     row = tl.program_id(0) * M + tl.arange(0, M)
@@ -80,7 +80,7 @@ def _dq_tile(
     return dq_MD * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "first_entry", "head_entries"])
 def dq_history(
     q,
     dout,
@@ -144,7 +144,7 @@ def dq_history(
     tl.store(partial_dq + place[:, None] * D + tl.arange(0, D)[None, :], dq_MD.to(q_MD.dtype), mask=ok[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def dq_own(
     q,
     dout,
@@ -196,7 +196,7 @@ def dq_own(
     tl.store(dq + place[:, None] + tl.arange(0, D)[None, :], dq_MD.to(q_MD.dtype), mask=ok[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "kv_heads", "key_tiles"])
 def dkdv(
     q,
     dout,

@@ -17,7 +17,7 @@ def _rows(first_token, last_token, first_kv_head, G: tl.constexpr, M: tl.constex
     return row, token < last_token, token, head
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "first_token", "last_token", "first_kv_head", "heads"])
 def combine_out(
     out,
     lse,
@@ -59,7 +59,7 @@ def combine_out(
     tl.store(lse_at, top_M + tl.log(sum_M), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "first_token", "last_token", "first_kv_head", "heads"])
 def combine_dq(
     dq,
     partial_dq,

@@ -54,7 +54,7 @@ def _attend_tile(
     return out_MD / sum_M[:, None], (top_M + tl.math.log2(sum_M)) * LN_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "first_entry", "head_entries"])
 def attend_history(
     q,
     k_desc,
@@ -115,7 +115,7 @@ def attend_history(
     tl.store(partial_lse + place, lse_M, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "tiles"])
 def attend_own(
     q,
     k_desc,

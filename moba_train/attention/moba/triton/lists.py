@@ -87,7 +87,7 @@ def _chosen_block(chosen, entry, stop, kv_head, tokens, G: tl.constexpr, C: tl.c
     return tl.load(chosen + at, mask=(entry < stop) & (token < tokens), other=-1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks", "chunk"])
 def _count(chosen, counts, tokens, blocks, chunk, G: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr):
     which, kv_head = tl.program_id(0), tl.program_id(1)
     mine = counts + (kv_head.to(tl.int64) * tl.num_programs(0) + which) * blocks
@@ -97,7 +97,7 @@ def _count(chosen, counts, tokens, blocks, chunk, G: tl.constexpr, C: tl.constex
         tl.atomic_add(mine + block, 1, mask=block >= 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks", "chunk"])
 def _place(chosen, cursors, entries, tokens, blocks, chunk, G: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr):
     which, kv_head = tl.program_id(0), tl.program_id(1)
     mine = cursors + (kv_head.to(tl.int64) * tl.num_programs(0) + which) * blocks

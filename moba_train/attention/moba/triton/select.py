@@ -87,7 +87,7 @@ def _score_of(key):
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads"])
 def _select(
     q,
     pooled,

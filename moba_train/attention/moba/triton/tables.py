@@ -47,21 +47,21 @@ def _build(layout: Layout, block_size: int) -> BlockTables:
     size = 256
     if tokens:
         _token_tables[(triton.cdiv(tokens, size),)](
-            layout.cu_seqlens, first, own_T, first_T, tokens, documents, block_size, STEPS=steps, SIZE=size
+            layout.cu_seqlens, first, own_T, first_T, tokens, documents, block_size, steps, SIZE=size
         )
     if blocks:
         _block_bounds[(triton.cdiv(blocks, size),)](
-            layout.cu_seqlens, first, start_N, end_N, blocks, documents, block_size, STEPS=steps, SIZE=size
+            layout.cu_seqlens, first, start_N, end_N, blocks, documents, block_size, steps, SIZE=size
         )
     return BlockTables(blocks, own_T, first_T, start_N, end_N)
 
 
 @triton.jit
-def _document_of(edges, x, documents, STEPS: tl.constexpr):
+def _document_of(edges, x, documents, steps):
     """Largest i < documents with edges[i] <= x, so that empty documents own nothing (edges ascend, edges[0] = 0)."""
     low = tl.zeros_like(x)
     high = low + documents
-    for _ in tl.static_range(STEPS):
+    for _ in range(steps):
         middle = (low + high) // 2
         inside = middle > low
         below = tl.load(edges + middle, mask=inside, other=0) <= x
@@ -70,26 +70,22 @@ def _document_of(edges, x, documents, STEPS: tl.constexpr):
     return low
 
 
-@triton.jit
-def _token_tables(
-    cu_seqlens, first, own, first_of, tokens, documents, block_size, STEPS: tl.constexpr, SIZE: tl.constexpr
-):
+@triton.jit(do_not_specialize=["tokens", "documents", "steps"])
+def _token_tables(cu_seqlens, first, own, first_of, tokens, documents, block_size, steps, SIZE: tl.constexpr):
     token = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     ok = token < tokens
-    document = _document_of(cu_seqlens, token, documents, STEPS)
+    document = _document_of(cu_seqlens, token, documents, steps)
     first_block = tl.load(first + document, mask=ok, other=0)
     position = token - tl.load(cu_seqlens + document, mask=ok, other=0)
     tl.store(own + token, first_block + position // block_size, mask=ok)
     tl.store(first_of + token, first_block, mask=ok)
 
 
-@triton.jit
-def _block_bounds(
-    cu_seqlens, first, start, end, blocks, documents, block_size, STEPS: tl.constexpr, SIZE: tl.constexpr
-):
+@triton.jit(do_not_specialize=["blocks", "documents", "steps"])
+def _block_bounds(cu_seqlens, first, start, end, blocks, documents, block_size, steps, SIZE: tl.constexpr):
     block = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     ok = block < blocks
-    document = _document_of(first, block, documents, STEPS)
+    document = _document_of(first, block, documents, steps)
     stop = tl.load(cu_seqlens + document + 1, mask=ok, other=0)
     begin = tl.load(cu_seqlens + document, mask=ok, other=0)
     begin += (block - tl.load(first + document, mask=ok, other=0)) * block_size

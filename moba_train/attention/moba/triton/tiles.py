@@ -29,6 +29,7 @@ class Shape:
 class Shapes:
     """One for each kernel that multiplies matrices."""
 
+    own: Shape
     forward: Shape
     dq: Shape
     dkdv: Shape
@@ -43,9 +44,9 @@ def shapes(head_dim: int, block_size: int) -> Shapes:
     """
     if block_size >= 512:
         if head_dim == 128:
-            return Shapes(Shape(256, 64, 8, 3), Shape(128, 64, 8, 3), Shape(64, 128, 8, 2))
-        return Shapes(Shape(128, 128, 8, 3), Shape(128, 128, 8, 2), Shape(64, 128, 8, 2))
-    return Shapes(Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 64, 4, 2))
+            return Shapes(Shape(128, 64, 8, 3), Shape(256, 64, 8, 3), Shape(128, 64, 8, 3), Shape(64, 128, 8, 2))
+        return Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(128, 128, 8, 2), Shape(64, 128, 8, 2))
+    return Shapes(Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 64, 4, 2))
 
 
 @dataclass(frozen=True)
