@@ -7,9 +7,9 @@ partial results by online softmax, see merge.py), and `attend_backward` with the
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ class Layout:
     """int64 [T]: index of each query in the packed sequence; None: the queries are the whole sequence."""
     k_index: Tensor | None = None
     """int64 [S]: the same for the keys."""
+    cache: dict[Any, object] = field(default_factory=dict, compare=False, repr=False)
+    """What an attention derived from this layout alone; all layers of a model share the layout, and so this."""
 
     @property
     def is_whole(self) -> bool:

@@ -4,6 +4,7 @@ blocks      which block a token is in
 gate        mean key of each block, query . mean key
 selection   top-k with a fixed order among ties
 reference   attention to the chosen blocks, in plain PyTorch
+triton      all of it as GPU kernels
 layer       the LocalAttention that a recipe's `kind: moba` names
 function    `moba_attention`, on plain tensors
 

@@ -23,7 +23,7 @@ def moba_attention(
     return_lse: bool = False,
     select: Literal["head", "group"] = "head",
     always: tuple[Literal["current", "previous", "first"], ...] = ("current",),
-    backend: Literal["auto", "reference"] = "auto",
+    backend: Literal["auto", "triton", "reference"] = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal Mixture of Block Attention over packed documents (Lu et al. 2025, arXiv:2502.13189).
 
@@ -44,7 +44,8 @@ def moba_attention(
         select: "head" chooses per query head, "group" once for the H / K query heads that share a key/value head
             (by the sum of their gates).
         always: blocks chosen whatever their gate, counting towards `topk`: "current" (always so), "previous", "first".
-        backend: "reference" is plain PyTorch; "auto" takes the best there is.
+        backend: "triton" is kernels for CUDA, float16 or bfloat16, D 64 or 128, block_size a multiple of 16 from 64 to
+            16384, topk up to 64; "reference" is plain PyTorch; "auto" takes the kernels where they can run.
 
     Returns:
         out [T, H, D] in q's dtype, differentiable in q, k and v (no gradient passes the gate); with `return_lse`, the

@@ -1,5 +1,10 @@
 """MoBA as a LocalAttention: the gate summarises, the selection plans, a backend attends."""
 
+import importlib.util
+import os
+import warnings
+from functools import cache
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -30,7 +35,9 @@ class MobaAttention(LocalAttention):
         always: tuple[Literal["current", "previous", "first"], ...] = Field(
             ("current",), description="blocks that are chosen whatever their gate; they count towards topk"
         )
-        backend: Literal["auto", "reference"] = Field("auto", description="reference: plain PyTorch, any device")
+        backend: Literal["auto", "triton", "reference"] = Field(
+            "auto", description="triton: kernels for CUDA and 16-bit dtypes; reference: plain PyTorch, any device"
+        )
 
     def __init__(self, options: Section, head_dim: int, softmax_scale: float | None = None) -> None:
         assert isinstance(options, MobaAttention.Options)
@@ -43,13 +50,17 @@ class MobaAttention(LocalAttention):
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
         """The mean key of every block, [blocks, K, D]."""
+        kernels = self._kernels(k_SKD)
+        if kernels and layout.k_index is None:
+            return kernels.summarize(k_SKD, layout, self.options.block_size)
         return pool_keys(k_SKD, layout, self.options.block_size)
 
     def plan(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Plan:
-        """The chosen history blocks, int32 [H, T, C] (see `select_blocks`)."""
+        """The chosen history blocks, int32 [H, T, C] (see `select_blocks`); for the kernels also the inverse lists."""
         assert summaries is not None
-        options = self.options
-        chosen_HTC = select_blocks(
+        options, kernels = self.options, self._kernels(q_THD)
+        choose = kernels.choose if kernels else select_blocks
+        chosen_HTC = choose(
             q_THD,
             summaries,
             layout,
@@ -58,6 +69,8 @@ class MobaAttention(LocalAttention):
             select=options.select,
             always=options.always,
         )
+        if kernels and layout.is_whole:
+            return (chosen_HTC, *kernels.invert_choice(chosen_HTC, layout, summaries.shape[1], options.block_size))
         return (chosen_HTC,)
 
     def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Plan:
@@ -67,6 +80,11 @@ class MobaAttention(LocalAttention):
 
     def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, plan: Plan) -> tuple[Tensor, Tensor]:
         """See `LocalAttention.attend`."""
+        kernels = self._kernels(q_THD)
+        if kernels and layout.is_whole:
+            return kernels.attend(
+                q_THD, k_SKD, v_SKD, layout, *plan, block_size=self.options.block_size, scale=self.scale
+            )
         mask = chosen_mask(plan[0], layout, self.options.block_size)
         return masked_attend(q_THD, k_SKD, v_SKD, mask, self.scale, prefix=layout.is_whole)
 
@@ -82,6 +100,55 @@ class MobaAttention(LocalAttention):
         plan: Plan,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `LocalAttention.attend_backward`."""
-        mask = chosen_mask(plan[0], layout, self.options.block_size)
         tensors = (dout_THD, q_THD, k_SKD, v_SKD, out_THD, lse_HT)
+        kernels = self._kernels(q_THD)
+        if kernels and layout.is_whole:
+            return kernels.attend_backward(
+                *tensors, layout, *plan, block_size=self.options.block_size, scale=self.scale
+            )
+        mask = chosen_mask(plan[0], layout, self.options.block_size)
         return masked_attend_backward(*tensors, mask, self.scale, prefix=layout.is_whole)
+
+    def _kernels(self, x: Tensor) -> ModuleType | None:
+        """The Triton backend where it can and shall do the call; it is imported at the first such call."""
+        wanted = self.options.backend
+        if wanted == "reference" or (wanted == "auto" and not x.is_cuda):
+            return None
+        if reason := self._not_for_kernels(x):
+            if wanted == "triton":
+                raise ValueError(f"attention.moba.backend: 'triton' cannot run this call: {reason}; use 'auto'")
+            message = f"MoBA runs on plain PyTorch, which is very much slower than its kernels: {reason}"
+            warnings.warn(message, stacklevel=3)  # shown once per place, Python's default
+            return None
+        from moba_train.attention.moba.triton import attention
+
+        return attention
+
+    def _not_for_kernels(self, x: Tensor) -> str:
+        """Why the kernels cannot work on tensors like `x` ([tokens, heads, D]); empty when they can."""
+        block_size, topk = self.options.block_size, self.options.topk
+        if not _has_triton():
+            return "the package triton is not installed"
+        if not x.is_cuda and not _interpreted():
+            return f"tensors are on {x.device.type}, not on CUDA"
+        if x.dtype not in (torch.float16, torch.bfloat16) and not _interpreted():
+            return f"dtype {x.dtype}, bfloat16 or float16 needed"
+        if x.shape[-1] not in (64, 128):
+            return f"head dim {x.shape[-1]}, 64 or 128 needed"
+        if block_size % 16 or not 64 <= block_size <= 16384:
+            return f"block_size {block_size}, a multiple of 16 from 64 to 16384 needed"
+        if topk > 64:
+            return f"topk {topk}, at most 64 supported"
+        if self.scale <= 0:
+            return f"softmax scale {self.scale}, a positive one needed"
+        return ""
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _interpreted() -> bool:
+    """True under TRITON_INTERPRET=1, which runs the kernels on the CPU, in float32 too, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,0 +1,88 @@
+"""What the row tiles found out about one query, joined in a fixed order: the own block first, then choice by choice.
+
+Bound by memory: reads C + 1 rows of 2 * D bytes per query and head and writes one. A partial is normalised and rounded
+to 16 bits, which costs the result less than its own rounding does: the weights sum to one.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rows(first_token, last_token, first_kv_head, G: tl.constexpr, M: tl.constexpr):
+    """(row within the segment, is it one, token, head) of a program's rows."""
+    row = tl.program_id(0) * M + tl.arange(0, M)
+    token = first_token + row // G
+    head = (first_kv_head + tl.program_id(1)) * G + row % G
+    return row, token < last_token, token, head
+
+
+@triton.jit(do_not_specialize=["tokens", "first_token", "last_token", "first_kv_head", "heads"])
+def combine_out(
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    chosen,
+    tokens,
+    first_token,
+    last_token,
+    first_kv_head,
+    heads,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+):
+    """out [T, H, D] and lse [H, T] hold the own block's part and receive the whole."""
+    row, ok, token, head = _rows(first_token, last_token, first_kv_head, G, M)
+    entry = (tl.program_id(1).to(tl.int64) * (last_token - first_token) * G + row) * C
+    choice = chosen + (head.to(tl.int64) * tokens + token) * C
+    column = tl.arange(0, D)
+    lse_at = lse + head.to(tl.int64) * tokens + token
+    own_M = tl.load(lse_at, mask=ok, other=0.0)
+    top_M = own_M
+    for j in tl.range(0, C, loop_unroll_factor=4):
+        used = tl.load(choice + j, mask=ok, other=-1) >= 0
+        top_M = tl.maximum(top_M, tl.load(partial_lse + entry + j, mask=used, other=float("-inf")))
+    weight_M = tl.exp(own_M - top_M)
+    sum_M = weight_M
+    out_at = out + ((token.to(tl.int64) * heads + head) * D)[:, None] + column[None, :]
+    total_MD = tl.load(out_at, mask=ok[:, None], other=0.0).to(tl.float32) * weight_M[:, None]
+    for j in tl.range(0, C, loop_unroll_factor=4):
+        used = tl.load(choice + j, mask=ok, other=-1) >= 0
+        weight_M = tl.exp(tl.load(partial_lse + entry + j, mask=used, other=float("-inf")) - top_M)
+        part = partial_out + ((entry + j) * D)[:, None] + column[None, :]
+        total_MD += tl.load(part, mask=used[:, None], other=0.0).to(tl.float32) * weight_M[:, None]
+        sum_M += weight_M
+    tl.store(out_at, (total_MD / sum_M[:, None]).to(out.dtype.element_ty), mask=ok[:, None])
+    tl.store(lse_at, top_M + tl.log(sum_M), mask=ok)
+
+
+@triton.jit(do_not_specialize=["tokens", "first_token", "last_token", "first_kv_head", "heads"])
+def combine_dq(
+    dq,
+    partial_dq,
+    chosen,
+    tokens,
+    first_token,
+    last_token,
+    first_kv_head,
+    heads,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+):
+    """dq [T, H, D] holds the own block's part and receives the sum."""
+    row, ok, token, head = _rows(first_token, last_token, first_kv_head, G, M)
+    entry = (tl.program_id(1).to(tl.int64) * (last_token - first_token) * G + row) * C
+    choice = chosen + (head.to(tl.int64) * tokens + token) * C
+    column = tl.arange(0, D)
+    at = dq + ((token.to(tl.int64) * heads + head) * D)[:, None] + column[None, :]
+    total_MD = tl.load(at, mask=ok[:, None], other=0.0).to(tl.float32)
+    for j in tl.range(0, C, loop_unroll_factor=4):
+        used = tl.load(choice + j, mask=ok, other=-1) >= 0
+        part = partial_dq + ((entry + j) * D)[:, None] + column[None, :]
+        total_MD += tl.load(part, mask=used[:, None], other=0.0).to(tl.float32)
+    tl.store(at, total_MD.to(dq.dtype.element_ty), mask=ok[:, None])

@@ -1,0 +1,168 @@
+"""Attention of row tiles to one block: gathered rows to a block of history, and each block's own rows, causally.
+
+Key-stationary: all rows that chose a block stand in its list, so tiles are full however long the sequence is, and a
+block's keys are read by consecutive programs (from L2). A program's row costs its gather (2 * D bytes) and its partial
+result (2 * D bytes, and once more to combine it) against 4 * D * BLOCK operations: with 128 keys 85 operations per
+byte, bound by memory; from 512 keys on bound by the matrix units.
+
+History blocks are complete and wholly past: their scores need no mask.
+"""
+
+import triton
+import triton.language as tl
+
+from moba_train.attention.moba.triton.tiles import tile_of_program
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _attend_tile(
+    q_MD,
+    token_M,
+    k_desc,
+    v_desc,
+    start,
+    length,
+    column,
+    scale_log2,
+    OWN: tl.constexpr,
+    EVEN: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """(out [M, D] normalised, lse [M], natural) of one tile over the keys start .. start + length."""
+    top_M = tl.full([M], float("-inf"), tl.float32)
+    sum_M = tl.zeros([M], tl.float32)
+    out_MD = tl.zeros([M, D], tl.float32)
+    for j in tl.range(0, length, N):
+        k_ND = k_desc.load([start + j, column])
+        v_ND = v_desc.load([start + j, column])
+        s = tl.dot(q_MD, k_ND.T)
+        if OWN:
+            key = start + j + tl.arange(0, N)
+            s = tl.where(key[None, :] <= token_M[:, None], s, float("-inf"))
+        elif not EVEN:
+            s = tl.where((j + tl.arange(0, N) < length)[None, :], s, float("-inf"))
+        new_M = tl.maximum(top_M, tl.max(s, 1) * scale_log2)
+        p = tl.math.exp2(s * scale_log2 - new_M[:, None])
+        shrink_M = tl.math.exp2(top_M - new_M)
+        sum_M = sum_M * shrink_M + tl.sum(p, 1)
+        out_MD = tl.dot(p.to(q_MD.dtype), v_ND, out_MD * shrink_M[:, None])
+        top_M = new_M
+    return out_MD / sum_M[:, None], (top_M + tl.math.log2(sum_M)) * LN_2
+
+
+@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "first_entry", "head_entries"])
+def attend_history(
+    q,
+    k_desc,
+    v_desc,
+    partial_out,
+    partial_lse,
+    entries,
+    list_of_tile,
+    last_tile,
+    begin,
+    end,
+    block_start,
+    lists,
+    blocks,
+    first_kv_head,
+    first_entry,
+    head_entries,
+    stride_t,
+    scale_log2,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One row tile of one list: the partial (out, lse) of each entry, to its place in the segment's buffers."""
+    which, first, stop = tile_of_program(tl.program_id(0), list_of_tile, last_tile, begin, end, lists, M)
+    if which >= lists:
+        return
+    part, block = which // blocks, which % blocks
+    kv_head = first_kv_head + part
+    position = first.to(tl.int64) + tl.arange(0, M)
+    ok = position < stop
+    entry = tl.load(entries + position, mask=ok, other=0)
+    row = entry // C
+    token = row // G
+    column = tl.arange(0, D)
+    at = token.to(tl.int64) * stride_t + (kv_head * G + row % G) * D
+    q_MD = tl.load(q + at[:, None] + column[None, :], mask=ok[:, None], other=0.0)
+    out_MD, lse_M = _attend_tile(
+        q_MD,
+        token,
+        k_desc,
+        v_desc,
+        tl.load(block_start + block),
+        BLOCK,
+        kv_head * D,
+        scale_log2,
+        OWN=False,
+        EVEN=BLOCK % N == 0,
+        D=D,
+        M=M,
+        N=N,
+    )
+    place = part.to(tl.int64) * head_entries + (entry - first_entry)
+    tl.store(partial_out + place[:, None] * D + column[None, :], out_MD.to(q_MD.dtype), mask=ok[:, None])
+    tl.store(partial_lse + place, lse_M, mask=ok)
+
+
+@triton.jit(do_not_specialize=["tokens", "tiles"])
+def attend_own(
+    q,
+    k_desc,
+    v_desc,
+    out,
+    lse,
+    block_start,
+    block_end,
+    tokens,
+    tiles,
+    stride_t,
+    scale_log2,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One row tile of one block's own rows, causal: out [T, H, D] and lse [H, T]."""
+    pid, kv_head = tl.program_id(0), tl.program_id(1)
+    block, tile = pid // tiles, tiles - 1 - pid % tiles  # the last rows see the most keys: they go first
+    start, end = tl.load(block_start + block), tl.load(block_end + block)
+    row = tile * M + tl.arange(0, M)
+    token = start + row // G
+    if start + tile * M // G >= end:
+        return
+    ok = token < end
+    heads = tl.num_programs(1) * G
+    head = kv_head * G + row % G
+    column = tl.arange(0, D)
+    at = token.to(tl.int64) * stride_t + head * D
+    q_MD = tl.load(q + at[:, None] + column[None, :], mask=ok[:, None], other=0.0)
+    length = tl.minimum(end - start, (tile * M + M - 1) // G + 1)
+    out_MD, lse_M = _attend_tile(
+        q_MD,
+        token,
+        k_desc,
+        v_desc,
+        start,
+        length,
+        kv_head * D,
+        scale_log2,
+        OWN=True,
+        EVEN=False,
+        D=D,
+        M=M,
+        N=N,
+    )
+    place = (token.to(tl.int64) * heads + head) * D
+    tl.store(out + place[:, None] + column[None, :], out_MD.to(q_MD.dtype), mask=ok[:, None])
+    tl.store(lse + head.to(tl.int64) * tokens + token, lse_M, mask=ok)

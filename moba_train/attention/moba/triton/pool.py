@@ -1,0 +1,40 @@
+"""Mean key of each block."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moba_train.attention.moba.triton.tables import BlockTables
+
+
+def pool_keys(k_SKD: Tensor, tables: BlockTables) -> Tensor:
+    """Mean key of every block, [blocks, K, D] in k's dtype; zeros for ids that name no block.
+
+    Summed token by token in float32, divided, rounded: bit for bit `gate.pool_keys`. Reads K once (2.1 GB at 1M tokens,
+    8 heads of 128: 0.5 ms). One warp per block and head keeps the order; the loads of 16 tokens are in flight at once.
+    """
+    _, kv_heads, head_dim = k_SKD.shape
+    pooled_NKD = torch.empty(tables.blocks, kv_heads, head_dim, dtype=k_SKD.dtype, device=k_SKD.device)
+    if pooled_NKD.numel():
+        _pool[(tables.blocks, kv_heads)](
+            k_SKD, pooled_NKD, tables.start_N, tables.end_N, k_SKD.stride(0), D=head_dim, UNROLL=16, num_warps=1
+        )
+    return pooled_NKD
+
+
+@triton.jit
+def _pool(k, pooled, block_start, block_end, stride_t, D: tl.constexpr, UNROLL: tl.constexpr):
+    block, kv_head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(block_start + block), tl.load(block_end + block)
+    first = k + start.to(tl.int64) * stride_t + kv_head * D + tl.arange(0, D)
+    total = tl.zeros([D], tl.float32)
+    whole = (end - start) // UNROLL * UNROLL
+    for i in range(0, whole, UNROLL):
+        for j in tl.static_range(UNROLL):
+            total += tl.load(first + (i + j) * stride_t).to(tl.float32)
+    for i in range(whole, end - start):
+        total += tl.load(first + i * stride_t).to(tl.float32)
+    count = tl.zeros([D], tl.float32) + tl.maximum(end - start, 1)
+    place = (block.to(tl.int64) * tl.num_programs(1) + kv_head) * D + tl.arange(0, D)
+    tl.store(pooled + place, tl.div_rn(total, count).to(pooled.dtype.element_ty))

@@ -1,0 +1,117 @@
+"""Tile shapes, and which program works on which rows.
+
+Rows of one list are cut into tiles of M; a program takes one. How many tiles there are is only known on the device, so
+the grid is their upper bound, and programs beyond the last tile leave at once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moba_train.attention.moba.triton.lists import Lists
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows and keys of a tile, warps and pipeline stages of its program."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """One for each kernel that multiplies matrices."""
+
+    own: Shape
+    forward: Shape
+    dq: Shape
+    dkdv: Shape
+
+
+def shapes(head_dim: int, block_size: int) -> Shapes:
+    """What is fastest, from a small table: no autotuning, so the same call always runs the same code.
+
+    The rate of long blocks is that of the matrix units; tiles are as large as registers allow. Short blocks have few
+    keys to spread a gathered row's cost over, and lists of a few hundred rows; smaller tiles waste less at their ends
+    and more programs hide the gathers' latency.
+    """
+    if block_size >= 512:
+        if head_dim == 128:
+            return Shapes(Shape(128, 64, 8, 3), Shape(256, 64, 8, 3), Shape(128, 64, 8, 3), Shape(64, 128, 8, 2))
+        return Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(128, 128, 8, 2), Shape(64, 128, 8, 2))
+    return Shapes(Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 64, 4, 2))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Key/value heads and chunks of entries worked on at once: what partial results must be stored for."""
+
+    kv_heads: slice
+    chunks: slice
+    first_entry: int
+    """The first entry of the first chunk."""
+    entries: int
+    """Entries of each key/value head in these chunks, a multiple of G * C."""
+
+
+def segments(lists: Lists, kv_heads: int, limit: int) -> Iterator[Segment]:
+    """Cut the work so that at most about `limit` entries are under way: by key/value heads, then by queries."""
+    total = lists.entries.numel() // kv_heads
+    if total <= limit:
+        together = min(kv_heads, max(1, limit // max(total, 1)))
+        for first in range(0, kv_heads, together):
+            heads = slice(first, min(first + together, kv_heads))
+            yield Segment(heads, slice(0, lists.chunks), 0, total)
+        return
+    together = max(1, limit // lists.chunk)
+    for head in range(kv_heads):
+        for first in range(0, lists.chunks, together):
+            chunks = slice(first, min(first + together, lists.chunks))
+            begin, end = first * lists.chunk, min(chunks.stop * lists.chunk, total)
+            yield Segment(slice(head, head + 1), chunks, begin, end - begin)
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """The row tiles of a segment."""
+
+    bound: int
+    """Programs to start."""
+    list_of_tile: Tensor
+    """int32 [bound]: list of each tile, counted within the segment; the number of lists for tiles that do not exist."""
+    last_tile: Tensor
+    """int32 [lists]: one past each list's last tile."""
+    begin: Tensor
+    end: Tensor
+    """int [lists]: slice of `Lists.entries` that belongs to the segment."""
+
+
+def tile_table(lists: Lists, segment: Segment, kv_heads: int, rows: int) -> TileTable:
+    """Cut the lists of a segment into tiles of `rows` rows."""
+    blocks = lists.lists // kv_heads
+    mine = slice(segment.kv_heads.start * blocks, segment.kv_heads.stop * blocks)
+    begin = lists.starts[:-1].view(lists.lists, lists.chunks)[mine, segment.chunks.start].contiguous()
+    end = lists.starts[1:].view(lists.lists, lists.chunks)[mine, segment.chunks.stop - 1].contiguous()
+    heads = segment.kv_heads.stop - segment.kv_heads.start
+    bound = triton.cdiv(heads * segment.entries, rows) + heads * blocks
+    last_tile = torch.cumsum((end - begin + (rows - 1)) // rows, 0, dtype=torch.int32)
+    tiles = torch.arange(bound, dtype=torch.int32, device=begin.device)
+    list_of_tile = torch.searchsorted(last_tile, tiles, right=True, out_int32=True)
+    return TileTable(bound, list_of_tile, last_tile, begin, end)
+
+
+@triton.jit
+def tile_of_program(pid, list_of_tile, last_tile, begin, end, lists, M: tl.constexpr):
+    """(list of this segment, first entry position, one past its last); `list >= lists`: nothing to do."""
+    which = tl.load(list_of_tile + pid)
+    safe = tl.minimum(which, lists - 1)
+    before = tl.load(last_tile + safe - 1, mask=safe > 0, other=0)
+    first = tl.load(begin + safe) + (pid - before) * M
+    return which, first, tl.load(end + safe)

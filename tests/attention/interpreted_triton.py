@@ -1,0 +1,86 @@
+"""Runs under TRITON_INTERPRET=1, on the CPU; test_triton_interpreter.py starts it. bf16 is left out: the interpreter's
+bf16 arithmetic is wrong."""
+
+import os
+
+import pytest
+import torch
+from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, run
+
+from moba_train.attention.moba.blocks import block_bound
+from moba_train.attention.moba.gate import pool_keys
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "start this through test_triton_interpreter.py"
+
+
+def case(lengths, heads, kv_heads, head_dim, dtype=torch.float32, **options):
+    return pytest.param(lengths, heads, kv_heads, head_dim, dtype, options)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"),
+    [
+        case([300], 2, 1, 64, block_size=64, topk=3),
+        case(PACKED, 4, 2, 64, block_size=64, topk=3),
+        case(PACKED, 2, 2, 64, block_size=64, topk=1),
+        case([300], 3, 1, 128, block_size=64, topk=2),
+        case([400], 4, 2, 64, block_size=80, topk=4, select="group", always=("current", "previous", "first")),
+        case([330], 1, 1, 64, block_size=64, topk=3, always=("first",)),
+        case([260, 60], 8, 1, 64, torch.float16, block_size=64, topk=9),
+        case([0, 0], 2, 1, 64, block_size=64, topk=3),
+        case([1100], 1, 1, 64, block_size=512, topk=2),
+    ],
+)
+def test_choice_lists_output_and_gradients_equal_the_reference(lengths, heads, kv_heads, head_dim, dtype, options):
+    tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cpu"), layout_of(lengths, "cpu")
+    ours, reference = (build(kind, head_dim, **options) for kind in ("triton", "reference"))
+    q, k = tensors[:2]
+    pooled = ours.summarize(k, layout)
+    assert torch.equal(pooled, pool_keys(k, layout, options["block_size"]))
+    got, (chosen, entries, starts) = run(ours, tensors, layout)
+    assert torch.equal(chosen, reference.plan(q, pooled, layout)[0])
+    if chosen.numel():
+        check_lists(chosen, entries, starts, kv_heads, block_bound(layout, options["block_size"]))
+    want = exact(tensors, layout, chosen, options["block_size"], ours.scale)
+    limit = 2e-6 if dtype == torch.float32 else 1e-3
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert error(a, b) < limit, name
+
+
+def test_of_equal_gates_the_lower_block_wins_and_infinite_gates_are_candidates():
+    layout = layout_of([640], "cpu")
+    ours = build("triton", 64, block_size=64, topk=4)
+    q = torch.zeros(640, 1, 64)
+    q[..., 0] = 1
+    for gates, want in (
+        ([0] * 10, [0, 1, 2]),
+        ([1, 2, 1, 2, 1, 2, 2, 0, 0, 0], [1, 3, 5]),
+        ([float("-inf")] * 10, [0, 1, 2]),
+        ([float("-inf"), float("inf"), 1, float("inf"), 2, 0, 0, 0, 0, 0], [1, 3, 4]),
+    ):
+        pooled = torch.zeros(11, 1, 64)
+        pooled[:10, 0, 0] = torch.tensor(gates, dtype=torch.float32)
+        pooled[:10, 0, 1:] = 0 if max(gates) < float("inf") and min(gates) > float("-inf") else 1
+        assert ours.plan(q, pooled, layout)[0][0, 639].tolist() == want
+
+
+def test_work_is_cut_into_segments_without_a_trace(monkeypatch):
+    """Bounded buffers: by key/value heads, and by ranges of queries where one head's partial results are too many."""
+    from moba_train.attention.moba.triton import attention
+
+    lengths, block_size = [500, 140], 64
+    tensors, layout = inputs(lengths, 4, 2, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
+    ours = build("triton", 64, block_size=block_size, topk=4)
+    want, plan = run(ours, tensors, layout)
+    cut = attention.segments
+    seen = []
+
+    def small(lists, kv_heads, _limit):
+        parts = list(cut(lists, kv_heads, 2000))
+        seen.append(parts)
+        return parts
+
+    monkeypatch.setattr(attention, "segments", small)
+    got, _ = run(ours, tensors, layout, plan)
+    assert max(len(parts) for parts in seen) > 2
+    assert all(error(a, b) < 1e-6 for a, b in zip(got, want, strict=True))  # NumPy's products depend on the shape

@@ -1,0 +1,75 @@
+"""What the Triton kernels are held to, in the interpreter and on a GPU: the reference, and the choice held fixed."""
+
+import torch
+from helpers import make_qkv
+from torch import Tensor
+
+from moba_train.attention.masked import masked_attend, masked_attend_backward
+from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.reference import chosen_mask
+from moba_train.attention.moba.triton.lists import Lists
+from moba_train.attention.protocol import Layout, packed_layout
+
+
+def build(kind: str, head_dim: int, **options) -> MobaAttention:
+    return MobaAttention(MobaAttention.Options(backend=kind, **options), head_dim)
+
+
+def inputs(lengths, heads, kv_heads, head_dim, dtype, device, seed=0) -> list[Tensor]:
+    """q, k, v, dout."""
+    q, k, v = make_qkv(sum(lengths), heads, kv_heads, head_dim, device, dtype, seed)
+    dout = make_qkv(sum(lengths), heads, kv_heads, head_dim, device, dtype, seed + 1)[0]
+    return [x.detach() for x in (q, k, v, dout)]
+
+
+def run(attention: MobaAttention, tensors: list[Tensor], layout: Layout, plan=None) -> tuple[list[Tensor], tuple]:
+    """[out, lse, dq, dk, dv] and the plan."""
+    q, k, v, dout = tensors
+    plan = plan or attention.plan(q, attention.summarize(k, layout), layout)
+    out, lse = attention.attend(q, k, v, layout, plan)
+    return [out, lse, *attention.attend_backward(dout, q, k, v, out, lse, layout, plan)], plan
+
+
+def exact(tensors: list[Tensor], layout: Layout, chosen: Tensor, block_size: int, scale: float) -> list[Tensor]:
+    """[out, lse, dq, dk, dv] in float64 for this choice."""
+    q, k, v, dout = (x.double() for x in tensors)
+    mask = chosen_mask(chosen, layout, block_size)
+    out, lse = masked_attend(q, k, v, mask, scale, prefix=True)
+    return [out, lse, *masked_attend_backward(dout, q, k, v, out, lse, mask, scale, prefix=True)]
+
+
+def naive(tensors: list[Tensor], layout: Layout, chosen: Tensor, block_size: int, scale: float) -> list[Tensor]:
+    """[out, dq, dk, dv] of attention as one would write it in the inputs' dtype, for its error."""
+    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+    tokens, group = q.shape[0], q.shape[1] // k.shape[1]
+    mask = chosen_mask(chosen, layout, block_size)(slice(0, tokens), slice(0, tokens))
+    keys, values = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (k, v))
+    scores = (q.transpose(0, 1) @ keys.transpose(1, 2) * scale).masked_fill(~mask, -torch.inf)
+    out = (scores.softmax(-1) @ values).transpose(0, 1)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Relative error in norm; absolute where nothing is wanted."""
+    return (
+        ((got.double() - want).norm() / want.norm().clamp(min=1e-30)).item() if want.norm() > 0 else got.norm().item()
+    )
+
+
+def check_lists(chosen: Tensor, entries: Tensor, starts: Tensor, kv_heads: int, blocks: int) -> None:
+    """Every list holds, in ascending order, exactly the entries that chose its block."""
+    group = chosen.shape[0] // kv_heads
+    begin, end = Lists.of(entries, starts, chosen, kv_heads, blocks).bounds()
+    for kv_head in range(kv_heads):
+        flat = chosen[kv_head * group : (kv_head + 1) * group].transpose(0, 1).flatten()
+        for block in range(blocks):
+            which = kv_head * blocks + block
+            want = (flat == block).nonzero().flatten().to(torch.int32)
+            assert torch.equal(entries[begin[which] : end[which]], want), (kv_head, block)
+
+
+PACKED = [200, 0, 1, 70, 0, 129, 64, 0]
+
+
+def layout_of(lengths, device) -> Layout:
+    return packed_layout(lengths, device)

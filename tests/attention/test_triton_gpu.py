@@ -1,0 +1,107 @@
+"""The Triton kernels on a GPU, in 16 bits: no worse than attention as one would write it in that dtype."""
+
+import pytest
+import torch
+from helpers import make_qkv
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, naive, run  # noqa: E402
+
+from moba_train.attention.moba import moba_attention  # noqa: E402
+from moba_train.attention.moba.blocks import block_bound  # noqa: E402
+from moba_train.attention.moba.gate import gate_scores, pool_keys  # noqa: E402
+
+LONG = [1500, 0, 1, 333, 0, 700, 128]
+
+
+def case(lengths, heads, kv_heads, head_dim, dtype=torch.bfloat16, **options):
+    return pytest.param(lengths, heads, kv_heads, head_dim, dtype, options)
+
+
+CASES = [
+    case(PACKED, 4, 2, 64, block_size=64, topk=3),
+    case(PACKED, 4, 2, 128, torch.float16, block_size=64, topk=9),
+    case(LONG, 8, 2, 128, block_size=128, topk=8),
+    case(LONG, 8, 8, 128, block_size=128, topk=4),
+    case(LONG, 8, 1, 64, block_size=128, topk=1),
+    case(LONG, 6, 2, 64, block_size=80, topk=5, always=("current", "previous", "first")),
+    case(LONG, 8, 2, 128, block_size=128, topk=5, select="group"),
+    case(LONG, 2, 1, 64, block_size=64, topk=24),
+    case([3000], 4, 2, 128, block_size=512, topk=3),
+    case([3000, 1100], 4, 1, 64, torch.float16, block_size=512, topk=3),
+    case([4500], 2, 2, 128, block_size=1040, topk=3),
+    case([100, 20], 4, 2, 128, block_size=16384, topk=12),
+    case([0, 0], 4, 2, 128, block_size=128, topk=3),
+]
+
+
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES)
+def test_outputs_and_gradients_for_the_kernels_own_choice(lengths, heads, kv_heads, head_dim, dtype, options):
+    tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda"), layout_of(lengths, "cuda")
+    ours = build("triton", head_dim, **options)
+    got, (chosen, entries, starts) = run(ours, tensors, layout)
+    again, plan = run(ours, tensors, layout)
+    assert all(torch.equal(a, b) for a, b in zip([*got, chosen], [*again, plan[0]], strict=True)), "not deterministic"
+    if not chosen.numel() and not sum(lengths):
+        return
+    if chosen.numel():
+        check_lists(chosen, entries, starts, kv_heads, block_bound(layout, options["block_size"]))
+    want = exact(tensors, layout, chosen, options["block_size"], ours.scale)
+    plain = naive(tensors, layout, chosen, options["block_size"], ours.scale)
+    torch.testing.assert_close(got[1].double(), want[1], atol=2e-5, rtol=0)
+    for name, a, b, c in zip(("out", "dq", "dk", "dv"), (got[0], *got[2:]), (want[0], *want[2:]), plain, strict=True):
+        assert error(a, b) <= 1.1 * error(c, b), f"{name}: {error(a, b):.2e}, written plainly {error(c, b):.2e}"
+
+
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES)
+def test_the_choice_is_a_valid_topk(lengths, heads, kv_heads, head_dim, dtype, options):
+    """Block means are the reference's bit for bit; gates differ from float64 by rounding of the sums alone."""
+    (q, k, *_), layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda"), layout_of(lengths, "cuda")
+    ours, reference = (build(kind, head_dim, **options) for kind in ("triton", "reference"))
+    pooled = ours.summarize(k, layout)
+    assert torch.equal(pooled, pool_keys(k, layout, options["block_size"]))
+    chosen, want = ours.plan(q, pooled, layout)[0].long(), reference.plan(q, pooled, layout)[0].long()
+    assert chosen.shape == want.shape
+    assert torch.equal(chosen >= 0, want >= 0)
+    if not chosen.numel():
+        return
+    select = options.get("select", "head")
+    gates = gate_scores(q.double(), pooled.double(), select)
+    gates = gates.repeat_interleave(heads // gates.shape[0], dim=0)
+    margin = head_dim * 2.0**-22 * gate_scores(q.double().abs(), pooled.double().abs(), select).max()
+    # Where the two choices differ, the gates that were exchanged are equal within rounding.
+    sums = [gates.gather(2, x.clamp(min=0)).masked_fill(x < 0, 0).sort(-1).values for x in (chosen, want)]
+    assert (sums[0] - sums[1]).abs().max() <= margin
+    assert (chosen != want).float().mean() < 1e-3
+
+
+def test_the_public_function_takes_the_kernels_and_strided_inputs():
+    qkv = make_qkv(700, 12, 2, 64, "cuda", torch.bfloat16)[0].detach()
+    q, k, v = (x.requires_grad_() for x in qkv.split([8, 2, 2], dim=1))
+    options = {"block_size": 64, "topk": 4}
+    out = moba_attention(q, k, v, **options, backend="triton")
+    plain = moba_attention(*(x.detach().clone() for x in (q, k, v)), **options)
+    assert torch.equal(out, plain)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.float().square().sum(), (q, k, v)))
+
+
+def test_more_than_2_31_elements_in_one_tensor():
+    """q, out and dq of 2.2e9 elements: the last rows are right, so addresses are 64 bits wide everywhere."""
+    tokens, heads, head_dim, block_size = 2**19 + 300, 32, 128, 4096
+    generator = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(tokens, heads, head_dim, dtype=torch.bfloat16, device="cuda", generator=generator)
+    k, v = (torch.randn(tokens, 1, head_dim, dtype=torch.bfloat16, device="cuda", generator=generator) for _ in "kv")
+    assert q.numel() > 2**31
+    ours, layout = build("triton", head_dim, block_size=block_size, topk=1), layout_of([tokens], "cuda")
+    (out, lse, dq, dk, dv), _ = run(ours, [q, k, v, q], layout)
+    last = slice(tokens // block_size * block_size, tokens)
+    tail = [x[last].contiguous() for x in (q, k, v, q)]
+    layout = layout_of([tail[0].shape[0]], "cuda")
+    want, _ = run(ours, tail, layout)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), (out, dq, dk, dv), (want[0], *want[2:]), strict=True):
+        assert torch.equal(a[last], b), name
+    assert torch.equal(lse[:, last], want[1])

@@ -1,0 +1,26 @@
+"""The Triton kernels on a machine without a GPU: run by Triton's interpreter, and compiled for Hopper."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+
+
+def run_pytest(file: str, **environment: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / file)]
+    root = HERE.parents[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), **environment}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=False)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_kernels_equal_the_reference_in_the_interpreter():
+    """In a process of its own: Triton reads TRITON_INTERPRET when the kernels are imported."""
+    run_pytest("interpreted_triton.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
