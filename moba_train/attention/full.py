@@ -24,10 +24,10 @@ class FullAttention(LocalAttention):
 
     alignment = 1
 
-    def __init__(self, options: Section, head_dim: int) -> None:
+    def __init__(self, options: Section, head_dim: int, softmax_scale: float | None = None) -> None:
         assert isinstance(options, FullAttention.Options)
         self.options = options
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
         """Dense attention needs to know nothing beforehand."""

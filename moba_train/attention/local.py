@@ -41,6 +41,27 @@ def _number(attention: LocalAttention) -> int:
     return _numbers[attention]
 
 
+_last_layout: tuple[Layout, int] | None = None
+
+
+def _layout(cu_seqlens: Tensor, q_index: Tensor | None, k_index: Tensor | None, max_seqlen: int, total: int) -> Layout:
+    """The layout of these tensors; the last one again while they are the same and unchanged, with its cache.
+
+    The layers of a model pass the same tensors, so what an attention derives from a layout is derived once a step.
+    """
+    global _last_layout
+    if cu_seqlens.is_inference():  # has no version to tell an edit by
+        return Layout(cu_seqlens, max_seqlen, total, q_index, k_index)
+    if _last_layout is not None:
+        last, version = _last_layout
+        same = last.cu_seqlens is cu_seqlens and last.q_index is q_index and last.k_index is k_index
+        if same and version == cu_seqlens._version and (last.max_seqlen, last.total) == (max_seqlen, total):
+            return last
+    layout = Layout(cu_seqlens, max_seqlen, total, q_index, k_index)
+    _last_layout = layout, cu_seqlens._version
+    return layout
+
+
 @torch.library.custom_op("moba_train::plan", mutates_args=())
 def _plan(
     q: Tensor,
@@ -52,7 +73,7 @@ def _plan(
     total: int,
     attention: int,
 ) -> list[Tensor]:
-    layout, kind = Layout(cu_seqlens, max_seqlen, total, q_index, k_index), _attentions[attention]
+    layout, kind = _layout(cu_seqlens, q_index, k_index, max_seqlen, total), _attentions[attention]
     return list(kind.plan(q, kind.summarize(k, layout), layout))
 
 
@@ -84,7 +105,7 @@ def _attend(
     total: int,
     attention: int,
 ) -> tuple[Tensor, Tensor]:
-    layout = Layout(cu_seqlens, max_seqlen, total, q_index, k_index)
+    layout = _layout(cu_seqlens, q_index, k_index, max_seqlen, total)
     return _attentions[attention].attend(q, k, v, layout, tuple(plan))
 
 
@@ -110,7 +131,7 @@ def _attend_backward(
     total: int,
     attention: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    layout = Layout(cu_seqlens, max_seqlen, total, q_index, k_index)
+    layout = _layout(cu_seqlens, q_index, k_index, max_seqlen, total)
     return _attentions[attention].attend_backward(dout, q, k, v, out, lse, layout, tuple(plan))
 
 

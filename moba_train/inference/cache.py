@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.full import FullAttention
+from moba_train.attention.local import run_local
 from moba_train.attention.protocol import Layout, LocalAttention
 
 
@@ -32,20 +33,18 @@ class CachedAttention:
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, layout: Layout
     ) -> tuple[Tensor, Tensor]:
         """Append the new keys and values, and attend from the new queries. Returns out [T, H, D] and lse [H, T]."""
-        prefill = self.length == 0
+        first = self.length
         k_SKD, v_SKD = self._append(k_TKD, v_TKD)
-        if not prefill and not self.sparse_decode:
+        if first == 0:
+            return run_local(q_THD, k_SKD, v_SKD, attention, _one_document(self.length, q_THD.device))
+        if not self.sparse_decode:
             attention = FullAttention(FullAttention.Options(), q_THD.shape[-1])
-        everything = _one_document(self.length, q_THD.device)
+        rows = torch.arange(first, self.length, device=q_THD.device)
+        layout = _one_document(self.length, q_THD.device, rows)
         if self.length // attention.alignment != self.summarized_blocks:
-            self.summaries = attention.summarize(k_SKD, everything)
+            self.summaries = attention.summarize(k_SKD, layout)
             self.summarized_blocks = self.length // attention.alignment
-        new = everything
-        if not prefill:
-            rows = torch.arange(self.length - q_THD.shape[0], self.length, device=q_THD.device)
-            new = Layout(everything.cu_seqlens, everything.max_seqlen, everything.total, q_index=rows)
-        plan = attention.plan(q_THD, self.summaries, new)
-        return attention.attend(q_THD, k_SKD, v_SKD, new, plan)
+        return attention.attend(q_THD, k_SKD, v_SKD, layout, attention.plan(q_THD, self.summaries, layout))
 
     def _append(self, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
         if self.k_SKD is None or self.v_SKD is None:
@@ -57,5 +56,5 @@ class CachedAttention:
         return self.k_SKD[:end], self.v_SKD[:end]
 
 
-def _one_document(length: int, device: torch.device) -> Layout:
-    return Layout(torch.tensor([0, length], dtype=torch.int32, device=device), length, length)
+def _one_document(length: int, device: torch.device, q_index: Tensor | None = None) -> Layout:
+    return Layout(torch.tensor([0, length], dtype=torch.int32, device=device), length, length, q_index)

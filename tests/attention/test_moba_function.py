@@ -1,5 +1,7 @@
 """`moba_attention` is the function that the paper describes: design/attention.md, section 1, line by line."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import assert_all_close, edges, make_qkv, run
@@ -11,8 +13,10 @@ from oracle import moba as oracle_moba
 from moba_train.attention import masked
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import run_local
-from moba_train.attention.moba import moba_attention
+from moba_train.attention.moba import moba_attention as any_moba_attention
 from moba_train.attention.protocol import packed_layout
+
+moba_attention = partial(any_moba_attention, backend="reference")
 
 
 def assert_equals_oracle(lengths, heads, kv_heads, head_dim, device, seed=0, **options):
@@ -176,6 +180,16 @@ def test_choosing_every_block_is_full_attention_in_float64(lengths, device):
     dense = FullAttention(FullAttention.Options(), 16)
     assert_all_close(got, run(lambda q, k, v: run_local(q, k, v, dense, layout), qkv))
     assert_all_close(got, run(lambda q, k, v: oracle_full(q, k, v, lengths), tuple(x.cpu() for x in qkv)))
+
+
+@pytest.mark.parametrize("lengths", [[29], [9, 0, 20, 1], [32]])
+def test_auto_takes_dense_attention_exactly_where_every_block_is_chosen(lengths, device):
+    """At 32 tokens, 8 blocks of 4, topk 8 chooses everything and topk 7 does not: both equal the reference."""
+    qkv = make_qkv(sum(lengths), 4, 2, 16, device)
+    for topk in (7, 8):
+        options = {"block_size": 4, "topk": topk, "cu_seqlens": edges(lengths, device), "return_lse": True}
+        got, want = (run(partial(any_moba_attention, backend=b, **options), qkv) for b in ("auto", "reference"))
+        assert_all_close(got, want)
 
 
 def test_choosing_every_block_is_full_attention_in_bf16_within_rounding(device):

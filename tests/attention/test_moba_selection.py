@@ -13,7 +13,7 @@ from moba_train.attention.protocol import Layout, packed_layout
 
 
 def plan_of(q, k, lengths, **options) -> Tensor:
-    attention = MobaAttention(MobaAttention.Options(**options), q.shape[-1])
+    attention = MobaAttention(MobaAttention.Options(backend="reference", **options), q.shape[-1])
     layout = packed_layout(lengths, q.device)
     return attention.plan(q, attention.summarize(k, layout), layout)[0]
 

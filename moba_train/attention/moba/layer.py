@@ -11,6 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moba_train.attention.full import FullAttention
 from moba_train.attention.masked import masked_attend, masked_attend_backward
 from moba_train.attention.moba.blocks import block_bound
 from moba_train.attention.moba.gate import pool_keys
@@ -36,7 +37,9 @@ class MobaAttention(LocalAttention):
             ("current",), description="blocks that are chosen whatever their gate; they count towards topk"
         )
         backend: Literal["auto", "triton", "reference"] = Field(
-            "auto", description="triton: kernels for CUDA and 16-bit dtypes; reference: plain PyTorch, any device"
+            "auto",
+            description="triton: kernels for CUDA and 16-bit dtypes; reference: plain PyTorch, any device; auto: dense "
+            "attention where no document is longer than block_size x topk, else triton where it can",
         )
 
     def __init__(self, options: Section, head_dim: int, softmax_scale: float | None = None) -> None:
@@ -47,6 +50,7 @@ class MobaAttention(LocalAttention):
         self.options = options
         self.alignment = options.block_size
         self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        self.dense = FullAttention(FullAttention.Options(), head_dim, self.scale)
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
         """The mean key of every block, [blocks, K, D]."""
@@ -56,7 +60,12 @@ class MobaAttention(LocalAttention):
         return pool_keys(k_SKD, layout, self.options.block_size)
 
     def plan(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Plan:
-        """The chosen history blocks, int32 [H, T, C] (see `select_blocks`); for the kernels also the inverse lists."""
+        """The chosen history blocks, int32 [H, T, C] (see `select_blocks`); for the kernels also the inverse lists.
+
+        Nothing where every block is chosen.
+        """
+        if self._is_dense(layout):
+            return ()
         assert summaries is not None
         options, kernels = self.options, self._kernels(q_THD)
         choose = kernels.choose if kernels else select_blocks
@@ -75,11 +84,19 @@ class MobaAttention(LocalAttention):
 
     def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Plan:
         """See `LocalAttention.empty_plan`."""
+        if self._is_dense(layout):
+            return ()
         choices = min(self.options.topk - 1, block_bound(layout, self.options.block_size))
-        return (q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], choices), dtype=torch.int32),)
+        chosen_HTC = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], choices), dtype=torch.int32)
+        kernels = self._kernels(q_THD)
+        if kernels and layout.is_whole:
+            return (chosen_HTC, *kernels.empty_lists(chosen_HTC, layout, k_SKD.shape[1], self.options.block_size))
+        return (chosen_HTC,)
 
     def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, plan: Plan) -> tuple[Tensor, Tensor]:
         """See `LocalAttention.attend`."""
+        if self._is_dense(layout):
+            return self.dense.attend(q_THD, k_SKD, v_SKD, layout, ())
         kernels = self._kernels(q_THD)
         if kernels and layout.is_whole:
             return kernels.attend(
@@ -101,6 +118,8 @@ class MobaAttention(LocalAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `LocalAttention.attend_backward`."""
         tensors = (dout_THD, q_THD, k_SKD, v_SKD, out_THD, lse_HT)
+        if self._is_dense(layout):
+            return self.dense.attend_backward(*tensors, layout, ())
         kernels = self._kernels(q_THD)
         if kernels and layout.is_whole:
             return kernels.attend_backward(
@@ -108,6 +127,11 @@ class MobaAttention(LocalAttention):
             )
         mask = chosen_mask(plan[0], layout, self.options.block_size)
         return masked_attend_backward(*tensors, mask, self.scale, prefix=layout.is_whole)
+
+    def _is_dense(self, layout: Layout) -> bool:
+        """Whether no document has more than `topk` blocks: then MoBA is dense attention, whose kernels are faster."""
+        longest = self.options.topk * self.options.block_size
+        return self.options.backend == "auto" and layout.is_whole and layout.max_seqlen <= longest
 
     def _kernels(self, x: Tensor) -> ModuleType | None:
         """The Triton backend where it can and shall do the call; it is imported at the first such call."""

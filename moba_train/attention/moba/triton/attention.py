@@ -12,8 +12,9 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moba_train.attention.moba.blocks import block_bound
 from moba_train.attention.moba.triton import backward, combine, forward
-from moba_train.attention.moba.triton.lists import Lists, invert
+from moba_train.attention.moba.triton.lists import Lists, empty_inverse, invert
 from moba_train.attention.moba.triton.pool import pool_keys
 from moba_train.attention.moba.triton.select import select_blocks
 from moba_train.attention.moba.triton.tables import BlockTables, block_tables
@@ -52,6 +53,11 @@ def choose(
 def invert_choice(chosen_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> tuple[Tensor, Tensor]:
     """(entries, starts): the lists of the rows that chose each block (lists.py), for both passes."""
     return invert(chosen_HTC, kv_heads, block_tables(layout, block_size).blocks)
+
+
+def empty_lists(chosen_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised tensors of the shapes and dtypes of `invert_choice`'s, for tracing."""
+    return empty_inverse(chosen_HTC, kv_heads, block_bound(layout, block_size))
 
 
 def attend(

@@ -53,15 +53,28 @@ def chunking(tokens: int, row_entries: int, lists: int) -> tuple[int, int]:
     return max(1, triton.cdiv(tokens, chunk_tokens)), chunk_tokens * row_entries
 
 
+def empty_inverse(chosen_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised (entries, starts) for a choice of this shape, int32 [H, T, C]."""
+    heads, tokens, choices = chosen_HTC.shape
+    if choices == 0 or tokens == 0:
+        return chosen_HTC.new_empty(0), chosen_HTC.new_empty(1)
+    lists = kv_heads * blocks
+    chunks, _ = chunking(tokens, heads // kv_heads * choices, lists)
+    place = torch.int32 if chosen_HTC.numel() < 2**31 else torch.int64
+    return chosen_HTC.new_empty(chosen_HTC.numel()), chosen_HTC.new_empty(lists * chunks + 1, dtype=place)
+
+
 def invert(chosen_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Tensor]:
     """The (entries, starts) of `Lists` for a choice: int32 [H, T, C], -1 = none."""
     heads, tokens, choices = chosen_HTC.shape
     group = heads // kv_heads
-    if choices == 0 or tokens == 0:
-        return chosen_HTC.new_empty(0), chosen_HTC.new_zeros(1)
     per_head, lists = tokens * group * choices, kv_heads * blocks
     if per_head >= 2**31:
         raise ValueError(f"moba: {tokens} tokens x {group} heads x {choices} choices give more than 2**31 entries")
+    entries, starts = empty_inverse(chosen_HTC, kv_heads, blocks)
+    starts[0] = 0
+    if choices == 0 or tokens == 0:
+        return entries, starts
     device = chosen_HTC.device
     chunks, chunk = chunking(tokens, group * choices, lists)
     # Chunk by chunk for the kernels, so that a chunk's counters share cache lines; list by list for the prefix sum.
@@ -69,11 +82,8 @@ def invert(chosen_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Tens
     grid = (chunks, kv_heads)
     sizes = {"G": group, "C": choices, "TILE": _TILE}
     _count[grid](chosen_HTC, counts_KCN, tokens, blocks, chunk, **sizes)
-    place = torch.int32 if kv_heads * per_head < 2**31 else torch.int64
-    starts = torch.zeros(lists * chunks + 1, dtype=place, device=device)
-    torch.cumsum(counts_KCN.transpose(1, 2).reshape(-1), 0, dtype=place, out=starts[1:])
+    torch.cumsum(counts_KCN.transpose(1, 2).reshape(-1), 0, dtype=starts.dtype, out=starts[1:])
     cursor_KCN = starts[:-1].view(kv_heads, blocks, chunks).transpose(1, 2).clone(memory_format=torch.contiguous_format)
-    entries = torch.empty(kv_heads * per_head, dtype=torch.int32, device=device)
     _place[grid](chosen_HTC, cursor_KCN, entries, tokens, blocks, chunk, **sizes)
     return entries, starts
 
