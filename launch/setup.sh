@@ -26,15 +26,15 @@ else
             echo "error: no Python 3.11 or newer on the PATH (MOBA_PYTHON names one elsewhere)" >&2
             exit 2
         fi
-        system=() constraints=()
+        system=() constraints=() extras=dev
         if "$base" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
             system=(--system-site-packages)  # the image's own CUDA build of torch
         elif ! nvidia-smi >/dev/null 2>&1; then
-            constraints=(-c launch/constraints.txt)
+            constraints=(-c launch/constraints.txt) extras=dev,interpreter
         fi
         echo "installing into $VENV (once; a few minutes)"
         "$base" -m venv ${system[@]+"${system[@]}"} "$VENV"
-        "$PYTHON" -m pip install --quiet ${constraints[@]+"${constraints[@]}"} --editable ".[dev]"
+        "$PYTHON" -m pip install --quiet ${constraints[@]+"${constraints[@]}"} --editable ".[$extras]"
         echo "$wanted" >"$stamp"
     fi
 fi
