@@ -1,5 +1,6 @@
 """Attention objects from a recipe's resolved layers, and initial weights that do not depend on the world size."""
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable
@@ -15,8 +16,13 @@ from moba_train.model.transformer import Transformer
 
 
 def build_attention(layers: Iterable[LayerAttention], head_dim: int) -> list[LocalAttention]:
-    """One LocalAttention per layer."""
-    return [KINDS[layer.kind](layer.options, head_dim) for layer in layers]
+    """The LocalAttention of every layer. Equal layers share one object: torch.compile compiles once for each object."""
+    return [_attention(layer, head_dim) for layer in layers]
+
+
+@functools.cache
+def _attention(layer: LayerAttention, head_dim: int) -> LocalAttention:
+    return KINDS[layer.kind](layer.options, head_dim)
 
 
 @torch.no_grad()

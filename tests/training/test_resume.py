@@ -1,6 +1,7 @@
 """A run that was stopped, killed or moved to other ranks goes on as if nothing had happened."""
 
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -84,6 +85,21 @@ def test_recomputed_activations_do_not_change_the_loss(run: Run, finished_run: R
     run.recipe["activation_checkpointing"] = "full"
     assert run.train(1)[0] == 0
     assert run.losses() == pytest.approx(finished_run.losses(), rel=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_compiled_blocks_do_not_change_the_loss_and_are_compiled_once_a_kind(run: Run) -> None:
+    run.recipe["compile"] = True
+    run.recipe["model"]["layers"] = 10
+    run.recipe["stages"][0]["tokens"] = run.recipe["stages"][1]["tokens"] = 1024
+    code, output = run.train(1)
+    assert code == 0, output
+    assert "recompile_limit" not in output
+    compiled = run.losses()
+    shutil.rmtree(run.run_dir)
+    run.recipe["compile"] = False
+    assert run.train(1)[0] == 0
+    assert compiled == pytest.approx(run.losses(), rel=1e-4)
 
 
 def test_training_learns_and_evaluates(finished_run: Run) -> None:
