@@ -23,19 +23,18 @@ from moba_train.telemetry.jsonl import read_records
 WARM_UP_STEPS = 5
 MODEL = Path(__file__).parent.parent / "configs" / "models"
 
+_FULL = {"attention": {"default": "full"}}
+_MOBA = {"attention": {"full_layers": "last:3", "moba": {"block_size": 512, "topk": 3}}}
+_RECOMPUTED = {"activation_checkpointing": "full"}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "full attention": {"attention": {"default": "full"}, "micro_batch_size": 2},
-    "full attention, compiled blocks": {"attention": {"default": "full"}, "micro_batch_size": 2, "compile": True},
-    "full attention, all activations recomputed": {
-        "attention": {"default": "full"},
-        "micro_batch_size": 2,
-        "activation_checkpointing": "full",
-    },
-    "MoBA 512/3, last 3 layers full": {
-        "attention": {"full_layers": "last:3", "moba": {"block_size": 512, "topk": 3}},
-        "micro_batch_size": 1,
-    },
+    "full": _FULL,
+    "full, compiled": _FULL | {"compile": True},
+    "full, recomputed": _FULL | _RECOMPUTED,
+    "MoBA 512/3, last 3 full": _MOBA,
+    "MoBA 512/3, last 3 full, compiled": _MOBA | {"compile": True},
+    "MoBA 512/3, last 3 full, recomputed": _MOBA | _RECOMPUTED,
 }
+"""`compiled`: torch.compile of every block; `recomputed`: activation_checkpointing full."""
 
 
 def write_corpus(prefix: Path, tokens: int, vocab_size: int) -> None:
@@ -57,6 +56,7 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str,
         "run_dir": str(folder / f"run{list(VARIANTS).index(name)}"),
         "data": {"train": [{"path": str(folder / "corpus")}]},
         "batch_tokens": sequences * arguments.seq_len,
+        "micro_batch_size": arguments.sequences_per_gpu,
         "stages": [
             {"name": "only", "seq_len": arguments.seq_len, "tokens": arguments.steps * sequences * arguments.seq_len}
         ],
