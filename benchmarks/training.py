@@ -7,6 +7,7 @@ random (never zeros); the first steps, which compile and allocate, are left out.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -73,9 +74,12 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str,
         text=True,
         check=False,
     )
+    run_dir = Path(recipe["run_dir"])
+    records = read_records(run_dir / "metrics.jsonl") if done.returncode == 0 else []
+    shutil.rmtree(run_dir, ignore_errors=True)  # its last checkpoint is many gigabytes
     if done.returncode:
-        return {"error": done.stderr[-2000:]}
-    records = [record for record in read_records(Path(recipe["run_dir"]) / "metrics.jsonl") if "loss" in record]
+        return {"error": next(line for line in done.stderr.splitlines() if "rror" in line), "log": done.stderr[:4000]}
+    records = [record for record in records if "loss" in record]
     steady = records[WARM_UP_STEPS:]
     keys = ("tokens_per_s_per_device", "mfu", "mfu_dense", "step_s", "data_s", "memory_gib")
     return {key: spread([record[key] for record in steady]) for key in keys if key in steady[0]} | {

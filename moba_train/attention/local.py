@@ -5,18 +5,12 @@ results: a recomputed forward pass then reuses the saved choice of blocks instea
 `SAVED_OPERATORS` and parallel/fsdp.py).
 """
 
-import itertools
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import Layout, LocalAttention
-
-_attentions: weakref.WeakValueDictionary[int, LocalAttention] = weakref.WeakValueDictionary()
-_numbers: weakref.WeakKeyDictionary[LocalAttention, int] = weakref.WeakKeyDictionary()
-_next_number = itertools.count()
+from moba_train.attention.protocol import ATTENTIONS, Layout, LocalAttention
 
 
 def run_local(
@@ -27,18 +21,9 @@ def run_local(
     q [T, H, D], k and v [S, K, D] of one floating dtype, K dividing H. Returns out [T, H, D] and lse [H, T] (natural
     log, no gradient). No gradient flows through `summarize` and `plan`.
     """
-    where = (layout.cu_seqlens, layout.q_index, layout.k_index, layout.max_seqlen, layout.total, _number(attention))
+    where = (layout.cu_seqlens, layout.q_index, layout.k_index, layout.max_seqlen, layout.total, attention.name)
     plan = _plan(q_THD.detach(), k_SKD.detach(), *where)
     return _attend(q_THD, k_SKD, v_SKD, plan, *where)
-
-
-@torch.compiler.assume_constant_result
-def _number(attention: LocalAttention) -> int:
-    """What stands for an attention in an operator's arguments; the same for as long as the object lives."""
-    if attention not in _numbers:
-        _numbers[attention] = next(_next_number)
-        _attentions[_numbers[attention]] = attention
-    return _numbers[attention]
 
 
 _last_layout: tuple[Layout, int] | None = None
@@ -71,9 +56,9 @@ def _plan(
     k_index: Tensor | None,
     max_seqlen: int,
     total: int,
-    attention: int,
+    attention: str,
 ) -> list[Tensor]:
-    layout, kind = _layout(cu_seqlens, q_index, k_index, max_seqlen, total), _attentions[attention]
+    layout, kind = _layout(cu_seqlens, q_index, k_index, max_seqlen, total), ATTENTIONS[attention]
     return list(kind.plan(q, kind.summarize(k, layout), layout))
 
 
@@ -86,10 +71,10 @@ def _(
     k_index: Tensor | None,
     max_seqlen: int,
     total: int,
-    attention: int,
+    attention: str,
 ) -> list[Tensor]:
     layout = Layout(cu_seqlens, max_seqlen, total, q_index, k_index)
-    return list(_attentions[attention].empty_plan(q, k, layout))
+    return list(ATTENTIONS[attention].empty_plan(q, k, layout))
 
 
 @torch.library.custom_op("moba_train::attend", mutates_args=())
@@ -103,10 +88,10 @@ def _attend(
     k_index: Tensor | None,
     max_seqlen: int,
     total: int,
-    attention: int,
+    attention: str,
 ) -> tuple[Tensor, Tensor]:
     layout = _layout(cu_seqlens, q_index, k_index, max_seqlen, total)
-    return _attentions[attention].attend(q, k, v, layout, tuple(plan))
+    return ATTENTIONS[attention].attend(q, k, v, layout, tuple(plan))
 
 
 @_attend.register_fake
@@ -129,10 +114,10 @@ def _attend_backward(
     k_index: Tensor | None,
     max_seqlen: int,
     total: int,
-    attention: int,
+    attention: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     layout = _layout(cu_seqlens, q_index, k_index, max_seqlen, total)
-    return _attentions[attention].attend_backward(dout, q, k, v, out, lse, layout, tuple(plan))
+    return ATTENTIONS[attention].attend_backward(dout, q, k, v, out, lse, layout, tuple(plan))
 
 
 @_attend_backward.register_fake
@@ -141,19 +126,17 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, plan, cu_seqlens, q_index, k_index, *numbers = inputs
+    q, k, v, plan, cu_seqlens, q_index, k_index, *rest = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, q_index, k_index, *plan)
-    ctx.numbers = numbers
-    ctx.attention = _attentions[numbers[-1]]  # alive until the backward pass, whatever the model has been given since
+    ctx.rest = rest
+    ctx.attention = ATTENTIONS[rest[-1]]  # alive until the backward pass, whatever the model has been given since
 
 
 def _gradients(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, cu_seqlens, q_index, k_index, *plan = ctx.saved_tensors
-    grads = _attend_backward(
-        dout.contiguous(), q, k, v, out, lse, list(plan), cu_seqlens, q_index, k_index, *ctx.numbers
-    )
+    grads = _attend_backward(dout.contiguous(), q, k, v, out, lse, list(plan), cu_seqlens, q_index, k_index, *ctx.rest)
     return (*grads, [None] * len(plan), *[None] * 6)
 
 

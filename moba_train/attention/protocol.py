@@ -7,9 +7,11 @@ partial results by online softmax, see merge.py), and `attend_backward` with the
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
 
+import itertools
+import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -86,6 +88,11 @@ def packed_layout(lengths: list[int], device: torch.device | str = "cpu") -> Lay
     return Layout(cu_seqlens.to(device, non_blocking=True), max(lengths, default=0), sum(lengths))
 
 
+_numbers = itertools.count()
+ATTENTIONS: "weakref.WeakValueDictionary[str, LocalAttention]" = weakref.WeakValueDictionary()
+"""Every attention that is alive, by its `name`."""
+
+
 class LocalAttention(Protocol):
     """Causal self-attention over any subset of a packed sequence's keys. Kinds inherit from it.
 
@@ -98,6 +105,14 @@ class LocalAttention(Protocol):
 
     alignment: int
     """Shards of a sequence must begin at multiples of this many tokens."""
+    name: str = ""
+    """Stands for this object in the arguments of torch operators: text, which torch.compile takes as a constant."""
+
+    def __new__(cls, *_arguments: Any, **_options: Any) -> Self:
+        attention = super().__new__(cls)
+        attention.name = f"{cls.__name__} {next(_numbers)}"
+        ATTENTIONS[attention.name] = attention
+        return attention
 
     def __init__(self, options: Section, head_dim: int) -> None: ...
 
