@@ -25,26 +25,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moba_train.attention.moba.triton.backward import LOG2_E, load_rows
 from moba_train.attention.moba.triton.lists import Lists
-from moba_train.attention.moba.triton.tiles import Segment, TileTable, segments, tile_of_program, tile_table
+from moba_train.attention.moba.triton.tiles import Rows, Segment, TileTable, segments, tile_of_program, tile_table
 
 if TYPE_CHECKING:
-    from moba_train.attention.moba.triton.attention import Call
+    from moba_train.attention.moba.triton.attention import _Call
 
 _PACK_WARPS = 4
-
-
-@triton.jit
-def _add_tile(k_ND, v_ND, q_MD, dout_MD, lse_M, delta_M, dk_ND, dv_ND, scale_log2, key_N, token_M, OWN: tl.constexpr):
-    """A tile of rows' part of (dk without the scale, dv)."""
-    s = tl.dot(k_ND, q_MD.T)
-    dp = tl.dot(v_ND, dout_MD.T)
-    p = tl.math.exp2(s * scale_log2 - lse_M[None, :])
-    if OWN:
-        p = tl.where(key_N[:, None] <= token_M[None, :], p, 0.0)
-    dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
-    ds = p * (dp - delta_M[None, :])
-    dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
-    return dk_ND, dv_ND
 
 
 @triton.jit(do_not_specialize=["first_kv_head", "kv_heads", "key_tiles"])
@@ -87,9 +73,11 @@ def dkdv_own(
         token = start + row // G
         head = kv_head * G + row % G
         q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, token, head, heads, token < stop, stride_t, D)
-        dk_ND, dv_ND = _add_tile(
-            k_ND, v_ND, q_MD, dout_MD, lse_M, delta_M, dk_ND, dv_ND, scale * LOG2_E, key, token, OWN=True
-        )
+        p = tl.math.exp2(tl.dot(k_ND, q_MD.T) * (scale * LOG2_E) - lse_M[None, :])
+        p = tl.where(key[:, None] <= token[None, :], p, 0.0)
+        dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
+        ds = p * (tl.dot(v_ND, dout_MD.T) - delta_M[None, :])
+        dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
     place = (key.to(tl.int64) * tl.num_programs(1) + part) * D
     at, mask = place[:, None] + tl.arange(0, D)[None, :], (key < stop)[:, None]
     tl.store(sum_dk + at, dk_ND * scale, mask=mask)
@@ -103,7 +91,8 @@ def pack(
     stats,
     packed_q,
     packed_dout,
-    packed_stats,
+    packed_lse,
+    packed_delta,
     entries,
     list_of_tile,
     last_tile,
@@ -119,7 +108,7 @@ def pack(
     D: tl.constexpr,
     M: tl.constexpr,
 ):
-    """One row tile of one list: its rows to packed_q and packed_dout [tiles, M, D]; packed_stats [tiles, 2, M].
+    """One row tile of one list: its rows to packed_q and packed_dout [tiles * M, D], their stats to [tiles * M].
 
     Rows past the list's end get q = dout = 0 and lse = inf.
     """
@@ -133,19 +122,20 @@ def pack(
     row = tl.load(entries + position, mask=ok, other=0) // C
     head = (first_kv_head + which // blocks) * G + row % G
     q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, row // G, head, heads, ok, stride_t, D)
-    at = (tile.to(tl.int64) * M + i)[:, None] * D + tl.arange(0, D)[None, :]
+    place = tile.to(tl.int64) * M + i
+    at = place[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(packed_q + at, q_MD)
     tl.store(packed_dout + at, dout_MD)
-    stats_at = packed_stats + tile.to(tl.int64) * (2 * M) + i
-    tl.store(stats_at, lse_M)
-    tl.store(stats_at + M, delta_M)
+    tl.store(packed_lse + place, lse_M)
+    tl.store(packed_delta + place, delta_M)
 
 
 @triton.jit(do_not_specialize=["blocks", "first_kv_head", "kv_heads", "key_tiles"])
 def dkdv_history(
     q_desc,
     dout_desc,
-    packed_stats,
+    lse_desc,
+    delta_desc,
     k_desc,
     v_desc,
     sum_dk,
@@ -159,6 +149,7 @@ def dkdv_history(
     kv_heads,
     key_tiles,
     scale,
+    AHEAD: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -166,6 +157,14 @@ def dkdv_history(
     """Adds to float32 dk and dv [S, some K, D] of one tile of keys what the packed rows of its block's list give.
 
     Programs of one list are neighbours, and read its rows at about the same time; lists come longest first (`order`).
+
+    AHEAD: the next tile's scores are computed while this one's are exponentiated. The compiler waits at once for a
+    product that is used in the same turn of the loop, and only at the next turn's first wait for one that is carried
+    over. So a turn waits once, for v . dout, and each of the other products runs beside arithmetic; the price is a
+    second copy of q in shared memory. The turn after the last tile reads what follows and drops it.
+
+    Stats too come by bulk copies: as plain loads every thread copies its share of them 16 times over, and the
+    addresses are what makes registers spill.
     """
     pid = tl.program_id(0)
     which = tl.load(order + pid // key_tiles).to(tl.int32)
@@ -182,14 +181,24 @@ def dkdv_history(
     dk_ND = tl.zeros([N, D], tl.float32)
     dv_ND = tl.zeros([N, D], tl.float32)
     scale_log2 = scale * LOG2_E
+    if AHEAD:
+        next_s = tl.dot(k_ND, q_desc.load([first * M, 0]).T)
     for tile in tl.range(first, last):
-        q_MD = q_desc.load([tile * M, 0])
-        dout_MD = dout_desc.load([tile * M, 0])
-        stats_at = packed_stats + tile.to(tl.int64) * (2 * M) + tl.arange(0, M)
-        lse_M, delta_M = tl.load(stats_at), tl.load(stats_at + M)
-        dk_ND, dv_ND = _add_tile(
-            k_ND, v_ND, q_MD, dout_MD, lse_M, delta_M, dk_ND, dv_ND, scale_log2, first_key, first_key, OWN=False
-        )
+        row = tile * M
+        dout_MD = dout_desc.load([row, 0])
+        q_MD = q_desc.load([row, 0])
+        if AHEAD:
+            s = next_s
+            next_q_MD = q_desc.load([row + M, 0])
+            dp = tl.dot(v_ND, dout_MD.T)
+            next_s = tl.dot(k_ND, next_q_MD.T)
+        else:
+            s = tl.dot(k_ND, q_MD.T)
+            dp = tl.dot(v_ND, dout_MD.T)
+        p = tl.math.exp2(s * scale_log2 - lse_desc.load([row])[None, :])
+        dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
+        ds = p * (dp - delta_desc.load([row])[None, :])
+        dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
     key = first_key + tl.arange(0, N)
     place = (key.to(tl.int64) * kv_heads + part) * D
     at, mask = place[:, None] + tl.arange(0, D)[None, :], (key < stop)[:, None]
@@ -203,14 +212,20 @@ class Packed:
 
     q: Tensor
     dout: Tensor
-    stats: Tensor
+    lse: Tensor
+    delta: Tensor
+
+    def descriptors(self, rows: int) -> list[TensorDescriptor]:
+        """For bulk copies of tiles of these rows."""
+        tensors = (self.q, self.dout, self.lse, self.delta)
+        return [TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, *x.shape[1:]]) for x in tensors]
 
 
 @dataclass(frozen=True)
 class PackedDkdv:
     """The launches of one call. `stats` is `backward.prepare`'s; `key_tiles` covers the longest block."""
 
-    call: "Call"
+    call: "_Call"
     dout: Tensor
     stats: Tensor
     lists: Lists
@@ -218,7 +233,7 @@ class PackedDkdv:
     scale: float
 
     def run(self, dk: Tensor, dv: Tensor) -> None:
-        for heads, parts in self._segments():
+        for heads, parts in self.segments():
             sums = self.own(heads)
             for segment, room in parts:
                 table = self.pack(segment, room)
@@ -226,7 +241,7 @@ class PackedDkdv:
             dk[:, heads].copy_(sums[0])
             dv[:, heads].copy_(sums[1])
 
-    def _segments(self) -> Iterator[tuple[slice, list[tuple[Segment, Packed]]]]:
+    def segments(self) -> Iterator[tuple[slice, list[tuple[Segment, Packed]]]]:
         """Segments by their key/value heads. All use the same room, for as many rows as q has: twice the size of q."""
         call = self.call
         parts = list(segments(self.lists, call.kv_heads, call.tokens * call.heads))
@@ -242,17 +257,14 @@ class PackedDkdv:
             (part.kv_heads.stop - part.kv_heads.start) * (triton.cdiv(part.entries, rows) + call.tables.blocks)
             for part in parts
         )
-        q, dout = (
-            torch.empty(tiles * rows, call.head_dim, dtype=self.dout.dtype, device=self.dout.device) for _ in range(2)
-        )
-        return Packed(q, dout, torch.empty(tiles, 2, rows, dtype=torch.float32, device=self.dout.device))
+        q, dout = (self.dout.new_empty(tiles * rows, call.head_dim) for _ in range(2))
+        lse, delta = (self.stats.new_empty(tiles * rows) for _ in range(2))
+        return Packed(q, dout, lse, delta)
 
     def own(self, heads: slice) -> tuple[Tensor, Tensor]:
         """float32 dk and dv [S, heads, D] of the own blocks."""
         call, shape, many = self.call, self.call.shapes.dkdv, heads.stop - heads.start
-        sizes = (call.k_SKD.shape[0], many, call.head_dim)
-        # Zeros: no block holds the keys that no document covers.
-        sum_dk, sum_dv = (torch.zeros(sizes, dtype=torch.float32, device=self.dout.device) for _ in range(2))
+        sum_dk, sum_dv = (self.stats.new_empty(call.k_SKD.shape[0], many, call.head_dim) for _ in range(2))
         dkdv_own[(call.tables.blocks * self.key_tiles, many)](
             call.q_THD,
             self.dout,
@@ -281,7 +293,8 @@ class PackedDkdv:
             self.stats,
             room.q,
             room.dout,
-            room.stats,
+            room.lse,
+            room.delta,
             self.lists.entries,
             table.list_of_tile,
             table.last_tile,
@@ -304,16 +317,10 @@ class PackedDkdv:
         """Adds the part of the packed rows."""
         call, shape = self.call, self.call.shapes.dkdv
         order = torch.sort(table.end - table.begin, descending=True, stable=True).indices
-        q_desc, dout_desc = (
-            TensorDescriptor(x, list(x.shape), [call.head_dim, 1], [shape.rows, call.head_dim])
-            for x in (room.q, room.dout)
-        )
         sizes = call.sizes(shape)
         del sizes["G"]
         dkdv_history[(table.begin.numel() * self.key_tiles,)](
-            q_desc,
-            dout_desc,
-            room.stats,
+            *room.descriptors(shape.rows),
             *call.descriptors(shape.keys),
             sum_dk,
             sum_dv,
@@ -326,5 +333,6 @@ class PackedDkdv:
             sum_dk.shape[1],
             self.key_tiles,
             self.scale,
+            AHEAD=call.shapes.dkdv_rows is Rows.PACKED_AHEAD,
             **sizes,
         )
