@@ -29,7 +29,7 @@ from moba_train.units import parse_number
 CANDIDATES = {
     "forward": "256x64x8x3 256x64x8x2 128x128x8x2 128x128x8x3 128x64x8x3 128x64x4x2 128x64x4x3 64x128x4x2 64x64x4x3",
     "dq": "128x64x8x3 128x64x8x2 128x128x8x2 128x32x8x3 64x64x4x2 64x64x4x3 64x128x4x2",
-    "dkdv": "64x128x8x3 64x128x8x2 64x64x4x2 64x64x4x3 32x64x4x2 32x128x8x3 128x64x8x2 64x128x4x2 128x128x8x2",
+    "dkdv": "64x128x8x3 64x128x8x2 64x128x8x4 64x64x4x2 32x64x4x2 32x64x4x3 32x128x8x3 128x64x8x2 64x128x4x2",
 }
 KINDS = [kind.name.lower() for kind in reversed(list(Rows))]
 PARTS = ("dkdv_own", "pack", "dkdv_history")

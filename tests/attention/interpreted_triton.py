@@ -88,15 +88,14 @@ def test_work_is_cut_into_segments_without_a_trace(monkeypatch):
     assert all(error(a, b) < 1e-6 for a, b in zip(got, want, strict=True))  # NumPy's products depend on the shape
 
 
-@pytest.mark.parametrize("rows", [Rows.PACKED, Rows.PACKED_AHEAD])
-@pytest.mark.parametrize("limit", [10**9, 2000])
+@pytest.mark.parametrize(("rows", "limit"), [(Rows.PACKED, 600), (Rows.PACKED_AHEAD, 10**9)])
 @pytest.mark.parametrize(
     ("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"),
     [
         case(PACKED, 4, 2, 64, block_size=64, topk=3),  # empty lists, and one of a single row: 129 tokens
         case([129], 1, 1, 64, block_size=64, topk=2),
-        case([500, 140], 4, 2, 64, block_size=80, topk=4),
-        case([260, 60], 8, 1, 64, torch.float16, block_size=64, topk=9),
+        case([250, 90], 4, 2, 64, block_size=80, topk=4),
+        case([200], 4, 1, 64, torch.float16, block_size=64, topk=9),
         case([70, 0, 60], 2, 2, 128, block_size=64, topk=3),
     ],
 )

@@ -58,7 +58,7 @@ def shapes(head_dim: int, block_size: int) -> Shapes:
     TFLOP/s, of which packing is to save a third. So it pays from a few hundred keys on, and not for 128.
     """
     if block_size >= 512:
-        dkdv, rows = Shape(64, 128, 8, 2), Rows.PACKED_AHEAD
+        dkdv, rows = Shape(64, 128, 8, 3), Rows.PACKED_AHEAD
         if head_dim == 128:
             return Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(128, 64, 8, 3), dkdv, rows)
         return Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(128, 128, 8, 2), dkdv, rows)
