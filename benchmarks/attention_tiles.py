@@ -57,7 +57,7 @@ def stages(row: Row) -> tuple[dict[str, Callable[[], Any]], tuple[Tensor, Tensor
 
 def use(case: Shapes) -> None:
     """Until further notice, whatever the sizes."""
-    kernels.shapes = lambda head_dim, block_size: case  # noqa: ARG005
+    kernels.shapes = lambda head_dim, block_size: case
 
 
 def by_kernel(call: Callable[[], Any]) -> str:
