@@ -25,7 +25,7 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 ROWS = "8K:512/3 32K:512/3 32K:128/8 64K:128/8 128K:128/8 128K:4096/12 256K:128/8 256K:4096/12 512K:4096/12"
 KERNELS = (
     *("_pool", "_select", "_count", "_place", "attend_own", "attend_history", "combine_out"),
-    *("prepare", "dkdv", "dq_own", "dq_history", "combine_dq"),
+    *("prepare", "dkdv", "dkdv_own", "pack", "dkdv_history", "dq_own", "dq_history", "combine_dq"),
 )
 QUICK = "8K:512/3 64K:128/8 128K:4096/12"
 

@@ -2,6 +2,7 @@
 bf16 arithmetic is wrong."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layo
 
 from moba_train.attention.moba.blocks import block_bound
 from moba_train.attention.moba.gate import pool_keys
+from moba_train.attention.moba.triton import attention, packed
+from moba_train.attention.moba.triton.lists import Lists
+from moba_train.attention.moba.triton.tiles import Rows, Shape, segments, shapes
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "start this through test_triton_interpreter.py"
 
@@ -66,8 +70,6 @@ def test_of_equal_gates_the_lower_block_wins_and_infinite_gates_are_candidates()
 
 def test_work_is_cut_into_segments_without_a_trace(monkeypatch):
     """Bounded buffers: by key/value heads, and by ranges of queries where one head's partial results are too many."""
-    from moba_train.attention.moba.triton import attention
-
     lengths, block_size = [500, 140], 64
     tensors, layout = inputs(lengths, 4, 2, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     ours = build("triton", 64, block_size=block_size, topk=4)
@@ -84,3 +86,61 @@ def test_work_is_cut_into_segments_without_a_trace(monkeypatch):
     got, _ = run(ours, tensors, layout, plan)
     assert max(len(parts) for parts in seen) > 2
     assert all(error(a, b) < 1e-6 for a, b in zip(got, want, strict=True))  # NumPy's products depend on the shape
+
+
+@pytest.mark.parametrize(("rows", "limit"), [(Rows.PACKED, 600), (Rows.PACKED_AHEAD, 10**9)])
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"),
+    [
+        case(PACKED, 4, 2, 64, block_size=64, topk=3),  # empty lists, and one of a single row: 129 tokens
+        case([129], 1, 1, 64, block_size=64, topk=2),
+        case([250, 90], 4, 2, 64, block_size=80, topk=4),
+        case([200], 4, 1, 64, torch.float16, block_size=64, topk=9),
+        case([70, 0, 60], 2, 2, 128, block_size=64, topk=3),
+    ],
+)
+def test_packed_rows_give_the_same_gradients(
+    lengths, heads, kv_heads, head_dim, dtype, options, limit, rows, monkeypatch
+):
+    """dk and dv against float64, bit for bit again, in one segment and in several."""
+    tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cpu"), layout_of(lengths, "cpu")
+    ours = build("triton", head_dim, **options)
+    shape = Shape(32, 64, 4, 2)
+    monkeypatch.setattr(attention, "shapes", lambda d, b: replace(shapes(d, b), dkdv=shape, dkdv_rows=rows))
+    monkeypatch.setattr(packed, "segments", lambda lists, kv, most: segments(lists, kv, min(limit, most)))
+    got, plan = run(ours, tensors, layout)
+    again, _ = run(ours, tensors, layout, plan)
+    want = exact(tensors, layout, plan[0], options["block_size"], ours.scale)
+    bound = 2e-6 if dtype == torch.float32 else 1e-3
+    for name, a, b, c in zip(("out", "lse", "dq", "dk", "dv"), got, want, again, strict=True):
+        assert error(a, b) < bound, name
+        assert torch.equal(a, c), name
+
+
+def test_lists_are_packed_in_order_and_filled_up():
+    """Every list's rows in its own tiles; the rest of its last tile has probability 0 whatever the keys."""
+    lengths, block_size, rows = [200, 70, 129], 64, 32
+    (q, k, v, dout), layout = inputs(lengths, 4, 2, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
+    ours = build("triton", 64, block_size=block_size, topk=3)
+    chosen, entries, starts = ours.plan(q, ours.summarize(k, layout), layout)
+    call = attention._Call.of(q, k, v, layout, chosen, block_size)
+    call = replace(call, shapes=replace(call.shapes, dkdv=Shape(rows, 64, 4, 2)))
+    lists = Lists.of(entries, starts, chosen, 2, call.tables.blocks)
+    stats = torch.randn(399, 4, 2)
+    work = packed.PackedDkdv(call, dout, stats, lists, 1, ours.scale)
+    (segment,) = segments(lists, 2, 10**9)
+    room = work.room([segment])
+    tiles = work.pack(segment, room).last_tile.tolist()
+    begin, end = (x.tolist() for x in lists.bounds())
+    assert {0, 2} <= {stop - first for first, stop in zip(begin, end, strict=True)}
+    for which, (first, stop) in enumerate(zip(begin, end, strict=True)):
+        place = rows * (tiles[which - 1] if which else 0)
+        used = slice(place, place + stop - first)
+        filling = slice(used.stop, rows * tiles[which])
+        row = entries[first:stop] // chosen.shape[2]
+        token, head = row // 2, which // call.tables.blocks * 2 + row % 2
+        for mine, theirs in ((room.q, q), (room.dout, dout), (room.lse, stats[..., 0]), (room.delta, stats[..., 1])):
+            assert torch.equal(mine[used], theirs[token, head])
+        assert filling.stop - filling.start < rows
+        assert not any(x[filling].any() for x in (room.q, room.dout, room.delta))
+        assert room.lse[filling].isposinf().all()

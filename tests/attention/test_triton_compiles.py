@@ -12,13 +12,13 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from moba_train.attention.moba.triton import backward, combine, forward, lists, pool, select, tables  # noqa: E402
-from moba_train.attention.moba.triton.tiles import Shape, shapes  # noqa: E402
+from moba_train.attention.moba.triton import backward, combine, forward, lists, packed, pool, select, tables  # noqa: E402
+from moba_train.attention.moba.triton.tiles import Rows, Shape, shapes  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
-HALF = "q k v dout out dq dk dv partial_out partial_dq pooled".split()  # noqa: SIM905
-FLOATS = ("partial_lse", "lse", "stats")
+HALF = "q k v dout out dq dk dv partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
+FLOATS = ("partial_lse", "lse", "stats", "packed_lse", "packed_delta", "sum_dk", "sum_dv")
 INTEGERS = (
     *("entries", "list_of_tile", "last_tile", "begin", "end", "block_start", "block_end", "chosen", "own", "first"),
     *("counts", "cursors", "cu_seqlens", "first_of", "start"),
@@ -33,6 +33,8 @@ def compile_for_hopper(
     kinds = {**dict.fromkeys(HALF, f"*{dtype}"), **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(INTEGERS, "*i32")}
     kinds["order"] = "*i64"
     kinds |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{dtype}[{keys}, {constants.get('D')}]>")
+    kinds |= dict.fromkeys(("q_desc", "dout_desc"), f"tensordesc<{dtype}[{constants.get('M')}, {constants.get('D')}]>")
+    kinds |= dict.fromkeys(("lse_desc", "delta_desc"), f"tensordesc<fp32[{constants.get('M')}]>")
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else kinds.get(name, SCALARS.get(name, "i32"))
@@ -77,6 +79,28 @@ def test_attention_kernels_fit_and_use_the_matrix_units(head_dim, block_size, to
         assert spilled_bytes(compiled, tmp_path) <= allowed, name
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_rows_fit_and_use_the_matrix_units(head_dim, dtype, ahead, tmp_path):
+    """Of the loop's products only one is waited for at once when scores are computed a tile ahead, else two."""
+    shape = shapes(head_dim, 4096).dkdv
+    assert shapes(head_dim, 4096).dkdv_rows is not Rows.GATHERED
+    constants = {"AHEAD": ahead, "D": head_dim, "M": shape.rows, "N": shape.keys}
+    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    compiled = compile_for_hopper(packed.dkdv_history, constants, shape.keys, dtype, **options)
+    assert compiled.metadata.shared <= SHARED_LIMIT
+    assert spilled_bytes(compiled, tmp_path) <= 16  # around the loop, not in it
+    loop = compiled.asm["ttgir"].split("scf.for", 1)[1].split("scf.yield", 1)[0]
+    assert loop.count("ttng.warp_group_dot ") == 4
+    assert loop.count("ttng.warp_group_dot_wait") == (1 if ahead else 2)
+    constants = sizes(shape, head_dim)
+    compiled = compile_for_hopper(packed.dkdv_own, constants, shape.keys, dtype, **options)
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= SHARED_LIMIT
+    assert spilled_bytes(compiled, tmp_path) <= 96
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(("choices", "rows", "warps"), [(7, 128, 8), (11, 128, 8), (63, 64, 4)])
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -100,6 +124,7 @@ def test_selection_fits(head_dim, choices, rows, warps, grouped, tmp_path):
         (combine.combine_out, {"G": 4, "C": 7, "D": 128, "M": 32}),
         (combine.combine_dq, {"G": 4, "C": 7, "D": 128, "M": 32}),
         (backward.prepare, {"D": 128, "M": 32}),
+        (packed.pack, {"G": 4, "C": 11, "D": 128, "M": 64}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

@@ -34,6 +34,7 @@ CASES = [
     case([3000], 4, 2, 128, block_size=512, topk=3),
     case([3000, 1100], 4, 1, 64, torch.float16, block_size=512, topk=3),
     case([4500], 2, 2, 128, block_size=1040, topk=3),
+    case([2049, 513, 0, 1, 9000], 8, 2, 128, block_size=512, topk=9),
     case([100, 20], 4, 2, 128, block_size=16384, topk=12),
     case([0, 0], 4, 2, 128, block_size=128, topk=3),
 ]

@@ -7,6 +7,7 @@ lists       for each block, the query rows that chose it
 tiles       tile shapes, and the tables that hand row tiles to programs
 forward     attention of row tiles to one block; the own blocks
 backward    dq over the same row tiles; dk and dv over key tiles
+packed      dk and dv of long blocks, from rows copied side by side
 combine     joins what the row tiles found out about one query
 attention   the whole, in bounded memory
 

@@ -15,10 +15,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moba_train.attention.moba.blocks import block_bound
 from moba_train.attention.moba.triton import backward, combine, forward
 from moba_train.attention.moba.triton.lists import Lists, empty_inverse, invert
+from moba_train.attention.moba.triton.packed import PackedDkdv
 from moba_train.attention.moba.triton.pool import pool_keys
 from moba_train.attention.moba.triton.select import select_blocks
 from moba_train.attention.moba.triton.tables import BlockTables, block_tables
-from moba_train.attention.moba.triton.tiles import Segment, Shape, Shapes, segments, shapes, tile_table
+from moba_train.attention.moba.triton.tiles import Rows, Segment, Shape, Shapes, segments, shapes, tile_table
 from moba_train.attention.protocol import Layout
 
 LOG2_E = 1.4426950408889634
@@ -174,9 +175,12 @@ def _dkdv(
     call: "_Call", dout: Tensor, stats: Tensor, dk: Tensor, dv: Tensor, lists: Lists, layout: Layout, scale: float
 ) -> None:
     tables, shape = call.tables, call.shapes.dkdv
+    key_tiles = triton.cdiv(min(call.block_size, layout.max_seqlen), shape.keys)
+    if call.choices and call.shapes.dkdv_rows is not Rows.GATHERED:
+        PackedDkdv(call, dout, stats, lists, key_tiles, scale).run(dk, dv)
+        return
     begin, end = lists.bounds()
     order = torch.sort(end - begin, descending=True, stable=True).indices if call.choices else begin
-    key_tiles = triton.cdiv(min(call.block_size, layout.max_seqlen), shape.keys)
     backward.dkdv[(lists.lists * key_tiles,)](
         call.q_THD,
         dout,

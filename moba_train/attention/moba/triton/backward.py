@@ -31,7 +31,7 @@ def prepare(dout, out, lse, stats, rows, tokens, heads, D: tl.constexpr, M: tl.c
 
 
 @triton.jit
-def _load_rows(q, dout, stats, token, head, heads, ok, stride_t, D: tl.constexpr):
+def load_rows(q, dout, stats, token, head, heads, ok, stride_t, D: tl.constexpr):
     """(q, dout [M, D], lse in log 2 units, delta [M]); an absent row has lse = inf, so that its probabilities are 0."""
     column = tl.arange(0, D)
     q_at = token.to(tl.int64) * stride_t + head * D
@@ -120,7 +120,7 @@ def dq_history(
     entry = tl.load(entries + position, mask=ok, other=0)
     row = entry // C
     token = row // G
-    q_MD, dout_MD, lse_M, delta_M = _load_rows(q, dout, stats, token, kv_head * G + row % G, heads, ok, stride_t, D)
+    q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, token, kv_head * G + row % G, heads, ok, stride_t, D)
     start = tl.load(block_start + block)
     dq_MD = _dq_tile(
         q_MD,
@@ -173,7 +173,7 @@ def dq_own(
     ok = token < end
     heads = tl.num_programs(1) * G
     head = kv_head * G + row % G
-    q_MD, dout_MD, lse_M, delta_M = _load_rows(q, dout, stats, token, head, heads, ok, stride_t, D)
+    q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, token, head, heads, ok, stride_t, D)
     dq_MD = _dq_tile(
         q_MD,
         dout_MD,
@@ -250,7 +250,7 @@ def dkdv(
             entry = tl.load(entries + position, mask=ok, other=0)
             row = entry // C
             head = kv_head * G + row % G
-            q_MD, dout_MD, lse_M, delta_M = _load_rows(q, dout, stats, row // G, head, heads, ok, stride_t, D)
+            q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, row // G, head, heads, ok, stride_t, D)
             p = tl.math.exp2(tl.dot(k_ND, q_MD.T) * scale_log2 - lse_M[None, :])
             dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
             ds = p * (tl.dot(v_ND, dout_MD.T) - delta_M[None, :])
@@ -261,7 +261,7 @@ def dkdv(
         row = first + tl.arange(0, M)
         token = start + row // G
         head = kv_head * G + row % G
-        q_MD, dout_MD, lse_M, delta_M = _load_rows(q, dout, stats, token, head, heads, token < stop, stride_t, D)
+        q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, token, head, heads, token < stop, stride_t, D)
         p = tl.math.exp2(tl.dot(k_ND, q_MD.T) * scale_log2 - lse_M[None, :])
         p = tl.where(key[:, None] <= token[None, :], p, 0.0)
         dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)

@@ -6,6 +6,7 @@ the grid is their upper bound, and programs beyond the last tile leave at once.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 import triton
@@ -25,6 +26,16 @@ class Shape:
     stages: int
 
 
+class Rows(Enum):
+    """How the history's rows reach dk and dv."""
+
+    GATHERED = "gathered"
+    """By address, in the loop (`backward.dkdv`)."""
+    PACKED = "packed"
+    """Copied side by side first (packed.py)."""
+    PACKED_AHEAD = "packed, scores a tile ahead"
+
+
 @dataclass(frozen=True)
 class Shapes:
     """One for each kernel that multiplies matrices."""
@@ -33,6 +44,7 @@ class Shapes:
     forward: Shape
     dq: Shape
     dkdv: Shape
+    dkdv_rows: Rows
 
 
 def shapes(head_dim: int, block_size: int) -> Shapes:
@@ -41,12 +53,17 @@ def shapes(head_dim: int, block_size: int) -> Shapes:
     The rate of long blocks is that of the matrix units; tiles are as large as registers allow. Short blocks have few
     keys to spread a gathered row's cost over, and lists of a few hundred rows; smaller tiles waste less at their ends
     and more programs hide the gathers' latency.
+
+    Packing rows for dk and dv moves 6 * D bytes more for each, 0.2 ns on an H200; a key costs a row 0.003 ns at 315
+    TFLOP/s, of which packing is to save a third. So it pays from a few hundred keys on, and not for 128.
     """
     if block_size >= 512:
+        dkdv, rows = Shape(64, 128, 8, 3), Rows.PACKED_AHEAD
         if head_dim == 128:
-            return Shapes(Shape(128, 64, 8, 3), Shape(256, 64, 8, 3), Shape(128, 64, 8, 3), Shape(64, 128, 8, 2))
-        return Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(128, 128, 8, 2), Shape(64, 128, 8, 2))
-    return Shapes(Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 64, 4, 2))
+            return Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(128, 64, 8, 3), dkdv, rows)
+        return Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(128, 128, 8, 2), dkdv, rows)
+    dkdv, rows = Shape(64, 128, 8, 3), Rows.GATHERED
+    return Shapes(Shape(128, 64, 8, 2), Shape(128, 64, 4, 2), Shape(128, 32, 8, 3), dkdv, rows)
 
 
 @dataclass(frozen=True)
@@ -70,7 +87,8 @@ def segments(lists: Lists, kv_heads: int, limit: int) -> Iterator[Segment]:
             heads = slice(first, min(first + together, kv_heads))
             yield Segment(heads, slice(0, lists.chunks), 0, total)
         return
-    together = max(1, limit // lists.chunk)
+    cuts = triton.cdiv(lists.chunks, max(1, limit // lists.chunk))
+    together = triton.cdiv(lists.chunks, cuts)
     for head in range(kv_heads):
         for first in range(0, lists.chunks, together):
             chunks = slice(first, min(first + together, lists.chunks))

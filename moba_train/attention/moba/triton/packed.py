@@ -1,0 +1,338 @@
+"""dk and dv of long blocks, from rows copied side by side: three kernels instead of `backward.dkdv`.
+
+A row of a list is read once for every tile of its block's keys, 32 times for 4096 keys. `dkdv` gathers it each time,
+through entry, row and two 64-bit addresses for every 16 bytes, which costs registers and issue slots in the loop that
+should only feed the matrix units. Here
+
+1. `dkdv_own` writes the own blocks' part, in float32;
+2. `pack` copies a segment's rows of q and dout, lse and delta in the order of the lists, each list filled up with rows
+   of probability 0 to whole tiles, so that no reader needs a mask or a bound;
+3. `dkdv_history` reads them as plain tiles, by bulk copies, and adds the history's part.
+
+One program owns a tile of keys in each launch and launches follow one another, so the order of all sums is fixed. Its
+price is 6 * D bytes of traffic per row of a list besides what the gathers cost once, against 8 * D * BLOCK operations.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moba_train.attention.moba.triton.backward import LOG2_E, load_rows
+from moba_train.attention.moba.triton.lists import Lists
+from moba_train.attention.moba.triton.tiles import Rows, Segment, TileTable, segments, tile_of_program, tile_table
+
+if TYPE_CHECKING:
+    from moba_train.attention.moba.triton.attention import _Call
+
+_PACK_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["first_kv_head", "kv_heads", "key_tiles"])
+def dkdv_own(
+    q,
+    dout,
+    stats,
+    k_desc,
+    v_desc,
+    sum_dk,
+    sum_dv,
+    block_start,
+    block_end,
+    first_kv_head,
+    kv_heads,
+    key_tiles,
+    stride_t,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """float32 dk and dv [S, some K, D] of one tile of keys from its block's own rows, causal."""
+    pid, part = tl.program_id(0), tl.program_id(1)
+    block = pid // key_tiles
+    start, stop = tl.load(block_start + block), tl.load(block_end + block)
+    first_key = start + pid % key_tiles * N
+    if first_key >= stop:
+        return
+    kv_head = first_kv_head + part
+    heads = kv_heads * G
+    k_ND = k_desc.load([first_key, kv_head * D])
+    v_ND = v_desc.load([first_key, kv_head * D])
+    dk_ND = tl.zeros([N, D], tl.float32)
+    dv_ND = tl.zeros([N, D], tl.float32)
+    key = first_key + tl.arange(0, N)
+    for first in tl.range((first_key - start) * G, (stop - start) * G, M):
+        row = first + tl.arange(0, M)
+        token = start + row // G
+        head = kv_head * G + row % G
+        q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, token, head, heads, token < stop, stride_t, D)
+        p = tl.math.exp2(tl.dot(k_ND, q_MD.T) * (scale * LOG2_E) - lse_M[None, :])
+        p = tl.where(key[:, None] <= token[None, :], p, 0.0)
+        dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
+        ds = p * (tl.dot(v_ND, dout_MD.T) - delta_M[None, :])
+        dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
+    place = (key.to(tl.int64) * tl.num_programs(1) + part) * D
+    at, mask = place[:, None] + tl.arange(0, D)[None, :], (key < stop)[:, None]
+    tl.store(sum_dk + at, dk_ND * scale, mask=mask)
+    tl.store(sum_dv + at, dv_ND, mask=mask)
+
+
+@triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head"])
+def pack(
+    q,
+    dout,
+    stats,
+    packed_q,
+    packed_dout,
+    packed_lse,
+    packed_delta,
+    entries,
+    list_of_tile,
+    last_tile,
+    begin,
+    end,
+    lists,
+    blocks,
+    heads,
+    first_kv_head,
+    stride_t,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+):
+    """One row tile of one list: its rows to packed_q and packed_dout [tiles * M, D], their stats to [tiles * M].
+
+    Rows past the list's end get q = dout = 0 and lse = inf.
+    """
+    tile = tl.program_id(0)
+    which, first, stop = tile_of_program(tile, list_of_tile, last_tile, begin, end, lists, M)
+    if which >= lists:
+        return
+    i = tl.arange(0, M)
+    position = first.to(tl.int64) + i
+    ok = position < stop
+    row = tl.load(entries + position, mask=ok, other=0) // C
+    head = (first_kv_head + which // blocks) * G + row % G
+    q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, row // G, head, heads, ok, stride_t, D)
+    place = tile.to(tl.int64) * M + i
+    at = place[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(packed_q + at, q_MD)
+    tl.store(packed_dout + at, dout_MD)
+    tl.store(packed_lse + place, lse_M)
+    tl.store(packed_delta + place, delta_M)
+
+
+@triton.jit(do_not_specialize=["blocks", "first_kv_head", "kv_heads", "key_tiles"])
+def dkdv_history(
+    q_desc,
+    dout_desc,
+    lse_desc,
+    delta_desc,
+    k_desc,
+    v_desc,
+    sum_dk,
+    sum_dv,
+    order,
+    last_tile,
+    block_start,
+    block_end,
+    blocks,
+    first_kv_head,
+    kv_heads,
+    key_tiles,
+    scale,
+    AHEAD: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Adds to float32 dk and dv [S, some K, D] of one tile of keys what the packed rows of its block's list give.
+
+    Programs of one list are neighbours, and read its rows at about the same time; lists come longest first (`order`).
+
+    AHEAD: the next tile's scores are computed while this one's are exponentiated. The compiler waits at once for a
+    product that is used in the same turn of the loop, and only at the next turn's first wait for one that is carried
+    over. So a turn waits once, for v . dout, and each of the other products runs beside arithmetic; the price is a
+    second copy of q in shared memory. The turn after the last tile reads what follows and drops it.
+
+    Stats too come by bulk copies: as plain loads every thread copies its share of them 16 times over, and the
+    addresses are what makes registers spill.
+    """
+    pid = tl.program_id(0)
+    which = tl.load(order + pid // key_tiles).to(tl.int32)
+    part, block = which // blocks, which % blocks
+    start, stop = tl.load(block_start + block), tl.load(block_end + block)
+    first_key = start + pid % key_tiles * N
+    first = tl.load(last_tile + which - 1, mask=which > 0, other=0)
+    last = tl.load(last_tile + which)
+    if (first_key >= stop) | (first >= last):
+        return
+    column = (first_kv_head + part) * D
+    k_ND = k_desc.load([first_key, column])
+    v_ND = v_desc.load([first_key, column])
+    dk_ND = tl.zeros([N, D], tl.float32)
+    dv_ND = tl.zeros([N, D], tl.float32)
+    scale_log2 = scale * LOG2_E
+    if AHEAD:
+        next_s = tl.dot(k_ND, q_desc.load([first * M, 0]).T)
+    for tile in tl.range(first, last):
+        row = tile * M
+        dout_MD = dout_desc.load([row, 0])
+        q_MD = q_desc.load([row, 0])
+        if AHEAD:
+            s = next_s
+            next_q_MD = q_desc.load([row + M, 0])
+            dp = tl.dot(v_ND, dout_MD.T)
+            next_s = tl.dot(k_ND, next_q_MD.T)
+        else:
+            s = tl.dot(k_ND, q_MD.T)
+            dp = tl.dot(v_ND, dout_MD.T)
+        p = tl.math.exp2(s * scale_log2 - lse_desc.load([row])[None, :])
+        dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
+        ds = p * (dp - delta_desc.load([row])[None, :])
+        dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
+    key = first_key + tl.arange(0, N)
+    place = (key.to(tl.int64) * kv_heads + part) * D
+    at, mask = place[:, None] + tl.arange(0, D)[None, :], (key < stop)[:, None]
+    tl.store(sum_dk + at, tl.load(sum_dk + at, mask=mask, other=0.0) + dk_ND * scale, mask=mask)
+    tl.store(sum_dv + at, tl.load(sum_dv + at, mask=mask, other=0.0) + dv_ND, mask=mask)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Room for the rows of one segment."""
+
+    q: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+    def descriptors(self, rows: int) -> list[TensorDescriptor]:
+        """For bulk copies of tiles of these rows."""
+        tensors = (self.q, self.dout, self.lse, self.delta)
+        return [TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, *x.shape[1:]]) for x in tensors]
+
+
+@dataclass(frozen=True)
+class PackedDkdv:
+    """The launches of one call. `stats` is `backward.prepare`'s; `key_tiles` covers the longest block."""
+
+    call: "_Call"
+    dout: Tensor
+    stats: Tensor
+    lists: Lists
+    key_tiles: int
+    scale: float
+
+    def run(self, dk: Tensor, dv: Tensor) -> None:
+        for heads, parts in self.segments():
+            sums = self.own(heads)
+            for segment, room in parts:
+                table = self.pack(segment, room)
+                self.history(segment, table, room, *sums)
+            dk[:, heads].copy_(sums[0])
+            dv[:, heads].copy_(sums[1])
+
+    def segments(self) -> Iterator[tuple[slice, list[tuple[Segment, Packed]]]]:
+        """Segments by their key/value heads. All use the same room, for as many rows as q has: twice the size of q."""
+        call = self.call
+        parts = list(segments(self.lists, call.kv_heads, call.tokens * call.heads))
+        room = self.room(parts)
+        for first in sorted({part.kv_heads.start for part in parts}):
+            mine = [part for part in parts if part.kv_heads.start == first]
+            yield mine[0].kv_heads, [(part, room) for part in mine]
+
+    def room(self, parts: list[Segment]) -> Packed:
+        """Enough for any of these segments."""
+        call, rows = self.call, self.call.shapes.dkdv.rows
+        tiles = max(
+            (part.kv_heads.stop - part.kv_heads.start) * (triton.cdiv(part.entries, rows) + call.tables.blocks)
+            for part in parts
+        )
+        q, dout = (self.dout.new_empty(tiles * rows, call.head_dim) for _ in range(2))
+        lse, delta = (self.stats.new_empty(tiles * rows) for _ in range(2))
+        return Packed(q, dout, lse, delta)
+
+    def own(self, heads: slice) -> tuple[Tensor, Tensor]:
+        """float32 dk and dv [S, heads, D] of the own blocks."""
+        call, shape, many = self.call, self.call.shapes.dkdv, heads.stop - heads.start
+        sum_dk, sum_dv = (self.stats.new_empty(call.k_SKD.shape[0], many, call.head_dim) for _ in range(2))
+        dkdv_own[(call.tables.blocks * self.key_tiles, many)](
+            call.q_THD,
+            self.dout,
+            self.stats,
+            *call.descriptors(shape.keys),
+            sum_dk,
+            sum_dv,
+            call.tables.start_N,
+            call.tables.end_N,
+            heads.start,
+            call.kv_heads,
+            self.key_tiles,
+            call.q_THD.stride(0),
+            self.scale,
+            **call.sizes(shape),
+        )
+        return sum_dk, sum_dv
+
+    def pack(self, segment: Segment, room: Packed) -> TileTable:
+        """The segment's rows to `room`."""
+        call, rows = self.call, self.call.shapes.dkdv.rows
+        table = tile_table(self.lists, segment, call.kv_heads, rows)
+        pack[(table.bound,)](
+            call.q_THD,
+            self.dout,
+            self.stats,
+            room.q,
+            room.dout,
+            room.lse,
+            room.delta,
+            self.lists.entries,
+            table.list_of_tile,
+            table.last_tile,
+            table.begin,
+            table.end,
+            table.begin.numel(),
+            call.tables.blocks,
+            call.heads,
+            segment.kv_heads.start,
+            call.q_THD.stride(0),
+            G=call.group,
+            C=call.choices,
+            D=call.head_dim,
+            M=rows,
+            num_warps=_PACK_WARPS,
+        )
+        return table
+
+    def history(self, segment: Segment, table: TileTable, room: Packed, sum_dk: Tensor, sum_dv: Tensor) -> None:
+        """Adds the part of the packed rows."""
+        call, shape = self.call, self.call.shapes.dkdv
+        order = torch.sort(table.end - table.begin, descending=True, stable=True).indices
+        sizes = call.sizes(shape)
+        del sizes["G"]
+        dkdv_history[(table.begin.numel() * self.key_tiles,)](
+            *room.descriptors(shape.rows),
+            *call.descriptors(shape.keys),
+            sum_dk,
+            sum_dv,
+            order,
+            table.last_tile,
+            call.tables.start_N,
+            call.tables.end_N,
+            call.tables.blocks,
+            segment.kv_heads.start,
+            sum_dk.shape[1],
+            self.key_tiles,
+            self.scale,
+            AHEAD=call.shapes.dkdv_rows is Rows.PACKED_AHEAD,
+            **sizes,
+        )
