@@ -203,7 +203,7 @@ def report(result: dict[str, Any]) -> None:
         "gate": work["gate"] / max(times["_select"], 1e-9),
         "forward": work["forward"] / max(times["attend_own"] + times["attend_history"], 1e-9),
         "dq": work["backward"] * 3 / 7 / max(times["dq_own"] + times["dq_history"], 1e-9),
-        "dkdv": work["backward"] * 4 / 7 / max(times["dkdv"], 1e-9),
+        "dkdv": work["backward"] * 4 / 7 / sum(times[name] for name in ("dkdv", "dkdv_own", "pack", "dkdv_history")),
     }
     rate = " ".join(f"{name} {1000 * value:.0f}" for name, value in rates.items())
     print(f"{result['row']}: forward {forward:.2f} ms, both {both:.2f} ms, peak {result['peak_gib']:.1f} GiB")

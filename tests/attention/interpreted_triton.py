@@ -88,7 +88,7 @@ def test_work_is_cut_into_segments_without_a_trace(monkeypatch):
     assert all(error(a, b) < 1e-6 for a, b in zip(got, want, strict=True))  # NumPy's products depend on the shape
 
 
-@pytest.mark.parametrize(("rows", "limit"), [(Rows.PACKED, 600), (Rows.PACKED_AHEAD, 10**9)])
+@pytest.mark.parametrize("limit", [600, 10**9])
 @pytest.mark.parametrize(
     ("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"),
     [
@@ -99,14 +99,12 @@ def test_work_is_cut_into_segments_without_a_trace(monkeypatch):
         case([70, 0, 60], 2, 2, 128, block_size=64, topk=3),
     ],
 )
-def test_packed_rows_give_the_same_gradients(
-    lengths, heads, kv_heads, head_dim, dtype, options, limit, rows, monkeypatch
-):
+def test_packed_rows_give_the_same_gradients(lengths, heads, kv_heads, head_dim, dtype, options, limit, monkeypatch):
     """dk and dv against float64, bit for bit again, in one segment and in several."""
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cpu"), layout_of(lengths, "cpu")
     ours = build("triton", head_dim, **options)
     shape = Shape(32, 64, 4, 2)
-    monkeypatch.setattr(attention, "shapes", lambda d, b: replace(shapes(d, b), dkdv=shape, dkdv_rows=rows))
+    monkeypatch.setattr(attention, "shapes", lambda d, b: replace(shapes(d, b), dkdv=shape, dkdv_rows=Rows.PACKED))
     monkeypatch.setattr(packed, "segments", lambda lists, kv, most: segments(lists, kv, min(limit, most)))
     got, plan = run(ours, tensors, layout)
     again, _ = run(ours, tensors, layout, plan)

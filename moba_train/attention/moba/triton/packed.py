@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moba_train.attention.moba.triton.backward import LOG2_E, load_rows
 from moba_train.attention.moba.triton.lists import Lists
-from moba_train.attention.moba.triton.tiles import Rows, Segment, TileTable, segments, tile_of_program, tile_table
+from moba_train.attention.moba.triton.tiles import Segment, TileTable, segments, tile_of_program, tile_table
 
 if TYPE_CHECKING:
     from moba_train.attention.moba.triton.attention import _Call
@@ -149,7 +149,6 @@ def dkdv_history(
     kv_heads,
     key_tiles,
     scale,
-    AHEAD: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -157,11 +156,6 @@ def dkdv_history(
     """Adds to float32 dk and dv [S, some K, D] of one tile of keys what the packed rows of its block's list give.
 
     Programs of one list are neighbours, and read its rows at about the same time; lists come longest first (`order`).
-
-    AHEAD: the next tile's scores are computed while this one's are exponentiated. The compiler waits at once for a
-    product that is used in the same turn of the loop, and only at the next turn's first wait for one that is carried
-    over. So a turn waits once, for v . dout, and each of the other products runs beside arithmetic; the price is a
-    second copy of q in shared memory. The turn after the last tile reads what follows and drops it.
 
     Stats too come by bulk copies: as plain loads every thread copies its share of them 16 times over, and the
     addresses are what makes registers spill.
@@ -181,20 +175,12 @@ def dkdv_history(
     dk_ND = tl.zeros([N, D], tl.float32)
     dv_ND = tl.zeros([N, D], tl.float32)
     scale_log2 = scale * LOG2_E
-    if AHEAD:
-        next_s = tl.dot(k_ND, q_desc.load([first * M, 0]).T)
     for tile in tl.range(first, last):
         row = tile * M
         dout_MD = dout_desc.load([row, 0])
         q_MD = q_desc.load([row, 0])
-        if AHEAD:
-            s = next_s
-            next_q_MD = q_desc.load([row + M, 0])
-            dp = tl.dot(v_ND, dout_MD.T)
-            next_s = tl.dot(k_ND, next_q_MD.T)
-        else:
-            s = tl.dot(k_ND, q_MD.T)
-            dp = tl.dot(v_ND, dout_MD.T)
+        s = tl.dot(k_ND, q_MD.T)
+        dp = tl.dot(v_ND, dout_MD.T)
         p = tl.math.exp2(s * scale_log2 - lse_desc.load([row])[None, :])
         dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
         ds = p * (dp - delta_desc.load([row])[None, :])
@@ -333,6 +319,5 @@ class PackedDkdv:
             sum_dk.shape[1],
             self.key_tiles,
             self.scale,
-            AHEAD=call.shapes.dkdv_rows is Rows.PACKED_AHEAD,
             **sizes,
         )

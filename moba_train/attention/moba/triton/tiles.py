@@ -33,7 +33,6 @@ class Rows(Enum):
     """By address, in the loop (`backward.dkdv`)."""
     PACKED = "packed"
     """Copied side by side first (packed.py)."""
-    PACKED_AHEAD = "packed, scores a tile ahead"
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,11 @@ def shapes(head_dim: int, block_size: int) -> Shapes:
     keys to spread a gathered row's cost over, and lists of a few hundred rows; smaller tiles waste less at their ends
     and more programs hide the gathers' latency.
 
-    Packing rows for dk and dv moves 6 * D bytes more for each, 0.2 ns on an H200; a key costs a row 0.003 ns at 315
-    TFLOP/s, of which packing is to save a third. So it pays from a few hundred keys on, and not for 128.
+    Packing rows for dk and dv costs 10 ms of 523 at 128K, 4096/12, and saves 168 in all (docs/performance-log.md). Each
+    row of a list is copied once and read for every key tile, so it cannot pay for 128 keys, which are one tile.
     """
     if block_size >= 512:
-        dkdv, rows = Shape(64, 128, 8, 3), Rows.PACKED_AHEAD
+        dkdv, rows = Shape(64, 128, 8, 3), Rows.PACKED
         if head_dim == 128:
             return Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(128, 64, 8, 3), dkdv, rows)
         return Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(128, 128, 8, 2), dkdv, rows)
