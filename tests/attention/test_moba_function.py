@@ -1,4 +1,4 @@
-"""`moba_attention` is the function that the paper describes: design/attention.md, section 1, line by line."""
+"""`moba_attention` is the function that the paper describes, line by line of its specification (docs/kernels.md)."""
 
 from functools import partial
 
