@@ -21,7 +21,8 @@ def run_local(
     q [T, H, D], k and v [S, K, D] of one floating dtype, K dividing H. Returns out [T, H, D] and lse [H, T] (natural
     log, no gradient). No gradient flows through `summarize` and `plan`.
     """
-    where = (layout.cu_seqlens, layout.q_index, layout.k_index, layout.max_seqlen, layout.total, attention.name)
+    assert layout.is_whole, "parts of a sequence need context parallelism's engine"
+    where = (layout.cu_seqlens, layout.max_seqlen, layout.total, attention.name)
     plan = _plan(q_THD.detach(), k_SKD.detach(), *where)
     return _attend(q_THD, k_SKD, v_SKD, plan, *where)
 
@@ -29,20 +30,20 @@ def run_local(
 _last_layout: tuple[Layout, int] | None = None
 
 
-def _layout(cu_seqlens: Tensor, q_index: Tensor | None, k_index: Tensor | None, max_seqlen: int, total: int) -> Layout:
+def _layout(cu_seqlens: Tensor, max_seqlen: int, total: int) -> Layout:
     """The layout of these tensors; the last one again while they are the same and unchanged, with its cache.
 
     The layers of a model pass the same tensors, so what an attention derives from a layout is derived once a step.
     """
     global _last_layout
     if cu_seqlens.is_inference():  # has no version to tell an edit by
-        return Layout(cu_seqlens, max_seqlen, total, q_index, k_index)
+        return Layout(cu_seqlens, max_seqlen, total)
     if _last_layout is not None:
         last, version = _last_layout
-        same = last.cu_seqlens is cu_seqlens and last.q_index is q_index and last.k_index is k_index
-        if same and version == cu_seqlens._version and (last.max_seqlen, last.total) == (max_seqlen, total):
+        same = last.cu_seqlens is cu_seqlens and version == cu_seqlens._version
+        if same and (last.max_seqlen, last.total) == (max_seqlen, total):
             return last
-    layout = Layout(cu_seqlens, max_seqlen, total, q_index, k_index)
+    layout = Layout(cu_seqlens, max_seqlen, total)
     _last_layout = layout, cu_seqlens._version
     return layout
 
@@ -52,13 +53,11 @@ def _plan(
     q: Tensor,
     k: Tensor,
     cu_seqlens: Tensor,
-    q_index: Tensor | None,
-    k_index: Tensor | None,
     max_seqlen: int,
     total: int,
     attention: str,
 ) -> list[Tensor]:
-    layout, kind = _layout(cu_seqlens, q_index, k_index, max_seqlen, total), ATTENTIONS[attention]
+    layout, kind = _layout(cu_seqlens, max_seqlen, total), ATTENTIONS[attention]
     return list(kind.plan(q, kind.summarize(k, layout), layout))
 
 
@@ -67,13 +66,11 @@ def _(
     q: Tensor,
     k: Tensor,
     cu_seqlens: Tensor,
-    q_index: Tensor | None,
-    k_index: Tensor | None,
     max_seqlen: int,
     total: int,
     attention: str,
 ) -> list[Tensor]:
-    layout = Layout(cu_seqlens, max_seqlen, total, q_index, k_index)
+    layout = Layout(cu_seqlens, max_seqlen, total)
     return list(ATTENTIONS[attention].empty_plan(q, k, layout))
 
 
@@ -84,13 +81,11 @@ def _attend(
     v: Tensor,
     plan: list[Tensor],
     cu_seqlens: Tensor,
-    q_index: Tensor | None,
-    k_index: Tensor | None,
     max_seqlen: int,
     total: int,
     attention: str,
 ) -> tuple[Tensor, Tensor]:
-    layout = _layout(cu_seqlens, q_index, k_index, max_seqlen, total)
+    layout = _layout(cu_seqlens, max_seqlen, total)
     return ATTENTIONS[attention].attend(q, k, v, layout, tuple(plan))
 
 
@@ -110,13 +105,11 @@ def _attend_backward(
     lse: Tensor,
     plan: list[Tensor],
     cu_seqlens: Tensor,
-    q_index: Tensor | None,
-    k_index: Tensor | None,
     max_seqlen: int,
     total: int,
     attention: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    layout = _layout(cu_seqlens, q_index, k_index, max_seqlen, total)
+    layout = _layout(cu_seqlens, max_seqlen, total)
     return ATTENTIONS[attention].attend_backward(dout, q, k, v, out, lse, layout, tuple(plan))
 
 
@@ -126,18 +119,18 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, plan, cu_seqlens, q_index, k_index, *rest = inputs
+    q, k, v, plan, cu_seqlens, *rest = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, q_index, k_index, *plan)
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, *plan)
     ctx.rest = rest
     ctx.attention = ATTENTIONS[rest[-1]]  # alive until the backward pass, whatever the model has been given since
 
 
 def _gradients(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, cu_seqlens, q_index, k_index, *plan = ctx.saved_tensors
-    grads = _attend_backward(dout.contiguous(), q, k, v, out, lse, list(plan), cu_seqlens, q_index, k_index, *ctx.rest)
-    return (*grads, [None] * len(plan), *[None] * 6)
+    q, k, v, out, lse, cu_seqlens, *plan = ctx.saved_tensors
+    grads = _attend_backward(dout.contiguous(), q, k, v, out, lse, list(plan), cu_seqlens, *ctx.rest)
+    return (*grads, [None] * len(plan), *[None] * 4)
 
 
 _attend.register_autograd(_gradients, setup_context=_remember)

@@ -22,12 +22,16 @@ Plan = tuple[Tensor, ...]
 """What `plan` decided, opaque to everyone else; saved for the backward pass and for recomputation."""
 
 
+Runs = tuple[tuple[int, int], ...]
+"""Half-open ranges (start, stop) of indices in the packed sequence, ascending and disjoint: what a shard is made of."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the given queries and keys stand in one packed sequence.
 
     Everything follows from a token's index in the packed sequence and the document boundaries, so nobody guesses
-    positions from a local row number. Indices must be strictly increasing.
+    positions from a local row number.
     """
 
     cu_seqlens: Tensor
@@ -36,31 +40,31 @@ class Layout:
     """An upper bound of the document lengths, known on the host."""
     total: int
     """Length of the packed sequence, known on the host."""
-    q_index: Tensor | None = None
-    """int64 [T]: index of each query in the packed sequence; None: the queries are the whole sequence."""
-    k_index: Tensor | None = None
-    """int64 [S]: the same for the keys."""
+    q_runs: Runs | None = None
+    """Where the queries stand, known on the host; None: they are the whole sequence."""
+    k_runs: Runs | None = None
+    """The same for the keys."""
     cache: dict[Any, object] = field(default_factory=dict, compare=False, repr=False)
     """What an attention derived from this layout alone; all layers of a model share the layout, and so this."""
 
     @property
     def is_whole(self) -> bool:
         """True when queries and keys are both the whole sequence."""
-        return self.q_index is None and self.k_index is None
-
-    @cached_property
-    def _everything(self) -> Tensor:
-        return torch.arange(self.total, device=self.cu_seqlens.device)
+        return self.q_runs is None and self.k_runs is None
 
     @cached_property
     def q_tokens(self) -> Tensor:
         """int64 [T]: index of each query in the packed sequence."""
-        return self._everything if self.q_index is None else self.q_index
+        return self._indices(self.q_runs)
 
     @cached_property
     def k_tokens(self) -> Tensor:
         """int64 [S]: index of each key in the packed sequence."""
-        return self._everything if self.k_index is None else self.k_index
+        return self._indices(self.k_runs)
+
+    def _indices(self, runs: Runs | None) -> Tensor:
+        runs = ((0, self.total),) if runs is None else runs or ((0, 0),)
+        return torch.cat([torch.arange(start, stop, device=self.cu_seqlens.device) for start, stop in runs])
 
     @cached_property
     def q_documents(self) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import run_local
-from moba_train.attention.protocol import Layout, LocalAttention
+from moba_train.attention.protocol import Layout, LocalAttention, Runs
 
 
 class CachedAttention:
@@ -39,8 +39,7 @@ class CachedAttention:
             return run_local(q_THD, k_SKD, v_SKD, attention, _one_document(self.length, q_THD.device))
         if not self.sparse_decode:
             attention = FullAttention(FullAttention.Options(), q_THD.shape[-1])
-        rows = torch.arange(first, self.length, device=q_THD.device)
-        layout = _one_document(self.length, q_THD.device, rows)
+        layout = _one_document(self.length, q_THD.device, ((first, self.length),))
         if self.length // attention.alignment != self.summarized_blocks:
             self.summaries = attention.summarize(k_SKD, layout)
             self.summarized_blocks = self.length // attention.alignment
@@ -56,5 +55,5 @@ class CachedAttention:
         return self.k_SKD[:end], self.v_SKD[:end]
 
 
-def _one_document(length: int, device: torch.device, q_index: Tensor | None = None) -> Layout:
-    return Layout(torch.tensor([0, length], dtype=torch.int32, device=device), length, length, q_index)
+def _one_document(length: int, device: torch.device, q_runs: Runs | None = None) -> Layout:
+    return Layout(torch.tensor([0, length], dtype=torch.int32, device=device), length, length, q_runs)

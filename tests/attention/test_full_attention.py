@@ -94,7 +94,7 @@ def test_a_forced_backend_that_cannot_run_is_refused_with_what_can():
 
 def test_sdpa_refuses_a_part_of_the_sequence_and_says_so():
     q, k, v = make_qkv(8, 2, 1, 16)
-    layout = Layout(packed_layout([8]).cu_seqlens, 8, 8, None, torch.arange(4))
+    layout = Layout(packed_layout([8]).cu_seqlens, 8, 8, None, ((0, 4),))
     attention = FullAttention(FullAttention.Options(backend="sdpa"), 16)
     with pytest.raises(ValueError, match=r"attention\.full\.backend: 'sdpa' cannot run .*a part of the sequence"):
         attention.attend(q, k[:4], v[:4], layout, ())

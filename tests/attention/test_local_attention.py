@@ -9,7 +9,7 @@ from helpers import make_qkv
 
 from moba_train.attention.local import run_local
 from moba_train.attention.merge import merge
-from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
+from moba_train.attention.protocol import Layout, LocalAttention, Runs, packed_layout
 from moba_train.attention.registry import KINDS
 
 # The kind and options for sequences of a few dozen tokens; shards below begin at multiples of 4 tokens.
@@ -28,8 +28,16 @@ def build(kind: str, options: dict) -> LocalAttention:
     return KINDS[kind](KINDS[kind].Options(**options), HEAD_DIM)
 
 
-def part(whole: Layout, q_index=None, k_index=None) -> Layout:
-    return Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, q_index, k_index)
+def part(whole: Layout, rows=None, keys=None) -> Layout:
+    """The layout of the queries `rows` and the keys `keys`: ascending indices, None = all."""
+    runs = [None if index is None else as_runs(index.tolist()) for index in (rows, keys)]
+    return Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, *runs)
+
+
+def as_runs(index: list[int]) -> Runs:
+    first = [i for i in index if i - 1 not in index]
+    last = [i for i in index if i + 1 not in index]
+    return tuple((start, stop + 1) for start, stop in zip(first, last, strict=True))
 
 
 @pytest.fixture
@@ -96,7 +104,7 @@ def test_a_query_that_sees_none_of_the_given_keys_gives_zero_and_minus_infinity(
     plan = attention.plan(q, attention.summarize(k, whole), whole)
     first_document = slice(0, 12)
     for keys in (torch.arange(30, 34, device=device), torch.arange(0, device=device)):
-        layout = part(whole, k_index=keys)
+        layout = part(whole, keys=keys)
         out, lse = attention.attend(q, k[keys], v[keys], layout, plan)
         assert torch.equal(out[first_document], torch.zeros_like(out[first_document]))
         assert (lse[:, first_document] == -torch.inf).all()
@@ -113,7 +121,7 @@ def test_merged_results_over_disjoint_keys_are_the_result_over_all(kind, options
     out, lse = attention.attend(q, k, v, whole, plan)
     merged = torch.zeros_like(q), torch.full_like(lse, -torch.inf)
     for keys in key_subsets(device):
-        merged = merge(*merged, *attention.attend(q, k[keys], v[keys], part(whole, k_index=keys), plan))
+        merged = merge(*merged, *attention.attend(q, k[keys], v[keys], part(whole, keys=keys), plan))
     torch.testing.assert_close(merged, (out, lse), rtol=0, atol=1e-13)
 
 
@@ -128,7 +136,7 @@ def test_gradients_over_disjoint_keys_with_the_merged_results_sum_to_the_whole(k
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for keys in key_subsets(device):
         part_dq, part_dk, part_dv = attention.attend_backward(
-            dout, q, k[keys], v[keys], out, lse, part(whole, k_index=keys), plan
+            dout, q, k[keys], v[keys], out, lse, part(whole, keys=keys), plan
         )
         dq += part_dq
         dk[keys], dv[keys] = part_dk, part_dv
@@ -147,7 +155,7 @@ def test_queries_may_be_split_as_well(kind, options, whole, qkv, device):
     dq, dk, dv = attention.attend_backward(dout, q, k, v, out, lse, whole, plan)
     sum_dk, sum_dv = torch.zeros_like(k), torch.zeros_like(v)
     for rows in key_subsets(device):
-        layout = part(whole, q_index=rows)
+        layout = part(whole, rows=rows)
         shard_plan = attention.plan(q[rows], summaries, layout)
         shard_out, shard_lse = attention.attend(q[rows], k, v, layout, shard_plan)
         torch.testing.assert_close((shard_out, shard_lse), (out[rows], lse[:, rows]), rtol=0, atol=1e-13)
@@ -169,7 +177,7 @@ def test_summaries_of_aligned_shards_add_up_to_the_summary_of_the_sequence(kind,
     cut = 12
     assert cut % attention.alignment == 0
     parts = [
-        attention.summarize(k[keys], part(whole, k_index=keys))
+        attention.summarize(k[keys], part(whole, keys=keys))
         for keys in (whole.k_tokens[:cut], whole.k_tokens[cut:], whole.k_tokens[:0])
     ]
     if summary is None:

@@ -166,8 +166,8 @@ def test_decoding_one_query_against_the_cache_equals_the_last_row_of_the_full_ca
     out, lse = attention.attend(q, k, v, whole, plan)
 
     first = 13 if keys == "own document" else 0
-    k_index = None if keys == "None" else torch.arange(first, 39, device=device)
-    last = Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, torch.tensor([38], device=device), k_index)
+    k_runs = None if keys == "None" else ((first, 39),)
+    last = Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, ((38, 39),), k_runs)
     step_plan = attention.plan(q[-1:], pooled, last)
     step_out, step_lse = attention.attend(q[-1:], k[first:], v[first:], last, step_plan)
     assert torch.equal(step_plan[0], plan[0][:, -1:])
@@ -183,7 +183,7 @@ def test_growing_a_document_token_by_token_gives_the_rows_of_the_full_call(devic
     outs, lses = [], []
     for length in range(1, 19):
         cached = packed_layout([length], device)
-        step = Layout(cached.cu_seqlens, length, length, torch.tensor([length - 1], device=device))
+        step = Layout(cached.cu_seqlens, length, length, ((length - 1, length),))
         plan = attention.plan(q[length - 1 : length], attention.summarize(k[:length], cached), step)
         row_out, row_lse = attention.attend(q[length - 1 : length], k[:length], v[:length], step, plan)
         outs.append(row_out)

@@ -55,7 +55,7 @@ class MobaAttention(LocalAttention):
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
         """The mean key of every block, [blocks, K, D]."""
         kernels = self._kernels(k_SKD)
-        if kernels and layout.k_index is None:
+        if kernels and layout.k_runs is None:
             return kernels.summarize(k_SKD, layout, self.options.block_size)
         return pool_keys(k_SKD, layout, self.options.block_size)
 

@@ -45,8 +45,8 @@ def choose(
     """The chosen history blocks of the layout's queries, int32 [H, T, C] as `selection.select_blocks`."""
     tables = block_tables(layout, block_size)
     own_T, first_T = tables.own_T, tables.first_T
-    if layout.q_index is not None:
-        own_T, first_T = own_T[layout.q_index], first_T[layout.q_index]
+    if layout.q_runs is not None:
+        own_T, first_T = own_T[layout.q_tokens], first_T[layout.q_tokens]
     q_THD, pooled_NKD = _rows(q_THD.detach()), pooled_NKD.contiguous()
     return select_blocks(q_THD, pooled_NKD, own_T, first_T, topk=topk, select=select, always=always)
 
