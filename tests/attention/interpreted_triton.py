@@ -10,9 +10,9 @@ from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layo
 
 from moba_train.attention.moba.blocks import block_bound
 from moba_train.attention.moba.gate import pool_keys
-from moba_train.attention.moba.triton import attention, packed
+from moba_train.attention.moba.triton import call, long_blocks, packed, short_blocks
 from moba_train.attention.moba.triton.lists import Lists
-from moba_train.attention.moba.triton.tiles import Rows, Shape, segments, shapes
+from moba_train.attention.moba.triton.tiles import Shape, segments, shapes
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "start this through test_triton_interpreter.py"
 
@@ -68,23 +68,26 @@ def test_of_equal_gates_the_lower_block_wins_and_infinite_gates_are_candidates()
         assert ours.plan(q, pooled, layout)[0][0, 639].tolist() == want
 
 
-def test_work_is_cut_into_segments_without_a_trace(monkeypatch):
+@pytest.mark.parametrize("limit", [2000, 4000])
+@pytest.mark.parametrize("block_size", [64, 192])
+def test_work_is_cut_into_segments_without_a_trace(block_size, limit, monkeypatch):
     """Bounded buffers: by key/value heads, and by ranges of queries where one head's partial results are too many."""
-    lengths, block_size = [500, 140], 64
+    lengths = [500, 140]
     tensors, layout = inputs(lengths, 4, 2, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     ours = build("triton", 64, block_size=block_size, topk=4)
     want, plan = run(ours, tensors, layout)
-    cut = attention.segments
     seen = []
 
-    def small(lists, kv_heads, _limit):
-        parts = list(cut(lists, kv_heads, 2000))
-        seen.append(parts)
+    def record(lists, kv_heads, most):
+        parts = list(segments(lists, kv_heads, most))
+        seen.append(len(parts))
         return parts
 
-    monkeypatch.setattr(attention, "segments", small)
+    for way in (long_blocks, short_blocks):
+        monkeypatch.setattr(way, "segments", record)
+    monkeypatch.setattr(call.Call, "limit", limit)
     got, _ = run(ours, tensors, layout, plan)
-    assert max(len(parts) for parts in seen) > 2
+    assert max(seen) > 2 if limit == 2000 else max(seen) == 2
     assert all(error(a, b) < 1e-6 for a, b in zip(got, want, strict=True))  # NumPy's products depend on the shape
 
 
@@ -104,7 +107,7 @@ def test_packed_rows_give_the_same_gradients(lengths, heads, kv_heads, head_dim,
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cpu"), layout_of(lengths, "cpu")
     ours = build("triton", head_dim, **options)
     shape = Shape(32, 64, 4, 2)
-    monkeypatch.setattr(attention, "shapes", lambda d, b: replace(shapes(d, b), dkdv=shape, dkdv_rows=Rows.PACKED))
+    monkeypatch.setattr(call, "shapes", lambda d, b: replace(shapes(d, 4096), dkdv=shape))
     monkeypatch.setattr(packed, "segments", lambda lists, kv, most: segments(lists, kv, min(limit, most)))
     got, plan = run(ours, tensors, layout)
     again, _ = run(ours, tensors, layout, plan)
@@ -121,11 +124,12 @@ def test_lists_are_packed_in_order_and_filled_up():
     (q, k, v, dout), layout = inputs(lengths, 4, 2, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     ours = build("triton", 64, block_size=block_size, topk=3)
     chosen, entries, starts = ours.plan(q, ours.summarize(k, layout), layout)
-    call = attention._Call.of(q, k, v, layout, chosen, block_size)
-    call = replace(call, shapes=replace(call.shapes, dkdv=Shape(rows, 64, 4, 2)))
-    lists = Lists.of(entries, starts, chosen, 2, call.tables.blocks)
+    sizes = call.Call.of(q, k, v, layout, chosen, block_size, ours.scale)
+    sizes = replace(sizes, shapes=replace(sizes.shapes, dkdv=Shape(rows, 64, 4, 2)))
+    blocks = sizes.tables.blocks
+    lists = Lists.of(entries, starts, chosen, 2, blocks)
     stats = torch.randn(399, 4, 2)
-    work = packed.PackedDkdv(call, dout, stats, lists, 1, ours.scale)
+    work = packed.PackedDkdv(sizes, dout, stats, lists)
     (segment,) = segments(lists, 2, 10**9)
     room = work.room([segment])
     tiles = work.pack(segment, room).last_tile.tolist()
@@ -136,7 +140,7 @@ def test_lists_are_packed_in_order_and_filled_up():
         used = slice(place, place + stop - first)
         filling = slice(used.stop, rows * tiles[which])
         row = entries[first:stop] // chosen.shape[2]
-        token, head = row // 2, which // call.tables.blocks * 2 + row % 2
+        token, head = row // 2, which // blocks * 2 + row % 2
         for mine, theirs in ((room.q, q), (room.dout, dout), (room.lse, stats[..., 0]), (room.delta, stats[..., 1])):
             assert torch.equal(mine[used], theirs[token, head])
         assert filling.stop - filling.start < rows

@@ -4,10 +4,12 @@ Blocks are aligned at each document's start and never cross a document; ids coun
 document's blocks are consecutive and an earlier block has a smaller id. The host need not know the lengths.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import Layout
+from moba_train.attention.protocol import Layout, Runs
 
 
 def block_bound(layout: Layout, block_size: int) -> int:
@@ -26,3 +28,9 @@ def block_ids(tokens: Tensor, documents: Tensor, layout: Layout, block_size: int
     """int64, the shape of `tokens`: block of each token, given its index in the packed sequence and its document."""
     first = first_blocks(layout.cu_seqlens, block_size)
     return first[documents] + layout.positions(tokens, documents) // block_size
+
+
+def in_one_run(runs: Runs | None, block_size: int) -> bool:
+    """Whether no block can lie in two of these runs with a gap between."""
+    gaps = [after[0] - before[1] for before, after in pairwise(runs or ())]
+    return all(gap == 0 or gap >= block_size for gap in gaps)

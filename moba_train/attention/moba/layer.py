@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.masked import masked_attend, masked_attend_backward
-from moba_train.attention.moba.blocks import block_bound
+from moba_train.attention.moba.blocks import block_bound, in_one_run
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.reference import chosen_mask
 from moba_train.attention.moba.selection import select_blocks
@@ -54,8 +54,7 @@ class MobaAttention(LocalAttention):
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
         """The mean key of every block, [blocks, K, D]."""
-        kernels = self._kernels(k_SKD)
-        if kernels and layout.k_runs is None:
+        if kernels := self._kernels(k_SKD, layout):
             return kernels.summarize(k_SKD, layout, self.options.block_size)
         return pool_keys(k_SKD, layout, self.options.block_size)
 
@@ -67,7 +66,7 @@ class MobaAttention(LocalAttention):
         if self._is_dense(layout):
             return ()
         assert summaries is not None
-        options, kernels = self.options, self._kernels(q_THD)
+        options, kernels = self.options, self._kernels(q_THD, layout)
         choose = kernels.choose if kernels else select_blocks
         chosen_HTC = choose(
             q_THD,
@@ -78,7 +77,7 @@ class MobaAttention(LocalAttention):
             select=options.select,
             always=options.always,
         )
-        if kernels and layout.is_whole:
+        if kernels:
             return (chosen_HTC, *kernels.invert_choice(chosen_HTC, layout, summaries.shape[1], options.block_size))
         return (chosen_HTC,)
 
@@ -88,8 +87,7 @@ class MobaAttention(LocalAttention):
             return ()
         choices = min(self.options.topk - 1, block_bound(layout, self.options.block_size))
         chosen_HTC = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], choices), dtype=torch.int32)
-        kernels = self._kernels(q_THD)
-        if kernels and layout.is_whole:
+        if kernels := self._kernels(q_THD, layout):
             return (chosen_HTC, *kernels.empty_lists(chosen_HTC, layout, k_SKD.shape[1], self.options.block_size))
         return (chosen_HTC,)
 
@@ -97,8 +95,7 @@ class MobaAttention(LocalAttention):
         """See `LocalAttention.attend`."""
         if self._is_dense(layout):
             return self.dense.attend(q_THD, k_SKD, v_SKD, layout, ())
-        kernels = self._kernels(q_THD)
-        if kernels and layout.is_whole:
+        if kernels := self._kernels(q_THD, layout):
             return kernels.attend(
                 q_THD, k_SKD, v_SKD, layout, *plan, block_size=self.options.block_size, scale=self.scale
             )
@@ -120,8 +117,7 @@ class MobaAttention(LocalAttention):
         tensors = (dout_THD, q_THD, k_SKD, v_SKD, out_THD, lse_HT)
         if self._is_dense(layout):
             return self.dense.attend_backward(*tensors, layout, ())
-        kernels = self._kernels(q_THD)
-        if kernels and layout.is_whole:
+        if kernels := self._kernels(q_THD, layout):
             return kernels.attend_backward(
                 *tensors, layout, *plan, block_size=self.options.block_size, scale=self.scale
             )
@@ -133,12 +129,12 @@ class MobaAttention(LocalAttention):
         longest = self.options.topk * self.options.block_size
         return self.options.backend == "auto" and layout.is_whole and layout.max_seqlen <= longest
 
-    def _kernels(self, x: Tensor) -> ModuleType | None:
+    def _kernels(self, x: Tensor, layout: Layout) -> ModuleType | None:
         """The Triton backend where it can and shall do the call; it is imported at the first such call."""
         wanted = self.options.backend
         if wanted == "reference" or (wanted == "auto" and not x.is_cuda):
             return None
-        if reason := self._not_for_kernels(x):
+        if reason := self._not_for_kernels(x, layout):
             if wanted == "triton":
                 raise ValueError(f"attention.moba.backend: 'triton' cannot run this call: {reason}; use 'auto'")
             message = f"MoBA runs on plain PyTorch, which is very much slower than its kernels: {reason}"
@@ -148,7 +144,7 @@ class MobaAttention(LocalAttention):
 
         return attention
 
-    def _not_for_kernels(self, x: Tensor) -> str:
+    def _not_for_kernels(self, x: Tensor, layout: Layout) -> str:
         """Why the kernels cannot work on tensors like `x` ([tokens, heads, D]); empty when they can."""
         block_size, topk = self.options.block_size, self.options.topk
         if not _has_triton():
@@ -165,6 +161,9 @@ class MobaAttention(LocalAttention):
             return f"topk {topk}, at most 64 supported"
         if self.scale <= 0:
             return f"softmax scale {self.scale}, a positive one needed"
+        for runs in (layout.q_runs, layout.k_runs):
+            if not in_one_run(runs, block_size):
+                return f"a shard whose runs {runs} are less than block_size {block_size} apart"
         return ""
 
 

@@ -7,6 +7,8 @@ to 16 bits, which costs the result less than its own rounding does: the weights 
 import triton
 import triton.language as tl
 
+from moba_train.attention.moba.triton.forward import LOWEST
+
 
 @triton.jit
 def _rows(first_token, last_token, first_kv_head, G: tl.constexpr, M: tl.constexpr):
@@ -17,6 +19,17 @@ def _rows(first_token, last_token, first_kv_head, G: tl.constexpr, M: tl.constex
     return row, token < last_token, token, head
 
 
+@triton.jit
+def _used(choice, ok, bounds, PARTIAL: tl.constexpr):
+    """Whether a choice is one, of a block some of whose keys are here."""
+    block = tl.load(choice, mask=ok, other=-1)
+    used = block >= 0
+    if PARTIAL:
+        start = tl.load(bounds + block * 6 + 3, mask=used, other=0)
+        used = used & (tl.load(bounds + block * 6 + 4, mask=used, other=0) > start)
+    return used
+
+
 @triton.jit(do_not_specialize=["tokens", "first_token", "last_token", "first_kv_head", "heads"])
 def combine_out(
     out,
@@ -24,11 +37,13 @@ def combine_out(
     partial_out,
     partial_lse,
     chosen,
+    bounds,
     tokens,
     first_token,
     last_token,
     first_kv_head,
     heads,
+    PARTIAL: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
@@ -43,20 +58,26 @@ def combine_out(
     own_M = tl.load(lse_at, mask=ok, other=0.0)
     top_M = own_M
     for j in tl.range(0, C, loop_unroll_factor=4):
-        used = tl.load(choice + j, mask=ok, other=-1) >= 0
+        used = _used(choice + j, ok, bounds, PARTIAL)
         top_M = tl.maximum(top_M, tl.load(partial_lse + entry + j, mask=used, other=float("-inf")))
+    if PARTIAL:
+        top_M = tl.maximum(top_M, LOWEST)
     weight_M = tl.exp(own_M - top_M)
     sum_M = weight_M
     out_at = out + ((token.to(tl.int64) * heads + head) * D)[:, None] + column[None, :]
     total_MD = tl.load(out_at, mask=ok[:, None], other=0.0).to(tl.float32) * weight_M[:, None]
     for j in tl.range(0, C, loop_unroll_factor=4):
-        used = tl.load(choice + j, mask=ok, other=-1) >= 0
+        used = _used(choice + j, ok, bounds, PARTIAL)
         weight_M = tl.exp(tl.load(partial_lse + entry + j, mask=used, other=float("-inf")) - top_M)
         part = partial_out + ((entry + j) * D)[:, None] + column[None, :]
         total_MD += tl.load(part, mask=used[:, None], other=0.0).to(tl.float32) * weight_M[:, None]
         sum_M += weight_M
+    lse_M = top_M + tl.log(sum_M)
+    if PARTIAL:
+        lse_M = tl.where(sum_M > 0, lse_M, float("-inf"))
+        sum_M = tl.where(sum_M > 0, sum_M, 1.0)
     tl.store(out_at, (total_MD / sum_M[:, None]).to(out.dtype.element_ty), mask=ok[:, None])
-    tl.store(lse_at, top_M + tl.log(sum_M), mask=ok)
+    tl.store(lse_at, lse_M, mask=ok)
 
 
 @triton.jit(do_not_specialize=["tokens", "first_token", "last_token", "first_kv_head", "heads"])
@@ -64,17 +85,20 @@ def combine_dq(
     dq,
     partial_dq,
     chosen,
+    bounds,
     tokens,
     first_token,
     last_token,
     first_kv_head,
     heads,
+    PARTIAL: tl.constexpr,
+    TILES: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
 ):
-    """dq [T, H, D] holds the own block's part and receives the sum."""
+    """dq [T, H, D] holds the own block's part and receives the sum; an entry's part is the sum of TILES rows."""
     row, ok, token, head = _rows(first_token, last_token, first_kv_head, G, M)
     entry = (tl.program_id(1).to(tl.int64) * (last_token - first_token) * G + row) * C
     choice = chosen + (head.to(tl.int64) * tokens + token) * C
@@ -82,7 +106,8 @@ def combine_dq(
     at = dq + ((token.to(tl.int64) * heads + head) * D)[:, None] + column[None, :]
     total_MD = tl.load(at, mask=ok[:, None], other=0.0).to(tl.float32)
     for j in tl.range(0, C, loop_unroll_factor=4):
-        used = tl.load(choice + j, mask=ok, other=-1) >= 0
-        part = partial_dq + ((entry + j) * D)[:, None] + column[None, :]
-        total_MD += tl.load(part, mask=used[:, None], other=0.0).to(tl.float32)
+        used = _used(choice + j, ok, bounds, PARTIAL)
+        for tile in tl.static_range(TILES):
+            part = partial_dq + (((entry + j) * TILES + tile) * D)[:, None] + column[None, :]
+            total_MD += tl.load(part, mask=used[:, None], other=0.0).to(tl.float32)
     tl.store(at, total_MD.to(dq.dtype.element_ty), mask=ok[:, None])

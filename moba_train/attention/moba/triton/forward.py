@@ -5,21 +5,25 @@ block's keys are read by consecutive programs (from L2). A program's row costs i
 result (2 * D bytes, and once more to combine it) against 4 * D * BLOCK operations: with 128 keys 85 operations per
 byte, bound by memory; from 512 keys on bound by the matrix units.
 
-History blocks are complete and wholly past: their scores need no mask.
+History blocks are complete and wholly past: their scores need no mask. Under PARTIAL, k and v are a part of the keys: a
+block may be here in part or not at all.
 """
 
 import triton
 import triton.language as tl
 
+from moba_train.attention.moba.triton.tables import key_rows, query_rows
 from moba_train.attention.moba.triton.tiles import tile_of_program
 
 LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e30)
+"""Below every score, and finite: the difference of two of it is 0, not NaN."""
 
 
 @triton.jit
 def _attend_tile(
     q_MD,
-    token_M,
+    last_M,
     k_desc,
     v_desc,
     start,
@@ -28,11 +32,15 @@ def _attend_tile(
     scale_log2,
     OWN: tl.constexpr,
     EVEN: tl.constexpr,
+    PARTIAL: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """(out [M, D] normalised, lse [M], natural) of one tile over the keys start .. start + length."""
+    """(out [M, D] normalised, lse [M], natural) of one tile over the rows start .. start + length of k.
+
+    OWN: a row sees no keys after `last_M`. PARTIAL: some rows may see no key, and get (0, -inf).
+    """
     top_M = tl.full([M], float("-inf"), tl.float32)
     sum_M = tl.zeros([M], tl.float32)
     out_MD = tl.zeros([M, D], tl.float32)
@@ -41,17 +49,28 @@ def _attend_tile(
         v_ND = v_desc.load([start + j, column])
         s = tl.dot(q_MD, k_ND.T)
         if OWN:
-            key = start + j + tl.arange(0, N)
-            s = tl.where(key[None, :] <= token_M[:, None], s, float("-inf"))
+            s = tl.where((start + j + tl.arange(0, N))[None, :] <= last_M[:, None], s, float("-inf"))
         elif not EVEN:
             s = tl.where((j + tl.arange(0, N) < length)[None, :], s, float("-inf"))
         new_M = tl.maximum(top_M, tl.max(s, 1) * scale_log2)
+        if PARTIAL:
+            new_M = tl.maximum(new_M, LOWEST)
         p = tl.math.exp2(s * scale_log2 - new_M[:, None])
         shrink_M = tl.math.exp2(top_M - new_M)
         sum_M = sum_M * shrink_M + tl.sum(p, 1)
         out_MD = tl.dot(p.to(q_MD.dtype), v_ND, out_MD * shrink_M[:, None])
         top_M = new_M
-    return out_MD / sum_M[:, None], (top_M + tl.math.log2(sum_M)) * LN_2
+    return normalised(out_MD, top_M, sum_M, PARTIAL)
+
+
+@triton.jit
+def normalised(out_MD, top_M, sum_M, PARTIAL: tl.constexpr):
+    """(out, natural lse) from the sums of exp2(score - top); a row that saw no key gets (0, -inf) if PARTIAL."""
+    lse_M = (top_M + tl.math.log2(sum_M)) * LN_2
+    if PARTIAL:
+        lse_M = tl.where(sum_M > 0, lse_M, float("-inf"))
+        sum_M = tl.where(sum_M > 0, sum_M, 1.0)
+    return out_MD / sum_M[:, None], lse_M
 
 
 @triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "first_entry", "head_entries"])
@@ -66,7 +85,7 @@ def attend_history(
     last_tile,
     begin,
     end,
-    block_start,
+    bounds,
     lists,
     blocks,
     first_kv_head,
@@ -74,6 +93,7 @@ def attend_history(
     head_entries,
     stride_t,
     scale_log2,
+    PARTIAL: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -87,6 +107,10 @@ def attend_history(
         return
     part, block = which // blocks, which % blocks
     kv_head = first_kv_head + part
+    start, stop_key, _ = key_rows(bounds, block)
+    if start >= stop_key:
+        return
+    length = stop_key - start if PARTIAL else BLOCK
     position = first.to(tl.int64) + tl.arange(0, M)
     ok = position < stop
     entry = tl.load(entries + position, mask=ok, other=0)
@@ -97,15 +121,16 @@ def attend_history(
     q_MD = tl.load(q + at[:, None] + column[None, :], mask=ok[:, None], other=0.0)
     out_MD, lse_M = _attend_tile(
         q_MD,
-        token,
+        None,
         k_desc,
         v_desc,
-        tl.load(block_start + block),
-        BLOCK,
+        start,
+        length,
         kv_head * D,
         scale_log2,
         OWN=False,
-        EVEN=BLOCK % N == 0,
+        EVEN=BLOCK % N == 0 and not PARTIAL,
+        PARTIAL=False,
         D=D,
         M=M,
         N=N,
@@ -122,12 +147,12 @@ def attend_own(
     v_desc,
     out,
     lse,
-    block_start,
-    block_end,
+    bounds,
     tokens,
     tiles,
     stride_t,
     scale_log2,
+    PARTIAL: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
@@ -136,21 +161,23 @@ def attend_own(
     """One row tile of one block's own rows, causal: out [T, H, D] and lse [H, T]."""
     pid, kv_head = tl.program_id(0), tl.program_id(1)
     block, tile = pid // tiles, tiles - 1 - pid % tiles  # the last rows see the most keys: they go first
-    start, end = tl.load(block_start + block), tl.load(block_end + block)
+    first, end, shift = query_rows(bounds, block)
+    start, stop, key_shift = key_rows(bounds, block)
     row = tile * M + tl.arange(0, M)
-    token = start + row // G
-    if start + tile * M // G >= end:
+    at_M = first + row // G
+    if first + tile * M // G >= end:
         return
-    ok = token < end
+    ok = at_M < end
+    last_M = at_M + (shift - key_shift)
     heads = tl.num_programs(1) * G
     head = kv_head * G + row % G
     column = tl.arange(0, D)
-    at = token.to(tl.int64) * stride_t + head * D
+    at = at_M.to(tl.int64) * stride_t + head * D
     q_MD = tl.load(q + at[:, None] + column[None, :], mask=ok[:, None], other=0.0)
-    length = tl.minimum(end - start, (tile * M + M - 1) // G + 1)
+    length = tl.minimum(stop - start, first + (tile * M + M - 1) // G + 1 + (shift - key_shift) - start)
     out_MD, lse_M = _attend_tile(
         q_MD,
-        token,
+        last_M,
         k_desc,
         v_desc,
         start,
@@ -159,10 +186,11 @@ def attend_own(
         scale_log2,
         OWN=True,
         EVEN=False,
+        PARTIAL=PARTIAL,
         D=D,
         M=M,
         N=N,
     )
-    place = (token.to(tl.int64) * heads + head) * D
+    place = (at_M.to(tl.int64) * heads + head) * D
     tl.store(out + place[:, None] + column[None, :], out_MD.to(q_MD.dtype), mask=ok[:, None])
-    tl.store(lse + head.to(tl.int64) * tokens + token, lse_M, mask=ok)
+    tl.store(lse + head.to(tl.int64) * tokens + at_M, lse_M, mask=ok)

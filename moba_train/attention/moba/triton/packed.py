@@ -1,8 +1,8 @@
-"""dk and dv of long blocks, from rows copied side by side: three kernels instead of `backward.dkdv`.
+"""dk and dv of long blocks, from rows copied side by side.
 
-A row of a list is read once for every tile of its block's keys, 32 times for 4096 keys. `dkdv` gathers it each time,
-through entry, row and two 64-bit addresses for every 16 bytes, which costs registers and issue slots in the loop that
-should only feed the matrix units. Here
+A row of a list is read once for every tile of its block's keys, 32 times for 4096 keys. Gathering it each time, through
+entry, row and two 64-bit addresses for every 16 bytes, costs registers and issue slots in the loop that should only
+feed the matrix units. Instead
 
 1. `dkdv_own` writes the own blocks' part, in float32;
 2. `pack` copies a segment's rows of q and dout, lse and delta in the order of the lists, each list filled up with rows
@@ -15,7 +15,6 @@ price is 6 * D bytes of traffic per row of a list besides what the gathers cost 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -24,11 +23,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moba_train.attention.moba.triton.backward import LOG2_E, load_rows
+from moba_train.attention.moba.triton.call import Call
 from moba_train.attention.moba.triton.lists import Lists
+from moba_train.attention.moba.triton.tables import key_rows, query_rows
 from moba_train.attention.moba.triton.tiles import Segment, TileTable, segments, tile_of_program, tile_table
-
-if TYPE_CHECKING:
-    from moba_train.attention.moba.triton.attention import _Call
 
 _PACK_WARPS = 4
 
@@ -42,8 +40,7 @@ def dkdv_own(
     v_desc,
     sum_dk,
     sum_dv,
-    block_start,
-    block_end,
+    bounds,
     first_kv_head,
     kv_heads,
     key_tiles,
@@ -57,7 +54,8 @@ def dkdv_own(
     """float32 dk and dv [S, some K, D] of one tile of keys from its block's own rows, causal."""
     pid, part = tl.program_id(0), tl.program_id(1)
     block = pid // key_tiles
-    start, stop = tl.load(block_start + block), tl.load(block_end + block)
+    first_row, last_row, shift = query_rows(bounds, block)
+    start, stop, key_shift = key_rows(bounds, block)
     first_key = start + pid % key_tiles * N
     if first_key >= stop:
         return
@@ -68,13 +66,15 @@ def dkdv_own(
     dk_ND = tl.zeros([N, D], tl.float32)
     dv_ND = tl.zeros([N, D], tl.float32)
     key = first_key + tl.arange(0, N)
-    for first in tl.range((first_key - start) * G, (stop - start) * G, M):
+    shift -= key_shift
+    skipped = tl.maximum(first_key - shift - first_row, 0)  # rows before the first key
+    for first in tl.range(skipped * G, (last_row - first_row) * G, M):
         row = first + tl.arange(0, M)
-        token = start + row // G
+        at_M = first_row + row // G
         head = kv_head * G + row % G
-        q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, token, head, heads, token < stop, stride_t, D)
+        q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, at_M, head, heads, at_M < last_row, stride_t, D)
         p = tl.math.exp2(tl.dot(k_ND, q_MD.T) * (scale * LOG2_E) - lse_M[None, :])
-        p = tl.where(key[:, None] <= token[None, :], p, 0.0)
+        p = tl.where(key[:, None] <= (at_M + shift)[None, :], p, 0.0)
         dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
         ds = p * (tl.dot(v_ND, dout_MD.T) - delta_M[None, :])
         dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
@@ -98,6 +98,7 @@ def pack(
     last_tile,
     begin,
     end,
+    bounds,
     lists,
     blocks,
     heads,
@@ -115,6 +116,9 @@ def pack(
     tile = tl.program_id(0)
     which, first, stop = tile_of_program(tile, list_of_tile, last_tile, begin, end, lists, M)
     if which >= lists:
+        return
+    first_key, last_key, _ = key_rows(bounds, which % blocks)
+    if first_key >= last_key:
         return
     i = tl.arange(0, M)
     position = first.to(tl.int64) + i
@@ -142,8 +146,7 @@ def dkdv_history(
     sum_dv,
     order,
     last_tile,
-    block_start,
-    block_end,
+    bounds,
     blocks,
     first_kv_head,
     kv_heads,
@@ -163,7 +166,7 @@ def dkdv_history(
     pid = tl.program_id(0)
     which = tl.load(order + pid // key_tiles).to(tl.int32)
     part, block = which // blocks, which % blocks
-    start, stop = tl.load(block_start + block), tl.load(block_end + block)
+    start, stop, _ = key_rows(bounds, block)
     first_key = start + pid % key_tiles * N
     first = tl.load(last_tile + which - 1, mask=which > 0, other=0)
     last = tl.load(last_tile + which)
@@ -209,14 +212,17 @@ class Packed:
 
 @dataclass(frozen=True)
 class PackedDkdv:
-    """The launches of one call. `stats` is `backward.prepare`'s; `key_tiles` covers the longest block."""
+    """The launches of one call. `stats` is `backward.prepare`'s."""
 
-    call: "_Call"
+    call: Call
     dout: Tensor
     stats: Tensor
     lists: Lists
-    key_tiles: int
-    scale: float
+
+    @property
+    def key_tiles(self) -> int:
+        """Tiles of the longest block."""
+        return triton.cdiv(self.call.longest, self.call.shapes.dkdv.keys)
 
     def run(self, dk: Tensor, dv: Tensor) -> None:
         for heads, parts in self.segments():
@@ -231,6 +237,9 @@ class PackedDkdv:
         """Segments by their key/value heads. All use the same room, for as many rows as q has: twice the size of q."""
         call = self.call
         parts = list(segments(self.lists, call.kv_heads, call.tokens * call.heads))
+        if call.choices == 0:
+            yield slice(0, call.kv_heads), []
+            return
         room = self.room(parts)
         for first in sorted({part.kv_heads.start for part in parts}):
             mine = [part for part in parts if part.kv_heads.start == first]
@@ -258,13 +267,12 @@ class PackedDkdv:
             *call.descriptors(shape.keys),
             sum_dk,
             sum_dv,
-            call.tables.start_N,
-            call.tables.end_N,
+            call.tables.bounds,
             heads.start,
             call.kv_heads,
             self.key_tiles,
             call.q_THD.stride(0),
-            self.scale,
+            call.scale,
             **call.sizes(shape),
         )
         return sum_dk, sum_dv
@@ -286,6 +294,7 @@ class PackedDkdv:
             table.last_tile,
             table.begin,
             table.end,
+            call.tables.bounds,
             table.begin.numel(),
             call.tables.blocks,
             call.heads,
@@ -312,12 +321,11 @@ class PackedDkdv:
             sum_dv,
             order,
             table.last_tile,
-            call.tables.start_N,
-            call.tables.end_N,
+            call.tables.bounds,
             call.tables.blocks,
             segment.kv_heads.start,
             sum_dk.shape[1],
             self.key_tiles,
-            self.scale,
+            call.scale,
             **sizes,
         )

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.moba.triton.tables import BlockTables
+from moba_train.attention.moba.triton.tables import BlockTables, key_rows
 
 
 def pool_keys(k_SKD: Tensor, tables: BlockTables) -> Tensor:
@@ -18,15 +18,15 @@ def pool_keys(k_SKD: Tensor, tables: BlockTables) -> Tensor:
     pooled_NKD = torch.empty(tables.blocks, kv_heads, head_dim, dtype=k_SKD.dtype, device=k_SKD.device)
     if pooled_NKD.numel():
         _pool[(tables.blocks, kv_heads)](
-            k_SKD, pooled_NKD, tables.start_N, tables.end_N, k_SKD.stride(0), D=head_dim, UNROLL=16, num_warps=1
+            k_SKD, pooled_NKD, tables.bounds, k_SKD.stride(0), D=head_dim, UNROLL=16, num_warps=1
         )
     return pooled_NKD
 
 
 @triton.jit
-def _pool(k, pooled, block_start, block_end, stride_t, D: tl.constexpr, UNROLL: tl.constexpr):
+def _pool(k, pooled, bounds, stride_t, D: tl.constexpr, UNROLL: tl.constexpr):
     block, kv_head = tl.program_id(0), tl.program_id(1)
-    start, end = tl.load(block_start + block), tl.load(block_end + block)
+    start, end, _ = key_rows(bounds, block)
     first = k + start.to(tl.int64) * stride_t + kv_head * D + tl.arange(0, D)
     total = tl.zeros([D], tl.float32)
     whole = (end - start) // UNROLL * UNROLL

@@ -1,18 +1,28 @@
-"""Gate and top-k in one kernel.
+"""Gate and top-k, the scores never leaving the registers.
 
-A program holds a tile of queries of one head, walks the block keys from the last candidate to the first (near blocks
-tend to score high, so the bar is high early) and keeps the best C of each query. A score enters as one sortable int64:
-the float's bits made monotone above, the complement of the block id below, so that of equal gates the lower id wins.
+`_select` holds a tile of queries of one head and walks the block keys in chunks of N. Column c of every chunk is bucket
+c; the best LEVELS scores of each bucket stay in registers, by minima and maxima alone: no reductions, no branches. At
+the end C winners are drawn from the N * LEVELS left. That is exact unless one bucket held more than LEVELS of the
+winners; with N = 64, LEVELS = 3 and C = 7 about one row in 10,000 has such a bucket, and near blocks,
+which are alike, lie in different ones. Such a tile is marked, and `_select_marked` does it again, exactly: it walks the
+chunks, puts what enters one by one in its place, and is an order of magnitude slower.
 
-Work at 1M tokens, 128/8, 32 heads: 35 TFLOP of gate (45 ms at 790 TFLOP/s); block keys come from L2, 64 FLOP per byte
-and 64 queries. The scores would be 1 TB and never leave the registers. Merging costs a few passes over the tile's
-scores per entering block; how many enter grows with log(blocks) only, and chunks in which none does are skipped.
+A score enters as a sortable int32: the float's bits made monotone, of which the lowest ones, as many as number the
+chunks (7 at 1M tokens in blocks of 128), give way to the complement of the chunk: of equal gates the lower block id
+wins, and gates that agree to a relative 2**(chunk bits - 23) count as equal: less than the block keys are rounded by.
+
+Work at 1M tokens, 128/8, 32 heads: 35 TFLOP of gate (45 ms at 790 TFLOP/s) and, per score, nine integer operations.
+Block keys come from L2. The scores would be 1 TB.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_CHUNK = 64
+"""Block keys looked at together, and so the number of buckets."""
 
 
 def select_blocks(
@@ -35,32 +45,170 @@ def select_blocks(
     chosen_HTC = torch.empty(heads, tokens, choices, dtype=torch.int32, device=q_THD.device)
     if chosen_HTC.numel() == 0:
         return chosen_HTC
-    slots = max(2, triton.next_power_of_2(choices))
-    group = heads // kv_heads
-    rows = 128 if slots <= 16 else 64
-    grouped = select == "group"
-    _select[(triton.cdiv(tokens, rows), kv_heads if grouped else heads)](
-        q_THD,
-        pooled_NKD,
-        own_T,
-        first_T,
-        chosen_HTC,
-        tokens,
-        blocks,
-        kv_heads,
-        q_THD.stride(0),
-        GROUP=grouped,
-        PREVIOUS="previous" in always,
-        FIRST="first" in always,
-        G=group,
-        C=choices,
-        SLOTS=slots,
-        D=head_dim,
-        M=rows,
-        N=64,
-        num_warps=8 if rows == 128 else 4,
-    )
+    grouped, rows, chunks = select == "group", 64, triton.cdiv(blocks, _CHUNK)
+    levels = min(chunks, 3 if choices <= 8 else 4)
+    grid = (triton.cdiv(tokens, rows), kv_heads if grouped else heads)
+    sizes = {
+        "GROUP": grouped,
+        "PREVIOUS": "previous" in always,
+        "FIRST": "first" in always,
+        "G": heads // kv_heads,
+        "C": choices,
+        "SLOTS": max(2, triton.next_power_of_2(choices)),
+        "D": head_dim,
+        "M": rows,
+        "N": _CHUNK,
+        "num_warps": 4,
+    }
+    marks = torch.ones(grid[0] * grid[1], dtype=torch.int32, device=q_THD.device)
+    shared = (own_T, first_T, chosen_HTC, marks, tokens, blocks, kv_heads, q_THD.stride(0))
+    if choices <= 16:  # with more, too many tiles would have to be done again
+        pooled = pooled_NKD.flatten(1)
+        desc = TensorDescriptor(pooled, list(pooled.shape), list(pooled.stride()), [_CHUNK, head_dim])
+        _select[grid](q_THD, desc, *shared, (chunks - 1).bit_length(), LEVELS=levels, **sizes)
+    if choices > 16 or levels < chunks:
+        _select_marked[grid](q_THD, pooled_NKD, *shared, **sizes)
     return chosen_HTC
+
+
+@triton.jit
+def _chunk_scores(q_row, q_MD, ok, pooled_desc, at, kv_head, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+    """Gates [M, N] of one chunk; under GROUP summed over the heads of the group."""
+    key_ND = pooled_desc.load([at, kv_head * D])
+    if GROUP:
+        s = tl.dot(tl.load(q_row + kv_head * G * D, mask=ok[:, None], other=0.0), key_ND.T)
+        for g in range(1, G):
+            s = tl.dot(tl.load(q_row + (kv_head * G + g) * D, mask=ok[:, None], other=0.0), key_ND.T, s)
+    else:
+        s = tl.dot(q_MD, key_ND.T)
+    # A candidate's gate is finite: above no candidate and below a forced one.
+    return tl.minimum(tl.maximum(s, -3.4028234663852886e38), 3.4028234663852886e38)
+
+
+@triton.jit
+def _chunk_key(s, chunk, chunk_mask):
+    """int32 that orders by score, then by lower chunk."""
+    bits = s.to(tl.int32, bitcast=True)
+    monotone = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (monotone & ~chunk_mask) | (chunk_mask - chunk)
+
+
+@triton.jit
+def _keep(key, best1, best2, best3, best4, LEVELS: tl.constexpr):
+    """The best LEVELS of each bucket, with one more score in it."""
+    loser = tl.minimum(best1, key)
+    best1 = tl.maximum(best1, key)
+    if LEVELS > 1:
+        next_loser = tl.minimum(best2, loser)
+        best2 = tl.maximum(best2, loser)
+        if LEVELS > 2:
+            loser = tl.minimum(best3, next_loser)
+            best3 = tl.maximum(best3, next_loser)
+            if LEVELS > 3:
+                best4 = tl.maximum(best4, loser)
+    return best1, best2, best3, best4
+
+
+@triton.jit
+def _store_ids(
+    chosen, id_MS, token, ok, tokens, head, GROUP: tl.constexpr, G: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr
+):
+    """Ascending, -1 behind; an absent id is 0x7FFFFFFF."""
+    slot = tl.arange(0, SLOTS)
+    id_MS = tl.sort(id_MS, 1)
+    id_MS = tl.where(id_MS == 0x7FFFFFFF, -1, id_MS)
+    place = token.to(tl.int64)[:, None] * C + slot[None, :]
+    mask = ok[:, None] & (slot < C)[None, :]
+    if GROUP:
+        for g in range(0, G):
+            tl.store(chosen + (head * G + g).to(tl.int64) * tokens * C + place, id_MS, mask=mask)
+    else:
+        tl.store(chosen + head.to(tl.int64) * tokens * C + place, id_MS, mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads", "chunk_bits"])
+def _select(
+    q,
+    pooled_desc,
+    own,
+    first,
+    chosen,
+    marks,
+    tokens,
+    blocks,
+    kv_heads,
+    stride_t,
+    chunk_bits,
+    GROUP: tl.constexpr,
+    PREVIOUS: tl.constexpr,
+    FIRST: tl.constexpr,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    # Below every score; and what is left of a bucket when all its levels are drawn, with perhaps more behind.
+    EMPTY: tl.constexpr = -0x7FFFFFFF
+    HIDDEN: tl.constexpr = -0x80000000
+    # The last queries have the most candidates: they go first.
+    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    kv_head = head if GROUP else head // G
+    token = tile * M + tl.arange(0, M)
+    ok = token < tokens
+    own_M = tl.load(own + token, mask=ok, other=0)
+    first_M = tl.load(first + token, mask=ok, other=0)
+    lo = tl.min(tl.where(ok, first_M, blocks))
+    chunks = tl.maximum(tl.cdiv(tl.max(own_M) - lo, N), 0)
+    # Chunks in which every block is an unforced candidate of every query of the tile.
+    inner = tl.cdiv(tl.max(first_M) + FIRST - lo, N)
+    inner_end = tl.maximum((tl.min(tl.where(ok, own_M, blocks)) - PREVIOUS - lo) // N, inner)
+
+    q_row = q + token.to(tl.int64)[:, None] * stride_t + tl.arange(0, D)[None, :]
+    q_MD = None
+    if not GROUP:
+        q_MD = tl.load(q_row + head * D, mask=ok[:, None], other=0.0)
+    chunk_mask = (1 << chunk_bits) - 1
+    best1 = tl.full([M, N], EMPTY, tl.int32)
+    best2, best3, best4 = best1, best1, best1
+    for chunk in tl.range(inner, inner_end, num_stages=3):
+        s = _chunk_scores(q_row, q_MD, ok, pooled_desc, lo + chunk * N, kv_head, GROUP, G, D)
+        key = _chunk_key(s, chunk, chunk_mask)
+        best1, best2, best3, best4 = _keep(key, best1, best2, best3, best4, LEVELS)
+    column = tl.arange(0, N)
+    for i in tl.range(0, chunks - (inner_end - inner), num_stages=1):
+        chunk = tl.where(i < inner, i, i + inner_end - inner)
+        block = lo + chunk * N + column
+        s = _chunk_scores(q_row, q_MD, ok, pooled_desc, lo + chunk * N, kv_head, GROUP, G, D)
+        if PREVIOUS:
+            s = tl.where(block[None, :] == own_M[:, None] - 1, float("inf"), s)
+        if FIRST:
+            s = tl.where(block[None, :] == first_M[:, None], float("inf"), s)
+        candidate = (block[None, :] >= first_M[:, None]) & (block[None, :] < own_M[:, None])
+        key = tl.where(candidate, _chunk_key(s, chunk, chunk_mask), EMPTY)
+        best1, best2, best3, best4 = _keep(key, best1, best2, best3, best4, LEVELS)
+
+    slot = tl.arange(0, SLOTS)
+    id_MS = tl.full([M, SLOTS], 0x7FFFFFFF, tl.int32)
+    for c in tl.static_range(C):
+        top_M = tl.max(best1, 1)
+        winner_M = tl.min(tl.where(best1 == top_M[:, None], column[None, :], N), 1)
+        id_M = lo + (chunk_mask - (top_M & chunk_mask)) * N + winner_M
+        id_MS = tl.where((slot == c)[None, :] & (top_M > EMPTY)[:, None], id_M[:, None], id_MS)
+        drawn = (column[None, :] == winner_M[:, None]) & (top_M > EMPTY)[:, None]
+        best1 = tl.where(drawn, best2 if LEVELS > 1 else HIDDEN, best1)
+        if LEVELS > 1:
+            best2 = tl.where(drawn, best3 if LEVELS > 2 else HIDDEN, best2)
+        if LEVELS > 2:
+            best3 = tl.where(drawn, best4 if LEVELS > 3 else HIDDEN, best3)
+        if LEVELS > 3:
+            best4 = tl.where(drawn, HIDDEN, best4)
+    _store_ids(chosen, id_MS, token, ok, tokens, head, GROUP, G, C, SLOTS)
+    hidden_M = tl.max((best1 == HIDDEN).to(tl.int32), 1)
+    mark = tl.max(tl.where(ok, hidden_M, 0), 0)
+    tl.store(marks + tl.program_id(1) * tl.num_programs(0) + tile, tl.where(chunks > LEVELS, mark, 0))
 
 
 @triton.jit
@@ -88,12 +236,13 @@ def _score_of(key):
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads"])
-def _select(
+def _select_marked(
     q,
     pooled,
     own,
     first,
     chosen,
+    marks,
     tokens,
     blocks,
     kv_heads,
@@ -109,8 +258,9 @@ def _select(
     N: tl.constexpr,
 ):
     HIGHEST: tl.constexpr = 3.4028234663852886e38
-    # The last queries have the most candidates: they go first.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    if tl.load(marks + head * tl.num_programs(0) + tile) == 0:
+        return
     kv_head = head if GROUP else head // G
     token = tile * M + tl.arange(0, M)
     ok = token < tokens
@@ -182,12 +332,4 @@ def _select(
 
     taken = (best_MS > -0x7FFFFFFFFFFF0000) & (slot < C)[None, :]
     id_MS = tl.where(taken, 0x7FFFFFFF - (best_MS & 0x7FFFFFFF).to(tl.int32), 0x7FFFFFFF)
-    id_MS = tl.sort(id_MS, 1)
-    id_MS = tl.where(id_MS == 0x7FFFFFFF, -1, id_MS)
-    place = token.to(tl.int64)[:, None] * C + slot[None, :]
-    mask = ok[:, None] & (slot < C)[None, :]
-    if GROUP:
-        for g in range(0, G):
-            tl.store(chosen + (kv_head * G + g).to(tl.int64) * tokens * C + place, id_MS, mask=mask)
-    else:
-        tl.store(chosen + head.to(tl.int64) * tokens * C + place, id_MS, mask=mask)
+    _store_ids(chosen, id_MS, token, ok, tokens, head, GROUP, G, C, SLOTS)

@@ -1,4 +1,8 @@
-"""Which block each token is in, and where each block lies: computed on the device, once per layout."""
+"""Which block each token is in, and where each block lies: computed on the device, once per layout.
+
+Queries and keys may each be a part of the sequence (a shard, made of runs). A block is consecutive tokens, so what is
+here of it is consecutive rows; where it also lies in one run, its rows and its tokens differ by one number.
+"""
 
 from dataclasses import dataclass
 
@@ -8,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moba_train.attention.moba.blocks import block_bound, first_blocks
-from moba_train.attention.protocol import Layout
+from moba_train.attention.protocol import Layout, Runs
 
 
 @dataclass(frozen=True)
@@ -21,14 +25,13 @@ class BlockTables:
     """int32 [T]: each token's block."""
     first_T: Tensor
     """int32 [T]: the first block of each token's document."""
-    start_N: Tensor
-    """int32 [blocks]: each block's first token."""
-    end_N: Tensor
-    """int32 [blocks]: one past its last token; start = end for ids that name no block."""
+    bounds: Tensor
+    """int32 [blocks, 6]: first row of q, one past the last, token minus row; the same three for the rows of k. First
+    and last are equal for blocks of which nothing is here and for ids that name no block."""
 
 
 def block_tables(layout: Layout, block_size: int) -> BlockTables:
-    """The tables of the whole packed sequence; kept with the layout, which all layers of a model share."""
+    """The tables of a layout, kept with it, as all layers of a model share it."""
     key = ("moba block tables", block_size)
     if key not in layout.cache:
         layout.cache[key] = _build(layout, block_size)
@@ -42,7 +45,7 @@ def _build(layout: Layout, block_size: int) -> BlockTables:
     device, documents = layout.cu_seqlens.device, layout.cu_seqlens.numel() - 1
     first = first_blocks(layout.cu_seqlens, block_size).to(torch.int32)
     own_T, first_T = (torch.empty(tokens, dtype=torch.int32, device=device) for _ in range(2))
-    start_N, end_N = (torch.empty(blocks, dtype=torch.int32, device=device) for _ in range(2))
+    bounds = torch.empty(blocks, 6, dtype=torch.int32, device=device)
     steps = documents.bit_length()
     size = 256
     if tokens:
@@ -51,9 +54,24 @@ def _build(layout: Layout, block_size: int) -> BlockTables:
         )
     if blocks:
         _block_bounds[(triton.cdiv(blocks, size),)](
-            layout.cu_seqlens, first, start_N, end_N, blocks, documents, block_size, steps, SIZE=size
+            layout.cu_seqlens, first, bounds, blocks, documents, block_size, steps, SIZE=size
         )
-    return BlockTables(blocks, own_T, first_T, start_N, end_N)
+    if layout.q_runs is not None:
+        own_T, first_T = own_T[layout.q_tokens], first_T[layout.q_tokens]
+        bounds[:, :3] = _rows_of(bounds[:, :2].clone(), layout.q_runs)
+    if layout.k_runs is not None:
+        bounds[:, 3:] = _rows_of(bounds[:, 3:5].clone(), layout.k_runs)
+    return BlockTables(blocks, own_T, first_T, bounds)
+
+
+def _rows_of(tokens_N2: Tensor, runs: Runs) -> Tensor:
+    """[blocks, 3] for a part made of `runs`, from each block's first token and one past its last."""
+    rows_N2, token_N = torch.zeros_like(tokens_N2), tokens_N2[:, 1].clone()
+    for start, stop in reversed(runs):
+        rows_N2 += (tokens_N2 - start).clamp(0, stop - start)
+        here = (tokens_N2[:, 0] < stop) & (tokens_N2[:, 1] > start)
+        token_N = torch.where(here, tokens_N2[:, 0].clamp(min=start), token_N)
+    return torch.cat([rows_N2, (token_N - rows_N2[:, 0])[:, None]], 1)
 
 
 @triton.jit
@@ -82,7 +100,7 @@ def _token_tables(cu_seqlens, first, own, first_of, tokens, documents, block_siz
 
 
 @triton.jit(do_not_specialize=["blocks", "documents", "steps"])
-def _block_bounds(cu_seqlens, first, start, end, blocks, documents, block_size, steps, SIZE: tl.constexpr):
+def _block_bounds(cu_seqlens, first, bounds, blocks, documents, block_size, steps, SIZE: tl.constexpr):
     block = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     ok = block < blocks
     document = _document_of(first, block, documents, steps)
@@ -90,5 +108,22 @@ def _block_bounds(cu_seqlens, first, start, end, blocks, documents, block_size, 
     begin = tl.load(cu_seqlens + document, mask=ok, other=0)
     begin += (block - tl.load(first + document, mask=ok, other=0)) * block_size
     begin = tl.minimum(begin, stop)
-    tl.store(start + block, begin, mask=ok)
-    tl.store(end + block, tl.minimum(begin + block_size, stop), mask=ok)
+    stop = tl.minimum(begin + block_size, stop)
+    for part in tl.static_range(2):
+        tl.store(bounds + block * 6 + part * 3, begin, mask=ok)
+        tl.store(bounds + block * 6 + part * 3 + 1, stop, mask=ok)
+        tl.store(bounds + block * 6 + part * 3 + 2, tl.zeros_like(block), mask=ok)
+
+
+@triton.jit
+def query_rows(bounds, block):
+    """(first row of q, one past the last, token minus row) of a block."""
+    at = bounds + block * 6
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def key_rows(bounds, block):
+    """(first row of k, one past the last, token minus row) of a block."""
+    at = bounds + block * 6 + 3
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)

@@ -5,8 +5,7 @@ the grid is their upper bound, and programs beyond the last tile leave at once.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -26,15 +25,6 @@ class Shape:
     stages: int
 
 
-class Rows(Enum):
-    """How the history's rows reach dk and dv."""
-
-    GATHERED = "gathered"
-    """By address, in the loop (`backward.dkdv`)."""
-    PACKED = "packed"
-    """Copied side by side first (packed.py)."""
-
-
 @dataclass(frozen=True)
 class Shapes:
     """One for each kernel that multiplies matrices."""
@@ -43,7 +33,9 @@ class Shapes:
     forward: Shape
     dq: Shape
     dkdv: Shape
-    dkdv_rows: Rows
+    short_forward: Shape | None = None
+    """Of short.py; None: the block is too long."""
+    short_backward: Shape | None = None
 
 
 def shapes(head_dim: int, block_size: int) -> Shapes:
@@ -52,17 +44,15 @@ def shapes(head_dim: int, block_size: int) -> Shapes:
     The rate of long blocks is that of the matrix units; tiles are as large as registers allow. Short blocks have few
     keys to spread a gathered row's cost over, and lists of a few hundred rows; smaller tiles waste less at their ends
     and more programs hide the gathers' latency.
-
-    Packing rows for dk and dv costs 10 ms of 523 at 128K, 4096/12, and saves 168 in all (docs/performance-log.md). Each
-    row of a list is copied once and read for every key tile, so it cannot pay for 128 keys, which are one tile.
     """
-    if block_size >= 512:
-        dkdv, rows = Shape(64, 128, 8, 3), Rows.PACKED
-        if head_dim == 128:
-            return Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(128, 64, 8, 3), dkdv, rows)
-        return Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(128, 128, 8, 2), dkdv, rows)
-    dkdv, rows = Shape(64, 128, 8, 3), Rows.GATHERED
-    return Shapes(Shape(128, 64, 8, 2), Shape(128, 64, 4, 2), Shape(128, 32, 8, 3), dkdv, rows)
+    dq = Shape(128, 64, 8, 3) if head_dim == 128 else Shape(128, 128, 8, 2)
+    long = Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), dq, Shape(64, 128, 8, 3))
+    if block_size > 512:
+        return long
+    long = replace(long, short_backward=Shape(64, 128 if block_size > 64 else 64, 8, 2))
+    if block_size > 128:
+        return long
+    return replace(long, short_forward=Shape(64, 128 if block_size > 64 else 64, 4, 2))
 
 
 @dataclass(frozen=True)
@@ -110,15 +100,19 @@ class TileTable:
     """int [lists]: slice of `Lists.entries` that belongs to the segment."""
 
 
-def tile_table(lists: Lists, segment: Segment, kv_heads: int, rows: int) -> TileTable:
-    """Cut the lists of a segment into tiles of `rows` rows."""
+def tile_table(lists: Lists, segment: Segment, kv_heads: int, rows: int, at_least: int = 0) -> TileTable:
+    """Cut the lists of a segment into tiles of `rows` rows, empty lists into `at_least` (0 or 1)."""
     blocks = lists.lists // kv_heads
     mine = slice(segment.kv_heads.start * blocks, segment.kv_heads.stop * blocks)
-    begin = lists.starts[:-1].view(lists.lists, lists.chunks)[mine, segment.chunks.start].contiguous()
-    end = lists.starts[1:].view(lists.lists, lists.chunks)[mine, segment.chunks.stop - 1].contiguous()
+    if lists.entries.numel():
+        begin = lists.starts[:-1].view(lists.lists, lists.chunks)[mine, segment.chunks.start].contiguous()
+        end = lists.starts[1:].view(lists.lists, lists.chunks)[mine, segment.chunks.stop - 1].contiguous()
+    else:
+        begin = end = torch.zeros(mine.stop - mine.start, dtype=torch.int32, device=lists.entries.device)
     heads = segment.kv_heads.stop - segment.kv_heads.start
     bound = triton.cdiv(heads * segment.entries, rows) + heads * blocks
-    last_tile = torch.cumsum((end - begin + (rows - 1)) // rows, 0, dtype=torch.int32)
+    tiles_of = ((end - begin + (rows - 1)) // rows).clamp(min=at_least)
+    last_tile = torch.cumsum(tiles_of, 0, dtype=torch.int32)
     tiles = torch.arange(bound, dtype=torch.int32, device=begin.device)
     list_of_tile = torch.searchsorted(last_tile, tiles, right=True, out_int32=True)
     return TileTable(bound, list_of_tile, last_tile, begin, end)

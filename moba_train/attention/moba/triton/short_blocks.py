@@ -1,0 +1,148 @@
+"""The launches for blocks of one or a few tiles of keys (short.py)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from moba_train.attention.moba.triton import combine, short
+from moba_train.attention.moba.triton.call import LOG2_E, Call
+from moba_train.attention.moba.triton.lists import Lists
+from moba_train.attention.moba.triton.long_blocks import dq_own
+from moba_train.attention.moba.triton.tiles import Segment, Shape, TileTable, segments, tile_table
+
+_SPAN = 4096
+"""Rows of a list that one program takes, at most: what one block everyone chooses costs in balance."""
+_SUMMED_KEYS = 16
+
+
+@dataclass(frozen=True)
+class ShortBlocks:
+    """One call."""
+
+    call: Call
+    lists: Lists
+
+    def attend(self, out_THD: Tensor, lse_HT: Tensor) -> None:
+        """Write out [T, H, D] and lse [H, T]."""
+        call, shape = self.call, self.call.shapes.short_forward
+        assert shape
+        parts = list(segments(self.lists, call.kv_heads, self.call.limit))
+        partial_out = call.buffer(parts)
+        partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
+        for segment in parts:
+            table = self.spans(segment)
+            short.attend[(table.bound,)](
+                call.q_THD,
+                *call.descriptors(shape.keys),
+                out_THD,
+                lse_HT,
+                partial_out,
+                partial_lse,
+                *self.tables(table),
+                segment.kv_heads.start,
+                call.heads,
+                call.tokens,
+                segment.first_entry,
+                segment.entries,
+                call.q_THD.stride(0),
+                call.scale * LOG2_E,
+                **self.sizes(shape),
+            )
+            if call.choices:
+                call.combine(combine.combine_out, segment, out_THD, lse_HT, partial_out, partial_lse)
+
+    def pays_backward(self) -> bool:
+        """Whether a program per tile of keys can have all its rows: one head's partial dq fit into the limit."""
+        entries = self.lists.entries.numel() // self.call.kv_heads
+        return self.call.shapes.short_backward is not None and entries * self.key_tiles <= self.call.limit
+
+    def attend_backward(self, dout: Tensor, stats: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Write dq [T, H, D], dk and dv [S, K, D]."""
+        call, shape, tiles = self.call, self.call.shapes.short_backward, self.key_tiles
+        assert shape
+        if tiles > 1:
+            dq_own(call, dout, stats, dq)
+        parts = list(segments(self.lists, call.kv_heads, self.call.limit // tiles))
+        partial_dq = call.buffer(parts, tiles)
+        slots = 2 * max((part.kv_heads.stop - part.kv_heads.start) * part.entries for part in parts) // _SPAN
+        part_dk, part_dv = (stats.new_empty(slots * tiles * shape.keys, call.head_dim) for _ in range(2))
+        for segment in parts:
+            table = self.spans(segment)
+            spans = torch.diff(table.last_tile, prepend=table.last_tile.new_zeros(1))
+            several = spans * (spans > 1)
+            first_slot = torch.cumsum(several, 0, dtype=torch.int32) - several
+            short.gradients[(table.bound * tiles,)](
+                call.q_THD,
+                dout,
+                stats,
+                *call.descriptors(shape.keys),
+                dq,
+                dk,
+                dv,
+                partial_dq,
+                part_dk,
+                part_dv,
+                first_slot,
+                *self.tables(table),
+                segment.kv_heads.start,
+                call.heads,
+                segment.entries,
+                call.q_THD.stride(0),
+                call.scale,
+                TILES=tiles,
+                **self.sizes(shape),
+            )
+            if slots:
+                short.sum_spans[(table.begin.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
+                    dk,
+                    dv,
+                    part_dk,
+                    part_dv,
+                    first_slot,
+                    table.last_tile,
+                    call.tables.bounds,
+                    call.tables.blocks,
+                    segment.kv_heads.start,
+                    call.kv_heads,
+                    PADDED=tiles * shape.keys,
+                    D=call.head_dim,
+                    KEYS=_SUMMED_KEYS,
+                )
+            if call.choices:
+                call.combine(combine.combine_dq, segment, dq, partial_dq, TILES=tiles)
+
+    @property
+    def key_tiles(self) -> int:
+        shape = self.call.shapes.short_backward
+        return triton.cdiv(self.call.longest, shape.keys) if shape else 1
+
+    def spans(self, segment: Segment) -> TileTable:
+        """At least one for each list: the block's own rows go with it."""
+        return tile_table(self.lists, segment, self.call.kv_heads, _SPAN, at_least=1)
+
+    def tables(self, table: TileTable) -> tuple[Any, ...]:
+        """What the kernels need to find their span."""
+        return (
+            self.lists.entries,
+            table.list_of_tile,
+            table.last_tile,
+            table.begin,
+            table.end,
+            self.call.tables.bounds,
+            table.begin.numel(),
+            self.call.tables.blocks,
+        )
+
+    def sizes(self, shape: Shape) -> dict[str, Any]:
+        """Compile-time sizes."""
+        call = self.call
+        return {
+            "PARTIAL": call.partial,
+            "C": max(call.choices, 1),
+            "BLOCK": call.block_size,
+            "SPAN": _SPAN,
+            **call.sizes(shape),
+        }
