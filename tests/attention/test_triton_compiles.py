@@ -12,16 +12,26 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from moba_train.attention.moba.triton import backward, combine, forward, lists, packed, pool, select, tables  # noqa: E402
-from moba_train.attention.moba.triton.tiles import Rows, Shape, shapes  # noqa: E402
+from moba_train.attention.moba.triton import (  # noqa: E402
+    backward,
+    combine,
+    forward,
+    lists,
+    packed,
+    pool,
+    select,
+    short,
+    tables,
+)
+from moba_train.attention.moba.triton.tiles import Shape, shapes  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
 HALF = "q k v dout out dq dk dv partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
-FLOATS = ("partial_lse", "lse", "stats", "packed_lse", "packed_delta", "sum_dk", "sum_dv")
+FLOATS = "partial_lse lse stats packed_lse packed_delta sum_dk sum_dv part_dk part_dv".split()  # noqa: SIM905
 INTEGERS = (
-    *("entries", "list_of_tile", "last_tile", "begin", "end", "block_start", "block_end", "chosen", "own", "first"),
-    *("counts", "cursors", "cu_seqlens", "first_of", "start"),
+    *("entries", "list_of_tile", "last_tile", "list_of_span", "last_span", "slots", "begin", "end", "bounds"),
+    *("chosen", "own", "first", "marks", "counts", "cursors", "cu_seqlens", "first_of"),
 )
 SCALARS = {"scale": "fp32", "scale_log2": "fp32"}
 
@@ -35,6 +45,7 @@ def compile_for_hopper(
     kinds |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{dtype}[{keys}, {constants.get('D')}]>")
     kinds |= dict.fromkeys(("q_desc", "dout_desc"), f"tensordesc<{dtype}[{constants.get('M')}, {constants.get('D')}]>")
     kinds |= dict.fromkeys(("lse_desc", "delta_desc"), f"tensordesc<fp32[{constants.get('M')}]>")
+    kinds["pooled_desc"] = f"tensordesc<{dtype}[{constants.get('N')}, {constants.get('D')}]>"
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else kinds.get(name, SCALARS.get(name, "i32"))
@@ -58,69 +69,77 @@ def sizes(shape: Shape, head_dim: int, **more: Any) -> dict[str, Any]:
     return {"G": 4, "D": head_dim, "M": shape.rows, "N": shape.keys, **more}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize(("block_size", "topk"), [(128, 8), (4096, 12)])
+half = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+partial = pytest.mark.parametrize("partial", [False, True], ids=["all keys", "some keys"])
+
+
+def fits(kernel: Any, constants: dict[str, Any], shape: Shape, dtype: str, allowed: int, folder: Path) -> Any:
+    """Compile; the matrix units are used, shared memory suffices, and no more than `allowed` bytes are spilled."""
+    name = f"{kernel.__name__} {shape} {constants}"
+    compiled = compile_for_hopper(kernel, constants, shape.keys, dtype, num_warps=shape.warps, num_stages=shape.stages)
+    assert "wgmma.mma_async" in compiled.asm["ptx"], name
+    assert compiled.metadata.shared <= SHARED_LIMIT, name
+    assert spilled_bytes(compiled, folder) <= allowed, name
+    return compiled
+
+
+@half
+@partial
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_attention_kernels_fit_and_use_the_matrix_units(head_dim, block_size, topk, dtype, tmp_path):
-    shape = shapes(head_dim, block_size)
-    history = {"C": topk - 1, "BLOCK": block_size}
+def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, dtype, tmp_path):
+    shape = shapes(head_dim, 4096)
+    call = {"PARTIAL": partial}
+    history = {**call, "C": 11, "BLOCK": 4096}
     for kernel, tile, more, allowed in (
-        (forward.attend_own, shape.own, {}, 32),
-        (forward.attend_history, shape.forward, history, 32),
+        (forward.attend_own, shape.own, call, 32),
+        (forward.attend_history, shape.forward, history, 64),
         (backward.dq_own, shape.dq, {}, 32),
         (backward.dq_history, shape.dq, history, 32),
-        (backward.dkdv, shape.dkdv, {"C": topk - 1}, 128),
+        (packed.dkdv_own, shape.dkdv, {}, 96),
     ):
-        constants = sizes(tile, head_dim, **more)
-        compiled = compile_for_hopper(kernel, constants, tile.keys, dtype, num_warps=tile.warps, num_stages=tile.stages)
-        name = f"{kernel.__name__} {tile}"
-        assert "wgmma.mma_async" in compiled.asm["ptx"], name
-        assert compiled.metadata.shared <= SHARED_LIMIT, name
-        assert spilled_bytes(compiled, tmp_path) <= allowed, name
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_packed_rows_fit_and_use_the_matrix_units(head_dim, dtype, tmp_path):
-    """Four products in the loop; bulk copies of the rows keep its registers from spilling."""
-    shape = shapes(head_dim, 4096).dkdv
-    assert shapes(head_dim, 4096).dkdv_rows is Rows.PACKED
-    constants = {"D": head_dim, "M": shape.rows, "N": shape.keys}
-    options = {"num_warps": shape.warps, "num_stages": shape.stages}
-    compiled = compile_for_hopper(packed.dkdv_history, constants, shape.keys, dtype, **options)
-    assert compiled.metadata.shared <= SHARED_LIMIT
-    assert spilled_bytes(compiled, tmp_path) <= 16  # around the loop, not in it
+        fits(kernel, sizes(tile, head_dim, **more), tile, dtype, allowed, tmp_path)
+    constants = {"D": head_dim, "M": shape.dkdv.rows, "N": shape.dkdv.keys}
+    compiled = fits(packed.dkdv_history, constants, shape.dkdv, dtype, 16, tmp_path)  # around the loop, not in it
     loop = compiled.asm["ttgir"].split("scf.for", 1)[1].split("scf.yield", 1)[0]
     assert loop.count("ttng.warp_group_dot ") == 4
-    constants = sizes(shape, head_dim)
-    compiled = compile_for_hopper(packed.dkdv_own, constants, shape.keys, dtype, **options)
-    assert "wgmma.mma_async" in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= SHARED_LIMIT
-    assert spilled_bytes(compiled, tmp_path) <= 96
+
+
+@half
+@partial
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(head_dim, block_size, partial, dtype, tmp_path):
+    shape = shapes(head_dim, block_size)
+    call = {"PARTIAL": partial, "C": 7, "BLOCK": block_size, "SPAN": 4096}
+    fits(short.attend, sizes(shape.short_forward, head_dim, **call), shape.short_forward, dtype, 128, tmp_path)
+    constants = sizes(shape.short_backward, head_dim, TILES=1, **call)
+    fits(short.gradients, constants, shape.short_backward, dtype, 512, tmp_path)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(("choices", "rows", "warps"), [(7, 128, 8), (11, 128, 8), (63, 64, 4)])
+@pytest.mark.parametrize(("choices", "levels"), [(2, 1), (7, 3), (11, 4), (63, 0)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_selection_fits(head_dim, choices, rows, warps, grouped, tmp_path):
+def test_selection_fits(head_dim, choices, levels, grouped, tmp_path):
     slots = triton.next_power_of_2(choices)
     constants = {"GROUP": grouped, "PREVIOUS": True, "FIRST": True, "G": 4, "C": choices, "SLOTS": slots}
-    compiled = compile_for_hopper(select._select, {**constants, "D": head_dim, "M": rows, "N": 64}, num_warps=warps)
-    assert "wgmma.mma_async" in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= SHARED_LIMIT
-    assert spilled_bytes(compiled, tmp_path) <= (0 if choices < 16 else 128)
+    constants |= {"D": head_dim, "M": 64, "N": 64}
+    for kernel, more in ((select._select, {"LEVELS": levels}), (select._select_marked, {})):
+        if levels or kernel is select._select_marked:
+            allowed = 0 if choices < 16 else 128
+            fits(kernel, {**constants, **more}, Shape(64, 64, 4, 3), "bf16", allowed, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
         (pool._pool, {"D": 128, "UNROLL": 16}),
-        (lists._count, {"G": 4, "C": 7, "TILE": 128}),
-        (lists._place, {"G": 4, "C": 7, "TILE": 128}),
+        (lists._count, {"G": 4, "C": 7, "TILE": 64}),
+        (lists._place, {"G": 4, "C": 7, "TILE": 64}),
         (tables._token_tables, {"SIZE": 256}),
         (tables._block_bounds, {"SIZE": 256}),
-        (combine.combine_out, {"G": 4, "C": 7, "D": 128, "M": 32}),
-        (combine.combine_dq, {"G": 4, "C": 7, "D": 128, "M": 32}),
+        (combine.combine_out, {"PARTIAL": True, "G": 4, "C": 7, "D": 128, "M": 32}),
+        (combine.combine_dq, {"PARTIAL": True, "TILES": 1, "G": 4, "C": 7, "D": 128, "M": 32}),
+        (short.sum_spans, {"PADDED": 128, "D": 128, "KEYS": 16}),
         (backward.prepare, {"D": 128, "M": 32}),
         (packed.pack, {"G": 4, "C": 11, "D": 128, "M": 64}),
     ],

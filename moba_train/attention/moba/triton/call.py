@@ -85,11 +85,11 @@ class Call:
 
     def descriptors(self, keys: int) -> tuple[TensorDescriptor, TensorDescriptor]:
         """K and V for bulk copies of [keys, D]; what lies past the end reads as zero."""
-        k, v = (
-            TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [_token_stride(x), 1], [keys, self.head_dim])
-            for x in (self.k_SKD, self.v_SKD)
-        )
-        return k, v
+        return self.descriptor(self.k_SKD, keys), self.descriptor(self.v_SKD, keys)
+
+    def descriptor(self, x: Tensor, many: int) -> TensorDescriptor:
+        """[tokens, heads, D] for bulk copies of `many` tokens of one head."""
+        return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [_token_stride(x), 1], [many, self.head_dim])
 
     def own_tiles(self, shape: Shape) -> int:
         """Row tiles of a block's own rows, at most."""

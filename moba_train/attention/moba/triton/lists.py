@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 128
-"""Entries ranked at once; ranking compares each with each."""
+_TILE = 64
+"""Entries ranked at once, by one warp; ranking compares each with each."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def invert(chosen_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Tens
     # Chunk by chunk for the kernels, so that a chunk's counters share cache lines; list by list for the prefix sum.
     counts_KCN = torch.zeros(kv_heads, chunks, blocks, dtype=torch.int32, device=device)
     grid = (chunks, kv_heads)
-    sizes = {"G": group, "C": choices, "TILE": _TILE}
+    sizes = {"G": group, "C": choices, "TILE": _TILE, "num_warps": 1}
     _count[grid](chosen_HTC, counts_KCN, tokens, blocks, chunk, **sizes)
     torch.cumsum(counts_KCN.transpose(1, 2).reshape(-1), 0, dtype=starts.dtype, out=starts[1:])
     cursor_KCN = starts[:-1].view(kv_heads, blocks, chunks).transpose(1, 2).clone(memory_format=torch.contiguous_format)

@@ -31,20 +31,20 @@ from moba_train.attention.moba.triton.tiles import Segment, TileTable, segments,
 _PACK_WARPS = 4
 
 
-@triton.jit(do_not_specialize=["first_kv_head", "kv_heads", "key_tiles"])
+@triton.jit(do_not_specialize=["first_kv_head", "tokens", "key_tiles"])
 def dkdv_own(
-    q,
-    dout,
-    stats,
+    q_desc,
+    dout_desc,
+    lse_desc,
+    delta_desc,
     k_desc,
     v_desc,
     sum_dk,
     sum_dv,
     bounds,
     first_kv_head,
-    kv_heads,
+    tokens,
     key_tiles,
-    stride_t,
     scale,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -60,23 +60,26 @@ def dkdv_own(
     if first_key >= stop:
         return
     kv_head = first_kv_head + part
-    heads = kv_heads * G
     k_ND = k_desc.load([first_key, kv_head * D])
     v_ND = v_desc.load([first_key, kv_head * D])
     dk_ND = tl.zeros([N, D], tl.float32)
     dv_ND = tl.zeros([N, D], tl.float32)
     key = first_key + tl.arange(0, N)
     shift -= key_shift
-    skipped = tl.maximum(first_key - shift - first_row, 0)  # rows before the first key
-    for first in tl.range(skipped * G, (last_row - first_row) * G, M):
-        row = first + tl.arange(0, M)
-        at_M = first_row + row // G
-        head = kv_head * G + row % G
-        q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, at_M, head, heads, at_M < last_row, stride_t, D)
-        p = tl.math.exp2(tl.dot(k_ND, q_MD.T) * (scale * LOG2_E) - lse_M[None, :])
-        p = tl.where(key[:, None] <= (at_M + shift)[None, :], p, 0.0)
+    first_row = tl.maximum(first_row, first_key - shift)  # the rows before do not see this tile
+    tiles = tl.maximum(tl.cdiv(last_row - first_row, M), 0)
+    for i in tl.range(0, tiles * G):
+        at, head = first_row + i % tiles * M, kv_head * G + i // tiles
+        q_MD = q_desc.load([at, head * D])
+        dout_MD = dout_desc.load([at, head * D])
+        s = tl.dot(k_ND, q_MD.T)
+        dp = tl.dot(v_ND, dout_MD.T)
+        p = tl.math.exp2(s * (scale * LOG2_E) - lse_desc.load([head * tokens + at])[None, :])
+        at_M = at + tl.arange(0, M)
+        visible = (key[:, None] <= (at_M + shift)[None, :]) & (at_M < last_row)[None, :]
+        p = tl.where(visible, p, 0.0)
         dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
-        ds = p * (tl.dot(v_ND, dout_MD.T) - delta_M[None, :])
+        ds = p * (dp - delta_desc.load([head * tokens + at])[None, :])
         dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
     place = (key.to(tl.int64) * tl.num_programs(1) + part) * D
     at, mask = place[:, None] + tl.arange(0, D)[None, :], (key < stop)[:, None]
@@ -260,18 +263,18 @@ class PackedDkdv:
         """float32 dk and dv [S, heads, D] of the own blocks."""
         call, shape, many = self.call, self.call.shapes.dkdv, heads.stop - heads.start
         sum_dk, sum_dv = (self.stats.new_empty(call.k_SKD.shape[0], many, call.head_dim) for _ in range(2))
+        lse_HT, delta_HT = self.stats.permute(2, 1, 0).contiguous()
+        rows = (call.q_THD, self.dout)
         dkdv_own[(call.tables.blocks * self.key_tiles, many)](
-            call.q_THD,
-            self.dout,
-            self.stats,
+            *(call.descriptor(x, shape.rows) for x in rows),
+            *(TensorDescriptor(x.flatten(), [x.numel()], [1], [shape.rows]) for x in (lse_HT, delta_HT)),
             *call.descriptors(shape.keys),
             sum_dk,
             sum_dv,
             call.tables.bounds,
             heads.start,
-            call.kv_heads,
+            call.tokens,
             self.key_tiles,
-            call.q_THD.stride(0),
             call.scale,
             **call.sizes(shape),
         )

@@ -116,11 +116,12 @@ def attend(
 
 
 @triton.jit
-def _gradients(q_MD, dout_MD, p_NM, delta_M, k_ND, v_ND, dk_ND, dv_ND):
+def _gradients(q_MD, dout_MD, p_NM, dp_NM, delta_M, k_ND, dk_ND, dv_ND):
     """(dq [M, D], dk, dv [N, D]) with the rows' part, dq and dk not yet scaled."""
     dv_ND = tl.dot(p_NM.to(q_MD.dtype), dout_MD, dv_ND)
-    ds_NM = (p_NM * (tl.dot(v_ND, dout_MD.T) - delta_M[None, :])).to(q_MD.dtype)
-    return tl.dot(ds_NM.T, k_ND), tl.dot(ds_NM, q_MD, dk_ND), dv_ND
+    ds_NM = (p_NM * (dp_NM - delta_M[None, :])).to(q_MD.dtype)
+    dk_ND = tl.dot(ds_NM, q_MD, dk_ND)
+    return tl.dot(ds_NM.T, k_ND), dk_ND, dv_ND
 
 
 @triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "head_entries"])
@@ -193,10 +194,12 @@ def gradients(
         q_MD, dout_MD, lse_M, delta_M = load_rows(
             q, dout, stats, row // G, kv_head * G + row % G, heads, ok, stride_t, D
         )
-        p = tl.math.exp2(tl.dot(k_ND, q_MD.T) * scale_log2 - lse_M[None, :])
+        s = tl.dot(k_ND, q_MD.T)
+        dp = tl.dot(v_ND, dout_MD.T)
+        p = tl.math.exp2(s * scale_log2 - lse_M[None, :])
         if BLOCK % N > 0 or PARTIAL:
             p = tl.where((key < stop)[:, None], p, 0.0)
-        dq_MD, dk_ND, dv_ND = _gradients(q_MD, dout_MD, p, delta_M, k_ND, v_ND, dk_ND, dv_ND)
+        dq_MD, dk_ND, dv_ND = _gradients(q_MD, dout_MD, p, dp, delta_M, k_ND, dk_ND, dv_ND)
         place = (part.to(tl.int64) * head_entries + entry) * TILES + tile
         at_MD = partial_dq + place[:, None] * D + column[None, :]
         tl.store(at_MD, (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
@@ -208,12 +211,14 @@ def gradients(
             at_M, head = first_row + row // G, kv_head * G + row % G
             ok = at_M < last_row
             q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, at_M, head, heads, ok, stride_t, D)
-            p = tl.math.exp2(tl.dot(k_ND, q_MD.T) * scale_log2 - lse_M[None, :])
+            s = tl.dot(k_ND, q_MD.T)
+            dp = tl.dot(v_ND, dout_MD.T)
+            p = tl.math.exp2(s * scale_log2 - lse_M[None, :])
             visible = key[:, None] <= (at_M + shift)[None, :]
             if PARTIAL:
                 visible = visible & (key < stop)[:, None]
             p = tl.where(visible, p, 0.0)
-            dq_MD, dk_ND, dv_ND = _gradients(q_MD, dout_MD, p, delta_M, k_ND, v_ND, dk_ND, dv_ND)
+            dq_MD, dk_ND, dv_ND = _gradients(q_MD, dout_MD, p, dp, delta_M, k_ND, dk_ND, dv_ND)
             if TILES == 1:
                 at_MD = dq + (at_M.to(tl.int64) * heads + head)[:, None] * D + column[None, :]
                 tl.store(at_MD, (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])

@@ -47,12 +47,10 @@ def shapes(head_dim: int, block_size: int) -> Shapes:
     """
     dq = Shape(128, 64, 8, 3) if head_dim == 128 else Shape(128, 128, 8, 2)
     long = Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), dq, Shape(64, 128, 8, 3))
-    if block_size > 512:
-        return long
-    long = replace(long, short_backward=Shape(64, 128 if block_size > 64 else 64, 8, 2))
     if block_size > 128:
         return long
-    return replace(long, short_forward=Shape(64, 128 if block_size > 64 else 64, 4, 2))
+    keys = 128 if block_size > 64 else 64
+    return replace(long, short_forward=Shape(128, keys, 8, 3), short_backward=Shape(64, keys, 8, 3))
 
 
 @dataclass(frozen=True)
