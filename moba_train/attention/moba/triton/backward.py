@@ -37,9 +37,12 @@ def load_rows(q, dout, stats, at, head, heads, ok, stride_t, D: tl.constexpr):
     row = at.to(tl.int64) * heads + head
     q_MD = tl.load(q + q_at[:, None] + column[None, :], mask=ok[:, None], other=0.0)
     dout_MD = tl.load(dout + (row * D)[:, None] + column[None, :], mask=ok[:, None], other=0.0)
-    lse_M = tl.load(stats + row * 2, mask=ok, other=float("inf"))
-    delta_M = tl.load(stats + row * 2 + 1, mask=ok, other=0.0)
-    return q_MD, dout_MD, lse_M, delta_M
+    which = tl.arange(0, 2)[None, :]
+    stats_M2 = tl.load(stats + (row * 2)[:, None] + which, mask=ok[:, None], other=0.0)
+    # Through a sum each number is loaded once. Loaded one by one, every thread would load all it multiplies with.
+    lse_M = tl.sum(tl.where(which == 0, stats_M2, 0.0), 1)
+    delta_M = tl.sum(tl.where(which == 1, stats_M2, 0.0), 1)
+    return q_MD, dout_MD, tl.where(ok, lse_M, float("inf")), delta_M
 
 
 @triton.jit

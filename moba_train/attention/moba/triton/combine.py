@@ -76,7 +76,7 @@ def combine_out(
     if PARTIAL:
         lse_M = tl.where(sum_M > 0, lse_M, float("-inf"))
         sum_M = tl.where(sum_M > 0, sum_M, 1.0)
-    tl.store(out_at, (total_MD / sum_M[:, None]).to(out.dtype.element_ty), mask=ok[:, None])
+    tl.store(out_at, (total_MD * (1.0 / sum_M)[:, None]).to(out.dtype.element_ty), mask=ok[:, None])
     tl.store(lse_at, lse_M, mask=ok)
 
 

@@ -70,7 +70,7 @@ def normalised(out_MD, top_M, sum_M, PARTIAL: tl.constexpr):
     if PARTIAL:
         lse_M = tl.where(sum_M > 0, lse_M, float("-inf"))
         sum_M = tl.where(sum_M > 0, sum_M, 1.0)
-    return out_MD / sum_M[:, None], lse_M
+    return out_MD * (1.0 / sum_M)[:, None], lse_M
 
 
 @triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "first_entry", "head_entries"])

@@ -29,6 +29,8 @@ from moba_train.attention.moba.triton.tables import key_rows, query_rows
 from moba_train.attention.moba.triton.tiles import Segment, TileTable, segments, tile_of_program, tile_table
 
 _PACK_WARPS = 4
+_ROOM = 2**19
+"""Rows packed together at least, 256 MiB at D = 128: q and dout."""
 
 
 @triton.jit(do_not_specialize=["first_kv_head", "tokens", "key_tiles"])
@@ -237,9 +239,12 @@ class PackedDkdv:
             dv[:, heads].copy_(sums[1])
 
     def segments(self) -> Iterator[tuple[slice, list[tuple[Segment, Packed]]]]:
-        """Segments by their key/value heads. All use the same room, for as many rows as q has: twice the size of q."""
+        """Segments by their key/value heads. All use the same room, for as many rows as q has: twice the size of q.
+
+        Short sequences have room for some more, as fewer launches are faster.
+        """
         call = self.call
-        parts = list(segments(self.lists, call.kv_heads, call.tokens * call.heads))
+        parts = list(segments(self.lists, call.kv_heads, max(call.tokens * call.heads, _ROOM)))
         if call.choices == 0:
             yield slice(0, call.kv_heads), []
             return

@@ -3,8 +3,8 @@
 `_select` holds a tile of queries of one head and walks the block keys in chunks of N. Column c of every chunk is bucket
 c; the best LEVELS scores of each bucket stay in registers, by minima and maxima alone: no reductions, no branches. At
 the end C winners are drawn from the N * LEVELS left. That is exact unless one bucket held more than LEVELS of the
-winners; with N = 64, LEVELS = 3 and C = 7 about one row in 10,000 has such a bucket, and near blocks,
-which are alike, lie in different ones. Such a tile is marked, and `_select_marked` does it again, exactly: it walks the
+winners; with N = 64, LEVELS = 4 and C = 11 that is one row in 36,000, and near blocks, which are alike, lie in
+different buckets. Such a tile is marked, and `_select_marked` does it again, exactly: it walks the
 chunks, puts what enters one by one in its place, and is an order of magnitude slower.
 
 A score enters as a sortable int32: the float's bits made monotone, of which the lowest ones, as many as number the
@@ -46,7 +46,7 @@ def select_blocks(
     if chosen_HTC.numel() == 0:
         return chosen_HTC
     grouped, rows, chunks = select == "group", 64, triton.cdiv(blocks, _CHUNK)
-    levels = min(chunks, 3 if choices <= 8 else 4)
+    levels = min(chunks, choices, 3 if choices <= 5 else 4)
     grid = (triton.cdiv(tokens, rows), kv_heads if grouped else heads)
     sizes = {
         "GROUP": grouped,
@@ -66,7 +66,7 @@ def select_blocks(
         pooled = pooled_NKD.flatten(1)
         desc = TensorDescriptor(pooled, list(pooled.shape), list(pooled.stride()), [_CHUNK, head_dim])
         _select[grid](q_THD, desc, *shared, (chunks - 1).bit_length(), LEVELS=levels, **sizes)
-    if choices > 16 or levels < chunks:
+    if choices > 16 or levels < min(chunks, choices):
         _select_marked[grid](q_THD, pooled_NKD, *shared, **sizes)
     return chosen_HTC
 
@@ -206,9 +206,10 @@ def _select(
         if LEVELS > 3:
             best4 = tl.where(drawn, HIDDEN, best4)
     _store_ids(chosen, id_MS, token, ok, tokens, head, GROUP, G, C, SLOTS)
-    hidden_M = tl.max((best1 == HIDDEN).to(tl.int32), 1)
-    mark = tl.max(tl.where(ok, hidden_M, 0), 0)
-    tl.store(marks + tl.program_id(1) * tl.num_programs(0) + tile, tl.where(chunks > LEVELS, mark, 0))
+    if LEVELS < C:
+        hidden_M = tl.max((best1 == HIDDEN).to(tl.int32), 1)
+        mark = tl.max(tl.where(ok, hidden_M, 0), 0)
+        tl.store(marks + tl.program_id(1) * tl.num_programs(0) + tile, tl.where(chunks > LEVELS, mark, 0))
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def shapes(head_dim: int, block_size: int) -> Shapes:
     if block_size > 128:
         return long
     keys = 128 if block_size > 64 else 64
-    return replace(long, short_forward=Shape(128, keys, 8, 3), short_backward=Shape(64, keys, 8, 3))
+    return replace(long, short_forward=Shape(128, keys, 8, 3), short_backward=Shape(32, keys, 8, 3))
 
 
 @dataclass(frozen=True)
