@@ -6,6 +6,7 @@ local       the autograd function that runs a LocalAttention on one device
 merge       partial results (out, lse) joined by online softmax
 masked      exact attention under any mask, a chunk of queries at a time: what the references are built from
 dense       the kernels behind dense causal attention
+pieces      which calls of such a kernel make up the attention between two shards
 full        dense causal attention
 moba        Mixture of Block Attention
 """

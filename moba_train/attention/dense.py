@@ -1,11 +1,12 @@
 """The kernels behind dense causal attention, fastest first.
 
 Each takes packed documents, grouped-query heads and an external `out` and `lse` in the backward pass, so that partial
-results can be merged. Shapes and dtypes are those of `LocalAttention`.
+results can be merged (pieces.py makes of any layout what they can do). Shapes and dtypes are those of `LocalAttention`.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +20,31 @@ _HALF = (torch.float16, torch.bfloat16)
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
+@dataclass(frozen=True)
+class Segments:
+    """The documents of one kernel call: rows `cu_q[i]` to `cu_q[i + 1]` of the queries may see rows `cu_k[i]` to
+    `cu_k[i + 1]` of the keys. Either may be none.
+    """
+
+    cu_q: Tensor
+    """int32 [docs + 1]."""
+    cu_k: Tensor
+    """int32 [docs + 1]."""
+    max_q: int
+    """An upper bound of the queries of a document, known on the host; exact if there is but one document."""
+    max_k: int
+    """The same for the keys."""
+    causal: bool
+    """Each document's last query sees all of its keys, the one before all but the last, and so on; no document has
+    fewer keys than queries. Otherwise each query sees all keys of its document.
+    """
+
+
 class DenseBackend(Protocol):
     """One implementation; never instantiated."""
+
+    bottom_right: ClassVar[bool]
+    """Whether its causal mask may have more keys than queries; otherwise they are as many in every document."""
 
     @staticmethod
     def can(q: Tensor, layout: Layout) -> bool:
@@ -33,135 +57,151 @@ class DenseBackend(Protocol):
         ...
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         ...
 
     @staticmethod
     def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> Gradients:
         """(dq, dk, dv)."""
         ...
 
 
 class Cudnn:
-    """cuDNN's fused attention on equally long documents, as a batch.
+    """cuDNN's fused attention on one document, or on equally long ones as a batch.
 
     It is built anew for every new shape (tens of milliseconds), which packed documents of any length would not pay.
     """
 
+    bottom_right: ClassVar[bool] = False
+
     @staticmethod
     def can(q: Tensor, layout: Layout) -> bool:
-        equal = layout.total == layout.max_seqlen * (layout.cu_seqlens.numel() - 1)
-        return q.is_cuda and q.dtype in _HALF and layout.is_whole and equal and q.shape[-1] in (64, 128)
+        documents = layout.cu_seqlens.numel() - 1
+        equal = documents == 1 or (layout.is_whole and layout.total == layout.max_seqlen * documents)
+        return q.is_cuda and q.dtype in _HALF and equal and q.shape[-1] in (64, 128)
 
     @staticmethod
     def pays(layout: Layout) -> bool:
-        return layout.max_seqlen >= 1024
+        runs = (layout.q_runs or ()) + (layout.k_runs or ())  # decoding asks for another shape with every token
+        return min([layout.max_seqlen, *(stop - start for start, stop in runs)]) >= 1024
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-        batch = [_documents_first(x, layout) for x in (q, k, v)]
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(*batch, None, True, 0.0, True, False, scale=scale)
-        lse_BHL = lse.view(-1, q.shape[1], layout.max_seqlen)
+    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        batch = _documents_first(q, segments.max_q), *(_documents_first(x, segments.max_k) for x in (k, v))
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            *batch, None, True, 0.0, segments.causal, False, scale=scale
+        )
+        lse_BHL = lse.view(-1, q.shape[1], segments.max_q)
         return out.transpose(1, 2).reshape(q.shape), lse_BHL.transpose(0, 1).flatten(1)
 
     @staticmethod
     def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> Gradients:
-        dout, q_, k_, v_, out = (_documents_first(x, layout) for x in (dout, q, k, v, out))
-        lse = lse.unflatten(1, (-1, layout.max_seqlen)).transpose(0, 1).unsqueeze(-1).contiguous()
+        max_q, max_k = segments.max_q, segments.max_k
+        dout, q_, out = (_documents_first(x, max_q) for x in (dout, q, out))
+        k_, v_ = (_documents_first(x, max_k) for x in (k, v))
+        lse = lse.unflatten(1, (-1, max_q)).transpose(0, 1).unsqueeze(-1).contiguous()
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of the dropout, which there is none of
-        longest = layout.max_seqlen
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q_, k_, v_, out, lse, seed, seed, None, None, None, longest, longest, 0.0, True, scale=scale
+            dout, q_, k_, v_, out, lse, seed, seed, None, None, None, max_q, max_k, 0.0, segments.causal, scale=scale
         )
         return tuple(d.transpose(1, 2).reshape(x.shape) for d, x in ((dq, q), (dk, k), (dv, v)))
 
 
-def _documents_first(x_THD: Tensor, layout: Layout) -> Tensor:
+def _documents_first(x_THD: Tensor, length: int) -> Tensor:
     """[T, H, D] -> [documents, H, length, D], a view."""
-    return x_THD.unflatten(0, (-1, layout.max_seqlen)).transpose(1, 2)
+    return x_THD.unflatten(0, (-1, length)).transpose(1, 2)
 
 
 class Flash:
     """FlashAttention-2 as it ships inside torch: documents of any lengths, key/value heads never repeated."""
 
+    bottom_right: ClassVar[bool] = True
+
     @staticmethod
     def can(q: Tensor, layout: Layout) -> bool:
-        return q.is_cuda and q.dtype in _HALF and layout.is_whole and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+        return q.is_cuda and q.dtype in _HALF and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
     @staticmethod
     def pays(layout: Layout) -> bool:
         return True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-        cu, longest = layout.cu_seqlens, layout.max_seqlen
-        out, lse, *_ = _aten._flash_attention_forward(q, k, v, cu, cu, longest, longest, 0.0, True, False, scale=scale)
-        return out, lse
+    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        cu_q, cu_k, causal = segments.cu_q, segments.cu_k, segments.causal
+        max_q = max(2, segments.max_q)  # a bound of 1 it takes for exactly one query in every document
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, cu_q, cu_k, max_q, segments.max_k, 0.0, causal, False, scale=scale
+        )
+        if causal:
+            return out, lse
+        blind_HT = lse == torch.inf  # its mark of a query whose document has no keys here
+        return out.masked_fill_(blind_HT.T.unsqueeze(-1), 0.0), lse.masked_fill_(blind_HT, -torch.inf)
 
     @staticmethod
     def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> Gradients:
-        cu, longest = layout.cu_seqlens, layout.max_seqlen
+        documents = segments.cu_q, segments.cu_k, segments.max_q, segments.max_k
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return _aten._flash_attention_backward(
-            dout, q, k, v, out, lse, cu, cu, longest, longest, 0.0, True, no_dropout, no_dropout[:1], scale=scale
+            dout, q, k, v, out, lse, *documents, 0.0, segments.causal, no_dropout, no_dropout[:1], scale=scale
         )
 
 
 class Sdpa:
     """torch's fused CPU kernel, document by document."""
 
+    bottom_right: ClassVar[bool] = False
+
     @staticmethod
     def can(q: Tensor, layout: Layout) -> bool:
-        return q.device.type == "cpu" and layout.is_whole
+        return q.device.type == "cpu"
 
     @staticmethod
     def pays(layout: Layout) -> bool:
         return True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         heads = q.shape[1]
-        out, lse = torch.empty_like(q), torch.empty(heads, q.shape[0], dtype=torch.float32)
-        lse = lse.to(torch.promote_types(torch.float32, q.dtype))
-        for rows in _documents(layout):
+        out, lse = nothing_seen(q)
+        for rows, keys in _documents(segments):
             doc_out, doc_lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-                *(_heads_first(x[rows], heads) for x in (q, k, v)), 0.0, True, scale=scale
+                *(_heads_first(x, heads) for x in (q[rows], k[keys], v[keys])), 0.0, segments.causal, scale=scale
             )
             out[rows], lse[:, rows] = doc_out[0].transpose(0, 1), doc_lse.reshape(heads, -1)
         return out, lse
 
     @staticmethod
     def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads, kv_heads = q.shape[1], k.shape[1]
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for rows in _documents(layout):
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows, keys in _documents(segments):
             doc_grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(_heads_first(x[rows], heads) for x in (dout, q, k, v, out)),
+                *(_heads_first(x, heads) for x in (dout[rows], q[rows], k[keys], v[keys], out[rows])),
                 lse[:, rows].unsqueeze(0).contiguous(),
                 0.0,
-                True,
+                segments.causal,
                 scale=scale,
             )
-            for grad, doc_grad, x in zip(grads, doc_grads, (q, k, v), strict=True):
+            for grad, doc_grad in zip((dq[rows], dk[keys], dv[keys]), doc_grads, strict=True):
                 # Each key/value head gathers the gradients of the query heads that share it.
-                shared = doc_grad[0].transpose(0, 1).unflatten(1, (x.shape[1], heads // x.shape[1]))
-                grad[rows] = shared.sum(2) if x.shape[1] == kv_heads != heads else shared.squeeze(2)
-        return grads
+                shared = doc_grad[0].transpose(0, 1).unflatten(1, (grad.shape[1], heads // grad.shape[1]))
+                grad.copy_(shared.sum(2) if grad.shape[1] == kv_heads != heads else shared.squeeze(2))
+        return dq, dk, dv
 
 
-def _documents(layout: Layout) -> list[slice]:
-    """Row slices of the documents that are not empty (reads `cu_seqlens` on the host)."""
-    edges = layout.cu_seqlens.tolist()
-    return [slice(start, stop) for start, stop in pairwise(edges) if stop > start]
+def _documents(segments: Segments) -> list[tuple[slice, slice]]:
+    """(query rows, key rows) of the documents that have both (reads the edges on the host)."""
+    edges = zip(pairwise(segments.cu_q.tolist()), pairwise(segments.cu_k.tolist()), strict=True)
+    return [(slice(*rows), slice(*keys)) for rows, keys in edges if rows[0] < rows[1] and keys[0] < keys[1]]
 
 
 def _heads_first(x_THD: Tensor, heads: int) -> Tensor:
@@ -170,7 +210,9 @@ def _heads_first(x_THD: Tensor, heads: int) -> Tensor:
 
 
 class Reference:
-    """Plain PyTorch: any device, dtype and subset of queries and keys."""
+    """Plain PyTorch: any device and dtype."""
+
+    bottom_right: ClassVar[bool] = True
 
     @staticmethod
     def can(q: Tensor, layout: Layout) -> bool:
@@ -181,31 +223,41 @@ class Reference:
         return True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-        return masked_attend(q, k, v, causal_mask(layout), scale, prefix=layout.is_whole)
+    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        square = segments.causal and q.shape[0] == k.shape[0]
+        return masked_attend(q, k, v, _document_mask(segments), scale, prefix=square)
 
     @staticmethod
     def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> Gradients:
-        mask = causal_mask(layout)
-        return masked_attend_backward(dout, q, k, v, out, lse, mask, scale, prefix=layout.is_whole)
+        mask, square = _document_mask(segments), segments.causal and q.shape[0] == k.shape[0]
+        return masked_attend_backward(dout, q, k, v, out, lse, mask, scale, prefix=square)
 
 
-def causal_mask(layout: Layout) -> Mask:
-    """The mask of dense causal attention inside each document: bool [1, rows, keys]."""
-    q_tokens, k_tokens, q_documents, k_documents = (
-        layout.q_tokens,
-        layout.k_tokens,
-        layout.q_documents,
-        layout.k_documents,
-    )
+def _document_mask(segments: Segments) -> Mask:
+    """What `segments` says, as a mask: bool [1, rows, keys]."""
 
     def mask(rows: slice, keys: slice) -> Tensor:
-        causal = k_tokens[None, keys] <= q_tokens[rows, None]
-        return (causal & (k_documents[None, keys] == q_documents[rows, None])).unsqueeze(0)
+        (q_document, q_left), (k_document, k_left) = _places(segments.cu_q, rows), _places(segments.cu_k, keys)
+        same = q_document[:, None] == k_document[None]
+        return (same & (q_left[:, None] <= k_left[None]) if segments.causal else same).unsqueeze(0)
 
     return mask
+
+
+def _places(edges: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    """Of each row, the document that it belongs to and how many rows are left to the document's end."""
+    row = torch.arange(rows.start, rows.stop, device=edges.device)
+    document = torch.searchsorted(edges[1:].long(), row, right=True)
+    return document, edges[1:].long()[document] - row
+
+
+def nothing_seen(q_THD: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries that see no keys: zeros and -inf."""
+    dtype = torch.promote_types(torch.float32, q_THD.dtype)
+    lse_HT = torch.full((q_THD.shape[1], q_THD.shape[0]), -torch.inf, dtype=dtype, device=q_THD.device)
+    return torch.zeros_like(q_THD), lse_HT
 
 
 BACKENDS: dict[str, type[DenseBackend]] = {"cudnn": Cudnn, "flash": Flash, "sdpa": Sdpa, "reference": Reference}

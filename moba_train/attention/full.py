@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
+from moba_train.attention import pieces
 from moba_train.attention.dense import BACKENDS, DenseBackend
 from moba_train.attention.protocol import Layout, LocalAttention, Plan
 from moba_train.config.base import Section
@@ -43,7 +44,7 @@ class FullAttention(LocalAttention):
 
     def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, plan: Plan) -> tuple[Tensor, Tensor]:
         """See `LocalAttention.attend`."""
-        return self._backend(q_THD, layout).forward(q_THD, k_SKD, v_SKD, layout, self.scale)
+        return pieces.attend(self._backend(q_THD, layout), q_THD, k_SKD, v_SKD, layout, self.scale)
 
     def attend_backward(
         self,
@@ -58,7 +59,7 @@ class FullAttention(LocalAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `LocalAttention.attend_backward`."""
         tensors = (dout_THD, q_THD, k_SKD, v_SKD, out_THD, lse_HT)
-        return self._backend(q_THD, layout).backward(*tensors, layout, self.scale)
+        return pieces.attend_backward(self._backend(q_THD, layout), *tensors, layout, self.scale)
 
     def _backend(self, q_THD: Tensor, layout: Layout) -> type[DenseBackend]:
         """The backend for this call. Raises ValueError when the options demand one that cannot do it."""

@@ -8,7 +8,7 @@ from oracle import full as oracle_full
 from moba_train.attention import masked
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import run_local
-from moba_train.attention.protocol import Layout, packed_layout
+from moba_train.attention.protocol import packed_layout
 
 PACKED = [9, 0, 1, 21]
 
@@ -90,11 +90,3 @@ def test_a_forced_backend_that_cannot_run_is_refused_with_what_can():
     qkv = make_qkv(8, 2, 1, 16)
     with pytest.raises(ValueError, match=r"attention\.full\.backend: 'flash' cannot run .*float64 on cpu.*reference"):
         results("flash", qkv, [8])
-
-
-def test_sdpa_refuses_a_part_of_the_sequence_and_says_so():
-    q, k, v = make_qkv(8, 2, 1, 16)
-    layout = Layout(packed_layout([8]).cu_seqlens, 8, 8, None, ((0, 4),))
-    attention = FullAttention(FullAttention.Options(backend="sdpa"), 16)
-    with pytest.raises(ValueError, match=r"attention\.full\.backend: 'sdpa' cannot run .*a part of the sequence"):
-        attention.attend(q, k[:4], v[:4], layout, ())

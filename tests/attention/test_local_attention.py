@@ -168,6 +168,33 @@ def test_queries_may_be_split_as_well(kind, options, whole, qkv, device):
 
 
 @every_kind
+def test_queries_and_keys_may_both_be_split(kind, options, whole, qkv, device):
+    """What a ring does: every shard of queries meets every shard of keys, with the plan it made for all of them."""
+    attention = build(kind, options)
+    q, k, v = qkv
+    summaries = attention.summarize(k, whole)
+    plan = attention.plan(q, summaries, whole)
+    out, lse = attention.attend(q, k, v, whole, plan)
+    dout = torch.randn_like(out)
+    want = attention.attend_backward(dout, q, k, v, out, lse, whole, plan)
+    sums = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows in key_subsets(device):
+        shard_plan = attention.plan(q[rows], summaries, part(whole, rows=rows))
+        layouts = [(keys, part(whole, rows, keys)) for keys in key_subsets(device)]
+        merged = torch.zeros_like(q[rows]), torch.full_like(lse[:, rows], -torch.inf)
+        for keys, layout in layouts:
+            merged = merge(*merged, *attention.attend(q[rows], k[keys], v[keys], layout, shard_plan))
+        torch.testing.assert_close(merged, (out[rows], lse[:, rows]), rtol=0, atol=1e-13)
+        for keys, layout in layouts:
+            tensors = dout[rows], q[rows], k[keys], v[keys], *merged
+            for total, index, grad in zip(
+                sums, (rows, keys, keys), attention.attend_backward(*tensors, layout, shard_plan), strict=True
+            ):
+                total[index] += grad
+    torch.testing.assert_close(sums, want, rtol=0, atol=1e-12)
+
+
+@every_kind
 def test_summaries_of_aligned_shards_add_up_to_the_summary_of_the_sequence(kind, options, device):
     """Each shard summarises its own keys; blocks it holds nothing of are zero, so that a sum joins them."""
     whole = packed_layout([40], device)

@@ -1,0 +1,317 @@
+"""The kernels that dense causal attention could run on, on one GPU: for whole sequences, and for a rank's shard.
+
+    python -m benchmarks.full_attention --output benchmarks/results/full-attention-h200.json
+    python -m benchmarks.full_attention --shards --output benchmarks/results/full-attention-shards-h200.json
+
+Shape of Llama-3-8B's attention: 32 query heads, 8 key/value heads of 128, bf16, random data. Every result is compared
+with that of the first kernel in the same run. Times are medians over CUDA events, host stalls included.
+
+--shards: what each of four ranks computes, in one process and without communication: its queries against all keys at
+once, and against one rank's keys after the other as in a ring (merging included). Rates are causal work over time,
+relative to cuDNN on the whole sequence.
+"""
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.attention import HEAD_DIM, HEADS, KV_HEADS, milliseconds
+from benchmarks.record import save, spread
+from moba_train.attention.full import FullAttention
+from moba_train.attention.merge import merge
+from moba_train.attention.protocol import Layout, Runs, packed_layout
+from moba_train.units import format_count, parse_number
+
+RANKS = 4
+SCALE = HEAD_DIM**-0.5
+Results = list[Tensor]
+"""out, lse, dq, dk, dv; the first two after a forward pass alone."""
+Call = Callable[[bool], Results]
+"""A kernel on fixed inputs; the argument says whether to run the backward pass too."""
+
+
+def random_lengths(total: int) -> list[int]:
+    """Documents of 200 to 32K tokens, short ones as likely as long ones (uniform in the logarithm); the last is cut."""
+    generator, lengths = random.Random(0), [0]
+    while sum(lengths) < total:
+        length = round(math.exp(generator.uniform(math.log(200), math.log(2**15))))
+        lengths.append(min(length, total - sum(lengths)))
+    return lengths[1:]
+
+
+def inputs(tokens: int) -> Results:
+    """q, k, v, dout."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [
+        torch.randn(tokens, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda", generator=generator)
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    ]
+
+
+def full(backend: str) -> FullAttention:
+    return FullAttention(FullAttention.Options.model_validate({"backend": backend}), HEAD_DIM)
+
+
+def ours(backend: str) -> Callable[[Results, Layout], Call]:
+    """`FullAttention` with this backend."""
+
+    def prepare(tensors: Results, layout: Layout) -> Call:
+        attention = full(backend)
+        q, k, v, dout = tensors
+
+        def call(backward: bool) -> Results:
+            out, lse = attention.attend(q, k, v, layout, ())
+            grads = attention.attend_backward(dout, q, k, v, out, lse, layout, ()) if backward else ()
+            return [out, lse, *grads]
+
+        return call
+
+    return prepare
+
+
+def cudnn_varlen(tensors: Results, layout: Layout) -> Call:
+    """cuDNN with ragged offsets: documents of any lengths in one call."""
+    q, k, v, dout = tensors
+    edges = layout.cu_seqlens, layout.cu_seqlens, layout.max_seqlen, layout.max_seqlen
+    no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+
+    def call(backward: bool) -> Results:
+        out, lse, *_ = torch.ops.aten._cudnn_attention_forward(
+            q, k, v, None, *edges, True, 0.0, True, False, scale=SCALE
+        )
+        grads = ()
+        if backward:
+            grads = torch.ops.aten._cudnn_attention_backward(
+                dout, q, k, v, out, lse, no_dropout, no_dropout, None, *edges, 0.0, True, scale=SCALE
+            )
+        return [out, lse.view(q.shape[:2]).T, *grads]
+
+    return call
+
+
+def flex(tensors: Results, layout: Layout) -> Call:
+    """FlexAttention, compiled, with a block mask of documents and causality (made beforehand, and timed apart)."""
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    compiled, tokens = torch.compile(flex_attention, dynamic=False), layout.total
+    document = layout.documents(torch.arange(tokens, device="cuda")).int()
+
+    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (document[query] == document[key])
+
+    make_mask = torch.compile(create_block_mask, dynamic=False)
+    for _ in range(2):  # the first compiles
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        mask = make_mask(visible, None, None, tokens, tokens, device="cuda")
+        torch.cuda.synchronize()
+    print(f"  FlexAttention: its block mask takes {1000 * (time.perf_counter() - start):.1f} ms", flush=True)
+    q, k, v, dout = (x.transpose(0, 1).unsqueeze(0) for x in tensors)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def call(backward: bool) -> Results:
+        with torch.set_grad_enabled(backward):
+            out, aux = compiled(*leaves, block_mask=mask, scale=SCALE, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        grads = torch.autograd.grad(out, leaves, dout) if backward else ()
+        out, *grads = (x.detach()[0].transpose(0, 1) for x in (out, *grads))
+        return [out, aux.lse.detach()[0], *grads]
+
+    return call
+
+
+KERNELS: dict[str, Callable[[Results, Layout], Call]] = {
+    "FlashAttention-2": ours("flash"),
+    "cuDNN": ours("cudnn"),
+    "FlexAttention": flex,
+    "cuDNN varlen": cudnn_varlen,
+}
+
+
+def differences(got: Results, want: Results) -> dict[str, float]:
+    """Relative errors in norm of what both have; about 0.003 where both are right in bf16."""
+    pairs = zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=False)
+    return {name: ((a.float() - b.float()).norm() / b.float().norm()).item() for name, a, b in pairs}
+
+
+def measured(call: Call, budget_s: float) -> dict[str, Any]:
+    """Spreads of the milliseconds of the forward pass and of both."""
+    return {
+        "forward_ms": spread(milliseconds(lambda: call(False), budget_s)),
+        "both_ms": spread(milliseconds(lambda: call(True), budget_s)),
+    }
+
+
+def described(row: dict[str, Any]) -> str:
+    """Median times and differences in words."""
+    errors = " ".join(f"{name} {error:.1e}" for name, error in row["difference"].items())
+    return f"{row['forward_ms']['median']:.2f} / {row['both_ms']['median']:.2f} ms, difference {errors}"
+
+
+def compare(name: str, lengths: list[int], kernels: list[str], budget_s: float) -> dict[str, Any]:
+    """Check and time these kernels on documents of these lengths."""
+    layout, tensors = packed_layout(lengths, "cuda"), inputs(sum(lengths))
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    auto = full("auto")._backend(tensors[0], layout).__name__.lower()
+    result: dict[str, Any] = {"case": name, "lengths": lengths, "auto": auto, "kernels": {}}
+    print(f"{name}: {len(lengths)} documents, the longest of {max(lengths)}; auto takes {auto}", flush=True)
+    want: Results = []
+    for kernel in kernels:
+        row: dict[str, Any] = {}
+        result["kernels"][kernel] = row
+        try:
+            call = KERNELS[kernel](tensors, layout)
+            got = call(True)
+            want = want or got
+            row["difference"] = differences(got, want)
+            row["right"] = all(error < 0.02 for error in row["difference"].values())
+            del got
+            row |= measured(call, budget_s)
+            # 2 products forward, 5 backward
+            row["tflops"] = 7 * 2e-9 * HEADS * HEAD_DIM * pairs / row["both_ms"]["median"]
+            print(f"  {kernel}: {described(row)}, {row['tflops']:.0f} TFLOP/s", flush=True)
+        except Exception as error:  # whatever a kernel or its compiler raises where it cannot do the case
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+            print(f"  {kernel}: {row['error'][:110]}", flush=True)
+        torch.cuda.empty_cache()
+    return result
+
+
+def times(row: dict[str, Any]) -> str:
+    """forward / forward and backward."""
+    if "both_ms" not in row:
+        return "–"
+    wrong = "" if row["right"] else " WRONG"
+    return f"{row['forward_ms']['median']:.3g} / {row['both_ms']['median']:.4g}{wrong}"
+
+
+def shards(kind: str, tokens: int) -> list[Runs]:
+    """What each rank holds."""
+    if kind == "contiguous":
+        size = tokens // RANKS
+        return [((rank * size, (rank + 1) * size),) for rank in range(RANKS)]
+    size, last = tokens // (2 * RANKS), 2 * RANKS - 1
+    return [tuple((i * size, (i + 1) * size) for i in (rank, last - rank)) for rank in range(RANKS)]
+
+
+def of_runs(x: Tensor, runs: Runs) -> Tensor:
+    return torch.cat([x[start:stop] for start, stop in runs])
+
+
+def shard_calls(tensors: Results, tokens: int, ranks: list[Runs], rank: int) -> dict[str, Call]:
+    """A rank's work against all keys at once, and rank by rank."""
+    attention, runs = full("auto"), ranks[rank]
+    q, dout = of_runs(tensors[0], runs), of_runs(tensors[3], runs)
+    edges = packed_layout([tokens], "cuda").cu_seqlens
+    ring = [ranks[(rank - step) % RANKS] for step in range(RANKS)]
+
+    def work(parts: list[Runs | None]) -> Call:
+        layouts = [Layout(edges, tokens, tokens, runs, part) for part in parts]
+        keys = [[x if part is None else of_runs(x, part) for x in tensors[1:3]] for part in parts]
+
+        def call(backward: bool) -> Results:
+            out, lse = attention.attend(q, *keys[0], layouts[0], ())
+            for kv, layout in zip(keys[1:], layouts[1:], strict=True):
+                out, lse = merge(out, lse, *attention.attend(q, *kv, layout, ()))
+            if not backward:
+                return [out, lse]
+            grads = [
+                attention.attend_backward(dout, q, *kv, out, lse, layout, ())
+                for kv, layout in zip(keys, layouts, strict=True)
+            ]
+            dq = grads[0][0]
+            for other, *_ in grads[1:]:
+                dq = dq + other
+            return [out, lse, dq]
+
+        return call
+
+    past: list[Runs | None] = [part for part in ring if part[0][0] < runs[-1][1]]
+    return {"all keys": work([None]), "ring": work(past)}
+
+
+def compare_shards(kind: str, tokens: int, budget_s: float) -> dict[str, Any]:
+    """Check and time each rank's work."""
+    tensors = inputs(tokens)
+    call = ours("cudnn")(tensors, packed_layout([tokens], "cuda"))
+    out, lse, dq, *_ = call(True)
+    whole = measured(call, budget_s)
+    result: dict[str, Any] = {"case": f"{format_count(tokens, 1024)} {kind}", "whole": whole, "ranks": []}
+    print(f"{result['case']}: whole {whole['both_ms']['median']:.1f} ms", flush=True)
+    ranks = shards(kind, tokens)
+    for rank, runs in enumerate(ranks):
+        share = sum(stop * (stop + 1) - start * (start + 1) for start, stop in runs) / (tokens * (tokens + 1))
+        want = [of_runs(out, runs), of_runs(lse.T, runs).T, of_runs(dq, runs)]
+        for keys, call in shard_calls(tensors, tokens, ranks, rank).items():
+            row = {"rank": rank, "keys": keys, "share_of_work": share, "difference": differences(call(True), want)}
+            row |= measured(call, budget_s)
+            for stage in ("forward", "both"):
+                row[f"{stage}_rate"] = share * whole[f"{stage}_ms"]["median"] / row[f"{stage}_ms"]["median"]
+            result["ranks"].append(row)
+            rates = f"{row['forward_rate']:.2f} / {row['both_rate']:.2f}"
+            print(f"  rank {rank}, {keys}: rate {rates} of whole, {described(row)}", flush=True)
+    return result
+
+
+def kernels_table(results: list[dict[str, Any]], kernels: list[str]) -> None:
+    columns = ["forward / forward and backward, ms", *kernels, "auto"]
+    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for result in results:
+        cells = [times(result["kernels"][kernel]) for kernel in kernels]
+        print(f"| {' | '.join([result['case'], *cells, result['auto']])} |")
+
+
+def shards_table(results: list[dict[str, Any]]) -> None:
+    """The rate while each rank works, and that of the four together, which is the slowest's."""
+    print("\nforward and backward, rate relative to the whole sequence on cuDNN")
+    print("| case | keys | each rank | whole / 4 over the slowest rank |\n|---|---|---|---|")
+    for result in results:
+        for keys in ("all keys", "ring"):
+            rows = [row for row in result["ranks"] if row["keys"] == keys]
+            slowest = max(row["both_ms"]["median"] for row in rows)
+            together = result["whole"]["both_ms"]["median"] / RANKS / slowest
+            each = " ".join(f"{row['both_rate']:.2f}" for row in rows)
+            print(f"| {result['case']} | {keys} | {each} | {together:.2f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--kernels", nargs="+", choices=list(KERNELS), default=list(KERNELS), help="for whole sequences"
+    )
+    parser.add_argument("--shards", action="store_true", help="a rank's share of the work instead of whole sequences")
+    parser.add_argument("--tokens", nargs="+", default=["64K", "128K"], help="sequence lengths for --shards")
+    parser.add_argument("--budget", type=float, default=0.5, help="seconds of GPU time per measurement")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    settings: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
+    results: list[dict[str, Any]] = []
+
+    def record(result: dict[str, Any]) -> None:
+        results.append(result)
+        if arguments.output:
+            save(arguments.output, settings, results)
+
+    if arguments.shards:
+        settings["ranks"] = RANKS
+        for tokens in (parse_number(text, 1024) for text in arguments.tokens):
+            for kind in ("contiguous", "zigzag"):
+                record(compare_shards(kind, tokens, arguments.budget))
+        shards_table(results)
+        return
+    cases = {f"{size}K": [size * 1024] for size in (8, 32, 64)}
+    cases |= {"8 x 8K": [8192] * 8, "64K in random lengths": random_lengths(2**16)}
+    for name, lengths in cases.items():
+        record(compare(name, lengths, arguments.kernels, arguments.budget))
+    kernels_table(results, arguments.kernels)
+
+
+if __name__ == "__main__":
+    main()
