@@ -14,6 +14,7 @@ are medians over CUDA events. Exit status 1 when a result is wrong or a row of o
 
 import argparse
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from benchmarks import attention_check
 from benchmarks.attention_peers import Peer, dense_key, peers, versions
 from benchmarks.attention_routing import routed_share
 from benchmarks.attention_rows import SYNTAX, Case, Row, compile_ahead
-from benchmarks.attention_table import Result, median, render, summary
+from benchmarks.attention_table import Result, render, summary
 from benchmarks.record import provenance, save
 from benchmarks.timing import kernel_times, measure
 from moba_train.units import parse_number
@@ -96,11 +97,11 @@ def report(result: Result) -> None:
         f"{result['row']}: forward {forward:.2f} ms, both {both:.2f} ms{wanted}, floor {result['floor_ms']['both']:.1f}"
     )
     print("  TFLOP/s: forward {:.0f}, both {:.0f}; peak {:.1f} GiB".format(*(1e3 * x for x in rates), ours["peak_gib"]))
-    for name in result["columns"]:
-        if name != "triton":
-            times = [median(result, name, f"{what}_ms") for what in ("forward", "both")]
-            text = "{:.2f} / {:.2f} ms".format(*times) if None not in times else result["columns"][name]["error"]
-            print(f"  {name}: {text}")
+    for name, column in result["columns"].items():
+        if "error" in column:
+            print(f"  {name}: {column['error']}")
+        elif name != "triton":
+            print(f"  {name}: {column['forward_ms']['median']:.2f} / {column['both_ms']['median']:.2f} ms")
     if "kernels_ms" in ours:
         print("  kernels ms: " + " ".join(f"{name} {ms:.2f}" for name, ms in ours["kernels_ms"].items()))
     if "routed" in result:
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=0.25, help="seconds of GPU time per measurement")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    began = time.monotonic()
     cases = arguments.rows or [Case.parse(text) for text in (QUICK if arguments.quick else ROWS)]
     for error in compile_ahead(cases):
         print(f"compiling {error}", flush=True)
@@ -148,7 +150,8 @@ def main() -> None:
         report(result)
         if arguments.output:
             save(arguments.output, settings, results)
-    print("\n" + render({**provenance(), "results": results}))
+    print(f"\n{time.monotonic() - began:.0f} s in all\n")
+    print(render({**provenance(), "results": results}))
     if any("error" in result or attention_check.wrong(result["errors"]) for result in results):
         sys.exit(1)
 

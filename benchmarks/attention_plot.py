@@ -35,6 +35,7 @@ COLOURS = {
 }
 """Like GREY, with a contrast of at least 3 to GitHub's white and to its dark background."""
 DENSE = {"dense, cuDNN": "cudnn", "dense, FlashAttention-2": "flash2"}
+FLOOR = f"ideal: work at {MATRIX_TFLOPS:.0f} TFLOP/s or traffic at {MEMORY_GB_PER_MS} TB/s, the longer"
 TICKS_MS = {1: "1 ms", 10: "10 ms", 100: "100 ms", 1000: "1 s", 10_000: "10 s", 60_000: "1 min"}
 
 Curve = list[tuple[int, float]]
@@ -77,8 +78,7 @@ def draw(source: Path, picture: Path) -> None:
     curves = measured(data)
     if not curves:
         raise ValueError(f"{source} holds no row of {', '.join(COLOURS)} to draw; run python -m benchmarks.attention")
-    options = {"svg.fonttype": "none", "svg.hashsalt": "moba", "font.family": "sans-serif", "font.size": 10}
-    with plt.rc_context(options):
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moba", "font.family": "sans-serif", "font.size": 10}):
         figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
         for label, curve in curves.items():
             _draw_curve(axes, label, curve)
@@ -131,12 +131,9 @@ def _decorate(axes: Axes, data: dict[str, Any]) -> None:
     styles = [
         Line2D([], [], color=GREY, marker="o", ms=4.5, lw=1.8, label="measured"),
         Line2D([], [], color=GREY, ls="--", lw=1.2, label="not measured: continued by T²"),
-        Line2D([], [], color=GREY, ls=":", lw=1.2, label=_FLOOR),
+        Line2D([], [], color=GREY, ls=":", lw=1.2, label=FLOOR),
     ]
     axes.legend(handles=styles, loc="upper left", frameon=False, labelcolor=GREY, fontsize=9)
-
-
-_FLOOR = f"ideal: work at {MATRIX_TFLOPS:.0f} TFLOP/s or traffic at {MEMORY_GB_PER_MS} TB/s, the longer"
 
 
 def main() -> None:

@@ -65,10 +65,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The shortest text that `parse` reads as this case."""
+        """Text that `parse` reads as this case: what differs from a plain row, numbers of heads together."""
         usual = Case(self.tokens, self.block_size, self.topk)
-        values = ((key, getattr(self, name), getattr(usual, name)) for key, name in _OPTIONS.items())
-        options = "".join(f",{key}={value}" for key, value, default in values if value != default)
+        said = {name for name in _OPTIONS.values() if getattr(self, name) != getattr(usual, name)}
+        said |= {"heads", "kv_heads"} if said & {"heads", "kv_heads"} else set()
+        options = "".join(f",{key}={getattr(self, name)}" for key, name in _OPTIONS.items() if name in said)
         return f"{short(self.tokens)}:{self.block_size}/{self.topk}{options}"
 
     @property
