@@ -20,11 +20,11 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.attention import Row, milliseconds
+from benchmarks.attention_rows import Case, Row
+from benchmarks.timing import milliseconds
 from moba_train.attention.moba.triton import attention as kernels
 from moba_train.attention.moba.triton.lists import Lists
 from moba_train.attention.moba.triton.tiles import Rows, Shape, Shapes, shapes
-from moba_train.units import parse_number
 
 CANDIDATES = {
     "forward": "256x64x8x3 256x64x8x2 128x128x8x2 128x128x8x3 128x64x8x3 128x64x4x2 128x64x4x3 64x128x4x2 64x64x4x3",
@@ -84,10 +84,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=KINDS, default=KINDS, help="of dkdv only")
     arguments = parser.parse_args()
     for name in arguments.row:
-        length, setting = name.split(":")
-        row = Row(parse_number(length, 1024), *map(int, setting.split("/")))
-        (run, grads), work = stages(row), row.tflop()
-        tflop = {"forward": work["forward"], "dq": work["backward"] * 3 / 7, "dkdv": work["backward"] * 4 / 7}
+        row = Row(Case.parse(name))
+        (run, grads), product = stages(row), row.case.cost().product
+        tflop = {"forward": 2 * product, "dq": 3 * product, "dkdv": 4 * product}
         usual = shapes(row.q.shape[2], row.block_size)
         if "dkdv" in arguments.kernel:
             gathered = replace(usual, dkdv=Shape(64, 128, 8, 2), dkdv_rows=Rows.GATHERED)

@@ -34,8 +34,8 @@ def provenance() -> dict[str, Any]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, minimum and maximum."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    """Median, minimum, maximum and how many there were."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "count": len(values)}
 
 
 def save(path: Path, settings: dict[str, Any], results: Any) -> None:

@@ -1,0 +1,170 @@
+"""What MoBA's kernels are compared with: dense attention, and other people's MoBA where it is installed."""
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.attention_rows import Row, backends
+from moba_train.attention.dense import BACKENDS
+from moba_train.attention.protocol import packed_layout
+
+Calls = tuple[Callable[[], Any], Callable[[], Any]]
+"""(forward, forward and backward)."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One column of the table."""
+
+    name: str
+    """Its key in the result file."""
+    up_to: int
+    """Longest sequence it is measured at by default: dense attention takes minutes beyond."""
+    calls: Callable[[Row], Calls | None]
+    """None where it cannot compute the row."""
+    dense: bool = False
+    """Otherwise another MoBA, which is measured in plain rows only."""
+    package: str = ""
+    """Distribution whose version the result file records."""
+
+
+def peers() -> list[Peer]:
+    """Every peer that can be imported here."""
+    ours = [Peer(name, 2**17, _our(name)) for name in backends() if name != "triton"]
+    dense = [Peer("cudnn", 2**18, _sdpa("CUDNN_ATTENTION"), dense=True), Peer("flash2", 2**16, _flash2, dense=True)]
+    others = [
+        Peer("flash4", 2**18, _flash4, dense=True, package="flash-attn-4"),
+        Peer("flash_moba", 2**18, _flash_moba, package="flash_moba"),
+        # Fails with an illegal address at 128K, after which the process can do nothing on the GPU any more.
+        Peer("moonshot", 2**16, _moonshot, package="moba"),
+    ]
+    entries = {"flash4": "flash_attn.cute", "flash_moba": "flash_moba", "moonshot": "moba.moba_efficient"}
+    return [*ours, *dense, *(peer for peer in others if _importable(entries[peer.name]))]
+
+
+def dense_key(row: Row) -> tuple[Any, ...]:
+    """What the time of dense attention depends on: rows that agree in it share one measurement."""
+    case = row.case
+    return case.tokens, case.heads, case.kv_heads, case.head_dim, case.documents
+
+
+def versions(measured: list[Peer]) -> dict[str, str]:
+    """Versions of the packages behind the peers."""
+    found = {}
+    for peer in measured:
+        if peer.package:
+            try:
+                found[peer.name] = importlib.metadata.version(peer.package)
+            except importlib.metadata.PackageNotFoundError:
+                found[peer.name] = "unknown"
+    return found
+
+
+def _importable(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except Exception:  # GPU packages fail in many ways where they do not fit; absent is the usual one
+        return False
+    return True
+
+
+def _our(name: str) -> Callable[[Row], Calls | None]:
+    def calls(row: Row) -> Calls:
+        other = row.using(name)
+        return other.forward, other.both
+
+    return calls
+
+
+def _sdpa(backend: str) -> Callable[[Row], Calls | None]:
+    """torch's scaled_dot_product_attention, the dense attention most people call; one document."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def calls(row: Row) -> Calls | None:
+        if row.case.documents:
+            return None
+        q, k, v, dout = (x.transpose(0, 1).unsqueeze(0) for x in (row.q, row.k, row.v, row.dout))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(getattr(SDPBackend, backend)):
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        return with_gradients(attend, (q, k, v), dout)
+
+    return calls
+
+
+def _flash2(row: Row) -> Calls | None:
+    """FlashAttention-2 inside torch; of packed documents by the operator for them."""
+    return dense_backend("flash", row) if row.case.documents else _sdpa("FLASH_ATTENTION")(row)
+
+
+def dense_backend(name: str, row: Row) -> Calls | None:
+    """One of our own dense attention's backends on the row's documents."""
+    backend, scale = BACKENDS[name], row.attention.scale
+    if not backend.can(row.q, row.layout()):
+        return None
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return backend.forward(row.q, row.k, row.v, row.layout(), scale)
+
+    def both() -> Any:
+        out, lse = forward()
+        return out, backend.backward(row.dout, row.q, row.k, row.v, out, lse, row.layout(), scale)
+
+    return forward, both
+
+
+def with_gradients(attend: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor], dout: Tensor) -> Calls:
+    """The calls of a differentiable function of (q, k, v)."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend(*leaves)
+
+    def both() -> Any:
+        out = attend(*leaves)
+        return out, torch.autograd.grad(out, leaves, dout)
+
+    return forward, both
+
+
+def _flash4(row: Row) -> Calls | None:
+    if row.case.documents:
+        return None
+    function = importlib.import_module("flash_attn.cute").flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(q, k, v, causal=True)
+        return out[0] if isinstance(out, tuple) else out  # with lse or without, by version
+
+    q, k, v, dout = (x.unsqueeze(0) for x in (row.q, row.k, row.v, row.dout))
+    return with_gradients(attend, (q, k, v), dout)
+
+
+def _flash_moba(row: Row) -> Calls | None:
+    function = importlib.import_module("flash_moba").flash_moba_varlen_func
+    layout = packed_layout(row.case.lengths(), row.device)
+    edges, longest = layout.cu_seqlens, layout.max_seqlen
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return function(q, k, v, edges, edges, longest, longest, row.block_size, row.topk, causal=True)
+
+    return with_gradients(attend, (row.q, row.k, row.v), row.dout)
+
+
+def _moonshot(row: Row) -> Calls | None:
+    function = importlib.import_module("moba.moba_efficient").moba_attn_varlen
+    layout, group = packed_layout(row.case.lengths(), row.device), row.case.heads // row.case.kv_heads
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))  # it knows no groups
+        return function(q, k, v, layout.cu_seqlens, layout.max_seqlen, row.block_size, row.topk)
+
+    return with_gradients(attend, (row.q, row.k, row.v), row.dout)

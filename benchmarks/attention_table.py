@@ -1,0 +1,143 @@
+"""Tables from the attention benchmark's result file.
+
+python -m benchmarks.attention_table                    # print them as Markdown
+python -m benchmarks.attention_table --write README.md  # replace what stands between the README's markers
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.attention_rows import Case, short
+
+RESULT = Path(__file__).parent / "results" / "attention-h200.json"
+BARS = {
+    "8K:512/3": 2.0,
+    "32K:512/3": 6.5,
+    "32K:128/8": 9.0,
+    "64K:128/8": 19.0,
+    "128K:128/8": 42.0,
+    "128K:4096/12": 690.0,
+    "256K:128/8": 100.0,
+    "256K:4096/12": 1500.0,
+    "512K:4096/12": 3200.0,
+    "1M:4096/12": 6600.0,
+}
+"""Milliseconds that forward and backward together, selection included, must not exceed on an H200."""
+COLUMNS = {
+    "triton": "MoBA, ours",
+    "flash": "MoBA over a varlen kernel",
+    "cudnn": "dense, cuDNN",
+    "flash2": "dense, FlashAttention-2",
+    "flash4": "dense, FlashAttention-4",
+    "flash_moba": "FlashMoBA",
+    "moonshot": "Moonshot's MoBA",
+}
+BEGIN, END = "<!-- attention table: python -m benchmarks.attention_table --write README.md -->", "<!-- end of table -->"
+
+Result = dict[str, Any]
+
+
+def median(result: Result, column: str, what: str) -> float | None:
+    """A measured median, or None."""
+    value = result["columns"].get(column, {}).get(what)
+    return None if value is None else value["median"]
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """What follows from one row's measurements: against dense cuDNN in the same run, and against the bar."""
+    ours, theirs = median(result, "triton", "both_ms"), median(result, "cudnn", "both_ms")
+    found: dict[str, Any] = {}
+    if ours and theirs:
+        found["speedup"] = theirs / ours
+        mine, other = (result["columns"][name].get("peak_gib") for name in ("triton", "cudnn"))
+        if mine and other:
+            found["memory_ratio"] = mine / other
+    if ours and result["row"] in BARS:
+        found["bar"] = {"both_ms": BARS[result["row"]], "reached": ours <= BARS[result["row"]]}
+    return found
+
+
+def render(data: Result) -> str:
+    """The tables of a whole result file, as Markdown."""
+    results = [result for result in data["results"] if "columns" in result]
+    plain = [result for result in results if Case.parse(result["row"]).is_plain]
+    varied = [result for result in results if not Case.parse(result["row"]).is_plain]
+    parts = [_table(plain, _plain_cells)] if plain else []
+    if varied:
+        parts.append(_table(varied, _varied_cells))
+    command, commit = data["command"], data["commit"][:7]
+    parts.append(f"{data['device']}, torch {data['torch']}, commit {commit}: `{command}`.")
+    return "\n\n".join(parts)
+
+
+def _table(results: list[Result], cells: Any) -> str:
+    columns = [name for name in COLUMNS if any(name in result["columns"] for result in results)]
+    lines = [cells(result, columns) for result in results]
+    head = list(lines[0])
+    rows = [head, ["---"] * len(head), *([line[title] for title in head] for line in lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _plain_cells(result: Result, columns: list[str]) -> dict[str, str]:
+    case, found = Case.parse(result["row"]), summary(result)
+    cells = {"tokens": short(case.tokens), "block/topk": f"{case.block_size}/{case.topk}"}
+    cells |= {COLUMNS[name]: _times(result, name) for name in columns}
+    bar = found.get("bar")
+    cells["× cuDNN"] = f"{found['speedup']:.1f}" if "speedup" in found else "–"
+    cells["bar"] = f"{bar['both_ms']:g} {'✓' if bar['reached'] else '✗'}" if bar else "–"
+    return cells | {"peak GiB (of cuDNN's)": _peak(result, found)}
+
+
+def _varied_cells(result: Result, columns: list[str]) -> dict[str, str]:
+    found = summary(result)
+    cells = {"row": result["row"].replace(",", ", ")}
+    cells |= {COLUMNS[name]: _times(result, name) for name in columns}
+    cells["routed as wanted"] = f"{100 * result['routed']:.1f} %" if "routed" in result else "–"
+    cells["× cuDNN"] = f"{found['speedup']:.1f}" if "speedup" in found else "–"
+    return cells | {"peak GiB (of cuDNN's)": _peak(result, found)}
+
+
+def _times(result: Result, column: str) -> str:
+    forward, both = (median(result, column, f"{name}_ms") for name in ("forward", "both"))
+    if forward is None or both is None:
+        return "fails" if "error" in result["columns"].get(column, {}) else "–"
+    return f"{_number(forward)} / {_number(both)}"
+
+
+def _peak(result: Result, found: dict[str, Any]) -> str:
+    if "peak_gib" not in result["columns"].get("triton", {}):
+        return "–"
+    ratio = f" ({found['memory_ratio']:.2f})" if "memory_ratio" in found else ""
+    return f"{result['columns']['triton']['peak_gib']:.1f}{ratio}"
+
+
+def _number(value: float) -> str:
+    """Three significant digits, whole above a hundred."""
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
+
+
+def insert(text: str, table: str) -> str:
+    """`text` with `table` between the markers. Raises ValueError where they are missing."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"no place for the table: the lines {BEGIN!r} and {END!r} are needed")
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=RESULT)
+    parser.add_argument("--write", type=Path, help="a Markdown file with the markers")
+    arguments = parser.parse_args()
+    table = render(json.loads(arguments.json.read_text()))
+    if arguments.write:
+        arguments.write.write_text(insert(arguments.write.read_text(), table))
+    else:
+        print(table)
+
+
+if __name__ == "__main__":
+    main()

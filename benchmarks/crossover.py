@@ -1,0 +1,160 @@
+"""Where the dense kernel should take over from MoBA's, and where dk and dv should read packed rows: measured.
+
+    python -m benchmarks.crossover --output benchmarks/results/crossover-h200.json
+
+Forward and backward, selection included, on about 32K tokens of equally long documents of n blocks each. With n <= topk
+every block is chosen and MoBA is dense attention, so `backend: auto` may take either: it should take the faster. With
+more blocks only MoBA is right, and the ratio tells from which length on sparsity pays. The dense kernels are those of
+`kind: full`; cuDNN's serves equally long documents only, FlashAttention-2's any.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.attention_peers import dense_backend
+from benchmarks.attention_rows import Case, Row, compile_ahead, short
+from benchmarks.record import save, spread
+from benchmarks.timing import milliseconds
+from moba_train.attention.dense import BACKENDS
+from moba_train.units import parse_number
+
+SETTINGS = "128/8 512/3 512/8 2048/4 4096/12"
+ROWS_OF_DKDV = [f"{tokens}:{block_size}/3" for block_size in (256, 512, 1024) for tokens in ("8K", "32K")]
+
+Result = dict[str, Any]
+
+
+def cases(setting: str, total: int) -> list[Case]:
+    """Documents of half of topk blocks, topk, one more, twice and four times as many; about `total` tokens or one."""
+    block_size, topk = map(int, setting.split("/"))
+    found = []
+    for blocks in sorted({max(1, topk // 2), topk, topk + 1, 2 * topk, 4 * topk}):
+        length = blocks * block_size
+        count = max(1, total // length)
+        found.append(Case(count * length, block_size, topk, documents=f"{count}x{length}"))
+    return found
+
+
+def against_dense(case: Case, budget_s: float) -> Result:
+    """Milliseconds of MoBA's kernels and of each dense kernel on the same documents."""
+    row, length = Row(case), case.lengths()[0]
+    blocks = length // case.block_size
+    result: Result = {"row": case.name, "setting": f"{case.block_size}/{case.topk}", "length": length}
+    result |= {"documents": len(case.lengths()), "blocks": blocks, "same_result": blocks <= case.topk}
+    result["moba_ms"] = spread(milliseconds(row.both, budget_s))
+    result["dense_ms"] = {}
+    for name in BACKENDS:
+        try:
+            if name != "reference" and (calls := dense_backend(name, row)):
+                result["dense_ms"][name] = spread(milliseconds(calls[1], budget_s))
+        except RuntimeError as error:  # a kernel that fails on this shape is no choice here
+            result.setdefault("errors", {})[name] = str(error)[:200]
+    return result
+
+
+def dense_table(results: list[Result]) -> str:
+    """One line a case, and whether dense attention is the faster one wherever it may be taken."""
+    names = list(dict.fromkeys(name for result in results for name in result["dense_ms"]))
+    titles = ["block/topk", "blocks", "documents", "MoBA", *(f"dense, {name}" for name in names), "MoBA / dense", "may"]
+    lines = [titles, ["---"] * len(titles)]
+    for result in results:
+        dense = {name: spread_["median"] for name, spread_ in result["dense_ms"].items()}
+        ratios = [f"{result['moba_ms']['median'] / dense[name]:.2f}" if name in dense else "–" for name in names]
+        times = [f"{dense[name]:.3g}" if name in dense else "–" for name in names]
+        place = f"{result['documents']} x {short(result['length'])}"
+        legal = "either" if result["same_result"] else "MoBA only"
+        ours = f"{result['moba_ms']['median']:.3g}"
+        lines.append([result["setting"], str(result["blocks"]), place, ours, *times, ", ".join(ratios), legal])
+    free = [result for result in results if result["same_result"]]
+    verdicts = []
+    for name in names:
+        faster = [result for result in free if name in result["dense_ms"] and _dense_is_faster(result, name)]
+        known = sum(name in result["dense_ms"] for result in free)
+        verdicts.append(f"{name} is faster in {len(faster)} of {known}")
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{table}\n\nWhere either may be taken: {'; '.join(verdicts)}."
+
+
+def _dense_is_faster(result: Result, name: str) -> bool:
+    return result["dense_ms"][name]["median"] <= result["moba_ms"]["median"]
+
+
+def packed_against_gathered(case: Case, budget_s: float) -> Result | str:
+    """Milliseconds of the backward pass with each way of reading rows for dk and dv, or why there is no choice."""
+    from moba_train.attention.moba.triton import attention as kernels
+    from moba_train.attention.moba.triton import tiles
+
+    parts = [hasattr(tiles, name) for name in ("Rows", "Shapes")] + [hasattr(kernels, "shapes")]
+    if not all(parts) or "dkdv_rows" not in {field.name for field in dataclasses.fields(tiles.Shapes)}:
+        return "the kernels have one way only"
+    row, usual = Row(case), kernels.shapes
+    out, lse, layout, plan = row.forward()
+
+    def backward() -> Any:
+        return row.attention.attend_backward(row.dout, row.q, row.k, row.v, out, lse, layout, plan)
+
+    result: Result = {"row": case.name, "rows_ms": {}}
+    for kind in tiles.Rows:
+
+        def reading(*sizes: Any, kind: Any = kind, **more: Any) -> Any:
+            taken = usual(*sizes, **more)
+            result["usual"] = taken.dkdv_rows.value
+            return dataclasses.replace(taken, dkdv_rows=kind)
+
+        kernels.shapes = reading
+        try:
+            result["rows_ms"][kind.value] = spread(milliseconds(backward, budget_s))
+        finally:
+            kernels.shapes = usual
+    return result
+
+
+def rows_table(results: list[Result]) -> str:
+    """One line a case; the fastest way, and the one that the table of tile shapes takes."""
+    kinds = list(results[0]["rows_ms"])
+    lines = [["row", *(f"backward, {kind}" for kind in kinds), "fastest", "taken"], ["---"] * (len(kinds) + 3)]
+    for result in results:
+        times = {kind: result["rows_ms"][kind]["median"] for kind in kinds}
+        shown = [f"{time:.3g}" for time in times.values()]
+        lines.append([result["row"], *shown, min(times, key=times.__getitem__), result["usual"]])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", nargs="+", default=SETTINGS.split(), help="BLOCK/TOPK ...")
+    parser.add_argument("--total", type=lambda text: parse_number(text, 1024), default=2**15, help="tokens of a case")
+    parser.add_argument("--budget", type=float, default=0.15, help="seconds of GPU time per measurement")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    measured = [case for setting in arguments.settings for case in cases(setting, arguments.total)]
+    rows = [Case.parse(text) for text in ROWS_OF_DKDV]
+    for error in compile_ahead([*measured, *rows]):
+        print(f"compiling {error}", flush=True)
+    results: dict[str, list[Result]] = {"dense": [], "rows": []}
+    settings = {"total": arguments.total, "budget_s": arguments.budget, "dtype": "bfloat16"}
+    for case in measured:
+        results["dense"].append(against_dense(case, arguments.budget))
+        print(results["dense"][-1], flush=True)
+        torch.cuda.empty_cache()
+        if arguments.output:
+            save(arguments.output, settings, results)
+    print(f"\n{dense_table(results['dense'])}\n", flush=True)
+    for case in rows:
+        found = packed_against_gathered(case, arguments.budget)
+        if isinstance(found, str):
+            print(f"{case.name}: {found}")
+            break
+        results["rows"].append(found)
+    if results["rows"]:
+        print(rows_table(results["rows"]))
+        if arguments.output:
+            save(arguments.output, settings, results)
+
+
+if __name__ == "__main__":
+    main()

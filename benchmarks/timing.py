@@ -1,0 +1,70 @@
+"""How calls on a GPU are timed."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.record import spread
+
+LONG_MS = 1000.0
+"""Calls are repeated at least three times unless that takes longer than this."""
+
+
+def milliseconds(call: Callable[[], Any], budget_s: float, warm: bool = False) -> list[float]:
+    """GPU time of single calls, after a warm-up unless `warm`: up to 20, 3 even beyond the budget, fewer if long."""
+    if not warm:
+        call()
+    times: list[float] = []
+    while len(times) < 20 and (sum(times) < 1000 * budget_s or (len(times) < 3 and sum(times) < LONG_MS)):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return times
+
+
+def measure(forward: Callable[[], Any], both: Callable[[], Any], budget_s: float, warm: bool = False) -> dict[str, Any]:
+    """Milliseconds of the forward pass and of forward and backward, and the peak of all memory in GiB during both.
+
+    The peak counts everything that lives on the GPU: inputs and gradients too.
+    """
+    result: dict[str, Any] = {"forward_ms": spread(milliseconds(forward, budget_s, warm))}
+    torch.cuda.reset_peak_memory_stats()
+    result["both_ms"] = spread(milliseconds(both, budget_s, warm))
+    result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.empty_cache()
+    return result
+
+
+def kernel_names() -> set[str]:
+    """Every Triton kernel of our attention, found in its modules."""
+    from triton.runtime import KernelInterface
+
+    from moba_train.attention.moba import triton as package
+
+    modules = [
+        importlib.import_module(found.name) for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+    ]
+    kernels = [value for module in modules for value in vars(module).values() if isinstance(value, KernelInterface)]
+    return {kernel.fn.__name__ for kernel in kernels}
+
+
+def kernel_times(call: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of GPU time in one call by kernel of ours, longest first; torch's own together as `others`."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return grouped({event.key: event.device_time_total / 1000 for event in profile.key_averages()}, kernel_names())
+
+
+def grouped(times: dict[str, float], ours: set[str]) -> dict[str, float]:
+    """`times` of kernels by name, longest first, those that are not in `ours` together as `others`."""
+    mine = {name: time for name, time in times.items() if name in ours and time > 0}
+    others = sum(times.values()) - sum(mine.values())
+    return {**dict(sorted(mine.items(), key=lambda item: -item[1])), "others": others}
