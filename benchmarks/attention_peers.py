@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_rows import Row, backends
+from moba_train.attention import pieces
 from moba_train.attention.dense import BACKENDS
 from moba_train.attention.protocol import packed_layout
 
@@ -111,11 +112,11 @@ def dense_backend(name: str, row: Row) -> Calls | None:
         return None
 
     def forward() -> tuple[Tensor, Tensor]:
-        return backend.forward(row.q, row.k, row.v, row.layout(), scale)
+        return pieces.attend(backend, row.q, row.k, row.v, row.layout(), scale)
 
     def both() -> Any:
         out, lse = forward()
-        return out, backend.backward(row.dout, row.q, row.k, row.v, out, lse, row.layout(), scale)
+        return out, pieces.attend_backward(backend, row.dout, row.q, row.k, row.v, out, lse, row.layout(), scale)
 
     return forward, both
 

@@ -1,4 +1,4 @@
-"""Where the dense kernel should take over from MoBA's, and where dk and dv should read packed rows: measured.
+"""Where the dense kernel should take over from MoBA's: measured.
 
     python -m benchmarks.crossover --output benchmarks/results/crossover-h200.json
 
@@ -9,7 +9,6 @@ more blocks only MoBA is right, and the ratio tells from which length on sparsit
 """
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from moba_train.attention.dense import BACKENDS
 from moba_train.units import parse_number
 
 SETTINGS = "128/8 512/3 512/8 2048/4 4096/12"
-ROWS_OF_DKDV = [f"{tokens}:{block_size}/3" for block_size in (256, 512, 1024) for tokens in ("8K", "32K")]
 
 Result = dict[str, Any]
 
@@ -83,47 +81,6 @@ def _dense_is_faster(result: Result, name: str) -> bool:
     return result["dense_ms"][name]["median"] <= result["moba_ms"]["median"]
 
 
-def packed_against_gathered(case: Case, budget_s: float) -> Result | str:
-    """Milliseconds of the backward pass with each way of reading rows for dk and dv, or why there is no choice."""
-    from moba_train.attention.moba.triton import attention as kernels
-    from moba_train.attention.moba.triton import tiles
-
-    parts = [hasattr(tiles, name) for name in ("Rows", "Shapes")] + [hasattr(kernels, "shapes")]
-    if not all(parts) or "dkdv_rows" not in {field.name for field in dataclasses.fields(tiles.Shapes)}:
-        return "the kernels have one way only"
-    row, usual = Row(case), kernels.shapes
-    out, lse, layout, plan = row.forward()
-
-    def backward() -> Any:
-        return row.attention.attend_backward(row.dout, row.q, row.k, row.v, out, lse, layout, plan)
-
-    result: Result = {"row": case.name, "rows_ms": {}}
-    for kind in tiles.Rows:
-
-        def reading(*sizes: Any, kind: Any = kind, **more: Any) -> Any:
-            taken = usual(*sizes, **more)
-            result["usual"] = taken.dkdv_rows.value
-            return dataclasses.replace(taken, dkdv_rows=kind)
-
-        kernels.shapes = reading
-        try:
-            result["rows_ms"][kind.value] = spread(milliseconds(backward, budget_s))
-        finally:
-            kernels.shapes = usual
-    return result
-
-
-def rows_table(results: list[Result]) -> str:
-    """One line a case; the fastest way, and the one that the table of tile shapes takes."""
-    kinds = list(results[0]["rows_ms"])
-    lines = [["row", *(f"backward, {kind}" for kind in kinds), "fastest", "taken"], ["---"] * (len(kinds) + 3)]
-    for result in results:
-        times = {kind: result["rows_ms"][kind]["median"] for kind in kinds}
-        shown = [f"{time:.3g}" for time in times.values()]
-        lines.append([result["row"], *shown, min(times, key=times.__getitem__), result["usual"]])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", default=SETTINGS.split(), help="BLOCK/TOPK ...")
@@ -132,28 +89,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     measured = [case for setting in arguments.settings for case in cases(setting, arguments.total)]
-    rows = [Case.parse(text) for text in ROWS_OF_DKDV]
-    for error in compile_ahead([*measured, *rows]):
+    for error in compile_ahead(measured):
         print(f"compiling {error}", flush=True)
-    results: dict[str, list[Result]] = {"dense": [], "rows": []}
+    results: list[Result] = []
     settings = {"total": arguments.total, "budget_s": arguments.budget, "dtype": "bfloat16"}
     for case in measured:
-        results["dense"].append(against_dense(case, arguments.budget))
-        print(results["dense"][-1], flush=True)
+        results.append(against_dense(case, arguments.budget))
+        print(results[-1], flush=True)
         torch.cuda.empty_cache()
         if arguments.output:
             save(arguments.output, settings, results)
-    print(f"\n{dense_table(results['dense'])}\n", flush=True)
-    for case in rows:
-        found = packed_against_gathered(case, arguments.budget)
-        if isinstance(found, str):
-            print(f"{case.name}: {found}")
-            break
-        results["rows"].append(found)
-    if results["rows"]:
-        print(rows_table(results["rows"]))
-        if arguments.output:
-            save(arguments.output, settings, results)
+    print(f"\n{dense_table(results)}\n", flush=True)
 
 
 if __name__ == "__main__":

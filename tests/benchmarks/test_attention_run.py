@@ -170,9 +170,3 @@ def test_the_crossover_table_judges_only_where_the_result_is_the_same() -> None:
     assert lines[2] == "| 64/2 | 1 | 4 x 64 | 2 | 1 | 1.5 | 2.00, 1.33 | either |"
     assert lines[4] == "| 64/2 | 3 | 4 x 192 | 2 | 9 | – | 0.22, – | MoBA only |"
     assert lines[-1] == "Where either may be taken: cudnn is faster in 2 of 2; flash is faster in 1 of 2."
-
-
-def test_the_rows_table_names_the_fastest_way_and_the_one_taken() -> None:
-    times = {"gathered": {"median": 2.0}, "packed": {"median": 1.5}}
-    text = crossover.rows_table([{"row": "8K:512/3", "usual": "gathered", "rows_ms": times}])
-    assert text.splitlines()[2] == "| 8K:512/3 | 2 | 1.5 | packed | gathered |"
