@@ -3,8 +3,8 @@
     python -m benchmarks.attention_tiles --row 128K:4096/12
     python -m benchmarks.attention_tiles --row 64K:128/8 --kernel short_backward --shapes 32x128x8x3 64x128x8x3
 
-A shape is rows x keys x warps x stages. Each is timed in the whole forward or backward pass, with the time of its kernels
-and the difference of the pass's results from those of the shape that ships.
+A shape is rows x keys x warps x stages. Each is timed in the whole forward or backward pass, with its kernels
+and the difference of the results from those of the shape that ships.
 """
 
 import argparse

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, run
+from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, run, run_in_parts
 
 from moba_train.attention.moba.blocks import block_bound
 from moba_train.attention.moba.gate import pool_keys
-from moba_train.attention.moba.triton import call, long_blocks, packed, short_blocks
+from moba_train.attention.moba.triton import call, long_blocks, packed, select, short_blocks
 from moba_train.attention.moba.triton.lists import Lists
 from moba_train.attention.moba.triton.tiles import Shape, segments, shapes
+from moba_train.attention.protocol import Layout
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "start this through test_triton_interpreter.py"
 
@@ -66,6 +67,49 @@ def test_of_equal_gates_the_lower_block_wins_and_infinite_gates_are_candidates()
         pooled[:10, 0, 0] = torch.tensor(gates, dtype=torch.float32)
         pooled[:10, 0, 1:] = 0 if max(gates) < float("inf") and min(gates) > float("-inf") else 1
         assert ours.plan(q, pooled, layout)[0][0, 639].tolist() == want
+
+
+@pytest.mark.parametrize("choices", [3, 6, 17])
+def test_selection_over_many_chunks_is_exact_whatever_the_buckets(choices, monkeypatch):
+    """Random gates; and gates whose best blocks all share a bucket, which are found in a second pass."""
+    monkeypatch.setattr(select, "_CHUNK", 16)
+    layout = layout_of([64 * 100, 64 * 20], "cpu")
+    ours, reference = (build(kind, 64, block_size=64, topk=choices + 1) for kind in ("triton", "reference"))
+    own = slice(6390, 6400)  # the last rows of the first document, and the second document
+    q = torch.zeros(64 * 120, 1, 64)
+    q[..., 0] = 1
+    last = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, ((own.start, own.stop), (7600, 7680)))
+    generator = torch.Generator().manual_seed(0)
+    for kind in ("random", "one bucket", "all equal"):
+        pooled = torch.zeros(122, 1, 64)
+        if kind == "random":
+            pooled[:, 0, 0] = torch.randn(122, generator=generator)
+        elif kind == "one bucket":
+            pooled[:, 0, 0] = torch.where(torch.arange(122) % 16 == 5, 10.0 + torch.arange(122) % 7, -1.0)
+        chosen = [kind.plan(q[last.q_tokens], pooled, last)[0] for kind in (ours, reference)]
+        assert torch.equal(*chosen), kind
+
+
+@pytest.mark.parametrize("block_size", [64, 192])
+def test_shards_of_queries_and_keys_give_the_whole(block_size):
+    """Blocks that straddle the edges of shards, documents that span them, keys of the future."""
+    tensors, layout = inputs([250, 1, 79], 4, 2, 64, torch.float32, "cpu"), layout_of([250, 1, 79], "cpu")
+    ours = build("triton", 64, block_size=block_size, topk=3)
+    want, (chosen, *_) = run(ours, tensors, layout)
+    got, parts_chosen = run_in_parts(ours, tensors, layout, [((0, 37), (300, 330)), ((37, 300),)])
+    assert torch.equal(parts_chosen, chosen)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert error(a, b.double()) < 2e-6, name
+
+
+def test_lists_of_several_spans_are_summed(monkeypatch):
+    monkeypatch.setattr(short_blocks, "_SPAN", 64)
+    tensors, layout = inputs([300, 70], 4, 2, 64, torch.float32, "cpu"), layout_of([300, 70], "cpu")
+    ours = build("triton", 64, block_size=64, topk=3)
+    got, plan = run(ours, tensors, layout)
+    want = exact(tensors, layout, plan[0], 64, ours.scale)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert error(a, b) < 2e-6, name
 
 
 @pytest.mark.parametrize("limit", [2000, 4000])

@@ -5,10 +5,11 @@ from helpers import make_qkv
 from torch import Tensor
 
 from moba_train.attention.masked import masked_attend, masked_attend_backward
+from moba_train.attention.merge import merge
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.moba.reference import chosen_mask
 from moba_train.attention.moba.triton.lists import Lists
-from moba_train.attention.protocol import Layout, packed_layout
+from moba_train.attention.protocol import Layout, Runs, packed_layout
 
 
 def build(kind: str, head_dim: int, **options) -> MobaAttention:
@@ -28,6 +29,32 @@ def run(attention: MobaAttention, tensors: list[Tensor], layout: Layout, plan=No
     plan = plan or attention.plan(q, attention.summarize(k, layout), layout)
     out, lse = attention.attend(q, k, v, layout, plan)
     return [out, lse, *attention.attend_backward(dout, q, k, v, out, lse, layout, plan)], plan
+
+
+def run_in_parts(
+    attention: MobaAttention, tensors: list[Tensor], layout: Layout, shards: list[Runs]
+) -> tuple[list[Tensor], Tensor]:
+    """[out, lse, dq, dk, dv] and the choice as a ring computes them: each shard's queries meet each shard's keys."""
+    q, k, v, dout = tensors
+    summaries = attention.summarize(k, layout)
+    rows = [Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, runs).q_tokens for runs in shards]
+    outs, lses, plans = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], device=q.device), []
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    for mine, at in zip(shards, rows, strict=True):
+        here = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, mine)
+        plan = attention.plan(q[at], summaries, here)
+        plans.append(plan[0])
+        parts = [Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, mine, theirs) for theirs in shards]
+        out, lse = torch.zeros_like(q[at]), torch.full((q.shape[1], len(at)), -torch.inf, device=q.device)
+        for part, keys in zip(parts, rows, strict=True):
+            out, lse = merge(out, lse, *attention.attend(q[at], k[keys], v[keys], part, plan))
+        outs[at], lses[:, at] = out, lse
+        for part, keys in zip(parts, rows, strict=True):
+            grads = attention.attend_backward(dout[at], q[at], k[keys], v[keys], out, lse, part, plan)
+            for total, where, grad in zip((dq, dk, dv), (at, keys, keys), grads, strict=True):
+                total[where] += grad
+    order = torch.cat(rows).argsort()
+    return [outs, lses, dq, dk, dv], torch.cat(plans, 1)[:, order]
 
 
 def exact(tensors: list[Tensor], layout: Layout, chosen: Tensor, block_size: int, scale: float) -> list[Tensor]:

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, naive, run  # noqa: E402
+from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, naive, run, run_in_parts  # noqa: E402
 
 from moba_train.attention.moba import moba_attention  # noqa: E402
 from moba_train.attention.moba.blocks import block_bound  # noqa: E402
@@ -58,7 +58,14 @@ def test_outputs_and_gradients_for_the_kernels_own_choice(lengths, heads, kv_hea
         assert error(a, b) <= 1.1 * error(c, b), f"{name}: {error(a, b):.2e}, written plainly {error(c, b):.2e}"
 
 
-@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES)
+MANY_BLOCKS = [
+    case([20000, 3000, 7], 2, 1, 128, block_size=64, topk=topk, **more)
+    for topk in (4, 8, 17, 24)
+    for more in ({}, {"always": ("current", "first", "previous"), "select": "group"})
+]
+
+
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES + MANY_BLOCKS)
 def test_the_choice_is_a_valid_topk(lengths, heads, kv_heads, head_dim, dtype, options):
     """Block means are the reference's bit for bit; gates differ from float64 by rounding of the sums alone."""
     (q, k, *_), layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda"), layout_of(lengths, "cuda")
@@ -74,10 +81,27 @@ def test_the_choice_is_a_valid_topk(lengths, heads, kv_heads, head_dim, dtype, o
     gates = gate_scores(q.double(), pooled.double(), select)
     gates = gates.repeat_interleave(heads // gates.shape[0], dim=0)
     margin = head_dim * 2.0**-22 * gate_scores(q.double().abs(), pooled.double().abs(), select).max()
+    chunk_bits = ((gates.shape[2] + 63) // 64 - 1).bit_length()  # of a gate, that the number of its chunk replaces
+    margin += 2.0 ** (chunk_bits - 23) * gates.abs().max() if chunk_bits else 0
     # Where the two choices differ, the gates that were exchanged are equal within rounding.
     sums = [gates.gather(2, x.clamp(min=0)).masked_fill(x < 0, 0).sort(-1).values for x in (chosen, want)]
     assert (sums[0] - sums[1]).abs().max() <= margin
     assert (chosen != want).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize(("block_size", "topk"), [(128, 4), (512, 3), (1040, 2)])
+def test_shards_of_queries_and_keys_give_the_whole(block_size, topk):
+    """As a ring computes it: the same choice, and results no worse than those of one call by more than a rounding."""
+    lengths = [2900, 0, 1, 1195]
+    tensors, layout = inputs(lengths, 4, 2, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
+    ours = build("triton", 128, block_size=block_size, topk=topk)
+    want, (chosen, *_) = run(ours, tensors, layout)
+    true = exact(tensors, layout, chosen, block_size, ours.scale)
+    for shards in ([((0, 1500),), ((1500, 4096),)], [((0, 700), (3000, 4096)), ((700, 3000),)]):
+        got, parts_chosen = run_in_parts(ours, tensors, layout, shards)
+        assert torch.equal(parts_chosen, chosen)
+        for name, a, b, c in zip(("out", "lse", "dq", "dk", "dv"), got, true, want, strict=True):
+            assert error(a, b) <= 1.5 * error(c, b) + 1e-4, name
 
 
 def test_the_public_function_takes_the_kernels_and_strided_inputs():

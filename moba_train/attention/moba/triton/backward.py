@@ -30,19 +30,27 @@ def prepare(dout, out, lse, stats, rows, tokens, heads, D: tl.constexpr, M: tl.c
 
 
 @triton.jit
-def load_rows(q, dout, stats, at, head, heads, ok, stride_t, D: tl.constexpr):
-    """(q, dout [M, D], lse in log 2 units, delta [M]) of the rows `at` of q; an absent one has lse = inf, so p = 0."""
-    column = tl.arange(0, D)
-    q_at = at.to(tl.int64) * stride_t + head * D
-    row = at.to(tl.int64) * heads + head
-    q_MD = tl.load(q + q_at[:, None] + column[None, :], mask=ok[:, None], other=0.0)
-    dout_MD = tl.load(dout + (row * D)[:, None] + column[None, :], mask=ok[:, None], other=0.0)
+def load_stats(stats, at, head, heads, ok):
+    """(lse in log 2 units, delta [M]) of the rows `at` of q; an absent one has lse = inf, so that p = 0."""
+    place = (at.to(tl.int64) * heads + head) * 2
     which = tl.arange(0, 2)[None, :]
-    stats_M2 = tl.load(stats + (row * 2)[:, None] + which, mask=ok[:, None], other=0.0)
+    stats_M2 = tl.load(stats + place[:, None] + which, mask=ok[:, None], other=0.0)
     # Through a sum each number is loaded once. Loaded one by one, every thread would load all it multiplies with.
     lse_M = tl.sum(tl.where(which == 0, stats_M2, 0.0), 1)
     delta_M = tl.sum(tl.where(which == 1, stats_M2, 0.0), 1)
-    return q_MD, dout_MD, tl.where(ok, lse_M, float("inf")), delta_M
+    return tl.where(ok, lse_M, float("inf")), delta_M
+
+
+@triton.jit
+def load_rows(q, dout, stats, at, head, heads, ok, stride_t, D: tl.constexpr):
+    """(q, dout [M, D], lse, delta [M]) of the rows `at` of q; zeros and lse = inf for absent ones."""
+    column = tl.arange(0, D)
+    q_at = at.to(tl.int64) * stride_t + head * D
+    dout_at = (at.to(tl.int64) * heads + head) * D
+    q_MD = tl.load(q + q_at[:, None] + column[None, :], mask=ok[:, None], other=0.0)
+    dout_MD = tl.load(dout + dout_at[:, None] + column[None, :], mask=ok[:, None], other=0.0)
+    lse_M, delta_M = load_stats(stats, at, head, heads, ok)
+    return q_MD, dout_MD, lse_M, delta_M
 
 
 @triton.jit
@@ -185,7 +193,7 @@ def dq_own(
         dout_MD,
         lse_M,
         delta_M,
-        at_M + shift,
+        tl.minimum(at_M + shift, stop - 1),
         k_desc,
         v_desc,
         start,

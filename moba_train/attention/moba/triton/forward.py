@@ -168,7 +168,7 @@ def attend_own(
     if first + tile * M // G >= end:
         return
     ok = at_M < end
-    last_M = at_M + (shift - key_shift)
+    last_M = tl.minimum(at_M + (shift - key_shift), stop - 1)
     heads = tl.num_programs(1) * G
     head = kv_head * G + row % G
     column = tl.arange(0, D)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moba_train.attention.moba.triton.backward import LOG2_E, load_rows
+from moba_train.attention.moba.triton.backward import LOG2_E, load_rows, load_stats
 from moba_train.attention.moba.triton.call import Call
 from moba_train.attention.moba.triton.lists import Lists
 from moba_train.attention.moba.triton.tables import key_rows, query_rows
@@ -33,19 +33,18 @@ _ROOM = 2**19
 """Rows packed together at least, 256 MiB at D = 128: q and dout."""
 
 
-@triton.jit(do_not_specialize=["first_kv_head", "tokens", "key_tiles"])
+@triton.jit(do_not_specialize=["first_kv_head", "heads", "key_tiles"])
 def dkdv_own(
     q_desc,
     dout_desc,
-    lse_desc,
-    delta_desc,
+    stats,
     k_desc,
     v_desc,
     sum_dk,
     sum_dv,
     bounds,
     first_kv_head,
-    tokens,
+    heads,
     key_tiles,
     scale,
     G: tl.constexpr,
@@ -76,12 +75,12 @@ def dkdv_own(
         dout_MD = dout_desc.load([at, head * D])
         s = tl.dot(k_ND, q_MD.T)
         dp = tl.dot(v_ND, dout_MD.T)
-        p = tl.math.exp2(s * (scale * LOG2_E) - lse_desc.load([head * tokens + at])[None, :])
         at_M = at + tl.arange(0, M)
-        visible = (key[:, None] <= (at_M + shift)[None, :]) & (at_M < last_row)[None, :]
-        p = tl.where(visible, p, 0.0)
+        lse_M, delta_M = load_stats(stats, at_M, head, heads, at_M < last_row)
+        p = tl.math.exp2(s * (scale * LOG2_E) - lse_M[None, :])
+        p = tl.where(key[:, None] <= (at_M + shift)[None, :], p, 0.0)
         dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
-        ds = p * (dp - delta_desc.load([head * tokens + at])[None, :])
+        ds = p * (dp - delta_M[None, :])
         dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
     place = (key.to(tl.int64) * tl.num_programs(1) + part) * D
     at, mask = place[:, None] + tl.arange(0, D)[None, :], (key < stop)[:, None]
@@ -268,17 +267,15 @@ class PackedDkdv:
         """float32 dk and dv [S, heads, D] of the own blocks."""
         call, shape, many = self.call, self.call.shapes.dkdv, heads.stop - heads.start
         sum_dk, sum_dv = (self.stats.new_empty(call.k_SKD.shape[0], many, call.head_dim) for _ in range(2))
-        lse_HT, delta_HT = self.stats.permute(2, 1, 0).contiguous()
-        rows = (call.q_THD, self.dout)
         dkdv_own[(call.tables.blocks * self.key_tiles, many)](
-            *(call.descriptor(x, shape.rows) for x in rows),
-            *(TensorDescriptor(x.flatten(), [x.numel()], [1], [shape.rows]) for x in (lse_HT, delta_HT)),
+            *(call.descriptor(x, shape.rows) for x in (call.q_THD, self.dout)),
+            self.stats,
             *call.descriptors(shape.keys),
             sum_dk,
             sum_dv,
             call.tables.bounds,
             heads.start,
-            call.tokens,
+            call.heads,
             self.key_tiles,
             call.scale,
             **call.sizes(shape),
