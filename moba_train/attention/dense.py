@@ -4,7 +4,6 @@ Each takes packed documents, grouped-query heads and an external `out` and `lse`
 results can be merged. Shapes and dtypes are those of `LocalAttention`.
 """
 
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -12,11 +11,10 @@ from torch import Tensor
 
 from moba_train.attention.masked import Mask, masked_attend, masked_attend_backward
 from moba_train.attention.protocol import Layout
+from moba_train.attention.varlen import Cpu, Gradients, Segments, TorchFlash
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-
-Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class DenseBackend(Protocol):
@@ -91,7 +89,7 @@ class Flash:
 
     @staticmethod
     def can(q: Tensor, layout: Layout) -> bool:
-        return q.is_cuda and q.dtype in _HALF and layout.is_whole and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+        return layout.is_whole and not TorchFlash.refuses(q)
 
     @staticmethod
     def pays(layout: Layout) -> bool:
@@ -99,19 +97,13 @@ class Flash:
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-        cu, longest = layout.cu_seqlens, layout.max_seqlen
-        out, lse, *_ = _aten._flash_attention_forward(q, k, v, cu, cu, longest, longest, 0.0, True, False, scale=scale)
-        return out, lse
+        return TorchFlash.forward(q, k, v, _documents(layout), scale)
 
     @staticmethod
     def backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float
     ) -> Gradients:
-        cu, longest = layout.cu_seqlens, layout.max_seqlen
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        return _aten._flash_attention_backward(
-            dout, q, k, v, out, lse, cu, cu, longest, longest, 0.0, True, no_dropout, no_dropout[:1], scale=scale
-        )
+        return TorchFlash.backward(dout, q, k, v, out, lse, _documents(layout), scale, deterministic=False)
 
 
 class Sdpa:
@@ -119,7 +111,7 @@ class Sdpa:
 
     @staticmethod
     def can(q: Tensor, layout: Layout) -> bool:
-        return q.device.type == "cpu" and layout.is_whole
+        return layout.is_whole and not Cpu.refuses(q)
 
     @staticmethod
     def pays(layout: Layout) -> bool:
@@ -127,46 +119,18 @@ class Sdpa:
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-        heads = q.shape[1]
-        out, lse = torch.empty_like(q), torch.empty(heads, q.shape[0], dtype=torch.float32)
-        lse = lse.to(torch.promote_types(torch.float32, q.dtype))
-        for rows in _documents(layout):
-            doc_out, doc_lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-                *(_heads_first(x[rows], heads) for x in (q, k, v)), 0.0, True, scale=scale
-            )
-            out[rows], lse[:, rows] = doc_out[0].transpose(0, 1), doc_lse.reshape(heads, -1)
-        return out, lse
+        return Cpu.forward(q, k, v, _documents(layout), scale)
 
     @staticmethod
     def backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        heads, kv_heads = q.shape[1], k.shape[1]
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for rows in _documents(layout):
-            doc_grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(_heads_first(x[rows], heads) for x in (dout, q, k, v, out)),
-                lse[:, rows].unsqueeze(0).contiguous(),
-                0.0,
-                True,
-                scale=scale,
-            )
-            for grad, doc_grad, x in zip(grads, doc_grads, (q, k, v), strict=True):
-                # Each key/value head gathers the gradients of the query heads that share it.
-                shared = doc_grad[0].transpose(0, 1).unflatten(1, (x.shape[1], heads // x.shape[1]))
-                grad[rows] = shared.sum(2) if x.shape[1] == kv_heads != heads else shared.squeeze(2)
-        return grads
+    ) -> Gradients:
+        return Cpu.backward(dout, q, k, v, out, lse, _documents(layout), scale, deterministic=False)
 
 
-def _documents(layout: Layout) -> list[slice]:
-    """Row slices of the documents that are not empty (reads `cu_seqlens` on the host)."""
-    edges = layout.cu_seqlens.tolist()
-    return [slice(start, stop) for start, stop in pairwise(edges) if stop > start]
-
-
-def _heads_first(x_THD: Tensor, heads: int) -> Tensor:
-    """[T, K, D] -> [1, H, T, D], key/value heads repeated for the queries that share them."""
-    return x_THD.repeat_interleave(heads // x_THD.shape[1], dim=1).transpose(0, 1).unsqueeze(0)
+def _documents(layout: Layout) -> Segments:
+    """Every document as a causal segment."""
+    return Segments(layout.cu_seqlens, layout.cu_seqlens, layout.max_seqlen, layout.max_seqlen, causal=True)
 
 
 class Reference:
