@@ -90,8 +90,9 @@ def check_against_exact(kernel, lengths, causal, heads, kv_heads, head_dim, dtyp
 
 @pytest.mark.gpu
 @gpu_kernels
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, torch.bfloat16), (96, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)]
+)
 @pytest.mark.parametrize(("lengths", "causal"), [(LONG, False), (LONG_SQUARE, True)])
 def test_gpu_kernels_are_exact_deterministic_and_mark_rows_without_keys(kernel, lengths, causal, head_dim, dtype):
     check_against_exact(kernel, lengths, causal, 1, 1, head_dim, dtype)

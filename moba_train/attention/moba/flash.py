@@ -133,8 +133,8 @@ def entries_at_once(rows: int, head_dim: int) -> int:
     """Entries of a part at most, given the query rows (tokens x heads) of the call.
 
     Half as many as rows: the backward pass then holds three times the size of q (three gathered tensors, dq, and dq
-    again in float32 inside the kernel). Not so few that kernels get small, and below 2**30 elements, which the kernels
-    index with 32 bits.
+    again in float32 inside the kernel; fewer entries where a kernel holds that several times). Not so few that calls
+    get small, and at most 2**30 elements, which kernels index with 32 bits.
     """
     return min(max(rows // 2, 2**20), 2**30 // head_dim)
 
@@ -187,10 +187,10 @@ class _Call:
         return slice(kv_heads.start * self.group, kv_heads.stop * self.group)
 
     def parts(self) -> Iterator[tuple[slice, list[slice]]]:
-        """(key/value heads, ranges of tokens), each pair at most about `entries_at_once` entries; no range if there
-        is no history."""
+        """(key/value heads, ranges of tokens): each pair is a part. No ranges if there is no history."""
         heads, tokens, choices = self.chosen_HTC.shape
-        limit = entries_at_once(tokens * heads, self.head_dim)
+        buffers = self.kernel.dq_buffers(self.blocks, self.chosen_HTC.device)
+        limit = max(1, entries_at_once(tokens * heads, self.head_dim) // buffers)
         per_head = tokens * self.group * max(1, choices)
         together = max(1, min(limit // per_head, self.kernel.most_segments // self.blocks))
         cuts = -(-per_head // limit)

@@ -23,6 +23,11 @@ class Cpu:
         return "" if q_NHD.device.type == "cpu" else f"tensors are on {q_NHD.device.type}, not on the CPU"
 
     @staticmethod
+    def dq_buffers(segments: int, device: torch.device) -> int:
+        """See `VarlenKernel.dq_buffers`."""
+        return 1
+
+    @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """See `VarlenKernel.forward`."""
         heads = q_NHD.shape[1]

@@ -1,8 +1,4 @@
-"""FlashAttention-2: as it ships inside torch, and as the package flash-attn. The kernels are the same.
-
-Its deterministic backward pass adds a row's dq in one float32 buffer for each of as many programs as share a segment
-and head: one, beside 132 segments or more on a GPU of 132 multiprocessors; up to 132 beside a single one.
-"""
+"""FlashAttention-2: as it ships inside torch, and as the package flash-attn. The kernels are the same."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +28,11 @@ class TorchFlash:
         if reason := _refuses(q_NHD):
             return reason
         return "" if torch.backends.cuda.is_flash_attention_available() else "this build of torch has none"
+
+    @staticmethod
+    def dq_buffers(segments: int, device: torch.device) -> int:
+        """See `VarlenKernel.dq_buffers`."""
+        return _dq_buffers(segments, device)
 
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
@@ -101,6 +102,11 @@ class PackagedFlash2:
         return _refuses(q_NHD) or lacks("flash_attn.flash_attn_interface", *names)
 
     @staticmethod
+    def dq_buffers(segments: int, device: torch.device) -> int:
+        """See `VarlenKernel.dq_buffers`."""
+        return _dq_buffers(segments, device)
+
+    @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """See `VarlenKernel.forward`."""
         from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_forward
@@ -146,6 +152,12 @@ def _refuses(q_NHD: Tensor) -> str:
         return reason
     major, minor = torch.cuda.get_device_capability(q_NHD.device)
     return "" if major >= 8 else f"compute capability {major}.{minor}, 8.0 or newer needed"
+
+
+def _dq_buffers(segments: int, device: torch.device) -> int:
+    """Its programs share out a segment's key tiles, as many as fill the GPU, and each adds to a buffer of its own."""
+    programs: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return -(-programs // segments)
 
 
 def _for_forward(segments: Segments) -> Segments:

@@ -37,6 +37,11 @@ class FlashAttention4:
         )
 
     @staticmethod
+    def dq_buffers(segments: int, device: torch.device) -> int:
+        """See `VarlenKernel.dq_buffers`."""
+        return 1
+
+    @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """See `VarlenKernel.forward`. Rows without keys it marks as we do."""
         from flash_attn.cute.interface import _flash_attn_fwd

@@ -60,6 +60,11 @@ class VarlenKernel(Protocol):
         ...
 
     @staticmethod
+    def dq_buffers(segments: int, device: torch.device) -> int:
+        """How many times its deterministic backward pass holds dq in float32, for one head and this many segments."""
+        ...
+
+    @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """out [N, H, D] in q's dtype and lse [H, N], natural log, float32 (float64 for float64).
 
