@@ -26,6 +26,12 @@ OPTIONAL_PACKAGES = (
     OptionalPackage(
         "flash-attn", (("flash_attn", "flash_attn_varlen_func"),), "pip install flash-attn --no-build-isolation"
     ),
+    # Pre-releases only, in the same name space as flash-attn.
+    OptionalPackage(
+        "flash-attn-4",
+        (("flash_attn.cute.interface", "_flash_attn_fwd"), ("flash_attn.cute.interface", "_flash_attn_bwd")),
+        "pip install flash-attn-4==4.0.0b18",
+    ),
     OptionalPackage(
         "transformer-engine",
         (("transformer_engine.pytorch", "Linear"),),

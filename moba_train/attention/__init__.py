@@ -5,6 +5,7 @@ registry    the kinds a recipe may name
 local       the autograd function that runs a LocalAttention on one device
 merge       partial results (out, lse) joined by online softmax
 masked      exact attention under any mask, a chunk of queries at a time: what the references are built from
+varlen      kernels for attention inside many segments at once, from several libraries
 dense       the kernels behind dense causal attention
 pieces      which calls of such a kernel make up the attention between two shards
 full        dense causal attention

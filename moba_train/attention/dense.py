@@ -4,8 +4,6 @@ Each takes packed documents, grouped-query heads and an external `out` and `lse`
 results can be merged (pieces.py makes of any layout what they can do). Shapes and dtypes are those of `LocalAttention`.
 """
 
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar, Protocol
 
 import torch
@@ -13,31 +11,10 @@ from torch import Tensor
 
 from moba_train.attention.masked import Mask, masked_attend, masked_attend_backward
 from moba_train.attention.protocol import Layout
+from moba_train.attention.varlen import Cpu, Gradients, Segments, TorchFlash
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-
-Gradients = tuple[Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Segments:
-    """The documents of one kernel call: rows `cu_q[i]` to `cu_q[i + 1]` of the queries may see rows `cu_k[i]` to
-    `cu_k[i + 1]` of the keys. Either may be none.
-    """
-
-    cu_q: Tensor
-    """int32 [docs + 1]."""
-    cu_k: Tensor
-    """int32 [docs + 1]."""
-    max_q: int
-    """An upper bound of the queries of a document, known on the host; exact if there is but one document."""
-    max_k: int
-    """The same for the keys."""
-    causal: bool
-    """Each document's last query sees all of its keys, the one before all but the last, and so on; no document has
-    fewer keys than queries. Otherwise each query sees all keys of its document.
-    """
 
 
 class DenseBackend(Protocol):
@@ -124,7 +101,7 @@ class Flash:
 
     @staticmethod
     def can(q: Tensor, layout: Layout) -> bool:
-        return q.is_cuda and q.dtype in _HALF and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+        return not TorchFlash.refuses(q)
 
     @staticmethod
     def pays(layout: Layout) -> bool:
@@ -132,25 +109,13 @@ class Flash:
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        cu_q, cu_k, causal = segments.cu_q, segments.cu_k, segments.causal
-        max_q = max(2, segments.max_q)  # a bound of 1 it takes for exactly one query in every document
-        out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, cu_q, cu_k, max_q, segments.max_k, 0.0, causal, False, scale=scale
-        )
-        if causal:
-            return out, lse
-        blind_HT = lse == torch.inf  # its mark of a query whose document has no keys here
-        return out.masked_fill_(blind_HT.T.unsqueeze(-1), 0.0), lse.masked_fill_(blind_HT, -torch.inf)
+        return TorchFlash.forward(q, k, v, segments, scale)
 
     @staticmethod
     def backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> Gradients:
-        documents = segments.cu_q, segments.cu_k, segments.max_q, segments.max_k
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        return _aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *documents, 0.0, segments.causal, no_dropout, no_dropout[:1], scale=scale
-        )
+        return TorchFlash.backward(dout, q, k, v, out, lse, segments, scale, deterministic=False)
 
 
 class Sdpa:
@@ -160,7 +125,7 @@ class Sdpa:
 
     @staticmethod
     def can(q: Tensor, layout: Layout) -> bool:
-        return q.device.type == "cpu"
+        return not Cpu.refuses(q)
 
     @staticmethod
     def pays(layout: Layout) -> bool:
@@ -168,45 +133,13 @@ class Sdpa:
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        heads = q.shape[1]
-        out, lse = nothing_seen(q)
-        for rows, keys in _documents(segments):
-            doc_out, doc_lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-                *(_heads_first(x, heads) for x in (q[rows], k[keys], v[keys])), 0.0, segments.causal, scale=scale
-            )
-            out[rows], lse[:, rows] = doc_out[0].transpose(0, 1), doc_lse.reshape(heads, -1)
-        return out, lse
+        return Cpu.forward(q, k, v, segments, scale)
 
     @staticmethod
     def backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        heads, kv_heads = q.shape[1], k.shape[1]
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for rows, keys in _documents(segments):
-            doc_grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(_heads_first(x, heads) for x in (dout[rows], q[rows], k[keys], v[keys], out[rows])),
-                lse[:, rows].unsqueeze(0).contiguous(),
-                0.0,
-                segments.causal,
-                scale=scale,
-            )
-            for grad, doc_grad in zip((dq[rows], dk[keys], dv[keys]), doc_grads, strict=True):
-                # Each key/value head gathers the gradients of the query heads that share it.
-                shared = doc_grad[0].transpose(0, 1).unflatten(1, (grad.shape[1], heads // grad.shape[1]))
-                grad.copy_(shared.sum(2) if grad.shape[1] == kv_heads != heads else shared.squeeze(2))
-        return dq, dk, dv
-
-
-def _documents(segments: Segments) -> list[tuple[slice, slice]]:
-    """(query rows, key rows) of the documents that have both (reads the edges on the host)."""
-    edges = zip(pairwise(segments.cu_q.tolist()), pairwise(segments.cu_k.tolist()), strict=True)
-    return [(slice(*rows), slice(*keys)) for rows, keys in edges if rows[0] < rows[1] and keys[0] < keys[1]]
-
-
-def _heads_first(x_THD: Tensor, heads: int) -> Tensor:
-    """[T, K, D] -> [1, H, T, D], key/value heads repeated for the queries that share them."""
-    return x_THD.repeat_interleave(heads // x_THD.shape[1], dim=1).transpose(0, 1).unsqueeze(0)
+    ) -> Gradients:
+        return Cpu.backward(dout, q, k, v, out, lse, segments, scale, deterministic=False)
 
 
 class Reference:

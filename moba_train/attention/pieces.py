@@ -15,10 +15,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moba_train.attention.dense import DenseBackend, Gradients, Segments, nothing_seen
+from moba_train.attention.dense import DenseBackend, nothing_seen
 from moba_train.attention.masked import accumulation_dtype
 from moba_train.attention.merge import merge
 from moba_train.attention.protocol import Layout, Runs
+from moba_train.attention.varlen import Gradients, Segments
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from moba_train.attention.masked import masked_attend, masked_attend_backward
 from moba_train.attention.merge import merge
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.moba.reference import chosen_mask
-from moba_train.attention.moba.triton.lists import Lists
 from moba_train.attention.protocol import Layout, Runs, packed_layout
 
 
@@ -85,6 +84,8 @@ def error(got: Tensor, want: Tensor) -> float:
 
 def check_lists(chosen: Tensor, entries: Tensor, starts: Tensor, kv_heads: int, blocks: int) -> None:
     """Every list holds, in ascending order, exactly the entries that chose its block."""
+    from moba_train.attention.moba.triton.lists import Lists  # needs Triton
+
     group = chosen.shape[0] // kv_heads
     begin, end = Lists.of(entries, starts, chosen, kv_heads, blocks).bounds()
     for kv_head in range(kv_heads):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import full as oracle_full
 from oracle import moba as oracle_moba
+from oracle_checks import assert_equals_oracle
 
 from moba_train.attention import masked
 from moba_train.attention.full import FullAttention
@@ -17,18 +18,6 @@ from moba_train.attention.moba import moba_attention as any_moba_attention
 from moba_train.attention.protocol import packed_layout
 
 moba_attention = partial(any_moba_attention, backend="reference")
-
-
-def assert_equals_oracle(lengths, heads, kv_heads, head_dim, device, seed=0, **options):
-    qkv = make_qkv(sum(lengths), heads, kv_heads, head_dim, seed=seed)
-    want = run(lambda q, k, v: oracle_moba(q, k, v, lengths, **options), qkv)
-    if (scale := options.pop("scale", None)) is not None:
-        options["softmax_scale"] = scale
-    got = run(
-        lambda q, k, v: moba_attention(q, k, v, cu_seqlens=edges(lengths, device), return_lse=True, **options),
-        tuple(x.to(device) for x in qkv),
-    )
-    assert_all_close(got, want)
 
 
 # Lines 1 to 9: the function, in float64, with all gradients

@@ -4,7 +4,9 @@ blocks      which block a token is in
 gate        mean key of each block, query . mean key
 selection   top-k with a fixed order among ties
 reference   attention to the chosen blocks, in plain PyTorch
+flash       the same, composed of calls of a varlen flash kernel
 triton      all of it as GPU kernels
+backends    which of these a call gets
 layer       the LocalAttention that a recipe's `kind: moba` names
 function    `moba_attention`, on plain tensors
 

@@ -24,6 +24,27 @@ def first_blocks(cu_seqlens: Tensor, block_size: int) -> Tensor:
     return torch.cat([blocks.new_zeros(1), blocks.cumsum(0)])
 
 
+def block_edges(layout: Layout, block_size: int) -> Tensor:
+    """int32 [block_bound + 1]: each block's first token; the number of tokens for ids that name no block.
+
+    Kept with the layout, which all layers of a model share.
+    """
+    key = ("moba block edges", block_size)
+    if key not in layout.cache:
+        layout.cache[key] = _edges(layout, block_size)
+    edges = layout.cache[key]
+    assert isinstance(edges, Tensor)
+    return edges
+
+
+def _edges(layout: Layout, block_size: int) -> Tensor:
+    first = first_blocks(layout.cu_seqlens, block_size)
+    ids = torch.arange(block_bound(layout, block_size) + 1, device=first.device)
+    document = torch.searchsorted(first[1:], ids, right=True).clamp_(max=first.numel() - 2)
+    edges = layout.cu_seqlens.long()[document] + (ids - first[document]) * block_size
+    return edges.clamp_(max=layout.total).to(torch.int32)
+
+
 def block_ids(tokens: Tensor, documents: Tensor, layout: Layout, block_size: int) -> Tensor:
     """int64, the shape of `tokens`: block of each token, given its index in the packed sequence and its document."""
     first = first_blocks(layout.cu_seqlens, block_size)

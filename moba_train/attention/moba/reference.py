@@ -6,9 +6,43 @@ Shape suffixes: T queries, t a chunk of them, S keys, s a range of them, N block
 import torch
 from torch import Tensor
 
-from moba_train.attention.masked import Mask
+from moba_train.attention.masked import Mask, masked_attend, masked_attend_backward
 from moba_train.attention.moba.blocks import block_bound, block_ids
-from moba_train.attention.protocol import Layout
+from moba_train.attention.protocol import Layout, Plan
+
+
+def invert_choice(chosen_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Plan:
+    """Nothing: a mask needs the choice alone."""
+    return ()
+
+
+empty_lists = invert_choice
+
+
+def attend(
+    q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, chosen_HTC: Tensor, *, block_size: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out [T, H, D] and lse [H, T] of any queries over those of the given keys that are chosen or their own block's."""
+    mask = chosen_mask(chosen_HTC, layout, block_size)
+    return masked_attend(q_THD, k_SKD, v_SKD, mask, scale, prefix=layout.is_whole)
+
+
+def attend_backward(
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    layout: Layout,
+    chosen_HTC: Tensor,
+    *,
+    block_size: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of `attend`."""
+    mask = chosen_mask(chosen_HTC, layout, block_size)
+    return masked_attend_backward(dout_THD, q_THD, k_SKD, v_SKD, out_THD, lse_HT, mask, scale, prefix=layout.is_whole)
 
 
 def chosen_mask(chosen_HTC: Tensor, layout: Layout, block_size: int) -> Mask:

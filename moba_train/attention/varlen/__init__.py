@@ -1,0 +1,35 @@
+"""Attention inside many segments at once: what dense attention and MoBA's composition are built from.
+
+protocol           `Segments` of rows, and `VarlenKernel`: attention inside them, forward and backward
+flash_attention_4  the package flash-attn-4
+flash_attention_2  FlashAttention-2: torch's own, and the package flash-attn
+cpu                torch's fused CPU kernel
+"""
+
+from torch import Tensor
+
+from moba_train.attention.varlen.cpu import Cpu
+from moba_train.attention.varlen.flash_attention_2 import PackagedFlash2, TorchFlash
+from moba_train.attention.varlen.flash_attention_4 import FlashAttention4
+from moba_train.attention.varlen.protocol import Gradients, Segments, VarlenKernel
+
+__all__ = ["KERNELS", "Cpu", "Gradients", "Segments", "TorchFlash", "VarlenKernel", "best_kernel", "refusals"]
+
+KERNELS: tuple[type[VarlenKernel], ...] = (FlashAttention4, TorchFlash, PackagedFlash2, Cpu)
+"""Fastest first."""
+
+
+def best_kernel(q_NHD: Tensor, segments: int = 1) -> type[VarlenKernel] | None:
+    """The fastest kernel that works on tensors like `q` with this many segments, if there is one."""
+    return next((kernel for kernel in KERNELS if not _refuses(kernel, q_NHD, segments)), None)
+
+
+def refusals(q_NHD: Tensor, segments: int = 1) -> str:
+    """Why there is no such kernel: every kernel's reason."""
+    return "; ".join(f"{kernel.name}: {_refuses(kernel, q_NHD, segments)}" for kernel in KERNELS)
+
+
+def _refuses(kernel: type[VarlenKernel], q_NHD: Tensor, segments: int) -> str:
+    if segments > kernel.most_segments:
+        return f"{segments} segments, at most {kernel.most_segments} supported"
+    return kernel.refuses(q_NHD)

@@ -1,0 +1,101 @@
+"""Which backend a call on a GPU gets, and what is said about it. No GPU needed: nothing is computed."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_checks import build
+from kernel_checks import layout_of as packed
+
+from moba_train.attention.moba import backends, flash, reference
+from moba_train.attention.moba.backends import pick_backend, pick_selector
+
+
+@pytest.fixture(autouse=True)
+def a_gpu_with_triton_and_flash(monkeypatch):
+    monkeypatch.setattr(backends, "_has_triton", lambda: True)
+    monkeypatch.setattr(backends, "triton", lambda: "triton")
+    monkeypatch.setattr(flash, "refuses", lambda *call: "")
+    monkeypatch.setattr(flash, "kernel_name", lambda *call: "some kernel")
+    backends._picked.cache_clear()
+
+
+def q(head_dim=128, dtype=torch.bfloat16) -> SimpleNamespace:
+    return SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=dtype, shape=(64, 2, head_dim))
+
+
+def pick(wanted="auto", x=None, block_size=512, topk=3, scale=1.0):
+    return pick_backend(wanted, x or q(), packed([64], "cpu"), block_size=block_size, topk=topk, scale=scale)
+
+
+def test_auto_takes_triton_and_says_so_once(caplog):
+    with caplog.at_level(logging.INFO):
+        assert [pick(), pick()] == ["triton", "triton"]
+    assert [record.message for record in caplog.records] == [
+        "attention.moba.backend: auto takes triton, which can do head dim 128 and block_size 512"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ({"x": q(96)}, "head dim 96, 64 or 128 needed"),
+        ({"block_size": 100}, "block_size 100, a multiple of 16 from 64 to 16384 needed"),
+        ({"topk": 100}, "topk 100, at most 64 supported"),
+    ],
+)
+def test_auto_takes_flash_where_triton_cannot_and_says_why(call, reason, caplog):
+    with caplog.at_level(logging.INFO):
+        assert pick(**call) is flash
+    assert caplog.records[0].message == (
+        f"attention.moba.backend: auto takes flash, on some kernel; not triton: {reason}"
+    )
+
+
+def test_auto_warns_when_only_plain_pytorch_is_left_and_names_every_reason(monkeypatch):
+    monkeypatch.setattr(flash, "refuses", lambda *call: "some kernel: float32")
+    with pytest.warns(UserWarning, match=r"plain PyTorch.*dtype torch\.float32.*some kernel: float32"):
+        assert pick(x=q(dtype=torch.float32)) is reference
+
+
+def test_a_measured_rule_prefers_flash_for_long_blocks(monkeypatch, caplog):
+    assert pick(block_size=4096) == "triton"
+    monkeypatch.setattr(backends, "_FLASH_PAYS_FROM", {"some kernel": 2048, "another kernel": 64})
+    assert pick(block_size=1024) == "triton"
+    with caplog.at_level(logging.INFO):
+        assert pick(block_size=2048) is flash
+    assert "faster for blocks of 2048" in caplog.records[0].message
+
+
+@pytest.mark.parametrize(
+    ("wanted", "call", "reason"),
+    [
+        ("triton", {"x": q(96)}, "head dim 96"),
+        ("flash", {}, "no such kernel"),
+        ("triton", {"scale": -1.0}, "softmax scale -1"),
+    ],
+)
+def test_a_backend_that_is_demanded_and_cannot_run_is_refused_with_the_reason(wanted, call, reason, monkeypatch):
+    monkeypatch.setattr(flash, "refuses", lambda *call: "no such kernel")
+    with pytest.raises(ValueError, match=rf"attention\.moba\.backend: '{wanted}' cannot run this call: {reason}"):
+        pick(wanted, **call)
+
+
+def test_flash_shares_the_selection_kernels_where_they_can_run():
+    def pick(wanted: str, x: torch.Tensor):
+        return pick_selector(wanted, x, packed([1], "cpu"), block_size=64, topk=3)
+
+    assert pick("flash", q(128)) == "triton"
+    assert pick("flash", q(96)) is None
+    assert pick("auto", q(128)) == "triton"
+    assert pick("reference", q(128)) is None
+    assert pick("auto", torch.zeros(1, 1, 128)) is None
+
+
+def test_the_plan_of_flash_is_the_choice_alone_and_of_the_shape_that_tracing_is_told():
+    x = torch.zeros(9, 2, 16)
+    attention, layout = build("flash", 16, block_size=4, topk=3), packed([9], "cpu")
+    (chosen,) = attention.plan(x, attention.summarize(x, layout), layout)
+    (empty,) = attention.empty_plan(x, x, layout)
+    assert (empty.shape, empty.dtype) == (chosen.shape, chosen.dtype)
