@@ -84,6 +84,14 @@ def test_memory_is_bounded_by_parts_that_leave_no_trace(limit, dq_buffers, monke
     assert len(history) >= 2 * 3 * sum(lengths) * group * choices // (2 * limit)  # half of the choices exist
 
 
+def test_own_blocks_of_many_heads_are_done_some_heads_at_a_time(monkeypatch):
+    """A tensor of more elements than kernels can index; two key/value heads, three of their four queries at once."""
+    monkeypatch.setattr(flash, "_MOST_ELEMENTS", 3 * 37 * 8)
+    calls = watch(monkeypatch)
+    assert_equals_oracle([25, 3, 9], 8, 2, 8, "cpu", backend="flash", block_size=4, topk=3)
+    assert len([call for call in calls if call.causal]) == 1 + 2 * 2  # all at once in the forward pass
+
+
 def test_a_kernels_limit_of_segments_is_respected(monkeypatch):
     calls = watch(monkeypatch, most_segments=21)
     assert_equals_oracle([25, 3, 9], 4, 4, 8, "cpu", backend="flash", block_size=4, topk=3)

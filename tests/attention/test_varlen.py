@@ -85,7 +85,8 @@ def check_against_exact(kernel, lengths, causal, heads, kv_heads, head_dim, dtyp
     assert not got[0][unseen.T].any()
     torch.testing.assert_close(got[1].double(), want[1], atol=2e-5, rtol=0)
     for name, a, b in zip(("out", "dq", "dk", "dv"), (got[0], *got[2:]), (want[0], *want[2:]), strict=True):
-        assert (a.double() - b).norm() <= 4 * torch.finfo(dtype).eps * b.norm(), name
+        # Where a query sees one key its gradient is 0, of differences of rounded numbers.
+        assert (a.double() - b).norm() <= 4 * torch.finfo(dtype).eps * b.norm() + 1e-4, name
 
 
 @pytest.mark.gpu

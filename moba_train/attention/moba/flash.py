@@ -23,6 +23,8 @@ from moba_train.attention.moba.blocks import block_bound, block_edges
 from moba_train.attention.protocol import Layout, Plan
 from moba_train.attention.varlen import Gradients, Segments, VarlenKernel, best_kernel, refusals
 
+_MOST_ELEMENTS = 2**30
+"""Of a tensor in a backward call: kernels index some of theirs, padded, with 32 bits."""
 _ROWS_ELEMENTS = 2**24
 """Elements of float32 in use while rows are joined."""
 
@@ -98,21 +100,25 @@ def attend_backward(
     wide = accumulation_dtype(q_THD.dtype)
     rows = [x.reshape(-1, call.head_dim) for x in (dout_THD, q_THD, out_THD)]
     lse_rows = lse_HT.T.reshape(-1)
+    rows_of_k = k_TKD.shape[0], k_TKD.shape[2]
     for kv_heads, ranges in call.parts():
         heads = call.query_heads(kv_heads)
-        dq_ThD, dk_TkD, dv_TkD = call.kernel.backward(
-            dout_THD[:, heads],
-            q_THD[:, heads],
-            k_TKD[:, kv_heads],
-            v_TKD[:, kv_heads],
-            out_THD[:, heads],
-            lse_HT[heads],
-            call.own,
-            scale,
-            deterministic=True,
-        )
-        dq_THD[:, heads] = dq_ThD
-        dk_kTD, dv_kTD = (x.transpose(0, 1).to(wide, memory_format=torch.contiguous_format) for x in (dk_TkD, dv_TkD))
+        dk_kTD, dv_kTD = (x.new_zeros(kv_heads.stop - kv_heads.start, *rows_of_k, dtype=wide) for x in (k_TKD, v_TKD))
+        for some, shared in call.own_heads(kv_heads):
+            dq_THD[:, some], dk_TkD, dv_TkD = call.kernel.backward(
+                dout_THD[:, some],
+                q_THD[:, some],
+                k_TKD[:, shared],
+                v_TKD[:, shared],
+                out_THD[:, some],
+                lse_HT[some],
+                call.own,
+                scale,
+                deterministic=True,
+            )
+            where = slice(shared.start - kv_heads.start, shared.stop - kv_heads.start)
+            dk_kTD[where] += dk_TkD.transpose(0, 1)
+            dv_kTD[where] += dv_TkD.transpose(0, 1)
         k, v = (_one_below_the_other(x, kv_heads) for x in (k_TKD, v_TKD))
         for tokens in ranges:
             lists = call.lists(kv_heads, tokens)
@@ -136,7 +142,7 @@ def entries_at_once(rows: int, head_dim: int) -> int:
     again in float32 inside the kernel; fewer entries where a kernel holds that several times). Not so few that calls
     get small, and at most 2**30 elements, which kernels index with 32 bits.
     """
-    return min(max(rows // 2, 2**20), 2**30 // head_dim)
+    return min(max(rows // 2, 2**20), _MOST_ELEMENTS // head_dim)
 
 
 @dataclass(frozen=True)
@@ -185,6 +191,21 @@ class _Call:
     def query_heads(self, kv_heads: slice) -> slice:
         """The query heads that share these key/value heads."""
         return slice(kv_heads.start * self.group, kv_heads.stop * self.group)
+
+    def own_heads(self, kv_heads: slice) -> Iterator[tuple[slice, slice]]:
+        """(query heads, the key/value heads they share): what one call of the own blocks' backward pass takes.
+
+        All, as long as kernels can index their rows with 32 bits; else one key/value head and some of its queries.
+        """
+        heads, most = self.query_heads(kv_heads), max(1, _MOST_ELEMENTS // (self.chosen_HTC.shape[1] * self.head_dim))
+        if heads.stop - heads.start <= most:
+            yield heads, kv_heads
+            return
+        for kv_head in range(kv_heads.start, kv_heads.stop):
+            shared = slice(kv_head, kv_head + 1)
+            mine = self.query_heads(shared)
+            for first in range(mine.start, mine.stop, most):
+                yield slice(first, min(first + most, mine.stop)), shared
 
     def parts(self) -> Iterator[tuple[slice, list[slice]]]:
         """(key/value heads, ranges of tokens): each pair is a part. No ranges if there is no history."""
