@@ -124,6 +124,8 @@ class LocalAttention(Protocol):
     alignment: int
     """Tokens of a unit, which `summarize` must be given whole; counted from each document's start. The last unit of a
     document may be short."""
+    couples_heads: bool = False
+    """Whether the query heads that share a key/value head decide together, and so must be given together."""
     name: str = ""
     """Stands for this object in the arguments of torch operators: text, which torch.compile takes as a constant."""
 
@@ -138,8 +140,8 @@ class LocalAttention(Protocol):
         """What `plan` needs to know of all keys, [units, K, ...], or None. Carries no gradient.
 
         One row for every unit of the packed sequence, in its order, zero for units of which no key is given: what
-        holders of different units compute adds up to the whole. Heads do not mix, so a slice of the heads is the
-        summary of that slice.
+        holders of different units compute adds up to the whole. Key/value heads do not mix, here or below: a slice
+        of them is the summary of that slice.
         """
         ...
 
