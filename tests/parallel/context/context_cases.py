@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -82,6 +82,16 @@ def on_one_device(case: Case, inputs: list[Tensor]) -> Result:
     return Result([out, lse.T, *grads], plan[0].transpose(0, 1) if plan else None)
 
 
+def for_the_same_choice(case: Case, chosen_THC: Tensor | None, inputs: list[Tensor]) -> list[Tensor]:
+    """The tensors of a result in float64, for a choice that was made in another dtype; None: dense attention."""
+    exact = replace(case, dtype=torch.float64, backend="reference", topk=None if chosen_THC is None else case.topk)
+    attention, layout = exact.attention(), case.layout(inputs[0].device)
+    plan = () if chosen_THC is None else (chosen_THC.transpose(0, 1),)
+    q, k, v, dout = (x.double() for x in inputs)
+    out, lse = attention.attend(q, k, v, layout, plan)
+    return [out, lse.T, *attention.attend_backward(dout, q, k, v, out, lse, layout, plan)]
+
+
 def on_a_rank(engine: ContextParallel, case: Case, inputs: list[Tensor]) -> tuple[Result, Plan]:
     """This rank's part, its rows without padding, after checking what padding must be; `chosen` is left out."""
     sequence, rank = engine.sequence(case.total), engine.transport.rank
@@ -99,13 +109,18 @@ def on_a_rank(engine: ContextParallel, case: Case, inputs: list[Tensor]) -> tupl
 
 def chosen_of_ranks(plans: list[Plan], scheme: Scheme, sequence: SequenceLayout) -> Tensor:
     """The choice of the whole sequence [T, H, C], from the opaque plans of all ranks: what they were made of."""
-    plans_HTC = [torch.cat(plan) for plan in plans]  # slices of heads, if any
+    # One for each slice of the heads, beside whatever else the kernels want to keep.
+    plans_HTC = [torch.cat([x for x in plan if x.dim() == 3]) for plan in plans]
     group = {"ulysses": scheme.ranks, "hierarchical": scheme.node}.get(scheme.transport, 1)
     by_group = [plans_HTC[first : first + group] for first in range(0, scheme.ranks, group)]
     joined = sequence.in_groups(group)
     shards = [torch.cat(plans).transpose(0, 1) for plans in by_group]
-    padded = [torch.cat([x, x.new_zeros(joined.rows - x.shape[0], *x.shape[1:])]) for x in shards]
-    return joined.to_packed(torch.cat(padded))
+    return joined.to_packed(padded_shards(shards, joined.rows))
+
+
+def padded_shards(shards: list[Tensor], rows: int) -> Tensor:
+    """All ranks' tokens end to end, each padded to `rows` rows."""
+    return torch.cat([torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])]) for x in shards])
 
 
 def assert_same(got: list[Tensor], want: list[Tensor], atol: float = 1e-12) -> None:
@@ -205,7 +220,7 @@ def on_threads(scheme: Scheme, case: Case, inputs: list[Tensor], **options) -> R
     results, plans = zip(*(future.result() for future in futures), strict=True)
     sequence = engines[0].sequence(case.total)
     shards = [
-        torch.cat([torch.cat([x, x.new_zeros(sequence.rows - x.shape[0], *x.shape[1:])]) for x in tensors])
+        padded_shards(list(tensors), sequence.rows)
         for tensors in zip(*(result.tensors for result in results), strict=True)
     ]
     chosen = chosen_of_ranks(list(plans), scheme, sequence) if plans[0] else None

@@ -84,7 +84,9 @@ class Ring(Transport):
             returning.append(self.peers.shift(partial_2LKD, received_2LKD, -step, then=add_received))
         for arrival in returning:
             arrival.wait()
-        dk_LKD, dv_LKD = dkv_2LKD.to(k_LKD.dtype)
+        dk_LKD, dv_LKD = (
+            x.to(k_LKD.dtype, copy=True) for x in dkv_2LKD
+        )  # operators may not return views of one tensor
         return padded(dq_nHD.to(q_LHD.dtype), rows), dk_LKD, dv_LKD
 
     def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
