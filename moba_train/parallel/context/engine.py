@@ -27,6 +27,11 @@ class ContextParallel(OperatorEngine):
         """Use `context_engine`, unless `transport` is your own."""
         self.scheme, self.transport = scheme, transport
 
+    @property
+    def rank(self) -> int:
+        """This rank's place in the context group: which shard it holds."""
+        return self.transport.rank
+
     def sequence(self, total: int) -> SequenceLayout:
         """How a packed sequence of `total` tokens is cut."""
         return SequenceLayout.cut(total, self.scheme.ranks, self.scheme.layout)
