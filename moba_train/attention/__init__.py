@@ -2,7 +2,8 @@
 
 protocol    `LocalAttention` and `Layout`: all that context parallelism may know
 registry    the kinds a recipe may name
-local       the autograd function that runs a LocalAttention on one device
+operators   attention as torch operators, and the engines that run them
+local       the engine of one device
 merge       partial results (out, lse) joined by online softmax
 masked      exact attention under any mask, a chunk of queries at a time: what the references are built from
 varlen      kernels for attention inside many segments at once, from several libraries

@@ -7,15 +7,14 @@ partial results by online softmax, see merge.py), and `attend_backward` with the
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
 
-import itertools
-import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from moba_train.attention.named import Registry
 from moba_train.config.base import Section
 
 Plan = tuple[Tensor, ...]
@@ -44,6 +43,8 @@ class Layout:
     """Where the queries stand, known on the host; None: they are the whole sequence."""
     k_runs: Runs | None = None
     """The same for the keys."""
+    cu_seqlens_cpu: Tensor | None = None
+    """`cu_seqlens` in CPU memory, for those who must know the boundaries without waiting for the GPU."""
     cache: dict[Any, object] = field(default_factory=dict, compare=False, repr=False)
     """What an attention derived from this layout alone; all layers of a model share the layout, and so this."""
 
@@ -51,6 +52,20 @@ class Layout:
     def is_whole(self) -> bool:
         """True when queries and keys are both the whole sequence."""
         return self.q_runs is None and self.k_runs is None
+
+    @cached_property
+    def edges(self) -> tuple[int, ...]:
+        """`cu_seqlens` as numbers; without `cu_seqlens_cpu`, this waits for the device."""
+        return tuple((self.cu_seqlens if self.cu_seqlens_cpu is None else self.cu_seqlens_cpu).tolist())
+
+    def part(self, q_runs: Runs | None, k_runs: Runs | None) -> "Layout":
+        """The layout of these queries and keys of the same sequence: for equal runs the same object, with its cache."""
+        key = ("part", q_runs, k_runs)
+        if key not in self.cache:
+            self.cache[key] = replace(self, q_runs=q_runs, k_runs=k_runs, cache={})
+        part = self.cache[key]
+        assert isinstance(part, Layout)
+        return part
 
     @cached_property
     def q_tokens(self) -> Tensor:
@@ -89,12 +104,11 @@ def packed_layout(lengths: list[int], device: torch.device | str = "cpu") -> Lay
     """The layout of whole documents of these `lengths` (tokens, >= 0), one after the other."""
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     cu_seqlens[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-    return Layout(cu_seqlens.to(device, non_blocking=True), max(lengths, default=0), sum(lengths))
+    on_device = cu_seqlens.to(device, non_blocking=True)
+    return Layout(on_device, max(lengths, default=0), sum(lengths), cu_seqlens_cpu=cu_seqlens)
 
 
-_numbers = itertools.count()
-ATTENTIONS: "weakref.WeakValueDictionary[str, LocalAttention]" = weakref.WeakValueDictionary()
-"""Every attention that is alive, by its `name`."""
+ATTENTIONS: "Registry[LocalAttention]" = Registry()
 
 
 class LocalAttention(Protocol):
@@ -108,20 +122,27 @@ class LocalAttention(Protocol):
     """The YAML options of this kind; its defaults must be usable."""
 
     alignment: int
-    """Shards of a sequence must begin at multiples of this many tokens."""
+    """Tokens of a unit, which `summarize` must be given whole; counted from each document's start. The last unit of a
+    document may be short."""
+    couples_heads: bool = False
+    """Whether the query heads that share a key/value head decide together, and so must be given together."""
     name: str = ""
     """Stands for this object in the arguments of torch operators: text, which torch.compile takes as a constant."""
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> Self:
         attention = super().__new__(cls)
-        attention.name = f"{cls.__name__} {next(_numbers)}"
-        ATTENTIONS[attention.name] = attention
+        attention.name = ATTENTIONS.add(attention)
         return attention
 
     def __init__(self, options: Section, head_dim: int) -> None: ...
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor | None:
-        """A small tensor about the given keys that `plan` needs from everywhere, or None. Carries no gradient."""
+        """What `plan` needs to know of all keys, [units, K, ...], or None. Carries no gradient.
+
+        One row for every unit of the packed sequence, in its order, zero for units of which no key is given: what
+        holders of different units compute adds up to the whole. Key/value heads do not mix, here or below: a slice
+        of them is the summary of that slice.
+        """
         ...
 
     def plan(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Plan:

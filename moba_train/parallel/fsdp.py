@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from moba_train.attention.local import SAVED_OPERATORS
+from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.config.schema import RunConfig
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer

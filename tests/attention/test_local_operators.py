@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import SAVED_OPERATORS, run_local
+from moba_train.attention.local import run_local
 from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
 from moba_train.config.model import ModelConfig
 from moba_train.model.build import initialize_weights

@@ -45,6 +45,7 @@ class MobaAttention(LocalAttention):
             raise ValueError(f"always: {options.always} forces {len(forced)} blocks, topk is {options.topk}")
         self.options = options
         self.alignment = options.block_size
+        self.couples_heads = options.select == "group"
         self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         self.dense = FullAttention(FullAttention.Options(), head_dim, self.scale)
 

@@ -1,0 +1,9 @@
+"""Context parallelism: one packed sequence over several ranks. It moves the context; what attends knows nothing of it.
+
+layout     who holds which tokens
+comm       collectives and messages: the only file that calls torch.distributed for them
+units      units that straddle shards, summarised whole by one rank
+transport  allgather, ring, ulysses, hierarchical
+choose     what is possible, what it costs, what `auto` takes
+engine     the attention engine a model is given
+"""

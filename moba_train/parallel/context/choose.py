@@ -1,0 +1,232 @@
+"""Which transport and layout to use: what is possible, what it costs, and the choice of `auto`.
+
+Costs are predictions for one layer, forward and backward together: bytes that a rank receives, over the links of its
+node and between nodes, the seconds they take at measured rates, and the memory of the buffers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from moba_train.parallel.context.layout import Kind
+
+TransportKind = Literal["allgather", "ulysses", "hierarchical", "ring"]
+
+NODE_RATE = 300e9
+"""Bytes per second a rank receives from its node: 4 x H200, messages of 256 MiB (ring 302, all-gather 325, all-to-all
+305 GB/s)."""
+NETWORK_RATE = 50e9
+"""The same between nodes: one 400 Gbit/s adapter per GPU, not measured."""
+_SLICES_IN_MEMORY = 2 / 4
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a sequence is spread over ranks, and how they exchange it."""
+
+    ranks: int
+    """`parallel.cp`"""
+    transport: TransportKind
+    layout: Kind
+    node: int
+    """So many consecutive ranks share a node; a divisor of `ranks`, or `ranks` itself."""
+    ring_depth: int | None = None
+    """Buffers of the ring; None: one for each rank."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The attention of one layer, as far as its transport is concerned."""
+
+    tokens: int
+    """Of the whole packed sequence."""
+    heads: int
+    """Query heads on one rank, after tensor parallelism."""
+    kv_heads: int
+    head_dim: int
+    element_bytes: int = 2
+    couples_heads: bool = False
+    """`LocalAttention.couples_heads` of any layer."""
+
+    @property
+    def q_bytes(self) -> int:
+        """Of one token's queries; its output has as many."""
+        return self.heads * self.head_dim * self.element_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token's keys and values."""
+        return 2 * self.kv_heads * self.head_dim * self.element_bytes
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A prediction for one layer, forward and backward."""
+
+    node_bytes: float
+    """Received by a rank over the links of its node."""
+    network_bytes: float
+    """Received through a rank's network adapter: the busiest one."""
+    memory_bytes: float
+    """Buffers of the pass that needs more."""
+
+    @property
+    def seconds(self) -> float:
+        """If nothing were hidden behind attention."""
+        return self.node_bytes / NODE_RATE + self.network_bytes / NETWORK_RATE
+
+
+def check_sizes(scheme: Scheme) -> None:
+    """Raises ValueError for a scheme that no shape can be run with."""
+    kind, ranks, node = scheme.transport, scheme.ranks, scheme.node
+    if kind not in get_args(TransportKind):
+        raise ValueError(f"parallel.cp_transport: {kind!r} given, allowed: {', '.join(get_args(TransportKind))}")
+    if ranks < 1:
+        raise ValueError(f"parallel.cp: {ranks} given, at least 1 needed")
+    if scheme.ring_depth is not None and scheme.ring_depth < 2:
+        raise ValueError(f"parallel.cp_ring_depth: {scheme.ring_depth} given, at least 2 (one to send, one to receive)")
+    if kind == "hierarchical" and (ranks % node or not 1 < node < ranks):
+        raise ValueError(
+            f"parallel.cp_transport: 'hierarchical' needs several nodes with equally many ranks each, more than one; "
+            f"parallel.cp is {ranks}, with {node} in a node; use ulysses, allgather or ring"
+        )
+
+
+def check_heads(scheme: Scheme, heads: int, kv_heads: int, couples_heads: bool) -> None:
+    """Raises ValueError when the transport cannot share so many heads (see `Shape`) among its ranks."""
+    kind, ranks, node = scheme.transport, scheme.ranks, scheme.node
+    if kind in ("allgather", "ring"):
+        return
+    among = node if kind == "hierarchical" else ranks
+    if heads % among:
+        raise ValueError(
+            f"parallel.cp_transport: {kind!r} cannot share {heads} query heads among {among} ranks; use allgather or "
+            f"ring, or set parallel.cp so that the heads are divisible"
+        )
+    if kv_heads % among and among % kv_heads:
+        raise ValueError(
+            f"parallel.cp_transport: {kind!r} cannot share {kv_heads} key/value heads among {among} ranks: one number "
+            f"must divide the other; use allgather or ring"
+        )
+    if couples_heads and kv_heads % among:
+        raise ValueError(
+            f"parallel.cp_transport: {kind!r} would tear the query heads of {kv_heads} key/value heads apart among "
+            f"{among} ranks, and an attention chooses for them together (attention.moba.select: group); use allgather "
+            f"or ring, or select: head"
+        )
+
+
+def cost(scheme: Scheme, shape: Shape) -> Cost:
+    """The prediction for a supported scheme."""
+    return _COSTS[scheme.transport](scheme, shape)
+
+
+def _allgather_cost(scheme: Scheme, shape: Shape) -> Cost:
+    received = 3 * _others_tokens(scheme, shape) * shape.kv_bytes  # keys and values twice, their gradients once
+    buffers = 2 * _SLICES_IN_MEMORY * shape.tokens * shape.kv_bytes
+    if scheme.node == scheme.ranks:
+        return Cost(received, 0, buffers)
+    return Cost(received, received / scheme.node, buffers)  # NCCL's rings enter a node through all of its adapters
+
+
+def _ring_cost(scheme: Scheme, shape: Shape) -> Cost:
+    received = 3 * _others_tokens(scheme, shape) * shape.kv_bytes
+    depth = min(scheme.ring_depth or scheme.ranks, scheme.ranks)
+    buffers = (2 * depth + 2) * shape.tokens / scheme.ranks * shape.kv_bytes  # chunks, and their gradients going home
+    return Cost(received, 0 if scheme.node == scheme.ranks else received, buffers)  # one link enters each node
+
+
+def _ulysses_cost(scheme: Scheme, shape: Shape) -> Cost:
+    swapped, buffers = _swap_cost(shape, scheme.ranks, shape.tokens / scheme.ranks)
+    within = scheme.node / scheme.ranks
+    return Cost(swapped * within, swapped * (1 - within), buffers)
+
+
+def _hierarchical_cost(scheme: Scheme, shape: Shape) -> Cost:
+    swapped, buffers = _swap_cost(shape, scheme.node, shape.tokens / scheme.ranks)
+    kv_bytes = shape.kv_bytes * max(1, scheme.node / shape.kv_heads) / scheme.node
+    gathered = 3 * (1 - scheme.node / scheme.ranks) * shape.tokens * kv_bytes
+    return Cost(swapped, gathered, buffers + 2 * _SLICES_IN_MEMORY * shape.tokens * kv_bytes)
+
+
+def _others_tokens(scheme: Scheme, shape: Shape) -> float:
+    return shape.tokens * (1 - 1 / scheme.ranks)
+
+
+def _swap_cost(shape: Shape, ranks: int, tokens: float) -> tuple[float, float]:
+    """(bytes received, bytes of buffers) of exchanging a rank's tokens for heads among `ranks`.
+
+    Forward: q, k and v go out, out comes back. Backward: those, out and its gradient go out, dq, dk and dv come back.
+    """
+    kv_bytes = shape.kv_bytes * max(1, ranks / shape.kv_heads)
+    received = tokens * (6 * shape.q_bytes + 3 * kv_bytes) * (1 - 1 / ranks)
+    return received, 2 * tokens * (3 * shape.q_bytes + kv_bytes)
+
+
+_COSTS: dict[str, Callable[[Scheme, Shape], Cost]] = {
+    "allgather": _allgather_cost,
+    "ulysses": _ulysses_cost,
+    "hierarchical": _hierarchical_cost,
+    "ring": _ring_cost,
+}
+
+
+def choose(
+    transport: TransportKind | Literal["auto"],
+    layout: Kind | Literal["auto"],
+    shape: Shape,
+    *,
+    ranks: int,
+    node: int,
+    work_grows: bool,
+    memory_bytes: float | None = None,
+    ring_depth: int | None = None,
+) -> tuple[Scheme, str]:
+    """The scheme to use, and why, in lines to print.
+
+    `node`: consecutive ranks that share a node. `work_grows`: whether any layer's work grows with a token's position
+    (dense attention), so that contiguous shards would be unequal. `memory_bytes`: what the buffers of one layer may
+    take; None: no limit. `auto` takes the transport with the least transfer time of those that fit; when none does, a
+    ring with two buffers.
+
+    Raises ValueError, naming the key, for a transport that was asked for and cannot do these sizes.
+    """
+
+    def scheme(kind: TransportKind, depth: int | None = ring_depth) -> Scheme:
+        # With every transport but Ulysses a rank's work is that of its own queries.
+        balanced: Kind = "zigzag" if work_grows and kind != "ulysses" else "contiguous"
+        return Scheme(ranks, kind, balanced if layout == "auto" else layout, node, depth)
+
+    if transport != "auto":
+        only = scheme(transport)
+        _check(only, shape)
+        return only, f"context parallelism: {transport} as asked for, {_describe(only, cost(only, shape))}"
+
+    lines, fitting = [], []
+    for kind in get_args(TransportKind):
+        candidate = scheme(kind)
+        try:
+            _check(candidate, shape)
+        except ValueError as error:
+            lines.append(f"  {kind}: {str(error).partition(': ')[2]}")
+            continue
+        predicted = cost(candidate, shape)
+        fits = memory_bytes is None or predicted.memory_bytes <= memory_bytes
+        lines.append(f"  {_describe(candidate, predicted)}{'' if fits else ': does not fit'}")
+        if fits:
+            fitting.append((predicted.seconds, candidate))
+    chosen = min(fitting, key=lambda pair: pair[0])[1] if fitting else scheme("ring", 2)
+    return chosen, "\n".join([f"context parallelism: auto takes {_describe(chosen, cost(chosen, shape))}", *lines])
+
+
+def _check(scheme: Scheme, shape: Shape) -> None:
+    check_sizes(scheme)
+    check_heads(scheme, shape.heads, shape.kv_heads, shape.couples_heads)
+
+
+def _describe(scheme: Scheme, predicted: Cost) -> str:
+    return (
+        f"{scheme.transport} over {scheme.ranks} ranks, {scheme.layout}: a layer receives "
+        f"{predicted.node_bytes / 2**20:.0f} MiB in the node and {predicted.network_bytes / 2**20:.0f} MiB from others "
+        f"({1e3 * predicted.seconds:.2f} ms unhidden), buffers {predicted.memory_bytes / 2**20:.0f} MiB"
+    )

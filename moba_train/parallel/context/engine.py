@@ -1,0 +1,95 @@
+"""The attention engine of a model whose sequence is cut over ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moba_train.attention.operators import OperatorEngine
+from moba_train.attention.protocol import Layout, LocalAttention, Plan
+from moba_train.parallel.context.choose import Scheme, check_heads, check_sizes
+from moba_train.parallel.context.comm import Peers, nested_groups
+from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.context.transport.allgather import AllGather
+from moba_train.parallel.context.transport.base import Job, Transport
+from moba_train.parallel.context.transport.ring import Ring
+from moba_train.parallel.context.transport.ulysses import Ulysses, Whole
+
+
+class ContextParallel(OperatorEngine):
+    """Attention of this rank's queries to the keys of all ranks.
+
+    Called with this rank's shard of q, k and v (`SequenceLayout.shard`: tokens in ascending order, then padding) and
+    the layout of the whole packed sequence. The result is what one device would compute, and the plan is the same;
+    padded rows give out = 0, lse = -inf. All ranks must call it alike: same attention, layout and shapes.
+    """
+
+    def __init__(self, scheme: Scheme, transport: Transport) -> None:
+        """Use `context_engine`, unless `transport` is your own."""
+        self.scheme, self.transport = scheme, transport
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the context group: which shard it holds."""
+        return self.transport.rank
+
+    def sequence(self, total: int) -> SequenceLayout:
+        """How a packed sequence of `total` tokens is cut."""
+        return SequenceLayout.cut(total, self.scheme.ranks, self.scheme.layout)
+
+    def forward(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout
+    ) -> tuple[Tensor, Tensor, Plan]:
+        """See `OperatorEngine.forward`."""
+        return self.transport.forward(q_THD, k_SKD, v_SKD, self._job(q_THD, k_SKD, attention, layout))
+
+    def backward(
+        self,
+        dout_THD: Tensor,
+        q_THD: Tensor,
+        k_SKD: Tensor,
+        v_SKD: Tensor,
+        out_THD: Tensor,
+        lse_HT: Tensor,
+        plan: Plan,
+        attention: LocalAttention,
+        layout: Layout,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `OperatorEngine.backward`."""
+        job = self._job(q_THD, k_SKD, attention, layout)
+        return self.transport.backward(dout_THD, q_THD, k_SKD, v_SKD, out_THD, lse_HT, plan, job)
+
+    def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, attention: LocalAttention, layout: Layout) -> Plan:
+        """See `OperatorEngine.empty_plan`."""
+        return self.transport.empty_plan(q_THD, k_SKD, self._job(q_THD, k_SKD, attention, layout))
+
+    def _job(self, q_LHD: Tensor, k_LKD: Tensor, attention: LocalAttention, layout: Layout) -> Job:
+        """Raises ValueError, before anything is sent, for what the transport cannot do."""
+        sequence = self.sequence(int(layout.total))
+        if q_LHD.shape[0] != sequence.rows:
+            raise ValueError(
+                f"q: {q_LHD.shape[0]} rows given, {sequence.rows} needed: this rank's shard of {layout.total} tokens"
+            )
+        check_heads(self.scheme, q_LHD.shape[1], k_LKD.shape[1], attention.couples_heads)
+        return Job(attention, layout, sequence)
+
+
+def context_engine(scheme: Scheme, group: dist.ProcessGroup, device: torch.device) -> ContextParallel:
+    """The engine for the ranks of `group`, in their order. Sets up all communication.
+
+    Every rank of the world must call it, each with its own group. Raises ValueError when sizes do not fit.
+    """
+    size = dist.get_world_size(group)
+    if size != scheme.ranks:
+        raise ValueError(f"parallel.cp: {scheme.ranks} given, the group has {size} ranks")
+    check_sizes(scheme)
+    transport: Transport
+    if scheme.transport == "ring":
+        transport = Ring(Peers(group, device), scheme.ring_depth)
+    elif scheme.transport == "allgather":
+        transport = AllGather(Peers(group, device))
+    elif scheme.transport == "ulysses":
+        transport = Ulysses(Peers(group, device), Whole())
+    else:
+        node, across = nested_groups(group, scheme.node)
+        transport = Ulysses(Peers(node, device), AllGather(Peers(across, device)))
+    return ContextParallel(scheme, transport)

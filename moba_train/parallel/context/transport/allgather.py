@@ -1,0 +1,121 @@
+"""Every rank gathers the keys and values of all, some key/value heads at a time.
+
+Gate, choice and attention of a key/value head touch no other head, so the heads of one slice are attended to while the
+next slice is on its way; two slices are in memory at once. The backward pass gathers again and sends the gradients of
+keys and values to their owners, who add them up in float32.
+
+Shape suffixes as in base.py; T tokens of the sequence, R ranks.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.protocol import Plan
+from moba_train.parallel.context.comm import Arrival, Peers
+from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.context.transport.base import Job, Transport, padded_lse, sum_dtype
+from moba_train.parallel.context.units import all_summaries
+
+Heads = tuple[slice, slice]
+"""A slice of the key/value heads, and the query heads that share them."""
+
+
+class AllGather(Transport):
+    """See above."""
+
+    def __init__(self, peers: Peers, slices: int = 4) -> None:
+        """`slices`: all but the first of so many transfers are hidden behind attention; more of them are smaller."""
+        self.peers, self.rank, self.slices = peers, peers.rank, slices
+
+    def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
+        """See `Transport.forward`."""
+        attention, tokens, part = job.attention, job.sequence.tokens(self.rank), job.part(self.rank)
+        slices = self._slices(q_LHD, k_LKD)
+        first = self._gather(k_LKD, v_LKD, slices[0])
+        summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.peers)
+        out_LHD, plan = torch.zeros_like(q_LHD), list[Tensor]()
+        lse_Hn = q_LHD.new_empty((q_LHD.shape[1], tokens), dtype=sum_dtype(q_LHD.dtype))
+        for (kv, of), k_TKD, v_TKD in self._arriving(k_LKD, v_LKD, slices, first, job.sequence):
+            q_nHD = q_LHD[:tokens, of].contiguous()
+            if tokens:
+                chosen = attention.plan(q_nHD, None if summaries is None else summaries[:, kv], part)
+                out_LHD[:tokens, of], lse_Hn[of] = attention.attend(q_nHD, k_TKD, v_TKD, part, chosen)
+            else:
+                chosen = attention.empty_plan(q_nHD, k_TKD, part)
+            plan += chosen
+            del k_TKD, v_TKD  # or three slices are in memory when the next but one is asked for
+        return out_LHD, padded_lse(lse_Hn, q_LHD.shape[0]), tuple(plan)
+
+    def backward(
+        self,
+        dout_LHD: Tensor,
+        q_LHD: Tensor,
+        k_LKD: Tensor,
+        v_LKD: Tensor,
+        out_LHD: Tensor,
+        lse_HL: Tensor,
+        plan: Plan,
+        job: Job,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Transport.backward`."""
+        tokens, part = job.sequence.tokens(self.rank), job.part(self.rank)
+        slices = self._slices(q_LHD, k_LKD)
+        length = len(plan) // len(slices)
+        plans = [plan[i * length : (i + 1) * length] for i in range(len(slices))]
+        dq_LHD, dk_LKD, dv_LKD = torch.zeros_like(q_LHD), torch.empty_like(k_LKD), torch.empty_like(v_LKD)
+        on_their_way: tuple[slice, Arrival] | None = None
+
+        def receive(kv: slice, arrival: Arrival) -> None:
+            (partial,) = arrival.wait()
+            total = partial.unflatten(0, (self.peers.size, -1)).sum(0, dtype=sum_dtype(partial.dtype))
+            dk_LKD[:, kv], dv_LKD[:, kv] = total.chunk(2, dim=1)
+
+        first = self._gather(k_LKD, v_LKD, slices[0])
+        arriving = self._arriving(k_LKD, v_LKD, slices, first, job.sequence)
+        for chosen, ((kv, of), k_TKD, v_TKD) in zip(plans, arriving, strict=True):
+            if tokens:
+                dout, q, out = (x[:tokens, of].contiguous() for x in (dout_LHD, q_LHD, out_LHD))
+                lse = lse_HL[of, :tokens].contiguous()
+                dq, dk, dv = job.attention.attend_backward(dout, q, k_TKD, v_TKD, out, lse, part, chosen)
+                dq_LHD[:tokens, of] = dq
+            else:
+                dk, dv = torch.zeros_like(k_TKD), torch.zeros_like(v_TKD)
+            del k_TKD, v_TKD
+            sent = self.peers.all_to_all(job.sequence.to_shards(dk, dv))
+            if on_their_way:  # the last slice's: its transfer was hidden behind this one's attention
+                receive(*on_their_way)
+            on_their_way = kv, sent
+        assert on_their_way
+        receive(*on_their_way)
+        return dq_LHD, dk_LKD, dv_LKD
+
+    def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
+        """See `Transport.empty_plan`."""
+        tokens, part = job.sequence.tokens(self.rank), job.part(self.rank)
+        plans = [
+            job.attention.empty_plan(q_LHD[:tokens, of], k_LKD[:, kv], part) for kv, of in self._slices(q_LHD, k_LKD)
+        ]
+        return tuple(tensor for plan in plans for tensor in plan)
+
+    def _slices(self, q_LHD: Tensor, k_LKD: Tensor) -> list[Heads]:
+        kv_heads = k_LKD.shape[1]
+        group, width = q_LHD.shape[1] // kv_heads, -(-kv_heads // self.slices)
+        slices = [slice(first, min(first + width, kv_heads)) for first in range(0, kv_heads, width)]
+        return [(kv, slice(kv.start * group, kv.stop * group)) for kv in slices]
+
+    def _gather(self, k_LKD: Tensor, v_LKD: Tensor, heads: Heads) -> Arrival:
+        return self.peers.all_gather(*(x[:, heads[0]].contiguous() for x in (k_LKD, v_LKD)))
+
+    def _arriving(
+        self, k_LKD: Tensor, v_LKD: Tensor, slices: list[Heads], first: Arrival, sequence: SequenceLayout
+    ) -> Iterator[tuple[Heads, Tensor, Tensor]]:
+        """Each slice with the keys and values of all tokens, [T, K, D]; the next one is asked for meanwhile."""
+        coming = first
+        for i, heads in enumerate(slices):
+            k_TKD, v_TKD = (sequence.to_packed(x) for x in coming.wait())
+            if i + 1 < len(slices):
+                coming = self._gather(k_LKD, v_LKD, slices[i + 1])
+            yield heads, k_TKD, v_TKD
+            del k_TKD, v_TKD

@@ -1,0 +1,78 @@
+"""What every transport is: a way to bring queries and keys of different ranks together.
+
+Shape suffixes: L rows of a shard (padding included), n tokens in it, H query heads, K key/value heads, D head width.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moba_train.attention.protocol import Layout, LocalAttention, Plan
+from moba_train.parallel.context.layout import SequenceLayout
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of an attention over a sequence that is cut over ranks."""
+
+    attention: LocalAttention
+    layout: Layout
+    """Of the whole packed sequence."""
+    sequence: SequenceLayout
+
+    def part(self, rank: int) -> Layout:
+        """The layout of a rank's queries against the keys of all ranks."""
+        return self.layout.part(self.sequence.place(rank), self.sequence.together)
+
+
+class Transport(ABC):
+    """Runs a job's attention with one shard of the sequence on each rank.
+
+    q, dout and out are [L, H, D], k and v [L, K, D], lse [H, L]: the rows of this rank's shard. Padding is never
+    attended to; its queries give out = 0, lse = -inf and its gradients are 0.
+    """
+
+    rank: int
+    """This rank's shard in the job's sequence."""
+
+    @abstractmethod
+    def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
+        """(out, lse, plan)."""
+
+    @abstractmethod
+    def backward(
+        self,
+        dout_LHD: Tensor,
+        q_LHD: Tensor,
+        k_LKD: Tensor,
+        v_LKD: Tensor,
+        out_LHD: Tensor,
+        lse_HL: Tensor,
+        plan: Plan,
+        job: Job,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv)."""
+
+    @abstractmethod
+    def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
+        """Tensors of the shapes and dtypes of the plan, contents undefined."""
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that partial results of `dtype` are added up in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def padded(x: Tensor, rows: int) -> Tensor:
+    """Zeros behind `x` up to `rows` rows; `x` itself where it has them."""
+    if x.shape[0] == rows:
+        return x
+    return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
+
+
+def padded_lse(lse_Hn: Tensor, rows: int) -> Tensor:
+    """[H, n] -> [H, rows]: queries behind have seen nothing."""
+    return F.pad(lse_Hn, (0, rows - lse_Hn.shape[1]), value=-torch.inf)

@@ -1,0 +1,227 @@
+"""Attention over a cut sequence against one device: inputs, the reference, and ranks that are threads."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.full import FullAttention
+from moba_train.attention.local import LocalEngine
+from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
+from moba_train.parallel.context.choose import Scheme
+from moba_train.parallel.context.comm import Arrival
+from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.context.transport.allgather import AllGather
+from moba_train.parallel.context.transport.base import Transport
+from moba_train.parallel.context.transport.ring import Ring
+from moba_train.parallel.context.transport.ulysses import Ulysses, Whole
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+HEAD_DIM = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """Documents, heads and an attention."""
+
+    lengths: tuple[int, ...]
+    heads: int = 4
+    kv_heads: int = 2
+    block_size: int = 4
+    topk: int | None = 3
+    """None: dense attention."""
+    options: dict = field(default_factory=dict, hash=False)
+    dtype: torch.dtype = torch.float64
+    backend: str = "reference"
+    head_dim: int = HEAD_DIM
+
+    @property
+    def total(self) -> int:
+        return sum(self.lengths)
+
+    def attention(self) -> LocalAttention:
+        if self.topk is None:
+            return FullAttention(FullAttention.Options(), self.head_dim)
+        options = {"block_size": self.block_size, "topk": self.topk, "backend": self.backend, **self.options}
+        return MobaAttention(MobaAttention.Options(**options), self.head_dim)
+
+    def layout(self, device: torch.device | str = "cpu") -> Layout:
+        return packed_layout(list(self.lengths), device)
+
+    def inputs(self, device: torch.device | str = "cpu", seed: int = 0) -> list[Tensor]:
+        """q, k, v, dout of the whole sequence."""
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            torch.randn(self.total, heads, self.head_dim, dtype=torch.float64, generator=generator).to(
+                device, self.dtype
+            )
+            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        ]
+
+
+@dataclass
+class Result:
+    """Of the whole sequence, or of one rank's shard."""
+
+    tensors: list[Tensor]
+    """out [T, H, D], lse as [T, H], dq, dk, dv."""
+    chosen: Tensor | None
+    """int32 [T, H, C]: the chosen blocks."""
+
+
+def on_one_device(case: Case, inputs: list[Tensor]) -> Result:
+    engine, attention, layout = LocalEngine(), case.attention(), case.layout(inputs[0].device)
+    q, k, v, dout = inputs
+    out, lse, plan = engine.forward(q, k, v, attention, layout)
+    grads = engine.backward(dout, q, k, v, out, lse, plan, attention, layout)
+    return Result([out, lse.T, *grads], plan[0].transpose(0, 1) if plan else None)
+
+
+def for_the_same_choice(case: Case, chosen_THC: Tensor | None, inputs: list[Tensor]) -> list[Tensor]:
+    """The tensors of a result in float64, for a choice that was made in another dtype; None: dense attention."""
+    exact = replace(case, dtype=torch.float64, backend="reference", topk=None if chosen_THC is None else case.topk)
+    attention, layout = exact.attention(), case.layout(inputs[0].device)
+    plan = () if chosen_THC is None else (chosen_THC.transpose(0, 1),)
+    q, k, v, dout = (x.double() for x in inputs)
+    out, lse = attention.attend(q, k, v, layout, plan)
+    return [out, lse.T, *attention.attend_backward(dout, q, k, v, out, lse, layout, plan)]
+
+
+def on_a_rank(engine: ContextParallel, case: Case, inputs: list[Tensor]) -> tuple[Result, Plan]:
+    """This rank's part, its rows without padding, after checking what padding must be; `chosen` is left out."""
+    sequence, rank = engine.sequence(case.total), engine.transport.rank
+    attention, layout = case.attention(), case.layout(inputs[0].device)
+    q, k, v, dout = (sequence.shard(x, rank, padding=float("nan")) for x in inputs)
+    out, lse, plan = engine.forward(q, k, v, attention, layout)
+    grads = engine.backward(dout, q, k, v, out, lse, plan, attention, layout)
+    tokens = sequence.tokens(rank)
+    for name, tensor in zip(NAMES, (out, lse.T, *grads), strict=True):
+        padding = tensor[tokens:]
+        wanted = torch.full_like(padding, -torch.inf if name == "lse" else 0)
+        assert torch.equal(padding, wanted), f"{name}: padding holds {padding}"
+    return Result([x[:tokens] for x in (out, lse.T, *grads)], None), plan
+
+
+def chosen_of_ranks(plans: list[Plan], scheme: Scheme, sequence: SequenceLayout) -> Tensor:
+    """The choice of the whole sequence [T, H, C], from the opaque plans of all ranks: what they were made of."""
+    # One for each slice of the heads, beside whatever else the kernels want to keep.
+    plans_HTC = [torch.cat([x for x in plan if x.dim() == 3]) for plan in plans]
+    group = {"ulysses": scheme.ranks, "hierarchical": scheme.node}.get(scheme.transport, 1)
+    by_group = [plans_HTC[first : first + group] for first in range(0, scheme.ranks, group)]
+    joined = sequence.in_groups(group)
+    shards = [torch.cat(plans).transpose(0, 1) for plans in by_group]
+    return joined.to_packed(padded_shards(shards, joined.rows))
+
+
+def padded_shards(shards: list[Tensor], rows: int) -> Tensor:
+    """All ranks' tokens end to end, each padded to `rows` rows."""
+    return torch.cat([torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])]) for x in shards])
+
+
+def assert_same(got: list[Tensor], want: list[Tensor], atol: float = 1e-12) -> None:
+    for name, a, b in zip(NAMES, got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class ThreadPeers:
+    """`Peers` for ranks that are threads of this process."""
+
+    def __init__(self, rank: int, board: "Board") -> None:
+        self.rank, self.size, self.board = rank, board.size, board
+
+    def _swap(self, call: str, value: object) -> list:
+        return self.board.swap(self.rank, call, value)
+
+    def all_gather(self, *shards: Tensor) -> Arrival:
+        everyone = self._swap("all_gather", [x.clone() for x in shards])
+        return Arrival(tuple(torch.cat([theirs[i] for theirs in everyone]) for i in range(len(shards))))
+
+    def all_to_all(self, *parts: Tensor) -> Arrival:
+        everyone = self._swap("all_to_all", [x.clone().chunk(self.size) for x in parts])
+        return Arrival(tuple(torch.cat([theirs[i][self.rank] for theirs in everyone]) for i in range(len(parts))))
+
+    def all_to_all_uneven(self, x: Tensor, sent_rows: list[int], received_rows: list[int]) -> Tensor:
+        everyone = self._swap("all_to_all_uneven", x.clone().split(sent_rows))
+        mine = [theirs[self.rank] for theirs in everyone]
+        assert [part.shape[0] for part in mine] == received_rows
+        return torch.cat(mine)
+
+    def sum(self, x: Tensor) -> None:
+        x.copy_(torch.stack(self._swap("sum", x.clone())).sum(0))
+
+    def shift(self, sent: Tensor, received: Tensor, distance: int, then: Callable[[], object] | None = None) -> Arrival:
+        everyone = self._swap(f"shift {distance}", sent.clone())
+        received.copy_(everyone[(self.rank - distance) % self.size])
+        if then is not None:
+            then()
+        return Arrival((received,))
+
+
+class Board:
+    """Where the threads of one group leave their messages; every call must be the same call on all of them."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.slots = size, [None] * size
+        self.barrier = threading.Barrier(size, timeout=60)
+
+    def swap(self, rank: int, call: str, value: object) -> list:
+        self.slots[rank] = (call, value)
+        self.barrier.wait()
+        everyone = list(self.slots)
+        self.barrier.wait()
+        assert {name for name, _ in everyone} == {call}, f"rank {rank} is at {call}, all: {[n for n, _ in everyone]}"
+        return [message for _, message in everyone]
+
+
+def thread_transports(scheme: Scheme, **options) -> tuple[list[Transport], list[Board]]:
+    """The transports of all ranks, and what they talk over."""
+    if scheme.transport == "hierarchical":
+        nodes, places = scheme.ranks // scheme.node, scheme.node
+        inner, outer = [Board(places) for _ in range(nodes)], [Board(nodes) for _ in range(places)]
+        made = [
+            Ulysses(ThreadPeers(rank % places, inner[rank // places]), AllGather(ThreadPeers(rank // places, board)))
+            for rank in range(scheme.ranks)
+            for board in [outer[rank % places]]
+        ]
+        return made, inner + outer
+    board = Board(scheme.ranks)
+    peers = [ThreadPeers(rank, board) for rank in range(scheme.ranks)]
+    make = {
+        "ring": lambda p: Ring(p, scheme.ring_depth),
+        "allgather": lambda p: AllGather(p, **options),
+        "ulysses": lambda p: Ulysses(p, Whole()),
+    }[scheme.transport]
+    return [make(p) for p in peers], [board]
+
+
+def on_threads(scheme: Scheme, case: Case, inputs: list[Tensor], **options) -> Result:
+    """The result of all ranks put together."""
+    transports, boards = thread_transports(scheme, **options)
+    engines = [ContextParallel(scheme, transport) for transport in transports]
+
+    def run(engine: ContextParallel) -> tuple[Result, Plan]:
+        try:
+            return on_a_rank(engine, case, inputs)
+        except BaseException:
+            for board in boards:
+                board.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(scheme.ranks) as pool:
+        futures = [pool.submit(run, engine) for engine in engines]
+    errors = [future.exception() for future in futures if future.exception()]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    results, plans = zip(*(future.result() for future in futures), strict=True)
+    sequence = engines[0].sequence(case.total)
+    shards = [
+        padded_shards(list(tensors), sequence.rows)
+        for tensors in zip(*(result.tensors for result in results), strict=True)
+    ]
+    chosen = chosen_of_ranks(list(plans), scheme, sequence) if plans[0] else None
+    return Result([sequence.to_packed(x) for x in shards], chosen)

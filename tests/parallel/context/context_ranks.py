@@ -1,0 +1,241 @@
+"""What ranks check in processes of their own: all checks run in one set of processes, because starting them is slow."""
+
+import json
+import os
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from context_cases import (
+    NAMES,
+    Case,
+    Result,
+    assert_same,
+    chosen_of_ranks,
+    for_the_same_choice,
+    on_a_rank,
+    on_one_device,
+    padded_shards,
+)
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from moba_train.attention.operators import SAVED_OPERATORS
+from moba_train.parallel.context.choose import Scheme
+from moba_train.parallel.context.comm import Peers
+from moba_train.parallel.context.engine import ContextParallel, context_engine
+
+CASES = {
+    "moba": Case((12, 0, 1, 33), heads=12, kv_heads=12),
+    "dense": Case((12, 0, 1, 33), heads=12, kv_heads=12, topk=None),
+    "shared heads, bf16": Case((41, 6), heads=12, kv_heads=1, dtype=torch.bfloat16),
+}
+SCHEMES = {
+    f"{transport}, {layout}, {ranks} ranks": Scheme(ranks, transport, layout, node, depth)
+    for ranks in (1, 2, 3, 4)
+    for layout in ("contiguous", "zigzag")
+    for transport, node, depth in (
+        ("allgather", ranks, None),
+        ("ring", ranks, None),
+        ("ulysses", ranks, None),
+        *([("hierarchical", 2, None)] if ranks == 4 else []),
+    )
+} | {"ring, zigzag, 4 ranks, 2 buffers": Scheme(4, "ring", "zigzag", 4, 2)}
+
+
+class Member:
+    """This process, in the groups of 1 to `world` ranks that it belongs to."""
+
+    def __init__(self, world: int, device: torch.device) -> None:
+        self.device = device
+        self.groups: dict[int, dist.ProcessGroup] = {}
+        for size in range(1, world + 1):
+            for first in range(0, world - size + 1, size):
+                members = list(range(first, first + size))
+                group = dist.new_group(members)
+                if dist.get_rank() in members:
+                    self.groups[size] = group
+
+    def engine(self, scheme: Scheme) -> ContextParallel:
+        return context_engine(scheme, self.groups[scheme.ranks], self.device)
+
+    def everyone(self, ranks: int, mine: object) -> list:
+        """`mine` of all ranks of the group, in their order."""
+        theirs = [None] * ranks
+        dist.all_gather_object(theirs, mine, group=self.groups[ranks])
+        return theirs
+
+
+@contextmanager
+def recorded_calls():
+    """The calls to `Peers` made meanwhile, in order; what must agree on all ranks."""
+    calls: list[str] = []
+    methods = {name: getattr(Peers, name) for name in ("all_gather", "all_to_all", "all_to_all_uneven", "sum", "shift")}
+
+    def recording(name: str, peers: Peers, *args, **options):
+        sizes = "" if name == "all_to_all_uneven" else [tuple(x.shape) for x in args if isinstance(x, Tensor)]
+        calls.append(f"{name} {peers.size} {sizes} {[x for x in args if isinstance(x, int)]}")
+        return methods[name](peers, *args, **options)
+
+    for name in methods:
+        setattr(Peers, name, lambda peers, *args, name=name, **options: recording(name, peers, *args, **options))
+    try:
+        yield calls
+    finally:
+        for name, method in methods.items():
+            setattr(Peers, name, method)
+
+
+def equal_to_one_device(case: Case, scheme: Scheme, member: Member, engine: ContextParallel | None = None) -> None:
+    """Results and gradients, the chosen blocks, the same calls on all ranks, the same bits again.
+
+    It fails only after the last message, or the other ranks would wait for ever.
+    """
+    if scheme.ranks not in member.groups:
+        return
+    engine = engine or member.engine(scheme)
+    inputs = case.inputs(member.device)
+    want = on_one_device(case, inputs)
+    with recorded_calls() as calls:
+        (got, plan), (again, _) = (on_a_rank(engine, case, inputs) for _ in range(2))
+    sequence, rank = engine.sequence(case.total), engine.transport.rank
+    parts = member.everyone(scheme.ranks, (calls, [x.cpu() for x in plan], [x.cpu() for x in got.tensors]))
+    all_calls, plans, shards = zip(*parts, strict=True)
+    assert all(theirs == calls for theirs in all_calls), f"calls differ: {all_calls}"
+    assert calls or scheme.ranks == 1, "nothing was recorded"
+    assert all(torch.equal(a, b) for a, b in zip(got.tensors, again.tensors, strict=True)), "two runs differ"
+    if want.chosen is not None:
+        assert torch.equal(chosen_of_ranks([tuple(p) for p in plans], scheme, sequence), want.chosen.cpu())
+    if case.dtype == torch.float64:
+        assert_same(got.tensors, [sequence.shard(x, rank)[: sequence.tokens(rank)] for x in want.tensors])
+    else:
+        whole = [sequence.to_packed(padded_shards(list(x), sequence.rows)) for x in zip(*shards, strict=True)]
+        assert_as_exact(whole, want, case, inputs)
+
+
+def assert_as_exact(got: list[Tensor], one: Result, case: Case, inputs: list[Tensor]) -> None:
+    """Errors against float64 are about those of one device.
+
+    Partial gradients are rounded to bf16 before their owner adds them up, twice in `hierarchical`. One device on the
+    CPU, float32 inside, rounds but once; kernels round probabilities too.
+    """
+    bar = 1.5 if inputs[0].is_cuda else 2.5
+    truth = for_the_same_choice(case, one.chosen, inputs)
+    for name, ours, single, right in zip(NAMES, got, one.tensors, truth, strict=True):
+        right, norm = right.cpu(), right.norm().item()
+        errors = [((x.cpu().double() - right).norm() / norm).item() for x in (ours, single)]
+        assert errors[0] <= bar * errors[1] + 1e-4, (
+            f"{name}: relative error {errors[0]:.2e}, one device {errors[1]:.2e}"
+        )
+
+
+def recomputation_sends_nothing(member: Member) -> None:
+    """Under the checkpointing that FSDP uses, the forward pass is not communicated again."""
+    case, scheme = CASES["moba"], SCHEMES["allgather, zigzag, 2 ranks"]
+    engine, attention, layout = member.engine(scheme), case.attention(), case.layout()
+    shards = [engine.sequence(case.total).shard(x, engine.transport.rank) for x in case.inputs()]
+    contexts = partial(create_selective_checkpoint_contexts, list(SAVED_OPERATORS))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return engine(q * 1.5, k, v, attention, layout)[0]
+
+    def gradients(recompute: bool) -> tuple[list[Tensor], list[str]]:
+        leaves = [x.clone().requires_grad_() for x in shards[:3]]
+        with recorded_calls() as calls:
+            out = checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts) if recompute else run(*leaves)
+            grads = torch.autograd.grad(out, leaves, shards[3])
+        return list(grads), calls
+
+    (plain, plain_calls), (recomputed, calls) = gradients(False), gradients(True)
+    assert calls == plain_calls
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+def compiles_whole(member: Member) -> None:
+    """No graph break, for documents that change from step to step, and the same bits."""
+    case, scheme = CASES["moba"], SCHEMES["allgather, zigzag, 2 ranks"]
+    for name in ("allgather, zigzag, 2 ranks", "ring, zigzag, 2 ranks", "ulysses, contiguous, 2 ranks"):
+        scheme = SCHEMES[name]
+        engine, attention = member.engine(scheme), case.attention()
+        shards = [engine.sequence(case.total).shard(x, engine.transport.rank) for x in case.inputs()]
+
+        def run(q: Tensor, k: Tensor, v: Tensor, layout, engine=engine, attention=attention) -> Tensor:
+            return engine(q * 1.5, k, v, attention, layout)[0]
+
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+        for lengths in ((46,), (20, 26), (12, 0, 1, 33)):
+            layout = Case(lengths).layout()
+            results = []
+            for function in (run, compiled):
+                leaves = [x.clone().requires_grad_() for x in shards[:3]]
+                out = function(*leaves, layout)
+                results.append([out, *torch.autograd.grad(out, leaves, shards[3])])
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
+
+
+def refusals_come_before_any_message(member: Member) -> None:
+    scheme = SCHEMES["ulysses, contiguous, 4 ranks"]
+    engine = member.engine(scheme)
+    case = Case((46,), heads=6, kv_heads=6)
+    q, k, v, _ = (engine.sequence(46).shard(x, engine.transport.rank) for x in case.inputs())
+    with recorded_calls() as calls:
+        for bad, word in (((q, k, v), "parallel.cp_transport"), ((q[1:], k[1:], v[1:]), "rows given")):
+            with pytest.raises(ValueError, match=word):
+                engine(*bad, case.attention(), case.layout())
+    assert calls == []
+
+
+Check = Callable[[Member], None]
+CHECKS: dict[str, Check] = {
+    f"{name}, {how}": partial(equal_to_one_device, case, scheme)
+    for how, scheme in SCHEMES.items()
+    for name, case in CASES.items()
+} | {
+    "recomputation": recomputation_sends_nothing,
+    "compilation": compiles_whole,
+    "refusals": refusals_come_before_any_message,
+}
+
+
+def run_checks(world: int, checks: dict[str, Check], folder: Path, device: str = "cpu") -> dict[str, str]:
+    """Run the checks on `world` ranks; the errors of each check that failed anywhere."""
+    mp.spawn(_rank, (world, checks, str(folder), device), nprocs=world)
+    errors: dict[str, str] = {}
+    for rank in range(world):
+        for name, text in json.loads((folder / f"errors{rank}.json").read_text()).items():
+            errors[name] = errors.get(name, "") + f"\nrank {rank}: {text}"
+    return errors
+
+
+def _rank(rank: int, world: int, checks: dict[str, Check], folder: str, device: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(where)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        store=dist.FileStore(f"{folder}/store", world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+        device_id=where if device == "cuda" else None,
+    )
+    errors = {}
+    try:
+        member = Member(world, where)
+        for name, check in checks.items():
+            try:
+                check(member)
+            except Exception:
+                errors[name] = traceback.format_exc()
+    finally:
+        Path(f"{folder}/errors{rank}.json").write_text(json.dumps(errors))
+        dist.destroy_process_group()

@@ -1,0 +1,94 @@
+"""What `auto` takes, what it says, and what is refused with the key to change."""
+
+import pytest
+
+from moba_train.parallel.context.choose import Scheme, Shape, check_heads, check_sizes, choose, cost
+
+LLAMA_8B = Shape(tokens=2**17, heads=32, kv_heads=8, head_dim=128)
+
+
+def auto(shape: Shape = LLAMA_8B, ranks: int = 4, node: int | None = None, work_grows: bool = True, **limits):
+    return choose("auto", "auto", shape, ranks=ranks, node=node or ranks, work_grows=work_grows, **limits)
+
+
+def test_few_ranks_gather_few_heads_and_many_ranks_exchange():
+    """A rank receives keys and values three times, or in all 15 times its share of them: more than 5 ranks exchange."""
+    assert auto(ranks=2)[0].transport == "allgather"
+    assert auto(ranks=8)[0].transport == "ulysses"
+
+
+def test_across_nodes_the_exchange_stays_inside():
+    assert auto(ranks=16, node=8)[0].transport == "hierarchical"
+
+
+def test_what_cannot_be_shared_is_not_taken():
+    scheme, why = auto(Shape(2**17, heads=28, kv_heads=4, head_dim=128), ranks=8)
+    assert scheme.transport == "allgather"
+    assert "cannot share 28 query heads among 8 ranks" in why
+
+
+def test_where_nothing_fits_a_ring_with_two_buffers_is_left():
+    scheme, why = auto(memory_bytes=1000)
+    assert (scheme.transport, scheme.ring_depth) == ("ring", 2)
+    assert why.count("does not fit") == 3
+    assert cost(scheme, LLAMA_8B).memory_bytes < cost(Scheme(4, "ring", "zigzag", 4), LLAMA_8B).memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("transport", "work_grows", "layout"),
+    [
+        ("ring", True, "zigzag"),
+        ("ring", False, "contiguous"),
+        ("allgather", True, "zigzag"),
+        ("ulysses", True, "contiguous"),
+    ],
+)
+def test_zigzag_where_shards_would_be_unequal(transport, work_grows, layout):
+    scheme, _ = choose(transport, "auto", LLAMA_8B, ranks=4, node=4, work_grows=work_grows)
+    assert scheme.layout == layout
+
+
+def test_what_is_asked_for_is_taken():
+    scheme, why = choose("ring", "zigzag", LLAMA_8B, ranks=8, node=8, work_grows=False, ring_depth=3)
+    assert scheme == Scheme(8, "ring", "zigzag", 8, 3)
+    assert "ring as asked for" in why
+
+
+def test_bytes_of_a_known_case():
+    """128K tokens over 4 ranks: 512 MiB of keys and values, of which a rank lacks 3/4; fetched twice, returned once."""
+    assert cost(Scheme(4, "ring", "zigzag", 4), LLAMA_8B).node_bytes == 3 * 0.75 * 512 * 2**20
+    assert cost(Scheme(4, "allgather", "zigzag", 4), LLAMA_8B).node_bytes == 3 * 0.75 * 512 * 2**20
+    # A rank's 32K tokens have 256 MiB of queries and 128 MiB of keys and values; it keeps 1/4 of what it exchanges.
+    assert cost(Scheme(4, "ulysses", "contiguous", 4), LLAMA_8B).node_bytes == 0.75 * (6 * 256 + 3 * 128) * 2**20
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        (Scheme(4, "magic", "zigzag", 4), r"parallel.cp_transport: 'magic' given, allowed: allgather"),
+        (Scheme(0, "ring", "zigzag", 1), r"parallel.cp: 0 given"),
+        (Scheme(4, "ring", "zigzag", 4, 1), r"parallel.cp_ring_depth: 1 given, at least 2"),
+        (Scheme(4, "hierarchical", "zigzag", 4), r"parallel.cp_transport: 'hierarchical' needs several nodes"),
+        (Scheme(4, "hierarchical", "zigzag", 3), r"parallel.cp is 4, with 3 in a node"),
+        (Scheme(4, "hierarchical", "zigzag", 1), r"with 1 in a node"),
+    ],
+)
+def test_impossible_sizes_are_refused(scheme, message):
+    with pytest.raises(ValueError, match=message):
+        check_sizes(scheme)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "couples", "message"),
+    [
+        (6, 6, False, "cannot share 6 query heads among 4 ranks"),
+        (12, 6, False, "cannot share 6 key/value heads among 4 ranks"),
+        (8, 2, True, "would tear the query heads of 2 key/value heads apart"),
+    ],
+)
+def test_heads_that_cannot_be_shared_are_refused(heads, kv_heads, couples, message):
+    with pytest.raises(ValueError, match=rf"parallel\.cp_transport: 'ulysses' {message}"):
+        check_heads(Scheme(4, "ulysses", "contiguous", 4), heads, kv_heads, couples)
+    check_heads(Scheme(4, "ring", "zigzag", 4), heads, kv_heads, couples)
+    with pytest.raises(ValueError, match="among 8 ranks"):
+        choose("ulysses", "auto", Shape(99, 12, 12, 8), ranks=8, node=8, work_grows=False)

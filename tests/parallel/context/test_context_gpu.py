@@ -1,0 +1,76 @@
+"""Context parallelism between GPUs, over NCCL: the checks of the CPU with kernels, longer and of random sizes.
+
+python -m pytest tests/parallel/context/test_context_gpu.py             # as many GPUs as there are, up to 4
+MOBA_SOAK=200 python -m pytest tests/parallel/context/test_context_gpu.py -k soak
+"""
+
+import os
+import random
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from context_cases import Case
+from context_ranks import Check, Member, equal_to_one_device, run_checks
+
+from moba_train.parallel.context.choose import Scheme
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.timeout(1200),
+]
+WORLD = 4 if torch.cuda.device_count() >= 4 else 2
+BIG = Case((3000, 0, 1, 5191), 16, 4, block_size=128, topk=4, dtype=torch.bfloat16, backend="auto", head_dim=128)
+CASES = {
+    "MoBA": BIG,
+    "MoBA, blocks longer than shards": replace(BIG, block_size=4096, topk=2),
+    "dense": replace(BIG, topk=None),
+}
+SCHEMES = {
+    f"{transport}, {layout}, {ranks} ranks": Scheme(ranks, transport, layout, node)
+    for ranks in range(2, WORLD + 1)
+    for layout in ("contiguous", "zigzag")
+    for transport, node in (
+        ("allgather", ranks),
+        ("ring", ranks),
+        *([("ulysses", ranks)] if BIG.heads % ranks == 0 else []),
+        *([("hierarchical", 2)] if ranks == 4 else []),
+    )
+} | ({"ring, zigzag, 4 ranks, 2 buffers": Scheme(4, "ring", "zigzag", 4, 2)} if WORLD == 4 else {})
+CHECKS: dict[str, Check] = {
+    f"{name}, {how}": partial(equal_to_one_device, case, scheme)
+    for how, scheme in SCHEMES.items()
+    for name, case in CASES.items()
+}
+
+
+def soak(member: Member) -> None:
+    """Engines are kept, as in training, while sequence lengths, documents and heads change."""
+    rng = random.Random(0)
+    engines = {name: member.engine(scheme) for name, scheme in SCHEMES.items() if scheme.ranks in member.groups}
+    for step in range(int(os.environ.get("MOBA_SOAK", "10"))):
+        name = rng.choice([name for name, scheme in SCHEMES.items() if scheme.ranks == WORLD])
+        lengths = [rng.randint(0, 3000) for _ in range(rng.randint(1, 5))] + [rng.randint(WORLD, 3000)]
+        topk = rng.choice([None, 1, 3, 8])
+        case = replace(BIG, lengths=tuple(lengths), block_size=rng.choice([64, 128, 512]), topk=topk)
+        try:
+            equal_to_one_device(case, SCHEMES[name], member, engines[name])
+        except AssertionError as error:
+            raise AssertionError(f"step {step}: {name}, {case}") from error
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory) -> dict[str, str]:
+    return run_checks(WORLD, CHECKS, tmp_path_factory.mktemp("context"), "cuda")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_between_gpus(check, errors):
+    assert check not in errors, errors[check]
+
+
+def test_soak(tmp_path):
+    errors = run_checks(WORLD, {"soak": soak}, tmp_path, "cuda")
+    assert errors == {}, errors.get("soak")

@@ -1,0 +1,104 @@
+"""A cut sequence: every token on one rank, round trips, balance, and what a trainer needs to cut its batch."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moba_train.parallel.context.layout import SequenceLayout, sees
+
+KINDS = ("contiguous", "zigzag")
+
+
+@st.composite
+def layouts(draw) -> SequenceLayout:
+    ranks = draw(st.integers(1, 9))
+    return SequenceLayout.cut(draw(st.integers(ranks, 200)), ranks, draw(st.sampled_from(KINDS)))
+
+
+@given(layouts())
+def test_every_token_is_on_one_rank_and_padding_stands_behind(sequence):
+    held = [token for runs in sequence.runs for start, stop in runs for token in range(start, stop)]
+    assert sorted(held) == list(range(sequence.total))
+    assert 0 <= sequence.ranks * sequence.rows - sequence.total < 2 * sequence.ranks
+    tokens = torch.arange(sequence.total)
+    for rank in range(sequence.ranks):
+        shard = sequence.shard(tokens, rank, padding=-1)
+        count = sequence.tokens(rank)
+        assert shard.shape == (sequence.rows,)
+        assert (shard[count:] == -1).all()
+        assert (shard[:count].diff() > 0).all()
+        assert all(sequence.owner(token) == rank for token in shard[:count].tolist())
+
+
+@given(layouts())
+def test_shards_laid_end_to_end_go_to_packed_order_and_back(sequence):
+    x = torch.randn(sequence.total, 2, 3)
+    y = torch.randn(sequence.total, 1, 3)
+    shards = torch.cat([sequence.shard(x, rank) for rank in range(sequence.ranks)])
+    assert torch.equal(sequence.to_packed(shards), x)
+    assert torch.equal(sequence.to_shards(x), shards)
+    assert torch.equal(sequence.to_shards(x, y)[:, 2:], sequence.to_shards(y))
+
+
+@given(layouts(), st.data())
+def test_groups_of_ranks_hold_what_their_ranks_hold(sequence, data):
+    size = data.draw(st.sampled_from([n for n in range(1, sequence.ranks + 1) if sequence.ranks % n == 0]))
+    x = torch.randn(sequence.total)
+    groups = sequence.in_groups(size)
+    for group in range(groups.ranks):
+        members = range(group * size, (group + 1) * size)
+        alone = sequence.of(members)
+        packed = alone.to_packed(torch.cat([sequence.shard(x, rank) for rank in members]))
+        assert torch.equal(groups.shard(x, group)[: groups.tokens(group)], packed)
+        assert alone.together == groups.place(group)
+
+
+@given(layouts())
+def test_rows_of_tokens_find_them_in_the_shard(sequence):
+    tokens = torch.arange(sequence.total)
+    for rank in range(sequence.ranks):
+        rows = sequence.rows_of(tokens, rank)
+        mine = rows >= 0
+        assert int(mine.sum()) == sequence.tokens(rank)
+        assert torch.equal(sequence.shard(tokens, rank)[rows[mine]], tokens[mine])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_zigzag_balances_work_that_grows_with_the_position(ranks):
+    total = 16 * ranks
+    work = torch.arange(1, total + 1).double()
+    shares = {}
+    for kind in KINDS:
+        sequence = SequenceLayout.cut(total, ranks, kind)
+        sums = torch.stack([sequence.shard(work, rank).sum() for rank in range(ranks)])
+        shares[kind] = (sums.max() / sums.mean()).item()
+    assert shares["zigzag"] == 1
+    assert shares["contiguous"] > 1.4
+
+
+def test_a_whole_contiguous_sequence_is_not_copied():
+    sequence = SequenceLayout.cut(12, 3, "contiguous")
+    x = torch.randn(12, 2)
+    assert sequence.to_packed(x).data_ptr() == x.data_ptr()
+    assert sequence.to_shards(x).data_ptr() == x.data_ptr()
+
+
+def test_a_shard_sees_what_its_documents_held_before():
+    edges = (0, 10, 10, 30)
+    assert sees(((0, 10),), ((0, 10),), edges)
+    assert not sees(((0, 10),), ((10, 20),), edges), "another document, and the future"
+    assert not sees(((10, 20),), ((0, 10),), edges), "another document"
+    assert not sees(((10, 20),), ((20, 30),), edges), "the future"
+    assert sees(((20, 30),), ((10, 20),), edges)
+    assert sees(((0, 5), (25, 30)), ((5, 12),), edges)
+    assert not sees((), ((0, 10),), edges)
+    assert not sees(((0, 10),), (), edges)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_tokens_than_ranks_are_refused(kind):
+    with pytest.raises(ValueError, match=r"parallel\.cp: 4 given for a sequence of 3 tokens"):
+        SequenceLayout.cut(3, 4, kind)
+    with pytest.raises(ValueError, match=r"parallel\.cp_layout: 'striped' given"):
+        SequenceLayout.cut(8, 4, "striped")
