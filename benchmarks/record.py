@@ -15,11 +15,9 @@ import torch
 
 
 def provenance() -> dict[str, Any]:
-    """Command, commit (`git`, else $GIT_COMMIT), device and versions of this process."""
+    """Command, commit ($GIT_COMMIT, for copies without their history; else `git`), device and versions."""
     asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    commit = (
-        asked.stdout.strip() if asked.returncode == 0 else os.environ.get("GIT_COMMIT", "")
-    )  # a copy without .git is told
+    commit = os.environ.get("GIT_COMMIT") or (asked.stdout.strip() if asked.returncode == 0 else "")
     cuda = torch.cuda.is_available()
     return {
         "command": shlex.join(["python", "-m", "benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),

@@ -91,13 +91,11 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `attend`; `out` and `lse` may come from more keys than are here."""
     call = Call.of(q_THD, k_SKD, v_SKD, layout, chosen_HTC, block_size, scale)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_SKD, v_SKD))
-    if call.tokens:
-        dout_THD = dout_THD.contiguous()
-        stats_TH2 = call.stats(dout_THD, out_THD, lse_HT)
-        lists = Lists.of(entries, starts, chosen_HTC, call.kv_heads, call.tables.blocks)
-        short = ShortBlocks(call, lists)
-        way = short if short.pays_backward() else LongBlocks(call, lists)
-        way.attend_backward(dout_THD, stats_TH2, dq, dk, dv)
-        return dq, dk, dv
-    return dq, dk.zero_(), dv.zero_()
+    if call.tokens == 0:
+        return torch.empty_like(q_THD), torch.zeros_like(k_SKD), torch.zeros_like(v_SKD)
+    dout_THD = dout_THD.contiguous()
+    stats_TH2 = call.stats(dout_THD, out_THD, lse_HT)
+    lists = Lists.of(entries, starts, chosen_HTC, call.kv_heads, call.tables.blocks)
+    short = ShortBlocks(call, lists)
+    way = short if short.pays_backward() else LongBlocks(call, lists)
+    return way.attend_backward(dout_THD, stats_TH2)

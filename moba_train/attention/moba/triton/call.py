@@ -83,6 +83,14 @@ class Call:
         tile = {"M": shape.rows, "N": shape.keys, "num_warps": shape.warps, "num_stages": shape.stages}
         return {"G": self.group, "D": self.head_dim, **tile}
 
+    def like_q(self) -> Tensor:
+        """Uninitialised, contiguous."""
+        return torch.empty(self.q_THD.shape, dtype=self.q_THD.dtype, device=self.q_THD.device)
+
+    def like_k(self) -> Tensor:
+        """The same of the keys."""
+        return torch.empty(self.k_SKD.shape, dtype=self.k_SKD.dtype, device=self.k_SKD.device)
+
     def descriptors(self, keys: int) -> tuple[TensorDescriptor, TensorDescriptor]:
         """K and V for bulk copies of [keys, D]; what lies past the end reads as zero."""
         return self.descriptor(self.k_SKD, keys), self.descriptor(self.v_SKD, keys)

@@ -71,13 +71,13 @@ class LongBlocks:
             )
             call.combine(combine.combine_out, segment, out_THD, lse_HT, partial_out, partial_lse)
 
-    def attend_backward(self, dout: Tensor, stats: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Write dq [T, H, D], dk and dv [S, K, D]."""
+    def attend_backward(self, dout: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [T, H, D], dk and dv [S, K, D]."""
         call, lists, shape = self.call, self.lists, self.call.shapes.dq
-        PackedDkdv(call, dout, stats, lists).run(dk, dv)
-        dq_own(call, dout, stats, dq)
+        dk, dv = PackedDkdv(call, dout, stats, lists).run()
+        dq = dq_own(call, dout, stats)
         if call.choices == 0:
-            return
+            return dq, dk, dv
         k_desc, v_desc = call.descriptors(shape.keys)
         parts = list(segments(lists, call.kv_heads, call.limit))
         partial_dq = call.buffer(parts)
@@ -110,11 +110,12 @@ class LongBlocks:
                 **call.sizes(shape),
             )
             call.combine(combine.combine_dq, segment, dq, partial_dq, TILES=1)
+        return dq, dk, dv
 
 
-def dq_own(call: Call, dout: Tensor, stats: Tensor, dq: Tensor) -> None:
-    """Write the own blocks' part of dq."""
-    shape = call.shapes.dq
+def dq_own(call: Call, dout: Tensor, stats: Tensor) -> Tensor:
+    """The own blocks' part of dq."""
+    shape, dq = call.shapes.dq, call.like_q()
     tiles = call.own_tiles(shape)
     backward.dq_own[(call.tables.blocks * tiles, call.kv_heads)](
         call.q_THD,
@@ -128,3 +129,4 @@ def dq_own(call: Call, dout: Tensor, stats: Tensor, dq: Tensor) -> None:
         call.scale,
         **call.sizes(shape),
     )
+    return dq

@@ -228,7 +228,9 @@ class PackedDkdv:
         """Tiles of the longest block."""
         return triton.cdiv(self.call.longest, self.call.shapes.dkdv.keys)
 
-    def run(self, dk: Tensor, dv: Tensor) -> None:
+    def run(self) -> tuple[Tensor, Tensor]:
+        """dk and dv [S, K, D]."""
+        dk, dv = self.call.like_k(), self.call.like_k()
         for heads, parts in self.segments():
             sums = self.own(heads)
             for segment, room in parts:
@@ -236,6 +238,7 @@ class PackedDkdv:
                 self.history(segment, table, room, *sums)
             dk[:, heads].copy_(sums[0])
             dv[:, heads].copy_(sums[1])
+        return dk, dv
 
     def segments(self) -> Iterator[tuple[slice, list[tuple[Segment, Packed]]]]:
         """Segments by their key/value heads. All use the same room, for as many rows as q has: twice the size of q.

@@ -81,8 +81,7 @@ def _chunk_scores(q_row, q_MD, ok, pooled_desc, at, kv_head, GROUP: tl.constexpr
             s = tl.dot(tl.load(q_row + (kv_head * G + g) * D, mask=ok[:, None], other=0.0), key_ND.T, s)
     else:
         s = tl.dot(q_MD, key_ND.T)
-    # A candidate's gate is finite: above no candidate and below a forced one.
-    return tl.minimum(tl.maximum(s, -3.4028234663852886e38), 3.4028234663852886e38)
+    return s
 
 
 @triton.jit
@@ -153,6 +152,7 @@ def _select(
     # Below every score; and what is left of a bucket when all its levels are drawn, with perhaps more behind.
     EMPTY: tl.constexpr = -0x7FFFFFFF
     HIDDEN: tl.constexpr = -0x80000000
+    FORCED: tl.constexpr = 0x7FFFFFFF
     # The last queries have the most candidates: they go first.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     kv_head = head if GROUP else head // G
@@ -182,12 +182,14 @@ def _select(
         chunk = tl.where(i < inner, i, i + inner_end - inner)
         block = lo + chunk * N + column
         s = _chunk_scores(q_row, q_MD, ok, pooled_desc, lo + chunk * N, kv_head, GROUP, G, D)
+        key = _chunk_key(s, chunk, chunk_mask)
+        forced = FORCED - chunk  # above infinity and NaN, and of two the lower block first
         if PREVIOUS:
-            s = tl.where(block[None, :] == own_M[:, None] - 1, float("inf"), s)
+            key = tl.where(block[None, :] == own_M[:, None] - 1, forced, key)
         if FIRST:
-            s = tl.where(block[None, :] == first_M[:, None], float("inf"), s)
+            key = tl.where(block[None, :] == first_M[:, None], forced, key)
         candidate = (block[None, :] >= first_M[:, None]) & (block[None, :] < own_M[:, None])
-        key = tl.where(candidate, _chunk_key(s, chunk, chunk_mask), EMPTY)
+        key = tl.where(candidate, key, EMPTY)
         best1, best2, best3, best4 = _keep(key, best1, best2, best3, best4, LEVELS)
 
     slot = tl.arange(0, SLOTS)

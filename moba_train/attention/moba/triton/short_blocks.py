@@ -59,12 +59,12 @@ class ShortBlocks:
         entries = self.lists.entries.numel() // self.call.kv_heads
         return self.call.shapes.short_backward is not None and entries * self.key_tiles <= self.call.limit
 
-    def attend_backward(self, dout: Tensor, stats: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Write dq [T, H, D], dk and dv [S, K, D]."""
+    def attend_backward(self, dout: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [T, H, D], dk and dv [S, K, D]."""
         call, shape, tiles = self.call, self.call.shapes.short_backward, self.key_tiles
         assert shape
-        if tiles > 1:
-            dq_own(call, dout, stats, dq)
+        dq = dq_own(call, dout, stats) if tiles > 1 else call.like_q()
+        dk, dv = call.like_k(), call.like_k()
         parts = list(segments(self.lists, call.kv_heads, self.call.limit // tiles))
         partial_dq = call.buffer(parts, tiles)
         slots = 2 * max((part.kv_heads.stop - part.kv_heads.start) * part.entries for part in parts) // _SPAN
@@ -113,6 +113,7 @@ class ShortBlocks:
                 )
             if call.choices:
                 call.combine(combine.combine_dq, segment, dq, partial_dq, TILES=tiles)
+        return dq, dk, dv
 
     @property
     def key_tiles(self) -> int:

@@ -46,7 +46,7 @@ def shapes(head_dim: int, block_size: int) -> Shapes:
     and more programs hide the gathers' latency.
     """
     dq = Shape(128, 64, 8, 3) if head_dim == 128 else Shape(128, 128, 8, 2)
-    long = Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), dq, Shape(64, 128, 8, 3))
+    long = Shapes(Shape(64, 64, 4, 3), Shape(128, 128, 8, 3), dq, Shape(64, 128, 8, 3))
     if block_size > 128:
         return long
     keys = 128 if block_size > 64 else 64
