@@ -125,7 +125,7 @@ def test_selection_fits(head_dim, choices, levels, grouped, tmp_path):
     constants |= {"D": head_dim, "M": 64, "N": 64}
     for kernel, more in ((select._select, {"LEVELS": levels}), (select._select_marked, {})):
         if levels or kernel is select._select_marked:
-            allowed = 0 if choices < 16 else 128
+            allowed = 16 if choices < 16 else 128
             fits(kernel, {**constants, **more}, Shape(64, 64, 4, 3), "bf16", allowed, tmp_path)
 
 
