@@ -1,8 +1,8 @@
 """The attention engine of a model whose sequence is cut over ranks."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, LocalAttention, Plan
@@ -73,12 +73,13 @@ class ContextParallel(OperatorEngine):
         return Job(attention, layout, sequence)
 
 
-def context_engine(scheme: Scheme, group: dist.ProcessGroup, device: torch.device) -> ContextParallel:
+def context_engine(scheme: Scheme, group: ProcessGroup, device: torch.device) -> ContextParallel:
     """The engine for the ranks of `group`, in their order. Sets up all communication.
 
-    Every rank of the world must call it, each with its own group. Raises ValueError when sizes do not fit.
+    Every rank of the world must call it, with the same scheme and its own group. Raises ValueError for sizes that do
+    not fit.
     """
-    size = dist.get_world_size(group)
+    size = group.size()
     if size != scheme.ranks:
         raise ValueError(f"parallel.cp: {scheme.ranks} given, the group has {size} ranks")
     check_sizes(scheme)
