@@ -64,6 +64,7 @@ class ContextParallel(OperatorEngine):
 
     def _job(self, q_LHD: Tensor, k_LKD: Tensor, attention: LocalAttention, layout: Layout) -> Job:
         """Raises ValueError, before anything is sent, for what the transport cannot do."""
+        assert layout.is_whole, "the layout of the whole sequence is needed, not that of a shard"
         sequence = self.sequence(int(layout.total))
         if q_LHD.shape[0] != sequence.rows:
             raise ValueError(
