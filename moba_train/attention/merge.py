@@ -14,9 +14,21 @@ def merge(out_a_THD: Tensor, lse_a_HT: Tensor, out_b_THD: Tensor, lse_b_HT: Tens
     `lse` is the natural log-sum-exp, in float32 or float64; -inf marks a row that saw no key, and the result of two
     such rows is (0, -inf), never NaN. Returns (out, lse) in the dtypes of the first argument pair.
     """
+    lse_HT, weight_a_TH1, weight_b_TH1 = _weights(lse_a_HT, lse_b_HT)
+    return (out_a_THD * weight_a_TH1 + out_b_THD * weight_b_TH1).to(out_a_THD.dtype), lse_HT
+
+
+def merge_into(out_THD: Tensor, lse_HT: Tensor, partial_THD: Tensor, partial_lse_HT: Tensor) -> None:
+    """`merge` in place, into `out` and `lse` (float32 or float64), with memory for one more tensor like `out`."""
+    merged_HT, weight_TH1, partial_weight_TH1 = _weights(lse_HT, partial_lse_HT)
+    out_THD.mul_(weight_TH1).add_(partial_THD * partial_weight_TH1)
+    lse_HT.copy_(merged_HT)
+
+
+def _weights(lse_a_HT: Tensor, lse_b_HT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(lse, weight of a [T, H, 1], weight of b) of the union of a and b."""
     lse_HT = torch.logaddexp(lse_a_HT, lse_b_HT)
     # -inf - -inf is NaN: where nothing was seen at all, any finite stand-in gives both sides the weight 0.
     finite_HT = torch.where(lse_HT == -torch.inf, torch.zeros_like(lse_HT), lse_HT)
-    weight_a_TH1 = (lse_a_HT - finite_HT).exp().T.unsqueeze(-1)
-    weight_b_TH1 = (lse_b_HT - finite_HT).exp().T.unsqueeze(-1)
-    return (out_a_THD * weight_a_TH1 + out_b_THD * weight_b_TH1).to(out_a_THD.dtype), lse_HT
+    weight_a_TH1, weight_b_TH1 = ((side - finite_HT).exp().T.unsqueeze(-1) for side in (lse_a_HT, lse_b_HT))
+    return lse_HT, weight_a_TH1, weight_b_TH1

@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[2] / "moba_train"
 
 
@@ -81,6 +79,11 @@ def test_only_the_entry_points_import_the_trainer():
     assert importers("moba_train.trainer") <= {"moba_train.train", "moba_train.cli", "moba_train.trainer"}
 
 
-@pytest.mark.skipif(not (PACKAGE / "parallel" / "context").exists(), reason="no context parallelism in this tree")
 def test_context_parallelism_never_hears_of_blocks():
     assert importers("moba_train.attention.moba", "parallel/context") == set()
+
+
+def test_one_file_of_context_parallelism_talks_to_other_ranks():
+    """The engine knows what a process group is, to hand it on."""
+    context = "moba_train.parallel.context"
+    assert importers("torch.distributed", "parallel/context") == {f"{context}.comm", f"{context}.engine"}

@@ -195,6 +195,35 @@ def test_queries_and_keys_may_both_be_split(kind, options, whole, qkv, device):
 
 
 @every_kind
+def test_key_value_heads_may_be_split_as_well(kind, options, whole, qkv):
+    """A slice of the key/value heads, with the query heads that share them and its slice of the summaries."""
+    attention = build(kind, options)
+    q, k, v = qkv
+    summaries = attention.summarize(k, whole)
+    want = attention.attend(q, k, v, whole, attention.plan(q, summaries, whole))
+    for kv in range(2):
+        of = slice(2 * kv, 2 * kv + 2)
+        own = None if summaries is None else summaries[:, kv : kv + 1]
+        plan = attention.plan(q[:, of], own, whole)
+        got = attention.attend(q[:, of], k[:, kv : kv + 1], v[:, kv : kv + 1], whole, plan)
+        torch.testing.assert_close(got, (want[0][:, of], want[1][of]), rtol=0, atol=1e-13)
+
+
+@every_kind
+def test_query_heads_that_are_not_coupled_may_be_split(kind, options, whole, qkv):
+    attention = build(kind, options)
+    assert attention.couples_heads == (options.get("select") == "group")
+    q, k, v = qkv
+    summaries = attention.summarize(k, whole)
+    want = attention.attend(q, k, v, whole, attention.plan(q, summaries, whole))
+    if not attention.couples_heads:
+        own = None if summaries is None else summaries[:, :1]
+        plan = attention.plan(q[:, 1:2], own, whole)
+        got = attention.attend(q[:, 1:2], k[:, :1], v[:, :1], whole, plan)
+        torch.testing.assert_close(got, (want[0][:, 1:2], want[1][1:2]), rtol=0, atol=1e-13)
+
+
+@every_kind
 def test_summaries_of_aligned_shards_add_up_to_the_summary_of_the_sequence(kind, options, device):
     """Each shard summarises its own keys; blocks it holds nothing of are zero, so that a sum joins them."""
     whole = packed_layout([40], device)

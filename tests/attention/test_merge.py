@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moba_train.attention.merge import merge
+from moba_train.attention.merge import merge, merge_into
 
 T, H, D = 5, 3, 4
 
@@ -25,6 +25,18 @@ def partials(device):
 def test_two_disjoint_sets_of_keys_merge_to_their_union(partials):
     whole, (a, b, c) = partials
     torch.testing.assert_close(merge(*merge(*a, *b), *c), whole, rtol=0, atol=1e-14)
+
+
+def test_merging_in_place_is_merging(partials):
+    """From nothing on, into a wider dtype, as a ring does."""
+    _, parts = partials
+    want = torch.zeros(T, H, D, dtype=torch.float64), torch.full((H, T), -torch.inf, dtype=torch.float64)
+    want = tuple(x.to(parts[0][0].device) for x in want)
+    got = tuple(x.clone() for x in want)
+    for out, lse in parts:
+        want = merge(*want, out.float(), lse)
+        merge_into(*got, out.float(), lse)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_order_and_grouping_do_not_matter(partials):

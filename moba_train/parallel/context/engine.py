@@ -1,8 +1,8 @@
 """The attention engine of a model whose sequence is cut over ranks."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, LocalAttention, Plan
@@ -64,6 +64,7 @@ class ContextParallel(OperatorEngine):
 
     def _job(self, q_LHD: Tensor, k_LKD: Tensor, attention: LocalAttention, layout: Layout) -> Job:
         """Raises ValueError, before anything is sent, for what the transport cannot do."""
+        assert layout.is_whole, "the layout of the whole sequence is needed, not that of a shard"
         sequence = self.sequence(int(layout.total))
         if q_LHD.shape[0] != sequence.rows:
             raise ValueError(
@@ -73,12 +74,13 @@ class ContextParallel(OperatorEngine):
         return Job(attention, layout, sequence)
 
 
-def context_engine(scheme: Scheme, group: dist.ProcessGroup, device: torch.device) -> ContextParallel:
+def context_engine(scheme: Scheme, group: ProcessGroup, device: torch.device) -> ContextParallel:
     """The engine for the ranks of `group`, in their order. Sets up all communication.
 
-    Every rank of the world must call it, each with its own group. Raises ValueError when sizes do not fit.
+    Every rank of the world must call it, with the same scheme and its own group. Raises ValueError for sizes that do
+    not fit.
     """
-    size = dist.get_world_size(group)
+    size = group.size()
     if size != scheme.ranks:
         raise ValueError(f"parallel.cp: {scheme.ranks} given, the group has {size} ranks")
     check_sizes(scheme)

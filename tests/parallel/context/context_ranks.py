@@ -158,9 +158,20 @@ def recomputation_sends_nothing(member: Member) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 
+def nothing_gathered_is_saved(member: Member) -> None:
+    """For the backward pass, a rank keeps its own rows and what was planned for them."""
+    case = CASES["dense"]
+    for transport in ("allgather", "ring", "ulysses"):
+        engine = member.engine(SCHEMES[f"{transport}, contiguous, 4 ranks"])
+        shards = [engine.sequence(case.total).shard(x, engine.rank).requires_grad_() for x in case.inputs()[:3]]
+        out, _ = engine(*shards, case.attention(), case.layout())
+        saved = [x.shape[0] for x in out.grad_fn.saved_tensors]
+        assert max(saved) == shards[0].shape[0] == 12, saved
+
+
 def compiles_whole(member: Member) -> None:
     """No graph break, for documents that change from step to step, and the same bits."""
-    case, scheme = CASES["moba"], SCHEMES["allgather, zigzag, 2 ranks"]
+    case = CASES["moba"]
     for name in ("allgather, zigzag, 2 ranks", "ring, zigzag, 2 ranks", "ulysses, contiguous, 2 ranks"):
         scheme = SCHEMES[name]
         engine, attention = member.engine(scheme), case.attention()
@@ -199,6 +210,7 @@ CHECKS: dict[str, Check] = {
     for name, case in CASES.items()
 } | {
     "recomputation": recomputation_sends_nothing,
+    "saved tensors": nothing_gathered_is_saved,
     "compilation": compiles_whole,
     "refusals": refusals_come_before_any_message,
 }

@@ -1,11 +1,14 @@
 """Attention over a cut sequence is attention on one device: ranks are threads, numbers are float64."""
 
+import threading
+
 import pytest
 import torch
-from context_cases import Case, assert_same, for_the_same_choice, on_one_device, on_threads
+from context_cases import Case, ThreadPeers, assert_same, for_the_same_choice, on_one_device, on_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moba_train.attention.full import FullAttention
 from moba_train.parallel.context.choose import Scheme
 
 TRANSPORTS = ("allgather", "ring", "ulysses", "hierarchical")
@@ -113,3 +116,26 @@ def test_two_runs_give_the_same_bits():
     for transport in TRANSPORTS:
         first, second = (on_threads(scheme(transport, "zigzag"), case, inputs) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first.tensors, second.tensors, strict=True))
+
+
+@pytest.mark.parametrize(("depth", "before_each_attention"), [(None, [3, 3, 3, 3]), (2, [2, 2, 3, 3])])
+def test_the_ring_sends_chunks_on_before_it_attends(depth, before_each_attention, monkeypatch):
+    """Transfers begun before each chunk's attention, on the rank that sees every chunk: as many as have buffers."""
+    begun: dict[int, int] = {}
+    counts: list[int] = []
+    shift, attend = ThreadPeers.shift, FullAttention.attend
+
+    def counted_shift(peers, *args, **options):
+        begun[threading.get_ident()] = begun.get(threading.get_ident(), 0) + 1
+        return shift(peers, *args, **options)
+
+    def counted_attend(attention, q, k, v, layout, plan):
+        if layout.q_runs == ((24, 32),):
+            counts.append(begun[threading.get_ident()])
+        return attend(attention, q, k, v, layout, plan)
+
+    monkeypatch.setattr(ThreadPeers, "shift", counted_shift)
+    monkeypatch.setattr(FullAttention, "attend", counted_attend)
+    case = Case((32,), topk=None)
+    on_threads(scheme("ring", "contiguous", depth=depth), case, case.inputs())
+    assert counts == before_each_attention

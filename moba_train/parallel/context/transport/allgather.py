@@ -35,7 +35,7 @@ class AllGather(Transport):
         slices = self._slices(q_LHD, k_LKD)
         first = self._gather(k_LKD, v_LKD, slices[0])
         summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.peers)
-        out_LHD, plan = torch.zeros_like(q_LHD), list[Tensor]()
+        out_LHD, plan = _zero_behind(q_LHD, tokens), list[Tensor]()
         lse_Hn = q_LHD.new_empty((q_LHD.shape[1], tokens), dtype=sum_dtype(q_LHD.dtype))
         for (kv, of), k_TKD, v_TKD in self._arriving(k_LKD, v_LKD, slices, first, job.sequence):
             q_nHD = q_LHD[:tokens, of].contiguous()
@@ -64,7 +64,7 @@ class AllGather(Transport):
         slices = self._slices(q_LHD, k_LKD)
         length = len(plan) // len(slices)
         plans = [plan[i * length : (i + 1) * length] for i in range(len(slices))]
-        dq_LHD, dk_LKD, dv_LKD = torch.zeros_like(q_LHD), torch.empty_like(k_LKD), torch.empty_like(v_LKD)
+        dq_LHD, dk_LKD, dv_LKD = _zero_behind(q_LHD, tokens), torch.empty_like(k_LKD), torch.empty_like(v_LKD)
         on_their_way: tuple[slice, Arrival] | None = None
 
         def receive(kv: slice, arrival: Arrival) -> None:
@@ -119,3 +119,10 @@ class AllGather(Transport):
                 coming = self._gather(k_LKD, v_LKD, slices[i + 1])
             yield heads, k_TKD, v_TKD
             del k_TKD, v_TKD
+
+
+def _zero_behind(x_LHD: Tensor, tokens: int) -> Tensor:
+    """A tensor like `x`, zero in the rows of padding and undefined before."""
+    made_LHD = torch.empty_like(x_LHD)
+    made_LHD[tokens:] = 0
+    return made_LHD

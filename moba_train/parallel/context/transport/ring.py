@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moba_train.attention.merge import merge
+from moba_train.attention.merge import merge_into
 from moba_train.attention.protocol import Layout, Plan
 from moba_train.parallel.context.comm import Arrival, Peers
 from moba_train.parallel.context.layout import sees
@@ -42,8 +42,7 @@ class Ring(Transport):
         lse_Hn = out_nHD.new_full((q_LHD.shape[1], tokens), -torch.inf)
         for owner, k, v in self._chunks(k_LKD, v_LKD, job):
             if self._is_seen(owner, job):
-                partial = attention.attend(q_nHD, k, v, self._pair(owner, job), plan)
-                out_nHD, lse_Hn = merge(out_nHD, lse_Hn, *partial)
+                merge_into(out_nHD, lse_Hn, *attention.attend(q_nHD, k, v, self._pair(owner, job), plan))
         rows = q_LHD.shape[0]
         return padded(out_nHD.to(q_LHD.dtype), rows), padded_lse(lse_Hn, rows), plan
 

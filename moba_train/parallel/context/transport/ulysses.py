@@ -78,9 +78,9 @@ class _Swap:
         """Shards of rows [L, H, D] with all heads to all rows of the group [N, h, D] with some heads."""
         sent = []
         for x_LHD in tensors_LHD:
-            copies = max(1, self.size // x_LHD.shape[1])
-            x_LPhD = x_LHD.repeat_interleave(copies, dim=1).unflatten(1, (self.size, -1))
-            sent.append(x_LPhD.transpose(0, 1).flatten(0, 1).contiguous())
+            if x_LHD.shape[1] < self.size:
+                x_LHD = x_LHD.repeat_interleave(self.size // x_LHD.shape[1], dim=1)
+            sent.append(x_LHD.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1).contiguous())
         return [self.joint.to_shards(self.group.to_packed(x)) for x in self.peers.all_to_all(*sent).wait()]
 
     def to_rows(self, *tensors_NhD: Tensor) -> list[Tensor]:

@@ -1,0 +1,282 @@
+"""Attention with the sequence cut over ranks: time, share of one GPU's rate, hidden communication, memory.
+
+    torchrun --nproc-per-node 4 -m benchmarks.context_parallel --output benchmarks/results/context-h200-x4.json
+    torchrun --nproc-per-node 4 -m benchmarks.context_parallel --tokens 256K --attention 128/8 --transports ring
+
+Forward and backward of one layer of Llama-3-8B's shape, bf16, one document of random data. The time of a call is that
+of its slowest rank. Its efficiency is its rate, in pairs of query and key per second and rank, over that of one rank
+alone with its own sequence of up to --alone-up-to tokens. Communication alone is the transport with an attention that
+does nothing; attention alone is a rank's share with all keys at hand. On a CPU sizes are tiny and only ratios mean
+anything.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.record import save, spread
+from moba_train.attention.full import FullAttention
+from moba_train.attention.local import LocalEngine
+from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.operators import OperatorEngine
+from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
+from moba_train.config.base import Section
+from moba_train.parallel.context.choose import Scheme, Shape, check_heads, check_sizes, cost
+from moba_train.parallel.context.engine import ContextParallel, context_engine
+from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.world import World, joined_world
+from moba_train.units import parse_number
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+TOY_HEADS, TOY_KV_HEADS, TOY_HEAD_DIM = 8, 4, 16
+
+
+class Setting:
+    """What does not change during a run: ranks, shapes, repetitions."""
+
+    def __init__(self, world: World, repeats: int) -> None:
+        self.world, self.device, self.repeats = world, world.device, repeats
+        self.is_gpu = world.device.type == "cuda"
+        sizes = (HEADS, KV_HEADS, HEAD_DIM) if self.is_gpu else (TOY_HEADS, TOY_KV_HEADS, TOY_HEAD_DIM)
+        self.heads, self.kv_heads, self.head_dim = sizes
+        self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
+        self._engines: dict[Scheme, ContextParallel] = {}
+
+    def engine(self, scheme: Scheme) -> ContextParallel:
+        """The same for the same scheme: communicators take memory."""
+        if scheme not in self._engines:
+            self._engines[scheme] = context_engine(scheme, dist.group.WORLD, self.device)
+        return self._engines[scheme]
+
+    def attention(self, name: str) -> LocalAttention:
+        """`dense`, or MoBA as BLOCK/TOPK."""
+        if name == "dense":
+            return FullAttention(FullAttention.Options(), self.head_dim)
+        block_size, topk = map(int, name.split("/"))
+        return MobaAttention(MobaAttention.Options(block_size=block_size, topk=topk), self.head_dim)
+
+    def inputs(self, tokens: int, seed: int = 0) -> list[Tensor]:
+        """q, k, v, dout."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return [
+            torch.randn(tokens, heads, self.head_dim, dtype=self.dtype, device=self.device, generator=generator)
+            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        ]
+
+    def milliseconds(self, call: Callable[[], Any]) -> list[float]:
+        """This rank's times of single calls that all ranks begin together, after two to warm up."""
+        call(), call()
+        times = []
+        for _ in range(self.repeats):
+            dist.barrier()
+            if self.is_gpu:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                start.record()
+                call()
+                end.record()
+                torch.cuda.synchronize()
+                times.append(start.elapsed_time(end))
+            else:
+                began = time.perf_counter()
+                call()
+                times.append(1000 * (time.perf_counter() - began))
+        return times
+
+    def of_all_ranks(self, mine: Any) -> list[Any]:
+        """`mine` of every rank."""
+        everyone: list[Any] = [None] * self.world.size
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    def slowest(self, call: Callable[[], Any]) -> dict[str, float]:
+        """Median and spread of the time until the last rank is done."""
+        return spread([max(times) for times in zip(*self.of_all_ranks(self.milliseconds(call)), strict=True)])
+
+
+class Nothing(LocalAttention):
+    """An attention that computes nothing, so that only its transport takes time."""
+
+    alignment = 1
+
+    def __init__(self) -> None:
+        pass
+
+    def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
+        """Nothing."""
+        return None
+
+    def plan(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Plan:
+        """Nothing."""
+        return ()
+
+    def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Plan:
+        """Nothing."""
+        return ()
+
+    def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Undefined contents."""
+        return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[1::-1], dtype=torch.float32)
+
+    def attend_backward(
+        self, dout_THD: Tensor, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Undefined contents."""
+        return torch.empty_like(q_THD), torch.empty_like(k_SKD), torch.empty_like(v_SKD)
+
+
+Nothing.Options = Section
+
+
+def both_passes(engine: OperatorEngine, attention: LocalAttention, inputs: list[Tensor], layout: Layout) -> None:
+    """Forward and backward."""
+    q, k, v, dout = inputs
+    out, lse, plan = engine.forward(q, k, v, attention, layout)
+    engine.backward(dout, q, k, v, out, lse, plan, attention, layout)
+
+
+def one_share(
+    attention: LocalAttention, inputs: list[Tensor], layout: Layout, rank: int, sequence: SequenceLayout
+) -> None:
+    """A rank's queries against the keys of the whole sequence, all at hand."""
+    q, dout = (sequence.shard(inputs[i], rank)[: sequence.tokens(rank)] for i in (0, 3))
+    k, v = inputs[1:3]
+    part = layout.part(sequence.place(rank), None)
+    plan = attention.plan(q, attention.summarize(k, layout.part(None, None)), part)
+    out, lse = attention.attend(q, k, v, part, plan)
+    attention.attend_backward(dout, q, k, v, out, lse, part, plan)
+
+
+def pairs(name: str, tokens: int) -> float:
+    """Pairs of query and key that count, of one head."""
+    if name == "dense":
+        return tokens * (tokens + 1) / 2
+    block_size, topk = map(int, name.split("/"))
+    token = torch.arange(tokens, dtype=torch.float64)
+    history = (token // block_size).clamp(max=topk - 1).sum().item() * block_size
+    return history + (token % block_size + 1).sum().item()
+
+
+def measure(setting: Setting, scheme: Scheme, name: str, tokens: int, alone: dict[str, float]) -> dict[str, Any]:
+    """One transport and layout with one attention at one length."""
+    engine = setting.engine(scheme)
+    layout, attention, sequence = (
+        packed_layout([tokens], setting.device),
+        setting.attention(name),
+        engine.sequence(tokens),
+    )
+    inputs = setting.inputs(tokens)
+    shard = [sequence.shard(x, engine.rank) for x in inputs]
+    if setting.is_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    total = setting.slowest(lambda: both_passes(engine, attention, shard, layout))
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if setting.is_gpu else 0.0
+    communication = setting.slowest(lambda: both_passes(engine, Nothing(), shard, layout))
+    group = {"ulysses": scheme.ranks, "hierarchical": scheme.node}.get(scheme.transport, 1)
+    sequence, rank = sequence.in_groups(group), engine.rank // group
+    inputs = [x[:, : max(1, x.shape[1] // group)].contiguous() for x in inputs]  # Ulysses: some heads, more tokens
+    attention_alone = setting.slowest(lambda: one_share(attention, inputs, layout, rank, sequence))
+    hidden = communication["median"] + attention_alone["median"] - total["median"]
+    rate = pairs(name, tokens) / scheme.ranks / total["median"]
+    return {
+        "attention": name,
+        "tokens": tokens,
+        "transport": scheme.transport,
+        "layout": scheme.layout,
+        "ms": total,
+        "efficiency": rate / (pairs(name, int(alone["tokens"])) / alone["ms"]),
+        "communication_ms": communication,
+        "attention_ms": attention_alone,
+        "hidden_share": max(0.0, min(1.0, hidden / communication["median"])) if scheme.ranks > 1 else 1.0,
+        "peak_gib": max(setting.of_all_ranks(peak)),
+        "predicted_communication_ms": 1000 * predicted(setting, scheme, tokens),
+    }
+
+
+def predicted(setting: Setting, scheme: Scheme, tokens: int) -> float:
+    """Seconds, by the numbers that `auto` chooses with."""
+    shape = Shape(tokens, setting.heads, setting.kv_heads, setting.head_dim, setting.dtype.itemsize)
+    return cost(scheme, shape).seconds
+
+
+def alone_rate(setting: Setting, name: str, tokens: int, limit: int) -> dict[str, float]:
+    """Every rank by itself with a whole sequence: its length and the slowest rank's median time."""
+    tokens = min(tokens, limit)
+    layout, attention, inputs = packed_layout([tokens], setting.device), setting.attention(name), setting.inputs(tokens)
+    engine = LocalEngine()
+    times = setting.milliseconds(lambda: both_passes(engine, attention, inputs, layout))
+    return {"tokens": tokens, "ms": max(setting.of_all_ranks(statistics.median(times)))}
+
+
+def schemes(setting: Setting, transports: list[str], layouts: list[str], node: int) -> list[Scheme]:
+    """Those that these ranks and heads can do."""
+    found = []
+    for transport in transports:
+        for layout in layouts:
+            scheme = Scheme(setting.world.size, transport, layout, node)  # type: ignore[arg-type]  # checked below
+            try:
+                check_sizes(scheme)
+                check_heads(scheme, setting.heads, setting.kv_heads, couples_heads=False)
+            except ValueError as error:
+                if setting.world.is_main:
+                    print(f"left out: {error}", flush=True)
+                continue
+            found.append(scheme)
+    return found
+
+
+def report(result: dict[str, Any]) -> None:
+    """One line."""
+    print(
+        f"{result['attention']:>8} {result['tokens']:>8} {result['transport']:>12} {result['layout']:>10}: "
+        f"{result['ms']['median']:9.2f} ms, {100 * result['efficiency']:5.1f} % of one rank's rate; communication "
+        f"alone {result['communication_ms']['median']:8.2f} (predicted {result['predicted_communication_ms']:.2f}), "
+        f"attention alone {result['attention_ms']['median']:9.2f}, hidden {100 * result['hidden_share']:3.0f} %; "
+        f"peak {result['peak_gib']:.2f} GiB",
+        flush=True,
+    )
+
+
+def numbers(text: str) -> int:
+    return parse_number(text, 1024)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transports", nargs="+", default=["allgather", "ring", "ulysses", "hierarchical"])
+    parser.add_argument("--layouts", nargs="+", default=["contiguous", "zigzag"])
+    parser.add_argument("--attention", nargs="+", default=["dense", "128/8", "4096/12"], help="dense or BLOCK/TOPK")
+    parser.add_argument("--tokens", nargs="+", type=numbers, help="whole sequences; default 64K 128K 256K, CPU 1K")
+    parser.add_argument("--alone-up-to", type=numbers, default=2**18, help="longest sequence for one rank alone")
+    parser.add_argument("--ranks-per-node", type=int, help="ranks in a node, for hierarchical; default: all")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    with joined_world() as world:
+        setting = Setting(world, arguments.repeats)
+        lengths = arguments.tokens or ([2**16, 2**17, 2**18] if setting.is_gpu else [1024])
+        node = arguments.ranks_per_node or world.size
+        results = []
+        for name in arguments.attention:
+            for tokens in lengths:
+                alone = alone_rate(setting, name, tokens, arguments.alone_up_to)
+                for scheme in schemes(setting, arguments.transports, arguments.layouts, node):
+                    results.append(measure(setting, scheme, name, tokens, alone))
+                    if world.is_main:
+                        report(results[-1])
+                        if arguments.output:
+                            settings = {"ranks": world.size, "heads": setting.heads, "kv_heads": setting.kv_heads}
+                            settings |= {"head_dim": setting.head_dim, "dtype": str(setting.dtype)}
+                            save(arguments.output, settings, results)
+
+
+if __name__ == "__main__":
+    main()

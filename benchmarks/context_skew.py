@@ -1,0 +1,180 @@
+"""Does an attention sink slow ranks down? MoBA over a cut sequence, with queries routed on purpose.
+
+    torchrun --nproc-per-node 4 -m benchmarks.context_skew --output benchmarks/results/context-skew-h200-x4.json
+
+Routing: `sink`, all queries choose the first blocks; `uniform`, any; `local`, those just before them. Busy is the time
+a rank's attention takes, from the first to the last kernel of every call; the bar is max/mean <= 1.10 over ranks, and
+sink/uniform <= 1.15 of the step time. `lockstep` is the ring as it must not be: a chunk goes on only when the attention
+to it is done, so that every step takes as long as its busiest rank.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.context_parallel import Setting, both_passes, numbers
+from benchmarks.record import save, spread
+from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.protocol import packed_layout
+from moba_train.parallel.context.choose import Scheme
+from moba_train.parallel.context.comm import Peers
+from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.transport.base import Job
+from moba_train.parallel.context.transport.ring import Ring
+from moba_train.parallel.world import joined_world
+
+ROUTINGS = ("sink", "uniform", "local")
+STRENGTH = 16.0
+
+
+class LockstepRing(Ring):
+    """The negative control."""
+
+    def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> Iterator[tuple[int, Tensor, Tensor]]:
+        chunk_2LKD = torch.stack([k_LKD, v_LKD])
+        for step in range(self.peers.size):
+            owner = (self.rank - step) % self.peers.size
+            yield owner, *chunk_2LKD[:, : job.sequence.tokens(owner)]
+            if step + 1 < self.peers.size:
+                (chunk_2LKD,) = self.peers.shift(chunk_2LKD, torch.empty_like(chunk_2LKD), 1).wait()
+
+
+class TimedMoba(MobaAttention):
+    """Notes when each of its calls begins and ends."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.marks: list[tuple[Any, Any]] = []
+
+    def plan(self, *arguments: Any) -> Any:
+        """Timed."""
+        return self._timed(super().plan, *arguments)
+
+    def attend(self, *arguments: Any) -> Any:
+        """Timed."""
+        return self._timed(super().attend, *arguments)
+
+    def attend_backward(self, *arguments: Any) -> Any:
+        """Timed."""
+        return self._timed(super().attend_backward, *arguments)
+
+    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        begin = self._now(arguments[0])
+        result = call(*arguments)
+        self.marks.append((begin, self._now(arguments[0])))
+        return result
+
+    def _now(self, x: Tensor) -> Any:
+        if not x.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def busy_ms(self) -> float:
+        """Milliseconds of all calls since the last question."""
+        marks, self.marks = self.marks, []
+        if marks and isinstance(marks[0][0], float):
+            return 1000 * sum(end - begin for begin, end in marks)
+        torch.cuda.synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in marks)
+
+
+def routed(setting: Setting, routing: str, tokens: int, block_size: int, topk: int) -> list[Tensor]:
+    """q, k, v, dout whose gates send queries where `routing` says."""
+    q, k, v, dout = setting.inputs(tokens)
+    if routing == "sink":
+        q[..., 0] += STRENGTH
+        k[: (topk - 1) * block_size, :, 0] += STRENGTH
+    elif routing == "local":  # a direction that turns by half a circle along the sequence
+        angle = torch.linspace(0, math.pi, tokens, device=setting.device)
+        for x in (q, k):
+            x[..., 0] += STRENGTH * angle.cos()[:, None]
+            x[..., 1] += STRENGTH * angle.sin()[:, None]
+    return [q, k, v, dout]
+
+
+def first_shard_share(engine: ContextParallel, attention: MobaAttention, shard: list[Tensor], layout: Any) -> float:
+    """Part of this rank's history choices that lie among the first blocks, whose number is `topk - 1`."""
+    *_, plan = engine.forward(*shard[:3], attention, layout)
+    chosen = torch.cat([x.flatten() for x in plan if x.dim() == 3])
+    history = chosen[chosen >= 0]
+    return (history < attention.options.topk - 1).double().mean().item() if history.numel() else 0.0
+
+
+def measure(setting: Setting, name: str, layout_kind: str, tokens: int, block_size: int, topk: int) -> dict[str, Any]:
+    """All routings over one transport."""
+    size = setting.world.size
+    if name == "lockstep":
+        scheme = Scheme(size, "ring", layout_kind, size)  # type: ignore[arg-type]  # argparse checks
+        engine = ContextParallel(scheme, LockstepRing(Peers(dist.group.WORLD, setting.device)))
+    else:
+        kind, _, depth = name.partition(":")
+        scheme = Scheme(size, kind, layout_kind, size, int(depth) if depth else None)  # type: ignore[arg-type]
+        engine = setting.engine(scheme)
+    layout, sequence = packed_layout([tokens], setting.device), engine.sequence(tokens)
+    result: dict[str, Any] = {"transport": name, "layout": layout_kind}
+    for routing in ROUTINGS:
+        attention = TimedMoba(MobaAttention.Options(block_size=block_size, topk=topk), setting.head_dim)
+        shard = [sequence.shard(x, engine.rank) for x in routed(setting, routing, tokens, block_size, topk)]
+        share = first_shard_share(engine, attention, shard, layout)
+        both_passes(engine, attention, shard, layout)
+        attention.busy_ms()
+        times = setting.milliseconds(lambda: both_passes(engine, attention, shard, layout))  # noqa: B023  # called at once
+        busy = setting.of_all_ranks(attention.busy_ms() / (setting.repeats + 2))
+        result[routing] = {
+            "ms": spread([max(column) for column in zip(*setting.of_all_ranks(times), strict=True)]),
+            "busy_ms": busy,
+            "busy_max_over_mean": max(busy) / (sum(busy) / len(busy)),
+            "choices_among_first_blocks": setting.of_all_ranks(share),
+        }
+    result["sink_over_uniform"] = result["sink"]["ms"]["median"] / result["uniform"]["ms"]["median"]
+    return result
+
+
+def report(result: dict[str, Any]) -> None:
+    """One line a transport."""
+    cells = ", ".join(
+        f"{name} {result[name]['ms']['median']:.2f} ms (busy max/mean {result[name]['busy_max_over_mean']:.2f})"
+        for name in ROUTINGS
+    )
+    print(
+        f"{result['transport']:>10} {result['layout']:>10}: {cells}; sink/uniform {result['sink_over_uniform']:.2f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    transports = ["allgather", "ring", "ring:2", "ulysses", "lockstep"]
+    parser.add_argument("--transports", nargs="+", default=transports, help="NAME, ring:BUFFERS or lockstep")
+    parser.add_argument("--layouts", nargs="+", default=["contiguous"], choices=["contiguous", "zigzag"])
+    parser.add_argument("--tokens", type=numbers, help="default 256K, CPU 2K")
+    parser.add_argument("--moba", help="BLOCK/TOPK, default 512/8, CPU 32/4")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    with joined_world() as world:
+        setting = Setting(world, arguments.repeats)
+        tokens = arguments.tokens or (2**18 if setting.is_gpu else 2048)
+        moba = arguments.moba or ("512/8" if setting.is_gpu else "32/4")
+        block_size, topk = map(int, moba.split("/"))
+        results = []
+        for layout in arguments.layouts:
+            for name in arguments.transports:
+                results.append(measure(setting, name, layout, tokens, block_size, topk))
+                if world.is_main:
+                    report(results[-1])
+                    if arguments.output:
+                        save(arguments.output, {"ranks": world.size, "tokens": tokens, "moba": moba}, results)
+
+
+if __name__ == "__main__":
+    main()
