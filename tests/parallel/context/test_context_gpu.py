@@ -25,7 +25,7 @@ WORLD = 4 if torch.cuda.device_count() >= 4 else 2
 BIG = Case((3000, 0, 1, 5191), 16, 4, block_size=128, topk=4, dtype=torch.bfloat16, backend="auto", head_dim=128)
 CASES = {
     "MoBA": BIG,
-    "MoBA, blocks longer than shards": replace(BIG, block_size=4096, topk=2),
+    "MoBA, blocks longer than pieces": replace(BIG, block_size=2048, topk=2),
     "dense": replace(BIG, topk=None),
 }
 SCHEMES = {
