@@ -36,6 +36,7 @@ PLAIN = (
 )
 VARIED = "heads=8,kv=8 d=64 routing=sink routing=local routing=uniform documents=1"
 ROWS = [*PLAIN.split(), *(f"{row},{options}" for row in ("128K:128/8", "64K:4096/12") for options in VARIED.split())]
+ROWS += [f"128K:512/8,routing={routing}" for routing in ("sink", "uniform")]
 QUICK = ["8K:512/3", "64K:128/8", "128K:4096/12"]
 PROFILED_MS = 4000.0
 """Rows that take longer are not profiled: it would cost one more call of theirs and tell nothing new."""
