@@ -1,5 +1,7 @@
 """The attention engine of a model whose sequence is cut over ranks."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -73,8 +75,10 @@ class ContextParallel(OperatorEngine):
         return Job(attention, layout, sequence)
 
 
-def context_engine(scheme: Scheme, group: dist.ProcessGroup, device: torch.device) -> ContextParallel:
-    """The engine for the ranks of `group`, in their order. Sets up all communication.
+def context_engine(
+    scheme: Scheme, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
+) -> ContextParallel:
+    """The engine for the ranks of `group`, in their order. Sets up all communication. `timeout`: of groups made here.
 
     Every rank of the world must call it, each with its own group. Raises ValueError when sizes do not fit.
     """
@@ -90,6 +94,6 @@ def context_engine(scheme: Scheme, group: dist.ProcessGroup, device: torch.devic
     elif scheme.transport == "ulysses":
         transport = Ulysses(Peers(group, device), Whole())
     else:
-        node, across = nested_groups(group, scheme.node)
+        node, across = nested_groups(group, scheme.node, timeout)
         transport = Ulysses(Peers(node, device), AllGather(Peers(across, device)))
     return ContextParallel(scheme, transport)
