@@ -2,7 +2,8 @@
 
 import pytest
 
-from moba_train.config.validate import data_parallel_sizes, validate
+from moba_train.config.mesh import mesh_sizes
+from moba_train.config.validate import validate
 from moba_train.errors import ConfigError
 
 
@@ -108,7 +109,7 @@ def test_a_stage_that_mends_the_recipes_attention_is_not_blamed(load):
 )
 def test_minus_one_fills_the_world(load, replicate, shard, world_size, sizes):
     config = load(f"parallel.dp_replicate={replicate}", f"parallel.dp_shard={shard}")
-    assert data_parallel_sizes(config, world_size) == sizes
+    assert mesh_sizes(config.parallel, world_size) == (*sizes, 1)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_minus_one_fills_the_world(load, replicate, shard, world_size, sizes):
 def test_a_layout_that_does_not_fit_says_what_would(load, replicate, shard, world_size, parts):
     config = load(f"parallel.dp_replicate={replicate}", f"parallel.dp_shard={shard}")
     with pytest.raises(ConfigError) as caught:
-        data_parallel_sizes(config, world_size)
+        mesh_sizes(config.parallel, world_size)
     (found,) = caught.value.problems
     assert all(part in found for part in parts), found
     assert found in problems(config, world_size)
@@ -136,7 +137,7 @@ def test_a_layout_that_does_not_fit_says_what_would(load, replicate, shard, worl
 
 def test_the_batch_must_divide_over_the_ranks(load):
     (found,) = [text for text in problems(load(), world_size=16) if "long" in text]
-    assert "seq_len 8192 x micro_batch_size 1 x 16 ranks = 131072; nearest: 131072" in found
+    assert "seq_len 8192 x micro_batch_size 1 x 16 data-parallel ranks = 131072; nearest: 131072" in found
 
 
 def test_missing_files_are_named_with_their_key(load, tmp_path, monkeypatch):

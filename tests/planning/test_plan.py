@@ -33,8 +33,8 @@ def config(**changes) -> RunConfig:
 
 def test_a_plan_adds_up():
     plan = make_plan(config(parallel={"dp_replicate": 2}), world_size=8, peak_tflops=989, mfu=0.4)
-    assert (plan.dp_replicate, plan.dp_shard) == (2, 4)
     short, long = plan.stages
+    assert short.mesh == long.mesh == (2, 4, 1)
     assert (short.accumulation, long.accumulation) == (16, 1)
     assert short.tokens == short.stage.steps * 2**20 >= 10**9
     assert short.seconds == pytest.approx(short.dense_flops * short.tokens / (8 * 989e12 * 0.4))
