@@ -2,6 +2,7 @@
 
 import time
 import traceback
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -14,8 +15,8 @@ GRACE_S = 5.0
 class RollCall:
     """The reports of ranks that had to give up, kept in a store that outlives them (torchrun's)."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
 
     def give_up(self, error: BaseException) -> str:
         """Report `error` as this rank's end. Returns what is known of the others: who ended earlier and of what else,
@@ -30,7 +31,11 @@ class RollCall:
         except (RuntimeError, OSError) as unreachable:
             return f"rank {self._rank} of {self._size} ended; the others cannot be asked: {unreachable}"
         silent = [rank for rank in range(self._size) if rank not in reports]
-        lines = [f"rank {rank} ended before: {text}" for rank, text in earlier.items() if text != mine]
+        lines = []
+        if operation := _collective(error):
+            limit = self._timeout.total_seconds()
+            lines.append(f"rank {self._rank} gave up in {operation} (parallel.timeout is {limit:g} s)")
+        lines += [f"rank {rank} ended before: {text}" for rank, text in earlier.items() if text != mine]
         if silent and was_waiting(error):
             who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
             lines.append(f"no answer from {who}: dead, stalled, or still waiting; the rank to look at is among them")

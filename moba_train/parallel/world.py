@@ -63,7 +63,7 @@ def joined_world(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    failures = RollCall(store, rank, size)
+    failures = RollCall(store, rank, size, timeout)
     try:
         yield World(rank, size, device, per_node, timeout)
     except Exception as error:
