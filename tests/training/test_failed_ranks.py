@@ -53,6 +53,7 @@ def _runs(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 @pytest.mark.parametrize("what", [signal.SIGSTOP, signal.SIGKILL])
 def test_the_rank_that_stalls_or_dies_is_named(run: Run, what: signal.Signals) -> None:
