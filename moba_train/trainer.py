@@ -96,8 +96,10 @@ class Trainer:
         try:
             finished = all(self._train_stage(stage) for stage in self.stages[self.progress.stage :])
             self._save()
-        except BaseException:
-            self.checkpointer.close(LAST_SAVE_S)
+        except BaseException as error:
+            error.add_note(f"in step {self.progress.step} of stage {self.stages[self.progress.stage].name}")
+            all_ranks_end = isinstance(error, TrainingError)
+            self.checkpointer.close(None if all_ranks_end else LAST_SAVE_S)
             raise
         else:
             self.checkpointer.close()

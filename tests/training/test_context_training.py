@@ -133,6 +133,26 @@ def test_compiled_recomputed_accumulated_and_shared(run: Run, ranks: Ranks, fini
     assert run.losses() == pytest.approx(finished_run.losses(), rel=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("transport", ["allgather", "ring", "ulysses"])
+def test_two_gpus_share_sequences_and_repeat_bit_by_bit(run: Run, transport: str) -> None:
+    """NCCL, bf16; head width 64, so that the kernels of real training run."""
+    run.recipe["model"] |= {"hidden_size": 256}
+    assert run.train(1, gpu=True)[0] == 0
+    alone = curves(run)
+    shared = []
+    for _ in range(2):
+        shutil.rmtree(run.run_dir)
+        run.recipe["parallel"] = {"cp": 2, "cp_transport": transport}
+        code, output = run.train(2, gpu=True)
+        assert code == 0, output
+        shared.append(curves(run))
+    assert shared[0] == shared[1]
+    assert shared[0]["loss"] == pytest.approx(alone["loss"], rel=2e-2)
+    assert shared[0]["loss_tokens"] == alone["loss_tokens"]
+
+
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_shards_hold_every_token_once_with_its_own_position_label_and_loss(kind: Kind, count: int) -> None:

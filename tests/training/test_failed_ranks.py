@@ -63,5 +63,6 @@ def test_the_rank_that_stalls_or_dies_is_named(run: Run, what: signal.Signals) -
     if what == signal.SIGSTOP:
         assert "no answer from rank 1" in output, output[-3000:]
         assert "rank 0 gave up" in output, output[-3000:]
+        assert "in step" in output, output[-3000:]
     else:
         assert "rank: 1" in output or "rank      : 1" in output, output[-3000:]  # torchrun's report
