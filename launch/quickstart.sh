@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job in miniature, on real text, on CPU or GPU: tokenizer, corpus, two training stages (short with full
-# attention, then longer with MoBA), a stop and a resume half-way, evaluation and a generated sample.
+# attention, then longer with MoBA, each sequence on two ranks), a stop and a resume half-way, evaluation and a sample.
 #
 #   bash launch/quickstart.sh [--corpus FILE_OR_FOLDER]      default: the sources of Python's standard library
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -22,7 +22,10 @@ recipe=configs/recipes/quickstart.yaml
 ranks=$("$PYTHON" -c 'import torch; print(min(2, torch.cuda.device_count()) or 2)')
 moba_train=("$PYTHON" -m moba_train.cli)
 moba_data=("$PYTHON" -m data_tools)
-train=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m moba_train.train "$recipe")
+overrides=()
+[ "$ranks" -ge 2 ] || overrides=(stages.1.parallel.cp=1)  # one GPU: nobody to share a sequence with
+train=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m moba_train.train "$recipe"
+    ${overrides[@]+"${overrides[@]}"})
 step() { printf '\n== %s\n' "$*"; }
 mkdir -p "$run/data"
 
@@ -37,7 +40,7 @@ step "2/6  tokens, into $run/data"
         ${select[@]+"${select[@]}"} --holdout 0.02
 
 step "3/6  training on $ranks ranks, as far as the middle of the second stage"
-"${moba_train[@]}" plan "$recipe" --gpus "$ranks"
+"${moba_train[@]}" plan "$recipe" ${overrides[@]+"${overrides[@]}"} --gpus "$ranks"
 "${train[@]}" --stop-at-step 150
 
 step "4/6  the same command again: it resumes from the checkpoint"

@@ -41,13 +41,14 @@ def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     gpus: Annotated[int, typer.Option(min=1, help="number of GPUs (ranks)")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of one machine")] = 8,
     tflops: Annotated[
         float | None,
         typer.Option(min=1.0, help="dense bf16 peak of one GPU; default: this machine's GPU, else an H100's"),
     ] = None,
     mfu: Annotated[float, typer.Option(min=0.01, max=1.0, help="share of the peak that is reached")] = 0.4,
 ) -> None:
-    """Check a recipe and say what it costs: parameters, FLOPs, memory, time."""
+    """Check a recipe and say what it costs: parameters, FLOPs, memory, communication, time."""
     from rich.console import Console
 
     from moba_train.config.load import load_config
@@ -57,8 +58,9 @@ def plan(
     from moba_train.planning.render import print_plan
 
     config = load_config(recipe, overrides or ())
-    validate(config, world_size=gpus)
-    print_plan(make_plan(config, gpus, tflops or local_peak_tflops(), mfu), Console())
+    per_node = min(gpus, gpus_per_node)
+    validate(config, world_size=gpus, ranks_per_node=per_node)
+    print_plan(make_plan(config, gpus, tflops or local_peak_tflops(), mfu, per_node), Console())
 
 
 @app.command()

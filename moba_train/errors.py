@@ -31,5 +31,9 @@ class LaunchError(UserError):
     """The machine or the launcher does not offer what the recipe asks for."""
 
 
+class CommunicationError(UserError):
+    """Other ranks did not answer in time, or are gone."""
+
+
 class TrainingError(UserError):
     """Training cannot go on: the loss or the gradients are no longer finite."""

@@ -7,6 +7,7 @@ import argparse
 import logging
 import os
 import sys
+from datetime import timedelta
 
 from moba_train.config.load import dump_config, load_config
 from moba_train.config.schema import RunConfig
@@ -29,17 +30,18 @@ def main(arguments: list[str] | None = None) -> int:
         # Every rank finds the same faults in the recipe, so only the first reports them.
         try:
             config = load_config(given.recipe, given.overrides)
-            validate(config, int(os.environ.get("WORLD_SIZE", 1)), check_files=True)
+            ranks, per_node = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+            validate(config, ranks, check_files=True, ranks_per_node=per_node)
         except UserError as error:
             if rank == 0:
                 print(f"error: {error}", file=sys.stderr)
             return 2
-        with joined_world() as world:
+        with joined_world(timedelta(seconds=config.parallel.timeout)) as world:
             if world.is_main:
                 print(f"resolved recipe:\n{dump_config(config)}", flush=True)
             _train(config, world, given.stop_at_step)
     except UserError as error:
-        print(f"[rank {rank}] error: {error}", file=sys.stderr)
+        print("\n".join([f"[rank {rank}] error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 2
     return 0
 

@@ -14,10 +14,12 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from moba_train.attention.local import run_local
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.publish import latest_checkpoint, read_meta
 from moba_train.checkpoint.state import load_model_and_optimizer, model_and_optimizer_tensors
 from moba_train.config.load import dump_config
+from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.batch import Batch
@@ -31,6 +33,7 @@ from moba_train.optim.adamw import build_optimizer, clip_gradients
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh
+from moba_train.parallel.stage import ContextEngines, Share
 from moba_train.parallel.world import World, sum_over_ranks
 from moba_train.planning.devices import peak_tflops
 from moba_train.planning.flops import dense_flops, real_flops
@@ -40,6 +43,9 @@ from moba_train.telemetry.plot import plot_run
 from moba_train.telemetry.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
+
+LAST_SAVE_S = 30.0
+"""After an error, so long a running save may take to finish; when a rank is gone, it never does."""
 
 
 class Trainer:
@@ -54,10 +60,12 @@ class Trainer:
         self.stop_requested = False
 
         torch.manual_seed(config.seed + world.rank)
-        mesh = build_mesh(config, world)
+        mesh = build_mesh(mesh_sizes(self.stages[0].parallel, world.size), world)
         self.model = sharded_model(config, mesh, world.device)
         self.optimizer = build_optimizer(self.model, config.optim, world.device)
+        self.context_engines = ContextEngines(config, world)
         self._check_run_dir()
+        self.share = Share()
         self.checkpointer = Checkpointer(
             self.run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every
         )
@@ -88,8 +96,14 @@ class Trainer:
         try:
             finished = all(self._train_stage(stage) for stage in self.stages[self.progress.stage :])
             self._save()
-        finally:
+        except BaseException as error:
+            error.add_note(f"in step {self.progress.step} of stage {self.stages[self.progress.stage].name}")
+            all_ranks_end = isinstance(error, TrainingError)
+            self.checkpointer.close(None if all_ranks_end else LAST_SAVE_S)
+            raise
+        else:
             self.checkpointer.close()
+        finally:
             self.telemetry.close()
         if self.world.is_main:
             try:
@@ -101,11 +115,13 @@ class Trainer:
     def _train_stage(self, stage: Stage) -> bool:
         """Train through the rest of `stage`; False when stopped before its end."""
         data = self._enter(stage)
-        batch_sequences = stage.batch_sequences
+        share, batch_sequences = self.share, stage.batch_sequences
 
         def load(step: int) -> list[Batch]:
             first = (step - stage.first_step) * batch_sequences
-            return step_batches(data, first, batch_sequences, stage.micro_batch_size, self.world.rank, self.world.size)
+            micro = stage.micro_batch_size
+            batches = step_batches(data, first, batch_sequences, micro, share.dp_rank, share.dp_size)
+            return [share.of(batch) for batch in batches]
 
         with Prefetcher(load, self.progress.step, stage.end_step, self.world.device) as steps:
             began = time.perf_counter()
@@ -170,14 +186,14 @@ class Trainer:
     def _evaluate(self, stage: Stage) -> None:
         if self.validation is None:
             return
-        rank, size, device = self.world.rank, self.world.size, self.world.device
-        loss = validation_loss(self.model, self.validation, stage.micro_batch_size, rank, size, device)
+        micro, device = stage.micro_batch_size, self.world.device
+        loss = validation_loss(self.model, self.validation, micro, self.share, device)
         self.telemetry.event(
             self.progress.step, self._tokens(stage), "evaluation", f"validation loss {loss:.4f}", eval_loss=loss
         )
 
     def _enter(self, stage: Stage) -> StageData:
-        """Give the model the stage's attention and RoPE, and open its data."""
+        """Give the model the stage's attention, engine and RoPE, and open its data."""
         if self.progress.step > stage.end_step:
             raise CheckpointError(
                 f"stages[{stage.index}].tokens: stage {stage.name} now ends at step {stage.end_step}, before the "
@@ -188,6 +204,8 @@ class Trainer:
             self.spikes.rebaseline()
         self.model.set_attention(build_attention(stage.attention, self.config.model.head_width))
         self.model.set_rope(stage.rope)
+        self.share, choice = self.context_engines.share(stage, mesh_sizes(stage.parallel, self.world.size))
+        self.model.set_engines([self.share.engine or run_local] * self.config.model.layers)
         data = StageData(
             stage.sources,
             stage.seq_len,
@@ -209,6 +227,8 @@ class Trainer:
             f"stage {stage.name}: sequences of {stage.seq_len} tokens, {stage.batch_tokens} tokens per step, "
             f"{stage.steps} steps, attention {summary}",
         )
+        if choice:
+            self.telemetry.event(self.progress.step, stage.first_token, "parallel", choice)
         return data
 
     def _tokens(self, stage: Stage) -> int:

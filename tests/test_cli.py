@@ -58,7 +58,7 @@ def test_a_users_mistake_is_a_message_and_exit_code_2(recipe):
     assert done.exit_code == 2
     assert "error: 2 problems in the configuration" in done.stderr
     assert "model.kv_heads: given 3" in done.stderr
-    assert "5 ranks" in done.stderr
+    assert "5 data-parallel ranks" in done.stderr
     assert "Traceback" not in done.output
 
 

@@ -126,6 +126,8 @@ class LocalAttention(Protocol):
     document may be short."""
     couples_heads: bool = False
     """Whether the query heads that share a key/value head decide together, and so must be given together."""
+    work_grows: bool = True
+    """Whether a query's work grows with its position, so that equal runs of a sequence are unequal work."""
     name: str = ""
     """Stands for this object in the arguments of torch operators: text, which torch.compile takes as a constant."""
 

@@ -77,15 +77,15 @@ class Checkpointer:
         self._thread.start()
         self.last_stall_s = time.perf_counter() - start
 
-    def wait(self) -> None:
-        """Returns when no save is running."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when no save is running, or after so many seconds."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
             self._thread = None
 
-    def close(self) -> None:
-        """Finishes the running save and frees the copies."""
-        self.wait()
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finishes the running save, if it takes no longer than that, and frees the copies."""
+        self.wait(timeout_s)
         self._buffers.clear()
 
     def _prepare_folder(self) -> None:

@@ -5,14 +5,34 @@ from typing import Literal
 from pydantic import Field
 
 from moba_train.config.base import Section
+from moba_train.parallel.context.choose import TransportKind
+from moba_train.parallel.context.layout import Kind
 
 
-class ParallelConfig(Section):
-    """The device mesh. Parameters, gradients and optimizer state are sharded over `dp_shard` (FSDP2) and replicated
-    over `dp_replicate` (HSDP); every rank reads its own sequences. One of the sizes may be -1: it fills the rest."""
+class ContextParallelConfig(Section):
+    """How each packed sequence is cut over ranks (context parallelism). See docs/context-parallelism.md."""
+
+    cp: int = Field(1, ge=1, description="ranks that share one sequence; 1: every rank has its own")
+    cp_transport: Literal["auto"] | TransportKind = Field(
+        "auto", description="how keys and queries of different ranks meet; auto: the least predicted transfer that fits"
+    )
+    cp_layout: Literal["auto"] | Kind = Field(
+        "auto",
+        description="which tokens a rank holds; auto: zigzag where work grows with position, else contiguous",
+    )
+    cp_ring_depth: int | None = Field(
+        None, ge=2, description="ring: buffers for the chunks of other ranks; null: one for each"
+    )
+
+
+class ParallelConfig(ContextParallelConfig):
+    """The device mesh. Batches differ over dp_replicate x dp_shard, the tokens of a sequence over cp. Parameters,
+    gradients and optimizer state are sharded over dp_shard x cp (FSDP2) and replicated over dp_replicate (HSDP). One of
+    the dp sizes may be -1: it fills the rest. Ranks of one cp group are neighbours."""
 
     dp_replicate: int = Field(1, ge=-1, description="replicas of the sharded model; -1 fills the world")
-    dp_shard: int = Field(-1, ge=-1, description="ranks that share one copy of the parameters; -1 fills the world")
+    dp_shard: int = Field(-1, ge=-1, description="with cp, ranks that share one copy of the parameters; -1 fills")
+    timeout: int = Field(600, ge=1, description="seconds a rank waits for others before it ends the run")
 
 
 class PrecisionConfig(Section):

@@ -11,6 +11,7 @@ from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.run import (
     CheckpointConfig,
+    ContextParallelConfig,
     EvaluationConfig,
     HealthConfig,
     ParallelConfig,
@@ -31,6 +32,9 @@ class StageConfig(Section):
     micro_batch_size: int | None = Field(None, ge=1, description="sequences per rank and pass; default: the recipe's")
     rope: RopeConfig | None = Field(None, description="merged over model.rope, key by key, for this stage only")
     attention: AttentionConfig | None = Field(None, description="merged over the recipe's attention, key by key")
+    parallel: ContextParallelConfig | None = Field(
+        None, description="merged over the recipe's parallel, key by key; dp_shard gives way to another cp"
+    )
     train: list[SourceConfig] | None = Field(None, min_length=1, description="replaces data.train for this stage")
     lr: float | None = Field(None, gt=0, description="peak learning rate of this stage's own schedule")
     schedule: ScheduleConfig | None = Field(None, description="a schedule that spans this stage alone")

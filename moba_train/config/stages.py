@@ -6,6 +6,7 @@ from moba_train.config.attention import LayerAttention, merge_attention, resolve
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import RopeConfig
 from moba_train.config.optim import ScheduleConfig
+from moba_train.config.run import ContextParallelConfig, ParallelConfig
 from moba_train.config.schema import RunConfig
 
 
@@ -20,6 +21,7 @@ class Stage:
     micro_batch_size: int
     rope: RopeConfig
     attention: tuple[LayerAttention, ...]
+    parallel: ParallelConfig
     sources: tuple[SourceConfig, ...]
     lr: float
     schedule: ScheduleConfig | None
@@ -45,6 +47,11 @@ def merge_rope(base: RopeConfig, over: RopeConfig | None) -> RopeConfig:
     return base if over is None else base.model_copy(update=over.model_dump(exclude_unset=True))
 
 
+def merge_parallel(base: ParallelConfig, over: ContextParallelConfig | None) -> ParallelConfig:
+    """`over` laid on `base`: only keys that `over` sets explicitly win."""
+    return base if over is None else base.model_copy(update=over.model_dump(exclude_unset=True))
+
+
 def resolve_stages(config: RunConfig) -> tuple[Stage, ...]:
     """All stages of a validated recipe, in order. Raises ConfigError as `resolve_layers` does."""
     stages: list[Stage] = []
@@ -62,6 +69,7 @@ def resolve_stages(config: RunConfig) -> tuple[Stage, ...]:
                 micro_batch_size=stage.micro_batch_size or config.micro_batch_size,
                 rope=merge_rope(config.model.rope, stage.rope),
                 attention=resolve_layers(merge_attention(config.attention, stage.attention), config.model.layers),
+                parallel=merge_parallel(config.parallel, stage.parallel),
                 sources=tuple(stage.train or config.data.train),
                 lr=stage.lr or config.optim.lr,
                 schedule=own_schedule,

@@ -2,24 +2,26 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import isqrt
 from pathlib import Path
 
 from moba_train.config.attention import LayerAttention, merge_attention, resolve_layers
 from moba_train.config.data import SourceConfig
+from moba_train.config.mesh import MeshSizes, divisors, fit_mesh
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import ScheduleConfig
-from moba_train.config.run import ParallelConfig
 from moba_train.config.schema import RunConfig, StageConfig
-from moba_train.config.stages import merge_rope
+from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import ConfigError, DataError
+from moba_train.parallel.scheme import stage_scheme
 
 
-def validate(config: RunConfig, world_size: int | None = None, check_files: bool = False) -> None:
+def validate(
+    config: RunConfig, world_size: int | None = None, check_files: bool = False, ranks_per_node: int | None = None
+) -> None:
     """Check everything that can be known without a GPU.
 
-    world_size: the number of ranks; None leaves out what depends on it.
+    world_size: the number of ranks; None leaves out what depends on it, and so does None for ranks_per_node.
     check_files: also look for the corpora and the tokenizer, relative to the working directory.
     Raises ConfigError with all problems, each named by its key.
     """
@@ -30,66 +32,23 @@ def validate(config: RunConfig, world_size: int | None = None, check_files: bool
         *_schedule_problems(config),
         *_attention_problems(config),
     ]
-    sizes, parallel_problems = _fit(config.parallel, world_size)
-    problems += parallel_problems
+    if not problems:  # a stage is resolved from sound parts only
+        problems += _context_problems(config, ranks_per_node)
+    meshes, mesh_problems = _meshes(config, world_size)
+    problems += mesh_problems
     for index, stage in enumerate(config.stages):
         if stage.rope is not None:
             problems += _rope_problems(merge_rope(config.model.rope, stage.rope), f"stages[{index}].rope")
-        problems += _batch_problems(config, index, world_size, sizes)
+        problems += _batch_problems(config, index, meshes[index])
     if check_files:
         problems += _file_problems(config)
     if problems:
         raise ConfigError(problems)
 
 
-def data_parallel_sizes(config: RunConfig, world_size: int) -> tuple[int, int]:
-    """The sizes (dp_replicate, dp_shard) on `world_size` ranks, with -1 filled in.
-
-    Raises ConfigError when they do not make up the world size.
-    """
-    sizes, problems = _fit(config.parallel, world_size)
-    if sizes is None:
-        raise ConfigError(problems)
-    return sizes
-
-
-def _fit(parallel: ParallelConfig, world_size: int | None) -> tuple[tuple[int, int] | None, list[str]]:
-    """(dp_replicate, dp_shard) on `world_size` ranks, or None and the reasons why there is none."""
-    sizes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
-    problems = [f"parallel.{key}: given 0; allowed: >= 1, or -1 to fill the rest" for key in sizes if sizes[key] == 0]
-    free = [key for key, size in sizes.items() if size == -1]
-    if len(free) == 2:
-        problems.append(
-            "parallel: dp_replicate and dp_shard are both -1; allowed: one of them, the other fills the rest"
-        )
-    if problems or world_size is None:
-        return None, problems
-
-    layout = f"dp_replicate {parallel.dp_replicate}, dp_shard {parallel.dp_shard}"
-    fixed = abs(parallel.dp_replicate * parallel.dp_shard)
-    if free and world_size % fixed == 0:
-        sizes[free[0]] = world_size // fixed
-    elif free:
-        other = next(key for key in sizes if key not in free)
-        return None, [
-            f"parallel.{other}: given {fixed}, which does not divide the {world_size} ranks; {_divisors(world_size)}"
-        ]
-    elif fixed != world_size:
-        side = "more ranks than the layout uses" if world_size > fixed else "fewer ranks than the layout needs"
-        replicate = parallel.dp_replicate if world_size % parallel.dp_replicate == 0 else 1
-        fits = f"start {fixed} ranks, or set parallel: {{dp_replicate: {replicate}, dp_shard: -1}}"
-        return None, [f"parallel: {layout} make {fixed} ranks, {world_size} were started: {side}; {fits}"]
-    return (sizes["dp_replicate"], sizes["dp_shard"]), []
-
-
-def _divisors(number: int) -> str:
-    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return "allowed: " + ", ".join(map(str, sorted({*small, *(number // size for size in small)})))
-
-
 def _model_problems(model: ModelConfig) -> Iterator[str]:
     if model.heads % model.kv_heads:
-        fits = _divisors(model.heads)
+        fits = divisors(model.heads)
         yield f"model.kv_heads: given {model.kv_heads}, which does not divide heads {model.heads}; {fits}"
     if model.head_dim is None and model.hidden_size % model.heads:
         yield (
@@ -113,19 +72,66 @@ def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
             yield f"{where}: given {name!r} {count} times; stage names must differ"
 
 
-def _batch_problems(
-    config: RunConfig, index: int, world_size: int | None, sizes: tuple[int, int] | None
-) -> Iterator[str]:
+def _meshes(config: RunConfig, world_size: int | None) -> tuple[list[MeshSizes | None], list[str]]:
+    """The mesh of every stage, and what is wrong with them."""
+    meshes: list[MeshSizes | None] = []
+    problems: dict[str, None] = {}  # stages without a layout of their own share their problems
+    for index, stage in enumerate(config.stages):
+        sizes, found = fit_mesh(merge_parallel(config.parallel, stage.parallel), world_size, _cp_key(config, index))
+        problems |= dict.fromkeys(found)
+        first = meshes[0] if meshes else None
+        if sizes and first and sizes.dp_replicate != first.dp_replicate:
+            problems[
+                f"{_cp_key(config, index)}: given {sizes.cp}, which makes dp_replicate {sizes.dp_replicate}, but the "
+                f"weights stay sharded as in the first stage, with dp_replicate {first.dp_replicate}; set "
+                f"parallel: {{dp_replicate: {first.dp_replicate}, dp_shard: -1}}"
+            ] = None
+        meshes.append(sizes)
+    return meshes, list(problems)
+
+
+def _cp_key(config: RunConfig, index: int, key: str = "cp") -> str:
+    """Where the stage's `parallel` key was given."""
+    own = config.stages[index].parallel
+    return f"stages[{index}].parallel.{key}" if own is not None and key in own.model_fields_set else f"parallel.{key}"
+
+
+def _context_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator[str]:
+    for index, stage in enumerate(resolve_stages(config)):
+        parallel, tokens = stage.parallel, stage.micro_batch_size * stage.seq_len
+        where = f"in stage {stage.name!r}"
+        if parallel.cp == 1:
+            continue
+        if tokens < parallel.cp:
+            yield (
+                f"{_cp_key(config, index)}: given {parallel.cp} {where}, whose micro-batches have {tokens} tokens; "
+                f"allowed: at most seq_len x micro_batch_size"
+            )
+        if parallel.cp_ring_depth is not None and parallel.cp_transport not in ("auto", "ring"):
+            yield (
+                f"{_cp_key(config, index, 'cp_ring_depth')}: given {parallel.cp_ring_depth} {where}, which "
+                f"cp_transport {parallel.cp_transport!r} does not use; remove it or set cp_transport: ring"
+            )
+        if parallel.cp_transport == "hierarchical" and ranks_per_node is None:
+            continue
+        try:
+            stage_scheme(config, stage, ranks_per_node or parallel.cp)
+        except ValueError as error:
+            key, _, problem = str(error).partition(": ")
+            yield f"{_cp_key(config, index, key.removeprefix('parallel.'))}: {where}: {problem}"
+
+
+def _batch_problems(config: RunConfig, index: int, mesh: MeshSizes | None) -> Iterator[str]:
     stage = config.stages[index]
     batch = _batch_tokens(config, stage)
     micro = stage.micro_batch_size or config.micro_batch_size
     key = "batch_tokens" if stage.batch_tokens is None else f"stages[{index}].batch_tokens"
-    ranks = sizes[0] * sizes[1] if sizes is not None else 1
+    dp = mesh.dp if mesh is not None else 1
     # The largest unit that does not fit says most; a smaller one that does not fit explains it better.
     units = {
         f"seq_len {stage.seq_len}": stage.seq_len,
         f"seq_len {stage.seq_len} x micro_batch_size {micro}": stage.seq_len * micro,
-        f"seq_len {stage.seq_len} x micro_batch_size {micro} x {ranks} ranks": stage.seq_len * micro * ranks,
+        f"seq_len {stage.seq_len} x micro_batch_size {micro} x {dp} data-parallel ranks": stage.seq_len * micro * dp,
     }
     for text, unit in units.items():
         if batch % unit:

@@ -9,6 +9,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.data.batch import collate
 from moba_train.data.samples import Sample, StageData
 from moba_train.model.transformer import Transformer
+from moba_train.parallel.stage import Share
 
 
 def validation_data(config: RunConfig, seq_len: int) -> StageData | None:
@@ -21,18 +22,18 @@ def validation_data(config: RunConfig, seq_len: int) -> StageData | None:
 
 @torch.no_grad()
 def validation_loss(
-    model: Transformer, data: StageData, micro_batch_size: int, dp_rank: int, dp_size: int, device: torch.device
+    model: Transformer, data: StageData, micro_batch_size: int, share: Share, device: torch.device
 ) -> float:
     """Mean loss in nats per token over all of `data`, equal on every rank and (up to rounding) for every layout.
 
     Called on all ranks together: each makes the same number of passes, the last ones padded with samples of weight 0.
     """
-    per_pass = dp_size * micro_batch_size
+    per_pass = share.dp_size * micro_batch_size
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for first in range(0, data.sequences, per_pass):
-        begin = first + dp_rank * micro_batch_size
+        begin = first + share.dp_rank * micro_batch_size
         samples = [_sample_or_padding(data, index) for index in range(begin, begin + micro_batch_size)]
-        batch = collate(samples).to(device)
+        batch = share.of(collate(samples)).to(device)
         totals[0] += model(batch.tokens, batch.positions, batch.layout, batch.loss_on)
         totals[1] += batch.loss_tokens
     dist.all_reduce(totals)

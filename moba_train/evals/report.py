@@ -10,6 +10,7 @@ from moba_train.evals.loss import validation_data, validation_loss
 from moba_train.inference.load import load_trained
 from moba_train.model.build import build_attention
 from moba_train.parallel.fsdp import compute_dtype
+from moba_train.parallel.stage import Share
 from moba_train.parallel.world import joined_world
 
 
@@ -33,5 +34,5 @@ def evaluate_checkpoint(path: Path) -> dict[str, float]:
         losses = {}
         for label, layers in variants.items():
             model.set_attention(build_attention(layers, config.model.head_width))
-            losses[label] = validation_loss(model, data, stage.micro_batch_size, 0, 1, world.device)
+            losses[label] = validation_loss(model, data, stage.micro_batch_size, Share(), world.device)
         return losses

@@ -1,6 +1,10 @@
 """Parallelism, applied to the model from outside.
 
-world   process group and device of this rank
-mesh    the device mesh of a recipe
-fsdp    sharding, mixed precision, activation checkpointing and compilation of the model
+world     process group and device of this rank
+failures  which rank ended the run, and in what
+mesh      the device mesh that the weights are sharded over
+fsdp      sharding, mixed precision, activation checkpointing and compilation of the model
+scheme    how the sequences of a stage are cut: from the recipe to `context`'s terms
+stage     a rank's share in a stage: which sequences, which of their tokens, what attends
+context   context parallelism
 """

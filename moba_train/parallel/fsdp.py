@@ -24,7 +24,7 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
 
 
 def sharded_model(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> Transformer:
-    """The recipe's model with its initial weights, sharded over `mesh` (dp_replicate, dp_shard).
+    """The recipe's model with its initial weights, sharded over `mesh` (replicas, shards).
 
     No rank ever holds the whole model: it is built without storage, cut, and filled one parameter at a time. Gradients
     are summed over ranks, never averaged, because the loss is already divided by the global number of loss tokens.

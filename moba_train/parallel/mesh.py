@@ -1,13 +1,29 @@
-"""The device mesh of a recipe."""
+"""The device mesh that the weights are sharded over."""
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from moba_train.config.schema import RunConfig
-from moba_train.config.validate import data_parallel_sizes
+from moba_train.config.mesh import MeshSizes
 from moba_train.parallel.world import World
 
 
-def build_mesh(config: RunConfig, world: World) -> DeviceMesh:
-    """The mesh (dp_replicate, dp_shard). Raises ConfigError when the sizes do not fill the world."""
-    sizes = data_parallel_sizes(config, world.size)
-    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
+def build_mesh(sizes: MeshSizes, world: World) -> DeviceMesh:
+    """The mesh (dp_replicate, shard), where shard is dp_shard x cp, cp innermost.
+
+    The weights know nothing of cp, so stages may differ in it: dp_shard gives way, and every rank keeps its shards.
+    The groups of cp are made by `parallel.stage`.
+    """
+    ranks = torch.arange(world.size).view(sizes.dp_replicate, sizes.shards)
+    # Made here, not by init_device_mesh, whose groups would have torch's default timeout.
+    groups = [_group(ranks.T.tolist(), world), _group(ranks.tolist(), world)]
+    return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=("dp_replicate", "shard"))
+
+
+def _group(all_members: list[list[int]], world: World) -> dist.ProcessGroup:
+    """Of these groups, the one with this rank in it."""
+    group = dist.group.WORLD
+    if len(all_members) > 1:
+        group, _ = dist.new_subgroups_by_enumeration(all_members, timeout=world.timeout)
+    assert group is not None
+    return group

@@ -13,6 +13,10 @@ import torch
 import torch.distributed as dist
 
 from moba_train.errors import LaunchError
+from moba_train.parallel.failures import RollCall, was_waiting
+
+_FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+"""NCCL's last calls, written to /tmp/nccl_trace_rank_* when one takes too long (TORCH_FR_DUMP_TEMP_FILE: elsewhere)."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,10 @@ class World:
     rank: int
     size: int
     device: torch.device
+    ranks_per_node: int
+    """Consecutive ranks share a node."""
+    timeout: timedelta
+    """Of every collective."""
 
     @property
     def is_main(self) -> bool:
@@ -34,23 +42,37 @@ def joined_world(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
     """Join the process group that torchrun describes, and leave it at the end.
 
     Collectives on CPU tensors go through gloo, on CUDA tensors through NCCL (created here, not inside the first step).
-    Raises LaunchError when this node has fewer GPUs than ranks.
+    A collective that takes longer than `timeout` ends the run, and an exception that leaves the context carries a note
+    about the ranks that ended before or do not answer. Raises LaunchError when this node has fewer GPUs than
+    ranks.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = _device(int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    store = None if "RANK" in os.environ else dist.HashStore()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = _device(int(os.environ.get("LOCAL_RANK", 0)), per_node)
+    for name, value in _FLIGHT_RECORDER.items():
+        os.environ.setdefault(name, value)
+    store: dist.Store = dist.HashStore()
+    if "RANK" in os.environ:
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        store.set_timeout(timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         rank=rank,
         world_size=size,
-        store=store,
+        store=dist.PrefixStore("default", store),
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    failures = RollCall(store, rank, size, timeout)
     try:
-        yield World(rank, size, device)
-    finally:
-        dist.destroy_process_group()
+        yield World(rank, size, device, per_node, timeout)
+    except Exception as error:
+        if others := failures.give_up(error):
+            error.add_note(others)
+        if not was_waiting(error):  # NCCL would wait on for ranks that do not answer
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def _device(local_rank: int, local_size: int) -> torch.device:
@@ -70,3 +92,10 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
     return total.tolist()
+
+
+def least_over_ranks(value: float) -> float:
+    """The smallest of all ranks' numbers."""
+    least = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return least.item()

@@ -34,16 +34,16 @@ def real_flops(model: ModelConfig, layers: Sequence[LayerAttention], seq_len: in
 
     Layers of a kind other than `moba` count as dense causal attention.
     """
-    total = matmul_flops(model)
-    for layer in layers:
-        if layer.kind == "moba":
-            options = layer.options.model_dump()
-            block_size, topk = options["block_size"], options["topk"]
-            total += _attention_flops(model, moba_keys(seq_len, block_size, topk))
-            total += gate_flops(model, seq_len, block_size)
-        else:
-            total += _attention_flops(model, dense_keys(seq_len))
-    return total
+    return matmul_flops(model) + sum(layer_flops(model, layer, seq_len) for layer in layers)
+
+
+def layer_flops(model: ModelConfig, layer: LayerAttention, seq_len: int) -> float:
+    """FLOPs per token of one layer's attention without its projections, as `real_flops` counts them."""
+    if layer.kind != "moba":
+        return _attention_flops(model, dense_keys(seq_len))
+    options = layer.options.model_dump()
+    keys = moba_keys(seq_len, options["block_size"], options["topk"])
+    return _attention_flops(model, keys) + gate_flops(model, seq_len, options["block_size"])
 
 
 def gate_flops(model: ModelConfig, seq_len: int, block_size: int) -> float:

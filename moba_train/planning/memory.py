@@ -28,6 +28,8 @@ class Memory:
     """What the forward pass of one micro-batch keeps for the backward pass."""
     logits: int
     """One chunk of logits, with log-softmax and gradient."""
+    transport: int
+    """Buffers of context parallelism, of one layer at a time."""
 
     @property
     def total(self) -> int:
@@ -35,21 +37,30 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def estimate_memory(config: RunConfig, dp_shard: int, micro_batch_tokens: int) -> Memory:
-    """Memory of a rank that trains on `micro_batch_tokens` tokens at a time, weights sharded over `dp_shard` ranks."""
+def element_bytes(config: RunConfig) -> int:
+    """Of what the layers compute in, on a GPU."""
+    return 4 if config.precision.compute == "fp32" else 2
+
+
+def estimate_memory(config: RunConfig, shards: int, tokens: int, transport: float = 0) -> Memory:
+    """Memory of a rank that holds `tokens` tokens of each micro-batch, weights sharded over `shards` ranks.
+
+    `transport`: bytes of its buffers for context parallelism.
+    """
     model = config.model
     counts = count_parameters(model)
-    width = 4 if config.precision.compute == "fp32" else 2
-    shard = -(-counts.total // dp_shard)
+    width = element_bytes(config)
+    shard = -(-counts.total // shards)
     blocks = min(2, model.layers) * counts.without_embeddings // model.layers
     return Memory(
         parameters=4 * shard,
         gradients=4 * shard,
         optimizer=8 * shard,
         unsharded=width * (blocks + counts.embedding + counts.output),
-        activations=_activations(model, config.activation_checkpointing == "full", width) * micro_batch_tokens,
+        activations=_activations(model, config.activation_checkpointing == "full", width) * tokens,
         # logits in the compute dtype, and three fp32 tensors: their copy, log-softmax, gradient
-        logits=min(CHUNK_TOKENS, micro_batch_tokens) * model.vocab_size * (width + 12),
+        logits=min(CHUNK_TOKENS, tokens) * model.vocab_size * (width + 12),
+        transport=round(transport),
     )
 
 

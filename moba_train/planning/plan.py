@@ -1,13 +1,34 @@
-"""A recipe's plan: layout, parameters, and for each stage its FLOPs, memory and time."""
+"""A recipe's plan: layout, parameters, and for each stage its FLOPs, memory, communication and time."""
 
 from dataclasses import dataclass
 
+from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.config.validate import data_parallel_sizes
-from moba_train.planning.flops import dense_flops, real_flops
-from moba_train.planning.memory import Memory, estimate_memory
+from moba_train.parallel.context.choose import Cost, Scheme, cost
+from moba_train.parallel.scheme import stage_scheme, stage_shape
+from moba_train.planning.flops import dense_flops, layer_flops, real_flops
+from moba_train.planning.memory import Memory, element_bytes, estimate_memory
 from moba_train.planning.parameters import ParameterCounts, count_parameters
+
+GPU_BYTES = 141e9 * 0.9
+"""What `auto` may fill: an H200's memory, less the context, NCCL and fragmentation."""
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """Context parallelism of a stage: forward and backward of one layer and one micro-batch, on one rank."""
+
+    scheme: Scheme
+    reason: str
+    """Why, in lines to print."""
+    cost: Cost
+    attention_seconds: dict[str, float]
+    """Of each kind of attention, at the plan's rate."""
+
+    def exposed_seconds(self, kind: str) -> float:
+        """Communication that a layer of this kind cannot hide, at best."""
+        return self.cost.exposed_seconds(self.attention_seconds[kind])
 
 
 @dataclass(frozen=True)
@@ -15,13 +36,17 @@ class StagePlan:
     """What one stage costs. FLOPs are per token, forward and backward."""
 
     stage: Stage
+    mesh: MeshSizes
     dense_flops: float
     real_flops: float
     memory: Memory
+    context: ContextPlan | None
+    """None where no sequence is shared."""
     accumulation: int
     """Micro-batches per rank and optimizer step."""
     seconds: float
-    """Time of the whole stage at the plan's rate, counted by the real FLOPs."""
+    """Time of the whole stage at the plan's rate, counted by the real FLOPs, and the communication of context
+    parallelism that attention cannot hide."""
 
     @property
     def tokens(self) -> int:
@@ -34,8 +59,7 @@ class Plan:
     """What a recipe costs on `world_size` GPUs of `peak_tflops`, used at `mfu` (counted by the real FLOPs)."""
 
     world_size: int
-    dp_replicate: int
-    dp_shard: int
+    ranks_per_node: int
     peak_tflops: float
     mfu: float
     parameters: ParameterCounts
@@ -47,21 +71,45 @@ class Plan:
         return sum(stage.seconds for stage in self.stages)
 
 
-def make_plan(config: RunConfig, world_size: int, peak_tflops: float, mfu: float) -> Plan:
+def make_plan(config: RunConfig, world_size: int, peak_tflops: float, mfu: float, ranks_per_node: int = 8) -> Plan:
     """The plan of a validated recipe. peak_tflops: dense peak of one GPU; mfu: 0 to 1."""
-    dp_replicate, dp_shard = data_parallel_sizes(config, world_size)
-    rate = world_size * peak_tflops * 1e12 * mfu
-    stages = []
-    for stage in resolve_stages(config):
-        real = real_flops(config.model, stage.attention, stage.seq_len)
-        stages.append(
-            StagePlan(
-                stage=stage,
-                dense_flops=dense_flops(config.model, stage.seq_len),
-                real_flops=real,
-                memory=estimate_memory(config, dp_shard, stage.micro_batch_size * stage.seq_len),
-                accumulation=stage.batch_sequences // (stage.micro_batch_size * world_size),
-                seconds=real * (stage.end_token - stage.first_token) / rate,
-            )
-        )
-    return Plan(world_size, dp_replicate, dp_shard, peak_tflops, mfu, count_parameters(config.model), tuple(stages))
+    rate = peak_tflops * 1e12 * mfu
+    stages = tuple(
+        _stage_plan(config, stage, mesh_sizes(stage.parallel, world_size), rate, ranks_per_node)
+        for stage in resolve_stages(config)
+    )
+    return Plan(world_size, ranks_per_node, peak_tflops, mfu, count_parameters(config.model), stages)
+
+
+def _stage_plan(config: RunConfig, stage: Stage, mesh: MeshSizes, rate: float, ranks_per_node: int) -> StagePlan:
+    real = real_flops(config.model, stage.attention, stage.seq_len)
+    tokens = -(-stage.micro_batch_size * stage.seq_len // mesh.cp)
+    memory = estimate_memory(config, mesh.shards, tokens)
+    accumulation = stage.batch_sequences // (stage.micro_batch_size * mesh.dp)
+    seconds = real * (stage.end_token - stage.first_token) / (rate * mesh.dp * mesh.cp)
+    context = None
+    if mesh.cp > 1:
+        context = _context_plan(config, stage, rate, ranks_per_node, GPU_BYTES - memory.total)
+        memory = estimate_memory(config, mesh.shards, tokens, context.cost.memory_bytes)
+        seconds += stage.steps * accumulation * sum(context.exposed_seconds(layer.kind) for layer in stage.attention)
+    return StagePlan(
+        stage=stage,
+        mesh=mesh,
+        dense_flops=dense_flops(config.model, stage.seq_len),
+        real_flops=real,
+        memory=memory,
+        context=context,
+        accumulation=accumulation,
+        seconds=seconds,
+    )
+
+
+def _context_plan(
+    config: RunConfig, stage: Stage, rate: float, ranks_per_node: int, memory_bytes: float
+) -> ContextPlan:
+    width = element_bytes(config)
+    scheme, reason = stage_scheme(config, stage, ranks_per_node, width, memory_bytes)
+    shape = stage_shape(config, stage, width)
+    flops = {layer.kind: layer_flops(config.model, layer, stage.seq_len) for layer in stage.attention}
+    seconds = {kind: count * shape.tokens / scheme.ranks / rate for kind, count in flops.items()}
+    return ContextPlan(scheme, reason, cost(scheme, shape), seconds)

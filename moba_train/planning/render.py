@@ -9,18 +9,24 @@ from rich.console import Console
 from rich.table import Table
 
 from moba_train.planning.memory import Memory
-from moba_train.planning.plan import Plan, StagePlan
+from moba_train.planning.plan import ContextPlan, Plan, StagePlan
 from moba_train.units import format_count
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print the layout, then parameters, stages, FLOPs and memory as tables."""
+    """Print the layout, then parameters, stages, FLOPs, memory and communication as tables."""
+    layouts = dict.fromkeys(_layout(item) for item in plan.stages)
     console.print(
-        f"{plan.world_size} GPUs: dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard}; "
+        f"{plan.world_size} GPUs: {', then '.join(layouts)}; "
         f"time at {plan.peak_tflops:g} TFLOP/s peak and {plan.mfu:.0%} utilisation"
     )
     for table in (_parameters(plan), _stages(plan), _flops(plan), _memory(plan)):
         console.print(table)
+    if any(item.context for item in plan.stages):
+        console.print(_context(plan))
+    for item in plan.stages:
+        if item.context:
+            console.print(f"{item.stage.name}: {item.context.reason}", soft_wrap=True)
     console.print(f"all stages: {format_duration(plan.seconds)}")
 
 
@@ -30,6 +36,11 @@ def format_duration(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.1f} seconds"
+
+
+def _layout(item: StagePlan) -> str:
+    text = f"dp_replicate {item.mesh.dp_replicate} x dp_shard {item.mesh.dp_shard}"
+    return f"{text} x cp {item.mesh.cp}" if item.mesh.cp > 1 else text
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -67,6 +78,7 @@ def _stages(plan: Plan) -> Table:
             "tokens": lambda item: format_count(item.tokens),
             "steps": lambda item: f"{item.stage.steps:,}",
             "tokens per step": lambda item: f"{item.stage.batch_tokens:,}",
+            "layout": _layout,
             "micro-batches per step": lambda item: str(item.accumulation),
             "time (estimate)": lambda item: format_duration(item.seconds),
         },
@@ -94,6 +106,31 @@ def _memory(plan: Plan) -> Table:
     parts = [*(field.name for field in fields(Memory)), "total"]
     rows: dict[str, Callable[[StagePlan], str]] = {part: partial(_gibibytes, part) for part in parts}
     return _by_stage(plan, "Memory per GPU in GiB (estimate)", rows)
+
+
+def _context(plan: Plan) -> Table:
+    rows: dict[str, Callable[[ContextPlan], str]] = {
+        "transport": lambda context: context.scheme.transport,
+        "layout of the sequence": lambda context: context.scheme.layout,
+        "received in the node, MiB": lambda context: f"{context.cost.node_bytes / 2**20:.0f}",
+        "received from others, MiB": lambda context: f"{context.cost.network_bytes / 2**20:.0f}",
+        "communication, ms": lambda context: f"{1e3 * context.cost.seconds:.2f}",
+        "of it exposed, ms": lambda context: _by_kind(context, context.exposed_seconds),
+        "attention, ms": lambda context: _by_kind(context, context.attention_seconds.__getitem__),
+    }
+    title = (
+        f"Context parallelism: one layer and micro-batch on one rank, forward and backward\n(H200, "
+        f"{plan.ranks_per_node} GPUs a node, 400 Gbit/s a GPU between nodes)"
+    )
+    return _by_stage(plan, title, {name: partial(_of_context, show) for name, show in rows.items()})
+
+
+def _of_context(show: Callable[[ContextPlan], str], item: StagePlan) -> str:
+    return show(item.context) if item.context else "-"
+
+
+def _by_kind(context: ContextPlan, seconds: Callable[[str], float]) -> str:
+    return ", ".join(f"{kind} {1e3 * seconds(kind):.2f}" for kind in context.attention_seconds)
 
 
 def _gibibytes(part: str, item: StagePlan) -> str:

@@ -2,7 +2,9 @@
 
 import pytest
 
-from moba_train.config.validate import data_parallel_sizes, validate
+from moba_train.config.mesh import mesh_sizes
+from moba_train.config.stages import resolve_stages
+from moba_train.config.validate import validate
 from moba_train.errors import ConfigError
 
 
@@ -36,6 +38,22 @@ def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
         (["stages.1.rope.kind=abf"], "stages[1].rope.factor: given 4, which kind 'abf' does not use"),
         (["parallel.dp_shard=0"], "parallel.dp_shard: given 0; allowed: >= 1, or -1"),
         (["parallel.dp_replicate=-1"], "parallel: dp_replicate and dp_shard are both -1"),
+        (
+            ["parallel={cp: 4, cp_transport: ulysses}", "model.heads=6", "model.head_dim=16"],
+            "parallel.cp_transport: in stage 'short': 'ulysses' cannot share 6 query heads among 4 ranks; use",
+        ),
+        (
+            ["stages.1.parallel={cp: 4, cp_transport: ulysses}", "attention.moba.select=group"],
+            "stages[1].parallel.cp_transport: in stage 'long': 'ulysses' would tear the query heads of 2 key/value",
+        ),
+        (
+            ["parallel.cp=4096", "batch_tokens=256K"],
+            "parallel.cp: given 4096 in stage 'short', whose micro-batches have 2048 tokens; allowed: at most seq_len",
+        ),
+        (
+            ["parallel={cp: 2, cp_ring_depth: 3}", "stages.1.parallel.cp_transport=allgather"],
+            "parallel.cp_ring_depth: given 3 in stage 'long', which cp_transport 'allgather' does not use",
+        ),
         (["optim.schedule.kind=wsd"], "optim.schedule.decay_tokens: missing; kind wsd needs"),
         (
             ["optim.schedule.decay_tokens=1M"],
@@ -108,7 +126,7 @@ def test_a_stage_that_mends_the_recipes_attention_is_not_blamed(load):
 )
 def test_minus_one_fills_the_world(load, replicate, shard, world_size, sizes):
     config = load(f"parallel.dp_replicate={replicate}", f"parallel.dp_shard={shard}")
-    assert data_parallel_sizes(config, world_size) == sizes
+    assert mesh_sizes(config.parallel, world_size) == (*sizes, 1)
 
 
 @pytest.mark.parametrize(
@@ -128,15 +146,59 @@ def test_minus_one_fills_the_world(load, replicate, shard, world_size, sizes):
 def test_a_layout_that_does_not_fit_says_what_would(load, replicate, shard, world_size, parts):
     config = load(f"parallel.dp_replicate={replicate}", f"parallel.dp_shard={shard}")
     with pytest.raises(ConfigError) as caught:
-        data_parallel_sizes(config, world_size)
+        mesh_sizes(config.parallel, world_size)
     (found,) = caught.value.problems
     assert all(part in found for part in parts), found
     assert found in problems(config, world_size)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "problem"),
+    [
+        (["parallel.cp=3"], 8, "parallel.cp: given 3, which does not divide the 8 ranks; allowed: 1, 2, 4, 8"),
+        (["stages.1.parallel.cp=16"], 8, "stages[1].parallel.cp: given 16, which does not divide the 8 ranks"),
+        (
+            ["parallel={cp: 4, dp_replicate: 4}"],
+            8,
+            "parallel.dp_replicate: given 4, which does not divide the 8 ranks, 4 to a sequence (parallel.cp); "
+            "allowed: 1, 2",
+        ),
+        (
+            ["parallel={cp: 2, dp_shard: 2, dp_replicate: 1}"],
+            8,
+            "parallel: dp_replicate 1, dp_shard 2, cp 2 make 4 ranks, 8 were started, 2 to a sequence (parallel.cp)",
+        ),
+        (
+            ["parallel={dp_replicate: -1, dp_shard: 2}", "stages.1.parallel.cp=2"],
+            8,
+            "stages[1].parallel.cp: given 2, which makes dp_replicate 2, but the weights stay sharded as in the first",
+        ),
+        (
+            ["parallel={cp: 8, cp_transport: hierarchical}"],
+            8,
+            "parallel.cp_transport: in stage 'short': 'hierarchical' needs several nodes",
+        ),
+    ],
+)
+def test_a_sharing_of_sequences_that_does_not_fit_is_refused(load, overrides, world_size, problem):
+    found = problems(load(*overrides), world_size, ranks_per_node=8)
+    assert any(text.startswith(problem) for text in found), found
+
+
+def test_stages_may_share_sequences_among_different_numbers_of_ranks(load):
+    config = load("stages.1.parallel={cp: 4, cp_transport: ring}", "parallel.dp_replicate=2")
+    validate(config, 16, ranks_per_node=8)
+    short, long = (stage.parallel for stage in resolve_stages(config))
+    assert mesh_sizes(short, 16) == (2, 8, 1)
+    assert mesh_sizes(long, 16) == (2, 2, 4)
+    assert mesh_sizes(short, 16).shards == mesh_sizes(long, 16).shards
+    # What is read at the same time is divided by cp, so a batch for 8 ranks of 8K tokens now fits on 32.
+    validate(load("stages.1.parallel.cp=4"), 32, ranks_per_node=8)
+
+
 def test_the_batch_must_divide_over_the_ranks(load):
     (found,) = [text for text in problems(load(), world_size=16) if "long" in text]
-    assert "seq_len 8192 x micro_batch_size 1 x 16 ranks = 131072; nearest: 131072" in found
+    assert "seq_len 8192 x micro_batch_size 1 x 16 data-parallel ranks = 131072; nearest: 131072" in found
 
 
 def test_missing_files_are_named_with_their_key(load, tmp_path, monkeypatch):

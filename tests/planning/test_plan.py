@@ -33,13 +33,39 @@ def config(**changes) -> RunConfig:
 
 def test_a_plan_adds_up():
     plan = make_plan(config(parallel={"dp_replicate": 2}), world_size=8, peak_tflops=989, mfu=0.4)
-    assert (plan.dp_replicate, plan.dp_shard) == (2, 4)
     short, long = plan.stages
+    assert short.mesh == long.mesh == (2, 4, 1)
     assert (short.accumulation, long.accumulation) == (16, 1)
     assert short.tokens == short.stage.steps * 2**20 >= 10**9
     assert short.seconds == pytest.approx(short.dense_flops * short.tokens / (8 * 989e12 * 0.4))
     assert long.real_flops < long.dense_flops
     assert plan.seconds == short.seconds + long.seconds
+
+
+def test_a_shared_sequence_divides_activations_and_costs_communication():
+    alone = make_plan(config(activation_checkpointing="full"), 16, 989, 0.4).stages[1]
+    sharing = {"parallel": {"cp": 8}, "activation_checkpointing": "full"}
+    (short, long), tables = make_plan(config(**sharing), 16, 989, 0.4).stages, io.StringIO()
+    assert long.mesh == (1, 2, 8)
+    assert long.memory.activations == alone.memory.activations / 8
+    assert long.memory.parameters == alone.memory.parameters
+    assert long.memory.transport > short.memory.transport > alone.memory.transport == 0
+    assert long.accumulation == 4
+    assert long.context is not None
+    assert long.context.scheme.node == 8
+    assert long.context.cost.network_bytes == 0
+    assert long.context.attention_seconds["full"] > long.context.attention_seconds["moba"]
+    assert 0 <= long.context.exposed_seconds("full") <= long.context.exposed_seconds("moba")
+    assert long.seconds > alone.seconds
+
+    across = make_plan(config(**sharing), 16, 989, 0.4, ranks_per_node=4)
+    context = across.stages[1].context
+    assert context is not None
+    assert context.scheme.transport == "hierarchical"
+    assert context.cost.network_bytes > 0
+    print_plan(across, Console(file=tables, width=100))
+    for part in ("dp_shard 2 x cp 8", "hierarchical", "400 Gbit/s", "auto takes", "of it exposed", "transport"):
+        assert part in tables.getvalue(), part
 
 
 def test_a_layout_that_does_not_fit_is_refused():

@@ -11,6 +11,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from moba_train.attention.full import FullAttention
+from moba_train.attention.local import run_local
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig, StageConfig
@@ -19,7 +20,10 @@ from moba_train.data.samples import Sample
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.optim.adamw import clip_gradients
+from moba_train.parallel.context.choose import Scheme, TransportKind
+from moba_train.parallel.context.engine import context_engine
 from moba_train.parallel.fsdp import sharded_model
+from moba_train.parallel.stage import Share
 
 VOCAB, SEQ_LEN = 32, 24
 MODEL = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, layers=2, heads=2, kv_heads=1)
@@ -46,10 +50,17 @@ def samples() -> list[Sample]:
     return made
 
 
-def step(micro_batches: list[Batch], world_size: int) -> dict[str, torch.Tensor]:
-    """Loss, gradient norm and whole gradients of one step, as the trainer forms them."""
+def step(micro_batches: list[Batch], world_size: int, transport: TransportKind | None) -> dict[str, torch.Tensor]:
+    """Loss, gradient norm and whole gradients of one step, as the trainer forms them; with a `transport`, the ranks
+    share every sequence."""
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_replicate", "dp_shard"))
     model = sharded_model(CONFIG, mesh, torch.device("cpu"))
+    if transport:
+        scheme, world = Scheme(world_size, transport, "zigzag", world_size), dist.group.WORLD
+        assert world is not None
+        share = Share(engine=context_engine(scheme, world, torch.device("cpu")))
+        model.set_engines([share.engine or run_local] * MODEL.layers)
+        micro_batches = [share.of(batch) for batch in micro_batches]
     model.set_attention([FullAttention(FullAttention.Options(), MODEL.head_width)] * MODEL.layers)
     count = torch.tensor(sum(batch.loss_tokens for batch in micro_batches))
     dist.all_reduce(count)
@@ -72,12 +83,12 @@ SPREADS = {
 }
 
 
-def worker(rank: int, spread: list[list[list[int]]], folder: str) -> None:
+def worker(rank: int, spread: list[list[list[int]]], transport: TransportKind | None, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     store = dist.FileStore(f"{folder}/store", len(spread))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(spread))
     made = samples()
-    result = step([collate([made[i] for i in indices]) for indices in spread[rank]], len(spread))
+    result = step([collate([made[i] for i in indices]) for indices in spread[rank]], len(spread), transport)
     if rank == 0:
         torch.save(result, f"{folder}/result.pt")
     dist.destroy_process_group()
@@ -103,10 +114,20 @@ def expected() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS.keys())
 def test_loss_and_gradients_do_not_depend_on_the_spread(spread: list[list[list[int]]], tmp_path: Path) -> None:
-    mp.spawn(worker, (spread, str(tmp_path)), nprocs=len(spread))
-    result = torch.load(tmp_path / "result.pt", weights_only=True)
+    check(spread, None, tmp_path)
+
+
+def check(spread: list[list[list[int]]], transport: TransportKind | None, folder: Path) -> None:
+    mp.spawn(worker, (spread, transport, str(folder)), nprocs=len(spread))
+    result = torch.load(folder / "result.pt", weights_only=True)
     for name, value in expected().items():
         torch.testing.assert_close(result[name], value, rtol=2e-5, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("transport", ["ring", "ulysses"])
+def test_nor_on_the_ranks_that_share_a_sequence(transport: TransportKind, tmp_path: Path) -> None:
+    """Of the last three micro-batches, one has a single loss token, on one of the ranks, and two have none."""
+    check([[[0], [1], [2, 3]]] * 2, transport, tmp_path)
 
 
 def test_a_step_without_any_loss_token_leaves_zero_gradients() -> None:

@@ -38,6 +38,8 @@ class MobaAttention(LocalAttention):
             "longer than block_size x topk, else triton where it can, else flash where it can",
         )
 
+    work_grows = False  # every query attends to topk blocks; the gate, which does grow, is small
+
     def __init__(self, options: Section, head_dim: int, softmax_scale: float | None = None) -> None:
         assert isinstance(options, MobaAttention.Options)
         forced = {"current", *options.always}

@@ -17,7 +17,8 @@ NODE_RATE = 300e9
 305 GB/s)."""
 NETWORK_RATE = 50e9
 """The same between nodes: one 400 Gbit/s adapter per GPU, not measured."""
-_SLICES_IN_MEMORY = 2 / 4
+_SLICES = 4
+_SLICES_IN_MEMORY = 2 / _SLICES
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,18 @@ class Cost:
     """Received through a rank's network adapter: the busiest one."""
     memory_bytes: float
     """Buffers of the pass that needs more."""
+    upfront: float
+    """Share of the transfer that attention must wait for before it has anything to do."""
 
     @property
     def seconds(self) -> float:
         """If nothing were hidden behind attention."""
         return self.node_bytes / NODE_RATE + self.network_bytes / NETWORK_RATE
+
+    def exposed_seconds(self, attention_seconds: float) -> float:
+        """What remains to be waited for beside so much attention, at best."""
+        hidden = min((1 - self.upfront) * self.seconds, attention_seconds)
+        return self.seconds - hidden
 
 
 def check_sizes(scheme: Scheme) -> None:
@@ -125,28 +133,32 @@ def _allgather_cost(scheme: Scheme, shape: Shape) -> Cost:
     received = 3 * _others_tokens(scheme, shape) * shape.kv_bytes  # keys and values twice, their gradients once
     buffers = 2 * _SLICES_IN_MEMORY * shape.tokens * shape.kv_bytes
     if scheme.node == scheme.ranks:
-        return Cost(received, 0, buffers)
-    return Cost(received, received / scheme.node, buffers)  # NCCL's rings enter a node through all of its adapters
+        return Cost(received, 0, buffers, 1 / _SLICES)
+    # NCCL's rings enter a node through all of its adapters.
+    return Cost(received, received / scheme.node, buffers, 1 / _SLICES)
 
 
 def _ring_cost(scheme: Scheme, shape: Shape) -> Cost:
     received = 3 * _others_tokens(scheme, shape) * shape.kv_bytes
     depth = min(scheme.ring_depth or scheme.ranks, scheme.ranks)
     buffers = (2 * depth + 2) * shape.tokens / scheme.ranks * shape.kv_bytes  # chunks, and their gradients going home
-    return Cost(received, 0 if scheme.node == scheme.ranks else received, buffers)  # one link enters each node
+    network = 0 if scheme.node == scheme.ranks else received  # one link enters each node
+    return Cost(received, network, buffers, upfront=0)
 
 
 def _ulysses_cost(scheme: Scheme, shape: Shape) -> Cost:
     swapped, buffers = _swap_cost(shape, scheme.ranks, shape.tokens / scheme.ranks)
     within = scheme.node / scheme.ranks
-    return Cost(swapped * within, swapped * (1 - within), buffers)
+    return Cost(swapped * within, swapped * (1 - within), buffers, upfront=1)
 
 
 def _hierarchical_cost(scheme: Scheme, shape: Shape) -> Cost:
     swapped, buffers = _swap_cost(shape, scheme.node, shape.tokens / scheme.ranks)
     kv_bytes = shape.kv_bytes * max(1, scheme.node / shape.kv_heads) / scheme.node
     gathered = 3 * (1 - scheme.node / scheme.ranks) * shape.tokens * kv_bytes
-    return Cost(swapped, gathered, buffers + 2 * _SLICES_IN_MEMORY * shape.tokens * kv_bytes)
+    within, across = swapped / NODE_RATE, gathered / NETWORK_RATE
+    upfront = (within + across / _SLICES) / (within + across)
+    return Cost(swapped, gathered, buffers + 2 * _SLICES_IN_MEMORY * shape.tokens * kv_bytes, upfront)
 
 
 def _others_tokens(scheme: Scheme, shape: Shape) -> float:

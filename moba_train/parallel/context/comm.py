@@ -5,16 +5,22 @@ current stream was given before it, and for nothing given later; `Arrival.wait` 
 Every tensor of a call stays alive until then, so no memory is reused too early, and none needs `record_stream`, which
 would hold it back until the host looks again. On the CPU every call is finished when it returns.
 
-All ranks of a group make the same calls in the same order.
+All ranks of a group make the same calls in the same order. A call that fails, on a CPU also one that waits longer than
+the group's timeout, raises CommunicationError with its name, the ranks and the time. On CUDA a call that waits too long
+ends the process: NCCL's watchdog says in which collective, and writes its flight record (parallel/world.py).
 
 Shape suffixes: L rows of a shard, R ranks.
 """
 
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from moba_train.errors import CommunicationError
 
 # Renamed in torch 2.13, which warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -68,7 +74,7 @@ class Peers:
             for whole, shard in zip(gathered, shards_L, strict=True):
                 _all_gather(whole, shard, group=self.group)
 
-        return self._start(call, shards_L, gathered)
+        return self._start("all_gather", call, shards_L, gathered)
 
     def all_to_all(self, *parts_RL: Tensor) -> Arrival:
         """Of each tensor [R * L, ...], the r-th L rows go to rank r; those received lie in rank order."""
@@ -80,7 +86,7 @@ class Peers:
             for got, given in zip(received, parts_RL, strict=True):
                 dist.all_to_all_single(got, given, group=self.group)
 
-        return self._start(call, parts_RL, received)
+        return self._start("all_to_all", call, parts_RL, received)
 
     def all_to_all_uneven(self, x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Tensor:
         """The first `sent_rows[0]` rows go to rank 0, the next `sent_rows[1]` to rank 1, and so on."""
@@ -89,13 +95,13 @@ class Peers:
         def call() -> None:
             dist.all_to_all_single(received, x, list(received_rows), list(sent_rows), group=self.group)
 
-        (received,) = self._start(call, (x,), (received,)).wait()
+        (received,) = self._start("all_to_all_uneven", call, (x,), (received,)).wait()
         return received
 
     def sum(self, x: Tensor) -> None:
         """Element-wise sum over the ranks, in place."""
         if self.size > 1:
-            self._start(lambda: dist.all_reduce(x, group=self.group), (), (x,)).wait()
+            self._start("sum", lambda: dist.all_reduce(x, group=self.group), (), (x,)).wait()
 
     def shift(self, sent: Tensor, received: Tensor, distance: int, then: Callable[[], object] | None = None) -> Arrival:
         """Send to the rank `distance` ahead, and receive from the one as far behind, around the ring.
@@ -114,20 +120,32 @@ class Peers:
             if then is not None:
                 then()
 
-        return self._start(call, (sent,), (received,))
+        return self._start(f"shift by {distance}", call, (sent,), (received,))
 
-    def _start(self, call: Callable[[], None], given: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> Arrival:
+    def _start(
+        self, name: str, call: Callable[[], None], given: tuple[Tensor, ...], received: tuple[Tensor, ...]
+    ) -> Arrival:
         assert all(x.is_contiguous() for x in (*given, *received)), "messages must be contiguous"
-        if self._stream is None:
-            call()
-            return Arrival(received)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            call()
-            return Arrival(received, self._stream.record_event(), given)
+        began = time.monotonic()
+        try:
+            if self._stream is None:
+                call()
+                return Arrival(received)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                call()
+                return Arrival(received, self._stream.record_event(), given)
+        except RuntimeError as error:
+            members = dist.get_process_group_ranks(self.group)
+            raise CommunicationError(
+                f"context parallelism: rank {members[self.rank]} gave up after {time.monotonic() - began:.1f} s in "
+                f"{name} with ranks {members}, tensors {[tuple(x.shape) for x in received]}: {error}"
+            ) from error
 
 
-def nested_groups(group: dist.ProcessGroup, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def nested_groups(
+    group: dist.ProcessGroup, inner: int, timeout: timedelta | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The groups of a context group's ranks in its node and of its ranks at the same place in every node.
 
     `inner`: consecutive ranks of `group` in one node. Every rank of the world must call this, also where several
@@ -140,7 +158,7 @@ def nested_groups(group: dist.ProcessGroup, inner: int) -> tuple[dist.ProcessGro
         nodes = [ranks[first : first + inner] for first in range(0, len(ranks), inner)]
         places = [ranks[place::inner] for place in range(inner)]
         for kind, members in (*(("node", node) for node in nodes), *(("place", place) for place in places)):
-            made = dist.new_group(list(members))
+            made = dist.new_group(list(members), timeout=timeout)
             if dist.get_rank() in members:
                 found[kind] = made
     return found["node"], found["place"]

@@ -1,5 +1,7 @@
 """The attention engine of a model whose sequence is cut over ranks."""
 
+from datetime import timedelta
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -74,8 +76,10 @@ class ContextParallel(OperatorEngine):
         return Job(attention, layout, sequence)
 
 
-def context_engine(scheme: Scheme, group: ProcessGroup, device: torch.device) -> ContextParallel:
-    """The engine for the ranks of `group`, in their order. Sets up all communication.
+def context_engine(
+    scheme: Scheme, group: ProcessGroup, device: torch.device, timeout: timedelta | None = None
+) -> ContextParallel:
+    """The engine for the ranks of `group`, in their order. Sets up all communication. `timeout`: of groups made here.
 
     Every rank of the world must call it, with the same scheme and its own group. Raises ValueError for sizes that do
     not fit.
@@ -92,6 +96,6 @@ def context_engine(scheme: Scheme, group: ProcessGroup, device: torch.device) ->
     elif scheme.transport == "ulysses":
         transport = Ulysses(Peers(group, device), Whole())
     else:
-        node, across = nested_groups(group, scheme.node)
+        node, across = nested_groups(group, scheme.node, timeout)
         transport = Ulysses(Peers(node, device), AllGather(Peers(across, device)))
     return ContextParallel(scheme, transport)

@@ -1,0 +1,77 @@
+"""The sizes of the device mesh on so many ranks."""
+
+from math import isqrt
+from typing import NamedTuple
+
+from moba_train.config.run import ParallelConfig
+from moba_train.errors import ConfigError
+
+
+class MeshSizes(NamedTuple):
+    """The mesh (dp_replicate, dp_shard, cp), nothing left to fill."""
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+
+    @property
+    def dp(self) -> int:
+        """Groups of ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the parameters."""
+        return self.dp_shard * self.cp
+
+
+def mesh_sizes(parallel: ParallelConfig, world_size: int) -> MeshSizes:
+    """The mesh on `world_size` ranks, with -1 filled in. Raises ConfigError when the sizes do not make it up."""
+    sizes, problems = fit_mesh(parallel, world_size)
+    if sizes is None:
+        raise ConfigError(problems)
+    return sizes
+
+
+def fit_mesh(
+    parallel: ParallelConfig, world_size: int | None, cp_key: str = "parallel.cp"
+) -> tuple[MeshSizes | None, list[str]]:
+    """The mesh, or None and the reasons why there is none (no reason where only the world size is unknown).
+
+    `cp_key` names the key that `parallel.cp` came from.
+    """
+    given = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
+    problems = [f"parallel.{key}: given 0; allowed: >= 1, or -1 to fill the rest" for key in given if given[key] == 0]
+    free = [key for key, size in given.items() if size == -1]
+    if len(free) == 2:
+        problems.append(
+            "parallel: dp_replicate and dp_shard are both -1; allowed: one of them, the other fills the rest"
+        )
+    if problems or world_size is None:
+        return None, problems
+
+    cp = parallel.cp
+    if world_size % cp:
+        return None, [f"{cp_key}: given {cp}, which does not divide the {world_size} ranks; {divisors(world_size)}"]
+    dp = world_size // cp
+    sharing = f", {cp} to a sequence ({cp_key})" if cp > 1 else ""
+    fixed = abs(parallel.dp_replicate * parallel.dp_shard)
+    if free and dp % fixed == 0:
+        given[free[0]] = dp // fixed
+    elif free:
+        other = next(key for key in given if key not in free)
+        ranks = f"the {world_size} ranks{sharing}"
+        return None, [f"parallel.{other}: given {fixed}, which does not divide {ranks}; {divisors(dp)}"]
+    elif fixed != dp:
+        side = "more ranks than the layout uses" if dp > fixed else "fewer ranks than the layout needs"
+        replicate = parallel.dp_replicate if dp % parallel.dp_replicate == 0 else 1
+        layout = f"dp_replicate {parallel.dp_replicate}, dp_shard {parallel.dp_shard}" + f", cp {cp}" * (cp > 1)
+        fits = f"start {fixed * cp} ranks, or set parallel: {{dp_replicate: {replicate}, dp_shard: -1}}"
+        return None, [f"parallel: {layout} make {fixed * cp} ranks, {world_size} were started{sharing}: {side}; {fits}"]
+    return MeshSizes(given["dp_replicate"], given["dp_shard"], cp), []
+
+
+def divisors(number: int) -> str:
+    """`allowed: 1, 2, 4`: what divides `number`."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return "allowed: " + ", ".join(map(str, sorted({*small, *(number // size for size in small)})))

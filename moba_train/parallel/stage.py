@@ -1,0 +1,75 @@
+"""This rank's share in a training stage: which sequences it reads, which of their tokens it holds, what attends."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from moba_train.config.mesh import MeshSizes
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
+from moba_train.data.batch import Batch
+from moba_train.parallel.context.batch import shard_batch
+from moba_train.parallel.context.choose import Scheme
+from moba_train.parallel.context.engine import ContextParallel, context_engine
+from moba_train.parallel.fsdp import compute_dtype
+from moba_train.parallel.scheme import stage_scheme
+from moba_train.parallel.world import World, least_over_ranks
+from moba_train.planning.memory import estimate_memory
+
+_USABLE = 0.9
+"""Of a GPU's memory; the rest goes to the CUDA context, NCCL and fragmentation."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of all batches is this rank's."""
+
+    dp_rank: int = 0
+    """Which of the sequences that are read at the same time."""
+    dp_size: int = 1
+    engine: ContextParallel | None = None
+    """Runs the attention and says which tokens are here; None: whole sequences are."""
+
+    def of(self, batch: Batch) -> Batch:
+        """This rank's tokens of a micro-batch of its `dp_rank`."""
+        if self.engine is None:
+            return batch
+        return shard_batch(batch, self.engine.sequence(batch.layout.total), self.engine.rank)
+
+
+class ContextEngines:
+    """The engines of a run's stages. Groups and connections are made when a stage begins, and kept for the next."""
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self._config, self._world = config, world
+        self._groups: dict[int, dist.ProcessGroup] = {}
+        self._engines: dict[Scheme, ContextParallel] = {}
+
+    def share(self, stage: Stage, sizes: MeshSizes) -> tuple[Share, str]:
+        """This rank's share in `stage`, and the choice that was made, to be printed ("" without context parallelism).
+
+        Called on all ranks together.
+        """
+        cp, world = sizes.cp, self._world
+        if cp == 1:
+            return Share(world.rank, world.size), ""
+        width = compute_dtype(self._config, world.device).itemsize
+        memory = self._memory_for_buffers(stage, sizes)
+        scheme, why = stage_scheme(self._config, stage, world.ranks_per_node, width, memory)
+        if cp not in self._groups:
+            # Neighbours, so that a group spans as few nodes as it can.
+            group, _ = dist.new_subgroups(cp, timeout=world.timeout)
+            assert group is not None
+            self._groups[cp] = group
+        if scheme not in self._engines:
+            self._engines[scheme] = context_engine(scheme, self._groups[cp], world.device, world.timeout)
+        return Share(world.rank // cp, world.size // cp, self._engines[scheme]), why
+
+    def _memory_for_buffers(self, stage: Stage, sizes: MeshSizes) -> float | None:
+        """Bytes, the same on every rank; None on a CPU, which is not asked."""
+        if self._world.device.type != "cuda":
+            return None
+        total = torch.cuda.get_device_properties(self._world.device).total_memory
+        tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)
+        return least_over_ranks(_USABLE * total - estimate_memory(self._config, sizes.shards, tokens).total)

@@ -1,0 +1,175 @@
+"""Context parallelism changes where a sequence lives, not what is trained: the same losses, norms and evaluations."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import VOCAB, Run
+from trainer_ranks import Ranks
+
+from moba_train.data.batch import collate
+from moba_train.data.samples import Sample
+from moba_train.parallel.context.batch import shard_batch
+from moba_train.parallel.context.layout import Kind, SequenceLayout
+
+
+@pytest.fixture(scope="module")
+def ranks(monkeypatch_module: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """Processes that all runs of this file share."""
+    monkeypatch_module.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch_module.setenv("OMP_NUM_THREADS", "1")
+    processes = Ranks()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+def lengthened(run: Run, steps: int) -> Run:
+    """The tiny run (full attention, then MoBA and full layers mixed; packed documents) with so many steps, evaluated at
+    the end of each stage."""
+    for stage, share in zip(run.recipe["stages"], (steps // 2, steps - steps // 2), strict=True):
+        stage["tokens"] = share * 512
+    run.recipe["evaluation"]["every"] = run.recipe["checkpoint"]["every"] = 1000
+    return run
+
+
+def curves(run: Run) -> dict[str, list[Any]]:
+    """What a user sees of a run, but for times."""
+    metrics = run.records()
+    keys = ("step", "tokens", "loss", "grad_norm", "lr", "loss_tokens")
+    return {key: [record[key] for record in metrics] for key in keys} | {
+        "eval_loss": [record["eval_loss"] for record in run.records("evaluation")]
+    }
+
+
+def assert_same_training(got: dict[str, list[Any]], want: dict[str, list[Any]]) -> None:
+    for key in ("step", "tokens", "lr", "loss_tokens"):
+        assert got[key] == want[key], key
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-3)
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-2)
+    assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
+    """Fifty steps with every sequence whole on its rank."""
+    run = lengthened(Run(tmp_path_factory.mktemp("alone"), corpora), 50)
+    ranks.train(run, 1)
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "parallel"), [(4, {"cp": 4, "cp_transport": "ring"}), (4, {"cp": 2})])
+def test_fifty_steps_are_the_same_at_any_cp(
+    run: Run, ranks: Ranks, alone: Run, world: int, parallel: dict[str, Any]
+) -> None:
+    run.recipe["parallel"] = parallel
+    ranks.train(lengthened(run, 50), world)
+    assert_same_training(curves(run), curves(alone))
+    devices = [record["tokens_per_s"] / record["tokens_per_s_per_device"] for record in run.records()]
+    assert devices == pytest.approx([world] * 50)
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node", "parallel"),
+    [
+        (2, 2, {"cp_transport": "allgather", "cp_layout": "contiguous"}),
+        (2, 2, {"cp_transport": "ulysses", "cp_layout": "zigzag"}),
+        (4, 2, {"cp_transport": "hierarchical"}),
+        (4, 2, {"cp_transport": "ring", "cp_ring_depth": 2}),
+    ],
+    ids=lambda value: value.get("cp_transport") if isinstance(value, dict) else None,
+)
+def test_every_transport_trains(
+    run: Run, ranks: Ranks, alone: Run, world: int, per_node: int, parallel: dict[str, Any]
+) -> None:
+    """Only the second stage shares its sequences: the layout of the weights stays as it is."""
+    run.recipe["stages"][1]["parallel"] = {"cp": world, **parallel}
+    lengthened(run, 4)
+    ranks.train(run, world, per_node=per_node)
+    got, want = curves(run), curves(alone)
+    assert got["loss"][:2] == pytest.approx(want["loss"][:2], rel=1e-3)
+    (choice,) = run.records("parallel")
+    assert parallel["cp_transport"] in choice["message"]
+    assert choice["stage"] == "long"
+
+    shutil.rmtree(run.run_dir)
+    run.recipe["stages"][1].pop("parallel")
+    ranks.train(run, 1)
+    assert_same_training(got, curves(run))
+
+
+def test_a_run_goes_on_with_another_cp_and_bitwise_with_the_same(run: Run, ranks: Ranks, tmp_path: Path) -> None:
+    """Half of it at cp = 2 on two ranks; the rest there again, at cp = 4, and with dp = 2 instead."""
+    run.recipe["parallel"] = {"cp": 2, "cp_transport": "allgather"}
+    ranks.train(run, 2)
+    undisturbed = curves(run)
+    shutil.rmtree(run.run_dir)
+    ranks.train(run, 2, "--stop-at-step", "8")
+    shutil.copytree(run.run_dir, tmp_path / "half")
+    for world, parallel in ((2, run.recipe["parallel"]), (4, {"cp": 4}), (2, {})):
+        run.recipe["parallel"] = parallel
+        ranks.train(run, world)
+        assert_same_training(curves(run), undisturbed)
+        if parallel.get("cp") == 2:
+            assert curves(run) == undisturbed
+        shutil.rmtree(run.run_dir)
+        shutil.copytree(tmp_path / "half", run.run_dir)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_compiled_recomputed_accumulated_and_shared(run: Run, ranks: Ranks, finished_run: Run) -> None:
+    run.recipe |= {"compile": True, "activation_checkpointing": "full", "parallel": {"cp": 2}}
+    ranks.train(run, 2)
+    assert run.losses() == pytest.approx(finished_run.losses(), rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("transport", ["allgather", "ring", "ulysses"])
+def test_two_gpus_share_sequences_and_repeat_bit_by_bit(run: Run, transport: str) -> None:
+    """NCCL, bf16; head width 64, so that the kernels of real training run."""
+    run.recipe["model"] |= {"hidden_size": 256}
+    assert run.train(1, gpu=True)[0] == 0
+    alone = curves(run)
+    shared = []
+    for _ in range(2):
+        shutil.rmtree(run.run_dir)
+        run.recipe["parallel"] = {"cp": 2, "cp_transport": transport}
+        code, output = run.train(2, gpu=True)
+        assert code == 0, output
+        shared.append(curves(run))
+    assert shared[0] == shared[1]
+    assert shared[0]["loss"] == pytest.approx(alone["loss"], rel=2e-2)
+    assert shared[0]["loss_tokens"] == alone["loss_tokens"]
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_shards_hold_every_token_once_with_its_own_position_label_and_loss(kind: Kind, count: int) -> None:
+    """A sparse loss mask, and token 0, which is also what padding is made of, among the real tokens."""
+    rng = np.random.default_rng(0)
+    weights = np.zeros(13, dtype=np.float32)
+    weights[[2, 3]] = 1, 0.5
+    sample = Sample(rng.integers(VOCAB, size=13) * (np.arange(13) % 3), np.arange(13), weights, [6, 7], [])
+    batch = collate([sample])
+    sequence = SequenceLayout.cut(13, count, kind)
+    shards = [shard_batch(batch, sequence, rank) for rank in range(count)]
+    for name in ("tokens", "labels", "positions"):
+        whole = sequence.to_packed(torch.cat([getattr(shard, name) for shard in shards]))
+        assert torch.equal(whole, getattr(batch, name)), name
+    assert sum(shard.loss_tokens for shard in shards) == batch.loss_tokens == 1.5
+    labels, _, weights = (torch.cat(parts) for parts in zip(*(shard.loss_on for shard in shards), strict=True))
+    kept = weights > 0
+    assert sorted(zip(labels[kept].tolist(), weights[kept].tolist(), strict=True)) == [(2, 1.0), (3, 0.5)]
+    assert all(len(shard.loss_index) >= 1 and shard.layout is batch.layout for shard in shards)
+    assert any(shard.loss_tokens == 0 for shard in shards) or count == 1
