@@ -1,6 +1,8 @@
 """Objects that torch operators refer to by name.
 
-The arguments of a custom operator are tensors, numbers and text; torch.compile takes text as a constant.
+The arguments of a custom operator are tensors, numbers and text; torch.compile takes text as a constant. Compiled code
+outlives the process in a cache on disk, together with the shapes of the operators' results, and is found again by its
+constants: so a name says all that those shapes may depend on, or a run with other options would be given that code.
 """
 
 import itertools
@@ -17,9 +19,9 @@ class Registry(Generic[T]):
         self._objects: weakref.WeakValueDictionary[str, T] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
 
-    def add(self, member: T) -> str:
-        """A new name for `member`."""
-        name = f"{type(member).__name__} {next(self._numbers)}"
+    def add(self, member: T, *settings: object) -> str:
+        """A new name for `member`, which these settings were made from."""
+        name = f"{type(member).__name__} {next(self._numbers)}: {', '.join(map(repr, settings))}"
         self._objects[name] = member
         return name
 

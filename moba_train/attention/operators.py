@@ -23,9 +23,9 @@ class OperatorEngine(ABC):
     name: str = ""
     """Stands for this object in the arguments of the operators."""
 
-    def __new__(cls, *_arguments: Any, **_options: Any) -> Self:
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
         engine = super().__new__(cls)
-        engine.name = ENGINES.add(engine)
+        engine.name = ENGINES.add(engine, *arguments, options)
         return engine
 
     def __call__(

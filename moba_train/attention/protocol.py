@@ -131,9 +131,9 @@ class LocalAttention(Protocol):
     name: str = ""
     """Stands for this object in the arguments of torch operators: text, which torch.compile takes as a constant."""
 
-    def __new__(cls, *_arguments: Any, **_options: Any) -> Self:
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
         attention = super().__new__(cls)
-        attention.name = ATTENTIONS.add(attention)
+        attention.name = ATTENTIONS.add(attention, *arguments, options)
         return attention
 
     def __init__(self, options: Section, head_dim: int) -> None: ...

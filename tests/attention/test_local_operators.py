@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import run_local
 from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.named import Registry
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
 from moba_train.config.model import ModelConfig
@@ -76,6 +77,24 @@ def test_recomputation_keeps_the_plan_and_the_attention(kind: LocalAttention, mo
     for ours, theirs in zip(numbers(recomputed, *inputs()), plain, strict=True):
         assert torch.equal(ours, theirs)
     assert calls == ["plan", "attend", "attend_backward"]
+
+
+def test_names_tell_apart_what_compiled_code_depends_on() -> None:
+    """torch keeps compiled code on disk and finds it by such names: other options must not be given that code."""
+    names = [
+        Registry[LocalAttention]().add(kind, *settings)
+        for kind, *settings in (
+            (KINDS["moba"], MobaAttention.Options(topk=3), 16),
+            (KINDS["moba"], MobaAttention.Options(topk=4), 16),
+            (KINDS["moba"], MobaAttention.Options(topk=3), 32),
+        )
+    ]
+    assert len(set(names)) == 3
+    assert "topk=4" in names[1]
+    assert names[0] == Registry[LocalAttention]().add(KINDS["moba"], MobaAttention.Options(topk=3), 16)
+    built = MobaAttention(MobaAttention.Options(block_size=96, topk=7), 16).name
+    assert "block_size=96" in built
+    assert "topk=7" in built
 
 
 def test_an_attention_replaced_before_the_backward_pass_still_gives_its_own_gradients() -> None:

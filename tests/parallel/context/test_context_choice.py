@@ -11,10 +11,13 @@ def auto(shape: Shape = LLAMA_8B, ranks: int = 4, node: int | None = None, work_
     return choose("auto", "auto", shape, ranks=ranks, node=node or ranks, work_grows=work_grows, **limits)
 
 
-def test_few_ranks_gather_few_heads_and_many_ranks_exchange():
-    """A rank receives keys and values three times, or in all 15 times its share of them: more than 5 ranks exchange."""
-    assert auto(ranks=2)[0].transport == "allgather"
+def test_inside_a_node_ranks_exchange_tokens_for_whole_heads():
+    assert auto(ranks=2)[0].transport == "ulysses"
     assert auto(ranks=8)[0].transport == "ulysses"
+
+
+def test_where_heads_would_be_repeated_keys_and_values_are_gathered():
+    assert auto(Shape(2**17, heads=32, kv_heads=2, head_dim=128), ranks=4)[0].transport == "allgather"
 
 
 def test_across_nodes_the_exchange_stays_inside():

@@ -38,6 +38,10 @@ class Transport(ABC):
     rank: int
     """This rank's shard in the job's sequence."""
 
+    def __repr__(self) -> str:
+        """The same for every process that does the same."""
+        return f"{type(self).__name__} of rank {self.rank}"
+
     @abstractmethod
     def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
         """(out, lse, plan)."""
