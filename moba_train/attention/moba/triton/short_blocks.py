@@ -11,15 +11,7 @@ from moba_train.attention.moba.triton import combine, short
 from moba_train.attention.moba.triton.call import LOG2_E, Call
 from moba_train.attention.moba.triton.lists import Lists
 from moba_train.attention.moba.triton.long_blocks import dq_own
-from moba_train.attention.moba.triton.tiles import (
-    Segment,
-    Shape,
-    TileTable,
-    first_slots,
-    most_slots,
-    segments,
-    tile_table,
-)
+from moba_train.attention.moba.triton.tiles import Segment, Shape, TileTable, segments, tile_table
 
 _SPAN = 4096
 """Rows of a list that one program takes, at most: what one block everyone chooses costs in balance."""
@@ -75,11 +67,13 @@ class ShortBlocks:
         dk, dv = call.like_k(), call.like_k()
         parts = list(segments(self.lists, call.kv_heads, self.call.limit // tiles))
         partial_dq = call.buffer(parts, tiles)
-        room = most_slots(max((part.kv_heads.stop - part.kv_heads.start) * part.entries for part in parts), _SPAN)
-        part_dk, part_dv = (stats.new_empty(room * tiles * shape.keys, call.head_dim) for _ in range(2))
+        slots = 2 * max((part.kv_heads.stop - part.kv_heads.start) * part.entries for part in parts) // _SPAN
+        part_dk, part_dv = (stats.new_empty(slots * tiles * shape.keys, call.head_dim) for _ in range(2))
         for segment in parts:
             table = self.spans(segment)
-            slots = first_slots(table.last_tile)
+            spans = torch.diff(table.last_tile, prepend=table.last_tile.new_zeros(1))
+            several = spans * (spans > 1)
+            first_slot = torch.cumsum(several, 0, dtype=torch.int32) - several
             short.gradients[(table.bound * tiles,)](
                 call.q_THD,
                 dout,
@@ -91,7 +85,7 @@ class ShortBlocks:
                 partial_dq,
                 part_dk,
                 part_dv,
-                slots,
+                first_slot,
                 *self.tables(table),
                 segment.kv_heads.start,
                 call.heads,
@@ -101,19 +95,18 @@ class ShortBlocks:
                 TILES=tiles,
                 **self.sizes(shape),
             )
-            if room:
+            if slots:
                 short.sum_spans[(table.begin.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
                     dk,
                     dv,
                     part_dk,
                     part_dv,
-                    slots,
+                    first_slot,
                     table.last_tile,
                     call.tables.bounds,
                     call.tables.blocks,
                     segment.kv_heads.start,
                     call.kv_heads,
-                    ADD=False,
                     PADDED=tiles * shape.keys,
                     D=call.head_dim,
                     KEYS=_SUMMED_KEYS,
