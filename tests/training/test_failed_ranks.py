@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ TIMEOUT_S = 5
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
-    """Process ids of the ranks that torchrun started, by rank."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    """Process ids of the ranks that torchrun started and that still run, by rank."""
     found = {}
-    for child in map(int, children):
-        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        found |= {int(item[5:]): child for item in environment if item.startswith(b"RANK=")}
+    with suppress(ProcessLookupError, FileNotFoundError):  # torchrun itself has ended
+        for child in map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()):
+            with suppress(ProcessLookupError, FileNotFoundError):  # ended since it was listed
+                environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+                found |= {int(item[5:]): child for item in environment if item.startswith(b"RANK=")}
     return found
 
 
@@ -37,7 +39,7 @@ def disturb(run: Run, what: signal.Signals) -> tuple[int, str, float]:
         began = time.monotonic()
         os.kill(victim, what)
         waiting = ranks_of(launcher).get(0)
-        while waiting is not None and Path(f"/proc/{waiting}/stat").exists() and _runs(waiting):
+        while waiting is not None and _runs(waiting):
             assert time.monotonic() - began < 60, "rank 0 waits on"
             time.sleep(0.1)
         taken = time.monotonic() - began
@@ -50,7 +52,9 @@ def disturb(run: Run, what: signal.Signals) -> tuple[int, str, float]:
 
 
 def _runs(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    with suppress(ProcessLookupError, FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 @pytest.mark.slow
