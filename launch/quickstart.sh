@@ -41,7 +41,7 @@ step "2/6  tokens, into $run/data"
 
 step "3/6  training on $ranks ranks, as far as the middle of the second stage"
 "${moba_train[@]}" plan "$recipe" ${overrides[@]+"${overrides[@]}"} --gpus "$ranks"
-"${train[@]}" --stop-at-step 130
+"${train[@]}" --stop-at-step 118
 
 step "4/6  the same command again: it resumes from the checkpoint"
 "${train[@]}"
