@@ -112,7 +112,7 @@ def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(head_dim, block_si
     shape = shapes(head_dim, block_size)
     call = {"PARTIAL": partial, "C": 7, "BLOCK": block_size, "SPAN": 4096}
     fits(short.attend, sizes(shape.short_forward, head_dim, **call), shape.short_forward, dtype, 128, tmp_path)
-    constants = sizes(shape.short_backward, head_dim, TILES=1, **call)
+    constants = sizes(shape.short_backward, head_dim, **call)
     fits(short.gradients, constants, shape.short_backward, dtype, 512, tmp_path)
 
 
@@ -138,8 +138,8 @@ def test_selection_fits(head_dim, choices, levels, grouped, tmp_path):
         (tables._token_tables, {"SIZE": 256}),
         (tables._block_bounds, {"SIZE": 256}),
         (combine.combine_out, {"PARTIAL": True, "G": 4, "C": 7, "D": 128, "M": 32}),
-        (combine.combine_dq, {"PARTIAL": True, "TILES": 1, "G": 4, "C": 7, "D": 128, "M": 32}),
-        (short.sum_spans, {"PADDED": 128, "D": 128, "KEYS": 16}),
+        (combine.combine_dq, {"PARTIAL": True, "G": 4, "C": 7, "D": 128, "M": 32}),
+        (short.sum_spans, {"D": 128, "N": 128, "KEYS": 16}),
         (backward.prepare, {"D": 128, "M": 32}),
         (packed.pack, {"G": 4, "C": 11, "D": 128, "M": 64}),
     ],

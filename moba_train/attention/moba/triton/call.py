@@ -103,10 +103,10 @@ class Call:
         """Row tiles of a block's own rows, at most."""
         return triton.cdiv(self.longest * self.group, shape.rows)
 
-    def buffer(self, parts: list[Segment], each: int = 1) -> Tensor:
-        """Room for `each` partial results of every entry of any of these segments: [entries * each, D]."""
+    def buffer(self, parts: list[Segment]) -> Tensor:
+        """Room for the partial results of any of these segments: [entries, D]."""
         entries = max((part.kv_heads.stop - part.kv_heads.start) * part.entries for part in parts)
-        return torch.empty(entries * each, self.head_dim, dtype=self.q_THD.dtype, device=self.q_THD.device)
+        return torch.empty(entries, self.head_dim, dtype=self.q_THD.dtype, device=self.q_THD.device)
 
     def stats(self, dout_THD: Tensor, out_THD: Tensor, lse_HT: Tensor) -> Tensor:
         """float32 [T, H, 2] of `backward.prepare`; dout contiguous."""
@@ -125,7 +125,7 @@ class Call:
         )
         return stats_TH2
 
-    def combine(self, kernel: Any, segment: Segment, *tensors: Tensor, **more: int) -> None:
+    def combine(self, kernel: Any, segment: Segment, *tensors: Tensor) -> None:
         """Join a segment's partial results into the tensors that hold the own blocks' part."""
         row_entries = self.group * self.choices
         first, tokens = segment.first_entry // row_entries, segment.entries // row_entries
@@ -144,7 +144,6 @@ class Call:
             C=self.choices,
             D=self.head_dim,
             M=_COMBINE_ROWS,
-            **more,
         )
 
 

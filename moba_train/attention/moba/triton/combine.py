@@ -92,13 +92,12 @@ def combine_dq(
     first_kv_head,
     heads,
     PARTIAL: tl.constexpr,
-    TILES: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
 ):
-    """dq [T, H, D] holds the own block's part and receives the sum; an entry's part is the sum of TILES rows."""
+    """dq [T, H, D] holds the own block's part and receives the sum."""
     row, ok, token, head = _rows(first_token, last_token, first_kv_head, G, M)
     entry = (tl.program_id(1).to(tl.int64) * (last_token - first_token) * G + row) * C
     choice = chosen + (head.to(tl.int64) * tokens + token) * C
@@ -107,7 +106,6 @@ def combine_dq(
     total_MD = tl.load(at, mask=ok[:, None], other=0.0).to(tl.float32)
     for j in tl.range(0, C, loop_unroll_factor=4):
         used = _used(choice + j, ok, bounds, PARTIAL)
-        for tile in tl.static_range(TILES):
-            part = partial_dq + (((entry + j) * TILES + tile) * D)[:, None] + column[None, :]
-            total_MD += tl.load(part, mask=used[:, None], other=0.0).to(tl.float32)
+        part = partial_dq + ((entry + j) * D)[:, None] + column[None, :]
+        total_MD += tl.load(part, mask=used[:, None], other=0.0).to(tl.float32)
     tl.store(at, total_MD.to(dq.dtype.element_ty), mask=ok[:, None])

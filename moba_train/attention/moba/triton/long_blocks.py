@@ -75,7 +75,7 @@ class LongBlocks:
         """dq [T, H, D], dk and dv [S, K, D]."""
         call, lists, shape = self.call, self.lists, self.call.shapes.dq
         dk, dv = PackedDkdv(call, dout, stats, lists).run()
-        dq = dq_own(call, dout, stats)
+        dq = self.dq_own(dout, stats)
         if call.choices == 0:
             return dq, dk, dv
         k_desc, v_desc = call.descriptors(shape.keys)
@@ -109,24 +109,23 @@ class LongBlocks:
                 BLOCK=call.block_size,
                 **call.sizes(shape),
             )
-            call.combine(combine.combine_dq, segment, dq, partial_dq, TILES=1)
+            call.combine(combine.combine_dq, segment, dq, partial_dq)
         return dq, dk, dv
 
-
-def dq_own(call: Call, dout: Tensor, stats: Tensor) -> Tensor:
-    """The own blocks' part of dq."""
-    shape, dq = call.shapes.dq, call.like_q()
-    tiles = call.own_tiles(shape)
-    backward.dq_own[(call.tables.blocks * tiles, call.kv_heads)](
-        call.q_THD,
-        dout,
-        stats,
-        *call.descriptors(shape.keys),
-        dq,
-        call.tables.bounds,
-        tiles,
-        call.q_THD.stride(0),
-        call.scale,
-        **call.sizes(shape),
-    )
-    return dq
+    def dq_own(self, dout: Tensor, stats: Tensor) -> Tensor:
+        """The own blocks' part of dq."""
+        call, shape, dq = self.call, self.call.shapes.dq, self.call.like_q()
+        tiles = call.own_tiles(shape)
+        backward.dq_own[(call.tables.blocks * tiles, call.kv_heads)](
+            call.q_THD,
+            dout,
+            stats,
+            *call.descriptors(shape.keys),
+            dq,
+            call.tables.bounds,
+            tiles,
+            call.q_THD.stride(0),
+            call.scale,
+            **call.sizes(shape),
+        )
+        return dq

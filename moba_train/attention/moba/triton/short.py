@@ -1,12 +1,11 @@
-"""Short blocks, of one or a few tiles of keys: they stay on chip while the rows of their list stream past.
+"""Short blocks, whose keys are one tile: they stay on chip while the rows of their list stream past.
 
-A program takes a span of a list. It loads a tile of keys and values once; its rows, gathered by address, are on their
+A program takes a span of a list. It loads the block's keys and values once; its rows, gathered by address, are on their
 way while the rows before them are worked on. The block's own rows, causal, follow at the end of its first span. With
 128 keys a row costs 2 * D bytes of gathering and 2 * D of partial result against 4 * D * 128 operations, 128 a byte.
 
 `gradients` makes a row's part of dq beside dk and dv: five matrix products and one gather, where separate passes take
-seven and two. A block of several tiles leaves a part of dq for each. A list of several spans leaves float32 parts of dk
-and dv, which `sum_spans` adds in order.
+seven and two. A list of several spans leaves float32 parts of dk and dv, which `sum_spans` adds in order.
 """
 
 import triton
@@ -152,7 +151,6 @@ def gradients(
     stride_t,
     scale,
     PARTIAL: tl.constexpr,
-    TILES: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -161,26 +159,21 @@ def gradients(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One span and one of the TILES tiles of its block: each entry's part of dq, and dk and dv [S, K, D]. With a list's
-    first span the block's own rows; if it is one tile, their dq [T, H, D] too.
+    """One span: each entry's part of dq, and dk and dv [S, K, D]; with a list's first span its block's own rows and
+    their dq [T, H, D].
 
-    Of a list of several spans, dk and dv go in parts to part_dk and part_dv [slots, TILES, N, D].
+    Of a list of several spans, dk and dv go in parts to part_dk and part_dv [slots, N, D].
     """
-    tile = tl.program_id(0) % TILES
-    which, spans, number, first, last = _span(
-        tl.program_id(0) // TILES, list_of_span, last_span, begin, end, lists, SPAN
-    )
+    which, spans, number, first, last = _span(tl.program_id(0), list_of_span, last_span, begin, end, lists, SPAN)
     if which >= lists:
         return
     part, block = which // blocks, which % blocks
     kv_head = first_kv_head + part
     start, stop, key_shift = key_rows(bounds, block)
     first_row, last_row, shift = query_rows(bounds, block)
-    if (TILES > 1) & (start + tile * N >= stop):
-        return
-    k_ND = k_desc.load([start + tile * N, kv_head * D])
-    v_ND = v_desc.load([start + tile * N, kv_head * D])
-    column, key = tl.arange(0, D), start + tile * N + tl.arange(0, N)
+    k_ND = k_desc.load([start, kv_head * D])
+    v_ND = v_desc.load([start, kv_head * D])
+    column, key = tl.arange(0, D), start + tl.arange(0, N)
     dk_ND = tl.zeros([N, D], tl.float32)
     dv_ND = tl.zeros([N, D], tl.float32)
     scale_log2 = scale * LOG2_E
@@ -197,16 +190,15 @@ def gradients(
         s = tl.dot(k_ND, q_MD.T)
         dp = tl.dot(v_ND, dout_MD.T)
         p = tl.math.exp2(s * scale_log2 - lse_M[None, :])
-        if BLOCK % N > 0 or PARTIAL:
+        if BLOCK < N or PARTIAL:
             p = tl.where((key < stop)[:, None], p, 0.0)
         dq_MD, dk_ND, dv_ND = _gradients(q_MD, dout_MD, p, dp, delta_M, k_ND, dk_ND, dv_ND)
-        place = (part.to(tl.int64) * head_entries + entry) * TILES + tile
+        place = part.to(tl.int64) * head_entries + entry
         at_MD = partial_dq + place[:, None] * D + column[None, :]
         tl.store(at_MD, (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
     if number == 0:
         shift -= key_shift
-        skipped = tl.maximum(start + tile * N - shift - first_row, 0) if TILES > 1 else 0
-        for at in tl.range(skipped * G, (last_row - first_row) * G, M):
+        for at in tl.range(0, (last_row - first_row) * G, M):
             row = at + tl.arange(0, M)
             at_M, head = first_row + row // G, kv_head * G + row % G
             ok = at_M < last_row
@@ -219,16 +211,15 @@ def gradients(
                 visible = visible & (key < stop)[:, None]
             p = tl.where(visible, p, 0.0)
             dq_MD, dk_ND, dv_ND = _gradients(q_MD, dout_MD, p, dp, delta_M, k_ND, dk_ND, dv_ND)
-            if TILES == 1:
-                at_MD = dq + (at_M.to(tl.int64) * heads + head)[:, None] * D + column[None, :]
-                tl.store(at_MD, (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
+            at_MD = dq + (at_M.to(tl.int64) * heads + head)[:, None] * D + column[None, :]
+            tl.store(at_MD, (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
     if spans == 1:
         place = (key.to(tl.int64) * (heads // G) + kv_head) * D
         at_ND, mask = place[:, None] + column[None, :], (key < stop)[:, None]
         tl.store(dk + at_ND, (dk_ND * scale).to(dk.dtype.element_ty), mask=mask)
         tl.store(dv + at_ND, dv_ND.to(dv.dtype.element_ty), mask=mask)
     else:
-        slot = (tl.load(slots + which).to(tl.int64) + number) * TILES + tile
+        slot = tl.load(slots + which).to(tl.int64) + number
         at_ND = (slot * N + tl.arange(0, N))[:, None] * D + column[None, :]
         tl.store(part_dk + at_ND, dk_ND * scale)
         tl.store(part_dv + at_ND, dv_ND)
@@ -246,11 +237,11 @@ def sum_spans(
     blocks,
     first_kv_head,
     kv_heads,
-    PADDED: tl.constexpr,
     D: tl.constexpr,
+    N: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """dk and dv [S, K, D] of KEYS keys of a list of several spans; its parts are [spans, PADDED keys, D]."""
+    """dk and dv [S, K, D] of KEYS keys of a list of several spans; its parts are [spans, N keys, D]."""
     which = tl.program_id(0)
     before = tl.load(last_span + which - 1, mask=which > 0, other=0)
     spans = tl.load(last_span + which) - before
@@ -262,7 +253,7 @@ def sum_spans(
     dk_ND = tl.zeros([KEYS, D], tl.float32)
     dv_ND = tl.zeros([KEYS, D], tl.float32)
     for number in tl.range(0, spans):
-        at = ((slot + number) * PADDED + key)[:, None] * D + column[None, :]
+        at = ((slot + number) * N + key)[:, None] * D + column[None, :]
         dk_ND += tl.load(part_dk + at)
         dv_ND += tl.load(part_dv + at)
     start, stop, _ = key_rows(bounds, block)

@@ -1,4 +1,4 @@
-"""The launches for blocks of one or a few tiles of keys (short.py)."""
+"""The launches for blocks of one tile of keys (short.py)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,6 @@ from torch import Tensor
 from moba_train.attention.moba.triton import combine, short
 from moba_train.attention.moba.triton.call import LOG2_E, Call
 from moba_train.attention.moba.triton.lists import Lists
-from moba_train.attention.moba.triton.long_blocks import dq_own
 from moba_train.attention.moba.triton.tiles import Segment, Shape, TileTable, segments, tile_table
 
 _SPAN = 4096
@@ -29,7 +28,7 @@ class ShortBlocks:
         """Write out [T, H, D] and lse [H, T]."""
         call, shape = self.call, self.call.shapes.short_forward
         assert shape
-        parts = list(segments(self.lists, call.kv_heads, self.call.limit))
+        parts = list(segments(self.lists, call.kv_heads, call.limit))
         partial_out = call.buffer(parts)
         partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
         for segment in parts:
@@ -55,26 +54,25 @@ class ShortBlocks:
                 call.combine(combine.combine_out, segment, out_THD, lse_HT, partial_out, partial_lse)
 
     def pays_backward(self) -> bool:
-        """Whether a program per tile of keys can have all its rows: one head's partial dq fit into the limit."""
+        """Whether a block's program can have all its rows: one head's partial dq fit into the limit."""
         entries = self.lists.entries.numel() // self.call.kv_heads
-        return self.call.shapes.short_backward is not None and entries * self.key_tiles <= self.call.limit
+        return self.call.shapes.short_backward is not None and entries <= self.call.limit
 
     def attend_backward(self, dout: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq [T, H, D], dk and dv [S, K, D]."""
-        call, shape, tiles = self.call, self.call.shapes.short_backward, self.key_tiles
+        call, shape = self.call, self.call.shapes.short_backward
         assert shape
-        dq = dq_own(call, dout, stats) if tiles > 1 else call.like_q()
-        dk, dv = call.like_k(), call.like_k()
-        parts = list(segments(self.lists, call.kv_heads, self.call.limit // tiles))
-        partial_dq = call.buffer(parts, tiles)
+        dq, dk, dv = call.like_q(), call.like_k(), call.like_k()
+        parts = list(segments(self.lists, call.kv_heads, call.limit))
+        partial_dq = call.buffer(parts)
         slots = 2 * max((part.kv_heads.stop - part.kv_heads.start) * part.entries for part in parts) // _SPAN
-        part_dk, part_dv = (stats.new_empty(slots * tiles * shape.keys, call.head_dim) for _ in range(2))
+        part_dk, part_dv = (stats.new_empty(slots * shape.keys, call.head_dim) for _ in range(2))
         for segment in parts:
             table = self.spans(segment)
             spans = torch.diff(table.last_tile, prepend=table.last_tile.new_zeros(1))
             several = spans * (spans > 1)
             first_slot = torch.cumsum(several, 0, dtype=torch.int32) - several
-            short.gradients[(table.bound * tiles,)](
+            short.gradients[(table.bound,)](
                 call.q_THD,
                 dout,
                 stats,
@@ -92,7 +90,6 @@ class ShortBlocks:
                 segment.entries,
                 call.q_THD.stride(0),
                 call.scale,
-                TILES=tiles,
                 **self.sizes(shape),
             )
             if slots:
@@ -107,18 +104,13 @@ class ShortBlocks:
                     call.tables.blocks,
                     segment.kv_heads.start,
                     call.kv_heads,
-                    PADDED=tiles * shape.keys,
                     D=call.head_dim,
+                    N=shape.keys,
                     KEYS=_SUMMED_KEYS,
                 )
             if call.choices:
-                call.combine(combine.combine_dq, segment, dq, partial_dq, TILES=tiles)
+                call.combine(combine.combine_dq, segment, dq, partial_dq)
         return dq, dk, dv
-
-    @property
-    def key_tiles(self) -> int:
-        shape = self.call.shapes.short_backward
-        return triton.cdiv(self.call.longest, shape.keys) if shape else 1
 
     def spans(self, segment: Segment) -> TileTable:
         """At least one for each list: the block's own rows go with it."""
