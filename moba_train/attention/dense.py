@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moba_train.attention.masked import Mask, masked_attend, masked_attend_backward
 from moba_train.attention.protocol import Layout
-from moba_train.attention.varlen import Cpu, Gradients, Segments, TorchFlash
+from moba_train.attention.varlen import Cpu, Gradients, Segments, TorchFlash, VarlenKernel
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -94,52 +94,42 @@ def _documents_first(x_THD: Tensor, length: int) -> Tensor:
     return x_THD.unflatten(0, (-1, length)).transpose(1, 2)
 
 
-class Flash:
-    """FlashAttention-2 as it ships inside torch: documents of any lengths, key/value heads never repeated."""
+class _Varlen:
+    """A varlen kernel, on documents of any lengths."""
+
+    kernel: ClassVar[type[VarlenKernel]]
+
+    @classmethod
+    def can(cls, q: Tensor, layout: Layout) -> bool:
+        return not cls.kernel.refuses(q)
+
+    @staticmethod
+    def pays(layout: Layout) -> bool:
+        return True
+
+    @classmethod
+    def forward(cls, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        return cls.kernel.forward(q, k, v, segments, scale)
+
+    @classmethod
+    def backward(
+        cls, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+    ) -> Gradients:
+        return cls.kernel.backward(dout, q, k, v, out, lse, segments, scale, deterministic=False)
+
+
+class Flash(_Varlen):
+    """FlashAttention-2 as it ships inside torch; key/value heads are never repeated."""
 
     bottom_right: ClassVar[bool] = True
-
-    @staticmethod
-    def can(q: Tensor, layout: Layout) -> bool:
-        return not TorchFlash.refuses(q)
-
-    @staticmethod
-    def pays(layout: Layout) -> bool:
-        return True
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        return TorchFlash.forward(q, k, v, segments, scale)
-
-    @staticmethod
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
-    ) -> Gradients:
-        return TorchFlash.backward(dout, q, k, v, out, lse, segments, scale, deterministic=False)
+    kernel = TorchFlash
 
 
-class Sdpa:
-    """torch's fused CPU kernel, document by document."""
+class Sdpa(_Varlen):
+    """torch's fused CPU kernel, document by document; key/value heads are repeated for one at a time."""
 
     bottom_right: ClassVar[bool] = False
-
-    @staticmethod
-    def can(q: Tensor, layout: Layout) -> bool:
-        return not Cpu.refuses(q)
-
-    @staticmethod
-    def pays(layout: Layout) -> bool:
-        return True
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        return Cpu.forward(q, k, v, segments, scale)
-
-    @staticmethod
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
-    ) -> Gradients:
-        return Cpu.backward(dout, q, k, v, out, lse, segments, scale, deterministic=False)
+    kernel = Cpu
 
 
 class Reference:
