@@ -1,6 +1,6 @@
 """Attention with the sequence cut over ranks: time, share of one GPU's rate, hidden communication, memory.
 
-    torchrun --nproc-per-node 4 -m benchmarks.context_parallel --output benchmarks/results/context-h200-x4.json
+    torchrun --nproc-per-node 4 -m benchmarks.context_parallel --output benchmarks/results/context-parallel-h200.json
     torchrun --nproc-per-node 4 -m benchmarks.context_parallel --tokens 256K --attention 128/8 --transports ring
 
 Forward and backward of one layer of Llama-3-8B's shape, bf16, one document of random data. The time of a call is that

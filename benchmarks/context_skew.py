@@ -1,6 +1,6 @@
 """Does an attention sink slow ranks down? MoBA over a cut sequence, with queries routed on purpose.
 
-    torchrun --nproc-per-node 4 -m benchmarks.context_skew --output benchmarks/results/context-skew-h200-x4.json
+    torchrun --nproc-per-node 4 -m benchmarks.context_skew --output benchmarks/results/context-skew-h200.json
 
 Routing: `sink`, all queries choose the first blocks; `uniform`, any; `local`, those just before them. Busy is the time
 a rank's attention takes, from the first to the last kernel of every call; the bar is max/mean <= 1.10 over ranks, and

@@ -14,7 +14,9 @@ class ContextParallelConfig(Section):
 
     cp: int = Field(1, ge=1, description="ranks that share one sequence; 1: every rank has its own")
     cp_transport: Literal["auto"] | TransportKind = Field(
-        "auto", description="how keys and queries of different ranks meet; auto: the least predicted transfer that fits"
+        "auto",
+        description="how keys and queries of different ranks meet; auto: ulysses inside a node where whole key/value "
+        "heads can be shared out, else the least predicted transfer that fits",
     )
     cp_layout: Literal["auto"] | Kind = Field(
         "auto",

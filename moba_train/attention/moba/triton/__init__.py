@@ -1,15 +1,19 @@
 """MoBA for NVIDIA GPUs (Hopper first), in Triton: forward and backward, deterministic, without host synchronisation.
 
-tables      which block each token is in, where each block lies
-pool        mean key of each block
-select      gate and top-k in one kernel; the scores never reach memory
-lists       for each block, the query rows that chose it
-tiles       tile shapes, and the tables that hand row tiles to programs
-forward     attention of row tiles to one block; the own blocks
-backward    dq over the same row tiles; dk and dv over key tiles
-packed      dk and dv of long blocks, from rows copied side by side
-combine     joins what the row tiles found out about one query
-attention   the whole, in bounded memory
+tables        which block each token is in, where each block lies
+pool          mean key of each block
+select        gate and top-k in one kernel; the scores never reach memory
+lists         for each block, the query rows that chose it
+tiles         tile shapes, and the tables that hand row tiles to programs
+call          the sizes of one call, and what both kinds of blocks launch
+short         blocks of one tile of keys: attention; all gradients in one pass
+short_blocks  their launches
+forward       longer blocks: attention of row tiles to one block; the own blocks
+backward      what both need first; dq of longer blocks over the same row tiles
+packed        dk and dv of longer blocks, from rows copied side by side
+long_blocks   their launches
+combine       joins what was found out about one query
+attention     the whole, in bounded memory
 
 Imported only when used, so that moba_train needs no Triton.
 

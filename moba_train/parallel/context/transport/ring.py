@@ -3,8 +3,8 @@
 A chunk is sent on as soon as it is here, and received as soon as there is a buffer for it; both never wait for the
 attention to a later chunk. With a buffer for every chunk (the default) a rank that is busier than its neighbours at
 some moment holds up nobody: with two buffers and an attention sink, 71-92 % of the time is work, with all of them
-96-98 %, and in lockstep 26-45 %. In the backward pass the gradient of a chunk goes straight to its owner, who adds up
-in float32, in the order of the ring.
+96-98 %, and in lockstep 26-45 % (a model of 8 ranks; measured on 4: docs/context-parallelism.md). In the backward pass
+the gradient of a chunk goes straight to its owner, who adds up in float32, in the order of the ring.
 
 Shape suffixes as in base.py.
 """
