@@ -1,0 +1,322 @@
+"""The cliff of supervised fine-tuning with MoBA: few loss tokens, and full attention in the last layers that mends it.
+
+    python -m benchmarks.sft_layers --output benchmarks/results/sft-layers-h200.json --picture docs/sft-layers.svg
+
+A small model is pretrained with MoBA in all layers, every token carrying loss. Then it is fine-tuned on conversations
+of which 1 % of the tokens carry loss (benchmarks/recall_documents.py), with full attention in the last 0, 1, 2, 4, half
+or all of the layers. Everything else is the same: first weights, data and their order, learning rate, steps. Each seed
+has its own pretraining and its own data. A control is fine-tuned with loss on every token.
+
+Measured on held-out conversations: mean loss of the loss tokens and the share of them that is predicted right. During
+fine-tuning, the gradient norm of every layer; before it, how many of the document's tokens a loss gradient reaches.
+After each run the result file is written again; `--minutes` is a hard bound, at which the run in progress is dropped.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.recall_documents import Recall, conversations, pretraining_documents
+from benchmarks.record import save
+from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
+from moba_train.config.attention import AttentionConfig, resolve_layers
+from moba_train.config.model import ModelConfig
+from moba_train.model.build import build_attention, initialize_weights
+from moba_train.model.transformer import Transformer
+
+HELD_OUT = 64
+"""Conversations that are never trained on."""
+EVALUATIONS = 8
+NORMS_EVERY = 5
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One size of the experiment."""
+
+    model: ModelConfig
+    moba: MobaAttention.Options
+    data: Recall
+    batch: int
+    """Documents of a step."""
+    base_steps: int
+    steps: int
+    base_lr: float
+    lr: float
+
+
+def _model(data: Recall, hidden_size: int, layers: int, heads: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=data.vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        layers=layers,
+        heads=heads,
+        kv_heads=heads // 2,
+    )
+
+
+_LONG = Recall(length=4096, facts=64, mentions=4, asked=10, values=4)
+_SHORT = Recall(length=1024, facts=24, mentions=4, asked=5, values=2, keys=64, value_ids=127)
+SETUPS = {
+    "gpu": Setup(_model(_LONG, 512, 8, 8), MobaAttention.Options(block_size=64), _LONG, 16, 1200, 300, 1e-3, 5e-4),
+    "cpu": Setup(_model(_SHORT, 128, 4, 4), MobaAttention.Options(block_size=16), _SHORT, 8, 600, 150, 3e-3, 1e-3),
+}
+
+
+class OutOfTimeError(Exception):
+    """The bound is reached in the middle of a run."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Ends runs at a moment of `time.monotonic`."""
+
+    end: float
+
+    def check(self) -> None:
+        if time.monotonic() > self.end:
+            raise OutOfTimeError
+
+
+@dataclass
+class Documents:
+    """Documents of one length in memory and what of them carries loss, cut into batches."""
+
+    tokens: Tensor
+    """int64 [documents, length]"""
+    loss_places: Tensor
+    """int64 [n]: places in each document of the tokens to be predicted; never 0."""
+    batch: int
+    layout: Layout
+    positions: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, loss_places: Tensor, batch: int) -> "Documents":
+        length, device = tokens.shape[1], tokens.device
+        positions = torch.arange(length, device=device).repeat(batch)
+        return cls(tokens, loss_places, batch, packed_layout([length] * batch, device), positions)
+
+    def with_loss_everywhere(self) -> "Documents":
+        """The same documents; all tokens but the first are to be predicted."""
+        every = torch.arange(1, self.tokens.shape[1], device=self.tokens.device)
+        return Documents(self.tokens, every, self.batch, self.layout, self.positions)
+
+    def __getitem__(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [T] of a batch, labels [n] and the rows [n] they are predicted from."""
+        chosen = self.tokens[torch.arange(step * self.batch, (step + 1) * self.batch) % len(self.tokens)]
+        starts = torch.arange(self.batch, device=chosen.device)[:, None] * chosen.shape[1]
+        return chosen.flatten(), chosen[:, self.loss_places].flatten(), (starts + self.loss_places - 1).flatten()
+
+
+def attention_layers(setup: Setup, full: int) -> list[LocalAttention]:
+    """MoBA, and full attention in the last `full` layers."""
+    layers = setup.model.layers
+    config = AttentionConfig(full_layers=f"last:{full}" if full else "none", moba=setup.moba)
+    return build_attention(resolve_layers(config, layers), setup.model.head_width)
+
+
+def mean_loss(model: Transformer, documents: Documents, step: int) -> Tensor:
+    """Mean loss of the loss tokens of one batch."""
+    tokens, labels, rows = documents[step]
+    weights = torch.full(rows.shape, 1 / rows.numel(), device=rows.device)
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+        return model(tokens, documents.positions, documents.layout, (labels, rows, weights))
+
+
+def train(
+    model: Transformer,
+    documents: Documents,
+    steps: int,
+    lr: float,
+    clock: Clock,
+    evaluate: Callable[[int], None] | None = None,
+) -> Tensor:
+    """AdamW, warm-up over a tenth of the steps, then linear decay to a tenth of `lr`.
+
+    Returns each layer's gradient norm (before clipping) in every fifth step, float32 [n, layers].
+    """
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=parameters[0].is_cuda)
+    warm_up = max(1, steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm_up, 1 - 0.9 * max(0, step - warm_up) / max(1, steps - warm_up))
+    )
+    norms = []
+    for step in range(steps):
+        mean_loss(model, documents, step).backward()
+        if step % NORMS_EVERY == 0:
+            clock.check()
+            norms.append(torch.stack([torch.nn.utils.get_total_norm(_gradients(block)) for block in model.blocks]))
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if evaluate and (step + 1) % max(1, steps // EVALUATIONS) == 0:
+            evaluate(step + 1)
+    return torch.stack(norms)
+
+
+def _gradients(module: torch.nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+@torch.no_grad()
+def evaluate(model: Transformer, documents: Documents) -> tuple[float, float]:
+    """Mean loss (nats) of the loss tokens and the share of them whose likeliest prediction is right."""
+    losses, right = [], []
+    for step in range(len(documents.tokens) // documents.batch):
+        tokens, labels, rows = documents[step]
+        losses.append(mean_loss(model, documents, step))
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+            logits = model(tokens, documents.positions, documents.layout, rows_n=rows)
+        right.append((logits.argmax(1) == labels).float().mean())
+    return torch.stack(losses).mean().item(), torch.stack(right).mean().item()
+
+
+def gradient_reach(model: Transformer, documents: Documents) -> list[float]:
+    """For each layer's input, the share of tokens whose gradient of one batch's loss is not zero."""
+    inputs: list[Tensor] = []
+
+    def keep(_module: torch.nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        arguments[0].retain_grad()
+        inputs.append(arguments[0])
+
+    hooks = [block.register_forward_pre_hook(keep) for block in model.blocks]
+    mean_loss(model, documents, 0).backward()
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    return [(x.grad != 0).any(1).float().mean().item() for x in inputs if x.grad is not None]
+
+
+def pretrain(setup: Setup, seed: int, device: torch.device, clock: Clock) -> tuple[Transformer, Record]:
+    """The model that all variants of a seed begin with: MoBA in all layers, loss on every token."""
+    generator = torch.Generator(device).manual_seed(1000 + seed)
+    count = min(setup.base_steps * setup.batch, 8192)
+    tokens = pretraining_documents(setup.data, count, generator)
+    documents = Documents.of(tokens, torch.zeros(0, dtype=torch.int64, device=device), setup.batch)
+    model = Transformer(setup.model).to(device)
+    initialize_weights(model, seed)
+    model.set_attention(attention_layers(setup, 0))
+    began = time.monotonic()
+    train(model, documents.with_loss_everywhere(), setup.base_steps, setup.base_lr, clock)
+    return model, {"base_s": time.monotonic() - began}
+
+
+def fine_tune(
+    setup: Setup, base: Transformer, full: int, seed: int, every_token: bool, device: torch.device, clock: Clock
+) -> Record:
+    """One fine-tuning run of a copy of `base` with full attention in the last `full` layers."""
+    generator = torch.Generator(device).manual_seed(2000 + seed)
+    tokens, places = conversations(setup.data, setup.steps * setup.batch, generator)
+    training = Documents.of(tokens, places, setup.batch)
+    held_out = Documents.of(*conversations(setup.data, HELD_OUT, generator), setup.batch)
+    model = copy.deepcopy(base)
+    model.set_attention(attention_layers(setup, full))
+    loss, recall = evaluate(model, held_out)
+    curve = [(0, loss, recall)]
+    reach = gradient_reach(model, training.with_loss_everywhere() if every_token else training)
+    began = time.monotonic()
+    norms = train(
+        model,
+        training.with_loss_everywhere() if every_token else training,
+        setup.steps,
+        setup.lr,
+        clock,
+        lambda step: curve.append((step, *evaluate(model, held_out))),
+    )
+    return {
+        "full_layers": full,
+        "loss_on": "every token" if every_token else "answers",
+        "seed": seed,
+        "loss": curve[-1][1],
+        "recall": curve[-1][2],
+        "curve": curve,
+        "gradient_norm": norms.mean(0).tolist(),
+        "gradient_reach": reach,
+        "seconds": time.monotonic() - began,
+    }
+
+
+def summary(results: list[Record]) -> list[Record]:
+    """Means and standard errors over the seeds, a row for each variant in order of appearance."""
+    rows = []
+    for full, loss_on in dict.fromkeys((r["full_layers"], r["loss_on"]) for r in results):
+        runs = [r for r in results if (r["full_layers"], r["loss_on"]) == (full, loss_on)]
+        row: Record = {"full_layers": full, "loss_on": loss_on, "seeds": len(runs)}
+        for key in ("loss", "recall"):
+            values = [run[key] for run in runs]
+            row[key] = statistics.mean(values)
+            row[f"{key}_error"] = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+        for key in ("gradient_norm", "gradient_reach"):
+            row[key] = [statistics.mean(layer) for layer in zip(*(run[key] for run in runs), strict=True)]
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[Record]) -> str:
+    """The summary for the terminal."""
+    lines = ["full layers  loss on      loss             recall  seeds  gradient norm, first to last layer"]
+    for row in rows:
+        error = "       " if row["loss_error"] is None else f"±{row['loss_error']:.4f}"
+        norms = " ".join(f"{norm:.3f}" for norm in row["gradient_norm"])
+        lines.append(
+            f"last {row['full_layers']:<7} {row['loss_on']:<12} {row['loss']:.4f} {error}  {row['recall']:6.1%}  "
+            f"{row['seeds']:<5}  {norms}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the grid."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SETUPS, default="gpu" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--full", type=int, nargs="*", help="default: 0, 1, 2, 4, half and all of the layers")
+    parser.add_argument("--controls", type=int, nargs="*", default=[], help="full layers of runs with loss everywhere")
+    parser.add_argument("--base-steps", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--base-lr", type=float)
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--minutes", type=float, default=18)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--picture", type=Path)
+    arguments = parser.parse_args()
+    clock = Clock(time.monotonic() + 60 * arguments.minutes)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    given = {key: getattr(arguments, key) for key in ("base_steps", "steps", "base_lr", "lr")}
+    setup = SETUPS[arguments.size]
+    setup = Setup(**{**vars(setup), **{key: value for key, value in given.items() if value is not None}})
+    layers = setup.model.layers
+    full = sorted({0, 1, 2, 4, layers // 2, layers}) if arguments.full is None else arguments.full
+    runs = [(count, False) for count in full] + [(count, True) for count in arguments.controls]
+    settings = {**asdict(setup), "model": setup.model.model_dump(), "moba": setup.moba.model_dump()}
+    results: list[Record] = []
+    try:
+        for seed in range(arguments.seeds):
+            base, record = pretrain(setup, seed, device, clock)
+            print(f"seed {seed}: pretrained in {record['base_s']:.0f} s", flush=True)
+            for count, every_token in runs:
+                results.append(fine_tune(setup, base, count, seed, every_token, device, clock))
+                save(arguments.output, settings, {"runs": results, "summary": summary(results)})
+                run = results[-1]
+                line = f"seed {seed}, last {count} of {layers} full, loss on {run['loss_on']}: loss {run['loss']:.4f}"
+                print(f"{line}, recall {run['recall']:.1%}, {run['seconds']:.0f} s", flush=True)
+    except OutOfTimeError:
+        print(f"out of time after {len(results)} runs", flush=True)
+    print(table(summary(results)))
+
+
+if __name__ == "__main__":
+    main()
