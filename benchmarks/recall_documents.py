@@ -51,10 +51,17 @@ class Recall:
 
 
 def pretraining_documents(sizes: Recall, count: int, generator: torch.Generator) -> Tensor:
-    """int64 [count, length]."""
+    """int64 [count, length]. All mentions of a fact lie within a stretch of the document whose length is drawn between a
+    hundredth of it and all of it, uniformly in its logarithm: what is far is learnt from what is near."""
     tokens = _text(sizes, count, generator)
     facts = _facts(sizes, count, sizes.facts, generator)
-    _scatter(tokens, facts.repeat(1, sizes.mentions, 1), sizes.length, generator)
+    shape, device = (count, sizes.facts, 1), tokens.device
+    span = 0.01 ** torch.rand(shape, generator=generator, device=device)
+    within = torch.rand((*shape[:2], sizes.mentions), generator=generator, device=device)
+    times = (torch.rand(shape, generator=generator, device=device) + span * within) % 1
+    order = times.flatten(1).argsort(1) // sizes.mentions
+    mentions = facts[torch.arange(count, device=device)[:, None], order]
+    _scatter(tokens, mentions, sizes.length, generator)
     return tokens
 
 
@@ -93,13 +100,13 @@ def _facts(sizes: Recall, count: int, facts: int, generator: torch.Generator) ->
 
 
 def _scatter(tokens: Tensor, facts: Tensor, end: int, generator: torch.Generator) -> None:
-    """Write each of `facts` [count, n, width] over the text before `end`, at places that do not overlap."""
+    """Write `facts` [count, n, width] in their order over the text before `end`, at places that do not overlap."""
     count, number, width = facts.shape
     slots = end // (2 * width)
     if number > slots:
         raise ValueError(f"{number} facts of {width} tokens do not fit into {end} tokens; at most {slots} do")
     device = tokens.device
-    slot = torch.rand(count, slots, generator=generator, device=device).argsort(1)[:, :number]
+    slot = torch.rand(count, slots, generator=generator, device=device).argsort(1)[:, :number].sort(1).values
     offset = torch.randint(width + 1, (count, number), generator=generator, device=device)
     at = (slot * 2 * width + offset)[..., None] + torch.arange(width, device=device)
     tokens.scatter_(1, at.flatten(1), facts.flatten(1))

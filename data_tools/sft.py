@@ -1,0 +1,123 @@
+"""From conversations to a corpus with a loss mask: one conversation is one document."""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from data_tools.conversations import Record, TokenRecord, read_records
+from data_tools.documents import BadRecord, hash_fraction
+from moba_train.data.chat_template import ChatTemplate
+from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
+from moba_train.data.loss_mask import mask_prefix
+from moba_train.data.tokenizer import Tokenizer
+from moba_train.errors import DataError
+
+
+class Tokens(NamedTuple):
+    """A conversation as tokens."""
+
+    ids: npt.NDArray[np.int64]
+    """int64 [T]"""
+    mask: npt.NDArray[np.uint8]
+    """uint8 [T]: 1 where a token carries loss."""
+
+
+@dataclass(frozen=True)
+class SftResult:
+    """What `make_sft_corpus` wrote."""
+
+    corpora: dict[str, IndexedDataset]
+    """The corpora, by prefix."""
+    loss_tokens: dict[str, int]
+    """Tokens with loss in each."""
+    bad: list[str]
+    """Records left out, as "file:line: reason"."""
+
+
+def encode_record(record: Record, tokenizer: Tokenizer, template: ChatTemplate) -> Tokens:
+    """Tokens and loss mask of one record.
+
+    Each stretch with or without loss is tokenized on its own, so that no token lies in both: as when the model is used,
+    where the prompt is tokenized before there is an answer. Raises ValueError when the record cannot be used.
+    """
+    if isinstance(record, TokenRecord):
+        ids = np.array(record.input_ids, dtype=np.int64)
+        if ids.max() >= tokenizer.vocab_size:
+            raise ValueError(f"token id {ids.max()}, but the tokenizer has {tokenizer.vocab_size}")
+        return Tokens(ids, np.array(record.loss_mask, dtype=np.uint8))
+    pieces, masks = [], []
+    for segment in template.segments(record):
+        pieces.append(encode_with_specials(tokenizer, segment.text))
+        masks.append(np.full(len(pieces[-1]), segment.in_loss, dtype=np.uint8))
+    return Tokens(np.array(list(itertools.chain(*pieces)), dtype=np.int64), np.concatenate(masks))
+
+
+def make_sft_corpus(
+    files: Sequence[str],
+    output: str,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    holdout: float = 0.0,
+    fail_on_error: bool = False,
+) -> SftResult:
+    """Write the conversations of `files` as the corpus `output` and its mask, or with a `holdout` as `output`-train and
+    `output`-valid, each conversation by its content. An earlier corpus is replaced.
+
+    Raises DataError when a file cannot be read, nothing can be used, or at the first bad record if `fail_on_error`.
+    """
+    prefixes = [f"{output}-train", f"{output}-valid"] if holdout else [output]
+    info = {
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.name,
+        "tokenizer_sha256": tokenizer.sha256,
+        "loss_mask": True,
+    }
+    bad: list[str] = []
+    loss_tokens = dict.fromkeys(prefixes, 0)
+    with contextlib.ExitStack() as stack:
+        # The masks are entered last, so published first: there is never a corpus without its mask.
+        corpora = [
+            stack.enter_context(IndexedDatasetWriter(prefix, dtype_for(tokenizer.vocab_size), info))
+            for prefix in prefixes
+        ]
+        masks = [stack.enter_context(IndexedDatasetWriter(mask_prefix(prefix), np.uint8)) for prefix in prefixes]
+        for found in _encoded(files, tokenizer, template):
+            if isinstance(found, BadRecord):
+                if fail_on_error:
+                    raise DataError(f"{found}; mend the record, or leave such records out with --on-error skip")
+                bad.append(str(found))
+                continue
+            split = -1 if holdout and hash_fraction(found.ids.tobytes(), "holdout") < holdout else 0
+            corpora[split].add_document(found.ids)
+            masks[split].add_document(found.mask)
+            loss_tokens[prefixes[split]] += int(found.mask[1:].sum())
+        if not any(writer.documents for writer in corpora):
+            raise DataError(f"no conversation in {', '.join(files)} can be used" + (f"; the first: {bad[0]}" * bool(bad)))
+    return SftResult({prefix: IndexedDataset(prefix) for prefix in prefixes}, loss_tokens, bad)
+
+
+def _encoded(files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[Tokens | BadRecord]:
+    for file in files:
+        for number, record in enumerate(read_records(file), 1):
+            if isinstance(record, BadRecord):
+                yield record
+                continue
+            try:
+                yield encode_record(record, tokenizer, template)
+            except ValueError as error:
+                yield BadRecord(file, number, str(error))
+
+
+def shown(tokens: Tokens, tokenizer: Tokenizer, begin: str, end: str) -> str:
+    """A conversation decoded from its tokens, each stretch with loss between `begin` and `end`."""
+    text = []
+    for in_loss, group in itertools.groupby(range(len(tokens.ids)), key=lambda place: bool(tokens.mask[place])):
+        decoded = decode_with_specials(tokenizer, [int(tokens.ids[place]) for place in group])
+        text.append(f"{begin}{decoded}{end}" if in_loss else decoded)
+    return "".join(text)
