@@ -47,6 +47,7 @@ def data_plan(config: RunConfig, stages: tuple[Stage, ...]) -> dict[str, Any]:
     """
     return {
         "seed": config.seed,
+        "packing": config.data.packing,
         "model": config.model.model_dump(mode="json", exclude={"rope"}),
         "stages": [
             {

@@ -167,6 +167,9 @@ class Trainer:
             step_s = time.perf_counter() - began
             metrics |= {"lr": learning_rate, "step_s": step_s, "data_s": waited, "loss_tokens": loss_tokens}
             metrics |= self._throughput(stage, step_s)
+            metrics["padding_fraction"] = sum(batch.padding for batch in batches) / sum(
+                batch.layout.total for batch in batches
+            )
             self.telemetry.log(step, tokens, {**metrics, "loss_token_fraction": loss_tokens / stage.batch_tokens})
 
     def _watch(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
@@ -213,6 +216,7 @@ class Trainer:
             self.config.seed,
             self.progress.starts,
             self.config.model.vocab_size,
+            self.config.data.packing,
         )
         data.check_fingerprints(self.progress.fingerprints)
         self.validation = validation_data(self.config, stage.seq_len)

@@ -1,20 +1,43 @@
 """Where the tokens come from."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from moba_train.config.base import Section
+from moba_train.units import Length
+
+
+class UpsampleConfig(Section):
+    """Long documents more often than the others."""
+
+    min_length: Length = Field(description="what counts as long: documents of at least so many tokens")
+    factor: float = Field(gt=0, description="long documents are read so many times as often as the others")
 
 
 class SourceConfig(Section):
-    """One corpus in Megatron's indexed format: `path` names the pair `path.bin` and `path.idx`."""
+    """One corpus in Megatron's indexed format: `path` names the pair `path.bin` and `path.idx`.
+
+    A corpus may be named several times with ranges of lengths that do not overlap, each with a weight of its own.
+    """
 
     path: str = Field(min_length=1, description="corpus prefix: the file names without .bin/.idx")
     weight: float = Field(1.0, gt=0, description="share of the training tokens, relative to the other sources")
+    min_length: Length | None = Field(None, description="only documents of at least so many tokens")
+    below_length: Length | None = Field(None, description="only documents of fewer tokens than this")
+    upsample: UpsampleConfig | None = Field(
+        None, description="read long documents more often; the source's weight stays the same"
+    )
 
 
 class DataConfig(Section):
     """Training and validation corpora, and the tokenizer that made them."""
 
     tokenizer: str | None = Field(None, description="sentencepiece model file; needed by generate, checked at start")
+    packing: Literal["concat", "best_fit"] = Field(
+        "concat",
+        description="concat: every seq_len tokens are a sample; best_fit: whole documents, cut only where longer than "
+        "seq_len, the rest padded. Evaluation always concatenates",
+    )
     train: list[SourceConfig] = Field(min_length=1, description="blend of corpora; weights are by tokens")
     validation: list[SourceConfig] = Field([], description="blend for evaluation; empty: no evaluation")

@@ -1,5 +1,6 @@
 """What no single key can know: combinations that cannot work, found before any GPU is touched."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ def validate(
         *_stage_name_problems(config.stages),
         *_schedule_problems(config),
         *_attention_problems(config),
+        *_length_problems(config),
     ]
     if not problems:  # a stage is resolved from sound parts only
         problems += _context_problems(config, ranks_per_node)
@@ -227,17 +229,32 @@ def _ranges(ids: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _file_problems(config: RunConfig) -> Iterator[str]:
+def _sources(config: RunConfig) -> Iterator[tuple[str, SourceConfig]]:
+    """Every source of the recipe, with its key."""
     blends: dict[str, Sequence[SourceConfig]] = {
         "data.train": config.data.train,
         "data.validation": config.data.validation,
     }
     blends |= {f"stages[{index}].train": stage.train or [] for index, stage in enumerate(config.stages)}
     for key, sources in blends.items():
-        for index, source in enumerate(sources):
-            missing = [f"{source.path}{end}" for end in (".bin", ".idx") if not Path(f"{source.path}{end}").is_file()]
-            if missing:
-                yield f"{key}[{index}].path: given {source.path!r}; no file {' and '.join(missing)} (from {Path.cwd()})"
+        yield from ((f"{key}[{index}]", source) for index, source in enumerate(sources))
+
+
+def _length_problems(config: RunConfig) -> Iterator[str]:
+    for key, source in _sources(config):
+        low, high = source.min_length or 0, source.below_length or math.inf
+        if low >= high:
+            yield f"{key}.below_length: given {high}; allowed: above min_length {low}"
+        elif source.upsample and not low < source.upsample.min_length < high:
+            allowed = f"above min_length {low}" + (f" and below below_length {high}" if source.below_length else "")
+            yield f"{key}.upsample.min_length: given {source.upsample.min_length}; allowed: {allowed}"
+
+
+def _file_problems(config: RunConfig) -> Iterator[str]:
+    for key, source in _sources(config):
+        missing = [f"{source.path}{end}" for end in (".bin", ".idx") if not Path(f"{source.path}{end}").is_file()]
+        if missing:
+            yield f"{key}.path: given {source.path!r}; no file {' and '.join(missing)} (from {Path.cwd()})"
     tokenizer = config.data.tokenizer
     if tokenizer is not None and not Path(tokenizer).is_file():
         yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"

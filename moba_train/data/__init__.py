@@ -2,7 +2,10 @@
 
 indexed     Megatron's .bin/.idx pair: reader and writer
 shuffle     permutations that never change
-stream      one corpus as an endless, shuffled stream of tokens
+stream      one corpus, or its documents of some lengths, as an endless, shuffled stream of tokens
+packing     best-fit packing of any list of lengths
+windows     cutting a stream into samples: concatenated and chopped, or packed
+strata      the ranges of document lengths that a blend reads, and their weights
 blend       which source each sample comes from
 samples     the samples of a stage, as a pure function of their index
 batch       one micro-batch as tensors

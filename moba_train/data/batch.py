@@ -1,4 +1,4 @@
-"""One micro-batch as tensors: samples packed end to end, without a batch dimension and without padding."""
+"""One micro-batch as tensors: samples packed end to end, without a batch dimension."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -33,6 +33,8 @@ class Batch:
     """Sum of the weights."""
     pieces: list[Span]
     """The origin of each document piece, to find a bad batch's documents again."""
+    padding: int
+    """How many of the T tokens are no document's; they are pieces of their own, without loss."""
 
     @property
     def loss_on(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,4 +76,5 @@ def collate(samples: Sequence[Sample]) -> Batch:
         loss_weight=torch.from_numpy(weight[loss_index]),
         loss_tokens=float(weight.sum(dtype=np.float64)),
         pieces=[piece for sample in samples for piece in sample.pieces],
+        padding=sum(sample.padding for sample in samples),
     )

@@ -167,6 +167,13 @@ class IndexedDataset:
             return pieces[0]
         return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
 
+    def documents_of_length(self, minimum: int, below: int | None) -> npt.NDArray[np.int64]:
+        """The documents of at least `minimum` and fewer than `below` tokens (None: no limit), int64 [n], ascending."""
+        wanted = self.document_lengths >= minimum
+        if below is not None:
+            wanted &= self.document_lengths < below
+        return np.flatnonzero(wanted)
+
     def fingerprint(self) -> str:
         """SHA-256 over the contents of PREFIX.idx and the size of PREFIX.bin, in hexadecimal.
 

@@ -91,7 +91,7 @@ def test_consecutive_stages_read_each_token_once(make_corpus: MakeCorpus) -> Non
 
 def test_windows_are_shuffled_in_groups(make_corpus: MakeCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long document does not fill whole batches; ten windows in groups of four: 4, 4 and 2."""
-    monkeypatch.setattr("moba_train.data.samples.SHUFFLED_WINDOWS", 4)
+    monkeypatch.setattr("moba_train.data.windows.SHUFFLED_WINDOWS", 4)
     data = stage(make_corpus("a", numbered_documents([81])), sequences=10)
     order = [int(data.sample(index).tokens[0] - 1) // 8 for index in range(10)]
     assert order != list(range(10))
@@ -100,7 +100,7 @@ def test_windows_are_shuffled_in_groups(make_corpus: MakeCorpus, monkeypatch: py
 
 def test_a_stage_stopped_early_reads_nothing_twice(make_corpus: MakeCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 6 of 10 windows, in the middle of the second group of 4, the next stage goes on behind that group."""
-    monkeypatch.setattr("moba_train.data.samples.SHUFFLED_WINDOWS", 4)
+    monkeypatch.setattr("moba_train.data.windows.SHUFFLED_WINDOWS", 4)
     path = make_corpus("a", numbered_documents([81]))
     stopped = stage(path, sequences=10)
     assert stopped.starts_after(6) == {path: 64}

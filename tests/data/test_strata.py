@@ -1,0 +1,72 @@
+"""Blending by document length: ranges of a corpus with weights of their own, and long documents read more often."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import MakeCorpus, numbered_documents
+
+from moba_train.config.data import SourceConfig
+from moba_train.config.load import load_config
+from moba_train.config.validate import validate
+from moba_train.data.samples import StageData
+from moba_train.errors import ConfigError, DataError
+
+
+def stage(*sources: SourceConfig, sequences: int = 400) -> StageData:
+    return StageData(sources, 4, sequences, 1, {}, 10_000)
+
+
+def long_share(data: StageData, first_long: int) -> float:
+    tokens = np.concatenate([data.sample(index).tokens for index in range(data.sequences)])
+    return float((tokens >= first_long).mean())
+
+
+@pytest.fixture
+def corpus(make_corpus: MakeCorpus) -> str:
+    """120 documents of 2 tokens, then 4 of 40: tokens from 241 on are a long document's, 40 % of all."""
+    return make_corpus("a", numbered_documents([2] * 120 + [40] * 4))
+
+
+def test_ranges_of_one_corpus_are_blended_by_their_own_weights(corpus: str) -> None:
+    data = stage(
+        SourceConfig(path=corpus, weight=1, below_length=10), SourceConfig(path=corpus, weight=3, min_length=10)
+    )
+    assert long_share(data, 241) == pytest.approx(0.75, abs=0.01)
+    assert set(data.fingerprints) == {corpus}
+    assert data.starts_after(400) == {f"{corpus}[0:10]": 400, f"{corpus}[10:]": 1200}
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_long_documents_are_read_so_many_times_as_often(corpus: str, factor: float) -> None:
+    data = stage(SourceConfig(path=corpus, upsample={"min_length": 10, "factor": factor}))
+    assert long_share(data, 241) == pytest.approx(factor * 160 / (factor * 160 + 240), abs=0.01)
+    reads = Counter(int(token) for index in range(400) for token in data.sample(index).tokens)
+    long, short = np.mean([reads[i] for i in range(241, 401)]), np.mean([reads[i] for i in range(1, 241)])
+    assert long / short == pytest.approx(factor, rel=0.05)
+
+
+def test_documents_named_twice_and_empty_ranges_are_refused(corpus: str) -> None:
+    with pytest.raises(DataError, match=r"named twice in one blend; .*min_length"):
+        stage(SourceConfig(path=corpus, below_length=11), SourceConfig(path=corpus, min_length=10))
+    with pytest.raises(DataError, match=r"has no tokens in documents of 41 to below any number"):
+        stage(SourceConfig(path=corpus, min_length=41))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"min_length": 8, "below_length": 8}, r"data.train\[0\].below_length: given 8; allowed: above min_length 8"),
+        (
+            {"below_length": 8, "upsample": {"min_length": "1K", "factor": 2}},
+            r"data.train\[0\].upsample.min_length: given 1024; allowed: above min_length 0 and below below_length 8",
+        ),
+    ],
+)
+def test_impossible_ranges_are_found_with_the_recipe(source: dict[str, object], message: str) -> None:
+    recipe = load_config(Path(__file__).parents[2] / "configs/recipes/quickstart.yaml").model_dump()
+    recipe["data"]["train"][0] |= source
+    config = load_config(Path(__file__).parents[2] / "configs/recipes/quickstart.yaml")
+    with pytest.raises(ConfigError, match=message):
+        validate(config.model_validate(recipe))
