@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TEXT_IDS = 256
 SUCCESSORS = 8
 """Each text token is followed by one of so many others: the text's entropy is log(8) = 2.08 nats."""
 
@@ -29,6 +28,8 @@ class Recall:
     """Facts of a conversation, all of them asked for."""
     values: int
     """Value tokens of a fact."""
+    text_ids: int = 256
+    """Different text tokens there are."""
     keys: int = 256
     """Different keys there are."""
     value_ids: int = 511
@@ -37,7 +38,7 @@ class Recall:
     @property
     def vocab_size(self) -> int:
         """Text, keys, values and the mark that begins the outline."""
-        return TEXT_IDS + self.keys + self.value_ids + 1
+        return self.text_ids + self.keys + self.value_ids + 1
 
     @property
     def loss_tokens(self) -> int:
@@ -82,10 +83,10 @@ def _text(sizes: Recall, count: int, generator: torch.Generator) -> Tensor:
     """Bigram chains, int64 [count, length]; the bigrams are the same for every generator."""
     device = generator.device
     chain = torch.Generator().manual_seed(0)
-    following = torch.stack([torch.randperm(TEXT_IDS, generator=chain)[:SUCCESSORS] for _ in range(TEXT_IDS)])
+    following = torch.stack([torch.randperm(sizes.text_ids, generator=chain)[:SUCCESSORS] for _ in range(sizes.text_ids)])
     following = following.to(device)
     which = torch.randint(SUCCESSORS, (sizes.length, count), generator=generator, device=device)
-    steps = [torch.randint(TEXT_IDS, (count,), generator=generator, device=device)]
+    steps = [torch.randint(sizes.text_ids, (count,), generator=generator, device=device)]
     for row in which[1:]:
         steps.append(following[steps[-1], row])
     return torch.stack(steps, dim=1)
@@ -96,7 +97,7 @@ def _facts(sizes: Recall, count: int, facts: int, generator: torch.Generator) ->
     device = generator.device
     keys = torch.rand(count, sizes.keys, generator=generator, device=device).argsort(1)[:, :facts]
     values = torch.randint(sizes.value_ids, (count, facts, sizes.values), generator=generator, device=device)
-    return torch.cat([TEXT_IDS + keys[..., None], TEXT_IDS + sizes.keys + values], dim=2)
+    return torch.cat([sizes.text_ids + keys[..., None], sizes.text_ids + sizes.keys + values], dim=2)
 
 
 def _scatter(tokens: Tensor, facts: Tensor, end: int, generator: torch.Generator) -> None:

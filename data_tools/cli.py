@@ -95,6 +95,52 @@ def tokenize(
 
 
 @app.command()
+def sft(
+    inputs: Annotated[
+        list[str],
+        typer.Option("--input", "-i", help="A .jsonl or .json file of conversations, or a folder of them"),
+    ],
+    tokenizer: Annotated[str, typer.Option("--tokenizer", "-t", help="A sentencepiece model file")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Corpus prefix: file names without .bin/.idx")],
+    template: Annotated[
+        str,
+        typer.Option(help="Chat template: chatml, llama3, qwen, a Jinja file, or a model's folder with its own"),
+    ] = "chatml",
+    end_of_turn: Annotated[
+        str | None, typer.Option(help="Text that ends a turn; default: the built-in template's, else the eos_token")
+    ] = None,
+    holdout: Annotated[
+        float, typer.Option(min=0, max=0.99, help="Fraction of conversations for OUTPUT-valid; the rest is OUTPUT-train")
+    ] = 0.0,
+    on_error: Annotated[Literal["skip", "fail"], typer.Option(help="What to do with records that cannot be used")] = (
+        "skip"
+    ),
+    show: Annotated[int, typer.Option(min=0, help="Print so many conversations, what carries loss highlighted")] = 0,
+) -> None:
+    """Turn conversations (messages, ShareGPT, alpaca, or tokens with a loss mask) into a corpus with a loss mask."""
+    from data_tools.documents import find_files
+    from data_tools.sft import make_sft_corpus, show_documents
+    from moba_train.data.chat_template import load_chat_template
+    from moba_train.data.tokenizer import load_tokenizer
+
+    files = find_files(inputs, ("*.jsonl", "*.json"), ())
+    loaded = load_tokenizer(tokenizer)
+    result = make_sft_corpus(
+        files, output, loaded, load_chat_template(template, end_of_turn), holdout, on_error == "fail"
+    )
+    _print_bad(result.bad)
+    marks = ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
+    for text in show_documents(next(iter(result.corpora)), loaded, show, *marks):
+        typer.echo(f"{text}\n{'-' * 40}")
+    for prefix, corpus in result.corpora.items():
+        loss_tokens = result.loss_tokens[prefix]
+        share = loss_tokens / max(corpus.tokens, 1)
+        typer.echo(
+            f"{prefix}: {corpus.documents:,} conversations, {corpus.tokens:,} tokens, {loss_tokens:,} with loss ({share:.2%})"
+        )
+
+
+@app.command()
 def stats(prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Corpora")]) -> None:
     """Show how many documents and tokens corpora have, and how long the documents are."""
     from rich.console import Console

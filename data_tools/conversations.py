@@ -30,21 +30,23 @@ class TokenRecord:
 Record = list[Message] | TokenRecord
 
 
-def read_records(path: str) -> Iterator[Record | BadRecord]:
-    """The records of a .jsonl file, or of a .json file with a list, in their order; those that cannot be used in their
-    places, with the line (.json: the number of the record). Raises DataError when the file cannot be read at all."""
+def read_records(path: str) -> Iterator[tuple[int, Record | BadRecord]]:
+    """The records of a .jsonl file, or of a .json file with a list, in their order, those that cannot be used included.
+
+    With each its line (.json: its number in the list), from 1 on. Raises DataError when the file cannot be read at all.
+    """
     try:
         if path.endswith(".jsonl"):
             with open(path, "rb") as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
-                        yield _parse(path, number, line)
+                        yield number, _parse(path, number, line)
         elif path.endswith(".json"):
             records = json.loads(Path(path).read_bytes())
             if not isinstance(records, list):
                 raise DataError(f"{path} holds no list of records; give JSON lines as .jsonl")
             for number, record in enumerate(records, 1):
-                yield _parse(path, number, record)
+                yield number, _parse(path, number, record)
         else:
             raise DataError(f"{path}: conversations are read from .jsonl and .json files")
     except OSError as error:

@@ -1,8 +1,9 @@
 """From conversations to a corpus with a loss mask: one conversation is one document."""
 
 import contextlib
+import functools
 import itertools
-import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -53,7 +54,7 @@ def encode_record(record: Record, tokenizer: Tokenizer, template: ChatTemplate) 
         return Tokens(ids, np.array(record.loss_mask, dtype=np.uint8))
     pieces, masks = [], []
     for segment in template.segments(record):
-        pieces.append(encode_with_specials(tokenizer, segment.text))
+        pieces.append(_encode(tokenizer, segment.text))
         masks.append(np.full(len(pieces[-1]), segment.in_loss, dtype=np.uint8))
     return Tokens(np.array(list(itertools.chain(*pieces)), dtype=np.int64), np.concatenate(masks))
 
@@ -104,7 +105,7 @@ def make_sft_corpus(
 
 def _encoded(files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[Tokens | BadRecord]:
     for file in files:
-        for number, record in enumerate(read_records(file), 1):
+        for number, record in read_records(file):
             if isinstance(record, BadRecord):
                 yield record
                 continue
@@ -114,10 +115,40 @@ def _encoded(files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate)
                 yield BadRecord(file, number, str(error))
 
 
-def shown(tokens: Tokens, tokenizer: Tokenizer, begin: str, end: str) -> str:
-    """A conversation decoded from its tokens, each stretch with loss between `begin` and `end`."""
-    text = []
-    for in_loss, group in itertools.groupby(range(len(tokens.ids)), key=lambda place: bool(tokens.mask[place])):
-        decoded = decode_with_specials(tokenizer, [int(tokens.ids[place]) for place in group])
-        text.append(f"{begin}{decoded}{end}" if in_loss else decoded)
-    return "".join(text)
+def show_documents(prefix: str, tokenizer: Tokenizer, count: int, begin: str, end: str) -> Iterator[str]:
+    """The first `count` conversations of a corpus, decoded from its files: what carries loss between `begin` and `end`."""
+    corpus, masks = IndexedDataset(prefix), IndexedDataset(mask_prefix(prefix))
+    for document in range(min(count, corpus.documents)):
+        ids, mask = corpus.document(document).tolist(), masks.document(document)
+        text = ""
+        for in_loss, places in itertools.groupby(range(len(ids)), key=lambda place: bool(mask[place])):
+            decoded = _decode(tokenizer, [ids[place] for place in places])
+            text += f"{begin}{decoded}{end}" if in_loss else decoded
+        yield text
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of `text`, in which the model's control tokens, written out, are these tokens."""
+    special = _control_tokens(tokenizer)
+    if not special:
+        return tokenizer.processor.encode(text)
+    ids: list[int] = []
+    for part in re.split("(" + "|".join(map(re.escape, special)) + ")", text):
+        ids += [special[part]] if part in special else tokenizer.processor.encode(part)
+    return ids
+
+
+def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Text of `ids`, control tokens written out."""
+    names = {token: name for name, token in _control_tokens(tokenizer).items()}
+    text = ""
+    for control, group in itertools.groupby(ids, key=lambda token: token in names):
+        text += "".join(names[token] for token in group) if control else tokenizer.processor.decode(list(group))
+    return text
+
+
+@functools.cache
+def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """The tokens that sentencepiece never makes of text, such as </s>, by name."""
+    processor = tokenizer.processor
+    return {processor.id_to_piece(token): token for token in range(processor.vocab_size()) if processor.is_control(token)}

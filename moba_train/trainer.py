@@ -30,6 +30,7 @@ from moba_train.evals.loss import validation_data, validation_loss
 from moba_train.health.spike import SpikeDetector
 from moba_train.model.build import build_attention
 from moba_train.optim.adamw import build_optimizer, clip_gradients
+from moba_train.optim.gradients import norms_by_kind
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh
@@ -127,10 +128,15 @@ class Trainer:
             began = time.perf_counter()
             for batches in steps:
                 waited = time.perf_counter() - began
-                loss_tokens, stops = sum_over_ranks([sum(b.loss_tokens for b in batches), float(self._wants_to_stop())])
+                tokens_here = sum(batch.loss_tokens for batch in batches)
+                loss_weight, loss_tokens, ranks_without, stops = sum_over_ranks(
+                    [sum(batch.loss_weight_sum for batch in batches), tokens_here, tokens_here == 0, self._wants_to_stop()]
+                )
                 if stops:
                     return False
-                self._step(stage, batches, loss_tokens, began, waited)
+                counts = {"loss_tokens": loss_tokens, "loss_token_fraction": loss_tokens / stage.batch_tokens}
+                counts["ranks_with_zero_loss_tokens"] = ranks_without
+                self._step(stage, batches, loss_weight, counts, began, waited)
                 if self.progress.step % self.config.evaluation.every == 0 or self.progress.step == stage.end_step:
                     self._evaluate(stage)
                 if self.progress.step % self.config.checkpoint.every == 0:
@@ -140,20 +146,30 @@ class Trainer:
         self.next_starts = data.starts_after(stage.steps * batch_sequences)
         return True
 
-    def _step(self, stage: Stage, batches: list[Batch], loss_tokens: float, began: float, waited: float) -> None:
-        """One optimizer step; the loss is the sum over all loss tokens of all ranks / their number."""
+    def _step(
+        self,
+        stage: Stage,
+        batches: list[Batch],
+        loss_weight: float,
+        counts: dict[str, float],
+        began: float,
+        waited: float,
+    ) -> None:
+        """One optimizer step; the loss is the sum of weighted token losses over all ranks / the sum of the weights."""
         self.progress.step += 1
         step, tokens = self.progress.step, self._tokens(stage)
-        if loss_tokens == 0:
+        if loss_weight == 0:
             self.telemetry.event(step, tokens, "warning", "no token of this batch carries loss: step skipped")
             return
 
         loss = torch.zeros((), device=self.world.device)
         for batch in batches:
-            batch_loss = self.model(batch.tokens, batch.positions, batch.layout, batch.loss_on) / loss_tokens
+            batch_loss = self.model(batch.tokens, batch.positions, batch.layout, batch.loss_on) / loss_weight
             batch_loss.backward()
             loss += batch_loss.detach()
         dist.all_reduce(loss)
+        logged = step % self.config.telemetry.log_every == 0
+        by_kind = norms_by_kind(self.model, [layer.kind for layer in stage.attention]) if logged else {}
         grad_norm = clip_gradients(self.model, self.config.optim.clip_norm)
         metrics = {"loss": loss.item(), "grad_norm": grad_norm.item()}
         self._watch(step, tokens, metrics)
@@ -163,14 +179,15 @@ class Trainer:
             group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if step % self.config.telemetry.log_every == 0:
+        if logged:
             step_s = time.perf_counter() - began
-            metrics |= {"lr": learning_rate, "step_s": step_s, "data_s": waited, "loss_tokens": loss_tokens}
+            metrics |= {"lr": learning_rate, "step_s": step_s, "data_s": waited, **counts}
+            metrics |= {key: norm.item() for key, norm in by_kind.items()}
             metrics |= self._throughput(stage, step_s)
             metrics["padding_fraction"] = sum(batch.padding for batch in batches) / sum(
                 batch.layout.total for batch in batches
             )
-            self.telemetry.log(step, tokens, {**metrics, "loss_token_fraction": loss_tokens / stage.batch_tokens})
+            self.telemetry.log(step, tokens, metrics)
 
     def _watch(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
         """Score loss and gradient norm against the recent past; stop before the weights are touched if not finite."""
@@ -217,6 +234,7 @@ class Trainer:
             self.progress.starts,
             self.config.model.vocab_size,
             self.config.data.packing,
+            self.config.loss_norm,
         )
         data.check_fingerprints(self.progress.fingerprints)
         self.validation = validation_data(self.config, stage.seq_len)

@@ -52,6 +52,11 @@ class RunConfig(Section):
     optim: OptimConfig = OptimConfig()
     batch_tokens: Length = Field(description="tokens per optimizer step over all ranks")
     micro_batch_size: int = Field(1, ge=1, description="sequences per rank and forward pass; the rest is accumulated")
+    loss_norm: Literal["token", "sequence"] = Field(
+        "token",
+        description="token: the mean over all loss tokens of a step; sequence: the mean over its documents "
+        "(conversations) of their own mean loss",
+    )
     stages: list[StageConfig] = Field(min_length=1, description="stretches of training, one after the other")
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()

@@ -29,8 +29,10 @@ class Batch:
     it is [0] with weight 0."""
     loss_weight: Tensor
     """float32 [n]: weight of each of these predictions."""
-    loss_tokens: float
-    """Sum of the weights."""
+    loss_weight_sum: float
+    """Sum of the weights: what the loss sum is to be divided by, once it is summed over all batches and ranks."""
+    loss_tokens: int
+    """How many tokens carry loss; 0 where `loss_index` is only there for the graph."""
     pieces: list[Span]
     """The origin of each document piece, to find a bad batch's documents again."""
     padding: int
@@ -74,7 +76,8 @@ def collate(samples: Sequence[Sample]) -> Batch:
         layout=packed_layout(lengths),
         loss_index=torch.from_numpy(loss_index),
         loss_weight=torch.from_numpy(weight[loss_index]),
-        loss_tokens=float(weight.sum(dtype=np.float64)),
+        loss_weight_sum=float(weight.sum(dtype=np.float64)),
+        loss_tokens=int(np.count_nonzero(weight)),
         pieces=[piece for sample in samples for piece in sample.pieces],
         padding=sum(sample.padding for sample in samples),
     )

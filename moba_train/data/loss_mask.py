@@ -43,6 +43,11 @@ class LossWeights:
             raise DataError(f"corpus {corpus.prefix} was made with a loss mask, but {prefix}.idx is missing")
         self._count = functools.lru_cache(maxsize=1024)(self._loss_tokens)
 
+    @property
+    def fingerprint(self) -> str:
+        """To be added to the corpus' own: a run does not go on when a mask appears or vanishes."""
+        return "" if self.mask is None else "+loss"
+
     def _loss_tokens(self, document: int) -> int:
         """Tokens of a document that carry loss. Nothing precedes the first, so that it cannot be predicted."""
         length = int(self._corpus.document_lengths[document])

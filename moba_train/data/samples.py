@@ -15,6 +15,7 @@ import numpy.typing as npt
 from moba_train.config.data import SourceConfig
 from moba_train.data.blend import blend, samples_taken
 from moba_train.data.indexed import IndexedDataset
+from moba_train.data.loss_mask import LossNorm, LossWeights
 from moba_train.data.strata import Stratum, strata
 from moba_train.data.stream import DocumentStream, Extent
 from moba_train.data.windows import BestFitWindows, ConcatenatedWindows, Windows
@@ -46,7 +47,7 @@ class Sample:
     labels: npt.NDArray[np.int64]
     """int64 [T]"""
     loss_weight: npt.NDArray[np.float32]
-    """float32 [T]: 1 where there is a label, else 0."""
+    """float32 [T]: weight of each label in the loss; 0 where there is none."""
     lengths: list[int]
     """Tokens in each document piece, in order, and then the padding; they attend to nothing outside their own piece."""
     pieces: list[Span]
@@ -68,6 +69,7 @@ class StageData:
     starts     stream tokens already consumed of each stratum, by name; one left out starts at 0
     vocab_size rows of the model's embedding; token ids must lie below
     packing    how samples are cut from a stream, see data/windows.py
+    loss_norm  how much each token with loss counts, see data/loss_mask.py
 
     Raises DataError when documents are named twice, or a corpus is damaged, empty, or made for a larger vocabulary.
     """
@@ -81,12 +83,15 @@ class StageData:
         starts: Mapping[str, int],
         vocab_size: int,
         packing: Literal["concat", "best_fit"] = "concat",
+        loss_norm: LossNorm = "token",
     ) -> None:
         self.seq_len = seq_len
         self.sequences = sequences
         self.vocab_size = vocab_size
         self._starts = dict(starts)
         self._corpora: dict[str, IndexedDataset] = {}
+        self._loss_norm = loss_norm
+        self._loss_weights: dict[str, LossWeights] = {}
         self.strata: list[Stratum] = strata(sources, self._open)
         """What is blended: corpora, or ranges of lengths of them."""
         self.streams = [
@@ -95,7 +100,8 @@ class StageData:
         ]
         """The stream of each stratum."""
         self.fingerprints: dict[str, str] = {
-            stratum.path: stream.fingerprint for stratum, stream in zip(self.strata, self.streams, strict=True)
+            stratum.path: stream.fingerprint + self._loss_weights[stratum.path].fingerprint
+            for stratum, stream in zip(self.strata, self.streams, strict=True)
         }
         """Fingerprint of each corpus by path, to be kept in checkpoints."""
         self._weights = [stratum.weight for stratum in self.strata]
@@ -114,6 +120,7 @@ class StageData:
     def _open(self, path: str) -> IndexedDataset:
         if path not in self._corpora:
             dataset = self._corpora[path] = IndexedDataset(path)
+            self._loss_weights[path] = LossWeights(dataset, self._loss_norm)
             made_for = (dataset.info or {}).get("vocab_size", 0)
             if made_for > self.vocab_size:
                 raise DataError(
@@ -153,7 +160,7 @@ class StageData:
             labelled = at + len(found) - 1
             tokens[at : at + length] = found[:length]
             labels[at:labelled] = found[1:]
-            loss_weight[at:labelled] = 1
+            loss_weight[at:labelled] = self._loss_weights[path].of(piece.document, piece.start + 1, stop)
             at += length
         lengths = [piece.stop - piece.start for piece in extents]
         if at < self.seq_len:

@@ -35,7 +35,7 @@ def validation_loss(
         samples = [_sample_or_padding(data, index) for index in range(begin, begin + micro_batch_size)]
         batch = share.of(collate(samples)).to(device)
         totals[0] += model(batch.tokens, batch.positions, batch.layout, batch.loss_on)
-        totals[1] += batch.loss_tokens
+        totals[1] += batch.loss_weight_sum
     dist.all_reduce(totals)
     loss_sum, loss_tokens = totals.tolist()
     return loss_sum / loss_tokens if loss_tokens else float("nan")

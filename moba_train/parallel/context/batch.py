@@ -17,7 +17,7 @@ def shard_batch(batch: Batch, sequence: SequenceLayout, rank: int) -> Batch:
     rows_n = sequence.rows_of(batch.loss_index, rank)
     here = rows_n >= 0
     loss_index, loss_weight = rows_n[here], batch.loss_weight[here]
-    loss_tokens = float(loss_weight.sum(dtype=torch.float64))
+    loss_weight_sum, loss_tokens = float(loss_weight.sum(dtype=torch.float64)), int(loss_weight.count_nonzero())
     if not loss_index.numel():
         loss_index, loss_weight = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
     return dataclasses.replace(
@@ -27,5 +27,6 @@ def shard_batch(batch: Batch, sequence: SequenceLayout, rank: int) -> Batch:
         positions=sequence.shard(batch.positions, rank),
         loss_index=loss_index,
         loss_weight=loss_weight,
+        loss_weight_sum=loss_weight_sum,
         loss_tokens=loss_tokens,
     )

@@ -1,0 +1,39 @@
+"""Gradient norms of groups of layers."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moba_train.model.transformer import Transformer
+
+
+def norms_by_kind(model: Transformer, kinds: Sequence[str]) -> dict[str, Tensor]:
+    """L2 norm of the gradients of all layers with the same kind of attention, float32 scalars, by `grad_norm_KIND`.
+
+    kinds  of attention, one for each layer, first to last
+
+    A collective over all ranks, one whatever the number of layers and kinds.
+    """
+    names = sorted(set(kinds))
+    squares = torch.zeros(len(names), device=next(model.parameters()).device)
+    for block, kind in zip(model.blocks, kinds, strict=True):
+        for parameter in block.parameters():
+            if parameter.grad is not None:
+                squares[names.index(kind)] += _square_here(parameter.grad)
+    dist.all_reduce(squares)
+    return {f"grad_norm_{name}": square.sqrt() for name, square in zip(names, squares, strict=True)}
+
+
+def _square_here(gradient: Tensor) -> Tensor:
+    """This rank's share of the squared norm: all ranks' shares add up to it."""
+    if not isinstance(gradient, DTensor):
+        return gradient.square().sum() / dist.get_world_size()
+    mesh = gradient.device_mesh
+    copies = 1
+    for dimension, placement in enumerate(gradient.placements):
+        if not placement.is_shard():
+            copies *= mesh.size(dimension)
+    return gradient.to_local().square().sum() / copies
