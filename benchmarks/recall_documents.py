@@ -52,8 +52,11 @@ class Recall:
 
 
 def pretraining_documents(sizes: Recall, count: int, generator: torch.Generator) -> Tensor:
-    """int64 [count, length]. All mentions of a fact lie within a stretch of the document whose length is drawn between a
-    hundredth of it and all of it, uniformly in its logarithm: what is far is learnt from what is near."""
+    """int64 [count, length].
+
+    All mentions of a fact lie within a stretch whose length is drawn between a hundredth of the document and all of it,
+    uniformly in its logarithm: what is far is learnt from what is near.
+    """
     tokens = _text(sizes, count, generator)
     facts = _facts(sizes, count, sizes.facts, generator)
     shape, device = (count, sizes.facts, 1), tokens.device
@@ -83,8 +86,7 @@ def _text(sizes: Recall, count: int, generator: torch.Generator) -> Tensor:
     """Bigram chains, int64 [count, length]; the bigrams are the same for every generator."""
     device = generator.device
     chain = torch.Generator().manual_seed(0)
-    following = torch.stack([torch.randperm(sizes.text_ids, generator=chain)[:SUCCESSORS] for _ in range(sizes.text_ids)])
-    following = following.to(device)
+    following = torch.rand(sizes.text_ids, sizes.text_ids, generator=chain).argsort(1)[:, :SUCCESSORS].to(device)
     which = torch.randint(SUCCESSORS, (sizes.length, count), generator=generator, device=device)
     steps = [torch.randint(sizes.text_ids, (count,), generator=generator, device=device)]
     for row in which[1:]:

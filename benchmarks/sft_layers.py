@@ -26,6 +26,7 @@ from torch import Tensor
 
 from benchmarks.recall_documents import Recall, conversations, pretraining_documents
 from benchmarks.record import save
+from benchmarks.sft_layers_plot import draw
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
 from moba_train.config.attention import AttentionConfig, resolve_layers
@@ -53,6 +54,8 @@ class Setup:
     steps: int
     base_lr: float
     lr: float
+    base_full: int = 0
+    """Last layers with full attention in pretraining."""
 
 
 def _model(data: Recall, hidden_size: int, layers: int, heads: int) -> ModelConfig:
@@ -63,6 +66,7 @@ def _model(data: Recall, hidden_size: int, layers: int, heads: int) -> ModelConf
         layers=layers,
         heads=heads,
         kv_heads=heads // 2,
+        init_std=hidden_size**-0.5,
     )
 
 
@@ -201,17 +205,25 @@ def gradient_reach(model: Transformer, documents: Documents) -> list[float]:
 
 
 def pretrain(setup: Setup, seed: int, device: torch.device, clock: Clock) -> tuple[Transformer, Record]:
-    """The model that all variants of a seed begin with: MoBA in all layers, loss on every token."""
+    """The model that all variants of a seed begin with, every token of its documents carrying loss."""
     generator = torch.Generator(device).manual_seed(1000 + seed)
     count = min(setup.base_steps * setup.batch, 8192)
-    tokens = pretraining_documents(setup.data, count, generator)
-    documents = Documents.of(tokens, torch.zeros(0, dtype=torch.int64, device=device), setup.batch)
+    places = torch.arange(1, setup.data.length, device=device)
+    documents = Documents.of(pretraining_documents(setup.data, count, generator), places, setup.batch)
+    held_out = Documents.of(pretraining_documents(setup.data, HELD_OUT, generator), places, setup.batch)
     model = Transformer(setup.model).to(device)
     initialize_weights(model, seed)
-    model.set_attention(attention_layers(setup, 0))
-    began = time.monotonic()
-    train(model, documents.with_loss_everywhere(), setup.base_steps, setup.base_lr, clock)
-    return model, {"base_s": time.monotonic() - began}
+    model.set_attention(attention_layers(setup, setup.base_full))
+    began, curve = time.monotonic(), []
+    train(
+        model,
+        documents,
+        setup.base_steps,
+        setup.base_lr,
+        clock,
+        lambda step: curve.append((step, *evaluate(model, held_out))),
+    )
+    return model, {"seed": seed, "curve": curve, "seconds": time.monotonic() - began}
 
 
 def fine_tune(
@@ -287,6 +299,7 @@ def main() -> None:
     parser.add_argument("--controls", type=int, nargs="*", default=[], help="full layers of runs with loss everywhere")
     parser.add_argument("--base-steps", type=int)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--base-full", type=int, help="last layers with full attention in pretraining; default: none")
     parser.add_argument("--base-lr", type=float)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--minutes", type=float, default=18)
@@ -295,27 +308,32 @@ def main() -> None:
     arguments = parser.parse_args()
     clock = Clock(time.monotonic() + 60 * arguments.minutes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    given = {key: getattr(arguments, key) for key in ("base_steps", "steps", "base_lr", "lr")}
+    given = {key: getattr(arguments, key) for key in ("base_steps", "steps", "base_full", "base_lr", "lr")}
     setup = SETUPS[arguments.size]
     setup = Setup(**{**vars(setup), **{key: value for key, value in given.items() if value is not None}})
     layers = setup.model.layers
     full = sorted({0, 1, 2, 4, layers // 2, layers}) if arguments.full is None else arguments.full
     runs = [(count, False) for count in full] + [(count, True) for count in arguments.controls]
     settings = {**asdict(setup), "model": setup.model.model_dump(), "moba": setup.moba.model_dump()}
+    bases: list[Record] = []
     results: list[Record] = []
     try:
         for seed in range(arguments.seeds):
             base, record = pretrain(setup, seed, device, clock)
-            print(f"seed {seed}: pretrained in {record['base_s']:.0f} s", flush=True)
+            bases.append(record)
+            losses = " ".join(f"{loss:.3f}" for _, loss, _ in record["curve"])
+            print(f"seed {seed}: pretrained in {record['seconds']:.0f} s, held-out loss {losses}", flush=True)
             for count, every_token in runs:
                 results.append(fine_tune(setup, base, count, seed, every_token, device, clock))
-                save(arguments.output, settings, {"runs": results, "summary": summary(results)})
+                save(arguments.output, settings, {"bases": bases, "runs": results, "summary": summary(results)})
                 run = results[-1]
                 line = f"seed {seed}, last {count} of {layers} full, loss on {run['loss_on']}: loss {run['loss']:.4f}"
                 print(f"{line}, recall {run['recall']:.1%}, {run['seconds']:.0f} s", flush=True)
     except OutOfTimeError:
         print(f"out of time after {len(results)} runs", flush=True)
     print(table(summary(results)))
+    if results and arguments.picture:
+        draw(arguments.output, arguments.picture)
 
 
 if __name__ == "__main__":

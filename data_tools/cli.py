@@ -110,7 +110,7 @@ def sft(
         str | None, typer.Option(help="Text that ends a turn; default: the built-in template's, else the eos_token")
     ] = None,
     holdout: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Fraction of conversations for OUTPUT-valid; the rest is OUTPUT-train")
+        float, typer.Option(min=0, max=0.99, help="Fraction of conversations for OUTPUT-valid, the rest: OUTPUT-train")
     ] = 0.0,
     on_error: Annotated[Literal["skip", "fail"], typer.Option(help="What to do with records that cannot be used")] = (
         "skip"
@@ -134,10 +134,8 @@ def sft(
         typer.echo(f"{text}\n{'-' * 40}")
     for prefix, corpus in result.corpora.items():
         loss_tokens = result.loss_tokens[prefix]
-        share = loss_tokens / max(corpus.tokens, 1)
-        typer.echo(
-            f"{prefix}: {corpus.documents:,} conversations, {corpus.tokens:,} tokens, {loss_tokens:,} with loss ({share:.2%})"
-        )
+        with_loss = f"{loss_tokens:,} with loss ({loss_tokens / max(corpus.tokens, 1):.2%})"
+        typer.echo(f"{prefix}: {corpus.documents:,} conversations, {corpus.tokens:,} tokens, {with_loss}")
 
 
 @app.command()

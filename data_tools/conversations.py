@@ -1,9 +1,9 @@
 """Conversations from JSON records in the formats that data sets come in, told apart by their keys.
 
-    messages   {"messages": [{"role": "user", "content": "..."}, ...]}
-    ShareGPT   {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}
-    alpaca     {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [["...", "..."]]}
-    raw        {"input_ids": [...], "loss_mask": [...]}: tokens already, 1 where a token carries loss
+messages   {"messages": [{"role": "user", "content": "..."}, ...]}
+ShareGPT   {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}
+alpaca     {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [["...", "..."]]}
+raw        {"input_ids": [...], "loss_mask": [...]}: tokens already, 1 where a token carries loss
 """
 
 import json

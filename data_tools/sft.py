@@ -99,7 +99,8 @@ def make_sft_corpus(
             masks[split].add_document(found.mask)
             loss_tokens[prefixes[split]] += int(found.mask[1:].sum())
         if not any(writer.documents for writer in corpora):
-            raise DataError(f"no conversation in {', '.join(files)} can be used" + (f"; the first: {bad[0]}" * bool(bad)))
+            reason = f": {bad[0]}" if bad else ", there is none"
+            raise DataError(f"no conversation in {', '.join(files)} can be used{reason}")
     return SftResult({prefix: IndexedDataset(prefix) for prefix in prefixes}, loss_tokens, bad)
 
 
@@ -116,7 +117,7 @@ def _encoded(files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate)
 
 
 def show_documents(prefix: str, tokenizer: Tokenizer, count: int, begin: str, end: str) -> Iterator[str]:
-    """The first `count` conversations of a corpus, decoded from its files: what carries loss between `begin` and `end`."""
+    """The first `count` conversations of a corpus, decoded from its files; what carries loss is between the marks."""
     corpus, masks = IndexedDataset(prefix), IndexedDataset(mask_prefix(prefix))
     for document in range(min(count, corpus.documents)):
         ids, mask = corpus.document(document).tolist(), masks.document(document)
@@ -143,7 +144,8 @@ def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     names = {token: name for name, token in _control_tokens(tokenizer).items()}
     text = ""
     for control, group in itertools.groupby(ids, key=lambda token: token in names):
-        text += "".join(names[token] for token in group) if control else tokenizer.processor.decode(list(group))
+        found = list(group)
+        text += "".join(names[token] for token in found) if control else tokenizer.processor.decode(found)
     return text
 
 
@@ -151,4 +153,5 @@ def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """The tokens that sentencepiece never makes of text, such as </s>, by name."""
     processor = tokenizer.processor
-    return {processor.id_to_piece(token): token for token in range(processor.vocab_size()) if processor.is_control(token)}
+    tokens = [token for token in range(processor.vocab_size()) if processor.is_control(token)]
+    return {processor.id_to_piece(token): token for token in tokens}

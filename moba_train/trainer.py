@@ -128,9 +128,9 @@ class Trainer:
             began = time.perf_counter()
             for batches in steps:
                 waited = time.perf_counter() - began
-                tokens_here = sum(batch.loss_tokens for batch in batches)
+                weight, carrying = (sum(b.loss_weight_sum for b in batches), sum(b.loss_tokens for b in batches))
                 loss_weight, loss_tokens, ranks_without, stops = sum_over_ranks(
-                    [sum(batch.loss_weight_sum for batch in batches), tokens_here, tokens_here == 0, self._wants_to_stop()]
+                    [weight, carrying, carrying == 0, self._wants_to_stop()]
                 )
                 if stops:
                     return False

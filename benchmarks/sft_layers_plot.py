@@ -1,0 +1,92 @@
+"""Draws docs/sft-layers.svg from a result file of benchmarks/sft_layers.py.
+
+    python -m benchmarks.sft_layers_plot benchmarks/results/sft-layers-h200.json docs/sft-layers.svg
+
+Left: loss after fine-tuning by the number of full last layers, mean and standard error over the seeds, and each run as
+a dot. Middle: the loss while fine-tuning. Right: gradient norm of each layer, mean over the steps.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from benchmarks.attention_plot import GREY, stamp
+
+COLOURS = ["#d9480f", "#c2850c", "#2b8a3e", "#1098ad", "#1c7ed6", "#9c5fd1"]
+
+
+def draw(source: Path, picture: Path) -> None:
+    """Draw the result file `source` as an SVG. Raises ValueError when it has no run with loss on the answers alone."""
+    text = source.read_text()
+    data = json.loads(text)
+    rows = [row for row in data["results"]["summary"] if row["loss_on"] == "answers"]
+    runs = [run for run in data["results"]["runs"] if run["loss_on"] == "answers"]
+    if not rows:
+        raise ValueError(f"{source} holds no run to draw; run python -m benchmarks.sft_layers")
+    layers = data["settings"]["model"]["layers"]
+    colours = {row["full_layers"]: colour for row, colour in zip(rows, COLOURS, strict=False)}
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moba", "font.family": "sans-serif", "font.size": 10}):
+        figure, panels = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
+        _draw_losses(panels[0], rows, runs, layers)
+        for row in rows:
+            full = row["full_layers"]
+            curves = [run["curve"] for run in runs if run["full_layers"] == full]
+            steps = [step for step, _, _ in curves[0]]
+            means = [statistics.mean(curve[place][1] for curve in curves) for place in range(len(steps))]
+            panels[1].plot(steps, means, color=colours[full], lw=1.6, label=_name(full, layers))
+            panels[2].plot(range(layers), row["gradient_norm"], "o-", color=colours[full], lw=1.4, ms=3.5)
+        panels[1].legend(frameon=False, labelcolor=GREY, fontsize=9)
+        panels[1].set_title("held-out loss while fine-tuning", color=GREY, fontsize=10, loc="left")
+        panels[1].set_xlabel("step", color=GREY)
+        panels[2].set_title("gradient norm of each layer", color=GREY, fontsize=10, loc="left")
+        panels[2].set_xlabel("layer", color=GREY)
+        panels[2].set_yscale("log")
+        for panel in panels:
+            _decorate(panel)
+        figure.savefig(picture, transparent=True, metadata={"Date": None, "Description": stamp(text)})
+        plt.close(figure)
+
+
+def _name(full: int, layers: int) -> str:
+    return {0: "MoBA everywhere", layers: "full everywhere"}.get(full, f"last {full} full")
+
+
+def _draw_losses(axes: Axes, rows: list[dict[str, Any]], runs: list[dict[str, Any]], layers: int) -> None:
+    places = {row["full_layers"]: place for place, row in enumerate(rows)}
+    axes.plot([places[run["full_layers"]] for run in runs], [run["loss"] for run in runs], ".", color=GREY, ms=4)
+    errors = [row["loss_error"] or 0.0 for row in rows]
+    means = [row["loss"] for row in rows]
+    axes.errorbar(range(len(rows)), means, errors, fmt="o-", color=COLOURS[0], capsize=4, lw=1.8)
+    axes.set_xticks(range(len(rows)), [str(row["full_layers"]) for row in rows])
+    axes.set_xlabel(f"last layers with full attention, of {layers}", color=GREY)
+    axes.set_title("loss of the answers, nats per token", color=GREY, fontsize=10, loc="left")
+
+
+def _decorate(axes: Axes) -> None:
+    axes.tick_params(colors=GREY, length=3, which="both")
+    axes.grid(color=GREY, alpha=0.3, lw=0.5)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(GREY)
+
+
+def main() -> None:
+    """Draw one result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("json", type=Path)
+    parser.add_argument("picture", type=Path)
+    arguments = parser.parse_args()
+    draw(arguments.json, arguments.picture)
+
+
+if __name__ == "__main__":
+    main()
