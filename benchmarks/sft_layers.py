@@ -2,14 +2,16 @@
 
     python -m benchmarks.sft_layers --output benchmarks/results/sft-layers-h200.json --picture docs/sft-layers.svg
 
-A small model is pretrained with MoBA in all layers, every token carrying loss. Then it is fine-tuned on conversations
-of which 1 % of the tokens carry loss (benchmarks/recall_documents.py), with full attention in the last 0, 1, 2, 4, half
-or all of the layers. Everything else is the same: first weights, data and their order, learning rate, steps. Each seed
-has its own pretraining and its own data. A control is fine-tuned with loss on every token.
+A small model is pretrained with MoBA in all layers, every token carrying loss, until it recalls what it can. Then it is
+fine-tuned on conversations of which 1 % of the tokens carry loss (benchmarks/recall_documents.py), with full attention
+in the last 0, 1, 2, 4, half or all of the layers. Everything else is the same: first weights, data and their order,
+learning rate, steps. Each seed has its own pretraining and its own data. `--controls` are fine-tuned with loss on every
+token.
 
 Measured on held-out conversations: mean loss of the loss tokens and the share of them that is predicted right. During
 fine-tuning, the gradient norm of every layer; before it, how many of the document's tokens a loss gradient reaches.
-After each run the result file is written again; `--minutes` is a hard bound, at which the run in progress is dropped.
+The numbers of steps are made to fit into `--minutes`, which is a hard bound: the run in progress is dropped there.
+After each run the result file is written again.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,14 @@ from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 
 HELD_OUT = 64
-"""Conversations that are never trained on."""
+"""Documents and conversations that are never trained on."""
 EVALUATIONS = 8
+"""Of each fine-tuning run."""
 NORMS_EVERY = 5
+BASE_EVERY = 100
+"""Steps of pretraining between evaluations."""
+BASE_SHARE = 0.45
+"""Of the time: pretraining takes at most so much."""
 Record = dict[str, Any]
 
 
@@ -51,7 +58,9 @@ class Setup:
     batch: int
     """Documents of a step."""
     base_steps: int
+    """Of pretraining, at most."""
     steps: int
+    """Of fine-tuning, at most."""
     base_lr: float
     lr: float
     base_full: int = 0
@@ -71,10 +80,10 @@ def _model(data: Recall, hidden_size: int, layers: int, heads: int) -> ModelConf
 
 
 _LONG = Recall(length=4096, facts=64, mentions=4, asked=10, values=4)
-_SHORT = Recall(length=1024, facts=24, mentions=4, asked=5, values=2, keys=64, value_ids=127)
+_SHORT = Recall(length=256, facts=10, mentions=4, asked=2, values=2, text_ids=32, keys=32, value_ids=63)
 SETUPS = {
-    "gpu": Setup(_model(_LONG, 512, 8, 8), MobaAttention.Options(block_size=64), _LONG, 16, 1200, 300, 1e-3, 5e-4),
-    "cpu": Setup(_model(_SHORT, 128, 4, 4), MobaAttention.Options(block_size=16), _SHORT, 8, 600, 150, 3e-3, 1e-3),
+    "gpu": Setup(_model(_LONG, 256, 8, 4), MobaAttention.Options(block_size=64), _LONG, 8, 6000, 600, 1e-3, 5e-4),
+    "cpu": Setup(_model(_SHORT, 64, 4, 4), MobaAttention.Options(block_size=8), _SHORT, 8, 2000, 200, 3e-3, 1e-3),
 }
 
 
@@ -143,18 +152,21 @@ def train(
     documents: Documents,
     steps: int,
     lr: float,
+    last_lr: float,
     clock: Clock,
-    evaluate: Callable[[int], None] | None = None,
+    every: int,
+    enough: Callable[[int], bool],
 ) -> Tensor:
-    """AdamW, warm-up over a tenth of the steps, then linear decay to a tenth of `lr`.
+    """AdamW, warm-up over a tenth of the steps (100 at most), then linearly to `last_lr`.
 
-    Returns each layer's gradient norm (before clipping) in every fifth step, float32 [n, layers].
+    `enough` is asked after `every` steps, and its True ends the training. Returns each layer's gradient norm (before
+    clipping) in every fifth step, float32 [n, layers].
     """
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=parameters[0].is_cuda)
-    warm_up = max(1, steps // 10)
+    warm_up, fall = min(100, max(1, steps // 10)), 1 - last_lr / lr
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm_up, 1 - 0.9 * max(0, step - warm_up) / max(1, steps - warm_up))
+        optimizer, lambda step: min((step + 1) / warm_up, 1 - fall * max(0, step - warm_up) / max(1, steps - warm_up))
     )
     norms = []
     for step in range(steps):
@@ -166,8 +178,8 @@ def train(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if evaluate and (step + 1) % max(1, steps // EVALUATIONS) == 0:
-            evaluate(step + 1)
+        if (step + 1) % every == 0 and enough(step + 1):
+            break
     return torch.stack(norms)
 
 
@@ -176,15 +188,16 @@ def _gradients(module: torch.nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, documents: Documents) -> tuple[float, float]:
-    """Mean loss (nats) of the loss tokens and the share of them whose likeliest prediction is right."""
+def evaluate(model: Transformer, documents: Documents, sizes: Recall) -> tuple[float, float]:
+    """Mean loss (nats) of the loss tokens, and the share of the values among them that is predicted right."""
     losses, right = [], []
     for step in range(len(documents.tokens) // documents.batch):
         tokens, labels, rows = documents[step]
-        losses.append(mean_loss(model, documents, step))
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
-            logits = model(tokens, documents.positions, documents.layout, rows_n=rows)
-        right.append((logits.argmax(1) == labels).float().mean())
+            logits = model(tokens, documents.positions, documents.layout, rows_n=rows).float()
+        losses.append(torch.nn.functional.cross_entropy(logits, labels))
+        is_value = labels >= sizes.text_ids + sizes.keys
+        right.append((logits.argmax(1) == labels)[is_value].float().mean())
     return torch.stack(losses).mean().item(), torch.stack(right).mean().item()
 
 
@@ -215,14 +228,13 @@ def pretrain(setup: Setup, seed: int, device: torch.device, clock: Clock) -> tup
     initialize_weights(model, seed)
     model.set_attention(attention_layers(setup, setup.base_full))
     began, curve = time.monotonic(), []
-    train(
-        model,
-        documents,
-        setup.base_steps,
-        setup.base_lr,
-        clock,
-        lambda step: curve.append((step, *evaluate(model, held_out))),
-    )
+    repeated = 1 - 1 / setup.data.mentions
+
+    def enough(step: int) -> bool:
+        curve.append((step, *evaluate(model, held_out, setup.data)))
+        return curve[-1][2] > 0.95 * repeated
+
+    train(model, documents, setup.base_steps, setup.base_lr, setup.base_lr, clock, BASE_EVERY, enough)
     return model, {"seed": seed, "curve": curve, "seconds": time.monotonic() - began}
 
 
@@ -236,18 +248,17 @@ def fine_tune(
     held_out = Documents.of(*conversations(setup.data, HELD_OUT, generator), setup.batch)
     model = copy.deepcopy(base)
     model.set_attention(attention_layers(setup, full))
-    loss, recall = evaluate(model, held_out)
-    curve = [(0, loss, recall)]
-    reach = gradient_reach(model, training.with_loss_everywhere() if every_token else training)
+    training = training.with_loss_everywhere() if every_token else training
+    curve = [(0, *evaluate(model, held_out, setup.data))]
+
+    def enough(step: int) -> bool:
+        curve.append((step, *evaluate(model, held_out, setup.data)))
+        return False
+
+    reach = gradient_reach(model, training)
     began = time.monotonic()
-    norms = train(
-        model,
-        training.with_loss_everywhere() if every_token else training,
-        setup.steps,
-        setup.lr,
-        clock,
-        lambda step: curve.append((step, *evaluate(model, held_out))),
-    )
+    every = max(1, setup.steps // EVALUATIONS)
+    norms = train(model, training, setup.steps, setup.lr, 0.1 * setup.lr, clock, every, enough)
     return {
         "full_layers": full,
         "loss_on": "every token" if every_token else "answers",
@@ -259,6 +270,33 @@ def fine_tune(
         "gradient_reach": reach,
         "seconds": time.monotonic() - began,
     }
+
+
+def fitted(setup: Setup, seeds: int, runs: int, device: torch.device, clock: Clock) -> Setup:
+    """`setup` with as many steps as there is time for, by the slower of MoBA and full attention."""
+    slowest = 0.0
+    for full in (0, setup.model.layers):
+        model = Transformer(setup.model).to(device)
+        initialize_weights(model, 0)
+        model.set_attention(attention_layers(setup, full))
+        tokens = pretraining_documents(setup.data, setup.batch, torch.Generator(device).manual_seed(0))
+        places = torch.arange(1, setup.data.length, device=device)
+        marks: list[float] = []
+
+        def mark(_step: int, marks: list[float] = marks) -> bool:
+            torch.zeros(1, device=device).item()  # waits for the device
+            marks.append(time.monotonic())
+            return False
+
+        train(model, Documents.of(tokens, places, setup.batch), 20, setup.lr, setup.lr, clock, 10, mark)
+        slowest = max(slowest, (marks[1] - marks[0]) / 10)
+    steps = 0.93 * (clock.end - time.monotonic()) / seeds / slowest
+    print(f"{slowest * 1000:.0f} ms per step, time for {steps:.0f} steps per seed", flush=True)
+    return replace(
+        setup,
+        base_steps=min(setup.base_steps, int(BASE_SHARE * steps)),
+        steps=min(setup.steps, int((1 - BASE_SHARE) * steps / (runs * 1.1))),  # evaluations take the rest
+    )
 
 
 def summary(results: list[Record]) -> list[Record]:
@@ -310,10 +348,11 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     given = {key: getattr(arguments, key) for key in ("base_steps", "steps", "base_full", "base_lr", "lr")}
     setup = SETUPS[arguments.size]
-    setup = Setup(**{**vars(setup), **{key: value for key, value in given.items() if value is not None}})
+    setup = replace(setup, **{key: value for key, value in given.items() if value is not None})
     layers = setup.model.layers
     full = sorted({0, 1, 2, 4, layers // 2, layers}) if arguments.full is None else arguments.full
     runs = [(count, False) for count in full] + [(count, True) for count in arguments.controls]
+    setup = fitted(setup, arguments.seeds, len(runs), device, clock)
     settings = {**asdict(setup), "model": setup.model.model_dump(), "moba": setup.moba.model_dump()}
     bases: list[Record] = []
     results: list[Record] = []
@@ -321,8 +360,8 @@ def main() -> None:
         for seed in range(arguments.seeds):
             base, record = pretrain(setup, seed, device, clock)
             bases.append(record)
-            losses = " ".join(f"{loss:.3f}" for _, loss, _ in record["curve"])
-            print(f"seed {seed}: pretrained in {record['seconds']:.0f} s, held-out loss {losses}", flush=True)
+            course = ", ".join(f"{step}: {loss:.3f} {recall:.0%}" for step, loss, recall in record["curve"])
+            print(f"seed {seed}: pretrained in {record['seconds']:.0f} s; loss and recall at step {course}", flush=True)
             for count, every_token in runs:
                 results.append(fine_tune(setup, base, count, seed, every_token, device, clock))
                 save(arguments.output, settings, {"bases": bases, "runs": results, "summary": summary(results)})
