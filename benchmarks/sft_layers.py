@@ -352,11 +352,11 @@ def main() -> None:
     layers = setup.model.layers
     full = sorted({0, 1, 2, 4, layers // 2, layers}) if arguments.full is None else arguments.full
     runs = [(count, False) for count in full] + [(count, True) for count in arguments.controls]
-    setup = fitted(setup, arguments.seeds, len(runs), device, clock)
-    settings = {**asdict(setup), "model": setup.model.model_dump(), "moba": setup.moba.model_dump()}
     bases: list[Record] = []
     results: list[Record] = []
     try:
+        setup = fitted(setup, arguments.seeds, len(runs), device, clock)
+        settings = {**asdict(setup), "model": setup.model.model_dump(), "moba": setup.moba.model_dump()}
         for seed in range(arguments.seeds):
             base, record = pretrain(setup, seed, device, clock)
             bases.append(record)
