@@ -62,7 +62,7 @@ def step(micro_batches: list[Batch], world_size: int, transport: TransportKind |
         model.set_engines([share.engine or run_local] * MODEL.layers)
         micro_batches = [share.of(batch) for batch in micro_batches]
     model.set_attention([FullAttention(FullAttention.Options(), MODEL.head_width)] * MODEL.layers)
-    count = torch.tensor(sum(batch.loss_tokens for batch in micro_batches))
+    count = torch.tensor(sum(batch.loss_weight_sum for batch in micro_batches))
     dist.all_reduce(count)
     loss = torch.zeros(())
     for batch in micro_batches:
