@@ -19,7 +19,11 @@ app = command_group("From text to training corpora in Megatron's .bin/.idx forma
 
 Inputs = Annotated[
     list[str],
-    typer.Option("--input", "-i", help="A .jsonl or .parquet file, any other file (one document), or a folder of them"),
+    typer.Option(
+        "--input",
+        "-i",
+        help="A .jsonl or .parquet file, any other file (one document), or a folder of them; also .gz, .zst",
+    ),
 ]
 TextKey = Annotated[str, typer.Option(help="Where the text is in JSON lines and parquet files")]
 Globs = Annotated[
@@ -64,12 +68,20 @@ def train_tokenizer(
 @app.command()
 def tokenize(
     inputs: Inputs,
-    tokenizer: Annotated[str, typer.Option("--tokenizer", "-t", help="A sentencepiece model file")],
+    tokenizer: Annotated[
+        str,
+        typer.Option("--tokenizer", "-t", help="A sentencepiece model, a tokenizer.json, or tiktoken:ENCODING"),
+    ],
     output: Annotated[str, typer.Option("--output", "-o", help="Corpus prefix: file names without .bin/.idx")],
     text_key: TextKey = "text",
     globs: Globs = None,
     excludes: Excludes = None,
     append_eos: Annotated[bool, typer.Option(help="End every document with the tokenizer's eos")] = True,
+    eos: Annotated[str | None, typer.Option(help="The token that ends documents; default: the tokenizer's own")] = None,
+    engine: Annotated[
+        Literal["fast", "reference"],
+        typer.Option(help="fast: the fastest that gives the same ids; reference: the tokenizer's own library"),
+    ] = "fast",
     holdout: Annotated[
         float, typer.Option(min=0, max=0.99, help="Fraction of documents for OUTPUT-valid; the rest is OUTPUT-train")
     ] = 0.0,
@@ -82,12 +94,14 @@ def tokenize(
     from data_tools.parts import TokenizeOptions
     from data_tools.tokenize_corpus import tokenize_corpus
 
-    options = TokenizeOptions(tokenizer, text_key, append_eos, holdout, on_error == "fail")
+    options = TokenizeOptions(tokenizer, text_key, append_eos, holdout, on_error == "fail", eos, engine == "fast")
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     result = tokenize_corpus(_files(inputs, globs, excludes), output, options, workers or cpus)
     if result.already_complete:
         typer.echo("already complete, nothing to do")
-    elif result.resumed_parts:
+    else:
+        typer.echo(f"engine: {result.engine}")
+    if result.resumed_parts and not result.already_complete:
         typer.echo(f"resumed: {result.resumed_parts} of {result.parts} parts were finished already")
     _print_bad(result.bad, f"{output}.skipped.txt")
     for prefix, corpus in result.corpora.items():
