@@ -109,18 +109,51 @@ def tokenize(
 
 
 @app.command()
-def stats(prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Corpora")]) -> None:
+def stats(
+    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Corpora")],
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="MoBA's block size: show what it leaves of full attention")
+    ] = None,
+    topk: Annotated[int, typer.Option(min=1, help="MoBA's topk, with --block-size")] = 12,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Training length that cuts documents, with --block-size")
+    ] = None,
+    picture: Annotated[str | None, typer.Option(help="A .png, .svg or .pdf to draw the lengths into")] = None,
+) -> None:
     """Show how many documents and tokens corpora have, and how long the documents are."""
     from rich.console import Console
 
-    from data_tools.stats import histogram_table, summary_table
+    from data_tools.stats import draw_lengths, histogram_table, sparsity_table, summary_table
     from moba_train.data.indexed import IndexedDataset
 
     corpora = [IndexedDataset(prefix) for prefix in prefixes]
     console = Console() if sys.stdout.isatty() else Console(width=160)
     console.print(summary_table(corpora))
+    if block_size is not None:
+        console.print(sparsity_table(corpora, block_size, topk, seq_len))
     for corpus in corpora:
         console.print(histogram_table(corpus))
+    if picture is not None:
+        draw_lengths(corpora, picture)
+        typer.echo(f"drawn into {picture}")
+
+
+@app.command()
+def blend(
+    recipe: Annotated[str, typer.Argument(help="A training recipe")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Keys to change")] = None,
+) -> None:
+    """Show what each stage of a recipe reads: tokens, shares, repeats and padding of every source."""
+    from rich.console import Console
+
+    from data_tools.blend import blend_table, preview
+    from moba_train.config.load import load_config
+    from moba_train.config.validate import validate
+
+    config = load_config(recipe, overrides or [])
+    validate(config, check_files=True)
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console.print(blend_table(preview(config)))
 
 
 @app.command()

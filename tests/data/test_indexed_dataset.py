@@ -1,5 +1,6 @@
 """Corpora: the format is Megatron's to the byte, and a damaged file is always refused in words."""
 
+import hashlib
 import json
 import struct
 import subprocess
@@ -179,7 +180,13 @@ def test_ids_that_do_not_fit_the_dtype_are_refused(tmp_path: Path) -> None:
 def test_sidecar_counts_what_was_written(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "a", np.int32, {"vocab_size": 10}) as writer:
         writer.add_document([1, 2])
-    assert IndexedDataset(tmp_path / "a").info == {"vocab_size": 10, "documents": 1, "tokens": 2}
+    digest = hashlib.sha256(struct.pack("<2i", 1, 2)).hexdigest()
+    assert IndexedDataset(tmp_path / "a").info == {
+        "vocab_size": 10,
+        "documents": 1,
+        "tokens": 2,
+        "bin_sha256": digest,
+    }
     assert json.loads((tmp_path / "a.json").read_text())["vocab_size"] == 10
 
 
