@@ -11,7 +11,6 @@ from prose import prose
 from typer.testing import CliRunner
 
 from data_tools.cli import app
-from data_tools.stats import length_histogram
 from moba_train.data.indexed import IndexedDatasetWriter
 
 runner = CliRunner()
@@ -83,7 +82,12 @@ def test_verify_compares_the_sidecars_counts(tmp_path: Path) -> None:
     assert "says 7 documents, but there are 1" in runner.invoke(app, ["verify", str(tmp_path / "a")]).output
 
 
-def test_histogram_counts_every_document_and_token_once() -> None:
-    assert length_histogram(np.array([4, 5, 8, 9, 4])) == [(4, 2, 8), (8, 2, 13), (16, 1, 9)]
-    assert length_histogram(np.array([0, 1])) == [(1, 2, 1)]
-    assert length_histogram(np.array([], dtype=np.int64)) == []
+def test_verify_finds_a_changed_byte(tmp_path: Path) -> None:
+    """Also one that is still a good token id."""
+    with IndexedDatasetWriter(tmp_path / "a", np.uint16, {"vocab_size": 10}) as writer:
+        writer.add_document([1, 2, 3])
+    assert runner.invoke(app, ["verify", str(tmp_path / "a")]).exit_code == 0
+    (tmp_path / "a.bin").write_bytes(b"\x01\x00\x04\x00\x03\x00")
+    result = runner.invoke(app, ["verify", str(tmp_path / "a")])
+    assert result.exit_code == 2
+    assert "a.bin is not what was written" in result.output
