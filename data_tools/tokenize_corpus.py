@@ -16,7 +16,7 @@ from typing import Any
 from data_tools.documents import Shard, cut_shards, shard_bytes
 from data_tools.encoders import Encoder, load_encoder
 from data_tools.parts import Part, TokenizeOptions, make_parts, read_report
-from data_tools.progress import TokenProgress
+from data_tools.progress import ByteProgress
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, corpus_file, dtype_for
 from moba_train.errors import DataError
 
@@ -110,7 +110,7 @@ def _make_missing_parts(parts: Sequence[Part], workers: int) -> int:
     earlier = [read_report(part) for part in parts if part.report_file.exists()]
     waiting = [part for part in parts if not part.report_file.exists()]
     total = sum(shard_bytes(part.shard) for part in parts)
-    with TokenProgress(total, done=sum(report.size for report in earlier)) as progress:
+    with ByteProgress("tokenize", total, done=sum(report.size for report in earlier)) as progress:
         for report in make_parts(waiting, workers):
             progress.advance(report.size, report.tokens)
     return len(earlier)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data_tools.progress import ByteProgress
 from moba_train.data.indexed import IndexedDataset, corpus_file
 from moba_train.errors import DataError
 
@@ -26,9 +27,11 @@ def verify_corpus(prefix: str, vocab_size: int | None) -> tuple[IndexedDataset, 
             raise DataError(f"corpus {prefix}: {prefix}.json says {info[name]} {name}, but there are {found}")
     limit = info.get("vocab_size") if vocab_size is None else vocab_size
     digest = hashlib.sha256()
-    for begin, tokens in corpus.blocks(BLOCK_TOKENS):
-        digest.update(tokens.tobytes())
-        _check_range(corpus, begin, tokens, limit)
+    with ByteProgress(f"verify {prefix}", corpus_file(prefix, "bin").stat().st_size) as progress:
+        for begin, tokens in corpus.blocks(BLOCK_TOKENS):
+            digest.update(tokens.data)
+            _check_range(corpus, begin, tokens, limit)
+            progress.advance(tokens.nbytes, len(tokens))
     if info.get("bin_sha256", digest.hexdigest()) != digest.hexdigest():
         raise DataError(
             f"corpus {prefix}: {corpus_file(prefix, 'bin')} is not what was written: its SHA-256 is "
