@@ -19,7 +19,11 @@ app = command_group("From text to training corpora in Megatron's .bin/.idx forma
 
 Inputs = Annotated[
     list[str],
-    typer.Option("--input", "-i", help="A .jsonl or .parquet file, any other file (one document), or a folder of them"),
+    typer.Option(
+        "--input",
+        "-i",
+        help="A .jsonl or .parquet file, any other file (one document), or a folder of them; also .gz, .zst",
+    ),
 ]
 TextKey = Annotated[str, typer.Option(help="Where the text is in JSON lines and parquet files")]
 Globs = Annotated[
@@ -64,12 +68,20 @@ def train_tokenizer(
 @app.command()
 def tokenize(
     inputs: Inputs,
-    tokenizer: Annotated[str, typer.Option("--tokenizer", "-t", help="A sentencepiece model file")],
+    tokenizer: Annotated[
+        str,
+        typer.Option("--tokenizer", "-t", help="A sentencepiece model, a tokenizer.json, or tiktoken:ENCODING"),
+    ],
     output: Annotated[str, typer.Option("--output", "-o", help="Corpus prefix: file names without .bin/.idx")],
     text_key: TextKey = "text",
     globs: Globs = None,
     excludes: Excludes = None,
     append_eos: Annotated[bool, typer.Option(help="End every document with the tokenizer's eos")] = True,
+    eos: Annotated[str | None, typer.Option(help="The token that ends documents; default: the tokenizer's own")] = None,
+    engine: Annotated[
+        Literal["fast", "reference"],
+        typer.Option(help="fast: the fastest that gives the same ids; reference: the tokenizer's own library"),
+    ] = "fast",
     holdout: Annotated[
         float, typer.Option(min=0, max=0.99, help="Fraction of documents for OUTPUT-valid; the rest is OUTPUT-train")
     ] = 0.0,
@@ -82,16 +94,82 @@ def tokenize(
     from data_tools.parts import TokenizeOptions
     from data_tools.tokenize_corpus import tokenize_corpus
 
-    options = TokenizeOptions(tokenizer, text_key, append_eos, holdout, on_error == "fail")
+    options = TokenizeOptions(tokenizer, text_key, append_eos, holdout, on_error == "fail", eos, engine == "fast")
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     result = tokenize_corpus(_files(inputs, globs, excludes), output, options, workers or cpus)
     if result.already_complete:
         typer.echo("already complete, nothing to do")
-    elif result.resumed_parts:
+    else:
+        typer.echo(f"engine: {result.engine}")
+    if result.resumed_parts and not result.already_complete:
         typer.echo(f"resumed: {result.resumed_parts} of {result.parts} parts were finished already")
     _print_bad(result.bad, f"{output}.skipped.txt")
     for prefix, corpus in result.corpora.items():
         typer.echo(f"{prefix}: {corpus.documents:,} documents, {corpus.tokens:,} tokens")
+
+
+@app.command()
+def stats(
+    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Corpora")],
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="MoBA's block size: show what it leaves of full attention")
+    ] = None,
+    topk: Annotated[int, typer.Option(min=1, help="MoBA's topk, with --block-size")] = 12,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Training length that cuts documents, with --block-size")
+    ] = None,
+    picture: Annotated[str | None, typer.Option(help="A .png, .svg or .pdf to draw the lengths into")] = None,
+) -> None:
+    """Show how many documents and tokens corpora have, and how long the documents are."""
+    from rich.console import Console
+
+    from data_tools.stats import draw_lengths, histogram_table, sparsity_table, summary_table
+    from moba_train.data.indexed import IndexedDataset
+
+    corpora = [IndexedDataset(prefix) for prefix in prefixes]
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console.print(summary_table(corpora))
+    if block_size is not None:
+        console.print(sparsity_table(corpora, block_size, topk, seq_len))
+    for corpus in corpora:
+        console.print(histogram_table(corpus))
+    if picture is not None:
+        draw_lengths(corpora, picture)
+        typer.echo(f"drawn into {picture}")
+
+
+@app.command()
+def blend(
+    recipe: Annotated[str, typer.Argument(help="A training recipe")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Keys to change")] = None,
+) -> None:
+    """Show what each stage of a recipe reads: tokens, shares, repeats and padding of every source."""
+    from rich.console import Console
+
+    from data_tools.blend import blend_table, preview
+    from moba_train.config.load import load_config
+    from moba_train.config.validate import validate
+
+    config = load_config(recipe, overrides or [])
+    validate(config, check_files=True)
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console.print(blend_table(preview(config)))
+
+
+@app.command()
+def verify(
+    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Corpora")],
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Token ids must be below this; default: what the corpus was made with")
+    ] = None,
+) -> None:
+    """Check corpora from the first byte to the last."""
+    from data_tools.verify import verify_corpus
+
+    for prefix in prefixes:
+        corpus, limit = verify_corpus(prefix, vocab_size)
+        checked = f"all ids below {limit}" if limit else "vocabulary unknown, ids not checked; give --vocab-size"
+        typer.echo(f"{prefix}: good, {corpus.documents:,} documents, {corpus.tokens:,} tokens, {checked}")
 
 
 @app.command()
@@ -136,34 +214,3 @@ def sft(
         loss_tokens = result.loss_tokens[prefix]
         with_loss = f"{loss_tokens:,} with loss ({loss_tokens / max(corpus.tokens, 1):.2%})"
         typer.echo(f"{prefix}: {corpus.documents:,} conversations, {corpus.tokens:,} tokens, {with_loss}")
-
-
-@app.command()
-def stats(prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Corpora")]) -> None:
-    """Show how many documents and tokens corpora have, and how long the documents are."""
-    from rich.console import Console
-
-    from data_tools.stats import histogram_table, summary_table
-    from moba_train.data.indexed import IndexedDataset
-
-    corpora = [IndexedDataset(prefix) for prefix in prefixes]
-    console = Console() if sys.stdout.isatty() else Console(width=160)
-    console.print(summary_table(corpora))
-    for corpus in corpora:
-        console.print(histogram_table(corpus))
-
-
-@app.command()
-def verify(
-    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Corpora")],
-    vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Token ids must be below this; default: what the corpus was made with")
-    ] = None,
-) -> None:
-    """Check corpora from the first byte to the last."""
-    from data_tools.verify import verify_corpus
-
-    for prefix in prefixes:
-        corpus, limit = verify_corpus(prefix, vocab_size)
-        checked = f"all ids below {limit}" if limit else "vocabulary unknown, ids not checked; give --vocab-size"
-        typer.echo(f"{prefix}: good, {corpus.documents:,} documents, {corpus.tokens:,} tokens, {checked}")

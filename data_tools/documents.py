@@ -1,26 +1,36 @@
-"""Documents from files: JSON lines, parquet, and any other file as one document of text.
+"""Documents from files: JSON lines, parquet, and any other file as one document of text; plain, .gz or .zst.
 
 Inputs are cut into shards of whole documents, a pure function of the files, so that the same work can be done by any
 number of processes, stopped and continued.
 """
 
 import fnmatch
+import gzip
 import hashlib
 import importlib.util
+import io
 import json
+import math
 import os
+import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moba_train.errors import DataError
 
 _SUFFIXES = (
     "txt md rst tex jsonl parquet py pyi c h cc cpp hpp cu cuh java js ts go rs rb php pl lua scala kt swift cs hs "
-    "ml jl r sh sql html css yaml yml toml json xml"
+    "ml jl r sh sql html css yaml yml toml json xml jsonl.gz jsonl.zst txt.gz txt.zst"
 )
 TEXT_GLOBS = tuple(f"*.{suffix}" for suffix in _SUFFIXES.split())
 """What is read from a folder unless globs are given."""
+
+COMPRESSED = (".gz", ".zst")
+OPTIONAL_PACKAGES = {".parquet": "pyarrow", ".zst": "zstandard"}
+"""Packages that files ending in these need."""
 
 SHARD_BYTES = (256 << 10, 64 << 20)
 SHARDS = 512
@@ -54,7 +64,7 @@ def find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[s
     """The files among `inputs`, and in the folders among them the files that match one of `globs`, in sorted order.
 
     A glob matches a file's name or its path inside the folder; an exclude matches these, or any folder on the way.
-    Raises DataError when an input does not exist, nothing is found, or parquet is found and pyarrow is not installed.
+    Raises DataError when an input does not exist, nothing is found, or a package is missing that a file needs.
     """
     files: list[str] = []
     for given in inputs:
@@ -67,9 +77,10 @@ def find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[s
             raise DataError(f"input {given} does not exist; --input takes files and folders")
     if not files:
         raise DataError(f"no file under {', '.join(inputs)} matches --glob {' '.join(globs)}, --exclude considered")
-    parquet = next((file for file in files if file.endswith(".parquet")), None)
-    if parquet and importlib.util.find_spec("pyarrow") is None:
-        raise DataError(f"{parquet}: reading parquet needs pyarrow; run `pip install pyarrow` or --exclude '*.parquet'")
+    for suffix, package in OPTIONAL_PACKAGES.items():
+        found = next((file for file in files if file.endswith(suffix)), None)
+        if found and importlib.util.find_spec(package) is None:
+            raise DataError(f"{found}: this needs {package}; run `pip install {package}` or --exclude '*{suffix}'")
     return list(dict.fromkeys(files))
 
 
@@ -105,6 +116,7 @@ def cut_shards(files: Sequence[str]) -> list[Shard]:
     open_shard: list[Chunk] = []
     room = limit
     for file, size in zip(files, sizes, strict=True):
+        # Only plain lines can be found from the middle of a file on.
         step = limit if file.endswith(".jsonl") else max(size, 1)
         for start in range(0, size, step):
             chunk = Chunk(file, start, min(start + step, size))
@@ -128,25 +140,46 @@ def read_documents(shard: Shard, text_key: str) -> Iterator[bytes | BadRecord]:
     a file cannot be read at all.
     """
     for chunk in shard:
+        name = chunk.path.removesuffix(".gz").removesuffix(".zst")
         try:
-            if chunk.path.endswith(".jsonl"):
+            if name.endswith(".jsonl"):
                 yield from _read_json_lines(chunk, text_key)
-            elif chunk.path.endswith(".parquet"):
+            elif name.endswith(".parquet"):
                 yield from _read_parquet(chunk.path, text_key)
             else:
                 yield _read_text(chunk.path)
         except OSError as error:
             raise DataError(f"cannot read {chunk.path}: {error.strerror or error}") from error
+        except _damage_errors() as error:
+            raise DataError(f"{chunk.path} is damaged or incomplete: {error}") from error
+
+
+def _damage_errors() -> tuple[type[Exception], ...]:
+    """What decompressing raises, besides OSError; zstandard's where it is in use."""
+    zstandard = sys.modules.get("zstandard")
+    return (EOFError, zlib.error, *([zstandard.ZstdError] if zstandard else []))
+
+
+def _open(path: str) -> Any:
+    """The (decompressed) bytes of a file, as a binary file."""
+    if path.endswith(".gz"):
+        return gzip.open(path, "rb")
+    if path.endswith(".zst"):
+        import zstandard
+
+        return io.BufferedReader(zstandard.open(path, "rb"))
+    return open(path, "rb")
 
 
 def _read_json_lines(chunk: Chunk, text_key: str) -> Iterator[bytes | BadRecord]:
-    with open(chunk.path, "rb") as file:
+    stop = math.inf if chunk.path.endswith(COMPRESSED) else chunk.stop
+    with _open(chunk.path) as file:
         if chunk.start:
             # A line that begins before the chunk belongs to the one before.
             file.seek(chunk.start - 1)
             file.readline()
-        at = file.tell()
-        while at < chunk.stop and (line := file.readline()):
+        at = file.tell() if chunk.start else 0
+        while at < stop and (line := file.readline()):
             if line.strip():
                 try:
                     yield _text_of(line, text_key)
@@ -167,7 +200,7 @@ def _text_of(line: bytes, text_key: str) -> bytes:
 def _line_number(path: str, offset: int) -> int:
     """Number, from 1 on, of the line of `path` that holds byte `offset`."""
     line = 1
-    with open(path, "rb") as file:
+    with _open(path) as file:
         while offset > 0 and (block := file.read(min(offset, 1 << 20))):
             line += block.count(b"\n")
             offset -= len(block)
@@ -175,7 +208,8 @@ def _line_number(path: str, offset: int) -> int:
 
 
 def _read_text(path: str) -> bytes | BadRecord:
-    content = Path(path).read_bytes()
+    with _open(path) as file:
+        content: bytes = file.read()
     try:
         content.decode()
     except UnicodeDecodeError as error:

@@ -19,9 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.documents import BadRecord, Shard, hash_fraction, read_documents, shard_bytes
+from data_tools.encoders import Encoder, load_encoder
 from moba_train.data.indexed import IndexedDatasetWriter, dtype_for
-from moba_train.data.tokenizer import Tokenizer, load_tokenizer
 from moba_train.errors import DataError, LaunchError
+
+BATCH_BYTES = 1 << 20
+CHECKED_CHARACTERS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,17 @@ class TokenizeOptions:
     """What shapes the tokens of a corpus."""
 
     tokenizer: str
-    """Path of the sentencepiece model."""
+    """What `encoders.load_encoder` takes."""
     text_key: str
     append_eos: bool
     holdout: float
     """Fraction of the documents, chosen by their content, that goes to the split "valid"; 0: no split."""
     fail_on_error: bool
     """Whether a record that cannot be read ends the work instead of being left out."""
+    eos: str | None = None
+    """The token that documents end with; None: the tokenizer's own."""
+    fast: bool = True
+    """Whether to use the fastest engine that gives the tokenizer's ids, instead of its own library."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -74,26 +81,28 @@ def read_report(part: Part) -> PartReport:
 
 
 def make_part(part: Part) -> PartReport:
-    """Tokenize one shard. Raises DataError for a bad record where the options say so."""
+    """Tokenize one shard.
+
+    Raises DataError for a bad record where the options say so, or when the engine is not exact on the first documents.
+    """
     options = part.options
-    tokenizer = _loaded_tokenizer(options.tokenizer)
-    dtype = dtype_for(tokenizer.vocab_size)
+    encoder = _loaded_encoder(options.tokenizer, options.fast, options.eos)
+    dtype = dtype_for(encoder.vocab_size)
+    eos = np.array([encoder.eos_id] if options.append_eos else [], dtype=dtype)
     bad: list[str] = []
     with contextlib.ExitStack() as stack:
         writers = [
             stack.enter_context(IndexedDatasetWriter(f"{part.prefix}{split}", dtype)) for split in options.splits
         ]
-        for document in read_documents(part.shard, options.text_key):
-            if isinstance(document, BadRecord):
-                if options.fail_on_error:
-                    raise DataError(f"{document}; mend the record, or leave such records out with --on-error skip")
-                bad.append(str(document))
-                continue
-            tokens = tokenizer.processor.encode(document.decode())
-            if options.append_eos:
-                tokens.append(tokenizer.eos_id)
-            valid = hash_fraction(document, "holdout") < options.holdout
-            writers[-1 if valid else 0].add_document(np.array(tokens, dtype=np.int64))
+        unchecked = True
+        for documents in _batches(part, bad):
+            texts = [document.decode() for document in documents]
+            if unchecked:
+                encoder.check(_first(texts, CHECKED_CHARACTERS))
+                unchecked = False
+            for document, ids in zip(documents, encoder.encode(texts), strict=True):
+                valid = bool(options.holdout) and hash_fraction(document, "holdout") < options.holdout
+                writers[-1 if valid else 0].add_document(np.concatenate((ids, eos)))
         report = PartReport(shard_bytes(part.shard), sum(writer.tokens for writer in writers), bad)
     temporary = part.report_file.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
@@ -101,9 +110,39 @@ def make_part(part: Part) -> PartReport:
     return report
 
 
+def _batches(part: Part, bad: list[str]) -> Iterator[list[bytes]]:
+    """The good documents of a part, about `BATCH_BYTES` at a time; others are added to `bad`, or raise DataError."""
+    batch: list[bytes] = []
+    size = 0
+    for document in read_documents(part.shard, part.options.text_key):
+        if isinstance(document, BadRecord):
+            if part.options.fail_on_error:
+                raise DataError(f"{document}; mend the record, or leave such records out with --on-error skip")
+            bad.append(str(document))
+            continue
+        batch.append(document)
+        size += len(document)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _first(texts: Sequence[str], characters: int) -> list[str]:
+    """The first of `texts` up to so many characters, the last one cut."""
+    found = []
+    for text in texts:
+        found.append(text[:characters])
+        characters -= len(text)
+        if characters <= 0:
+            break
+    return found
+
+
 @functools.cache
-def _loaded_tokenizer(path: str) -> Tokenizer:
-    return load_tokenizer(path)
+def _loaded_encoder(tokenizer: str, fast: bool, eos: str | None) -> Encoder:
+    return load_encoder(tokenizer, fast, eos)
 
 
 def make_parts(parts: Sequence[Part], workers: int) -> Iterator[PartReport]:
@@ -135,5 +174,7 @@ def _end_with_parent() -> None:
         parent.join()
         os._exit(1)
 
+    # One process per core: engines that bring threads of their own would only get in each other's way.
+    os.environ |= {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=wait, daemon=True).start()

@@ -10,16 +10,17 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class TokenProgress:
-    """Counts input bytes towards a total, and the tokens made of them. `done` bytes were finished by an earlier run."""
+class ByteProgress:
+    """Counts bytes towards a total, and the tokens in them if any. `done` bytes were finished by an earlier run."""
 
-    def __init__(self, total: int, done: int) -> None:
+    def __init__(self, what: str, total: int, done: int = 0) -> None:
+        self._what = what
         self._total = total
         self._earlier = self._done = done
         self._tokens = 0
         self._begin = self._printed = time.monotonic()
         self._bar = Progress(
-            TextColumn("tokenize"),
+            TextColumn(what),
             BarColumn(),
             TaskProgressColumn(),
             TextColumn("{task.fields[rate]}"),
@@ -29,22 +30,26 @@ class TokenProgress:
             console=Console(stderr=True),
             disable=not sys.stderr.isatty(),
         )
-        self._task = self._bar.add_task("tokenize", total=total, completed=done, rate="")
+        self._task = self._bar.add_task(what, total=total, completed=done, rate="")
 
-    def advance(self, size: int, tokens: int) -> None:
-        """`size` more bytes are done and gave `tokens` tokens."""
+    def advance(self, size: int, tokens: int = 0) -> None:
+        """`size` more bytes are done, which are or gave `tokens` tokens."""
         self._done += size
         self._tokens += tokens
         now = time.monotonic()
         seconds = max(now - self._begin, 1e-9)
-        rate = f"{self._tokens / 1e6:.2f}M tokens, {self._tokens / seconds / 1e6:.2f}M tokens/s"
+        rate = f"{(self._done - self._earlier) / seconds / 1e6:.1f} MB/s"
+        if self._tokens:
+            rate = f"{self._tokens / 1e6:.2f}M tokens, {self._tokens / seconds / 1e6:.2f}M tokens/s"
         self._bar.update(self._task, completed=self._done, rate=rate)
         if self._bar.disable and (now - self._printed > SECONDS_BETWEEN_LINES or self._done == self._total):
             self._printed = now
             left = (self._total - self._done) * seconds / max(self._done - self._earlier, 1)
-            print(f"tokenize: {self._done / self._total:.0%}, {rate}, {left:.0f} s left", file=sys.stderr, flush=True)
+            print(
+                f"{self._what}: {self._done / self._total:.0%}, {rate}, {left:.0f} s left", file=sys.stderr, flush=True
+            )
 
-    def __enter__(self) -> "TokenProgress":
+    def __enter__(self) -> "ByteProgress":
         self._bar.start()
         return self
 

@@ -1,12 +1,15 @@
-"""How long the documents of a corpus are, as tables."""
+"""How long the documents of a corpus are, as tables and as a picture, and what that leaves of MoBA's sparsity."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
 from moba_train.data.indexed import IndexedDataset
+from moba_train.data.packing import cut
+from moba_train.planning.flops import dense_keys, moba_keys
 
 QUANTILES = {"min": 0, "5 %": 5, "25 %": 25, "50 %": 50, "75 %": 75, "95 %": 95, "max": 100}
 
@@ -52,3 +55,76 @@ def histogram_table(corpus: IndexedDataset) -> Table:
         share = tokens / max(corpus.tokens, 1)
         table.add_row(f"{bound:,}", f"{documents:,}", f"{tokens:,}", f"{share:.1%}", "█" * round(30 * share))
     return table
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """What MoBA leaves of full attention on documents of these lengths."""
+
+    dense_documents: float
+    """Share of the documents that topk blocks hold whole: for them MoBA is full attention."""
+    dense_tokens: float
+    """Share of the tokens in such documents."""
+    attended: float
+    """Query-key pairs that MoBA computes, as a share of those of full attention within documents."""
+
+
+def effective_sparsity(
+    lengths: npt.NDArray[np.int64], block_size: int, topk: int, seq_len: int | None = None
+) -> Sparsity:
+    """For documents of these lengths, cut at `seq_len` where one is given, as in training."""
+    if seq_len is not None:
+        document, start = cut(lengths, seq_len)
+        lengths = np.minimum(lengths[document] - start, seq_len)
+    values, counts = np.unique(lengths[lengths > 0], return_counts=True)
+    if not len(values):
+        return Sparsity(0.0, 0.0, 0.0)
+    dense = values <= block_size * topk
+    pairs = counts * values * np.array([moba_keys(int(value), block_size, topk) for value in values])
+    full = counts * values * np.array([dense_keys(int(value)) for value in values])
+    return Sparsity(
+        float(counts[dense].sum() / counts.sum()),
+        float((counts * values)[dense].sum() / (counts * values).sum()),
+        float(pairs.sum() / full.sum()),
+    )
+
+
+def sparsity_table(corpora: Sequence[IndexedDataset], block_size: int, topk: int, seq_len: int | None = None) -> Table:
+    """One row per corpus: how much of it is dense anyway, and how sparse MoBA makes the rest."""
+    cut_at = f", documents cut at {seq_len:,}" if seq_len else ""
+    table = Table(title=f"MoBA with blocks of {block_size:,} and topk {topk}{cut_at}")
+    table.add_column("corpus", overflow="fold")
+    for column in (f"documents <= {block_size * topk:,}", "tokens in them", "pairs computed", "effective sparsity"):
+        table.add_column(column, justify="right")
+    for corpus in corpora:
+        found = effective_sparsity(corpus.document_lengths, block_size, topk, seq_len)
+        shares = (found.dense_documents, found.dense_tokens, found.attended, 1 - found.attended)
+        table.add_row(corpus.prefix, *(f"{share:.1%}" for share in shares))
+    return table
+
+
+def draw_lengths(corpora: Sequence[IndexedDataset], path: str) -> None:
+    """A picture of how the tokens of each corpus are spread over document lengths, as PNG, SVG or PDF by its name."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import PercentFormatter
+
+    figure, axes = plt.subplots(figsize=(9, 4.5), dpi=150, layout="constrained")
+    for corpus in corpora:
+        rows = length_histogram(corpus.document_lengths)
+        axes.step(
+            [bound for bound, _, _ in rows],
+            [tokens / max(corpus.tokens, 1) for _, _, tokens in rows],
+            where="mid",
+            label=f"{corpus.prefix} ({corpus.documents:,} documents)",
+        )
+    axes.set_xscale("log", base=2)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set(xlabel="document length, tokens (up to)", ylabel="share of the corpus' tokens", ylim=(0, None))
+    axes.grid(alpha=0.25, lw=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+    plt.close(figure)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.documents import Shard, cut_shards, shard_bytes
+from data_tools.encoders import Encoder, load_encoder
 from data_tools.parts import Part, TokenizeOptions, make_parts, read_report
-from data_tools.progress import TokenProgress
+from data_tools.progress import ByteProgress
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, corpus_file, dtype_for
-from moba_train.data.tokenizer import Tokenizer, load_tokenizer
 from moba_train.errors import DataError
 
 
@@ -32,6 +32,8 @@ class TokenizeResult:
     parts: int
     resumed_parts: int
     """How many of the parts an earlier run had finished."""
+    engine: str
+    """What turned text into ids."""
     already_complete: bool
     """Whether the very same corpora were there before, and nothing was done."""
 
@@ -41,9 +43,9 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
 
     Raises DataError when the input or the tokenizer cannot be used, or another corpus is there already.
     """
-    tokenizer = load_tokenizer(options.tokenizer)
+    tokenizer = load_encoder(options.tokenizer, options.fast, options.eos)
     if options.append_eos and tokenizer.eos_id is None:
-        raise DataError(f"{options.tokenizer} has no end-of-document token; give --no-append-eos")
+        raise DataError(f"{options.tokenizer} names no end-of-document token; give --eos TOKEN or --no-append-eos")
     shards = cut_shards(files)
     if not shards:
         raise DataError("all --input files are empty")
@@ -63,7 +65,7 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
             _merge(parts, outputs, options, tokenizer, work)
         _empty(folder)
     corpora = {prefix: IndexedDataset(prefix) for prefix in outputs}
-    return TokenizeResult(corpora, bad, len(parts), resumed, already_complete)
+    return TokenizeResult(corpora, bad, len(parts), resumed, tokenizer.engine, already_complete)
 
 
 @contextlib.contextmanager
@@ -108,7 +110,7 @@ def _make_missing_parts(parts: Sequence[Part], workers: int) -> int:
     earlier = [read_report(part) for part in parts if part.report_file.exists()]
     waiting = [part for part in parts if not part.report_file.exists()]
     total = sum(shard_bytes(part.shard) for part in parts)
-    with TokenProgress(total, done=sum(report.size for report in earlier)) as progress:
+    with ByteProgress("tokenize", total, done=sum(report.size for report in earlier)) as progress:
         for report in make_parts(waiting, workers):
             progress.advance(report.size, report.tokens)
     return len(earlier)
@@ -122,7 +124,7 @@ def _list_skipped(file: Path, bad: Sequence[str]) -> None:
 
 
 def _merge(
-    parts: Sequence[Part], outputs: Sequence[str], options: TokenizeOptions, tokenizer: Tokenizer, work: str
+    parts: Sequence[Part], outputs: Sequence[str], options: TokenizeOptions, tokenizer: Encoder, work: str
 ) -> None:
     info: dict[str, Any] = {
         "vocab_size": tokenizer.vocab_size,
@@ -137,12 +139,12 @@ def _merge(
                 writer.merge(f"{part.prefix}{split}")
 
 
-def _work_fingerprint(shards: Sequence[Shard], options: TokenizeOptions, tokenizer: Tokenizer) -> str:
+def _work_fingerprint(shards: Sequence[Shard], options: TokenizeOptions, tokenizer: Encoder) -> str:
     """SHA-256 of everything the corpus depends on; the contents of input files by size and time of change."""
     work = {
         "chunks": [[asdict(chunk) for chunk in shard] for shard in shards],
         "times": {chunk.path: os.stat(chunk.path).st_mtime_ns for shard in shards for chunk in shard},
-        "options": asdict(options) | {"tokenizer": tokenizer.sha256},
+        "options": asdict(options) | {"tokenizer": tokenizer.sha256, "eos": tokenizer.eos_id, "fast": None},
     }
     return hashlib.sha256(json.dumps(work).encode()).hexdigest()
 

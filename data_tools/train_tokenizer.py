@@ -8,6 +8,7 @@ from pathlib import Path
 import sentencepiece
 
 from data_tools.documents import BadRecord, cut_shards, hash_fraction, read_documents, shard_bytes
+from data_tools.progress import ByteProgress
 from moba_train.errors import DataError
 
 SAMPLE_BYTES = 128 << 20
@@ -21,18 +22,21 @@ def train_tokenizer(files: Sequence[str], output: str | Path, vocab_size: int, t
     DataError when the text is too short, or too rich in characters, for `vocab_size`.
     """
     shards = cut_shards(files)
-    fraction = SAMPLE_BYTES / max(sum(map(shard_bytes, shards)), 1)
+    total = sum(map(shard_bytes, shards))
+    fraction = SAMPLE_BYTES / max(total, 1)
     bad: list[BadRecord] = []
     failures: list[DataError] = []
 
     def lines() -> Iterator[str]:
         try:
-            for shard in shards:
-                for document in read_documents(shard, text_key):
-                    if isinstance(document, BadRecord):
-                        bad.append(document)
-                    elif hash_fraction(document, "tokenizer") < fraction:
-                        yield from document.decode().split("\n")
+            with ByteProgress("train-tokenizer: reading", total) as progress:
+                for shard in shards:
+                    for document in read_documents(shard, text_key):
+                        if isinstance(document, BadRecord):
+                            bad.append(document)
+                        elif hash_fraction(document, "tokenizer") < fraction:
+                            yield from document.decode().split("\n")
+                    progress.advance(shard_bytes(shard))
         except DataError as error:
             # Sentencepiece turns an exception of the iterator into its own, without the message.
             failures.append(error)

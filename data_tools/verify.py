@@ -1,16 +1,24 @@
-"""Checking a whole corpus, every token of it."""
+"""Checking a whole corpus, every byte of it."""
+
+import hashlib
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from moba_train.data.indexed import IndexedDataset
+from data_tools.progress import ByteProgress
+from moba_train.data.indexed import IndexedDataset, corpus_file
 from moba_train.errors import DataError
+
+BLOCK_TOKENS = 8 << 20
 
 
 def verify_corpus(prefix: str, vocab_size: int | None) -> tuple[IndexedDataset, int | None]:
-    """Check tables, counts and token ids of a corpus; gives it, and the vocabulary size its ids were checked against.
+    """Check tables, counts, token ids and bytes of a corpus; gives it, and the vocabulary size its ids were checked
+    against.
 
-    That is `vocab_size`, or else the sidecar's; without either only negative ids are found. Raises DataError at the
-    first thing that is wrong.
+    That is `vocab_size`, or else the sidecar's; without either only negative ids are found. Changed bytes are found
+    where the sidecar has the SHA-256 of PREFIX.bin. Raises DataError at the first thing that is wrong.
     """
     corpus = IndexedDataset(prefix)
     info = corpus.info or {}
@@ -18,13 +26,27 @@ def verify_corpus(prefix: str, vocab_size: int | None) -> tuple[IndexedDataset, 
         if info.get(name, found) != found:
             raise DataError(f"corpus {prefix}: {prefix}.json says {info[name]} {name}, but there are {found}")
     limit = info.get("vocab_size") if vocab_size is None else vocab_size
-    for document in range(corpus.documents):
-        tokens = corpus.document(document)
-        bad = tokens < 0 if limit is None else (tokens < 0) | (tokens >= limit)
-        if bad.any():
-            offset = int(np.argmax(bad))
+    digest = hashlib.sha256()
+    with ByteProgress(f"verify {prefix}", corpus_file(prefix, "bin").stat().st_size) as progress:
+        for begin, tokens in corpus.blocks(BLOCK_TOKENS):
+            digest.update(tokens.data)
+            _check_range(corpus, begin, tokens, limit)
+            progress.advance(tokens.nbytes, len(tokens))
+    if info.get("bin_sha256", digest.hexdigest()) != digest.hexdigest():
+        raise DataError(
+            f"corpus {prefix}: {corpus_file(prefix, 'bin')} is not what was written: its SHA-256 is "
+            f"{digest.hexdigest()[:12]}..., {prefix}.json says {info['bin_sha256'][:12]}...; make the corpus again"
+        )
+    return corpus, limit
+
+
+def _check_range(corpus: IndexedDataset, begin: int, tokens: npt.NDArray[Any], limit: int | None) -> None:
+    """Raises DataError when a document has one of `tokens` outside [0, limit)."""
+    bad = tokens < 0 if limit is None else (tokens < 0) | (tokens >= limit)
+    for place in np.flatnonzero(bad):
+        if found := corpus.document_at(begin + int(place)):
+            document, offset = found
             raise DataError(
-                f"corpus {prefix}: document {document} has token id {tokens[offset]} at offset {offset}; "
+                f"corpus {corpus.prefix}: document {document} has token id {tokens[place]} at offset {offset}; "
                 f"ids must lie in [0, {'...' if limit is None else limit})"
             )
-    return corpus, limit

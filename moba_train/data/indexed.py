@@ -20,6 +20,7 @@ import json
 import os
 import struct
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -167,6 +168,21 @@ class IndexedDataset:
             return pieces[0]
         return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
 
+    def blocks(self, tokens: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """PREFIX.bin from its first token to its last, so many at a time, each with the position of its first token."""
+        for begin in range(0, len(self._tokens), tokens):
+            yield begin, self._tokens[begin : begin + tokens]
+
+    def document_at(self, position: int) -> tuple[int, int] | None:
+        """The document that holds token `position` of PREFIX.bin, and which of its tokens it is; None where it belongs
+        to no document."""
+        sequence = int(np.searchsorted(self._offsets, position * self.dtype.itemsize, side="right")) - 1
+        within = position - int(self._offsets[sequence]) // self.dtype.itemsize if sequence >= 0 else 0
+        if sequence < 0 or within >= self._lengths[sequence]:
+            return None
+        document = int(np.searchsorted(self._table, sequence, side="right")) - 1
+        return document, int(self._lengths[self._table[document] : sequence].sum()) + within
+
     def documents_of_length(self, minimum: int, below: int | None) -> npt.NDArray[np.int64]:
         """The documents of at least `minimum` and fewer than `below` tokens (None: no limit), int64 [n], ascending."""
         wanted = self.document_lengths >= minimum
@@ -206,7 +222,7 @@ class IndexedDatasetWriter:
 
     A context manager: the files appear under their names when the block ends well, the index last, and not at all when
     it ends in an exception. A corpus of that name is replaced. With `info`, the sidecar is written too, with the number
-    of documents and tokens added.
+    of documents and tokens, and the SHA-256 of PREFIX.bin, added.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, info: dict[str, Any] | None = None) -> None:
@@ -218,6 +234,7 @@ class IndexedDatasetWriter:
         self._offsets = array("q")
         self._table = array("q", [0])
         self._bytes = 0
+        self._digest = hashlib.sha256()
         corpus_file(prefix, "bin").parent.mkdir(parents=True, exist_ok=True)
         self._file = self._temporary("bin").open("wb")
 
@@ -246,8 +263,7 @@ class IndexedDatasetWriter:
         self._lengths.append(len(ids))
         self._offsets.append(self._bytes)
         self._table.append(len(self._lengths))
-        self._file.write(ids.astype(self.dtype, copy=False).tobytes())
-        self._bytes += len(ids) * self.dtype.itemsize
+        self._write(ids.astype(self.dtype, copy=False).tobytes())
 
     def merge(self, prefix: str | Path) -> None:
         """Append all documents of another corpus. Raises DataError when its dtype is another one."""
@@ -260,8 +276,13 @@ class IndexedDatasetWriter:
         self._table.frombytes((other._table[1:] + sequences).tobytes())
         with corpus_file(prefix, "bin").open("rb") as file:
             while chunk := file.read(COPY_BYTES):
-                self._file.write(chunk)
-                self._bytes += len(chunk)
+                self._write(chunk)
+
+    def _write(self, content: bytes) -> None:
+        self._file.write(content)
+        self._bytes += len(content)
+        if self._info is not None:
+            self._digest.update(content)
 
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
@@ -290,7 +311,8 @@ class IndexedDatasetWriter:
         if self._info is None:
             corpus_file(self.prefix, "json").unlink(missing_ok=True)
         else:
-            info = self._info | {"documents": self.documents, "tokens": self.tokens}
+            counts = {"documents": self.documents, "tokens": self.tokens}
+            info = self._info | counts | {"bin_sha256": self._digest.hexdigest()}
             self._temporary("json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
             self._temporary("json").replace(corpus_file(self.prefix, "json"))
         self._temporary("idx").replace(corpus_file(self.prefix, "idx"))

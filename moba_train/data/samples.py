@@ -189,6 +189,10 @@ class StageData:
             for stratum, windows, count in zip(self.strata, self._windows, taken, strict=True)
         }
 
+    def padding_fraction(self, stratum: int) -> float:
+        """Share of a stratum's samples that is padding, measured by packing all it takes for the stage."""
+        return self._windows[stratum].padding_fraction(int(self.samples_of[stratum]))
+
     def check_fingerprints(self, expected: Mapping[str, str]) -> None:
         """Raises DataError when a corpus is no longer the one `expected` (by path, from a checkpoint) speaks of."""
         for path, fingerprint in self.fingerprints.items():

@@ -30,6 +30,9 @@ class Windows(Protocol):
     def position_after(self, count: int) -> int:
         """Where in the stream to go on once the first `count` samples are consumed: nothing is read twice."""
 
+    def padding_fraction(self, count: int) -> float:
+        """Share of the first `count` samples, and of those shuffled together with them, that is no document's."""
+
 
 class ConcatenatedWindows:
     """Every `seq_len` tokens of the stream are a sample, wherever documents end.
@@ -58,6 +61,10 @@ class ConcatenatedWindows:
         groups = -(-count // SHUFFLED_WINDOWS)
         return self._start + min(groups * SHUFFLED_WINDOWS, self._count) * self._seq_len
 
+    def padding_fraction(self, count: int) -> float:
+        """0: windows are full."""
+        return 0.0
+
 
 class BestFitWindows:
     """Whole documents packed into samples; only those longer than `seq_len` are cut, into full samples and a rest.
@@ -71,6 +78,7 @@ class BestFitWindows:
         self._stream, self._start, self._seq_len = stream, start, seq_len
         self._stretch = min(PACKED_WINDOWS * seq_len, max(stream.tokens, seq_len))
         self._ends: list[int] = []
+        self._tokens: list[int] = []
         self._group = functools.lru_cache(maxsize=3)(self._pack)
 
     def _pack(self, group: int) -> tuple[list[npt.NDArray[np.int64]], Packing, npt.NDArray[np.int64]]:
@@ -87,8 +95,9 @@ class BestFitWindows:
     def _find(self, ordinal: int) -> tuple[int, int]:
         """The group that sample `ordinal` lies in, and its place there."""
         while not self._ends or self._ends[-1] <= ordinal:
-            _, packing, _ = self._group(len(self._ends))
+            (_, first, stop), packing, _ = self._group(len(self._ends))
             self._ends.append((self._ends[-1] if self._ends else 0) + packing.bins)
+            self._tokens.append((self._tokens[-1] if self._tokens else 0) + int((stop - first).sum()))
         group = bisect.bisect_right(self._ends, ordinal)
         return group, ordinal - (self._ends[group - 1] if group else 0)
 
@@ -105,3 +114,10 @@ class BestFitWindows:
             return self._start
         group, _ = self._find(count - 1)
         return self._stream.next_begin(self._start + (group + 1) * self._stretch)
+
+    def padding_fraction(self, count: int) -> float:
+        """Of the groups that the samples lie in."""
+        if not count:
+            return 0.0
+        group, _ = self._find(count - 1)
+        return 1 - self._tokens[group] / (self._ends[group] * self._seq_len)

@@ -1,5 +1,6 @@
 """Corpora: the format is Megatron's to the byte, and a damaged file is always refused in words."""
 
+import hashlib
 import json
 import struct
 import subprocess
@@ -11,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moba_train.config.data import SourceConfig
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
+from moba_train.data.samples import StageData
 from moba_train.errors import DataError
 
 # Five sequences in three documents, written out by hand: [1 2 3][4 5] | (none) | [6] [] [7 8].
@@ -179,7 +182,13 @@ def test_ids_that_do_not_fit_the_dtype_are_refused(tmp_path: Path) -> None:
 def test_sidecar_counts_what_was_written(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "a", np.int32, {"vocab_size": 10}) as writer:
         writer.add_document([1, 2])
-    assert IndexedDataset(tmp_path / "a").info == {"vocab_size": 10, "documents": 1, "tokens": 2}
+    digest = hashlib.sha256(struct.pack("<2i", 1, 2)).hexdigest()
+    assert IndexedDataset(tmp_path / "a").info == {
+        "vocab_size": 10,
+        "documents": 1,
+        "tokens": 2,
+        "bin_sha256": digest,
+    }
     assert json.loads((tmp_path / "a.json").read_text())["vocab_size"] == 10
 
 
@@ -193,3 +202,17 @@ def test_fingerprint_changes_with_the_documents_only(tmp_path: Path) -> None:
 def test_reading_needs_no_torch() -> None:
     code = "import sys, moba_train.data.samples; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("code", "letter"), [(1, "B"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
+def test_corpora_of_others_are_trained_on_as_they_are(tmp_path: Path, code: int, letter: str) -> None:
+    """Any integer dtype Megatron writes, several sequences to a document, modes, and no sidecar."""
+    idx = IDX[:17] + bytes([code]) + IDX[18:]
+    offsets = struct.pack("<5q", *(struct.calcsize(f"<{letter}") * offset // 2 for offset in OFFSETS))
+    idx = idx.replace(struct.pack("<5q", *OFFSETS), offsets) + b"\x00" * 5
+    prefix = write_pair(tmp_path / "a", idx, struct.pack(f"<8{letter}", *range(1, 9)))
+    data = StageData([SourceConfig(path=str(prefix))], 8, 1, 0, {}, 9)
+    sample = data.sample(0)
+    assert sorted(sample.tokens.tolist()) == list(range(1, 9))
+    assert sorted(sample.lengths) == [3, 5]
+    assert (sample.tokens.dtype, sample.loss_weight.sum()) == (np.dtype("i8"), 6)

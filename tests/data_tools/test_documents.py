@@ -1,5 +1,6 @@
 """Inputs: which files are read, that cutting them never splits or loses a document, and bad records by line."""
 
+import gzip
 import json
 from pathlib import Path
 from types import ModuleType
@@ -48,6 +49,23 @@ def test_parquet_without_pyarrow_is_refused_with_a_hint(folder: Path, monkeypatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install pyarrow"):
         find_files([str(folder)], ["*"], [])
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_compressed_files_are_read_as_what_is_in_them(folder: Path, suffix: str) -> None:
+    compress = gzip.compress if suffix == "gz" else pytest.importorskip("zstandard").compress
+    lines = b'{"text": "one"}\n{"text": 2}\n' + b"".join(b'{"text": "%d"}\n' % n for n in range(5000))
+    (folder / f"a.jsonl.{suffix}").write_bytes(compress(lines))
+    (folder / f"b.txt.{suffix}").write_bytes(compress(b"text"))
+    files = find_files([str(folder)], documents.TEXT_GLOBS, [])
+    found = [document for shard in cut_shards(files) for document in read_documents(shard, "text")]
+    assert [found[0], *found[2:]] == [b"one", *(b"%d" % n for n in range(5000)), b"text"]
+    assert str(found[1]).startswith(f"{folder}/a.jsonl.{suffix}:2: no text under key")
+
+    damaged = folder / f"a.jsonl.{suffix}"
+    damaged.write_bytes(b"no such format")
+    with pytest.raises(DataError, match=rf"a\.jsonl\.{suffix}"):
+        list(read_documents(cut_shards([str(damaged)])[0], "text"))
 
 
 def test_parquet_rows_are_documents(folder: Path) -> None:

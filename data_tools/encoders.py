@@ -1,0 +1,189 @@
+"""Text to token ids with any of three kinds of tokenizers, each with a fast engine that gives the very same ids.
+
+sentencepiece models    data_tools/segments.py, where the vocabulary proves it exact; else sentencepiece itself
+tokenizer.json files    fastokens where it is installed and knows the model; else Hugging Face's tokenizers
+tiktoken encodings      the same engines' order: fastokens, else tiktoken
+
+benchmarks/tokenize.py measures them; a part of the work begins by comparing the engine with the original library.
+"""
+
+import base64
+import hashlib
+import importlib
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data_tools.segments import SegmentedSentencepiece
+from moba_train.data.indexed import dtype_for
+from moba_train.data.tokenizer import load_tokenizer
+from moba_train.errors import DataError
+
+TIKTOKEN = "tiktoken:"
+Encode = Callable[[Sequence[str]], list[npt.NDArray[Any]]]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A loaded tokenizer."""
+
+    name: str
+    """File name without the folder, or tiktoken:NAME."""
+    sha256: str
+    """Of the file or the vocabulary, in hexadecimal."""
+    vocab_size: int
+    """Token ids are below this."""
+    eos_id: int | None
+    """Token id of the end of a document, if the tokenizer says one."""
+    reference: Encode
+    """Ids of each text, by the library the tokenizer was made with."""
+    engine: str
+    """Name of what `encode` uses."""
+    encode: Encode
+    """The same ids, faster where `engine` is not that library."""
+
+    def check(self, texts: Sequence[str]) -> None:
+        """Raises DataError when the engine and the original library differ on one of `texts`."""
+        if self.encode is self.reference:
+            return
+        for text, found, expected in zip(texts, self.encode(texts), self.reference(texts), strict=True):
+            if not np.array_equal(found, expected):
+                raise DataError(
+                    f"engine {self.engine} and the original library of {self.name} give other ids for "
+                    f"{text[:60]!r}...; give --engine reference"
+                )
+
+
+def load_encoder(tokenizer: str, fast: bool = True, eos: str | None = None) -> Encoder:
+    """The tokenizer at a path (a sentencepiece model, tokenizer.json, or a folder with it), or tiktoken:NAME.
+
+    fast: use the fastest exact engine at hand. eos: the token to end documents with, in place of the tokenizer's own.
+    Raises DataError when it cannot be loaded, a package is missing, or it has no token `eos`.
+    """
+    path = Path(tokenizer)
+    if tokenizer.startswith(TIKTOKEN):
+        return _tiktoken(tokenizer.removeprefix(TIKTOKEN), fast, eos)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    return _hugging_face(path, fast, eos) if path.suffix == ".json" else _sentencepiece(path, fast, eos)
+
+
+def _sentencepiece(path: Path, fast: bool, eos: str | None) -> Encoder:
+    tokenizer = load_tokenizer(path)
+    processor = tokenizer.processor
+    dtype = dtype_for(tokenizer.vocab_size)
+    eos_id = tokenizer.eos_id
+    if eos is not None:
+        eos_id = _known(eos, processor.piece_to_id(eos), processor.unk_id(), path.name)
+
+    def reference(texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        return [np.array(processor.encode(text), dtype=dtype) for text in texts]
+
+    engine, encode = "sentencepiece", reference
+    segmented = SegmentedSentencepiece.of(processor, dtype) if fast else None
+    if segmented is not None:
+        engine, encode = "segments", segmented.encode
+    return Encoder(tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, eos_id, reference, engine, encode)
+
+
+def _hugging_face(path: Path, fast: bool, eos: str | None) -> Encoder:
+    tokenizers = _required("tokenizers", path.name)
+    try:
+        content = path.read_bytes()
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the package raises plain Exception
+        raise DataError(f"{path} is not a readable tokenizer.json: {error}") from error
+    # A file may cut or pad, which is for batches of prompts.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    dtype = dtype_for(vocab_size)
+    eos = eos or _eos_of_folder(path.parent)
+    eos_id = None if eos is None else _known(eos, tokenizer.token_to_id(eos), None, path.name)
+
+    def reference(texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=dtype) for encoding in found]
+
+    def load(fastokens: Any) -> Any:
+        return fastokens.Tokenizer.from_json_str(tokenizer.to_str())
+
+    encode = _fastokens(load, dtype) if fast else None
+    sha256 = hashlib.sha256(content).hexdigest()
+    engine = "fastokens" if encode else "tokenizers"
+    return Encoder(path.name, sha256, vocab_size, eos_id, reference, engine, encode or reference)
+
+
+def _eos_of_folder(folder: Path) -> str | None:
+    """The eos_token that Hugging Face's tokenizer_config.json beside a tokenizer.json names."""
+    file = folder / "tokenizer_config.json"
+    try:
+        config = json.loads(file.read_bytes()) if file.exists() else {}
+    except ValueError as error:
+        raise DataError(f"{file} is not JSON: {error}") from error
+    eos = config.get("eos_token")
+    return eos["content"] if isinstance(eos, dict) else eos
+
+
+def _tiktoken(name: str, fast: bool, eos: str | None) -> Encoder:
+    tiktoken = _required("tiktoken", f"{TIKTOKEN}{name}")
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except Exception as error:  # an unknown name, or whatever the download of a known one raises
+        raise DataError(f"tiktoken cannot load the encoding {name!r}: {error}") from error
+    dtype = dtype_for(encoding.n_vocab)
+    specials = encoding._special_tokens
+    eos_id = specials.get("<|endoftext|>")
+    if eos is not None:
+        eos_id = _known(eos, specials.get(eos), None, name)
+
+    def reference(texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        return [np.array(encoding.encode_ordinary(text), dtype=dtype) for text in texts]
+
+    ranks = json.dumps([[token.hex(), rank] for token, rank in encoding._mergeable_ranks.items()])
+    sha256 = hashlib.sha256(f"{encoding._pat_str}{specials}{ranks}".encode()).hexdigest()
+
+    def load(fastokens: Any) -> Any:
+        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+            for token, rank in encoding._mergeable_ranks.items():
+                file.write(b"%s %d\n" % (base64.b64encode(token), rank))
+            file.flush()
+            return fastokens.Tokenizer.from_tiktoken(file.name, pattern=encoding._pat_str, special_tokens={})
+
+    encode = _fastokens(load, dtype) if fast else None
+    engine = "fastokens" if encode else "tiktoken"
+    return Encoder(f"{TIKTOKEN}{name}", sha256, encoding.n_vocab, eos_id, reference, engine, encode or reference)
+
+
+def _fastokens(load: Callable[[Any], Any], dtype: npt.DTypeLike) -> Encode | None:
+    """Encoding by the fastokens package, or None where it is not installed or does not know the tokenizer."""
+    try:
+        tokenizer = load(importlib.import_module("fastokens"))
+    except (ImportError, ValueError, RuntimeError, OSError, TypeError):
+        return None
+
+    def encode(texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        ids, offsets = tokenizer.encode_batch_flat(list(texts))
+        ends = np.frombuffer(offsets, dtype=np.uint64)[1:-1].astype(np.int64)
+        return np.split(np.frombuffer(ids, dtype=np.uint32).astype(dtype), ends)
+
+    return encode
+
+
+def _required(package: str, wanted_for: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise DataError(f"{wanted_for} needs the package {package}; run `pip install {package}`") from error
+
+
+def _known(token: str, found: int | None, unknown: int | None, where: str) -> int:
+    if found is None or found == unknown:
+        raise DataError(f"--eos {token!r} is no token of {where}")
+    return found

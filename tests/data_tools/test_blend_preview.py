@@ -1,0 +1,77 @@
+"""`moba-data blend` says what training will read."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from data_tools.blend import preview
+from data_tools.cli import app
+from moba_train.config.load import load_config
+from moba_train.config.stages import resolve_stages
+from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.data.samples import StageData
+
+MODELS = Path(__file__).parents[2] / "configs/models"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """Two stages over `a` (300 tokens) and `b` (60), which gets a quarter of the first stage and all of the second."""
+    for name, lengths in (("a", [5, 7, 40, 12, 36] * 3), ("b", [20, 5, 35])):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            for length in lengths:
+                writer.add_document([1] * length)
+    a, b = ({"path": str(tmp_path / name), "weight": weight} for name, weight in (("a", 3), ("b", 1)))
+    settings = {
+        "extends": str(MODELS / "tiny.yaml"),
+        "name": "r",
+        "run_dir": str(tmp_path / "run"),
+        "batch_tokens": 128,
+        "attention": {"default": "full"},
+        "data": {"train": [a, b]},
+        "stages": [
+            {"name": "one", "seq_len": 64, "tokens": 1280},
+            {"name": "two", "seq_len": 128, "tokens": 256, "train": [b]},
+        ],
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path / "recipe.yaml"
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_shares_repeats_and_padding_are_those_of_the_samples(recipe: Path, packing: str) -> None:
+    config = load_config(recipe, [f"data.packing={packing}"])
+    one_a, one_b, two_b = preview(config)
+    assert [(use.stage, Path(use.source).name) for use in (one_a, one_b, two_b)] == [
+        ("one", "a"),
+        ("one", "b"),
+        ("two", "b"),
+    ]
+    assert (one_a.tokens, one_a.share, one_b.share, two_b.share) == (960, 0.75, 0.25, 1.0)
+    stage = resolve_stages(config)[0]
+    data = StageData(stage.sources, 64, 20, config.seed, {}, config.model.vocab_size, packing)
+    read: Counter[str] = Counter()
+    for sample in map(data.sample, range(20)):
+        for piece in sample.pieces:
+            read[piece.source] += piece.stop - piece.start
+    assert one_b.epochs_so_far + two_b.epochs == pytest.approx(two_b.epochs_so_far)
+    if packing == "concat":
+        assert (one_a.epochs, one_b.epochs) == (read[one_a.source] / 300, read[one_b.source] / 60)
+        assert one_a.padding == 0
+    else:
+        # Up to one group, here one epoch, may be left unread.
+        assert read[one_a.source] / 300 <= one_a.epochs <= read[one_a.source] / 300 + 1
+        assert one_a.padding == pytest.approx(1 - read[one_a.source] / 960, abs=0.05)
+
+
+def test_the_command_prints_them(recipe: Path) -> None:
+    result = CliRunner().invoke(app, ["blend", str(recipe), "stages.1.tokens=1280"])
+    assert result.exit_code == 0, result.output
+    assert "75.00%" in result.output
+    result = CliRunner().invoke(app, ["blend", str(recipe), "data.train.0.path=nowhere"])
+    assert result.exit_code == 2
+    assert "no file nowhere.bin" in result.output
