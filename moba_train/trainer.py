@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from moba_train.attention.local import run_local
 from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.initial import load_initial_weights
 from moba_train.checkpoint.publish import latest_checkpoint, read_meta
 from moba_train.checkpoint.state import load_model_and_optimizer, model_and_optimizer_tensors
 from moba_train.config.load import dump_config
@@ -70,7 +71,7 @@ class Trainer:
             self.run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every
         )
         self.spikes = SpikeDetector(config.health.spike.window, config.health.spike.warn_sigma)
-        self.progress = self._resume() or Progress(run_id=self._new_run_id())
+        self.progress = self._resume() or self._begin()
         self.saved_step = self.progress.step
         if world.is_main:
             (self.run_dir / "config.yaml").write_text(dump_config(config))
@@ -270,6 +271,12 @@ class Trainer:
         self.telemetry.event(
             step, self._tokens(self.stages[self.progress.stage]), "checkpoint", f"saving the checkpoint of step {step}"
         )
+
+    def _begin(self) -> Progress:
+        """A new run, from `init_from`'s weights if given."""
+        if self.config.init_from is not None:
+            load_initial_weights(self.model, Path(self.config.init_from))
+        return Progress(run_id=self._new_run_id())
 
     def _resume(self) -> Progress | None:
         """Load the newest valid checkpoint of the run folder; None when there is none."""

@@ -47,6 +47,11 @@ class RunConfig(Section):
     run_dir: str = Field(min_length=1, description="folder for logs, checkpoints and pictures")
     seed: int = Field(0, ge=0, lt=2**31, description="of the initial weights and of the data order")
     model: ModelConfig
+    init_from: str | None = Field(
+        None,
+        description="where the first weights come from: a Hugging Face folder (Llama, Qwen2, Qwen3, SmolLM2), or a "
+        "checkpoint or run folder of ours; ignored once the run has a checkpoint of its own",
+    )
     attention: AttentionConfig = AttentionConfig()
     data: DataConfig
     optim: OptimConfig = OptimConfig()

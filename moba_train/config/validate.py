@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from moba_train.checkpoint.initial import initial_problems
 from moba_train.config.attention import LayerAttention, merge_attention, resolve_layers
 from moba_train.config.data import SourceConfig
 from moba_train.config.mesh import MeshSizes, divisors, fit_mesh
@@ -42,6 +43,7 @@ def validate(
         problems += _batch_problems(config, index, meshes[index])
     if check_files:
         problems += _file_problems(config)
+        problems += initial_problems(config)
     if problems:
         raise ConfigError(problems)
 
