@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -24,7 +25,7 @@ def load_hf_weights(model: nn.Module, folder: Path) -> None:
     Each rank reads the bytes of its own shards and nothing else, one tensor after the other, and needs no other rank.
     Raises CheckpointError with every tensor that is missing, superfluous or of another shape.
     """
-    parameters: Mapping[str, Tensor] = get_model_state_dict(model)
+    parameters: dict[str, Any] = get_model_state_dict(model)
     files = SafetensorsFolder(folder)
     check_hf_weights({name: tuple(parameter.shape) for name, parameter in parameters.items()}, files)
     for name, parameter in sorted(parameters.items(), key=lambda item: files.file_of(hf_name(item[0]))):
