@@ -5,18 +5,26 @@ from typing import Literal
 from pydantic import Field
 
 from moba_train.config.base import Section
+from moba_train.units import Length
 
 
 class RopeConfig(Section):
     """Rotary position embedding. A stage may change it; the weights stay as they are.
 
     `none` uses `theta` as it is; `abf` (adjusted base frequency, Xiong et al. 2023, arXiv:2309.16039) raises `theta`;
-    `pi` (position interpolation, Chen et al. 2023, arXiv:2306.15595) divides positions by `factor`.
+    `pi` (position interpolation, Chen et al. 2023, arXiv:2306.15595) divides positions by `factor`; `yarn` (Peng et al.
+    2023, arXiv:2309.00071) divides only those of the frequencies that turn less than `beta_slow` times in the trained
+    length, leaves those that turn more than `beta_fast` times, and raises attention's temperature.
     """
 
-    kind: Literal["none", "abf", "pi"] = Field("none", description="how the embedding is fitted to longer contexts")
-    theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
-    factor: float = Field(1.0, ge=1, description="how far `pi` stretches positions: new length / trained length")
+    kind: Literal["none", "abf", "pi", "yarn"] = Field(
+        "none", description="how the embedding is fitted to longer contexts"
+    )
+    theta: float = Field(10_000.0, gt=1, description="base of the rotary frequencies")
+    factor: float = Field(1.0, ge=1, description="how far pi and yarn stretch positions: new length / trained length")
+    original_seq_len: Length | None = Field(None, description="yarn: the length trained before it was stretched")
+    beta_fast: float = Field(32.0, gt=0, description="yarn: turns in original_seq_len from which a frequency stays")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: turns in original_seq_len up to which it is divided by factor")
 
 
 class ModelConfig(Section):

@@ -61,8 +61,15 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _rope_problems(rope: RopeConfig, path: str) -> Iterator[str]:
-    if rope.factor != 1 and rope.kind != "pi":
-        yield f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, or factor: 1"
+    if rope.factor != 1 and rope.kind not in ("pi", "yarn"):
+        yield (
+            f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi or yarn, or "
+            "factor: 1"
+        )
+    if rope.kind == "yarn" and rope.original_seq_len is None:
+        yield f"{path}.original_seq_len: missing; kind yarn needs the length that was trained before it was stretched"
+    if rope.kind == "yarn" and rope.beta_fast <= rope.beta_slow:
+        yield f"{path}.beta_fast: given {rope.beta_fast:g}; allowed: more than beta_slow, {rope.beta_slow:g}"
 
 
 def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:

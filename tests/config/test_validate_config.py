@@ -35,6 +35,11 @@ def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
         ),
         (["stages.1.batch_tokens=2K"], "stages[1].batch_tokens: given 2048, in stage 'long' not a multiple of seq_len"),
         (["model.rope.factor=2"], "model.rope.factor: given 2, which kind 'none' does not use; set kind: pi"),
+        (["stages.1.rope.kind=yarn"], "stages[1].rope.original_seq_len: missing; kind yarn needs"),
+        (
+            ["stages.1.rope={kind: yarn, original_seq_len: 2K, beta_fast: 1}"],
+            "stages[1].rope.beta_fast: given 1; allowed: more than beta_slow, 1",
+        ),
         (["stages.1.rope.kind=abf"], "stages[1].rope.factor: given 4, which kind 'abf' does not use"),
         (["parallel.dp_shard=0"], "parallel.dp_shard: given 0; allowed: >= 1, or -1"),
         (["parallel.dp_replicate=-1"], "parallel: dp_replicate and dp_shard are both -1"),
