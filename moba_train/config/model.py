@@ -24,7 +24,7 @@ class RopeConfig(Section):
     factor: float = Field(1.0, ge=1, description="how far pi and yarn stretch positions: new length / trained length")
     original_seq_len: Length | None = Field(None, description="yarn: the length trained before it was stretched")
     beta_fast: float = Field(32.0, gt=0, description="yarn: turns in original_seq_len from which a frequency stays")
-    beta_slow: float = Field(1.0, gt=0, description="yarn: turns in original_seq_len up to which it is divided by factor")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: turns in original_seq_len up to which one is stretched")
 
 
 class ModelConfig(Section):

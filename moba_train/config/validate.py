@@ -11,6 +11,7 @@ from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import ScheduleConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
+from moba_train.config.validate_gates import gate_data_problems, gate_problems
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import ConfigError, DataError
 from moba_train.parallel.scheme import stage_scheme
@@ -33,7 +34,7 @@ def validate(
         *_attention_problems(config),
     ]
     if not problems:  # a stage is resolved from sound parts only
-        problems += _context_problems(config, ranks_per_node)
+        problems += [*_context_problems(config, ranks_per_node), *gate_problems(config)]
     meshes, mesh_problems = _meshes(config, world_size)
     problems += mesh_problems
     for index, stage in enumerate(config.stages):
@@ -250,6 +251,8 @@ def _file_problems(config: RunConfig) -> Iterator[str]:
         yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"
     elif tokenizer is not None:
         yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
+    if all(Path(f"{source.path}.idx").is_file() for source in config.data.validation):
+        yield from gate_data_problems(config)
 
 
 def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:

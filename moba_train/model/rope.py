@@ -36,11 +36,11 @@ def _yarn_ramp(config: RopeConfig, head_dim: int, device: torch.device | str | N
     frequency's index; the paper's own ramp (equation 13) grows with the number of turns and is not what their published
     models use.
     """
-    assert config.original_seq_len is not None
+    trained = config.original_seq_len
+    assert trained is not None
 
     def index(turns: float) -> float:
-        wavelengths = config.original_seq_len / (turns * 2 * math.pi)
-        return head_dim * math.log(wavelengths) / (2 * math.log(config.theta))
+        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low = max(math.floor(index(config.beta_fast)), 0)
     high = min(math.ceil(index(config.beta_slow)), head_dim - 1)
