@@ -62,15 +62,17 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _rope_problems(rope: RopeConfig, path: str) -> Iterator[str]:
-    if rope.factor != 1 and rope.kind not in ("pi", "yarn"):
+    if rope.factor != 1 and rope.kind not in ("pi", "yarn", "llama3"):
         yield (
-            f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi or yarn, or "
-            "factor: 1"
+            f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, yarn or "
+            "llama3, or factor: 1"
         )
-    if rope.kind == "yarn" and rope.original_seq_len is None:
-        yield f"{path}.original_seq_len: missing; kind yarn needs the length that was trained before it was stretched"
-    if rope.kind == "yarn" and rope.beta_fast <= rope.beta_slow:
-        yield f"{path}.beta_fast: given {rope.beta_fast:g}; allowed: more than beta_slow, {rope.beta_slow:g}"
+    if rope.kind not in ("yarn", "llama3"):
+        return
+    if rope.original_seq_len is None:
+        yield f"{path}.original_seq_len: missing; kind {rope.kind} needs the length that was trained before"
+    if rope.fast_turns <= rope.beta_slow:
+        yield f"{path}.beta_fast: given {rope.fast_turns:g}; allowed: more than beta_slow, {rope.beta_slow:g}"
 
 
 def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:

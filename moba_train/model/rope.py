@@ -18,8 +18,9 @@ def rope_frequencies(config: RopeConfig, head_dim: int, device: torch.device | s
     if config.kind == "pi":
         return frequencies / config.factor
     if config.kind == "yarn":
-        stretched = _yarn_ramp(config, head_dim, device)
-        return frequencies * (1 - stretched) + frequencies / config.factor * stretched
+        return _stretched(frequencies, config.factor, _yarn_ramp(config, head_dim, device))
+    if config.kind == "llama3":
+        return _stretched(frequencies, config.factor, _llama3_ramp(config, frequencies))
     return frequencies
 
 
@@ -27,6 +28,18 @@ def attention_factor(config: RopeConfig) -> float:
     """What queries and keys are multiplied by: YaRN's sqrt(1/t) = 0.1 ln(factor) + 1 (Peng et al. 2023, equation 15),
     1 for all other kinds."""
     return 0.1 * math.log(config.factor) + 1 if config.kind == "yarn" else 1.0
+
+
+def _stretched(frequencies: Tensor, factor: float, ramp: Tensor) -> Tensor:
+    """Each frequency divided by `factor` as far as `ramp` says: 0 not at all, 1 wholly."""
+    return frequencies * (1 - ramp) + frequencies / factor * ramp
+
+
+def _llama3_ramp(config: RopeConfig, frequencies: Tensor) -> Tensor:
+    """How far each frequency is stretched, by its turns in the trained length (Llama 3.1's code)."""
+    assert config.original_seq_len is not None
+    turns = config.original_seq_len * frequencies / (2 * math.pi)
+    return ((config.fast_turns - turns) / (config.fast_turns - config.beta_slow)).clamp(0, 1)
 
 
 def _yarn_ramp(config: RopeConfig, head_dim: int, device: torch.device | str | None) -> Tensor:
@@ -42,7 +55,7 @@ def _yarn_ramp(config: RopeConfig, head_dim: int, device: torch.device | str | N
     def index(turns: float) -> float:
         return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
-    low = max(math.floor(index(config.beta_fast)), 0)
+    low = max(math.floor(index(config.fast_turns)), 0)
     high = min(math.ceil(index(config.beta_slow)), head_dim - 1)
     indices = torch.arange(head_dim // 2, dtype=torch.float64, device=device)
     return ((indices - low) / max(high - low, 1e-3)).clamp(0, 1)

@@ -105,6 +105,28 @@ def test_yarn_turns_and_scales_as_published(position, theta, factor, trained, he
         assert complex(turned[i], turned[i + half]) == pytest.approx(want, abs=1e-6)
 
 
+@pytest.mark.parametrize("factor", [8, 64])
+def test_llama3_scales_as_meta_publishes(factor, device):
+    """By wavelengths, as in Meta's code: short ones stay, long ones are stretched, those between are blended."""
+    config = RopeConfig(kind="llama3", theta=5e5, factor=factor, original_seq_len=8192)
+    got = rope_frequencies(config, 128, device).tolist()
+    kinds = set()
+    for i, frequency in enumerate(got):
+        plain = 5e5 ** (-2 * i / 128)
+        wavelength = 2 * math.pi / plain
+        if wavelength < 8192 / 4:
+            kind, want = "short", plain
+        elif wavelength > 8192 / 1:
+            kind, want = "long", plain / factor
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            kind, want = "between", (1 - smooth) * plain / factor + smooth * plain
+        kinds.add(kind)
+        assert frequency == pytest.approx(want, rel=1e-12)
+    assert kinds == {"short", "long", "between"}
+    assert rope_cos_sin(torch.tensor([0], device=device), config, 128)[0].max() == 1
+
+
 def test_yarn_leaves_fast_frequencies_and_interpolates_slow_ones(device):
     plain = rope_frequencies(RopeConfig(theta=5e5), 128, device)
     yarn = rope_frequencies(RopeConfig(kind="yarn", theta=5e5, factor=16, original_seq_len=8192), 128, device)

@@ -1,18 +1,14 @@
 """Stages as a user sees them: a gate keeps a stage from its end, boundaries show, and a stopped run does the same."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tiny_run import Run
 
-from moba_train.config.load import load_config
 from moba_train.config.run import GateConfig
-from moba_train.config.stages import resolve_stages
-from moba_train.evals.position_wise import PositionWiseLoss
 from moba_train.evals.stage import judge
 from moba_train.train import main
 
