@@ -1,5 +1,6 @@
 """Loss by place in the context, on stretches that lie inside one document."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,3 +77,19 @@ def position_wise_loss(
             sums[index] = loss_T.view(buckets, bucket).sum(1)
     dist.all_reduce(sums)
     return PositionWiseLoss(bucket, (sums / bucket).cpu().numpy())
+
+
+def describe(curves: Mapping[str, PositionWiseLoss], own: str) -> tuple[str, dict[str, float], dict[str, Any]]:
+    """Evaluations of one model by the name of its attention, of which it was trained with `own`: in a sentence, as
+    numbers to follow over training, and whole, as JSON values."""
+    curve, full = curves[own], curves.get("full")
+    text = f"trailing loss {curve.trailing:.4f} +- {curve.trailing_error:.4f} with {own} attention"
+    numbers = {"trailing_loss": curve.trailing, "trailing_loss_error": curve.trailing_error}
+    if full is not None and own != "full":
+        gap = curve.above(full)
+        text += f", {gap.trailing:+.4f} +- {gap.trailing_error:.4f} against full attention on the same weights"
+        numbers["trailing_loss_full"] = full.trailing
+        numbers |= {"trailing_gap": gap.trailing, "trailing_gap_error": gap.trailing_error}
+    by_name = {name: other.to_json() for name, other in curves.items()}
+    whole = {"bucket": curve.bucket, "sequences": len(curve.losses), "attention": own, "curves": by_name}
+    return text, numbers, whole

@@ -7,7 +7,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.stretches import Stretches
 from moba_train.evals.loss import validation_data, validation_loss
-from moba_train.evals.position_wise import PositionWiseLoss, position_wise_loss
+from moba_train.evals.position_wise import PositionWiseLoss, describe, position_wise_loss
 from moba_train.evals.variants import name_of, with_full
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
@@ -74,7 +74,8 @@ class StageEvaluation:
             self._model.set_attention(build_attention(layers, self._head_width))
             curves[name] = position_wise_loss(self._model, stretches, bucket, self._share, self._device)
         self._model.set_attention(build_attention(own, self._head_width))
-        self._report(curves, kind, progress.step, tokens)
+        text, fields, detail = describe(curves, kind)
+        self._telemetry.event(progress.step, tokens, "position_wise", text, **fields, position_wise=detail)
         progress.trailing_loss = curves[kind].trailing
         if gate is None or progress.step < self._stage.planned_end_step:
             return False
@@ -83,23 +84,6 @@ class StageEvaluation:
             text = f"{text}; the stage ends all the same, at its max_tokens"
         self._telemetry.event(progress.step, tokens, "gate", text)
         return opened
-
-    def _report(self, curves: dict[str, PositionWiseLoss], kind: str, step: int, tokens: int) -> None:
-        own = curves[kind]
-        text = f"trailing loss {own.trailing:.4f} +- {own.trailing_error:.4f} with {kind} attention"
-        fields = {"trailing_loss": own.trailing, "trailing_loss_error": own.trailing_error}
-        if kind != "full" and "full" in curves:
-            gap = own.above(curves["full"])
-            text += f", {gap.trailing:+.4f} +- {gap.trailing_error:.4f} against full attention on the same weights"
-            fields |= {"trailing_loss_full": curves["full"].trailing}
-            fields |= {"trailing_gap": gap.trailing, "trailing_gap_error": gap.trailing_error}
-        detail = {
-            "bucket": own.bucket,
-            "sequences": len(own.losses),
-            "attention": kind,
-            "curves": {name: curve.to_json() for name, curve in curves.items()},
-        }
-        self._telemetry.event(step, tokens, "position_wise", text, **fields, position_wise=detail)
 
 
 def judge(gate: GateConfig, curves: dict[str, PositionWiseLoss], kind: str, before: float | None) -> tuple[bool, str]:
