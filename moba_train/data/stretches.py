@@ -24,7 +24,7 @@ class Stretches:
     ) -> None:
         self.seq_len = seq_len
         self._vocab_size = vocab_size
-        self._corpora = [IndexedDataset(source.path) for source in sources]
+        self._corpora = [IndexedDataset(path) for path in dict.fromkeys(source.path for source in sources)]
         places = [
             (corpus, document, start)
             for corpus, dataset in enumerate(self._corpora)
