@@ -95,6 +95,26 @@ def tokenize(
 
 
 @app.command()
+def long_range(
+    inputs: Inputs,
+    output: Annotated[str, typer.Option("--output", "-o", help="The .jsonl file to write")],
+    documents: Annotated[int, typer.Option(min=1, help="How many documents")] = 1500,
+    characters: Annotated[
+        int, typer.Option(min=1, help="Length of a document; a token is 2 to 4 characters")
+    ] = 150_000,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same documents")] = 0,
+    text_key: TextKey = "text",
+    globs: Globs = None,
+    excludes: Excludes = None,
+) -> None:
+    """Make long documents with repeated passages and questions about earlier notes, for miniatures of long contexts."""
+    from data_tools.long_range import write_long_range
+
+    _print_bad(write_long_range(_files(inputs, globs, excludes), output, documents, characters, seed, text_key))
+    typer.echo(f"{output}: {documents} documents of {characters} characters")
+
+
+@app.command()
 def stats(prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Corpora")]) -> None:
     """Show how many documents and tokens corpora have, and how long the documents are."""
     from rich.console import Console

@@ -13,6 +13,7 @@ from moba_train.config.run import (
     CheckpointConfig,
     ContextParallelConfig,
     EvaluationConfig,
+    GateConfig,
     HealthConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -28,6 +29,7 @@ class StageConfig(Section):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="shown in logs; unique in the recipe")
     seq_len: Length = Field(description="tokens of one training sequence")
     tokens: TokenBudget = Field(ge=1, description="training tokens of this stage, rounded up to whole steps")
+    until: GateConfig | None = Field(None, description="goes on beyond `tokens` until this is so; null: ends there")
     batch_tokens: Length | None = Field(None, description="tokens per optimizer step; default: the recipe's")
     micro_batch_size: int | None = Field(None, ge=1, description="sequences per rank and pass; default: the recipe's")
     rope: RopeConfig | None = Field(None, description="merged over model.rope, key by key, for this stage only")
