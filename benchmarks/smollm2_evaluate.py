@@ -3,9 +3,9 @@
     python -m benchmarks.smollm2_evaluate --output runs/smollm2/trailing.json runs/smollm2/run
     python -m benchmarks.smollm2_evaluate --draw runs/smollm2/trailing.json --output docs/smollm2-32k.svg
 
-Every checkpoint of the run and the weights it began with read the same validation sequences, each out of one document
-of `valid` beside the training corpus, with the attention and RoPE of the first stage ("as trained"; only before the
-switch), with those of the last stage, and with the last stage's RoPE and full attention.
+Every checkpoint of the run and the weights it began with read the same stretches of long validation documents, of the
+last stage's length: with the attention and RoPE of the first stage ("as trained"; only before the switch), with those
+of the last stage ("MoBA"), and with the last stage's RoPE and full attention ("full").
 """
 
 import argparse
@@ -16,35 +16,33 @@ from typing import Any
 
 import matplotlib
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from benchmarks.record import save
 from moba_train.attention.full import FullAttention
-from moba_train.attention.protocol import packed_layout
 from moba_train.checkpoint.initial import load_initial_weights
 from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.data.indexed import IndexedDataset
+from moba_train.data.stretches import Stretches
+from moba_train.evals.position_wise import position_wise_loss
 from moba_train.inference.load import load_trained
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
+from moba_train.parallel.stage import Share
+from moba_train.parallel.world import joined_world
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-CHUNK = 4096
-"""Tokens whose logits exist at once."""
+BUCKETS = 16
+"""Equal parts of a sequence."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="?", help="run folder")
-    parser.add_argument("--valid", help="corpus prefix; default: `valid` beside the first training corpus")
     parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--buckets", type=int, default=16, help="equal parts of a sequence")
     parser.add_argument("--draw", type=Path, help="result file to draw, instead of measuring")
     parser.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()
@@ -52,23 +50,22 @@ def main() -> None:
         draw(json.loads(given.draw.read_text()), given.output)
         return
     config = load_config(given.run / "config.yaml")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    valid = given.valid or str(Path(config.data.train[0].path).with_name("valid"))
     first, last = resolve_stages(config)[0], resolve_stages(config)[-1]
-    sequences = read_sequences(valid, last.seq_len + 1, given.sequences).to(device)
+    vocab_size = config.model.vocab_size
+    stretches = Stretches(config.data.validation, last.seq_len, given.sequences, config.seed, vocab_size)
     rows = []
-    for model, stage, step in states(given.run, config, device):
-        tokens = stage.first_token + (step - stage.first_step) * stage.batch_tokens
-        for label in (["as trained"] if stage.index == 0 else []) + ["MoBA", "full"]:
-            choose(model, config, label, first, last)
-            losses = position_losses(model, sequences).unflatten(1, (given.buckets, -1)).mean(2)
-            error = losses.std(0) / len(losses) ** 0.5 if len(losses) > 1 else torch.zeros(given.buckets)
-            row = {"step": step, "tokens": tokens, "stage": stage.name, "attention": label}
-            row |= {"loss": losses.mean(0).tolist(), "standard_error": error.tolist()}
-            rows.append(row)
-            print(f"step {step:4d} {stage.name:<8} {label:<11} trailing loss {row['loss'][-1]:.4f}", flush=True)
-    settings = {"seq_len": last.seq_len, "trained_seq_len": first.seq_len, "sequences": len(sequences)}
-    save(given.output, settings | {"switch_tokens": first.end_token, "dtype": str(model.embedding.weight.dtype)}, rows)
+    with joined_world() as world:
+        for model, stage, step in states(given.run, config, world.device):
+            tokens = stage.first_token + (step - stage.first_step) * stage.batch_tokens
+            for label in (["as trained"] if stage.index == 0 else []) + ["MoBA", "full"]:
+                choose(model, config, label, first, last)
+                curve = position_wise_loss(model, stretches, last.seq_len // BUCKETS, Share(), world.device)
+                rows.append(
+                    {"step": step, "tokens": tokens, "stage": stage.name, "attention": label, **curve.to_json()}
+                )
+                print(f"step {step:4d} {stage.name:<8} {label:<11} trailing loss {curve.trailing:.4f}", flush=True)
+    settings = {"seq_len": last.seq_len, "trained_seq_len": first.seq_len, "sequences": len(stretches)}
+    save(given.output, settings | {"switch_tokens": first.end_token}, rows)
 
 
 def states(run: Path, config: RunConfig, device: torch.device) -> Iterator[tuple[Transformer, Stage, int]]:
@@ -93,41 +90,13 @@ def choose(model: Transformer, config: RunConfig, label: str, first: Stage, last
     model.set_attention(build_attention(full if label == "full" else stage.attention, config.model.head_width))
 
 
-def read_sequences(corpus: str, length: int, count: int) -> Tensor:
-    """int64 [n, length], n <= count: windows of long documents, taken from one document after the other in turn."""
-    data = IndexedDataset(corpus)
-    windows = sorted(
-        (start, document)
-        for document, tokens in enumerate(data.document_lengths.tolist())
-        for start in range(0, tokens - length + 1, length)
-    )
-    if not windows:
-        raise SystemExit(f"--valid {corpus}: no document has {length} tokens")
-    rows = [data.document(document, start, start + length) for start, document in windows[:count]]
-    return torch.stack([torch.from_numpy(row.astype("int64")) for row in rows])
-
-
-@torch.no_grad()
-def position_losses(model: Transformer, sequences: Tensor) -> Tensor:
-    """Loss in nats of every token, float32 [sequences, length - 1] on the CPU."""
-    length = sequences.shape[1] - 1
-    positions, layout = torch.arange(length, device=sequences.device), packed_layout([length], sequences.device)
-    losses = []
-    for sequence in sequences:
-        hidden_TD = model.hidden(sequence[:-1], positions, layout)
-        pairs = zip(hidden_TD.split(CHUNK), sequence[1:].split(CHUNK), strict=True)
-        parts = [F.cross_entropy(F.linear(h, model.output_weight).float(), y, reduction="none") for h, y in pairs]
-        losses.append(torch.cat(parts).cpu())
-    return torch.stack(losses)
-
-
 COLORS = {"as trained": "#8a8f98", "MoBA": "#d1495b", "full": "#2e6f95"}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Left: trailing loss over the run. Right: loss by position before and after."""
     settings, rows = result["settings"], result["results"]
-    buckets = len(rows[0]["loss"])
+    buckets = len(rows[0]["mean"])
     width = settings["seq_len"] // buckets
     trained = settings["trained_seq_len"] // width - 1
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained", sharey=True)
@@ -136,14 +105,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
         millions = [row["tokens"] / 1e6 for row in own]
         left.plot(
             millions,
-            [row["loss"][-1] for row in own],
+            [row["mean"][-1] for row in own],
             "o-",
             ms=3,
             color=color,
             label=f"{label}: {_span(buckets - 1, width)}",
         )
         left.plot(
-            millions, [row["loss"][trained] for row in own], ":", color=color, label=f"{label}: {_span(trained, width)}"
+            millions, [row["mean"][trained] for row in own], ":", color=color, label=f"{label}: {_span(trained, width)}"
         )
     left.axvline(settings["switch_tokens"] / 1e6, color="black", lw=0.8, ls="--")
     left.set(xlabel="training tokens (millions)", ylabel="validation loss, nats per token")
@@ -161,7 +130,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         places = [(bucket + 0.5) * width / 1024 for bucket in range(buckets)]
         right.errorbar(
             places,
-            row["loss"],
+            row["mean"],
             row["standard_error"],
             fmt=style,
             color=COLORS[label],
@@ -170,7 +139,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         )
     right.axvline(settings["trained_seq_len"] / 1024, color="black", lw=0.8, ls="--")
     right.set(xlabel="position (K tokens)", title="dashed: trained length of the published weights")
-    after = [value for row in rows if row["attention"] != "as trained" for value in row["loss"]]
+    after = [value for row in rows if row["attention"] != "as trained" for value in row["mean"]]
     left.set_ylim(min(after) - 0.1, max(after) + 0.5)
     for axes in (left, right):
         axes.legend(fontsize=7)

@@ -73,8 +73,7 @@ def convert_gguf(path: Path, output: Path, with_tokenizer: bool) -> None:
             yield hf_name(entry.name), values if heads is None else halves_from_pairs(values, heads)
 
     write_safetensors(output, tensors(), shard_bytes=2**40)
-    tokens = {key: int(_field(reader, f"tokenizer.ggml.{key}")) for key in ("bos_token_id", "eos_token_id")}
-    config = hf_config(model, model.rope, length, "float32") | tokens
+    config = hf_config(model, model.rope, length, "float32")
     (output / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if with_tokenizer:
         write_tokenizer(reader, output)
@@ -140,6 +139,8 @@ def write_tokenizer(reader: Any, output: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (output / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    ids = {f"{name}_token_id": tokens.index(special[f"{name}_token"]) for name in ("bos", "eos", "pad")}
+    (output / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
 
 
 def _field(reader: Any, key: str) -> Any:

@@ -6,6 +6,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from moba_train.attention.registry import KINDS
+from moba_train.checkpoint.hf_rope import hf_rope, read_rope
+from moba_train.config.attention import LayerAttention
 from moba_train.config.explain import explain
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.errors import CheckpointError
@@ -29,7 +32,6 @@ _REFUSED = {
     "attention_bias": False,
     "mlp_bias": False,
     "use_sliding_window": False,
-    "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
 """Their key: the only value that our Transformer knows."""
@@ -62,25 +64,13 @@ def read_model_config(folder: Path) -> ModelConfig:
         "tie_embeddings": config.get("tie_word_embeddings", False),
         "qkv_bias": kind == "qwen2",
         "qk_norm": kind == "qwen3",
-        "rope": _read_rope(config, path),
     }
     try:
-        return ModelConfig.model_validate(values)
+        return ModelConfig.model_validate(values | {"rope": read_rope(config)})
     except ValidationError as error:
         raise CheckpointError(f"{path}: {'; '.join(explain(error, ModelConfig))}") from None
-
-
-def _read_rope(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """`rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
-    rope = {"rope_theta": config.get("rope_theta", 10_000.0)}
-    rope |= config.get("rope_scaling") or {}
-    rope |= config.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return {"theta": rope["rope_theta"]}
-    if kind == "linear":
-        return {"kind": "pi", "theta": rope["rope_theta"], "factor": rope["factor"]}
-    raise CheckpointError(f"{path}: rope_type is {kind!r}, allowed: default, linear")
+    except (KeyError, TypeError, CheckpointError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str) -> dict[str, Any]:
@@ -91,7 +81,6 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
     if model.qk_norm and model.qkv_bias:
         raise CheckpointError("model.qk_norm and model.qkv_bias: both given; Hugging Face has no such architecture")
     kind = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
-    scaling = {"rope_type": "linear", "factor": rope.factor} if rope.kind == "pi" else None
     return {
         "architectures": [_ARCHITECTURES[kind]],
         "model_type": kind,
@@ -101,8 +90,25 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
         "attention_bias": False,
         "tie_word_embeddings": model.tie_embeddings,
         "max_position_embeddings": max_length,
-        "rope_theta": rope.theta,
-        "rope_scaling": scaling,
+        **hf_rope(rope),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+def describe_layer(layer: LayerAttention) -> dict[str, Any]:
+    """What decides which keys a layer attends to, as JSON values; which kernels compute it does not."""
+    return {"kind": layer.kind, **layer.options.model_dump(mode="json", exclude={"backend"})}
+
+
+def parse_layer(entry: dict[str, Any]) -> LayerAttention:
+    """The inverse of `describe_layer`. Raises CheckpointError for an entry that is none."""
+    try:
+        options = KINDS[entry["kind"]].Options
+        return LayerAttention(
+            entry["kind"], options.model_validate({key: value for key, value in entry.items() if key != "kind"})
+        )
+    except ValidationError as error:
+        raise CheckpointError(f"{CONFIG}: moba.layers: {'; '.join(explain(error, options))}") from None
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{CONFIG}: moba.layers: {entry!r} names none of the kinds {', '.join(KINDS)}") from error

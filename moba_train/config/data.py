@@ -15,6 +15,8 @@ class SourceConfig(Section):
 class DataConfig(Section):
     """Training and validation corpora, and the tokenizer that made them."""
 
-    tokenizer: str | None = Field(None, description="sentencepiece model file; needed by generate, checked at start")
+    tokenizer: str | None = Field(
+        None, description="sentencepiece model, or tokenizer.json or its folder; needed by generate, checked at start"
+    )
     train: list[SourceConfig] = Field(min_length=1, description="blend of corpora; weights are by tokens")
     validation: list[SourceConfig] = Field([], description="blend for evaluation; empty: no evaluation")

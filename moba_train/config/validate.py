@@ -13,7 +13,7 @@ from moba_train.config.optim import ScheduleConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
 from moba_train.config.validate_gates import gate_data_problems, gate_problems
-from moba_train.data.tokenizer import load_tokenizer
+from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import ConfigError, DataError
 from moba_train.parallel.scheme import stage_scheme
 
@@ -251,7 +251,7 @@ def _file_problems(config: RunConfig) -> Iterator[str]:
             if missing:
                 yield f"{key}[{index}].path: given {source.path!r}; no file {' and '.join(missing)} (from {Path.cwd()})"
     tokenizer = config.data.tokenizer
-    if tokenizer is not None and not Path(tokenizer).is_file():
+    if tokenizer is not None and not Path(tokenizer).exists():
         yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"
     elif tokenizer is not None:
         yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
@@ -261,7 +261,7 @@ def _file_problems(config: RunConfig) -> Iterator[str]:
 
 def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
     try:
-        known = load_tokenizer(path).vocab_size
+        known = load_text_tokenizer(path).vocab_size
     except DataError as error:
         yield f"data.tokenizer: {error}"
         return
