@@ -20,6 +20,14 @@ Checkpoint = Annotated[
 ]
 
 
+class Dtype(StrEnum):
+    """Of exported weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
 @app.command()
 def train(
     recipe: Recipe,
@@ -149,6 +157,40 @@ def generate(
     for piece in generate_text(checkpoint, prompt, max_new_tokens, temperature, top_p, seed, decode):
         typer.echo(piece, nl=False)
     typer.echo()
+
+
+convert = command_group("Between checkpoints of ours and Hugging Face folders (Llama, Qwen2, Qwen3, SmolLM2).")
+app.add_typer(convert, name="convert")
+
+
+@convert.command()
+def moba_to_hf(
+    checkpoint: Checkpoint,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],
+    dtype: Annotated[Dtype, typer.Option(help="of the weights written; ours are float32")] = Dtype.bfloat16,
+    shard_gib: Annotated[float, typer.Option(min=0.001, help="GiB of one file at most, and of memory")] = 4.0,
+) -> None:
+    """Write a checkpoint as safetensors, config.json and tokenizer. Its `moba` entry tells how each layer attends;
+    who ignores it has an ordinary model with full attention."""
+    import torch
+
+    from moba_train.checkpoint.hf_export import export_to_hf
+
+    export_to_hf(checkpoint, output, getattr(torch, dtype.value), int(shard_gib * 2**30))
+    typer.echo(f"{output}: written")
+
+
+@convert.command()
+def hf_to_moba(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a Hugging Face model")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],
+) -> None:
+    """Make a checkpoint of a Hugging Face model, with a recipe to extend, for `eval`, `generate` and `init_from`.
+    (`init_from` reads the Hugging Face folder itself as well.)"""
+    from moba_train.checkpoint.hf_import import import_from_hf
+
+    import_from_hf(folder, output)
+    typer.echo(f"{output}: checkpoint, tokenizer and recipe.yaml")
 
 
 @app.command()

@@ -12,7 +12,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from moba_train.checkpoint.hf_names import hf_name
 from moba_train.checkpoint.safetensors_folder import SafetensorsFolder
+from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
+from moba_train.model.transformer import Transformer
 
 _DERIVED = ("rotary_emb.inv_freq",)
 """What old files hold besides weights: it follows from the config."""
@@ -61,3 +63,9 @@ def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFo
         raise CheckpointError(
             f"{files.folder}: the weights are not those of its config.json:\n" + "\n".join(f"  - {p}" for p in shown)
         )
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model, by our names."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}

@@ -101,6 +101,14 @@ def describe_layer(layer: LayerAttention) -> dict[str, Any]:
     return {"kind": layer.kind, **layer.options.model_dump(mode="json", exclude={"backend"})}
 
 
+def read_layers(folder: Path) -> dict[str, Any]:
+    """The `attention` section: as the `moba` entry of config.json says, if there is one, else full in all layers."""
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    entries = (config.get("moba") or {}).get("layers", [])
+    layers = [describe_layer(parse_layer(entry)) for entry in entries]
+    return {"default": "full", "overrides": {number: layer for number, layer in enumerate(layers)}}
+
+
 def parse_layer(entry: dict[str, Any]) -> LayerAttention:
     """The inverse of `describe_layer`. Raises CheckpointError for an entry that is none."""
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moba_train.checkpoint.hf import parameter_shapes
 from moba_train.checkpoint.hf_config import CONFIG, describe_layer, hf_config
 from moba_train.checkpoint.hf_names import hf_name
 from moba_train.checkpoint.load import load_checkpoint
@@ -17,7 +18,6 @@ from moba_train.config.model import ModelConfig
 from moba_train.data.tokenizer import tokenizer_files
 from moba_train.errors import CheckpointError
 from moba_train.inference.load import read_recipe
-from moba_train.model.transformer import Transformer
 
 
 def export_to_hf(path: Path, output: Path, dtype: torch.dtype, shard_bytes: int) -> None:
@@ -46,9 +46,7 @@ def export_to_hf(path: Path, output: Path, dtype: torch.dtype, shard_bytes: int)
 
 
 def _tensors(checkpoint: Path, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in Transformer(model).named_parameters()}
-    for name, shape in shapes.items():
+    for name, shape in parameter_shapes(model).items():
         tensor = torch.empty(shape)
         load_checkpoint(checkpoint, {f"model.{name}": tensor}, optional=("model.", "optim.", "rng."))
         yield hf_name(name), tensor.to(dtype)

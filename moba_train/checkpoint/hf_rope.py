@@ -43,7 +43,7 @@ def read_rope(config: dict[str, Any]) -> RopeConfig:
     for key, allowed in {"mscale": None, "mscale_all_dim": None, "truncate": True}.items():
         if kind == "yarn" and values.get(key, allowed) != allowed:
             raise CheckpointError(f"{key} is {values[key]!r} in a yarn embedding, allowed: {allowed}")
-    return rope
+    return rope.model_copy(update={"beta_fast": rope.fast_turns})
 
 
 def hf_rope(rope: RopeConfig) -> dict[str, Any]:

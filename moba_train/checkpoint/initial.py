@@ -69,6 +69,8 @@ def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
 def _comparable(model: ModelConfig) -> dict[str, object]:
     values = model.model_dump(exclude={"init_std"}) | {"head_dim": model.head_width}
     rope = model.rope.model_dump(exclude_defaults=True)
-    if rope.get("kind") == "abf":
-        del rope["kind"]  # another name for the same frequencies
+    if model.rope.kind in ("none", "abf"):
+        rope = {"theta": model.rope.theta}  # two names for the same frequencies
+    elif model.rope.kind != "pi":
+        rope["beta_fast"] = model.rope.fast_turns
     return values | {"rope": rope}

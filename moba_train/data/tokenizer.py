@@ -12,7 +12,6 @@ import sentencepiece
 
 from moba_train.errors import DataError
 
-
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer.model",
