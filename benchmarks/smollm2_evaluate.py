@@ -53,6 +53,7 @@ def main() -> None:
     first, last = resolve_stages(config)[0], resolve_stages(config)[-1]
     vocab_size = config.model.vocab_size
     stretches = Stretches(config.data.validation, last.seq_len, given.sequences, config.seed, vocab_size)
+    settings = {"seq_len": last.seq_len, "trained_seq_len": first.seq_len, "sequences": len(stretches)}
     rows = []
     with joined_world() as world:
         for model, stage, step in states(given.run, config, world.device):
@@ -64,8 +65,7 @@ def main() -> None:
                     {"step": step, "tokens": tokens, "stage": stage.name, "attention": label, **curve.to_json()}
                 )
                 print(f"step {step:4d} {stage.name:<8} {label:<11} trailing loss {curve.trailing:.4f}", flush=True)
-    settings = {"seq_len": last.seq_len, "trained_seq_len": first.seq_len, "sequences": len(stretches)}
-    save(given.output, settings | {"switch_tokens": first.end_token}, rows)
+            save(given.output, settings | {"switch_tokens": first.end_token}, rows)
 
 
 def states(run: Path, config: RunConfig, device: torch.device) -> Iterator[tuple[Transformer, Stage, int]]:

@@ -106,7 +106,7 @@ def read_layers(folder: Path) -> dict[str, Any]:
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     entries = (config.get("moba") or {}).get("layers", [])
     layers = [describe_layer(parse_layer(entry)) for entry in entries]
-    return {"default": "full", "overrides": {number: layer for number, layer in enumerate(layers)}}
+    return {"default": "full", "overrides": dict(enumerate(layers))}
 
 
 def parse_layer(entry: dict[str, Any]) -> LayerAttention:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ def import_from_hf(folder: Path, output: Path) -> None:
         shutil.copyfile(file, output / file.name)
     config = _recipe(folder, output, model)
     tensors = {f"model.{name}": torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), planner=_ReadingPlanner(files), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), planner=_ReadingPlanner(files), no_dist=True)
     publish.write_json(temporary / publish.META, {"progress": {"stage": 0}, "config": dump_config(config)})
     publish.publish(checkpoints, 0, {path.name: publish.hash_file(path) for path in temporary.iterdir()})
 

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: the same bits back, read by transformers, with full attention and with MoBA."""
+"""A checkpoint as a Hugging Face folder: the same bits back, and read by transformers, with full attention and MoBA."""
 
 import json
 from pathlib import Path
