@@ -109,6 +109,26 @@ def tokenize(
 
 
 @app.command()
+def long_range(
+    inputs: Inputs,
+    output: Annotated[str, typer.Option("--output", "-o", help="The .jsonl file to write")],
+    documents: Annotated[int, typer.Option(min=1, help="How many documents")] = 1500,
+    characters: Annotated[
+        int, typer.Option(min=1, help="Length of a document; a token is 2 to 4 characters")
+    ] = 150_000,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same documents")] = 0,
+    text_key: TextKey = "text",
+    globs: Globs = None,
+    excludes: Excludes = None,
+) -> None:
+    """Make long documents with repeated passages and questions about earlier notes, for miniatures of long contexts."""
+    from data_tools.long_range import write_long_range
+
+    _print_bad(write_long_range(_files(inputs, globs, excludes), output, documents, characters, seed, text_key))
+    typer.echo(f"{output}: {documents} documents of {characters} characters")
+
+
+@app.command()
 def stats(
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Corpora")],
     block_size: Annotated[
@@ -178,7 +198,10 @@ def sft(
         list[str],
         typer.Option("--input", "-i", help="A .jsonl or .json file of conversations, or a folder of them"),
     ],
-    tokenizer: Annotated[str, typer.Option("--tokenizer", "-t", help="A sentencepiece model file")],
+    tokenizer: Annotated[
+        str,
+        typer.Option("--tokenizer", "-t", help="A sentencepiece model, a tokenizer.json, or a folder with one"),
+    ],
     output: Annotated[str, typer.Option("--output", "-o", help="Corpus prefix: file names without .bin/.idx")],
     template: Annotated[
         str,
@@ -199,16 +222,14 @@ def sft(
     from data_tools.documents import find_files
     from data_tools.sft import make_sft_corpus, show_documents
     from moba_train.data.chat_template import load_chat_template
-    from moba_train.data.tokenizer import load_tokenizer
+    from moba_train.data.tokenizer import load_text_tokenizer
 
     files = find_files(inputs, ("*.jsonl", "*.json"), ())
-    loaded = load_tokenizer(tokenizer)
-    result = make_sft_corpus(
-        files, output, loaded, load_chat_template(template, end_of_turn), holdout, on_error == "fail"
-    )
+    chat_template = load_chat_template(template, end_of_turn)
+    result = make_sft_corpus(files, output, tokenizer, chat_template, holdout, on_error == "fail")
     _print_bad(result.bad)
     marks = ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
-    for text in show_documents(next(iter(result.corpora)), loaded, show, *marks):
+    for text in show_documents(next(iter(result.corpora)), load_text_tokenizer(tokenizer), show, *marks):
         typer.echo(f"{text}\n{'-' * 40}")
     for prefix, corpus in result.corpora.items():
         loss_tokens = result.loss_tokens[prefix]

@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +18,7 @@ from data_tools.documents import BadRecord, hash_fraction
 from moba_train.data.chat_template import ChatTemplate
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.data.loss_mask import mask_prefix
-from moba_train.data.tokenizer import Tokenizer
+from moba_train.data.tokenizer import TextTokenizer, Tokenizer, load_text_tokenizer
 from moba_train.errors import DataError
 
 
@@ -41,7 +43,7 @@ class SftResult:
     """Records left out, as "file:line: reason"."""
 
 
-def encode_record(record: Record, tokenizer: Tokenizer, template: ChatTemplate) -> Tokens:
+def encode_record(record: Record, tokenizer: TextTokenizer, template: ChatTemplate) -> Tokens:
     """Tokens and loss mask of one record.
 
     Each stretch with or without loss is tokenized on its own, so that no token lies in both: as when the model is used,
@@ -62,7 +64,7 @@ def encode_record(record: Record, tokenizer: Tokenizer, template: ChatTemplate) 
 def make_sft_corpus(
     files: Sequence[str],
     output: str,
-    tokenizer: Tokenizer,
+    tokenizer_path: str,
     template: ChatTemplate,
     holdout: float = 0.0,
     fail_on_error: bool = False,
@@ -70,13 +72,20 @@ def make_sft_corpus(
     """Write the conversations of `files` as the corpus `output` and its mask, or with a `holdout` as `output`-train and
     `output`-valid, each conversation by its content. An earlier corpus is replaced.
 
-    Raises DataError when a file cannot be read, nothing can be used, or at the first bad record if `fail_on_error`.
+    tokenizer_path  a sentencepiece model, a tokenizer.json, or a folder with one
+
+    Raises DataError when a file or the tokenizer cannot be read, nothing can be used, or at the first bad record if
+    `fail_on_error`.
     """
+    tokenizer = load_text_tokenizer(tokenizer_path)
+    tokenizer_file = Path(tokenizer_path)
+    if tokenizer_file.is_dir():
+        tokenizer_file /= "tokenizer.json"
     prefixes = [f"{output}-train", f"{output}-valid"] if holdout else [output]
     info = {
         "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer.name,
-        "tokenizer_sha256": tokenizer.sha256,
+        "tokenizer": tokenizer_file.name,
+        "tokenizer_sha256": hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
         "loss_mask": True,
     }
     bad: list[str] = []
@@ -104,7 +113,7 @@ def make_sft_corpus(
     return SftResult({prefix: IndexedDataset(prefix) for prefix in prefixes}, loss_tokens, bad)
 
 
-def _encoded(files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[Tokens | BadRecord]:
+def _encoded(files: Sequence[str], tokenizer: TextTokenizer, template: ChatTemplate) -> Iterator[Tokens | BadRecord]:
     for file in files:
         for number, record in read_records(file):
             if isinstance(record, BadRecord):
@@ -116,7 +125,7 @@ def _encoded(files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate)
                 yield BadRecord(file, number, str(error))
 
 
-def show_documents(prefix: str, tokenizer: Tokenizer, count: int, begin: str, end: str) -> Iterator[str]:
+def show_documents(prefix: str, tokenizer: TextTokenizer, count: int, begin: str, end: str) -> Iterator[str]:
     """The first `count` conversations of a corpus, decoded from its files; what carries loss is between the marks."""
     corpus, masks = IndexedDataset(prefix), IndexedDataset(mask_prefix(prefix))
     for document in range(min(count, corpus.documents)):
@@ -128,30 +137,32 @@ def show_documents(prefix: str, tokenizer: Tokenizer, count: int, begin: str, en
         yield text
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of `text`, in which the model's control tokens, written out, are these tokens."""
+def _encode(tokenizer: TextTokenizer, text: str) -> list[int]:
+    """Token ids of `text`, in which special tokens, written out, are these tokens."""
     special = _control_tokens(tokenizer)
     if not special:
-        return tokenizer.processor.encode(text)
+        return tokenizer.encode(text)
     ids: list[int] = []
     for part in re.split("(" + "|".join(map(re.escape, special)) + ")", text):
-        ids += [special[part]] if part in special else tokenizer.processor.encode(part)
+        ids += [special[part]] if part in special else tokenizer.encode(part)
     return ids
 
 
-def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def _decode(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
     """Text of `ids`, control tokens written out."""
     names = {token: name for name, token in _control_tokens(tokenizer).items()}
     text = ""
     for control, group in itertools.groupby(ids, key=lambda token: token in names):
         found = list(group)
-        text += "".join(names[token] for token in found) if control else tokenizer.processor.decode(found)
+        text += "".join(names[token] for token in found) if control else tokenizer.decode(found)
     return text
 
 
 @functools.cache
-def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """The tokens that sentencepiece never makes of text, such as </s>, by name."""
+def _control_tokens(tokenizer: TextTokenizer) -> dict[str, int]:
+    """The tokens that sentencepiece never makes of text, such as </s>, by name; Hugging Face's tokenizers make them."""
+    if not isinstance(tokenizer, Tokenizer):
+        return {}
     processor = tokenizer.processor
     tokens = [token for token in range(processor.vocab_size()) if processor.is_control(token)]
     return {processor.id_to_piece(token): token for token in tokens}

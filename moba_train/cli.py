@@ -1,5 +1,6 @@
 """`moba-train`: parses, calls, prints. Imports what a command needs inside it, so that `--help` starts at once."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,14 @@ Overrides = Annotated[
 Checkpoint = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="a checkpoint, or a run folder: its newest valid checkpoint")
 ]
+
+
+class Dtype(StrEnum):
+    """Of exported weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 @app.command()
@@ -91,13 +100,45 @@ def verify(
     typer.echo(f"{found}: intact")
 
 
-@app.command(name="eval")
-def evaluate(checkpoint: Checkpoint) -> None:
-    """Loss on the recipe's held-out text, with the attention of its stage and with full attention everywhere."""
-    from moba_train.evals.report import evaluate_checkpoint
+class EvaluatedAttention(StrEnum):
+    """For `eval --attention`."""
 
-    for label, loss in evaluate_checkpoint(checkpoint).items():
-        typer.echo(f"{label:<24} validation loss {loss:.4f} nats per token")
+    full = "full"
+    moba = "moba"
+    both = "both"
+
+
+@app.command(name="eval")
+def evaluate(
+    checkpoint: Checkpoint,
+    attention: Annotated[
+        EvaluatedAttention, typer.Option(help="moba: the stage's own, or the recipe's; full: full in all layers")
+    ] = EvaluatedAttention.both,
+    bucket: Annotated[
+        str | None, typer.Option(help="loss by position, averaged over so many tokens, e.g. 2K; default: the recipe's")
+    ] = None,
+    sequences: Annotated[int | None, typer.Option(min=2, help="stretches of long documents for it")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
+    cp: Annotated[int | None, typer.Option(min=1, help="ranks that share a sequence; default: the stage's")] = None,
+    output: Annotated[Path | None, typer.Option(help="folder for evaluation.json and position_wise.png")] = None,
+) -> None:
+    """Loss on the recipe's held-out text, also by position, with MoBA and with full attention on the same weights."""
+    import os
+    import sys
+
+    if gpus > 1 and "RANK" not in os.environ:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+        os.execv(sys.executable, [*launch, "-m", "moba_train.cli", *sys.argv[1:]])
+    from moba_train.errors import UserError
+    from moba_train.evals.report import EvaluationOptions, evaluate_checkpoint
+    from moba_train.units import parse_number
+
+    try:
+        tokens = None if bucket is None else parse_number(bucket, 1024)
+    except ValueError as error:
+        raise UserError(f"--bucket: {error}") from None
+    options = EvaluationOptions(attention.value, tokens, sequences, cp, output)
+    evaluate_checkpoint(checkpoint, options, typer.echo)
 
 
 @app.command()
@@ -116,6 +157,40 @@ def generate(
     for piece in generate_text(checkpoint, prompt, max_new_tokens, temperature, top_p, seed, decode):
         typer.echo(piece, nl=False)
     typer.echo()
+
+
+convert = command_group("Between checkpoints of ours and Hugging Face folders (Llama, Qwen2, Qwen3, SmolLM2).")
+app.add_typer(convert, name="convert")
+
+
+@convert.command()
+def moba_to_hf(
+    checkpoint: Checkpoint,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],
+    dtype: Annotated[Dtype, typer.Option(help="of the weights written; ours are float32")] = Dtype.bfloat16,
+    shard_gib: Annotated[float, typer.Option(min=0.001, help="GiB of one file at most, and of memory")] = 4.0,
+) -> None:
+    """Write a checkpoint as safetensors, config.json and tokenizer. Its `moba` entry tells how each layer attends;
+    who ignores it has an ordinary model with full attention."""
+    import torch
+
+    from moba_train.checkpoint.hf_export import export_to_hf
+
+    export_to_hf(checkpoint, output, getattr(torch, dtype.value), int(shard_gib * 2**30))
+    typer.echo(f"{output}: written")
+
+
+@convert.command()
+def hf_to_moba(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a Hugging Face model")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],
+) -> None:
+    """Make a checkpoint of a Hugging Face model, with a recipe to extend, for `eval`, `generate` and `init_from`.
+    (`init_from` reads the Hugging Face folder itself as well.)"""
+    from moba_train.checkpoint.hf_import import import_from_hf
+
+    import_from_hf(folder, output)
+    typer.echo(f"{output}: checkpoint, tokenizer and recipe.yaml")
 
 
 @app.command()

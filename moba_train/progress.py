@@ -22,6 +22,14 @@ class Progress:
     """wandb's id, kept across restarts."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Fingerprint of every corpus read so far."""
+    gated_steps: dict[str, int] = field(default_factory=dict)
+    """By name, how many steps the stages took whose gate has opened."""
+    trailing_loss: float | None = None
+    """Of the last position-wise evaluation, with the stage's own attention."""
+    trailing_loss_before: float | None = None
+    """What it was when the current stage began."""
+    boundary: dict[str, Any] = field(default_factory=dict)
+    """See `telemetry.boundary`."""
     spike_detector: dict[str, Any] = field(default_factory=dict)
     data_plan: dict[str, Any] = field(default_factory=dict)
     """What the order of the data depends on, up to the current stage; see `data_plan`."""

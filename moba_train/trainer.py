@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from moba_train.attention.local import run_local
 from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.initial import load_initial_weights
 from moba_train.checkpoint.publish import latest_checkpoint, read_meta
 from moba_train.checkpoint.state import load_model_and_optimizer, model_and_optimizer_tensors
 from moba_train.config.load import dump_config
@@ -26,7 +27,8 @@ from moba_train.data.batch import Batch
 from moba_train.data.loader import Prefetcher, step_batches
 from moba_train.data.samples import StageData
 from moba_train.errors import CheckpointError, LaunchError, TrainingError
-from moba_train.evals.loss import validation_data, validation_loss
+from moba_train.evals.position_plot import plot_position_wise
+from moba_train.evals.stage import StageEvaluation
 from moba_train.health.spike import SpikeDetector
 from moba_train.model.build import build_attention
 from moba_train.optim.adamw import build_optimizer, clip_gradients
@@ -39,6 +41,7 @@ from moba_train.parallel.world import World, sum_over_ranks
 from moba_train.planning.devices import peak_tflops
 from moba_train.planning.flops import dense_flops, real_flops
 from moba_train.progress import Progress, check_resumable, data_plan
+from moba_train.telemetry.boundary import Boundary
 from moba_train.telemetry.factory import make_telemetry
 from moba_train.telemetry.plot import plot_run
 from moba_train.telemetry.telemetry import Telemetry
@@ -57,6 +60,7 @@ class Trainer:
         self.config, self.world = config, world
         self.run_dir = Path(config.run_dir)
         self.stages = resolve_stages(config)
+        self.boundary = Boundary()
         self.stop_at_step = stop_at_step
         self.stop_requested = False
 
@@ -71,7 +75,7 @@ class Trainer:
             self.run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every
         )
         self.spikes = SpikeDetector(config.health.spike.window, config.health.spike.warn_sigma)
-        self.progress = self._resume() or Progress(run_id=self._new_run_id())
+        self.progress = self._resume() or self._begin()
         self.saved_step = self.progress.step
         if world.is_main:
             (self.run_dir / "config.yaml").write_text(dump_config(config))
@@ -88,14 +92,15 @@ class Trainer:
 
     @property
     def end_step(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Optimizer steps of the whole run; of stages whose gate has not opened yet, as many as there can be."""
         return self.stages[-1].end_step
 
     def run(self) -> bool:
         """Train until the last stage ends (True) or until a stop is asked for (False); saved either way."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
-            finished = all(self._train_stage(stage) for stage in self.stages[self.progress.stage :])
+            finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
+            self._report_boundary(self.boundary.compare() if finished else None)
             self._save()
         except BaseException as error:
             error.add_note(f"in step {self.progress.step} of stage {self.stages[self.progress.stage].name}")
@@ -109,12 +114,14 @@ class Trainer:
         if self.world.is_main:
             try:
                 plot_run(self.run_dir)
+                plot_position_wise(self.run_dir)
             except Exception as error:  # the run itself is done and saved
                 logger.warning("no picture of the loss: %s", error)
         return finished
 
-    def _train_stage(self, stage: Stage) -> bool:
-        """Train through the rest of `stage`; False when stopped before its end."""
+    def _train_stage(self, index: int) -> bool:
+        """Train through the rest of a stage; False when stopped before its end."""
+        stage = self.stages[index]
         data = self._enter(stage)
         share, batch_sequences = self.share, stage.batch_sequences
 
@@ -128,23 +135,34 @@ class Trainer:
             began = time.perf_counter()
             for batches in steps:
                 waited = time.perf_counter() - began
-                weight, carrying = (sum(b.loss_weight_sum for b in batches), sum(b.loss_tokens for b in batches))
+                weight, carrying = sum(b.loss_weight_sum for b in batches), sum(b.loss_tokens for b in batches)
                 loss_weight, loss_tokens, ranks_without, stops = sum_over_ranks(
                     [weight, carrying, carrying == 0, self._wants_to_stop()]
                 )
                 if stops:
                     return False
-                counts = {"loss_tokens": loss_tokens, "loss_token_fraction": loss_tokens / stage.batch_tokens}
-                counts["ranks_with_zero_loss_tokens"] = ranks_without
+                counts = {
+                    "loss_tokens": loss_tokens,
+                    "loss_token_fraction": loss_tokens / stage.batch_tokens,
+                    "ranks_with_zero_loss_tokens": ranks_without,
+                }
                 self._step(stage, batches, loss_weight, counts, began, waited)
-                if self.progress.step % self.config.evaluation.every == 0 or self.progress.step == stage.end_step:
-                    self._evaluate(stage)
+                gate_opened = self.evaluation.after_step(self.progress, self._tokens(stage))
+                if gate_opened:
+                    self._end_here(stage)
                 if self.progress.step % self.config.checkpoint.every == 0:
                     self._save()
+                if gate_opened:
+                    break
                 began = time.perf_counter()
 
-        self.next_starts = data.starts_after(stage.steps * batch_sequences)
+        self.next_starts = data.starts_after(self.stages[index].steps * batch_sequences)
         return True
+
+    def _end_here(self, stage: Stage) -> None:
+        """The stage's gate has opened: it ends with the current step, and later ones begin so much earlier."""
+        self.progress.gated_steps[stage.name] = self.progress.step - stage.first_step
+        self.stages = resolve_stages(self.config, self.progress.gated_steps)
 
     def _step(
         self,
@@ -173,8 +191,9 @@ class Trainer:
         grad_norm = clip_gradients(self.model, self.config.optim.clip_norm)
         metrics = {"loss": loss.item(), "grad_norm": grad_norm.item()}
         self._watch(step, tokens, metrics)
+        self._report_boundary(self.boundary.observe(metrics["loss"]))
 
-        learning_rate = stage_learning_rate(stage, self.config.optim.schedule, tokens, self.stages[-1].end_token)
+        learning_rate = stage_learning_rate(self.stages, stage.index, self.config.optim.schedule, tokens)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
@@ -203,24 +222,34 @@ class Trainer:
                 "lower optim.lr or look at the batch before going on"
             )
 
-    def _evaluate(self, stage: Stage) -> None:
-        if self.validation is None:
+    def _report_boundary(self, losses: tuple[float, float] | None) -> None:
+        if losses is None:
             return
-        micro, device = stage.micro_batch_size, self.world.device
-        loss = validation_loss(self.model, self.validation, micro, self.share, device)
+        stage, (before, after) = self.stages[self.progress.stage], losses
+        text = f"loss {before:.4f} before stage {stage.name}, {after:.4f} at its beginning: {after - before:+.4f}"
         self.telemetry.event(
-            self.progress.step, self._tokens(stage), "evaluation", f"validation loss {loss:.4f}", eval_loss=loss
+            self.progress.step,
+            self._tokens(stage),
+            "boundary",
+            text,
+            loss_before=before,
+            loss_after=after,
+            loss_step=after - before,
         )
 
     def _enter(self, stage: Stage) -> StageData:
         """Give the model the stage's attention, engine and RoPE, and open its data."""
         if self.progress.step > stage.end_step:
+            key = f"stages[{stage.index}].{'until.max_tokens' if stage.gate else 'tokens'}"
             raise CheckpointError(
-                f"stages[{stage.index}].tokens: stage {stage.name} now ends at step {stage.end_step}, before the "
-                f"checkpoint's step {self.progress.step}; make it longer, or set run_dir to a new folder"
+                f"{key}: stage {stage.name} now ends at step {stage.end_step}, before the checkpoint's step "
+                f"{self.progress.step}; make it longer, or set run_dir to a new folder"
             )
         if stage.index > self.progress.stage:
+            self._report_boundary(self.boundary.compare())
+            self.boundary.begin_stage()
             self.progress.stage, self.progress.starts = stage.index, self.next_starts
+            self.progress.trailing_loss_before = self.progress.trailing_loss
             self.spikes.rebaseline()
         self.model.set_attention(build_attention(stage.attention, self.config.model.head_width))
         self.model.set_rope(stage.rope)
@@ -229,7 +258,7 @@ class Trainer:
         data = StageData(
             stage.sources,
             stage.seq_len,
-            stage.steps * stage.batch_sequences,
+            stage.max_steps * stage.batch_sequences,
             self.config.seed,
             self.progress.starts,
             self.config.model.vocab_size,
@@ -237,17 +266,22 @@ class Trainer:
             self.config.loss_norm,
         )
         data.check_fingerprints(self.progress.fingerprints)
-        self.validation = validation_data(self.config, stage.seq_len)
+        surroundings = self.model, self.share, self.world.device, self.telemetry
+        self.evaluation: StageEvaluation = StageEvaluation(self.config, stage, *surroundings)
         self.progress.fingerprints |= data.fingerprints
         self.telemetry.stage = stage.name
         kinds = [layer.kind for layer in stage.attention]
         summary = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+        steps = f"{stage.planned_steps} to {stage.max_steps}" if stage.gate else str(stage.steps)
         self.telemetry.event(
             self.progress.step,
             stage.first_token,
             "stage",
             f"stage {stage.name}: sequences of {stage.seq_len} tokens, {stage.batch_tokens} tokens per step, "
-            f"{stage.steps} steps, attention {summary}",
+            f"{steps} steps, attention {summary}",
+            stage_index=stage.index,
+            seq_len=stage.seq_len,
+            last_step=self.end_step,
         )
         if choice:
             self.telemetry.event(self.progress.step, stage.first_token, "parallel", choice)
@@ -282,6 +316,7 @@ class Trainer:
         if step == self.saved_step:
             return
         self.progress.spike_detector = self.spikes.state_dict()
+        self.progress.boundary = self.boundary.to_state()
         self.progress.data_plan = self._data_plan()
         self.checkpointer.save(
             step,
@@ -292,6 +327,12 @@ class Trainer:
         self.telemetry.event(
             step, self._tokens(self.stages[self.progress.stage]), "checkpoint", f"saving the checkpoint of step {step}"
         )
+
+    def _begin(self) -> Progress:
+        """A new run, from `init_from`'s weights if given."""
+        if self.config.init_from is not None:
+            load_initial_weights(self.model, Path(self.config.init_from))
+        return Progress(run_id=self._new_run_id())
 
     def _resume(self) -> Progress | None:
         """Load the newest valid checkpoint of the run folder; None when there is none."""
@@ -305,6 +346,8 @@ class Trainer:
         path = Path(found[0])
         progress = Progress.from_meta(read_meta(path)["progress"])
         self.progress = progress
+        self.stages = resolve_stages(self.config, progress.gated_steps)
+        self.boundary = Boundary(**progress.boundary)
         check_resumable(progress.data_plan, self._data_plan(), str(path))
         load_model_and_optimizer(self.model, self.optimizer, path)
         self.spikes.load_state_dict(progress.spike_detector)

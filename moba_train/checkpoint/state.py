@@ -27,7 +27,7 @@ def model_and_optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[
     Those of model and optimizer are the live ones, so that loading in place into them restores both. An optimizer that
     has not stepped yet is given the state it would start from.
     """
-    return _model_tensors(model) | _optimizer_tensors(model, optimizer) | _rng_tensors()
+    return model_tensors(model) | _optimizer_tensors(model, optimizer) | _rng_tensors()
 
 
 def load_model_and_optimizer(
@@ -39,7 +39,7 @@ def load_model_and_optimizer(
     Raises CheckpointError on all ranks if the checkpoint is damaged or does not fit on any.
     """
     rng = _rng_tensors()
-    tensors = _model_tensors(model) | _optimizer_tensors(model, optimizer) | rng
+    tensors = model_tensors(model) | _optimizer_tensors(model, optimizer) | rng
     meta = load_checkpoint(path, tensors, optional=("rng.",), verify=verify)
     for name, state in rng.items():
         torch.cuda.set_rng_state(state) if name.endswith(".cuda") else torch.set_rng_state(state)
@@ -48,10 +48,10 @@ def load_model_and_optimizer(
 
 def load_model(model: nn.Module, path: Path, *, verify: bool = False) -> dict[str, Any]:
     """Restores the model alone, for evaluation and generation, and returns the checkpoint's meta."""
-    return load_checkpoint(path, _model_tensors(model), optional=("optim.", "rng."), verify=verify)
+    return load_checkpoint(path, model_tensors(model), optional=("optim.", "rng."), verify=verify)
 
 
-def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     values: dict[str, Any] = get_model_state_dict(model)
     return {f"model.{name}": value for name, value in values.items()}
 

@@ -33,7 +33,9 @@ class SourceConfig(Section):
 class DataConfig(Section):
     """Training and validation corpora, and the tokenizer that made them."""
 
-    tokenizer: str | None = Field(None, description="sentencepiece model file; needed by generate, checked at start")
+    tokenizer: str | None = Field(
+        None, description="sentencepiece model, or tokenizer.json or its folder; needed by generate, checked at start"
+    )
     packing: Literal["concat", "best_fit"] = Field(
         "concat",
         description="concat: every seq_len tokens are a sample; best_fit: whole documents, cut only where longer than "

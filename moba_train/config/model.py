@@ -5,18 +5,36 @@ from typing import Literal
 from pydantic import Field
 
 from moba_train.config.base import Section
+from moba_train.units import Length
 
 
 class RopeConfig(Section):
     """Rotary position embedding. A stage may change it; the weights stay as they are.
 
     `none` uses `theta` as it is; `abf` (adjusted base frequency, Xiong et al. 2023, arXiv:2309.16039) raises `theta`;
-    `pi` (position interpolation, Chen et al. 2023, arXiv:2306.15595) divides positions by `factor`.
+    `pi` (position interpolation, Chen et al. 2023, arXiv:2306.15595) divides positions by `factor`. `yarn` (Peng et al.
+    2023, arXiv:2309.00071) does so only for frequencies that turn less than `beta_slow` times in `original_seq_len`,
+    not for those that turn more than `beta_fast` times, in between partly, and sharpens the attention. `llama3` is the
+    same idea in Llama 3.1, without the sharpening; `beta_slow` and `beta_fast` are its low and high frequency factors.
     """
 
-    kind: Literal["none", "abf", "pi"] = Field("none", description="how the embedding is fitted to longer contexts")
-    theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
-    factor: float = Field(1.0, ge=1, description="how far `pi` stretches positions: new length / trained length")
+    kind: Literal["none", "abf", "pi", "yarn", "llama3"] = Field(
+        "none", description="how the embedding is fitted to longer contexts"
+    )
+    theta: float = Field(10_000.0, gt=1, description="base of the rotary frequencies")
+    factor: float = Field(
+        1.0, ge=1, description="how far positions are stretched (pi, yarn, llama3): new / trained length"
+    )
+    original_seq_len: Length | None = Field(None, description="yarn, llama3: length trained before")
+    beta_fast: float | None = Field(
+        None, gt=0, description="turns in original_seq_len from which a frequency stays; null: 32 (yarn), 4 (llama3)"
+    )
+    beta_slow: float = Field(1.0, gt=0, description="turns in original_seq_len up to which a frequency is stretched")
+
+    @property
+    def fast_turns(self) -> float:
+        """`beta_fast`, given or the kind's own."""
+        return self.beta_fast if self.beta_fast is not None else {"llama3": 4.0}.get(self.kind, 32.0)
 
 
 class ModelConfig(Section):

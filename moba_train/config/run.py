@@ -7,6 +7,7 @@ from pydantic import Field
 from moba_train.config.base import Section
 from moba_train.parallel.context.choose import TransportKind
 from moba_train.parallel.context.layout import Kind
+from moba_train.units import Length, TokenBudget
 
 
 class ContextParallelConfig(Section):
@@ -51,11 +52,50 @@ class CheckpointConfig(Section):
     keep_every: int | None = Field(None, ge=1, description="checkpoints at multiples of this step stay for ever")
 
 
+class PositionWiseConfig(Section):
+    """Loss by place in the context, on stretches of `seq_len` tokens that lie inside one validation document. The last
+    bucket's is the trailing loss. See docs/stages.md."""
+
+    bucket: Length = Field(2048, description="tokens of the context that are averaged together; divides every seq_len")
+    sequences: int = Field(32, ge=2, description="stretches, as far as there are so many")
+    every: int | None = Field(
+        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
+    )
+    attention: Literal["own", "both"] = Field(
+        "both", description="both: where a stage has other than full layers, on the same weights with full ones too"
+    )
+
+
 class EvaluationConfig(Section):
     """Mean token loss on `data.validation`, always on the same sequences."""
 
     every: int = Field(100, ge=1, description="optimizer steps between evaluations")
     sequences: int = Field(32, ge=1, description="validation sequences of the stage's length")
+    position_wise: PositionWiseConfig | None = Field(None, description="null: not evaluated")
+
+
+class TrailingLossRecovered(Section):
+    """The trailing loss with the stage's own attention is no more than `tolerance` above its reference."""
+
+    tolerance: float = Field(ge=0, description="nats per token")
+    reference: Literal["full", "before"] = Field(
+        "full",
+        description="full: full attention on the same weights, at the same time; before: the trailing loss at the end "
+        "of the stage before, which must have the same seq_len",
+    )
+
+
+class GateConfig(Section):
+    """A stage goes on beyond its `tokens` until the gate opens, but never beyond `max_tokens`. It is asked once
+    `tokens` are consumed and then at every position-wise evaluation."""
+
+    trailing_loss_recovered: TrailingLossRecovered
+    max_tokens: TokenBudget = Field(ge=1, description="the stage ends here at the latest; more than `tokens`")
+
+    @property
+    def needs_full(self) -> bool:
+        """Whether it refers to full attention on the same weights."""
+        return self.trailing_loss_recovered.reference == "full"
 
 
 class WandbConfig(Section):

@@ -13,6 +13,7 @@ from moba_train.config.run import (
     CheckpointConfig,
     ContextParallelConfig,
     EvaluationConfig,
+    GateConfig,
     HealthConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -28,6 +29,7 @@ class StageConfig(Section):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="shown in logs; unique in the recipe")
     seq_len: Length = Field(description="tokens of one training sequence")
     tokens: TokenBudget = Field(ge=1, description="training tokens of this stage, rounded up to whole steps")
+    until: GateConfig | None = Field(None, description="goes on beyond `tokens` until this is so; null: ends there")
     batch_tokens: Length | None = Field(None, description="tokens per optimizer step; default: the recipe's")
     micro_batch_size: int | None = Field(None, ge=1, description="sequences per rank and pass; default: the recipe's")
     rope: RopeConfig | None = Field(None, description="merged over model.rope, key by key, for this stage only")
@@ -47,6 +49,11 @@ class RunConfig(Section):
     run_dir: str = Field(min_length=1, description="folder for logs, checkpoints and pictures")
     seed: int = Field(0, ge=0, lt=2**31, description="of the initial weights and of the data order")
     model: ModelConfig
+    init_from: str | None = Field(
+        None,
+        description="where the first weights come from: a Hugging Face folder (Llama, Qwen2, Qwen3, SmolLM2), or a "
+        "checkpoint or run folder of ours; ignored once the run has a checkpoint of its own",
+    )
     attention: AttentionConfig = AttentionConfig()
     data: DataConfig
     optim: OptimConfig = OptimConfig()

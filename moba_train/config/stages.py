@@ -1,18 +1,22 @@
 """What each stage of a recipe comes to, once its defaults are filled in."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moba_train.config.attention import LayerAttention, merge_attention, resolve_layers
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import RopeConfig
 from moba_train.config.optim import ScheduleConfig
-from moba_train.config.run import ContextParallelConfig, ParallelConfig
+from moba_train.config.run import ContextParallelConfig, GateConfig, ParallelConfig
 from moba_train.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage, fully resolved. Steps and tokens count over the whole run; `end` values are exclusive."""
+    """One stage, fully resolved. Steps and tokens count over the whole run; `end` values are exclusive.
+
+    A stage with a gate (`until`) ends at `max_steps` until its gate has opened: ends are the latest possible ones.
+    """
 
     index: int
     name: str
@@ -26,15 +30,32 @@ class Stage:
     lr: float
     schedule: ScheduleConfig | None
     """The stage's own schedule, or None while the run's schedule goes on."""
+    gate: GateConfig | None
+    planned_steps: int
+    """Steps that `tokens` make. The learning rate knows no others, see optim/schedule.py."""
+    max_steps: int
+    """With a gate, steps that `max_tokens` make; else `planned_steps`."""
     first_step: int
     end_step: int
     first_token: int
     end_token: int
+    planned_first_token: int
+    """`first_token`, had no gate kept a stage before from its end."""
 
     @property
     def steps(self) -> int:
         """Optimizer steps of this stage."""
         return self.end_step - self.first_step
+
+    @property
+    def planned_end_step(self) -> int:
+        """The step after which `tokens` are consumed."""
+        return self.first_step + self.planned_steps
+
+    @property
+    def planned_tokens(self) -> int:
+        """Tokens of the planned steps."""
+        return self.planned_steps * self.batch_tokens
 
     @property
     def batch_sequences(self) -> int:
@@ -52,13 +73,18 @@ def merge_parallel(base: ParallelConfig, over: ContextParallelConfig | None) -> 
     return base if over is None else base.model_copy(update=over.model_dump(exclude_unset=True))
 
 
-def resolve_stages(config: RunConfig) -> tuple[Stage, ...]:
-    """All stages of a validated recipe, in order. Raises ConfigError as `resolve_layers` does."""
+def resolve_stages(config: RunConfig, gated_steps: Mapping[str, int] | None = None) -> tuple[Stage, ...]:
+    """All stages of a validated recipe, in order. Raises ConfigError as `resolve_layers` does.
+
+    gated_steps: by name, how many steps the stages took whose gate has opened.
+    """
     stages: list[Stage] = []
-    step = token = 0
+    step = token = planned_token = 0
     for index, stage in enumerate(config.stages):
         batch_tokens = stage.batch_tokens or config.batch_tokens
-        steps = -(-stage.tokens // batch_tokens)
+        planned = -(-stage.tokens // batch_tokens)
+        longest = -(-stage.until.max_tokens // batch_tokens) if stage.until else planned
+        steps = (gated_steps or {}).get(stage.name, longest)
         own_schedule = stage.schedule or (config.optim.schedule if stage.lr is not None else None)
         stages.append(
             Stage(
@@ -73,12 +99,17 @@ def resolve_stages(config: RunConfig) -> tuple[Stage, ...]:
                 sources=tuple(stage.train or config.data.train),
                 lr=stage.lr or config.optim.lr,
                 schedule=own_schedule,
+                gate=stage.until,
+                planned_steps=planned,
+                max_steps=longest,
                 first_step=step,
                 end_step=step + steps,
                 first_token=token,
                 end_token=token + steps * batch_tokens,
+                planned_first_token=planned_token,
             )
         )
         step += steps
         token += steps * batch_tokens
+        planned_token += planned * batch_tokens
     return tuple(stages)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from moba_train.checkpoint.initial import initial_problems
 from moba_train.config.attention import LayerAttention, merge_attention, resolve_layers
 from moba_train.config.data import SourceConfig
 from moba_train.config.mesh import MeshSizes, divisors, fit_mesh
@@ -12,7 +13,8 @@ from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import ScheduleConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
-from moba_train.data.tokenizer import load_tokenizer
+from moba_train.config.validate_gates import gate_data_problems, gate_problems
+from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import ConfigError, DataError
 from moba_train.parallel.scheme import stage_scheme
 
@@ -35,7 +37,7 @@ def validate(
         *_length_problems(config),
     ]
     if not problems:  # a stage is resolved from sound parts only
-        problems += _context_problems(config, ranks_per_node)
+        problems += [*_context_problems(config, ranks_per_node), *gate_problems(config)]
     meshes, mesh_problems = _meshes(config, world_size)
     problems += mesh_problems
     for index, stage in enumerate(config.stages):
@@ -44,6 +46,7 @@ def validate(
         problems += _batch_problems(config, index, meshes[index])
     if check_files:
         problems += _file_problems(config)
+        problems += initial_problems(config)
     if problems:
         raise ConfigError(problems)
 
@@ -63,8 +66,17 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _rope_problems(rope: RopeConfig, path: str) -> Iterator[str]:
-    if rope.factor != 1 and rope.kind != "pi":
-        yield f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, or factor: 1"
+    if rope.factor != 1 and rope.kind not in ("pi", "yarn", "llama3"):
+        yield (
+            f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, yarn or "
+            "llama3, or factor: 1"
+        )
+    if rope.kind not in ("yarn", "llama3"):
+        return
+    if rope.original_seq_len is None:
+        yield f"{path}.original_seq_len: missing; kind {rope.kind} needs the length that was trained before"
+    if rope.fast_turns <= rope.beta_slow:
+        yield f"{path}.beta_fast: given {rope.fast_turns:g}; allowed: more than beta_slow, {rope.beta_slow:g}"
 
 
 def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
@@ -256,15 +268,17 @@ def _file_problems(config: RunConfig) -> Iterator[str]:
         if missing:
             yield f"{key}.path: given {source.path!r}; no file {' and '.join(missing)} (from {Path.cwd()})"
     tokenizer = config.data.tokenizer
-    if tokenizer is not None and not Path(tokenizer).is_file():
+    if tokenizer is not None and not Path(tokenizer).exists():
         yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"
     elif tokenizer is not None:
         yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
+    if all(Path(f"{source.path}.idx").is_file() for source in config.data.validation):
+        yield from gate_data_problems(config)
 
 
 def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
     try:
-        known = load_tokenizer(path).vocab_size
+        known = load_text_tokenizer(path).vocab_size
     except DataError as error:
         yield f"data.tokenizer: {error}"
         return

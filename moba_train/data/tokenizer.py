@@ -1,12 +1,52 @@
-"""A sentencepiece model and what a corpus must remember of it."""
+"""Sentencepiece models and what a corpus must remember of them; tokenizer.json files, to speak to a model."""
 
 import hashlib
+import importlib
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import sentencepiece
 
 from moba_train.errors import DataError
+
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+)
+"""What a Hugging Face folder says about text, besides the model."""
+
+
+class TextTokenizer(Protocol):
+    """What generation needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        ...
+
+    @property
+    def eos_id(self) -> int | None:
+        """Token id of the end of a document, or None."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without any that mark its beginning or end."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of these tokens."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -29,6 +69,14 @@ class Tokenizer:
         """Token id of the end of a document, if the model has one."""
         return self.processor.eos_id() if self.processor.eos_id() >= 0 else None
 
+    def encode(self, text: str) -> list[int]:
+        """See `TextTokenizer`."""
+        return self.processor.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See `TextTokenizer`."""
+        return self.processor.decode(list(tokens))
+
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Raises DataError when `path` is not a sentencepiece model."""
@@ -40,3 +88,60 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{path} is not a readable sentencepiece model ({error}); make one with `moba-data train-tokenizer`"
         ) from error
     return Tokenizer(processor, Path(path).name, hashlib.sha256(model).hexdigest())
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, and the end of a document that the tokenizer_config.json beside it names.
+
+    Raises DataError when the file cannot be read, or the package tokenizers is not installed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            tokenizers: Any = importlib.import_module("tokenizers")
+        except ImportError as error:
+            raise DataError(f"{path} needs the package tokenizers; run `pip install tokenizers`") from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises plain Exception
+            raise DataError(f"{path} is not a readable tokenizer.json: {error}") from error
+        config = path.with_name("tokenizer_config.json")
+        eos: Any = None
+        try:
+            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+        except (ValueError, AttributeError) as error:
+            raise DataError(f"{config} is not a tokenizer's config: {error}") from error
+        self._eos = eos["content"] if isinstance(eos, dict) else eos
+
+    @property
+    def vocab_size(self) -> int:
+        """See `TextTokenizer`."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def eos_id(self) -> int | None:
+        """See `TextTokenizer`."""
+        return None if self._eos is None else self._tokenizer.token_to_id(self._eos)
+
+    def encode(self, text: str) -> list[int]:
+        """See `TextTokenizer`. Special tokens in the text, as chat templates write them, are read as such."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See `TextTokenizer`."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
+def load_text_tokenizer(path: str | Path) -> TextTokenizer:
+    """A tokenizer.json, or a folder with one, else a sentencepiece model. Raises DataError when it cannot be read."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    return HuggingFaceTokenizer(path) if path.suffix == ".json" else load_tokenizer(path)
+
+
+def tokenizer_files(path: Path) -> list[Path]:
+    """The tokenizer at `path` and the files beside it that belong to it in a Hugging Face folder."""
+    folder = path if path.is_dir() else path.parent
+    beside = [folder / name for name in COMPANIONS if (folder / name).is_file()]
+    return beside if path.is_dir() or path in beside else [path, *beside]

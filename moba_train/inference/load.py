@@ -13,13 +13,18 @@ from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
 
 
+def read_recipe(checkpoint: Path) -> tuple[RunConfig, Stage]:
+    """The recipe of a checkpoint and the stage it was in."""
+    meta = read_meta(checkpoint)
+    config = parse_config(meta["config"], f"{checkpoint} (its recipe)")
+    return config, resolve_stages(config)[meta["progress"]["stage"]]
+
+
 def load_trained(
     checkpoint: Path, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Transformer, RunConfig, Stage]:
     """The model of a checkpoint on `device` in `dtype`, its recipe, and the stage it was in (attention, RoPE)."""
-    meta = read_meta(checkpoint)
-    config = parse_config(meta["config"], f"{checkpoint} (its recipe)")
-    stage = resolve_stages(config)[meta["progress"]["stage"]]
+    config, stage = read_recipe(checkpoint)
     with torch.device("meta"):
         model = Transformer(config.model)
     model.to_empty(device=device)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from moba_train.checkpoint.publish import find_checkpoint
-from moba_train.data.tokenizer import load_tokenizer
+from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import UserError
 from moba_train.inference.generate import generate
 from moba_train.inference.load import load_trained
@@ -27,11 +27,11 @@ def generate_text(
     model, config, _ = load_trained(checkpoint, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     if config.data.tokenizer is None:
         raise UserError(f"{checkpoint}: its recipe names no data.tokenizer")
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    tokens = tokenizer.processor.encode(prompt)
+    tokenizer = load_text_tokenizer(config.data.tokenizer)
+    tokens = tokenizer.encode(prompt)
     yield prompt
     try:
-        shown = tokenizer.processor.decode(tokens)
+        shown = tokenizer.decode(tokens)
         for token in generate(
             model,
             tokens,
@@ -44,7 +44,7 @@ def generate_text(
         ):
             # Decoded from the start each time: a token alone may be part of a character, or lose its leading space.
             tokens.append(token)
-            text = tokenizer.processor.decode(tokens)
+            text = tokenizer.decode(tokens)
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                 yield text[len(shown) :]
                 shown = text

@@ -3,6 +3,8 @@
 Positions are always given, never guessed from a row number: packed documents, context parallelism and decoding need it.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,16 +15,60 @@ def rope_frequencies(config: RopeConfig, head_dim: int, device: torch.device | s
     """Angle per position step, float64 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     frequencies = config.theta**-exponents
-    return frequencies / config.factor if config.kind == "pi" else frequencies
+    if config.kind == "pi":
+        return frequencies / config.factor
+    if config.kind == "yarn":
+        return _stretched(frequencies, config.factor, _yarn_ramp(config, head_dim, device))
+    if config.kind == "llama3":
+        return _stretched(frequencies, config.factor, _llama3_ramp(config, frequencies))
+    return frequencies
+
+
+def attention_factor(config: RopeConfig) -> float:
+    """What queries and keys are multiplied by: YaRN's sqrt(1/t) = 0.1 ln(factor) + 1 (Peng et al. 2023, equation 15),
+    1 for all other kinds."""
+    return 0.1 * math.log(config.factor) + 1 if config.kind == "yarn" else 1.0
+
+
+def _stretched(frequencies: Tensor, factor: float, ramp: Tensor) -> Tensor:
+    """Each frequency divided by `factor` as far as `ramp` says: 0 not at all, 1 wholly."""
+    return frequencies * (1 - ramp) + frequencies / factor * ramp
+
+
+def _llama3_ramp(config: RopeConfig, frequencies: Tensor) -> Tensor:
+    """How far each frequency is stretched, by its turns in the trained length (Llama 3.1's code)."""
+    assert config.original_seq_len is not None
+    turns = config.original_seq_len * frequencies / (2 * math.pi)
+    return ((config.fast_turns - turns) / (config.fast_turns - config.beta_slow)).clamp(0, 1)
+
+
+def _yarn_ramp(config: RopeConfig, head_dim: int, device: torch.device | str | None) -> Tensor:
+    """How far each frequency is stretched, float64 [head_dim / 2]: 0 for the fast ones, 1 for the slow ones.
+
+    The authors' code and transformers', which round the ends of the ramp to whole frequencies and let it grow with the
+    frequency's index; the paper's own ramp (equation 13) grows with the number of turns and is not what their published
+    models use.
+    """
+    trained = config.original_seq_len
+    assert trained is not None
+
+    def index(turns: float) -> float:
+        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low = max(math.floor(index(config.fast_turns)), 0)
+    high = min(math.ceil(index(config.beta_slow)), head_dim - 1)
+    indices = torch.arange(head_dim // 2, dtype=torch.float64, device=device)
+    return ((indices - low) / max(high - low, 1e-3)).clamp(0, 1)
 
 
 def rope_cos_sin(positions_T: Tensor, config: RopeConfig, head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotation angles, each float32 [T, 1, head_dim / 2].
+    """cos and sin of the rotation angles times the attention factor, each float32 [T, 1, head_dim / 2].
 
     The angle is formed in float64: at position 10**6 a float32 product is off by up to 0.06 radians.
     """
     angles = positions_T.double()[:, None] * rope_frequencies(config, head_dim, positions_T.device)
-    return angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
+    scale = attention_factor(config)
+    return (scale * angles.cos()).float().unsqueeze(1), (scale * angles.sin()).float().unsqueeze(1)
 
 
 def apply_rope(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Learning rate as a pure function of the tokens consumed, so that resuming needs no scheduler state."""
 
 import math
+from collections.abc import Sequence
 
 from moba_train.config.optim import ScheduleConfig
 from moba_train.config.stages import Stage
@@ -25,12 +26,16 @@ def learning_rate(schedule: ScheduleConfig, peak: float, tokens: int, span: int)
     return peak * factor
 
 
-def stage_learning_rate(stage: Stage, run_schedule: ScheduleConfig, tokens: int, run_tokens: int) -> float:
-    """Learning rate of the step of `stage` that brings the run to `tokens` consumed tokens out of `run_tokens`.
+def stage_learning_rate(stages: Sequence[Stage], index: int, run_schedule: ScheduleConfig, tokens: int) -> float:
+    """Learning rate of the step of stage `index` that brings the run to `tokens` consumed tokens.
 
     A stage with a schedule of its own starts it anew and spans it over the stage; otherwise the run's schedule goes on.
+    Schedules count planned tokens: where a gate keeps a stage from its end, their time stands still, so the rate stays
+    what it is at the end of the stage's `tokens`, and later stages see the rates they would have seen anyway.
     """
-    if stage.schedule is None:
-        return learning_rate(run_schedule, stage.lr, tokens, run_tokens)
-    start = stage.first_token
-    return learning_rate(stage.schedule, stage.lr, tokens - start, stage.end_token - start)
+    stage, last = stages[index], stages[-1]
+    own_tokens = min(tokens - stage.first_token, stage.planned_tokens)
+    if stage.schedule is not None:
+        return learning_rate(stage.schedule, stage.lr, own_tokens, stage.planned_tokens)
+    span = last.planned_first_token + last.planned_tokens
+    return learning_rate(run_schedule, stage.lr, stage.planned_first_token + own_tokens, span)

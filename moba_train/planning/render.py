@@ -27,7 +27,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     for item in plan.stages:
         if item.context:
             console.print(f"{item.stage.name}: {item.context.reason}", soft_wrap=True)
-    console.print(f"all stages: {format_duration(plan.seconds)}")
+    at_most = "at most " if any(item.stage.gate for item in plan.stages) else ""
+    console.print(f"all stages: {at_most}{format_duration(plan.seconds)}")
 
 
 def format_duration(seconds: float) -> str:
@@ -75,14 +76,24 @@ def _stages(plan: Plan) -> Table:
         {
             "sequence length": lambda item: f"{item.stage.seq_len:,}",
             "attention (layers)": _attention,
-            "tokens": lambda item: format_count(item.tokens),
-            "steps": lambda item: f"{item.stage.steps:,}",
+            "tokens": _tokens,
+            "steps": _steps,
             "tokens per step": lambda item: f"{item.stage.batch_tokens:,}",
             "layout": _layout,
             "micro-batches per step": lambda item: str(item.accumulation),
-            "time (estimate)": lambda item: format_duration(item.seconds),
+            "time (estimate)": lambda item: ("at most " if item.stage.gate else "") + format_duration(item.seconds),
         },
     )
+
+
+def _tokens(item: StagePlan) -> str:
+    planned = f"{format_count(item.stage.planned_tokens)} to " if item.stage.gate else ""
+    return planned + format_count(item.tokens)
+
+
+def _steps(item: StagePlan) -> str:
+    planned = f"{item.stage.planned_steps:,} to " if item.stage.gate else ""
+    return planned + f"{item.stage.steps:,}"
 
 
 def _attention(item: StagePlan) -> str:

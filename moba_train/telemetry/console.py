@@ -9,7 +9,10 @@ from rich.text import Text
 _EVENT_STYLES = {
     "stage": "bold cyan",
     "resume": "bold cyan",
+    "boundary": "bold cyan",
+    "gate": "bold cyan",
     "evaluation": "bold green",
+    "position_wise": "bold green",
     "checkpoint": "blue",
     "spike": "bold red",
     "warning": "bold yellow",
@@ -20,8 +23,8 @@ _EVENT_STYLES = {
 class ConsoleSink:
     """Colours in a terminal, the same lines plain elsewhere (under torchrun, in a log file).
 
-    `total_steps` is the last step of the run; the time left is what the remaining steps take at the recent pace,
-    everything between two lines included.
+    `total_steps` is the last step of the run, until a stage begins that knows better (a gate may end a stage early).
+    The time left is what the remaining steps take at the recent pace, everything between two lines included.
     """
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
@@ -31,6 +34,7 @@ class ConsoleSink:
         self._seconds_per_step: float | None = None
 
     def write(self, record: dict[str, Any]) -> None:
+        self._total_steps = record.get("last_step", self._total_steps)
         self._console.print(self._metrics(record) if record["kind"] == "metrics" else self._event(record))
 
     def close(self) -> None:

@@ -35,6 +35,11 @@ def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
         ),
         (["stages.1.batch_tokens=2K"], "stages[1].batch_tokens: given 2048, in stage 'long' not a multiple of seq_len"),
         (["model.rope.factor=2"], "model.rope.factor: given 2, which kind 'none' does not use; set kind: pi"),
+        (["stages.1.rope.kind=yarn"], "stages[1].rope.original_seq_len: missing; kind yarn needs"),
+        (
+            ["stages.1.rope={kind: yarn, original_seq_len: 2K, beta_fast: 1}"],
+            "stages[1].rope.beta_fast: given 1; allowed: more than beta_slow, 1",
+        ),
         (["stages.1.rope.kind=abf"], "stages[1].rope.factor: given 4, which kind 'abf' does not use"),
         (["parallel.dp_shard=0"], "parallel.dp_shard: given 0; allowed: >= 1, or -1"),
         (["parallel.dp_replicate=-1"], "parallel: dp_replicate and dp_shard are both -1"),
@@ -53,6 +58,34 @@ def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
         (
             ["parallel={cp: 2, cp_ring_depth: 3}", "stages.1.parallel.cp_transport=allgather"],
             "parallel.cp_ring_depth: given 3 in stage 'long', which cp_transport 'allgather' does not use",
+        ),
+        (
+            ["evaluation.position_wise={bucket: 3K}", "data.validation=[{path: v}]"],
+            "evaluation.position_wise.bucket: given 3072, which does not divide stages[0].seq_len 2048",
+        ),
+        (["evaluation.position_wise={}"], "evaluation.position_wise: needs documents to evaluate on; set data.vali"),
+        (
+            ["stages.1.until={trailing_loss_recovered: {tolerance: 0.1}, max_tokens: 9M}"],
+            "stages[1].until: the trailing loss is not evaluated; set evaluation.position_wise",
+        ),
+        (
+            ["stages.1.until={trailing_loss_recovered: {tolerance: 0.1}, max_tokens: 2M}"],
+            "stages[1].until.max_tokens: given 2000000; allowed: more than the stage's tokens 2000000",
+        ),
+        (
+            ["stages.0.until={trailing_loss_recovered: {tolerance: 0.1}, max_tokens: 9M}"],
+            "stages[0].until.trailing_loss_recovered.reference: given 'full', but stage 'short' has no other than full",
+        ),
+        (
+            ["stages.1.until={trailing_loss_recovered: {tolerance: 0, reference: before}, max_tokens: 9M}"],
+            "stages[1].until.trailing_loss_recovered.reference: given 'before', but no stage before 'long' ends with",
+        ),
+        (
+            [
+                "stages.1.until={trailing_loss_recovered: {tolerance: 0.1}, max_tokens: 9M}",
+                "optim.schedule.min_lr_ratio=0",
+            ],
+            "stages[1].until: beyond its tokens the stage would go on with the learning rate at their end, which is 0",
         ),
         (["optim.schedule.kind=wsd"], "optim.schedule.decay_tokens: missing; kind wsd needs"),
         (

@@ -20,6 +20,10 @@ class Ranks:
 
     def train(self, run: Run, ranks: int, *arguments: str, per_node: int | None = None) -> None:
         """Train to the end on so many ranks. Fails when any of them does."""
+        self.work("train", [str(run.write_recipe()), *arguments], ranks, per_node)
+
+    def work(self, program: str, command: list[str], ranks: int, per_node: int | None = None) -> None:
+        """Run a program ("train", or "cli" for `moba-train`) on so many ranks. Fails when any of them does."""
         while len(self.processes) < ranks:
             context = mp.get_context("spawn")
             ours, theirs = context.Pipe()
@@ -27,7 +31,6 @@ class Ranks:
             process.start()
             self.processes.append(process)
             self.pipes.append(ours)
-        command = [str(run.write_recipe()), *arguments]
         port = _free_port()
         for rank in range(ranks):
             environment = {
@@ -38,7 +41,7 @@ class Ranks:
                 "MASTER_ADDR": "localhost",
                 "MASTER_PORT": port,
             }
-            self.pipes[rank].send((command, {key: str(value) for key, value in environment.items()}))
+            self.pipes[rank].send((program, command, {key: str(value) for key, value in environment.items()}))
         deadline = time.monotonic() + 120
         for rank in range(ranks):
             assert self.pipes[rank].poll(max(0.0, deadline - time.monotonic())), f"rank {rank} does not come back"
@@ -54,14 +57,14 @@ class Ranks:
 def _work(pipe: Connection) -> None:
     import torch
 
-    from moba_train.train import main
+    from moba_train import cli, train
 
     torch.set_num_threads(1)
     while True:
-        command, environment = pipe.recv()
+        program, command, environment = pipe.recv()
         os.environ.update(environment)
         try:
-            pipe.send(main(command))
+            pipe.send(train.main(command) if program == "train" else cli.app(command, standalone_mode=False) or 0)
         except BaseException as error:
             pipe.send(repr(error))
             raise

@@ -1,0 +1,78 @@
+"""Our model against `transformers` on the same Hugging Face folder and the same real text, in float32.
+
+    python -m benchmarks.smollm2_compare runs/smollm2/hf --corpus runs/smollm2/data/valid --output compare.json
+
+Full attention, and MoBA where the folder's config.json says how each layer attends: there `transformers` runs with our
+attention in its registry.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.record import save
+from moba_train.attention.full import FullAttention
+from moba_train.attention.protocol import packed_layout
+from moba_train.checkpoint.hf import load_hf_weights
+from moba_train.checkpoint.hf_config import parse_layer, read_model_config
+from moba_train.config.attention import LayerAttention
+from moba_train.data.indexed import IndexedDataset
+from moba_train.integrations.transformers import register
+from moba_train.model.build import build_attention
+from moba_train.model.transformer import Transformer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--corpus", required=True, help="corpus prefix; the first document long enough is read")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--output", type=Path, required=True)
+    given = parser.parse_args()
+    corpus = IndexedDataset(given.corpus)
+    document = next(number for number, length in enumerate(corpus.document_lengths) if length > given.tokens)
+    tokens = torch.from_numpy(corpus.document(document, 0, given.tokens + 1).astype("int64"))
+    results = compare(given.folder, tokens.to("cuda" if torch.cuda.is_available() else "cpu"))
+    for name, row in results.items():
+        print(f"{name:<5} " + ", ".join(f"{key} {value:.7g}" for key, value in row.items()), flush=True)
+    save(given.output, {"folder": str(given.folder), "tokens": given.tokens, "document": document}, results)
+
+
+@torch.no_grad()
+def compare(folder: Path, tokens: torch.Tensor) -> dict[str, dict[str, float]]:
+    """Losses in nats per token and the largest difference of a logit, by attention."""
+    from transformers import AutoModelForCausalLM
+
+    register()
+    ours = Transformer(read_model_config(folder)).to(tokens.device).eval()
+    load_hf_weights(ours, folder)
+    length = len(tokens) - 1
+    results = {}
+    for name, implementation in {"full": "sdpa", "moba": "moba"}.items():
+        theirs: Any = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=implementation, dtype=torch.float32
+        )
+        full = LayerAttention("full", FullAttention.Options())
+        layers = [full] * ours.config.layers
+        if name == "moba":
+            if not hasattr(theirs.config, "moba"):
+                continue
+            layers = [parse_layer(entry) for entry in theirs.config.moba["layers"]]
+        ours.set_attention(build_attention(layers, ours.config.head_width))
+        positions, layout = torch.arange(length, device=tokens.device), packed_layout([length], tokens.device)
+        mine = ours(tokens[:-1], positions, layout)
+        expected = theirs.to(tokens.device).eval()(tokens[None, :-1]).logits[0]
+        results[name] = {
+            "ours": F.cross_entropy(mine, tokens[1:]).item(),
+            "transformers": F.cross_entropy(expected, tokens[1:]).item(),
+            "largest logit difference": (mine - expected).abs().max().item(),
+            "largest logit": expected.abs().max().item(),
+        }
+    return results
+
+
+if __name__ == "__main__":
+    main()

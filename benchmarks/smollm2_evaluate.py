@@ -1,0 +1,156 @@
+"""Loss by position before, during and after a model is taken to longer sequences, as JSON and as a picture.
+
+    python -m benchmarks.smollm2_evaluate --output runs/smollm2/trailing.json runs/smollm2/run
+    python -m benchmarks.smollm2_evaluate --draw runs/smollm2/trailing.json --output docs/smollm2-32k.svg
+
+Every checkpoint of the run and the weights it began with read the same stretches of long validation documents, of the
+last stage's length: with the attention and RoPE of the first stage ("as trained"; only before the switch), with those
+of the last stage ("MoBA"), and with the last stage's RoPE and full attention ("full").
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+
+from benchmarks.record import save
+from moba_train.attention.full import FullAttention
+from moba_train.checkpoint.initial import load_initial_weights
+from moba_train.config.attention import LayerAttention
+from moba_train.config.load import load_config
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage, resolve_stages
+from moba_train.data.stretches import Stretches
+from moba_train.evals.position_wise import position_wise_loss
+from moba_train.inference.load import load_trained
+from moba_train.model.build import build_attention
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.stage import Share
+from moba_train.parallel.world import joined_world
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+BUCKETS = 16
+"""Equal parts of a sequence."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, nargs="?", help="run folder")
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--draw", type=Path, help="result file to draw, instead of measuring")
+    parser.add_argument("--output", type=Path, required=True)
+    given = parser.parse_args()
+    if given.draw is not None:
+        draw(json.loads(given.draw.read_text()), given.output)
+        return
+    config = load_config(given.run / "config.yaml")
+    first, last = resolve_stages(config)[0], resolve_stages(config)[-1]
+    vocab_size = config.model.vocab_size
+    stretches = Stretches(config.data.validation, last.seq_len, given.sequences, config.seed, vocab_size)
+    settings = {"seq_len": last.seq_len, "trained_seq_len": first.seq_len, "sequences": len(stretches)}
+    rows = []
+    with joined_world() as world:
+        for model, stage, step in states(given.run, config, world.device):
+            tokens = stage.first_token + (step - stage.first_step) * stage.batch_tokens
+            for label in (["as trained"] if stage.index == 0 else []) + ["MoBA", "full"]:
+                choose(model, config, label, first, last)
+                curve = position_wise_loss(model, stretches, last.seq_len // BUCKETS, Share(), world.device)
+                rows.append(
+                    {"step": step, "tokens": tokens, "stage": stage.name, "attention": label, **curve.to_json()}
+                )
+                print(f"step {step:4d} {stage.name:<8} {label:<11} trailing loss {curve.trailing:.4f}", flush=True)
+            save(given.output, settings | {"switch_tokens": first.end_token}, rows)
+
+
+def states(run: Path, config: RunConfig, device: torch.device) -> Iterator[tuple[Transformer, Stage, int]]:
+    """The weights the run began with and those of all its checkpoints: model, stage, optimizer steps done."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    assert config.init_from is not None, "the run must have begun with weights"
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    model.to_empty(device=device)
+    load_initial_weights(model, Path(config.init_from))
+    yield model.to(dtype).eval(), resolve_stages(config)[0], 0
+    for path in sorted((run / "checkpoints").glob("step_*")):
+        model, _, stage = load_trained(path, device, dtype)
+        yield model, stage, int(path.name.removeprefix("step_"))
+
+
+def choose(model: Transformer, config: RunConfig, label: str, first: Stage, last: Stage) -> None:
+    """Give the model the attention and RoPE that `label` stands for."""
+    stage = first if label == "as trained" else last
+    full = (LayerAttention("full", FullAttention.Options()),) * config.model.layers
+    model.set_rope(stage.rope)
+    model.set_attention(build_attention(full if label == "full" else stage.attention, config.model.head_width))
+
+
+COLORS = {"as trained": "#8a8f98", "MoBA": "#d1495b", "full": "#2e6f95"}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Left: trailing loss over the run. Right: loss by position before and after."""
+    settings, rows = result["settings"], result["results"]
+    buckets = len(rows[0]["mean"])
+    width = settings["seq_len"] // buckets
+    trained = settings["trained_seq_len"] // width - 1
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained", sharey=True)
+    for label, color in COLORS.items():
+        own = [row for row in rows if row["attention"] == label]
+        millions = [row["tokens"] / 1e6 for row in own]
+        left.plot(
+            millions,
+            [row["mean"][-1] for row in own],
+            "o-",
+            ms=3,
+            color=color,
+            label=f"{label}: {_span(buckets - 1, width)}",
+        )
+        left.plot(
+            millions, [row["mean"][trained] for row in own], ":", color=color, label=f"{label}: {_span(trained, width)}"
+        )
+    left.axvline(settings["switch_tokens"] / 1e6, color="black", lw=0.8, ls="--")
+    left.set(xlabel="training tokens (millions)", ylabel="validation loss, nats per token")
+    left.set_title(f"dashed: {settings['seq_len'] // 1024}K, RoPE and MoBA begin")
+    switch = max(row["step"] for row in rows if row["attention"] == "as trained")
+    end = rows[-1]["step"]
+    for step, label, style in (
+        (switch, "as trained", "-"),
+        (switch, "MoBA", "--"),
+        (end, "MoBA", "-"),
+        (end, "full", "-"),
+    ):
+        row = next(row for row in rows if (row["step"], row["attention"]) == (step, label))
+        when = "before" if step == switch else "after"
+        places = [(bucket + 0.5) * width / 1024 for bucket in range(buckets)]
+        right.errorbar(
+            places,
+            row["mean"],
+            row["standard_error"],
+            fmt=style,
+            color=COLORS[label],
+            capsize=2,
+            label=f"{when}: {label}",
+        )
+    right.axvline(settings["trained_seq_len"] / 1024, color="black", lw=0.8, ls="--")
+    right.set(xlabel="position (K tokens)", title="dashed: trained length of the published weights")
+    after = [value for row in rows if row["attention"] != "as trained" for value in row["mean"]]
+    left.set_ylim(min(after) - 0.1, max(after) + 0.5)
+    for axes in (left, right):
+        axes.legend(fontsize=7)
+        axes.grid(alpha=0.25, lw=0.5)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def _span(bucket: int, width: int) -> str:
+    return f"tokens {bucket * width / 1024:g}K-{(bucket + 1) * width / 1024:g}K"
+
+
+if __name__ == "__main__":
+    main()

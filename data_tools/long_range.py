@@ -1,0 +1,110 @@
+"""Long documents in which what comes late depends on what came early, for miniatures of long-context training.
+
+Real text alone is a weak test of it: most of its tokens can be told from the few hundred before them. A document here
+is made of headed pieces: passages of real text, passages of the same document once more (word for word, named by their
+number), notes that give a random number to a random name, and questions that ask for one of the document's notes.
+Repeats and answers refer back uniformly over the document so far, so their distances are as long as the context is.
+"""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from data_tools.documents import BadRecord, cut_shards, read_documents
+from moba_train.errors import DataError
+
+PASSAGE = (300, 1500)
+"""Characters of a passage, least and most."""
+WEIGHTS = {"passage": 5, "repeat": 3, "note": 3, "question": 4}
+"""How often each kind of piece comes, relative to the others."""
+_COLOURS = (
+    "amber",
+    "bronze",
+    "copper",
+    "crimson",
+    "golden",
+    "indigo",
+    "ivory",
+    "jade",
+    "olive",
+    "pearl",
+    "ruby",
+    "teal",
+)
+_ANIMALS = (
+    "badger",
+    "condor",
+    "falcon",
+    "gecko",
+    "heron",
+    "ibex",
+    "jackal",
+    "kestrel",
+    "lynx",
+    "marten",
+    "otter",
+    "stork",
+)
+
+
+def write_long_range(
+    files: Sequence[str], output: str | Path, documents: int, characters: int, seed: int, text_key: str = "text"
+) -> list[BadRecord]:
+    """Write `documents` documents of at least `characters` characters as JSON lines, from the text of `files`, and
+    return the records that could not be read. The same arguments give the same file.
+
+    Raises DataError when no text is long enough to take passages from.
+    """
+    texts, bad = [], []
+    for shard in cut_shards(files):
+        for document in read_documents(shard, text_key):
+            if isinstance(document, BadRecord):
+                bad.append(document)
+            elif len(text := document.decode()) >= PASSAGE[1]:
+                texts.append(text)
+    if not texts:
+        raise DataError(f"no --input text has {PASSAGE[1]} characters to take passages from; give longer texts")
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        for index in range(documents):
+            stream.write(json.dumps({text_key: document_text(texts, characters, f"{seed}/{index}")}) + "\n")
+    temporary.replace(path)
+    return bad
+
+
+def document_text(texts: Sequence[str], characters: int, seed: str) -> str:
+    """One document; each of `texts` has at least `PASSAGE[1]` characters."""
+    pieces, length = [], 0
+    for piece in _pieces(texts, random.Random(seed)):
+        pieces.append(piece)
+        length += len(piece)
+        if length >= characters:
+            return "".join(pieces)
+    raise AssertionError("pieces never end")
+
+
+def _pieces(texts: Sequence[str], draw: random.Random) -> Iterator[str]:
+    passages: list[str] = []
+    notes: dict[str, int] = {}
+    while True:
+        kind = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        if kind == "repeat" and passages:
+            number = draw.randrange(len(passages))
+            yield f"\n### passage {number} again\n{passages[number]}\n"
+        elif kind == "note":
+            name = f"{draw.choice(_COLOURS)} {draw.choice(_ANIMALS)} {draw.randrange(100)}"
+            if name not in notes:
+                notes[name] = draw.randrange(10**6, 10**7)
+                yield f"\n### note\nthe number of the {name} is {notes[name]}\n"
+        elif kind == "question" and notes:
+            name = draw.choice(list(notes))
+            yield f"\n### question\nwhat is the number of the {name}? {notes[name]}\n"
+        elif kind == "passage":
+            text = draw.choice(texts)
+            length = draw.randint(*PASSAGE)
+            start = draw.randrange(len(text) - length + 1)
+            passages.append(text[start : start + length])
+            yield f"\n### passage {len(passages) - 1}\n{passages[-1]}\n"

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# A recipe of configs/recipes/mini from nothing: text with long-range signal, tokenizer, corpus, training, evaluation.
+# Minutes on one GPU. The same command again goes on where it stopped.
+#
+#   bash launch/miniature.sh NAME [--corpus FILE_OR_FOLDER] [KEY.PATH=VALUE]...      default: Python's standard library
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+recipe=configs/recipes/mini/${1:-}.yaml
+[ -n "${1:-}" ] && [ -f "$recipe" ] || {
+    echo "error: no miniature '${1:-}'; allowed: $(cd configs/recipes/mini && ls | sed '/^corpus/d; s/\.yaml$//' | xargs)" >&2
+    exit 2
+}
+name=$1
+shift
+select=(--glob '*.py')
+for folder in site-packages test tests encodings pydoc_data 'config-3*'; do select+=(--exclude "$folder"); done
+corpus=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
+if [ "${1:-}" = --corpus ]; then
+    corpus=${2:?--corpus needs a file or folder} select=()
+    shift 2
+fi
+
+data=runs/mini/data
+ranks=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')
+moba_data=("$PYTHON" -m data_tools)
+moba_train=("$PYTHON" -m moba_train.cli)
+mkdir -p "$data"
+[ -e "$data/text.jsonl" ] ||
+    "${moba_data[@]}" long-range --input "$corpus" ${select[@]+"${select[@]}"} --output "$data/text.jsonl" \
+        --documents 1500 --characters 150000
+[ -e "$data/tokenizer.model" ] ||
+    "${moba_data[@]}" train-tokenizer --input "$corpus" ${select[@]+"${select[@]}"} --vocab-size 4096 \
+        --output "$data/tokenizer.model"
+[ -e "$data/corpus-valid.idx" ] ||
+    "${moba_data[@]}" tokenize --input "$data/text.jsonl" --tokenizer "$data/tokenizer.model" \
+        --output "$data/corpus" --holdout 0.03
+
+"${moba_train[@]}" plan "$recipe" "$@" --gpus "$ranks"
+"${moba_train[@]}" train "$recipe" "$@" --gpus "$ranks"
+"${moba_train[@]}" eval "runs/mini/$name" --output "runs/mini/$name/evaluation"
+echo "logs runs/mini/$name/metrics.jsonl, pictures loss.png and position_wise.png beside them"

@@ -1,0 +1,71 @@
+"""Weights from a Hugging Face folder into a model that exists, sharded or not, a tensor at a time."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from moba_train.checkpoint.hf_names import hf_name
+from moba_train.checkpoint.safetensors_folder import SafetensorsFolder
+from moba_train.config.model import ModelConfig
+from moba_train.errors import CheckpointError
+from moba_train.model.transformer import Transformer
+
+_DERIVED = ("rotary_emb.inv_freq",)
+"""What old files hold besides weights: it follows from the config."""
+
+
+@torch.no_grad()
+def load_hf_weights(model: nn.Module, folder: Path) -> None:
+    """Fill the parameters of a `Transformer`, plain tensors or DTensors, from the Hugging Face model in `folder`.
+
+    Each rank reads the bytes of its own shards and nothing else, one tensor after the other, and needs no other rank.
+    Raises CheckpointError with every tensor that is missing, superfluous or of another shape.
+    """
+    parameters: dict[str, Any] = get_model_state_dict(model)
+    files = SafetensorsFolder(folder)
+    check_hf_weights({name: tuple(parameter.shape) for name, parameter in parameters.items()}, files)
+    for name, parameter in sorted(parameters.items(), key=lambda item: files.file_of(hf_name(item[0]))):
+        if isinstance(parameter, DTensor):
+            shape, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            part = [slice(first, first + size) for first, size in zip(offset, shape, strict=True)]
+            if parameter.to_local().numel():
+                parameter.to_local().copy_(files.read(hf_name(name), part))
+        else:
+            parameter.copy_(files.read(hf_name(name)))
+
+
+def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder) -> None:
+    """Compare names and shapes of all parameters (ours) with the headers of `files`; raises CheckpointError."""
+    wanted = {hf_name(name): shape for name, shape in shapes.items()}
+    problems = [f"{name}: missing" for name in sorted(wanted.keys() - files.names)]
+    # A tied model may come with a copy of its embedding.
+    known = wanted.keys() | ({"lm_head.weight"} if "output.weight" not in shapes else set())
+    problems += [
+        f"{name}: the model of config.json has no such tensor"
+        for name in sorted(files.names - known)
+        if not name.endswith(_DERIVED)
+    ]
+    problems += [
+        f"{name}: has shape {list(files.shape(name))}, the model of config.json has {list(shape)}"
+        for name, shape in sorted(wanted.items())
+        if name in files.names and files.shape(name) != shape
+    ]
+    if problems:
+        shown = problems[:20] + [f"... and {len(problems) - 20} more"] * (len(problems) > 20)
+        raise CheckpointError(
+            f"{files.folder}: the weights are not those of its config.json:\n" + "\n".join(f"  - {p}" for p in shown)
+        )
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model, by our names."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}

@@ -1,0 +1,122 @@
+"""`config.json` of a Hugging Face model and our `model` section: Llama (SmolLM2 too), Qwen2 and Qwen3."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from moba_train.attention.registry import KINDS
+from moba_train.checkpoint.hf_rope import hf_rope, read_rope
+from moba_train.config.attention import LayerAttention
+from moba_train.config.explain import explain
+from moba_train.config.model import ModelConfig, RopeConfig
+from moba_train.errors import CheckpointError
+
+CONFIG = "config.json"
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+_SAME = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range",
+}
+"""Our key: theirs."""
+_REFUSED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "quantization_config": None,
+}
+"""Their key: the only value that our Transformer knows."""
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The `model` section for the Hugging Face model in `folder`.
+
+    Raises CheckpointError, naming the key, for a model that our Transformer cannot be.
+    """
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        kind = config["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: is not a Hugging Face model's config ({error!r})") from error
+    if kind not in _ARCHITECTURES:
+        raise CheckpointError(f"{path}: model_type is {kind!r}, allowed: {', '.join(_ARCHITECTURES)}")
+    for key, allowed in _REFUSED.items():
+        if config.get(key, allowed) != allowed:
+            raise CheckpointError(f"{path}: {key} is {config[key]!r}, allowed: {allowed!r}")
+    sliding = [layer for layer in config.get("layer_types") or () if layer != "full_attention"]
+    if sliding:
+        raise CheckpointError(f"{path}: layer_types has {sliding[0]!r}, allowed: full_attention")
+    values = {ours: config[theirs] for ours, theirs in _SAME.items() if config.get(theirs) is not None}
+    values.setdefault("kv_heads", values.get("heads"))
+    values.setdefault("norm_eps", 1e-6)  # theirs; ours is another
+    values |= {
+        "head_dim": config.get("head_dim", 128 if kind == "qwen3" else None),
+        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "qkv_bias": kind == "qwen2",
+        "qk_norm": kind == "qwen3",
+    }
+    try:
+        return ModelConfig.model_validate(values | {"rope": read_rope(config)})
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: {'; '.join(explain(error, ModelConfig))}") from None
+    except (KeyError, TypeError, CheckpointError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str) -> dict[str, Any]:
+    """The contents of `config.json` for `model` with `rope`, trained on sequences of `max_length` tokens.
+
+    Raises CheckpointError for a shape that no Hugging Face architecture has.
+    """
+    if model.qk_norm and model.qkv_bias:
+        raise CheckpointError("model.qk_norm and model.qkv_bias: both given; Hugging Face has no such architecture")
+    kind = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+    return {
+        "architectures": [_ARCHITECTURES[kind]],
+        "model_type": kind,
+        **{theirs: getattr(model, ours) for ours, theirs in _SAME.items()},
+        "head_dim": model.head_width,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": model.tie_embeddings,
+        "max_position_embeddings": max_length,
+        **hf_rope(rope),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def describe_layer(layer: LayerAttention) -> dict[str, Any]:
+    """What decides which keys a layer attends to, as JSON values; which kernels compute it does not."""
+    return {"kind": layer.kind, **layer.options.model_dump(mode="json", exclude={"backend"})}
+
+
+def read_layers(folder: Path) -> dict[str, Any]:
+    """The `attention` section: as the `moba` entry of config.json says, if there is one, else full in all layers."""
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    entries = (config.get("moba") or {}).get("layers", [])
+    layers = [describe_layer(parse_layer(entry)) for entry in entries]
+    return {"default": "full", "overrides": dict(enumerate(layers))}
+
+
+def parse_layer(entry: dict[str, Any]) -> LayerAttention:
+    """The inverse of `describe_layer`. Raises CheckpointError for an entry that is none."""
+    try:
+        options = KINDS[entry["kind"]].Options
+        return LayerAttention(
+            entry["kind"], options.model_validate({key: value for key, value in entry.items() if key != "kind"})
+        )
+    except ValidationError as error:
+        raise CheckpointError(f"{CONFIG}: moba.layers: {'; '.join(explain(error, options))}") from None
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{CONFIG}: moba.layers: {entry!r} names none of the kinds {', '.join(KINDS)}") from error

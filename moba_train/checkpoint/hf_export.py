@@ -1,0 +1,62 @@
+"""A checkpoint of ours as a Hugging Face folder, a tensor at a time."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moba_train.checkpoint.hf import parameter_shapes
+from moba_train.checkpoint.hf_config import CONFIG, describe_layer, hf_config
+from moba_train.checkpoint.hf_names import hf_name
+from moba_train.checkpoint.load import load_checkpoint
+from moba_train.checkpoint.publish import find_checkpoint
+from moba_train.checkpoint.safetensors_folder import write_safetensors
+from moba_train.config.model import ModelConfig
+from moba_train.data.tokenizer import tokenizer_files
+from moba_train.errors import CheckpointError
+from moba_train.inference.load import read_recipe
+
+
+def export_to_hf(path: Path, output: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+    """Write `output`, a Hugging Face folder with the model of a checkpoint (or of a run folder's newest one).
+
+    Holds the tensors of one file of at most `shard_bytes`. RoPE, sequence length and attention are those of the stage
+    the checkpoint was in; config.json keeps the attention of every layer under `moba`, and to whoever ignores that it
+    is an ordinary Llama, Qwen2 or Qwen3 with full attention. The tokenizer's files come along.
+
+    Raises CheckpointError when `output` is not empty, or no Hugging Face architecture has the model's shape.
+    """
+    checkpoint = find_checkpoint(path)
+    config, stage = read_recipe(checkpoint)
+    contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."))
+    contents["moba"] = {"layers": [describe_layer(layer) for layer in stage.attention]}
+    if output.exists() and any(output.iterdir()):
+        raise CheckpointError(f"{output}: is not empty; give a new folder")
+    output.mkdir(parents=True, exist_ok=True)
+    if config.data.tokenizer is not None:
+        for file in tokenizer_files(Path(config.data.tokenizer)):
+            shutil.copyfile(file, output / file.name)
+        contents |= _special_tokens(output)
+    write_safetensors(output, _tensors(checkpoint, config.model, dtype), shard_bytes)
+    # Last: without it the folder is no model.
+    (output / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+
+
+def _tensors(checkpoint: Path, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name, shape in parameter_shapes(model).items():
+        tensor = torch.empty(shape)
+        load_checkpoint(checkpoint, {f"model.{name}": tensor}, optional=("model.", "optim.", "rng."))
+        yield hf_name(name), tensor.to(dtype)
+
+
+def _special_tokens(folder: Path) -> dict[str, int]:
+    """Ids that transformers' generation looks for in config.json, from the generation_config.json that came along."""
+    try:
+        generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {key: generation[key] for key in keys if generation.get(key) is not None}

@@ -1,0 +1,83 @@
+"""A Hugging Face folder as a checkpoint of ours, a tensor at a time, with a recipe to extend."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from moba_train.checkpoint import publish
+from moba_train.checkpoint.hf import check_hf_weights, parameter_shapes
+from moba_train.checkpoint.hf_config import CONFIG, read_layers, read_model_config
+from moba_train.checkpoint.hf_names import hf_name
+from moba_train.checkpoint.safetensors_folder import SafetensorsFolder
+from moba_train.config.load import dump_config
+from moba_train.config.model import ModelConfig
+from moba_train.config.schema import RunConfig
+from moba_train.data.tokenizer import tokenizer_files
+from moba_train.errors import CheckpointError
+
+RECIPE = "recipe.yaml"
+
+
+def import_from_hf(folder: Path, output: Path) -> None:
+    """Write `output`: a checkpoint (float32, without optimizer state) of the model in `folder`, its tokenizer, and
+    recipe.yaml, to be extended by a run.
+
+    Holds one tensor at a time. Raises CheckpointError when the model is none of ours or `output` is not empty.
+    """
+    model = read_model_config(folder)
+    shapes, files = parameter_shapes(model), SafetensorsFolder(folder)
+    check_hf_weights(shapes, files)
+    if output.exists() and any(output.iterdir()):
+        raise CheckpointError(f"{output}: is not empty; give a new folder")
+    checkpoints = output / "checkpoints"
+    temporary = publish.temporary_folder(checkpoints, 0)
+    temporary.mkdir(parents=True)
+    for file in tokenizer_files(folder):
+        shutil.copyfile(file, output / file.name)
+    config = _recipe(folder, output, model)
+    tensors = {f"model.{name}": torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), planner=_ReadingPlanner(files), no_dist=True)
+    publish.write_json(temporary / publish.META, {"progress": {"stage": 0}, "config": dump_config(config)})
+    publish.publish(checkpoints, 0, {path.name: publish.hash_file(path) for path in temporary.iterdir()})
+
+
+def _recipe(folder: Path, output: Path, model: ModelConfig) -> RunConfig:
+    """recipe.yaml: what the folder says about a run. Where the corpora are it does not, so these are to be replaced."""
+    length = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("max_position_embeddings", 4096)
+    recipe: dict[str, Any] = {
+        "name": output.name,
+        "run_dir": f"runs/{output.name}",
+        "init_from": str(output),
+        "model": model.model_dump(exclude_defaults=True),
+        "attention": read_layers(folder),
+        "data": {"train": [{"path": str(output / "corpus")}]},
+        "batch_tokens": length,
+        "stages": [{"name": "imported", "seq_len": length, "tokens": length}],
+    }
+    if (output / "tokenizer.json").is_file() or (output / "tokenizer.model").is_file():
+        kind = "json" if (output / "tokenizer.json").is_file() else "model"
+        recipe["data"]["tokenizer"] = str(output / f"tokenizer.{kind}")
+    text = yaml.safe_dump(recipe, sort_keys=False)
+    (output / RECIPE).write_text(f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
+    return RunConfig.model_validate(recipe)
+
+
+class _ReadingPlanner(dcp.DefaultSavePlanner):
+    """Plans from shapes alone, and reads each tensor when its turn to be written comes."""
+
+    def __init__(self, files: SafetensorsFolder) -> None:
+        super().__init__()
+        self._files = files
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._files.read(hf_name(index.fqn.removeprefix("model."))).float()

@@ -1,0 +1,63 @@
+"""Rotary embeddings in a Hugging Face `config.json` and in ours: the kinds that both have."""
+
+from typing import Any
+
+from moba_train.config.model import RopeConfig
+from moba_train.errors import CheckpointError
+from moba_train.model.rope import attention_factor
+
+_TURNS = {"yarn": ("beta_fast", "beta_slow"), "llama3": ("high_freq_factor", "low_freq_factor")}
+"""Their names of our `beta_fast` and `beta_slow`."""
+
+
+def read_rope(config: dict[str, Any]) -> RopeConfig:
+    """`rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before.
+
+    Raises CheckpointError for a kind that we do not have; KeyError and ValidationError for values that are none.
+    """
+    values = {"rope_theta": config.get("rope_theta", 10_000.0)}
+    values |= config.get("rope_scaling") or {}
+    values |= config.get("rope_parameters") or {}
+    kind, theta = values.get("rope_type", values.get("type", "default")), values["rope_theta"]
+    if values.get("partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError(f"partial_rotary_factor is {values['partial_rotary_factor']!r}, allowed: 1.0")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(kind="pi", theta=theta, factor=values["factor"])
+    if kind not in _TURNS:
+        raise CheckpointError(f"rope_type is {kind!r}, allowed: default, linear, {', '.join(_TURNS)}")
+    fast, slow = (values.get(name) for name in _TURNS[kind])
+    original = values.get("original_max_position_embeddings", config.get("max_position_embeddings"))
+    rope = RopeConfig(
+        kind=kind,
+        theta=theta,
+        factor=values["factor"],
+        original_seq_len=original,
+        beta_fast=fast,
+        **({} if slow is None else {"beta_slow": slow}),
+    )
+    temperature = values.get("attention_factor")
+    if kind == "yarn" and temperature is not None and abs(temperature - attention_factor(rope)) > 1e-6:
+        raise CheckpointError(f"attention_factor is {temperature}, allowed: {attention_factor(rope)} or none")
+    for key, allowed in {"mscale": None, "mscale_all_dim": None, "truncate": True}.items():
+        if kind == "yarn" and values.get(key, allowed) != allowed:
+            raise CheckpointError(f"{key} is {values[key]!r} in a yarn embedding, allowed: {allowed}")
+    return rope.model_copy(update={"beta_fast": rope.fast_turns})
+
+
+def hf_rope(rope: RopeConfig) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, which every version of transformers reads."""
+    if rope.kind == "pi":
+        return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": "linear", "factor": rope.factor}}
+    if rope.kind not in _TURNS:
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    fast, slow = _TURNS[rope.kind]
+    scaling = {
+        "rope_type": rope.kind,
+        "factor": rope.factor,
+        "original_max_position_embeddings": rope.original_seq_len,
+        fast: rope.fast_turns,
+        slow: rope.beta_slow,
+    }
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}

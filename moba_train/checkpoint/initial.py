@@ -1,0 +1,76 @@
+"""Where a new run's weights come from: `init_from`, a Hugging Face folder or a checkpoint of ours."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from moba_train.checkpoint.hf import load_hf_weights
+from moba_train.checkpoint.hf_config import CONFIG, read_model_config
+from moba_train.checkpoint.publish import find_checkpoint, read_meta
+from moba_train.checkpoint.state import load_model
+from moba_train.config.load import parse_config
+from moba_train.config.model import ModelConfig
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.errors import CheckpointError
+from moba_train.model.transformer import Transformer
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Whether `folder` looks like a Hugging Face model."""
+    return (folder / CONFIG).is_file()
+
+
+def source_model(folder: Path) -> ModelConfig:
+    """The model that `folder` holds, with the rotary embedding its weights were last trained with.
+
+    `folder` is a Hugging Face model, a checkpoint of ours, or a run folder (its newest checkpoint). Raises UserError
+    when it is none of these.
+    """
+    if is_hf_folder(folder):
+        return read_model_config(folder)
+    checkpoint = find_checkpoint(folder)
+    meta = read_meta(checkpoint)
+    config = parse_config(meta["config"], f"{checkpoint} (its recipe)")
+    return config.model.model_copy(update={"rope": resolve_stages(config)[meta["progress"]["stage"]].rope})
+
+
+def load_initial_weights(model: Transformer, folder: Path) -> None:
+    """Fill `model`, sharded or not, from `folder` (see `source_model`). Called on all ranks; each reads its shards.
+
+    Raises CheckpointError when the folder's model is another one.
+    """
+    if problems := list(model_differences(model.config, folder)):
+        raise CheckpointError("\n".join(problems))
+    if is_hf_folder(folder):
+        load_hf_weights(model, folder)
+    else:
+        load_model(model, find_checkpoint(folder))
+
+
+def initial_problems(config: RunConfig) -> Iterator[str]:
+    """What is wrong with `init_from`, for a run that has not begun; one that has goes on from its own checkpoints."""
+    if config.init_from is None or (Path(config.run_dir) / "checkpoints").exists():
+        return
+    try:
+        yield from model_differences(config.model, Path(config.init_from))
+    except CheckpointError as error:
+        yield f"init_from: {error}"
+
+
+def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
+    """Every key in which the recipe's `model` is not the model that `folder` holds."""
+    ours, theirs = _comparable(model), _comparable(source_model(folder))
+    for key, value in theirs.items():
+        if ours[key] != value:
+            hint = "; a stage may change it, stages[i].rope" if key == "rope" else ""
+            yield f"model.{key}: given {ours[key]!r}, but init_from ({folder}) has {value!r}{hint}"
+
+
+def _comparable(model: ModelConfig) -> dict[str, object]:
+    values = model.model_dump(exclude={"init_std"}) | {"head_dim": model.head_width}
+    rope = model.rope.model_dump(exclude_defaults=True)
+    if model.rope.kind in ("none", "abf"):
+        rope = {"theta": model.rope.theta}  # two names for the same frequencies
+    elif model.rope.kind != "pi":
+        rope["beta_fast"] = model.rope.fast_turns
+    return values | {"rope": rope}

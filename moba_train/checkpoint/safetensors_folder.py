@@ -1,0 +1,139 @@
+"""Tensors in a folder of safetensors files: read by name, whole or in part, and written file by file.
+
+A folder holds `model.safetensors`, or several files and `model.safetensors.index.json`, which says where each tensor
+is. A reader opens one file at a time and reads the bytes asked for; a writer holds the tensors of one file.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moba_train.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class SafetensorsFolder:
+    """The tensors of `folder`, found by their names. Raises CheckpointError when the folder cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file_of = self._index() if (folder / INDEX).is_file() else self._single()
+        self._open: tuple[str, Any] | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All tensors."""
+        return frozenset(self._file_of)
+
+    def file_of(self, name: str) -> str:
+        """The file that tensor `name` is in: read in this order, each file is opened once."""
+        return self._file_of[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """From the file's header alone. Raises CheckpointError for a dtype that holds no floating-point weights."""
+        header = self._slice(name)
+        if header.get_dtype() not in DTYPES:
+            raise CheckpointError(
+                f"{self.folder / self._file_of[name]}: {name} is {header.get_dtype()}, allowed: {', '.join(DTYPES)}; "
+                "quantised weights must be converted first"
+            )
+        return tuple(header.get_shape())
+
+    def read(self, name: str, part: Sequence[slice] = ()) -> Tensor:
+        """The tensor on the CPU in the file's dtype, or the `part` of it: a slice for each leading dimension."""
+        try:
+            return self._slice(name)[tuple(part) or ...]
+        except (SafetensorError, OSError) as error:
+            raise self._unreadable(self._file_of[name], error) from error
+
+    def _slice(self, name: str) -> Any:
+        file = self._file_of[name]
+        if self._open is None or self._open[0] != file:
+            try:
+                self._open = file, safe_open(self.folder / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise self._unreadable(file, error) from error
+        try:
+            return self._open[1].get_slice(name)
+        except SafetensorError as error:
+            raise self._unreadable(file, error) from error
+
+    def _single(self) -> dict[str, str]:
+        if not (self.folder / SINGLE).is_file():
+            raise CheckpointError(f"{self.folder}: has neither {SINGLE} nor {INDEX}")
+        try:
+            with safe_open(self.folder / SINGLE, framework="pt") as tensors:
+                return dict.fromkeys(tensors.keys(), SINGLE)
+        except (SafetensorError, OSError) as error:
+            raise self._unreadable(SINGLE, error) from error
+
+    def _index(self) -> dict[str, str]:
+        path = self.folder / INDEX
+        try:
+            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            # A name with a path in it would lead out of the folder.
+            strange = [file for file in files.values() if Path(file).name != file or not file.endswith(".safetensors")]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path}: is not an index of safetensors files ({error!r})") from error
+        if strange:
+            raise CheckpointError(f"{path}: names the file {strange[0]!r}, allowed: *.safetensors beside it")
+        missing = sorted({file for file in files.values() if not (self.folder / file).is_file()})
+        if missing:
+            raise CheckpointError(f"{path}: names {', '.join(missing)}, which the folder has not")
+        return dict(files)
+
+    def _unreadable(self, file: str, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self.folder / file}: cannot be read ({error}); get the file again")
+
+
+def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Write `tensors` (names and CPU tensors) into files of at most `shard_bytes`, a larger tensor into one of its own.
+
+    `tensors` is consumed as it is written: no more than a file's worth is held. One file is `model.safetensors`,
+    several get an index.
+    """
+    files: list[list[str]] = []
+    waiting: dict[str, Tensor] = {}
+    total = 0
+
+    def write() -> None:
+        # How many files there will be is known at the end only.
+        save_file(waiting, folder / _part(len(files)), metadata={"format": "pt"})
+        files.append(list(waiting))
+        waiting.clear()
+
+    for name, tensor in tensors:
+        if waiting and _bytes(tensor) + sum(map(_bytes, waiting.values())) > shard_bytes:
+            write()
+        waiting[name] = tensor.contiguous()
+        total += _bytes(tensor)
+    write()
+    if len(files) == 1:
+        (folder / _part(0)).rename(folder / SINGLE)
+        return
+    final = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    for number, file in enumerate(final):
+        (folder / _part(number)).rename(folder / file)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file for file, names in zip(final, files, strict=True) for name in names},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _part(number: int) -> str:
+    return f"part-{number:05d}.safetensors"
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

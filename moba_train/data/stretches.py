@@ -1,0 +1,55 @@
+"""Stretches of long documents: samples in which every token has its whole context, for evaluation by position."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moba_train.config.data import SourceConfig
+from moba_train.data.indexed import IndexedDataset
+from moba_train.data.samples import Sample, Span
+from moba_train.data.shuffle import permutation
+from moba_train.errors import DataError
+
+
+class Stretches:
+    """Up to `sequences` stretches of `seq_len` tokens, each inside one document and followed by a token of it, so that
+    all its tokens have a label. Documents that are too short give none, longer ones as many as fit.
+
+    The same ones for the same corpora, `seq_len` and `seed`. Corpora are taken together, whatever their weights.
+    `len()` is how many there are; 0 where no document is long enough. Raises DataError for a damaged corpus.
+    """
+
+    def __init__(
+        self, sources: Sequence[SourceConfig], seq_len: int, sequences: int, seed: int, vocab_size: int
+    ) -> None:
+        self.seq_len = seq_len
+        self._vocab_size = vocab_size
+        self._corpora = [IndexedDataset(path) for path in dict.fromkeys(source.path for source in sources)]
+        places = [
+            (corpus, document, start)
+            for corpus, dataset in enumerate(self._corpora)
+            for document in np.flatnonzero(dataset.document_lengths > seq_len).tolist()
+            for start in range(0, int(dataset.document_lengths[document]) - seq_len, seq_len)
+        ]
+        self._places = [places[index] for index in permutation(len(places), (seed, seq_len))[:sequences]]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def sample(self, index: int) -> Sample:
+        """Stretch `index` as a sample of one document. Raises DataError when a token id is not below the vocabulary."""
+        corpus, document, start = self._places[index]
+        dataset, stop = self._corpora[corpus], start + self.seq_len
+        tokens = dataset.document(document, start, stop + 1).astype(np.int64)
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            raise DataError(
+                f"corpus {dataset.prefix}: document {document} has token ids {tokens.min()}..{tokens.max()}, but "
+                f"model.vocab_size is {self._vocab_size}; use the tokenizer that the model was trained with"
+            )
+        return Sample(
+            tokens=tokens[:-1],
+            labels=tokens[1:],
+            loss_weight=np.ones(self.seq_len, dtype=np.float32),
+            lengths=[self.seq_len],
+            pieces=[Span(dataset.prefix, document, start, stop)],
+        )

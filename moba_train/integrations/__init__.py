@@ -1,0 +1,1 @@
+"""Other people's programs running on our attention. Imports of theirs stay inside the functions that need them."""

@@ -1,0 +1,158 @@
+"""A checkpoint as a Hugging Face folder: the same bits back, and read by transformers, with full attention and MoBA."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import VOCAB, logits, make_hf_model, our_model, random_tokens
+from safetensors.torch import load_file
+
+from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.hf_config import parse_layer, read_model_config
+from moba_train.checkpoint.hf_export import export_to_hf
+from moba_train.checkpoint.safetensors_folder import INDEX
+from moba_train.checkpoint.state import model_tensors
+from moba_train.config.load import dump_config
+from moba_train.config.schema import RunConfig
+from moba_train.errors import CheckpointError
+from moba_train.integrations.transformers import register
+from moba_train.model.build import build_attention
+from moba_train.parallel.world import joined_world
+
+LENGTH = 200
+SPARSE = {"block_size": 16, "topk": 3}
+DENSE = {"block_size": 16, "topk": 13}
+"""As many blocks as `LENGTH` tokens have."""
+
+
+def save_as_checkpoint(hf: Path, run_dir: Path, moba: dict[str, Any]) -> None:
+    """The Hugging Face model in `hf` as a checkpoint of ours, MoBA in all layers but the last."""
+    recipe = {
+        "name": "imported",
+        "run_dir": str(run_dir),
+        "model": read_model_config(hf).model_dump(),
+        "attention": {"full_layers": "last:1", "moba": moba},
+        "data": {"tokenizer": str(hf / "tokenizer.json"), "train": [{"path": "none"}]},
+        "batch_tokens": 256,
+        "stages": [{"name": "long", "seq_len": 256, "tokens": 256}],
+    }
+    config = RunConfig.model_validate(recipe)
+    with joined_world():
+        checkpointer = Checkpointer(run_dir / "checkpoints", 1, None)
+        meta = {"progress": {"stage": 0}, "config": dump_config(config)}
+        checkpointer.save(1, model_tensors(our_model(hf)), meta)
+        checkpointer.close()
+        assert checkpointer.last_error is None
+
+
+@pytest.fixture(scope="module", params=["llama3", "qwen2", "qwen3"])
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Hugging Face folder, and what our checkpoint of it was exported to, in float32 and several files."""
+    folder = tmp_path_factory.mktemp(request.param)
+    make_hf_model(request.param, folder / "hf")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / "hf" / name).write_text(f"{name} of {request.param}")
+    save_as_checkpoint(folder / "hf", folder / "run", SPARSE)
+    export_to_hf(folder / "run", folder / "out", torch.float32, shard_bytes=40_000)
+    return folder / "hf", folder / "out"
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of all files."""
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def test_import_and_export_give_back_every_bit(exported: tuple[Path, Path]) -> None:
+    before, after = map(tensors, exported)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    index = json.loads((exported[1] / INDEX).read_text())
+    assert index["weight_map"].keys() == after.keys()
+    assert index["metadata"]["total_size"] == sum(4 * value.numel() for value in after.values())
+    assert all(file.stat().st_size < 45_000 for file in exported[1].glob("*.safetensors"))
+
+
+def test_config_and_tokenizer_survive_the_round_trip(exported: tuple[Path, Path]) -> None:
+    before, after = exported
+    assert read_model_config(before) == read_model_config(after)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (after / name).read_text() == (before / name).read_text()
+
+
+def test_transformers_reads_it_as_an_ordinary_model(exported: tuple[Path, Path]) -> None:
+    """Its own code, its own full attention: the logits of the model that was imported."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = random_tokens(LENGTH)[None]
+    models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in exported]
+    with torch.no_grad():
+        first, second = (model(tokens).logits for model in models)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert type(models[0]) is type(models[1])
+
+
+def with_moba(folder: Path, moba: dict[str, Any] | None = None, decode: Any = "full") -> Any:
+    """The exported model in transformers with our attention; `moba` replaces the options of its MoBA layers."""
+    from transformers import AutoModelForCausalLM
+
+    register(decode)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="moba").eval()
+    if moba is not None:
+        model.config.moba = {"layers": [{"kind": "moba", **moba}] * len(model.config.moba["layers"])}
+    return model
+
+
+def test_transformers_runs_it_with_moba(exported: tuple[Path, Path]) -> None:
+    """Our model's logits with the layers of config.json, and full attention's where every block is chosen."""
+    tokens = random_tokens(LENGTH)
+    model = with_moba(exported[1])
+    layers = [parse_layer(entry) for entry in model.config.moba["layers"]]
+    assert [layer.kind for layer in layers] == ["moba", "moba", "full"]
+    expected = logits(our_model(exported[0], build_attention(layers, model.model.layers[0].self_attn.head_dim)), tokens)
+    full = logits(our_model(exported[0]), tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens[None]).logits[0], expected, rtol=0, atol=1e-5)
+        assert (full - expected).abs().max() > 1e-3
+        dense = with_moba(exported[1], DENSE)(tokens[None]).logits[0]
+    torch.testing.assert_close(dense, full, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("decode", ["full", "moba"])
+def test_padding_and_cache_change_nothing(exported: tuple[Path, Path], decode: str) -> None:
+    """A padded batch generates what each prompt alone generates; with MoBA decoding, what one pass would choose."""
+    model = with_moba(exported[1], SPARSE, decode)
+    prompts = [random_tokens(count) for count in (90, 61)]
+    width = max(map(len, prompts))
+    batch, mask = torch.zeros(2, 2, width, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        batch[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(batch, attention_mask=mask, **options)[:, width:]
+    for row, prompt in enumerate(prompts):
+        alone = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **options)[0]
+        assert together[row].tolist() == alone[len(prompt) :].tolist()
+        if decode == "moba":
+            with torch.no_grad():
+                again = model(alone[None]).logits[0].argmax(-1)
+            assert again[len(prompt) - 1 : -1].tolist() == alone[len(prompt) :].tolist()
+
+
+def test_a_model_without_moba_entry_says_how_to_get_one(exported: tuple[Path, Path]) -> None:
+    model = with_moba(exported[0])
+    with pytest.raises(ValueError, match="moba-to-hf"):
+        model(torch.zeros(1, 8, dtype=torch.int64))
+
+
+def test_a_folder_with_files_is_not_overwritten(exported: tuple[Path, Path]) -> None:
+    with pytest.raises(CheckpointError, match="not empty"):
+        export_to_hf(exported[1].parent / "run", exported[1], torch.float32, shard_bytes=40_000)
+
+
+def test_bfloat16_halves_the_file(exported: tuple[Path, Path], tmp_path: Path) -> None:
+    export_to_hf(exported[1].parent / "run", tmp_path / "half", torch.bfloat16, shard_bytes=2**30)
+    (file,) = (tmp_path / "half").glob("*.safetensors")
+    halves, wholes = load_file(file), tensors(exported[1])
+    assert all(torch.equal(halves[name], wholes[name].bfloat16()) for name in wholes)
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["vocab_size"] == VOCAB

@@ -1,0 +1,58 @@
+"""Documents for miniatures: real passages, and answers that only the document itself can give."""
+
+import json
+import re
+from pathlib import Path
+
+from prose import prose
+from typer.testing import CliRunner
+
+from data_tools.cli import app
+
+CHARACTERS = 60_000
+
+
+def make(folder: Path, *arguments: str) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "text.txt").write_text(prose(0, 30_000))
+    command = ["long-range", "--input", str(folder / "text.txt"), "--output", str(folder / "long.jsonl")]
+    done = CliRunner().invoke(app, [*command, "--characters", str(CHARACTERS), *arguments])
+    assert done.exit_code == 0, done.output
+    return [json.loads(line)["text"] for line in (folder / "long.jsonl").read_text().splitlines()]
+
+
+def test_repeats_and_answers_are_those_of_the_same_document_from_near_and_far(tmp_path: Path) -> None:
+    documents = make(tmp_path, "--documents", "3")
+    assert len(documents) == 3
+    assert len(set(documents)) == 3
+    distances = []
+    for text in documents:
+        assert len(text) >= CHARACTERS
+        first = {m[1]: m for m in re.finditer(r"### passage (\d+)\n(.*?)(?=\n\n###|\n$)", text, re.DOTALL)}
+        again = list(re.finditer(r"### passage (\d+) again\n(.*?)(?=\n\n###|\n$)", text, re.DOTALL))
+        assert again
+        for match in again:
+            assert match[2] == first[match[1]][2]
+            distances.append(match.start() - first[match[1]].start())
+        notes = {m[1]: m for m in re.finditer(r"the number of the (.*) is (\d+)\n", text)}
+        asked = list(re.finditer(r"what is the number of the (.*)\? (\d+)\n", text))
+        assert asked
+        for match in asked:
+            assert match[2] == notes[match[1]][2]
+            distances.append(match.start() - notes[match[1]].start())
+    assert min(distances) > 0
+    assert max(distances) > CHARACTERS / 2
+    assert sum(distance > CHARACTERS / 8 for distance in distances) > len(distances) / 2
+
+
+def test_the_same_seed_gives_the_same_documents(tmp_path: Path) -> None:
+    first, second = make(tmp_path / "a", "--documents", "2"), make(tmp_path / "b", "--documents", "2")
+    assert first == second
+    assert make(tmp_path / "c", "--documents", "2", "--seed", "1") != first
+
+
+def test_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    done = CliRunner().invoke(app, ["long-range", "-i", str(tmp_path), "-o", str(tmp_path / "out.jsonl")])
+    assert done.exit_code == 2
+    assert "passages" in done.output

@@ -1,0 +1,124 @@
+"""Loss by place in the context: whose tokens, what numbers, and what a gate makes of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moba_train.attention.protocol import packed_layout
+from moba_train.config.attention import AttentionConfig, resolve_layers
+from moba_train.config.data import SourceConfig
+from moba_train.config.model import ModelConfig
+from moba_train.config.run import GateConfig
+from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.data.stretches import Stretches
+from moba_train.errors import DataError
+from moba_train.evals.position_wise import PositionWiseLoss, describe, position_wise_loss
+from moba_train.evals.stage import judge
+from moba_train.model.build import build_attention, initialize_weights
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.stage import Share
+from moba_train.parallel.world import World, joined_world
+
+SEQ_LEN, VOCAB = 16, 200
+LENGTHS = [16, 5, 17, 40, 0, 33, 15]
+"""Of these documents the third gives one stretch, the fourth and sixth give two; the first lacks one label."""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[SourceConfig]:
+    """A corpus whose tokens count on from 0 over all documents."""
+    prefix, first = tmp_path_factory.mktemp("corpus") / "long", 0
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for length in LENGTHS:
+            writer.add_document(np.arange(first, first + length))
+            first += length
+    return [SourceConfig(path=str(prefix))]
+
+
+def test_only_documents_that_are_long_enough_give_whole_stretches(sources: list[SourceConfig]) -> None:
+    found = Stretches(sources, SEQ_LEN, 100, 0, VOCAB)
+    places = sorted((s.pieces[0].document, s.pieces[0].start) for s in map(found.sample, range(len(found))))
+    assert places == [(2, 0), (3, 0), (3, 16), (5, 0), (5, 16)]
+    for sample in map(found.sample, range(len(found))):
+        assert sample.lengths == [SEQ_LEN]
+        assert (sample.labels == sample.tokens + 1).all()
+        assert (sample.loss_weight == 1).all()
+
+
+def test_stretches_are_the_same_every_time_and_fewer_are_some_of_them(sources: list[SourceConfig]) -> None:
+    def first_tokens(count: int) -> list[int]:
+        found = Stretches(sources, SEQ_LEN, count, 3, VOCAB)
+        return [int(found.sample(index).tokens[0]) for index in range(len(found))]
+
+    assert first_tokens(5) == first_tokens(5)
+    assert first_tokens(2) == first_tokens(5)[:2]
+    assert len(Stretches(sources, 64, 5, 3, VOCAB)) == 0
+
+
+def test_a_token_outside_the_vocabulary_is_named(sources: list[SourceConfig]) -> None:
+    found = Stretches(sources, SEQ_LEN, 5, 0, 30)
+    with pytest.raises(DataError, match=r"document [35] has token ids .*model.vocab_size is 30"):
+        [found.sample(index) for index in range(5)]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with joined_world() as alone:
+        yield alone
+
+
+@pytest.mark.parametrize("kind", ["full", "moba"])
+def test_losses_are_those_of_the_logits_bucket_by_bucket(sources: list[SourceConfig], world: World, kind: str) -> None:
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "layers": 2, "heads": 2, "kv_heads": 1}
+    model = Transformer(ModelConfig.model_validate(shape)).to(world.device)
+    initialize_weights(model, 0)
+    attention = AttentionConfig.model_validate({"default": kind, "moba": {"block_size": 4, "topk": 2}})
+    model.set_attention(build_attention(resolve_layers(attention, 2), 16))
+    found = Stretches(sources, SEQ_LEN, 3, 0, VOCAB)
+    got = position_wise_loss(model, found, 4, Share(), world.device)
+    for index in range(3):
+        sample = found.sample(index)
+        tokens = torch.from_numpy(sample.tokens).to(world.device)
+        positions = torch.arange(SEQ_LEN, device=world.device)
+        logits = model(tokens, positions, packed_layout([SEQ_LEN], world.device))
+        losses = F.cross_entropy(logits.double(), torch.from_numpy(sample.labels).to(world.device), reduction="none")
+        assert got.losses[index] == pytest.approx(losses.view(4, 4).mean(1).tolist(), rel=1e-5)
+
+
+def test_means_and_errors_take_sequences_as_the_sample() -> None:
+    moba = PositionWiseLoss(8, np.array([[3.0, 2.0], [5.0, 2.5], [4.0, 1.5]]))
+    full = PositionWiseLoss(8, moba.losses - np.array([[0.0, 0.25]]))
+    assert moba.mean.tolist() == [4.0, 2.0]
+    assert moba.standard_error == pytest.approx([1 / 3**0.5, 0.5 / 3**0.5])
+    text, numbers, whole = describe({"moba": moba, "full": full}, "moba")
+    assert numbers["trailing_loss"] == 2.0
+    assert numbers["trailing_loss_full"] == 1.75
+    assert numbers["trailing_gap"] == 0.25
+    assert numbers["trailing_gap_error"] == 0  # of pairs: the sequences differ, the gap does not
+    assert "+0.2500 +- 0.0000" in text
+    assert whole["curves"]["full"]["mean"] == [4.0, 1.75]
+    assert PositionWiseLoss(8, moba.losses[:1]).to_json()["standard_error"] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("reference", "tolerance", "opens"),
+    [("full", 0.2, False), ("full", 0.3, True), ("before", 0.0, False), ("before", 0.11, True)],
+)
+def test_a_gate_opens_when_the_trailing_loss_is_back(reference: str, tolerance: float, opens: bool) -> None:
+    """2.0 with MoBA against 1.75 with full attention and 1.9 before the stage; the buckets before do not matter."""
+    gate = GateConfig.model_validate(
+        {"trailing_loss_recovered": {"tolerance": tolerance, "reference": reference}, "max_tokens": 10}
+    )
+    curves = {name: PositionWiseLoss(8, np.array([[9.0, loss]])) for name, loss in (("moba", 2.0), ("full", 1.75))}
+    opened, text = judge(gate, curves, "moba", 1.9)
+    assert opened == opens
+    assert "trailing loss 2.0000, " + ("1.7500" if reference == "full" else "1.9000") in text
+
+
+def test_a_corpus_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere"):
+        Stretches([SourceConfig(path=str(tmp_path / "nowhere"))], SEQ_LEN, 2, 0, VOCAB)

@@ -1,0 +1,191 @@
+"""Stages as a user sees them: a gate keeps a stage from its end, boundaries show, and a stopped run does the same."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_resume import saved_tensors
+from tiny_run import Run
+from trainer_ranks import Ranks
+from typer.testing import CliRunner
+
+from moba_train.cli import app
+from moba_train.config.load import load_config
+from moba_train.config.run import GateConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.evals.stage import judge
+from moba_train.optim.schedule import stage_learning_rate
+from moba_train.train import main
+
+STEP = 512  # tokens
+
+
+def gated(folder: Path, corpora: Path) -> Run:
+    """Full attention, MoBA for 3 to 9 steps, and full attention again; the gate is asked after steps 6, 8 and 10."""
+    run = Run(folder, corpora)
+    run.recipe |= {
+        "evaluation": {"every": 100, "sequences": 2, "position_wise": {"bucket": 32, "sequences": 3, "every": 2}},
+        "checkpoint": {"every": 100},
+        "stages": [
+            {"name": "short", "seq_len": 64, "tokens": 3 * STEP, "attention": {"default": "full"}},
+            {
+                "name": "activate",
+                "seq_len": 128,
+                "tokens": 3 * STEP,
+                "rope": {"kind": "yarn", "factor": 2, "original_seq_len": 64},
+                "until": {"trailing_loss_recovered": {"tolerance": 0.01}, "max_tokens": 9 * STEP},
+            },
+            {"name": "full", "seq_len": 128, "tokens": 4 * STEP, "attention": {"default": "full"}},
+        ],
+    }
+    return run
+
+
+def train(run: Run, *arguments: str) -> None:
+    assert main([str(run.write_recipe()), *arguments]) == 0
+
+
+def history(run: Run) -> list[dict[str, Any]]:
+    """All that is logged of steps and evaluations, but for times."""
+    kinds = ("metrics", "evaluation", "position_wise", "gate", "boundary")
+    times = {"time", "step_s", "data_s", "tokens_per_s", "tokens_per_s_per_device"}
+    records = [record for kind in kinds for record in run.records(kind)]
+    return [{key: value for key, value in record.items() if key not in times} for record in records]
+
+
+@pytest.fixture(scope="module")
+def opens_at_8() -> Iterator[None]:
+    """The gate's words, but it opens at the second evaluation of its stage, whatever this tiny model's losses are."""
+
+    def verdict(gate: GateConfig, curves: Any, kind: str, before: float | None) -> tuple[bool, str]:
+        own, text = curves[kind].trailing, judge(gate, curves, kind, before)[1]
+        seen.setdefault(own, len(seen) + 1)  # a resumed run evaluates what was evaluated before
+        return seen[own] == 2, text
+
+    seen: dict[float, int] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moba_train.evals.stage.judge", verdict)
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpora: Path, opens_at_8: None) -> Run:
+    run = gated(tmp_path_factory.mktemp("gated"), corpora)
+    train(run)
+    return run
+
+
+def test_a_gate_prolongs_its_stage_and_the_next_one_follows(undisturbed: Run) -> None:
+    stages = [record["stage"] for record in undisturbed.records()]
+    assert stages == ["short"] * 3 + ["activate"] * 5 + ["full"] * 4
+    assert [record["step"] for record in undisturbed.records("gate")] == [6, 8]
+    assert [record["last_step"] for record in undisturbed.records("stage")] == [16, 16, 12]
+    assert [record["tokens"] for record in undisturbed.records()] == [STEP * step for step in range(1, 13)]
+
+
+def test_the_schedule_stands_still_while_a_gate_is_shut(undisturbed: Run) -> None:
+    """Rates are those of the same run without a gate, with the rate at the end of the stage's tokens repeated."""
+    rates = [record["lr"] for record in undisturbed.records()]
+    undisturbed.recipe["stages"][1].pop("until")
+    config = load_config(undisturbed.write_recipe())
+    stages, schedule = resolve_stages(config), config.optim.schedule
+    wanted = [
+        stage_learning_rate(stages, stage.index, schedule, step * STEP)
+        for stage in stages
+        for step in range(stage.first_step + 1, stage.end_step + 1)
+    ]
+    assert rates == [*wanted[:6], wanted[5], wanted[5], *wanted[6:]]
+    assert rates[-1] < rates[5]
+
+
+def test_stops_around_the_gate_change_nothing(tmp_path: Path, corpora: Path, undisturbed: Run) -> None:
+    """Bitwise: where it was asked, between, and in the next stage before its boundary is compared."""
+    run = gated(tmp_path, corpora)
+    for step in (6, 7, 9):
+        train(run, "--stop-at-step", str(step))
+    train(run)
+    assert history(run) == history(undisturbed)
+    ours, theirs = saved_tensors(run), saved_tensors(undisturbed)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_boundaries_show_in_every_log_and_picture(undisturbed: Run) -> None:
+    losses = undisturbed.losses()
+    first, second = undisturbed.records("boundary")
+    assert (first["stage"], first["loss_before"]) == ("activate", pytest.approx(sum(losses[:3]) / 3))
+    assert second["loss_before"] == pytest.approx(sum(losses[3:8]) / 5)
+    assert second["loss_step"] == pytest.approx(sum(losses[8:]) / 4 - sum(losses[3:8]) / 5)
+    assert [record["stage_index"] for record in undisturbed.records("stage")] == [0, 1, 2]
+    for picture in ("loss.png", "position_wise.png"):
+        assert (undisturbed.run_dir / picture).stat().st_size > 10_000
+
+
+def test_loss_by_position_is_logged_for_every_stage(undisturbed: Run) -> None:
+    events = undisturbed.records("position_wise")
+    assert [event["step"] for event in events] == [2, 3, 4, 6, 8, 10, 12]
+    for event in events:
+        whole = event["position_wise"]
+        assert whole["bucket"] == 32
+        assert whole["sequences"] == 3
+        own = whole["curves"][whole["attention"]]
+        assert len(own["mean"]) == (2 if event["stage"] == "short" else 4)
+        assert event["trailing_loss"] == own["mean"][-1]
+        assert set(whole["curves"]) == ({"moba", "full"} if event["stage"] == "activate" else {"full"})
+        assert all(math.isfinite(value) for value in own["mean"] + own["standard_error"])
+    assert events[3]["trailing_gap"] == pytest.approx(events[3]["trailing_loss"] - events[3]["trailing_loss_full"])
+
+
+def test_eval_gives_the_same_loss_by_position(undisturbed: Run, tmp_path: Path) -> None:
+    """The last stage has full attention only: MoBA is the recipe's."""
+    arguments = ["eval", str(undisturbed.run_dir), "--output", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    written = json.loads((tmp_path / "evaluation.json").read_text())
+    (wanted,) = (record for record in undisturbed.records("position_wise") if record["step"] == 12)
+    assert written["position_wise"]["curves"]["full"]["mean"] == pytest.approx(
+        wanted["position_wise"]["curves"]["full"]["mean"], rel=1e-2 if torch.cuda.is_available() else 1e-6
+    )
+    assert set(written["validation_loss"]) == {"moba", "full"}
+    assert (tmp_path / "position_wise.png").stat().st_size > 10_000
+    assert "96 to 128" in done.output
+    only = CliRunner().invoke(app, [*arguments[:2], "--attention", "moba", "--bucket", "64", "--sequences", "2"])
+    assert "64 to 128" in only.output
+    assert "full" not in only.output
+    refused = CliRunner().invoke(app, [*arguments[:2], "--bucket", "48"])
+    assert refused.exit_code == 2
+    assert "--bucket: given 48" in refused.output
+
+
+def test_a_gate_opens_alike_on_ranks_that_share_batches_and_sequences(
+    tmp_path: Path, corpora: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank, and on two: first each with sequences of its own, then with halves of the same; and in `eval`."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    alone, shared = gated(tmp_path / "alone", corpora), gated(tmp_path / "shared", corpora)
+    ranks = Ranks()
+    try:
+        for run, count in ((alone, 1), (shared, 2)):
+            run.folder.mkdir()
+            run.recipe["stages"][1]["until"]["trailing_loss_recovered"]["tolerance"] = 10.0
+            run.recipe["stages"][1]["parallel"] = {"cp": count}
+            ranks.train(run, count)
+        ranks.work("cli", ["eval", str(shared.run_dir), "--cp", "2", "--output", str(tmp_path)], 2)
+    finally:
+        ranks.close()
+    assert [record["step"] for record in shared.records("gate")] == [6]
+    assert shared.losses() == pytest.approx(alone.losses(), rel=1e-4)
+    for got, want in zip(shared.records("position_wise"), alone.records("position_wise"), strict=True):
+        assert got["step"] == want["step"]
+        for name, curve in want["position_wise"]["curves"].items():
+            assert got["position_wise"]["curves"][name]["mean"] == pytest.approx(curve["mean"], rel=1e-4)
+            assert got["position_wise"]["curves"][name]["standard_error"] == pytest.approx(
+                curve["standard_error"], rel=1e-2
+            )
+    evaluated = json.loads((tmp_path / "evaluation.json").read_text())["position_wise"]["curves"]["full"]
+    last = alone.records("position_wise")[-1]["position_wise"]["curves"]["full"]
+    assert evaluated["mean"] == pytest.approx(last["mean"], rel=1e-4)
