@@ -139,7 +139,7 @@ def show_documents(prefix: str, tokenizer: TextTokenizer, count: int, begin: str
 
 def _encode(tokenizer: TextTokenizer, text: str) -> list[int]:
     """Token ids of `text`, in which special tokens, written out, are these tokens."""
-    special = _control_tokens(tokenizer)
+    special = _control_tokens(tokenizer) if isinstance(tokenizer, Tokenizer) else {}
     if not special:
         return tokenizer.encode(text)
     ids: list[int] = []
@@ -150,7 +150,8 @@ def _encode(tokenizer: TextTokenizer, text: str) -> list[int]:
 
 def _decode(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
     """Text of `ids`, control tokens written out."""
-    names = {token: name for name, token in _control_tokens(tokenizer).items()}
+    special = _control_tokens(tokenizer) if isinstance(tokenizer, Tokenizer) else {}
+    names = {token: name for name, token in special.items()}
     text = ""
     for control, group in itertools.groupby(ids, key=lambda token: token in names):
         found = list(group)
@@ -159,10 +160,8 @@ def _decode(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
 
 
 @functools.cache
-def _control_tokens(tokenizer: TextTokenizer) -> dict[str, int]:
+def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """The tokens that sentencepiece never makes of text, such as </s>, by name; Hugging Face's tokenizers make them."""
-    if not isinstance(tokenizer, Tokenizer):
-        return {}
     processor = tokenizer.processor
     tokens = [token for token in range(processor.vocab_size()) if processor.is_control(token)]
     return {processor.id_to_piece(token): token for token in tokens}

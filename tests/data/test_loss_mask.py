@@ -1,0 +1,82 @@
+"""Loss masks in training: they say which tokens are predicted with loss, and how much each counts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moba_train.config.data import SourceConfig
+from moba_train.data.batch import collate
+from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.data.loss_mask import LossNorm, mask_prefix
+from moba_train.data.samples import Sample, StageData
+from moba_train.errors import DataError
+
+PADDING_ID = 0
+DOCUMENTS = [([5, 6, 7, PADDING_ID], [0, 0, 1, 1]), ([8, 9, 5, 6, 7, 8, 9, 5, 6], [1, 0, 0, 1, 0, 0, 0, 1, 1])]
+"""Tokens and masks. The first ends its turn with the id that padding has."""
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    name = str(tmp_path / "corpus")
+    info = {"vocab_size": 10, "loss_mask": True}
+    masks = IndexedDatasetWriter(mask_prefix(name), np.uint8)
+    with IndexedDatasetWriter(name, np.uint16, info) as corpus, masks:
+        for tokens, mask in DOCUMENTS:
+            corpus.add_document(tokens)
+            masks.add_document(mask)
+    return name
+
+
+def samples(prefix: str, seq_len: int, count: int, norm: LossNorm, packing: str = "best_fit") -> list[Sample]:
+    data = StageData([SourceConfig(path=prefix)], seq_len, count, 0, {}, 10, packing, norm)  # type: ignore[arg-type]
+    return [data.sample(index) for index in range(count)]
+
+
+def predicted(sample: Sample) -> list[int]:
+    """The labels that carry loss."""
+    return sample.labels[sample.loss_weight > 0].tolist()
+
+
+def test_what_the_mask_says_is_predicted_also_the_id_of_padding(prefix: str) -> None:
+    (sample,) = samples(prefix, 16, 1, "token")
+    assert sample.padding == 3
+    by_document = {4: [7, PADDING_ID], 9: [6, 5, 6]}
+    assert predicted(sample) == [token for length in sample.lengths[:2] for token in by_document[length]]
+    batch = collate([sample])
+    assert (batch.loss_tokens, batch.loss_weight_sum) == (5, 5.0)
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat"])
+def test_by_sequence_every_conversation_counts_once_wherever_it_is_cut(prefix: str, packing: str) -> None:
+    """13 tokens in samples of 4 and, cut wherever they end, in 13 samples of 1."""
+    seq_len, count = (4, 4) if packing == "best_fit" else (1, 13)
+    batch = collate(samples(prefix, seq_len, count, "sequence", packing))
+    assert batch.loss_tokens == 5
+    assert batch.loss_weight_sum == pytest.approx(2)
+    assert sorted(batch.loss_weight.tolist()) == pytest.approx([1 / 3] * 3 + [1 / 2] * 2)
+
+
+def test_a_corpus_is_refused_without_the_mask_it_was_made_with(prefix: str) -> None:
+    Path(f"{prefix}.loss.idx").unlink()
+    with pytest.raises(DataError, match=r"corpus\.loss\.idx is missing"):
+        samples(prefix, 16, 1, "token")
+
+
+def test_a_mask_of_another_corpus_is_refused(prefix: str) -> None:
+    with IndexedDatasetWriter(mask_prefix(prefix), np.uint8) as masks:
+        masks.add_document([1, 1])
+    with pytest.raises(DataError, match="other lengths"):
+        samples(prefix, 16, 1, "token")
+
+
+def test_a_run_does_not_go_on_when_a_mask_appears(prefix: str) -> None:
+    def data() -> StageData:
+        return StageData([SourceConfig(path=prefix)], 16, 1, 0, {}, 10)
+
+    with_mask = data().fingerprints
+    Path(f"{prefix}.json").unlink()
+    Path(f"{prefix}.loss.idx").unlink()
+    with pytest.raises(DataError, match="has changed"):
+        data().check_fingerprints(with_mask)
