@@ -1,9 +1,11 @@
 """Runs and corpora for the training tests."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tiny_run import Run, write_corpus
+from trainer_ranks import Ranks
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +28,15 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run
     code, output = undisturbed.train(2)
     assert code == 0, output
     return undisturbed
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes that all tests share, on the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        processes = Ranks()
+        processes.start(4)
+    yield processes
+    processes.close()

@@ -1,7 +1,6 @@
 """Context parallelism changes where a sequence lives, not what is trained: the same losses, norms and evaluations."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,6 @@ from moba_train.data.batch import collate
 from moba_train.data.samples import Sample
 from moba_train.parallel.context.batch import shard_batch
 from moba_train.parallel.context.layout import Kind, SequenceLayout
-
-
-@pytest.fixture(scope="module")
-def ranks(monkeypatch_module: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    """Processes that all runs of this file share."""
-    monkeypatch_module.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch_module.setenv("OMP_NUM_THREADS", "1")
-    processes = Ranks()
-    yield processes
-    processes.close()
-
-
-@pytest.fixture(scope="module")
-def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
 
 
 def lengthened(run: Run, steps: int) -> Run:

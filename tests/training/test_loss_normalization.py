@@ -1,14 +1,13 @@
 """The loss is the sum of token losses / the global number of loss tokens, however the tokens are spread."""
 
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from trainer_ranks import Ranks
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import run_local
@@ -24,6 +23,7 @@ from moba_train.parallel.context.choose import Scheme, TransportKind
 from moba_train.parallel.context.engine import context_engine
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.stage import Share
+from moba_train.parallel.world import joined_world
 
 VOCAB, SEQ_LEN = 32, 24
 MODEL = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, layers=2, heads=2, kv_heads=1)
@@ -83,15 +83,13 @@ SPREADS = {
 }
 
 
-def worker(rank: int, spread: list[list[list[int]]], transport: TransportKind | None, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    store = dist.FileStore(f"{folder}/store", len(spread))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(spread))
-    made = samples()
-    result = step([collate([made[i] for i in indices]) for indices in spread[rank]], len(spread), transport)
-    if rank == 0:
-        torch.save(result, f"{folder}/result.pt")
-    dist.destroy_process_group()
+def worker(spread: list[list[list[int]]], transport: TransportKind | None, output: str) -> None:
+    with joined_world() as world:
+        made = samples()
+        batches = [collate([made[i] for i in indices]) for indices in spread[world.rank]]
+        result = step(batches, world.size, transport)
+        if world.is_main:
+            torch.save(result, output)
 
 
 def expected() -> dict[str, torch.Tensor]:
@@ -113,21 +111,23 @@ def expected() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS.keys())
-def test_loss_and_gradients_do_not_depend_on_the_spread(spread: list[list[list[int]]], tmp_path: Path) -> None:
-    check(spread, None, tmp_path)
+def test_loss_and_gradients_do_not_depend_on_the_spread(
+    spread: list[list[list[int]]], ranks: Ranks, tmp_path: Path
+) -> None:
+    check(spread, None, ranks, tmp_path / "result.pt")
 
 
-def check(spread: list[list[list[int]]], transport: TransportKind | None, folder: Path) -> None:
-    mp.spawn(worker, (spread, transport, str(folder)), nprocs=len(spread))
-    result = torch.load(folder / "result.pt", weights_only=True)
+def check(spread: list[list[list[int]]], transport: TransportKind | None, ranks: Ranks, output: Path) -> None:
+    ranks.work(worker, (spread, transport, str(output)), len(spread))
+    result = torch.load(output, weights_only=True)
     for name, value in expected().items():
         torch.testing.assert_close(result[name], value, rtol=2e-5, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
 
 
 @pytest.mark.parametrize("transport", ["ring", "ulysses"])
-def test_nor_on_the_ranks_that_share_a_sequence(transport: TransportKind, tmp_path: Path) -> None:
+def test_nor_on_the_ranks_that_share_a_sequence(transport: TransportKind, ranks: Ranks, tmp_path: Path) -> None:
     """Of the last three micro-batches, one has a single loss token, on one of the ranks, and two have none."""
-    check([[[0], [1], [2, 3]]] * 2, transport, tmp_path)
+    check([[[0], [1], [2, 3]]] * 2, transport, ranks, tmp_path / "result.pt")
 
 
 def test_a_step_without_any_loss_token_leaves_zero_gradients() -> None:

@@ -1,7 +1,6 @@
 """Conversations with sparse loss masks: the same loss and gradients on any grid of dp, cp, accumulation and packing."""
 
 import itertools
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from trainer_ranks import Ranks
 
 from moba_train.attention.protocol import packed_layout
 from moba_train.config.mesh import mesh_sizes
@@ -25,7 +24,7 @@ from moba_train.optim.gradients import norms_by_kind
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh
 from moba_train.parallel.stage import ContextEngines
-from moba_train.parallel.world import World, sum_over_ranks
+from moba_train.parallel.world import World, joined_world, sum_over_ranks
 
 VOCAB = 32
 LENGTHS = [17, 28, 21, 4, 22, 12, 9, 15, 29, 31, 6, 19, 25, 10]
@@ -106,15 +105,12 @@ def one_step(case: dict[str, int], norm: LossNorm, prefix: str, world: World) ->
     return {"loss": loss, "tokens": tokens, "without": without, "norms": norms_by_kind(model, kinds), **gradients}
 
 
-def worker(rank: int, prefix: str, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 4), rank=rank, world_size=4)
-    world = World(rank, 4, torch.device("cpu"), 4, timedelta(seconds=60))
-    results = [one_step(case, norm, prefix, world) for case, norm in itertools.product(GRID, NORMS)]
-    if rank == 0:
-        torch.save(results, f"{folder}/results.pt")
-    dist.destroy_process_group()
+def all_steps(prefix: str, output: str) -> None:
+    """What a rank does."""
+    with joined_world(timedelta(seconds=60)) as world:
+        found = [one_step(case, norm, prefix, world) for case, norm in itertools.product(GRID, NORMS)]
+        if world.is_main:
+            torch.save(found, output)
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +121,10 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def results(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, LossNorm], dict[str, Any]]:
+def results(prefix: str, ranks: Ranks) -> dict[tuple[int, LossNorm], dict[str, Any]]:
     """Of every case, by its number and norm."""
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, (prefix, str(folder)), nprocs=4)
-    found = torch.load(folder / "results.pt", weights_only=True)
+    ranks.work(all_steps, (prefix, f"{prefix}.pt"), 4)
+    found = torch.load(f"{prefix}.pt", weights_only=True)
     return dict(zip(itertools.product(range(len(GRID)), NORMS), found, strict=True))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_resume import saved_tensors
 from tiny_run import Run
-from trainer_ranks import Ranks
+from trainer_ranks import Ranks, run_command
 from typer.testing import CliRunner
 
 from moba_train.cli import app
@@ -162,21 +162,16 @@ def test_eval_gives_the_same_loss_by_position(undisturbed: Run, tmp_path: Path) 
 
 
 def test_a_gate_opens_alike_on_ranks_that_share_batches_and_sequences(
-    tmp_path: Path, corpora: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpora: Path, ranks: Ranks
 ) -> None:
     """On one rank, and on two: first each with sequences of its own, then with halves of the same; and in `eval`."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     alone, shared = gated(tmp_path / "alone", corpora), gated(tmp_path / "shared", corpora)
-    ranks = Ranks()
-    try:
-        for run, count in ((alone, 1), (shared, 2)):
-            run.folder.mkdir()
-            run.recipe["stages"][1]["until"]["trailing_loss_recovered"]["tolerance"] = 10.0
-            run.recipe["stages"][1]["parallel"] = {"cp": count}
-            ranks.train(run, count)
-        ranks.work("cli", ["eval", str(shared.run_dir), "--cp", "2", "--output", str(tmp_path)], 2)
-    finally:
-        ranks.close()
+    for run, count in ((alone, 1), (shared, 2)):
+        run.folder.mkdir()
+        run.recipe["stages"][1]["until"]["trailing_loss_recovered"]["tolerance"] = 10.0
+        run.recipe["stages"][1]["parallel"] = {"cp": count}
+        ranks.train(run, count)
+    ranks.work(run_command, ["eval", str(shared.run_dir), "--cp", "2", "--output", str(tmp_path)], 2)
     assert [record["step"] for record in shared.records("gate")] == [6]
     assert shared.losses() == pytest.approx(alone.losses(), rel=1e-4)
     for got, want in zip(shared.records("position_wise"), alone.records("position_wise"), strict=True):

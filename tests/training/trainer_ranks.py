@@ -3,9 +3,11 @@
 import os
 import socket
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch.multiprocessing as mp
 from tiny_run import Run
@@ -20,17 +22,13 @@ class Ranks:
 
     def train(self, run: Run, ranks: int, *arguments: str, per_node: int | None = None) -> None:
         """Train to the end on so many ranks. Fails when any of them does."""
-        self.work("train", [str(run.write_recipe()), *arguments], ranks, per_node)
+        self.work(run_training, [str(run.write_recipe()), *arguments], ranks, per_node)
 
-    def work(self, program: str, command: list[str], ranks: int, per_node: int | None = None) -> None:
-        """Run a program ("train", or "cli" for `moba-train`) on so many ranks. Fails when any of them does."""
-        while len(self.processes) < ranks:
-            context = mp.get_context("spawn")
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
-            process.start()
-            self.processes.append(process)
-            self.pipes.append(ours)
+    def work(
+        self, program: Callable[..., int | None], arguments: Sequence[Any], ranks: int, per_node: int | None = None
+    ) -> None:
+        """Call `program(*arguments)`, a module's function, on so many ranks. Fails when one raises or gives not 0."""
+        self.start(ranks)
         port = _free_port()
         for rank in range(ranks):
             environment = {
@@ -41,11 +39,21 @@ class Ranks:
                 "MASTER_ADDR": "localhost",
                 "MASTER_PORT": port,
             }
-            self.pipes[rank].send((program, command, {key: str(value) for key, value in environment.items()}))
+            self.pipes[rank].send((program, arguments, {key: str(value) for key, value in environment.items()}))
         deadline = time.monotonic() + 120
         for rank in range(ranks):
             assert self.pipes[rank].poll(max(0.0, deadline - time.monotonic())), f"rank {rank} does not come back"
             assert self.pipes[rank].recv() == 0, f"rank {rank} failed; see its output"
+
+    def start(self, ranks: int) -> None:
+        """Have at least so many processes."""
+        while len(self.processes) < ranks:
+            context = mp.get_context("spawn")
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            self.processes.append(process)
+            self.pipes.append(ours)
 
     def close(self) -> None:
         """End the processes."""
@@ -54,17 +62,29 @@ class Ranks:
             process.join()
 
 
+def run_training(*command: str) -> int:
+    """`python -m moba_train.train`."""
+    from moba_train.train import main
+
+    return main(list(command))
+
+
+def run_command(*command: str) -> int:
+    """`moba-train`."""
+    from moba_train.cli import app
+
+    return app(list(command), standalone_mode=False) or 0
+
+
 def _work(pipe: Connection) -> None:
     import torch
 
-    from moba_train import cli, train
-
     torch.set_num_threads(1)
     while True:
-        program, command, environment = pipe.recv()
+        program, arguments, environment = pipe.recv()
         os.environ.update(environment)
         try:
-            pipe.send(train.main(command) if program == "train" else cli.app(command, standalone_mode=False) or 0)
+            pipe.send(program(*arguments) or 0)
         except BaseException as error:
             pipe.send(repr(error))
             raise
