@@ -4,12 +4,13 @@
 
 A small model is pretrained with MoBA in all layers, every token carrying loss, until it recalls what it can. Then it is
 fine-tuned on conversations of which 1 % of the tokens carry loss (benchmarks/recall_documents.py), with full attention
-in the last 0, 1, 2, 4, half or all of the layers. Everything else is the same: first weights, data and their order,
-learning rate, steps. Each seed has its own pretraining and its own data. `--controls` are fine-tuned with loss on every
-token.
+in the last 1, 2, 4 or half of the layers, in none, in all, and, to tell the number of full layers from their place, in
+the first half. Everything else is the same: first weights, data and their order, learning rate, steps. Each seed has
+its own pretraining and its own data. `--controls` are fine-tuned with loss on every token.
 
 Measured on held-out conversations: mean loss of the loss tokens and the share of them that is predicted right. During
-fine-tuning, the gradient norm of every layer; before it, how many of the document's tokens a loss gradient reaches.
+fine-tuning, the gradient norm of every layer; before it, how many of the document's tokens a loss gradient reaches, and
+which layers recall: what one single full layer does for the base.
 The numbers of steps are made to fit into `--minutes`, which is a hard bound: the run in progress is dropped there.
 After each run the result file is written again.
 """
@@ -43,7 +44,7 @@ EVALUATIONS = 8
 NORMS_EVERY = 5
 BASE_EVERY = 100
 """Steps of pretraining between evaluations."""
-BASE_SHARE = 0.45
+BASE_SHARE = 0.35
 """Of the time: pretraining takes at most so much."""
 Record = dict[str, Any]
 
@@ -63,8 +64,8 @@ class Setup:
     """Of fine-tuning, at most."""
     base_lr: float
     lr: float
-    base_full: int = 0
-    """Last layers with full attention in pretraining."""
+    base_full: str = "none"
+    """Layers with full attention in pretraining, as in a recipe's `attention.full_layers`."""
 
 
 def _model(data: Recall, hidden_size: int, layers: int, heads: int) -> ModelConfig:
@@ -82,7 +83,7 @@ def _model(data: Recall, hidden_size: int, layers: int, heads: int) -> ModelConf
 _LONG = Recall(length=4096, facts=64, mentions=4, asked=10, values=4)
 _SHORT = Recall(length=256, facts=10, mentions=4, asked=2, values=2, text_ids=32, keys=32, value_ids=63)
 SETUPS = {
-    "gpu": Setup(_model(_LONG, 256, 8, 4), MobaAttention.Options(block_size=64), _LONG, 8, 6000, 600, 1e-3, 5e-4),
+    "gpu": Setup(_model(_LONG, 256, 8, 4), MobaAttention.Options(block_size=64), _LONG, 16, 6000, 1000, 1e-3, 5e-4),
     "cpu": Setup(_model(_SHORT, 64, 4, 4), MobaAttention.Options(block_size=8), _SHORT, 8, 2000, 200, 3e-3, 1e-3),
 }
 
@@ -132,11 +133,10 @@ class Documents:
         return chosen.flatten(), chosen[:, self.loss_places].flatten(), (starts + self.loss_places - 1).flatten()
 
 
-def attention_layers(setup: Setup, full: int) -> list[LocalAttention]:
-    """MoBA, and full attention in the last `full` layers."""
-    layers = setup.model.layers
-    config = AttentionConfig(full_layers=f"last:{full}" if full else "none", moba=setup.moba)
-    return build_attention(resolve_layers(config, layers), setup.model.head_width)
+def attention_layers(setup: Setup, full: str | list[int]) -> list[LocalAttention]:
+    """MoBA, and full attention in the layers that `full` names, as in a recipe's `attention.full_layers`."""
+    config = AttentionConfig(full_layers=full, moba=setup.moba)
+    return build_attention(resolve_layers(config, setup.model.layers), setup.model.head_width)
 
 
 def mean_loss(model: Transformer, documents: Documents, step: int) -> Tensor:
@@ -235,13 +235,19 @@ def pretrain(setup: Setup, seed: int, device: torch.device, clock: Clock) -> tup
         return curve[-1][2] > 0.95 * repeated
 
     train(model, documents, setup.base_steps, setup.base_lr, setup.base_lr, clock, BASE_EVERY, enough)
-    return model, {"seed": seed, "curve": curve, "seconds": time.monotonic() - began}
+    record = {"seed": seed, "curve": curve, "seconds": time.monotonic() - began}
+    asked = Documents.of(*conversations(setup.data, HELD_OUT, generator), setup.batch)
+    record["one_full_layer"] = []
+    for layer in range(setup.model.layers):
+        model.set_attention(attention_layers(setup, [layer]))
+        record["one_full_layer"].append(evaluate(model, asked, setup.data))
+    return model, record
 
 
 def fine_tune(
-    setup: Setup, base: Transformer, full: int, seed: int, every_token: bool, device: torch.device, clock: Clock
+    setup: Setup, base: Transformer, full: str, seed: int, every_token: bool, device: torch.device, clock: Clock
 ) -> Record:
-    """One fine-tuning run of a copy of `base` with full attention in the last `full` layers."""
+    """One fine-tuning run of a copy of `base` with full attention in the layers that `full` names."""
     generator = torch.Generator(device).manual_seed(2000 + seed)
     tokens, places = conversations(setup.data, setup.steps * setup.batch, generator)
     training = Documents.of(tokens, places, setup.batch)
@@ -275,7 +281,7 @@ def fine_tune(
 def fitted(setup: Setup, seeds: int, runs: int, device: torch.device, clock: Clock) -> Setup:
     """`setup` with as many steps as there is time for, by the slower of MoBA and full attention."""
     slowest = 0.0
-    for full in (0, setup.model.layers):
+    for full in ("none", "all"):
         model = Transformer(setup.model).to(device)
         initialize_weights(model, 0)
         model.set_attention(attention_layers(setup, full))
@@ -317,12 +323,12 @@ def summary(results: list[Record]) -> list[Record]:
 
 def table(rows: list[Record]) -> str:
     """The summary for the terminal."""
-    lines = ["full layers  loss on      loss             recall  seeds  gradient norm, first to last layer"]
+    lines = ["full layers  loss on      loss            recall  seeds  gradient norm, first to last layer"]
     for row in rows:
         error = "       " if row["loss_error"] is None else f"±{row['loss_error']:.4f}"
         norms = " ".join(f"{norm:.3f}" for norm in row["gradient_norm"])
         lines.append(
-            f"last {row['full_layers']:<7} {row['loss_on']:<12} {row['loss']:.4f} {error}  {row['recall']:6.1%}  "
+            f"{row['full_layers']:<12} {row['loss_on']:<12} {row['loss']:.4f} {error}  {row['recall']:6.1%}  "
             f"{row['seeds']:<5}  {norms}"
         )
     return "\n".join(lines)
@@ -333,11 +339,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SETUPS, default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--full", type=int, nargs="*", help="default: 0, 1, 2, 4, half and all of the layers")
-    parser.add_argument("--controls", type=int, nargs="*", default=[], help="full layers of runs with loss everywhere")
+    parser.add_argument("--full", nargs="*", help="values of attention.full_layers, see docs/config.md")
+    parser.add_argument("--controls", nargs="*", default=[], help="the same, for runs with loss on every token")
     parser.add_argument("--base-steps", type=int)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--base-full", type=int, help="last layers with full attention in pretraining; default: none")
+    parser.add_argument("--base-full", help="full layers of the pretraining; default: none")
     parser.add_argument("--base-lr", type=float)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--minutes", type=float, default=18)
@@ -349,9 +355,10 @@ def main() -> None:
     given = {key: getattr(arguments, key) for key in ("base_steps", "steps", "base_full", "base_lr", "lr")}
     setup = SETUPS[arguments.size]
     setup = replace(setup, **{key: value for key, value in given.items() if value is not None})
-    layers = setup.model.layers
-    full = sorted({0, 1, 2, 4, layers // 2, layers}) if arguments.full is None else arguments.full
-    runs = [(count, False) for count in full] + [(count, True) for count in arguments.controls]
+    half = setup.model.layers // 2
+    last = [f"last:{count}" for count in sorted({1, 2, 4, half}) if count <= half]
+    full = ["none", *last, "all", f"first:{half}"] if arguments.full is None else arguments.full
+    runs = [(layers, False) for layers in full] + [(layers, True) for layers in arguments.controls]
     bases: list[Record] = []
     results: list[Record] = []
     try:
@@ -362,11 +369,13 @@ def main() -> None:
             bases.append(record)
             course = ", ".join(f"{step}: {loss:.3f} {recall:.0%}" for step, loss, recall in record["curve"])
             print(f"seed {seed}: pretrained in {record['seconds']:.0f} s; loss and recall at step {course}", flush=True)
-            for count, every_token in runs:
-                results.append(fine_tune(setup, base, count, seed, every_token, device, clock))
+            recalls = " ".join(f"{recall:.1%}" for _, recall in record["one_full_layer"])
+            print(f"seed {seed}: recall of answers with one full layer, first to last: {recalls}", flush=True)
+            for layers, every_token in runs:
+                results.append(fine_tune(setup, base, layers, seed, every_token, device, clock))
                 save(arguments.output, settings, {"bases": bases, "runs": results, "summary": summary(results)})
                 run = results[-1]
-                line = f"seed {seed}, last {count} of {layers} full, loss on {run['loss_on']}: loss {run['loss']:.4f}"
+                line = f"seed {seed}, full layers {layers}, loss on {run['loss_on']}: loss {run['loss']:.4f}"
                 print(f"{line}, recall {run['recall']:.1%}, {run['seconds']:.0f} s", flush=True)
     except OutOfTimeError:
         print(f"out of time after {len(results)} runs", flush=True)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.sft_layers_plot benchmarks/results/sft-layers-h200.json docs/sft-layers.svg
 
-Left: loss after fine-tuning by the number of full last layers, mean and standard error over the seeds, and each run as
+Left: loss after fine-tuning by the layers with full attention, mean and standard error over the seeds, and each run as
 a dot. Middle: the loss while fine-tuning. Right: gradient norm of each layer, mean over the steps.
 """
 
@@ -20,7 +20,8 @@ from matplotlib.axes import Axes
 
 from benchmarks.attention_plot import GREY, stamp
 
-COLOURS = ["#d9480f", "#c2850c", "#2b8a3e", "#1098ad", "#1c7ed6", "#9c5fd1"]
+COLOURS = ["#d9480f", "#c2850c", "#2b8a3e", "#1098ad", "#1c7ed6", "#9c5fd1", "#797979"]
+_NAMES = {"none": "MoBA everywhere", "all": "full everywhere"}
 
 
 def draw(source: Path, picture: Path) -> None:
@@ -35,13 +36,13 @@ def draw(source: Path, picture: Path) -> None:
     colours = {row["full_layers"]: colour for row, colour in zip(rows, COLOURS, strict=False)}
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moba", "font.family": "sans-serif", "font.size": 10}):
         figure, panels = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
-        _draw_losses(panels[0], rows, runs, layers)
+        _draw_losses(panels[0], rows, runs)
         for row in rows:
             full = row["full_layers"]
             curves = [run["curve"] for run in runs if run["full_layers"] == full]
             steps = [step for step, _, _ in curves[0]]
             means = [statistics.mean(curve[place][1] for curve in curves) for place in range(len(steps))]
-            panels[1].plot(steps, means, color=colours[full], lw=1.6, label=_name(full, layers))
+            panels[1].plot(steps, means, color=colours[full], lw=1.6, label=_NAMES.get(full, f"{full} full"))
             panels[2].plot(range(layers), row["gradient_norm"], "o-", color=colours[full], lw=1.4, ms=3.5)
         panels[1].legend(frameon=False, labelcolor=GREY, fontsize=9)
         panels[1].set_title("held-out loss while fine-tuning", color=GREY, fontsize=10, loc="left")
@@ -55,18 +56,14 @@ def draw(source: Path, picture: Path) -> None:
         plt.close(figure)
 
 
-def _name(full: int, layers: int) -> str:
-    return {0: "MoBA everywhere", layers: "full everywhere"}.get(full, f"last {full} full")
-
-
-def _draw_losses(axes: Axes, rows: list[dict[str, Any]], runs: list[dict[str, Any]], layers: int) -> None:
+def _draw_losses(axes: Axes, rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:
     places = {row["full_layers"]: place for place, row in enumerate(rows)}
     axes.plot([places[run["full_layers"]] for run in runs], [run["loss"] for run in runs], ".", color=GREY, ms=4)
     errors = [row["loss_error"] or 0.0 for row in rows]
     means = [row["loss"] for row in rows]
-    axes.errorbar(range(len(rows)), means, errors, fmt="o-", color=COLOURS[0], capsize=4, lw=1.8)
-    axes.set_xticks(range(len(rows)), [str(row["full_layers"]) for row in rows])
-    axes.set_xlabel(f"last layers with full attention, of {layers}", color=GREY)
+    axes.errorbar(range(len(rows)), means, errors, fmt="o", color=COLOURS[0], capsize=4, lw=1.8)
+    axes.set_xticks(range(len(rows)), [row["full_layers"] for row in rows])
+    axes.set_xlabel("layers with full attention", color=GREY)
     axes.set_title("loss of the answers, nats per token", color=GREY, fontsize=10, loc="left")
 
 

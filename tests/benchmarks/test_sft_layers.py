@@ -47,14 +47,14 @@ def test_full_attention_reaches_every_token_and_moba_only_chosen_blocks(setup: S
     generator = torch.Generator().manual_seed(0)
     documents = Documents.of(*conversations(SIZES, 2, generator), 2)
     reach = {}
-    for full in (0, 2):
+    for full in ("none", "all"):
         model = Transformer(setup.model)
         initialize_weights(model, 0)
         model.set_attention(attention_layers(setup, full))
         reach[full] = gradient_reach(model, documents)
-    assert min(reach[2]) > 0.95
-    assert reach[0][-1] < 0.6
-    assert reach[0][0] >= reach[0][-1]
+    assert min(reach["all"]) > 0.95
+    assert reach["none"][-1] < 0.6
+    assert reach["none"][0] >= reach["none"][-1]
 
 
 def test_a_grid_leaves_results_and_a_picture(
@@ -63,14 +63,14 @@ def test_a_grid_leaves_results_and_a_picture(
     monkeypatch.setitem(sft_layers.SETUPS, "cpu", setup)
     monkeypatch.setattr(sft_layers, "HELD_OUT", 2)
     output, picture = tmp_path / "result.json", tmp_path / "picture.svg"
-    grid = ["--size", "cpu", "--seeds", "2", "--full", "0", "2", "--controls", "2"]
+    grid = ["--size", "cpu", "--seeds", "2", "--full", "none", "last:1", "--controls", "all"]
     monkeypatch.setattr(sys, "argv", ["sft_layers", *grid, "--output", str(output), "--picture", str(picture)])
     sft_layers.main()
     results = json.loads(output.read_text())["results"]
     assert len(results["runs"]) == 6
     assert [row["seeds"] for row in results["summary"]] == [2, 2, 2]
     assert all(len(row["gradient_norm"]) == 2 for row in results["summary"])
-    assert "last 2" in capsys.readouterr().out
+    assert "last:1" in capsys.readouterr().out
     assert "MoBA everywhere" in picture.read_text()
 
     monkeypatch.setattr(sys, "argv", ["sft_layers", "--size", "cpu", "--minutes", "0", "--output", str(output)])
