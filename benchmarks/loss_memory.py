@@ -38,8 +38,11 @@ def predicted_bytes(tokens: int, rows: int, vocab_size: int, hidden_size: int) -
     kept = _BF16 * rows * hidden_size
     gradients = _BF16 * (vocab_size + tokens) * hidden_size
     logits = logits_bytes(min(rows, CHUNK_TOKENS), vocab_size)
-    if chunks == 1:  # the gradients come when the logits' own are in bf16 and the float32 ones are gone
-        return kept + max(logits, gradients + _BF16 * rows * (vocab_size + hidden_size))
+    if (
+        chunks == 1
+    ):  # what is float32 is gone when the weight's gradient comes, and all logits when the hidden states' do
+        weight_gradient = _BF16 * vocab_size * (hidden_size + rows)
+        return max(kept + logits, 2 * kept + weight_gradient, kept + gradients)
     return kept + gradients + logits
 
 

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from data_tools.progress import ByteProgress
 from moba_train.data.indexed import IndexedDataset, corpus_file
+from moba_train.data.loss_mask import LossWeights
 from moba_train.errors import DataError
 
 BLOCK_TOKENS = 8 << 20
@@ -18,7 +19,7 @@ def verify_corpus(prefix: str, vocab_size: int | None) -> tuple[IndexedDataset, 
     against.
 
     That is `vocab_size`, or else the sidecar's; without either only negative ids are found. Changed bytes are found
-    where the sidecar has the SHA-256 of PREFIX.bin. Raises DataError at the first thing that is wrong.
+    where the sidecar has the SHA-256 of PREFIX.bin. A loss mask is checked along with its corpus. Raises DataError at the first thing that is wrong.
     """
     corpus = IndexedDataset(prefix)
     info = corpus.info or {}
@@ -37,6 +38,8 @@ def verify_corpus(prefix: str, vocab_size: int | None) -> tuple[IndexedDataset, 
             f"corpus {prefix}: {corpus_file(prefix, 'bin')} is not what was written: its SHA-256 is "
             f"{digest.hexdigest()[:12]}..., {prefix}.json says {info['bin_sha256'][:12]}...; make the corpus again"
         )
+    if mask := LossWeights(corpus, "token").mask:
+        verify_corpus(mask.prefix, 2)
     return corpus, limit
 
 

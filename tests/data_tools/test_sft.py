@@ -117,6 +117,10 @@ def test_bad_records_are_named_by_line_and_the_rest_is_shown_and_counted(tokeniz
     assert len(spans(done.output)) == 1
     assert IndexedDataset(f"{output}.loss").document(0).tolist() == [0, 0, 1, 1]
     assert CliRunner().invoke(app, ["verify", output]).exit_code == 0
+    Path(f"{output}.loss.bin").write_bytes(bytes([0, 0, 1, 7]))
+    damaged = CliRunner().invoke(app, ["verify", output])
+    assert damaged.exit_code == 2
+    assert "loss: document 0 has token id 7" in damaged.output
     assert CliRunner().invoke(app, [*command, "--on-error", "fail"]).exit_code == 2
 
 

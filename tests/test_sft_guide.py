@@ -1,0 +1,70 @@
+"""docs/sft.md is true: its example is made, prepared and trained on as it says."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from data_tools.cli import app as moba_data
+from moba_train.config.load import load_config
+from moba_train.config.schema import RunConfig
+from moba_train.train import main
+
+ROOT = Path(__file__).parent.parent
+GUIDE = (ROOT / "docs" / "sft.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
+
+
+def test_the_commands_of_the_guide_lead_to_a_trained_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (example,) = blocks("python")
+    exec(example, {})
+    prepare, train = blocks("bash")
+    for line in prepare.splitlines():
+        program, *arguments = line.split()
+        assert program == "moba-data"
+        done = CliRunner().invoke(moba_data, arguments)
+        assert done.exit_code == 0, done.output
+        if arguments[0] == "sft":
+            (shown,) = re.findall(r"\[\[(.*?)\]\]", done.output, re.DOTALL)
+            assert re.fullmatch(r"To \w+\.<\|im_end\|>", shown)
+    program, verb, recipe, *_ = train.split()
+    assert (program, verb) == ("moba-train", "train")
+    tokens = load_config(recipe).batch_tokens // 2
+    short = [
+        f"stages.0.tokens={3 * tokens}",
+        f"batch_tokens={tokens}",
+        "evaluation.sequences=4",
+        "telemetry.log_every=1",
+    ]
+    assert main([recipe, *short, "loss_norm=sequence"]) == 0
+    records = [json.loads(line) for line in Path("runs/mini-sft/metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["kind"] == "metrics"]
+    assert len(steps) == 3
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    for step in steps:
+        assert 0 < step["loss_token_fraction"] < 0.3
+        assert step["loss_tokens"] == pytest.approx(step["loss_token_fraction"] * tokens)
+        assert step["ranks_with_zero_loss_tokens"] == 0
+        assert 0 < step["grad_norm_full"] < step["grad_norm"]
+        assert 0 < step["grad_norm_moba"] < step["grad_norm"]
+
+
+def test_the_keys_of_the_guide_exist() -> None:
+    (keys,) = blocks("yaml")
+    for path in re.findall(r"^(?:  )?(\w+):", keys, re.MULTILINE):
+        assert path in json.dumps(RunConfig.model_json_schema())
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[^)]+)\)", GUIDE))
+def test_its_links_lead_somewhere(path: str) -> None:
+    assert (ROOT / "docs" / path).exists()
