@@ -19,7 +19,8 @@ def verify_corpus(prefix: str, vocab_size: int | None) -> tuple[IndexedDataset, 
     against.
 
     That is `vocab_size`, or else the sidecar's; without either only negative ids are found. Changed bytes are found
-    where the sidecar has the SHA-256 of PREFIX.bin. A loss mask is checked along with its corpus. Raises DataError at the first thing that is wrong.
+    where the sidecar has the SHA-256 of PREFIX.bin. A loss mask is checked along with its corpus. Raises DataError at
+    the first thing that is wrong.
     """
     corpus = IndexedDataset(prefix)
     info = corpus.info or {}
