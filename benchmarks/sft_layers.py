@@ -83,7 +83,7 @@ def _model(data: Recall, hidden_size: int, layers: int, heads: int) -> ModelConf
 _LONG = Recall(length=4096, facts=64, mentions=4, asked=10, values=4)
 _SHORT = Recall(length=256, facts=10, mentions=4, asked=2, values=2, text_ids=32, keys=32, value_ids=63)
 SETUPS = {
-    "gpu": Setup(_model(_LONG, 256, 8, 4), MobaAttention.Options(block_size=64), _LONG, 16, 6000, 1000, 1e-3, 5e-4),
+    "gpu": Setup(_model(_LONG, 256, 8, 4), MobaAttention.Options(block_size=64), _LONG, 16, 6000, 1000, 1e-3, 1e-3),
     "cpu": Setup(_model(_SHORT, 64, 4, 4), MobaAttention.Options(block_size=8), _SHORT, 8, 2000, 200, 3e-3, 1e-3),
 }
 
