@@ -128,8 +128,9 @@ class Documents:
 
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [T] of a batch, labels [n] and the rows [n] they are predicted from."""
-        chosen = self.tokens[torch.arange(step * self.batch, (step + 1) * self.batch) % len(self.tokens)]
-        starts = torch.arange(self.batch, device=chosen.device)[:, None] * chosen.shape[1]
+        of_batch = torch.arange(self.batch, device=self.tokens.device)
+        chosen = self.tokens[(of_batch + step * self.batch) % len(self.tokens)]
+        starts = of_batch[:, None] * chosen.shape[1]
         return chosen.flatten(), chosen[:, self.loss_places].flatten(), (starts + self.loss_places - 1).flatten()
 
 
