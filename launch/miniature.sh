@@ -7,7 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 recipe=configs/recipes/mini/${1:-}.yaml
 [ -n "${1:-}" ] && [ -f "$recipe" ] || {
-    echo "error: no miniature '${1:-}'; allowed: $(cd configs/recipes/mini && ls | sed '/^corpus/d; s/\.yaml$//' | xargs)" >&2
+    echo "error: no miniature '${1:-}'; allowed: $(cd configs/recipes/mini && ls | sed "s/[.]yaml$//" | xargs)" >&2
     exit 2
 }
 name=$1
