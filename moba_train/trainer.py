@@ -240,7 +240,7 @@ class Trainer:
             self.config.model.vocab_size,
         )
         data.check_fingerprints(self.progress.fingerprints)
-        surroundings = self.model, self.share, self.world.device, self.telemetry
+        surroundings = self.model, self.share, self.world.device, self.telemetry, self.progress.trailing_loss_before
         self.evaluation: StageEvaluation = StageEvaluation(self.config, stage, *surroundings)
         self.progress.fingerprints |= data.fingerprints
         self.telemetry.stage = stage.name
