@@ -16,8 +16,8 @@ from moba_train.config.load import load_config
 from moba_train.train import main
 
 RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
-VOCAB, SHRINK, TOKENS = 384, 64, 5_000
-"""Of the miniatures' lengths 1/64 is left, of their token budgets 1/5000."""
+VOCAB, SHRINK, TOKENS = 384, 64, 10_000
+"""Of the miniatures' lengths 1/64 is left, of their token budgets 1/10000."""
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,7 @@ def smaller(recipe: Path, data: Path, run_dir: Path) -> list[str]:
         "evaluation": {"every": 1000, "sequences": 2},
         "evaluation.position_wise": {"bucket": config.evaluation.position_wise.bucket // SHRINK, "sequences": 2},
         "telemetry.console": False,
+        "telemetry.log_every": 1,
     }
     for index, stage in enumerate(config.stages):
         changes[f"stages.{index}.seq_len"] = stage.seq_len // SHRINK
