@@ -102,12 +102,14 @@ def test_shards_of_queries_and_keys_give_the_whole(block_size):
         assert error(a, b.double()) < 2e-6, name
 
 
-def test_lists_of_several_spans_are_summed(monkeypatch):
+@pytest.mark.parametrize("block_size", [64, 192])
+def test_lists_of_several_spans_are_summed(block_size, monkeypatch):
     monkeypatch.setattr(short_blocks, "_SPAN", 64)
-    tensors, layout = inputs([300, 70], 4, 2, 64, torch.float32, "cpu"), layout_of([300, 70], "cpu")
-    ours = build("triton", 64, block_size=64, topk=3)
+    monkeypatch.setattr(packed, "_SPAN", 64)
+    tensors, layout = inputs([450, 70], 4, 2, 64, torch.float32, "cpu"), layout_of([450, 70], "cpu")
+    ours = build("triton", 64, block_size=block_size, topk=3)
     got, plan = run(ours, tensors, layout)
-    want = exact(tensors, layout, plan[0], 64, ours.scale)
+    want = exact(tensors, layout, plan[0], block_size, ours.scale)
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert error(a, b) < 2e-6, name
 

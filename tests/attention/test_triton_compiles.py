@@ -139,7 +139,7 @@ def test_selection_fits(head_dim, choices, levels, grouped, tmp_path):
         (tables._block_bounds, {"SIZE": 256}),
         (combine.combine_out, {"PARTIAL": True, "G": 4, "C": 7, "D": 128, "M": 32}),
         (combine.combine_dq, {"PARTIAL": True, "G": 4, "C": 7, "D": 128, "M": 32}),
-        (short.sum_spans, {"D": 128, "N": 128, "KEYS": 16}),
+        (short.sum_spans, {"ADD": True, "D": 128, "N": 128, "KEYS": 16}),
         (backward.prepare, {"D": 128, "M": 32}),
         (packed.pack, {"G": 4, "C": 11, "D": 128, "M": 64}),
     ],

@@ -9,26 +9,37 @@ feed the matrix units. Instead
    of probability 0 to whole tiles, so that no reader needs a mask or a bound;
 3. `dkdv_history` reads them as plain tiles, by bulk copies, and adds the history's part.
 
-One program owns a tile of keys in each launch and launches follow one another, so the order of all sums is fixed. Its
-price is 6 * D bytes of traffic per row of a list besides what the gathers cost once, against 8 * D * BLOCK operations.
+One program owns a tile of keys in each launch, or one for each span of a long list and then one that adds them up;
+launches follow one another, so the order of all sums is fixed. Its price is 6 * D bytes of traffic per row of a list besides what the gathers cost once, against 8 * D * BLOCK operations.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moba_train.attention.moba.triton import short
 from moba_train.attention.moba.triton.backward import LOG2_E, load_rows, load_stats
 from moba_train.attention.moba.triton.call import Call
 from moba_train.attention.moba.triton.lists import Lists
 from moba_train.attention.moba.triton.tables import key_rows, query_rows
-from moba_train.attention.moba.triton.tiles import Segment, TileTable, segments, tile_of_program, tile_table
+from moba_train.attention.moba.triton.tiles import (
+    Segment,
+    TileTable,
+    most_slots,
+    segments,
+    span_table,
+    tile_of_program,
+    tile_table,
+)
 
 _PACK_WARPS = 4
+_SPAN = 4096
+"""Rows of a span for each tile of keys: at 512 keys 16,384. Longer blocks keep enough programs busy without."""
+_SUMMED_KEYS = 16
 _ROOM = 2**19
 """Rows packed together at least, 256 MiB at D = 128: q and dout."""
 
@@ -138,7 +149,7 @@ def pack(
     tl.store(packed_delta + place, delta_M)
 
 
-@triton.jit(do_not_specialize=["blocks", "first_kv_head", "kv_heads", "key_tiles"])
+@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "kv_heads", "key_tiles", "span"])
 def dkdv_history(
     q_desc,
     dout_desc,
@@ -148,34 +159,45 @@ def dkdv_history(
     v_desc,
     sum_dk,
     sum_dv,
-    order,
+    part_dk,
+    part_dv,
+    slots,
     last_tile,
+    list_of_span,
+    last_span,
     bounds,
+    lists,
     blocks,
     first_kv_head,
     kv_heads,
     key_tiles,
+    span,
     scale,
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Adds to float32 dk and dv [S, some K, D] of one tile of keys what the packed rows of its block's list give.
+    """Adds to float32 dk and dv [S, some K, D] of one tile of keys what a span of the packed rows of its list gives.
 
-    Programs of one list are neighbours, and read its rows at about the same time; lists come longest first (`order`).
+    Programs of one span are neighbours, and read its rows at about the same time. Of a list of several spans, dk and dv
+    go in parts to part_dk and part_dv [slots, key tiles, N, D].
 
     Stats too come by bulk copies: as plain loads every thread copies its share of them 16 times over, and the
     addresses are what makes registers spill.
     """
-    pid = tl.program_id(0)
-    which = tl.load(order + pid // key_tiles).to(tl.int32)
+    pid, key_tile = tl.program_id(0) // key_tiles, tl.program_id(0) % key_tiles
+    which = tl.load(list_of_span + pid)
+    if which >= lists:
+        return
     part, block = which // blocks, which % blocks
     start, stop, _ = key_rows(bounds, block)
-    first_key = start + pid % key_tiles * N
-    first = tl.load(last_tile + which - 1, mask=which > 0, other=0)
-    last = tl.load(last_tile + which)
-    if (first_key >= stop) | (first >= last):
+    first_key = start + key_tile * N
+    if first_key >= stop:
         return
+    before = tl.load(last_span + which - 1, mask=which > 0, other=0)
+    spans, number = tl.load(last_span + which) - before, pid - before
+    first = tl.load(last_tile + which - 1, mask=which > 0, other=0) + number * span
+    last = tl.minimum(first + span, tl.load(last_tile + which))
     column = (first_kv_head + part) * D
     k_ND = k_desc.load([first_key, column])
     v_ND = v_desc.load([first_key, column])
@@ -192,6 +214,12 @@ def dkdv_history(
         dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
         ds = p * (dp - delta_desc.load([row])[None, :])
         dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
+    if spans > 1:
+        slot = (tl.load(slots + which).to(tl.int64) + number) * key_tiles + key_tile
+        at = (slot * N + tl.arange(0, N))[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(part_dk + at, dk_ND * scale)
+        tl.store(part_dv + at, dv_ND)
+        return
     key = first_key + tl.arange(0, N)
     place = (key.to(tl.int64) * kv_heads + part) * D
     at, mask = place[:, None] + tl.arange(0, D)[None, :], (key < stop)[:, None]
@@ -207,6 +235,8 @@ class Packed:
     dout: Tensor
     lse: Tensor
     delta: Tensor
+    part_dk: Tensor
+    part_dv: Tensor
 
     def descriptors(self, rows: int) -> list[TensorDescriptor]:
         """For bulk copies of tiles of these rows."""
@@ -227,6 +257,11 @@ class PackedDkdv:
     def key_tiles(self) -> int:
         """Tiles of the longest block."""
         return triton.cdiv(self.call.longest, self.call.shapes.dkdv.keys)
+
+    @property
+    def span(self) -> int:
+        """Rows of a span."""
+        return _SPAN * self.key_tiles
 
     def run(self) -> tuple[Tensor, Tensor]:
         """dk and dv [S, K, D]."""
@@ -264,7 +299,9 @@ class PackedDkdv:
         )
         q, dout = (self.dout.new_empty(tiles * rows, call.head_dim) for _ in range(2))
         lse, delta = (self.stats.new_empty(tiles * rows) for _ in range(2))
-        return Packed(q, dout, lse, delta)
+        slots = max(most_slots(part.entries * (part.kv_heads.stop - part.kv_heads.start), self.span) for part in parts)
+        keys = slots * self.key_tiles * call.shapes.dkdv.keys
+        return Packed(q, dout, lse, delta, *(self.stats.new_empty(keys, call.head_dim) for _ in range(2)))
 
     def own(self, heads: slice) -> tuple[Tensor, Tensor]:
         """float32 dk and dv [S, heads, D] of the own blocks."""
@@ -319,21 +356,44 @@ class PackedDkdv:
     def history(self, segment: Segment, table: TileTable, room: Packed, sum_dk: Tensor, sum_dv: Tensor) -> None:
         """Adds the part of the packed rows."""
         call, shape = self.call, self.call.shapes.dkdv
-        order = torch.sort(table.end - table.begin, descending=True, stable=True).indices
+        spans = span_table(table.last_tile, table.bound, self.span // shape.rows)
         sizes = call.sizes(shape)
         del sizes["G"]
-        dkdv_history[(table.begin.numel() * self.key_tiles,)](
+        dkdv_history[(spans.bound * self.key_tiles,)](
             *room.descriptors(shape.rows),
             *call.descriptors(shape.keys),
             sum_dk,
             sum_dv,
-            order,
+            room.part_dk,
+            room.part_dv,
+            spans.slots,
             table.last_tile,
+            spans.list_of_span,
+            spans.last_span,
             call.tables.bounds,
+            table.begin.numel(),
             call.tables.blocks,
             segment.kv_heads.start,
             sum_dk.shape[1],
             self.key_tiles,
+            self.span // shape.rows,
             call.scale,
             **sizes,
         )
+        if room.part_dk.numel():
+            short.sum_spans[(table.begin.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
+                sum_dk,
+                sum_dv,
+                room.part_dk,
+                room.part_dv,
+                spans.slots,
+                spans.last_span,
+                call.tables.bounds,
+                call.tables.blocks,
+                0,
+                sum_dk.shape[1],
+                ADD=True,
+                PADDED=self.key_tiles * shape.keys,
+                D=call.head_dim,
+                KEYS=_SUMMED_KEYS,
+            )

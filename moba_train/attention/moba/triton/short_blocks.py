@@ -10,7 +10,15 @@ from torch import Tensor
 from moba_train.attention.moba.triton import combine, short
 from moba_train.attention.moba.triton.call import LOG2_E, Call
 from moba_train.attention.moba.triton.lists import Lists
-from moba_train.attention.moba.triton.tiles import Segment, Shape, TileTable, segments, tile_table
+from moba_train.attention.moba.triton.tiles import (
+    Segment,
+    Shape,
+    TileTable,
+    first_slots,
+    most_slots,
+    segments,
+    tile_table,
+)
 
 _SPAN = 4096
 """Rows of a list that one program takes, at most: what one block everyone chooses costs in balance."""
@@ -65,13 +73,11 @@ class ShortBlocks:
         dq, dk, dv = call.like_q(), call.like_k(), call.like_k()
         parts = list(segments(self.lists, call.kv_heads, call.limit))
         partial_dq = call.buffer(parts)
-        slots = 2 * max((part.kv_heads.stop - part.kv_heads.start) * part.entries for part in parts) // _SPAN
-        part_dk, part_dv = (stats.new_empty(slots * shape.keys, call.head_dim) for _ in range(2))
+        room = most_slots(max((part.kv_heads.stop - part.kv_heads.start) * part.entries for part in parts), _SPAN)
+        part_dk, part_dv = (stats.new_empty(room * shape.keys, call.head_dim) for _ in range(2))
         for segment in parts:
             table = self.spans(segment)
-            spans = torch.diff(table.last_tile, prepend=table.last_tile.new_zeros(1))
-            several = spans * (spans > 1)
-            first_slot = torch.cumsum(several, 0, dtype=torch.int32) - several
+            slots = first_slots(table.last_tile)
             short.gradients[(table.bound,)](
                 call.q_THD,
                 dout,
@@ -83,7 +89,7 @@ class ShortBlocks:
                 partial_dq,
                 part_dk,
                 part_dv,
-                first_slot,
+                slots,
                 *self.tables(table),
                 segment.kv_heads.start,
                 call.heads,
@@ -92,18 +98,19 @@ class ShortBlocks:
                 call.scale,
                 **self.sizes(shape),
             )
-            if slots:
+            if room:
                 short.sum_spans[(table.begin.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
                     dk,
                     dv,
                     part_dk,
                     part_dv,
-                    first_slot,
+                    slots,
                     table.last_tile,
                     call.tables.bounds,
                     call.tables.blocks,
                     segment.kv_heads.start,
                     call.kv_heads,
+                    ADD=False,
                     D=call.head_dim,
                     N=shape.keys,
                     KEYS=_SUMMED_KEYS,

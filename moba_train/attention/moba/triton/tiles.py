@@ -109,11 +109,45 @@ def tile_table(lists: Lists, segment: Segment, kv_heads: int, rows: int, at_leas
         begin = end = torch.zeros(mine.stop - mine.start, dtype=torch.int32, device=lists.entries.device)
     heads = segment.kv_heads.stop - segment.kv_heads.start
     bound = triton.cdiv(heads * segment.entries, rows) + heads * blocks
-    tiles_of = ((end - begin + (rows - 1)) // rows).clamp(min=at_least)
-    last_tile = torch.cumsum(tiles_of, 0, dtype=torch.int32)
-    tiles = torch.arange(bound, dtype=torch.int32, device=begin.device)
-    list_of_tile = torch.searchsorted(last_tile, tiles, right=True, out_int32=True)
-    return TileTable(bound, list_of_tile, last_tile, begin, end)
+    last_tile = torch.cumsum(((end - begin + (rows - 1)) // rows).clamp(min=at_least), 0, dtype=torch.int32)
+    return TileTable(bound, _list_of(last_tile, bound), last_tile, begin, end)
+
+
+def _list_of(last: Tensor, bound: int) -> Tensor:
+    """int32 [bound]: the list of each tile, or the number of lists."""
+    tiles = torch.arange(bound, dtype=torch.int32, device=last.device)
+    return torch.searchsorted(last, tiles, right=True, out_int32=True)
+
+
+@dataclass(frozen=True)
+class SpanTable:
+    """Lists cut into spans of many rows, so that one that everyone chose keeps several programs busy."""
+
+    bound: int
+    list_of_span: Tensor
+    last_span: Tensor
+    slots: Tensor
+    """int32 [lists]: where the results of a list of several spans begin, among all such results."""
+
+
+def span_table(last_tile: Tensor, bound: int, tiles: int) -> SpanTable:
+    """Spans of `tiles` tiles each, of lists with so many tiles (`TileTable`)."""
+    count = torch.diff(last_tile, prepend=last_tile.new_zeros(1))
+    last_span = torch.cumsum((count + (tiles - 1)) // tiles, 0, dtype=torch.int32)
+    bound = triton.cdiv(bound, tiles) + last_tile.numel()
+    return SpanTable(bound, _list_of(last_span, bound), last_span, first_slots(last_span))
+
+
+def first_slots(last_span: Tensor) -> Tensor:
+    """`SpanTable.slots` of lists with these spans."""
+    spans = torch.diff(last_span, prepend=last_span.new_zeros(1))
+    several = spans * (spans > 1)
+    return torch.cumsum(several, 0, dtype=torch.int32) - several
+
+
+def most_slots(entries: int, span: int) -> int:
+    """Of the lists of so many entries, cut into spans of `span` rows: a list of several spans has ceil(rows / span)."""
+    return 2 * entries // span
 
 
 @triton.jit
