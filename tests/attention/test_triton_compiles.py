@@ -65,6 +65,22 @@ def spilled_bytes(compiled: Any, folder: Path) -> int:
     return int(match[1])
 
 
+def spills_in_the_loop(compiled: Any, folder: Path) -> int:
+    """Loads and stores of spilled registers in the innermost loop with matrix products."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", cubin]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", listing)]
+    loops = []
+    for at, what in code:
+        target = re.search(r"BRA.*?0x([0-9a-f]+)", what)
+        if target and int(target[1], 16) < at:
+            loops.append([x for place, x in code if int(target[1], 16) <= place <= at])
+    body = min((loop for loop in loops if any("HGMMA" in x for x in loop)), key=len)
+    return sum("LDL" in x or "STL" in x for x in body)
+
+
 def sizes(shape: Shape, head_dim: int, **more: Any) -> dict[str, Any]:
     return {"G": 4, "D": head_dim, "M": shape.rows, "N": shape.keys, **more}
 
@@ -99,7 +115,8 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
     ):
         fits(kernel, sizes(tile, head_dim, **more), tile, dtype, allowed, tmp_path)
     constants = {"D": head_dim, "M": shape.dkdv.rows, "N": shape.dkdv.keys}
-    compiled = fits(packed.dkdv_history, constants, shape.dkdv, dtype, 16, tmp_path)  # around the loop, not in it
+    compiled = fits(packed.dkdv_history, constants, shape.dkdv, dtype, 1536, tmp_path)
+    assert spills_in_the_loop(compiled, tmp_path) == 0  # all of them are behind it, once for a span
     loop = compiled.asm["ttgir"].split("scf.for", 1)[1].split("scf.yield", 1)[0]
     assert loop.count("ttng.warp_group_dot ") == 4
 

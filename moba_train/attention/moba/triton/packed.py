@@ -10,7 +10,8 @@ feed the matrix units. Instead
 3. `dkdv_history` reads them as plain tiles, by bulk copies, and adds the history's part.
 
 One program owns a tile of keys in each launch, or one for each span of a long list and then one that adds them up;
-launches follow one another, so the order of all sums is fixed. Its price is 6 * D bytes of traffic per row of a list besides what the gathers cost once, against 8 * D * BLOCK operations.
+launches follow one another, so the order of all sums is fixed. Its price is 6 * D bytes of traffic per row of a list
+besides what the gathers cost once, against 8 * D * BLOCK operations.
 """
 
 from collections.abc import Iterator
@@ -159,8 +160,7 @@ def dkdv_history(
     v_desc,
     sum_dk,
     sum_dv,
-    part_dk,
-    part_dv,
+    first_part,
     slots,
     last_tile,
     list_of_span,
@@ -180,7 +180,7 @@ def dkdv_history(
     """Adds to float32 dk and dv [S, some K, D] of one tile of keys what a span of the packed rows of its list gives.
 
     Programs of one span are neighbours, and read its rows at about the same time. Of a list of several spans, dk and dv
-    go in parts to part_dk and part_dv [slots, key tiles, N, D].
+    go in parts [slots, key tiles, N, D] behind the sums, from element `first_part` on.
 
     Stats too come by bulk copies: as plain loads every thread copies its share of them 16 times over, and the
     addresses are what makes registers spill.
@@ -214,17 +214,14 @@ def dkdv_history(
         dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
         ds = p * (dp - delta_desc.load([row])[None, :])
         dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
-    if spans > 1:
-        slot = (tl.load(slots + which).to(tl.int64) + number) * key_tiles + key_tile
-        at = (slot * N + tl.arange(0, N))[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(part_dk + at, dk_ND * scale)
-        tl.store(part_dv + at, dv_ND)
-        return
-    key = first_key + tl.arange(0, N)
-    place = (key.to(tl.int64) * kv_heads + part) * D
-    at, mask = place[:, None] + tl.arange(0, D)[None, :], (key < stop)[:, None]
-    tl.store(sum_dk + at, tl.load(sum_dk + at, mask=mask, other=0.0) + dk_ND * scale, mask=mask)
-    tl.store(sum_dv + at, tl.load(sum_dv + at, mask=mask, other=0.0) + dv_ND, mask=mask)
+    alone = spans == 1
+    slot = (tl.load(slots + which).to(tl.int64) + number) * key_tiles + key_tile
+    base = tl.where(alone, (first_key.to(tl.int64) * kv_heads + part) * D, first_part + slot * N * D)
+    key = tl.arange(0, N)
+    at = base + (key * tl.where(alone, kv_heads * D, D))[:, None] + tl.arange(0, D)[None, :]
+    mask = (first_key + key < stop)[:, None]
+    tl.store(sum_dk + at, tl.load(sum_dk + at, mask=mask & alone, other=0.0) + dk_ND * scale, mask=mask)
+    tl.store(sum_dv + at, tl.load(sum_dv + at, mask=mask & alone, other=0.0) + dv_ND, mask=mask)
 
 
 @dataclass(frozen=True)
@@ -235,13 +232,25 @@ class Packed:
     dout: Tensor
     lse: Tensor
     delta: Tensor
-    part_dk: Tensor
-    part_dv: Tensor
+    slots: int
+    """Results of lists of several spans, at most."""
 
     def descriptors(self, rows: int) -> list[TensorDescriptor]:
         """For bulk copies of tiles of these rows."""
         tensors = (self.q, self.dout, self.lse, self.delta)
         return [TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, *x.shape[1:]]) for x in tensors]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """float32 dk and dv of some key/value heads; right behind each in memory, the parts of lists of several spans."""
+
+    dk: Tensor
+    """[S, heads, D]"""
+    dv: Tensor
+    part_dk: Tensor
+    """[slots * keys of a block, D]"""
+    part_dv: Tensor
 
 
 @dataclass(frozen=True)
@@ -267,12 +276,12 @@ class PackedDkdv:
         """dk and dv [S, K, D]."""
         dk, dv = self.call.like_k(), self.call.like_k()
         for heads, parts in self.segments():
-            sums = self.own(heads)
+            sums = self.own(heads, max((room.slots for _, room in parts), default=0))
             for segment, room in parts:
                 table = self.pack(segment, room)
-                self.history(segment, table, room, *sums)
-            dk[:, heads].copy_(sums[0])
-            dv[:, heads].copy_(sums[1])
+                self.history(segment, table, room, sums)
+            dk[:, heads].copy_(sums.dk)
+            dv[:, heads].copy_(sums.dv)
         return dk, dv
 
     def segments(self) -> Iterator[tuple[slice, list[tuple[Segment, Packed]]]]:
@@ -300,19 +309,21 @@ class PackedDkdv:
         q, dout = (self.dout.new_empty(tiles * rows, call.head_dim) for _ in range(2))
         lse, delta = (self.stats.new_empty(tiles * rows) for _ in range(2))
         slots = max(most_slots(part.entries * (part.kv_heads.stop - part.kv_heads.start), self.span) for part in parts)
-        keys = slots * self.key_tiles * call.shapes.dkdv.keys
-        return Packed(q, dout, lse, delta, *(self.stats.new_empty(keys, call.head_dim) for _ in range(2)))
+        return Packed(q, dout, lse, delta, slots)
 
-    def own(self, heads: slice) -> tuple[Tensor, Tensor]:
-        """float32 dk and dv [S, heads, D] of the own blocks."""
+    def own(self, heads: slice, slots: int) -> "Sums":
+        """Of the own blocks, with room for so many results of lists of several spans."""
         call, shape, many = self.call, self.call.shapes.dkdv, heads.stop - heads.start
-        sum_dk, sum_dv = (self.stats.new_empty(call.k_SKD.shape[0], many, call.head_dim) for _ in range(2))
+        keys, parts = call.k_SKD.shape[0] * many, slots * self.key_tiles * shape.keys
+        room_dk, room_dv = (self.stats.new_empty(keys + parts, call.head_dim) for _ in range(2))
+        dk, dv = (x[:keys].unflatten(0, (-1, many)) for x in (room_dk, room_dv))
+        sums = Sums(dk, dv, room_dk[keys:], room_dv[keys:])
         dkdv_own[(call.tables.blocks * self.key_tiles, many)](
             *(call.descriptor(x, shape.rows) for x in (call.q_THD, self.dout)),
             self.stats,
             *call.descriptors(shape.keys),
-            sum_dk,
-            sum_dv,
+            sums.dk,
+            sums.dv,
             call.tables.bounds,
             heads.start,
             call.heads,
@@ -320,7 +331,7 @@ class PackedDkdv:
             call.scale,
             **call.sizes(shape),
         )
-        return sum_dk, sum_dv
+        return sums
 
     def pack(self, segment: Segment, room: Packed) -> TileTable:
         """The segment's rows to `room`."""
@@ -353,7 +364,7 @@ class PackedDkdv:
         )
         return table
 
-    def history(self, segment: Segment, table: TileTable, room: Packed, sum_dk: Tensor, sum_dv: Tensor) -> None:
+    def history(self, segment: Segment, table: TileTable, room: Packed, sums: "Sums") -> None:
         """Adds the part of the packed rows."""
         call, shape = self.call, self.call.shapes.dkdv
         spans = span_table(table.last_tile, table.bound, self.span // shape.rows)
@@ -362,10 +373,9 @@ class PackedDkdv:
         dkdv_history[(spans.bound * self.key_tiles,)](
             *room.descriptors(shape.rows),
             *call.descriptors(shape.keys),
-            sum_dk,
-            sum_dv,
-            room.part_dk,
-            room.part_dv,
+            sums.dk,
+            sums.dv,
+            sums.dk.numel(),
             spans.slots,
             table.last_tile,
             spans.list_of_span,
@@ -374,24 +384,24 @@ class PackedDkdv:
             table.begin.numel(),
             call.tables.blocks,
             segment.kv_heads.start,
-            sum_dk.shape[1],
+            sums.dk.shape[1],
             self.key_tiles,
             self.span // shape.rows,
             call.scale,
             **sizes,
         )
-        if room.part_dk.numel():
+        if room.slots:
             short.sum_spans[(table.begin.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
-                sum_dk,
-                sum_dv,
-                room.part_dk,
-                room.part_dv,
+                sums.dk,
+                sums.dv,
+                sums.part_dk,
+                sums.part_dv,
                 spans.slots,
                 spans.last_span,
                 call.tables.bounds,
                 call.tables.blocks,
                 0,
-                sum_dk.shape[1],
+                sums.dk.shape[1],
                 ADD=True,
                 PADDED=self.key_tiles * shape.keys,
                 D=call.head_dim,
