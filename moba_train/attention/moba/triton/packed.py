@@ -403,7 +403,7 @@ class PackedDkdv:
                 0,
                 sums.dk.shape[1],
                 ADD=True,
-                PADDED=self.key_tiles * shape.keys,
                 D=call.head_dim,
+                N=self.key_tiles * shape.keys,
                 KEYS=_SUMMED_KEYS,
             )
