@@ -16,6 +16,7 @@ from moba_train.attention.moba.triton import (  # noqa: E402
     backward,
     combine,
     forward,
+    gathered,
     lists,
     packed,
     pool,
@@ -27,11 +28,12 @@ from moba_train.attention.moba.triton.tiles import Shape, shapes  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
-HALF = "q k v dout out dq dk dv partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
+HALF = "q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
 FLOATS = "partial_lse lse stats packed_lse packed_delta sum_dk sum_dv part_dk part_dv".split()  # noqa: SIM905
 INTEGERS = (
-    *("entries", "list_of_tile", "last_tile", "list_of_span", "last_span", "slots", "begin", "end", "bounds"),
-    *("chosen", "own", "first", "marks", "counts", "cursors", "cu_seqlens", "first_of"),
+    *("entries", "list_of_tile", "last_tile", "list_of_span", "spans_of", "rank_of_span", "last_span", "slots"),
+    *("begin", "end", "bounds", "chosen", "own", "first", "marks", "counts", "cursors", "cu_seqlens", "first_of"),
+    *("place", "row_of"),
 )
 SCALARS = {"scale": "fp32", "scale_log2": "fp32"}
 
@@ -154,8 +156,12 @@ def test_selection_fits(head_dim, choices, levels, grouped, tmp_path):
         (lists._place, {"G": 4, "C": 7, "TILE": 64}),
         (tables._token_tables, {"SIZE": 256}),
         (tables._block_bounds, {"SIZE": 256}),
-        (combine.combine_out, {"PARTIAL": True, "G": 4, "C": 7, "D": 128, "M": 32}),
-        (combine.combine_dq, {"PARTIAL": True, "G": 4, "C": 7, "D": 128, "M": 32}),
+        (combine.combine_out, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 7, "D": 128, "M": 32}),
+        (combine.combine_dq, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 7, "D": 128, "M": 32}),
+        (combine.combine_out, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 11, "D": 128, "M": 32}),
+        (combine.combine_dq, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 11, "D": 128, "M": 32}),
+        (gathered._place_rows, {"G": 4, "C": 11, "M": 64}),
+        (gathered._gather, {"D": 128, "M": 64}),
         (short.sum_spans, {"ADD": True, "D": 128, "N": 128, "KEYS": 16}),
         (backward.prepare, {"D": 128, "M": 32}),
         (packed.pack, {"G": 4, "C": 11, "D": 128, "M": 64}),

@@ -39,7 +39,10 @@ from moba_train.attention.moba.triton.tiles import (
 
 _PACK_WARPS = 4
 _SPAN = 4096
-"""Rows of a span for each tile of keys: at 512 keys 16,384. Longer blocks keep enough programs busy without."""
+"""Rows of a span for each tile of keys, at most: at 512 keys 16,384. Longer blocks keep enough programs busy anyway."""
+_LEAST_SPAN = 512
+_SPANS = 512
+"""Spans wanted, so that short sequences keep all multiprocessors busy."""
 _SUMMED_KEYS = 16
 _ROOM = 2**19
 """Rows packed together at least, 256 MiB at D = 128: q and dout."""
@@ -162,8 +165,10 @@ def dkdv_history(
     sum_dv,
     first_part,
     slots,
+    spans_of,
     last_tile,
-    list_of_span,
+    order,
+    rank_of_span,
     last_span,
     bounds,
     lists,
@@ -179,23 +184,25 @@ def dkdv_history(
 ):
     """Adds to float32 dk and dv [S, some K, D] of one tile of keys what a span of the packed rows of its list gives.
 
-    Programs of one span are neighbours, and read its rows at about the same time. Of a list of several spans, dk and dv
+    Programs of one span are neighbours, and read its rows at about the same time; lists come longest first
+    (`order`; `rank_of_span` and `last_span` are ranks in it). Of a list of several spans, dk and dv
     go in parts [slots, key tiles, N, D] behind the sums, from element `first_part` on.
 
     Stats too come by bulk copies: as plain loads every thread copies its share of them 16 times over, and the
     addresses are what makes registers spill.
     """
     pid, key_tile = tl.program_id(0) // key_tiles, tl.program_id(0) % key_tiles
-    which = tl.load(list_of_span + pid)
-    if which >= lists:
+    rank = tl.load(rank_of_span + pid)
+    if rank >= lists:
         return
+    which = tl.load(order + rank).to(tl.int32)
     part, block = which // blocks, which % blocks
     start, stop, _ = key_rows(bounds, block)
     first_key = start + key_tile * N
     if first_key >= stop:
         return
-    before = tl.load(last_span + which - 1, mask=which > 0, other=0)
-    spans, number = tl.load(last_span + which) - before, pid - before
+    before = tl.load(last_span + rank - 1, mask=rank > 0, other=0)
+    spans, number = tl.load(spans_of + which), pid - before
     first = tl.load(last_tile + which - 1, mask=which > 0, other=0) + number * span
     last = tl.minimum(first + span, tl.load(last_tile + which))
     column = (first_kv_head + part) * D
@@ -232,6 +239,8 @@ class Packed:
     dout: Tensor
     lse: Tensor
     delta: Tensor
+    span: int
+    """Rows of a span."""
     slots: int
     """Results of lists of several spans, at most."""
 
@@ -266,11 +275,6 @@ class PackedDkdv:
     def key_tiles(self) -> int:
         """Tiles of the longest block."""
         return triton.cdiv(self.call.longest, self.call.shapes.dkdv.keys)
-
-    @property
-    def span(self) -> int:
-        """Rows of a span."""
-        return _SPAN * self.key_tiles
 
     def run(self) -> tuple[Tensor, Tensor]:
         """dk and dv [S, K, D]."""
@@ -308,8 +312,9 @@ class PackedDkdv:
         )
         q, dout = (self.dout.new_empty(tiles * rows, call.head_dim) for _ in range(2))
         lse, delta = (self.stats.new_empty(tiles * rows) for _ in range(2))
-        slots = max(most_slots(part.entries * (part.kv_heads.stop - part.kv_heads.start), self.span) for part in parts)
-        return Packed(q, dout, lse, delta, slots)
+        entries = max(part.entries * (part.kv_heads.stop - part.kv_heads.start) for part in parts)
+        span = max(_LEAST_SPAN, min(entries // _SPANS, _SPAN * self.key_tiles)) // rows * rows
+        return Packed(q, dout, lse, delta, span, most_slots(entries, span))
 
     def own(self, heads: slice, slots: int) -> "Sums":
         """Of the own blocks, with room for so many results of lists of several spans."""
@@ -367,7 +372,8 @@ class PackedDkdv:
     def history(self, segment: Segment, table: TileTable, room: Packed, sums: "Sums") -> None:
         """Adds the part of the packed rows."""
         call, shape = self.call, self.call.shapes.dkdv
-        spans = span_table(table.last_tile, table.bound, self.span // shape.rows)
+        tiles = room.span // shape.rows
+        spans = span_table(table, tiles)
         sizes = call.sizes(shape)
         del sizes["G"]
         dkdv_history[(spans.bound * self.key_tiles,)](
@@ -377,8 +383,10 @@ class PackedDkdv:
             sums.dv,
             sums.dk.numel(),
             spans.slots,
+            spans.spans,
             table.last_tile,
-            spans.list_of_span,
+            spans.order,
+            spans.rank_of_span,
             spans.last_span,
             call.tables.bounds,
             table.begin.numel(),
@@ -386,7 +394,7 @@ class PackedDkdv:
             segment.kv_heads.start,
             sums.dk.shape[1],
             self.key_tiles,
-            self.span // shape.rows,
+            tiles,
             call.scale,
             **sizes,
         )
@@ -397,7 +405,7 @@ class PackedDkdv:
                 sums.part_dk,
                 sums.part_dv,
                 spans.slots,
-                spans.last_span,
+                spans.spans,
                 call.tables.bounds,
                 call.tables.blocks,
                 0,

@@ -232,7 +232,7 @@ def sum_spans(
     part_dk,
     part_dv,
     slots,
-    last_span,
+    spans_of,
     bounds,
     blocks,
     first_kv_head,
@@ -247,8 +247,7 @@ def sum_spans(
     ADD: to what is there already.
     """
     which = tl.program_id(0)
-    before = tl.load(last_span + which - 1, mask=which > 0, other=0)
-    spans = tl.load(last_span + which) - before
+    spans = tl.load(spans_of + which)
     if spans < 2:
         return
     part, block = which // blocks, which % blocks

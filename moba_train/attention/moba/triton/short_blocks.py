@@ -17,6 +17,7 @@ from moba_train.attention.moba.triton.tiles import (
     first_slots,
     most_slots,
     segments,
+    steps,
     tile_table,
 )
 
@@ -77,7 +78,8 @@ class ShortBlocks:
         part_dk, part_dv = (stats.new_empty(room * shape.keys, call.head_dim) for _ in range(2))
         for segment in parts:
             table = self.spans(segment)
-            slots = first_slots(table.last_tile)
+            spans = steps(table.last_tile)
+            slots = first_slots(spans)
             short.gradients[(table.bound,)](
                 call.q_THD,
                 dout,
@@ -105,7 +107,7 @@ class ShortBlocks:
                     part_dk,
                     part_dv,
                     slots,
-                    table.last_tile,
+                    spans,
                     call.tables.bounds,
                     call.tables.blocks,
                     segment.kv_heads.start,

@@ -124,23 +124,35 @@ class SpanTable:
     """Lists cut into spans of many rows, so that one that everyone chose keeps several programs busy."""
 
     bound: int
-    list_of_span: Tensor
+    """Programs to start."""
+    order: Tensor
+    """int64 [lists]: longest first."""
+    rank_of_span: Tensor
+    """int32 [bound]: each span's list, by its place in `order`; the number of lists for spans that do not exist."""
     last_span: Tensor
+    """int32 [lists]: one past the last span of each list, in that order."""
+    spans: Tensor
+    """int32 [lists]: how many there are of each list."""
     slots: Tensor
     """int32 [lists]: where the results of a list of several spans begin, among all such results."""
 
 
-def span_table(last_tile: Tensor, bound: int, tiles: int) -> SpanTable:
-    """Spans of `tiles` tiles each, of lists with so many tiles (`TileTable`)."""
-    count = torch.diff(last_tile, prepend=last_tile.new_zeros(1))
-    last_span = torch.cumsum((count + (tiles - 1)) // tiles, 0, dtype=torch.int32)
-    bound = triton.cdiv(bound, tiles) + last_tile.numel()
-    return SpanTable(bound, _list_of(last_span, bound), last_span, first_slots(last_span))
+def span_table(table: TileTable, tiles: int) -> SpanTable:
+    """Spans of `tiles` tiles each, of the lists of `table`."""
+    spans = (steps(table.last_tile) + (tiles - 1)) // tiles
+    order = torch.sort(table.end - table.begin, descending=True, stable=True).indices
+    last_span = torch.cumsum(spans[order], 0, dtype=torch.int32)
+    bound = triton.cdiv(table.bound, tiles) + spans.numel()
+    return SpanTable(bound, order, _list_of(last_span, bound), last_span, spans, first_slots(spans))
 
 
-def first_slots(last_span: Tensor) -> Tensor:
-    """`SpanTable.slots` of lists with these spans."""
-    spans = torch.diff(last_span, prepend=last_span.new_zeros(1))
+def steps(last: Tensor) -> Tensor:
+    """[n]: by how much each is more than the one before."""
+    return torch.diff(last, prepend=last.new_zeros(1))
+
+
+def first_slots(spans: Tensor) -> Tensor:
+    """`SpanTable.slots` of lists with so many spans each."""
     several = spans * (spans > 1)
     return torch.cumsum(several, 0, dtype=torch.int32) - several
 
