@@ -106,7 +106,7 @@ def test_shards_of_queries_and_keys_give_the_whole(block_size):
 @pytest.mark.parametrize("block_size", [64, 192])
 def test_lists_of_several_spans_are_summed(block_size, monkeypatch):
     monkeypatch.setattr(short_blocks, "_SPAN", 64)
-    monkeypatch.setattr(packed, "_LEAST_SPAN", 64)
+    monkeypatch.setattr(packed, "_SPAN", 64)
     tensors, layout = inputs([450, 70], 4, 2, 64, torch.float32, "cpu"), layout_of([450, 70], "cpu")
     ours = build("triton", 64, block_size=block_size, topk=3)
     got, plan = run(ours, tensors, layout)

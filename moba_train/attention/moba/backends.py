@@ -20,8 +20,8 @@ from moba_train.attention.protocol import Layout, Plan
 
 logger = logging.getLogger(__name__)
 
-_FLASH_PAYS_FROM: dict[str, int] = {}
-"""Block size from which `flash` on a varlen kernel of this name is faster than `triton`. None is known to be."""
+_FLASH_PAYS_FROM = {"flash-attn-4": 2048}
+"""Block size from which `flash` on a varlen kernel of this name is faster than `triton` (docs/performance-log.md)."""
 
 
 class Backend(Protocol):

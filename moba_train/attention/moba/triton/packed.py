@@ -40,9 +40,6 @@ from moba_train.attention.moba.triton.tiles import (
 _PACK_WARPS = 4
 _SPAN = 4096
 """Rows of a span for each tile of keys, at most: at 512 keys 16,384. Longer blocks keep enough programs busy anyway."""
-_LEAST_SPAN = 512
-_SPANS = 512
-"""Spans wanted, so that short sequences keep all multiprocessors busy."""
 _SUMMED_KEYS = 16
 _ROOM = 2**19
 """Rows packed together at least, 256 MiB at D = 128: q and dout."""
@@ -313,7 +310,7 @@ class PackedDkdv:
         q, dout = (self.dout.new_empty(tiles * rows, call.head_dim) for _ in range(2))
         lse, delta = (self.stats.new_empty(tiles * rows) for _ in range(2))
         entries = max(part.entries * (part.kv_heads.stop - part.kv_heads.start) for part in parts)
-        span = max(_LEAST_SPAN, min(entries // _SPANS, _SPAN * self.key_tiles)) // rows * rows
+        span = _SPAN * self.key_tiles
         return Packed(q, dout, lse, delta, span, most_slots(entries, span))
 
     def own(self, heads: slice, slots: int) -> "Sums":
