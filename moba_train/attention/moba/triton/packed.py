@@ -30,7 +30,6 @@ from moba_train.attention.moba.triton.tables import key_rows, query_rows
 from moba_train.attention.moba.triton.tiles import (
     Segment,
     TileTable,
-    most_slots,
     segments,
     span_table,
     tile_of_program,
@@ -150,7 +149,7 @@ def pack(
     tl.store(packed_delta + place, delta_M)
 
 
-@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "kv_heads", "key_tiles", "span"])
+@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "key_tiles", "span"])
 def dkdv_history(
     q_desc,
     dout_desc,
@@ -158,11 +157,9 @@ def dkdv_history(
     delta_desc,
     k_desc,
     v_desc,
-    sum_dk,
-    sum_dv,
-    first_part,
+    part_dk,
+    part_dv,
     slots,
-    spans_of,
     last_tile,
     order,
     rank_of_span,
@@ -171,7 +168,6 @@ def dkdv_history(
     lists,
     blocks,
     first_kv_head,
-    kv_heads,
     key_tiles,
     span,
     scale,
@@ -179,11 +175,11 @@ def dkdv_history(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Adds to float32 dk and dv [S, some K, D] of one tile of keys what a span of the packed rows of its list gives.
+    """What a span of the packed rows of a list gives for one tile of its block's keys: float32 dk and dv, to its place
+    in part_dk and part_dv [spans, key tiles, N, D].
 
     Programs of one span are neighbours, and read its rows at about the same time; lists come longest first
-    (`order`; `rank_of_span` and `last_span` are ranks in it). Of a list of several spans, dk and dv
-    go in parts [slots, key tiles, N, D] behind the sums, from element `first_part` on.
+    (`order`; `rank_of_span` and `last_span` are ranks in it).
 
     Stats too come by bulk copies: as plain loads every thread copies its share of them 16 times over, and the
     addresses are what makes registers spill.
@@ -196,12 +192,11 @@ def dkdv_history(
     part, block = which // blocks, which % blocks
     start, stop, _ = key_rows(bounds, block)
     first_key = start + key_tile * N
-    if first_key >= stop:
-        return
-    before = tl.load(last_span + rank - 1, mask=rank > 0, other=0)
-    spans, number = tl.load(spans_of + which), pid - before
+    number = pid - tl.load(last_span + rank - 1, mask=rank > 0, other=0)
     first = tl.load(last_tile + which - 1, mask=which > 0, other=0) + number * span
     last = tl.minimum(first + span, tl.load(last_tile + which))
+    if (first_key >= stop) | (first >= last):
+        return
     column = (first_kv_head + part) * D
     k_ND = k_desc.load([first_key, column])
     v_ND = v_desc.load([first_key, column])
@@ -218,14 +213,10 @@ def dkdv_history(
         dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
         ds = p * (dp - delta_desc.load([row])[None, :])
         dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
-    alone = spans == 1
-    slot = (tl.load(slots + which).to(tl.int64) + number) * key_tiles + key_tile
-    base = tl.where(alone, (first_key.to(tl.int64) * kv_heads + part) * D, first_part + slot * N * D)
-    key = tl.arange(0, N)
-    at = base + (key * tl.where(alone, kv_heads * D, D))[:, None] + tl.arange(0, D)[None, :]
-    mask = (first_key + key < stop)[:, None]
-    tl.store(sum_dk + at, tl.load(sum_dk + at, mask=mask & alone, other=0.0) + dk_ND * scale, mask=mask)
-    tl.store(sum_dv + at, tl.load(sum_dv + at, mask=mask & alone, other=0.0) + dv_ND, mask=mask)
+    at = tl.arange(0, N)[:, None] * D + tl.arange(0, D)[None, :]
+    place = ((tl.load(slots + which) + number).to(tl.int64) * key_tiles + key_tile) * N * D
+    tl.store(part_dk + place + at, dk_ND * scale)
+    tl.store(part_dv + place + at, dv_ND)
 
 
 @dataclass(frozen=True)
@@ -236,27 +227,11 @@ class Packed:
     dout: Tensor
     lse: Tensor
     delta: Tensor
-    span: int
-    """Rows of a span."""
-    slots: int
-    """Results of lists of several spans, at most."""
 
     def descriptors(self, rows: int) -> list[TensorDescriptor]:
         """For bulk copies of tiles of these rows."""
         tensors = (self.q, self.dout, self.lse, self.delta)
         return [TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, *x.shape[1:]]) for x in tensors]
-
-
-@dataclass(frozen=True)
-class Sums:
-    """float32 dk and dv of some key/value heads; right behind each in memory, the parts of lists of several spans."""
-
-    dk: Tensor
-    """[S, heads, D]"""
-    dv: Tensor
-    part_dk: Tensor
-    """[slots * keys of a block, D]"""
-    part_dv: Tensor
 
 
 @dataclass(frozen=True)
@@ -277,12 +252,11 @@ class PackedDkdv:
         """dk and dv [S, K, D]."""
         dk, dv = self.call.like_k(), self.call.like_k()
         for heads, parts in self.segments():
-            sums = self.own(heads, max((room.slots for _, room in parts), default=0))
+            sums = self.own(heads)
             for segment, room in parts:
-                table = self.pack(segment, room)
-                self.history(segment, table, room, sums)
-            dk[:, heads].copy_(sums.dk)
-            dv[:, heads].copy_(sums.dv)
+                self.history(segment, self.pack(segment, room), room, *sums)
+            dk[:, heads].copy_(sums[0])
+            dv[:, heads].copy_(sums[1])
         return dk, dv
 
     def segments(self) -> Iterator[tuple[slice, list[tuple[Segment, Packed]]]]:
@@ -309,23 +283,18 @@ class PackedDkdv:
         )
         q, dout = (self.dout.new_empty(tiles * rows, call.head_dim) for _ in range(2))
         lse, delta = (self.stats.new_empty(tiles * rows) for _ in range(2))
-        entries = max(part.entries * (part.kv_heads.stop - part.kv_heads.start) for part in parts)
-        span = _SPAN * self.key_tiles
-        return Packed(q, dout, lse, delta, span, most_slots(entries, span))
+        return Packed(q, dout, lse, delta)
 
-    def own(self, heads: slice, slots: int) -> "Sums":
-        """Of the own blocks, with room for so many results of lists of several spans."""
+    def own(self, heads: slice) -> tuple[Tensor, Tensor]:
+        """float32 dk and dv [S, heads, D] of the own blocks."""
         call, shape, many = self.call, self.call.shapes.dkdv, heads.stop - heads.start
-        keys, parts = call.k_SKD.shape[0] * many, slots * self.key_tiles * shape.keys
-        room_dk, room_dv = (self.stats.new_empty(keys + parts, call.head_dim) for _ in range(2))
-        dk, dv = (x[:keys].unflatten(0, (-1, many)) for x in (room_dk, room_dv))
-        sums = Sums(dk, dv, room_dk[keys:], room_dv[keys:])
+        sum_dk, sum_dv = (self.stats.new_empty(call.k_SKD.shape[0], many, call.head_dim) for _ in range(2))
         dkdv_own[(call.tables.blocks * self.key_tiles, many)](
             *(call.descriptor(x, shape.rows) for x in (call.q_THD, self.dout)),
             self.stats,
             *call.descriptors(shape.keys),
-            sums.dk,
-            sums.dv,
+            sum_dk,
+            sum_dv,
             call.tables.bounds,
             heads.start,
             call.heads,
@@ -333,7 +302,7 @@ class PackedDkdv:
             call.scale,
             **call.sizes(shape),
         )
-        return sums
+        return sum_dk, sum_dv
 
     def pack(self, segment: Segment, room: Packed) -> TileTable:
         """The segment's rows to `room`."""
@@ -366,49 +335,46 @@ class PackedDkdv:
         )
         return table
 
-    def history(self, segment: Segment, table: TileTable, room: Packed, sums: "Sums") -> None:
+    def history(self, segment: Segment, table: TileTable, room: Packed, sum_dk: Tensor, sum_dv: Tensor) -> None:
         """Adds the part of the packed rows."""
-        call, shape = self.call, self.call.shapes.dkdv
-        tiles = room.span // shape.rows
+        call, shape, lists = self.call, self.call.shapes.dkdv, table.begin.numel()
+        keys, tiles = self.key_tiles * shape.keys, _SPAN * self.key_tiles // shape.rows
         spans = span_table(table, tiles)
+        part_dk, part_dv = (self.stats.new_empty(spans.bound * keys, call.head_dim) for _ in range(2))
         sizes = call.sizes(shape)
         del sizes["G"]
         dkdv_history[(spans.bound * self.key_tiles,)](
             *room.descriptors(shape.rows),
             *call.descriptors(shape.keys),
-            sums.dk,
-            sums.dv,
-            sums.dk.numel(),
+            part_dk,
+            part_dv,
             spans.slots,
-            spans.spans,
             table.last_tile,
             spans.order,
             spans.rank_of_span,
             spans.last_span,
             call.tables.bounds,
-            table.begin.numel(),
+            lists,
             call.tables.blocks,
             segment.kv_heads.start,
-            sums.dk.shape[1],
             self.key_tiles,
             tiles,
             call.scale,
             **sizes,
         )
-        if room.slots:
-            short.sum_spans[(table.begin.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
-                sums.dk,
-                sums.dv,
-                sums.part_dk,
-                sums.part_dv,
-                spans.slots,
-                spans.spans,
-                call.tables.bounds,
-                call.tables.blocks,
-                0,
-                sums.dk.shape[1],
-                ADD=True,
-                D=call.head_dim,
-                N=self.key_tiles * shape.keys,
-                KEYS=_SUMMED_KEYS,
-            )
+        short.sum_spans[(lists, triton.cdiv(call.longest, _SUMMED_KEYS))](
+            sum_dk,
+            sum_dv,
+            part_dk,
+            part_dv,
+            spans.slots,
+            spans.spans,
+            call.tables.bounds,
+            call.tables.blocks,
+            0,
+            sum_dk.shape[1],
+            ADD=True,
+            D=call.head_dim,
+            N=keys,
+            KEYS=_SUMMED_KEYS,
+        )

@@ -244,11 +244,11 @@ def sum_spans(
 ):
     """dk and dv [S, K, D] of KEYS keys of a list of several spans; its parts are [spans, N keys, D].
 
-    ADD: to what is there already.
+    ADD: to what is there already, and for a list of one span too.
     """
     which = tl.program_id(0)
     spans = tl.load(spans_of + which)
-    if spans < 2:
+    if spans < (1 if ADD else 2):
         return
     part, block = which // blocks, which % blocks
     key, column = tl.program_id(1) * KEYS + tl.arange(0, KEYS), tl.arange(0, D)

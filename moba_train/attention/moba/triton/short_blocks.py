@@ -14,10 +14,9 @@ from moba_train.attention.moba.triton.tiles import (
     Segment,
     Shape,
     TileTable,
-    first_slots,
-    most_slots,
     segments,
     steps,
+    sums_before,
     tile_table,
 )
 
@@ -74,12 +73,12 @@ class ShortBlocks:
         dq, dk, dv = call.like_q(), call.like_k(), call.like_k()
         parts = list(segments(self.lists, call.kv_heads, call.limit))
         partial_dq = call.buffer(parts)
-        room = most_slots(max((part.kv_heads.stop - part.kv_heads.start) * part.entries for part in parts), _SPAN)
-        part_dk, part_dv = (stats.new_empty(room * shape.keys, call.head_dim) for _ in range(2))
+        slots = 2 * max((part.kv_heads.stop - part.kv_heads.start) * part.entries for part in parts) // _SPAN
+        part_dk, part_dv = (stats.new_empty(slots * shape.keys, call.head_dim) for _ in range(2))
         for segment in parts:
             table = self.spans(segment)
             spans = steps(table.last_tile)
-            slots = first_slots(spans)
+            first_slot = sums_before(spans * (spans > 1))
             short.gradients[(table.bound,)](
                 call.q_THD,
                 dout,
@@ -91,7 +90,7 @@ class ShortBlocks:
                 partial_dq,
                 part_dk,
                 part_dv,
-                slots,
+                first_slot,
                 *self.tables(table),
                 segment.kv_heads.start,
                 call.heads,
@@ -100,13 +99,13 @@ class ShortBlocks:
                 call.scale,
                 **self.sizes(shape),
             )
-            if room:
+            if slots:
                 short.sum_spans[(table.begin.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
                     dk,
                     dv,
                     part_dk,
                     part_dv,
-                    slots,
+                    first_slot,
                     spans,
                     call.tables.bounds,
                     call.tables.blocks,

@@ -134,7 +134,7 @@ class SpanTable:
     spans: Tensor
     """int32 [lists]: how many there are of each list."""
     slots: Tensor
-    """int32 [lists]: where the results of a list of several spans begin, among all such results."""
+    """int32 [lists]: number of each list's first span, lists in their own order."""
 
 
 def span_table(table: TileTable, tiles: int) -> SpanTable:
@@ -143,7 +143,7 @@ def span_table(table: TileTable, tiles: int) -> SpanTable:
     order = torch.sort(table.end - table.begin, descending=True, stable=True).indices
     last_span = torch.cumsum(spans[order], 0, dtype=torch.int32)
     bound = triton.cdiv(table.bound, tiles) + spans.numel()
-    return SpanTable(bound, order, _list_of(last_span, bound), last_span, spans, first_slots(spans))
+    return SpanTable(bound, order, _list_of(last_span, bound), last_span, spans, sums_before(spans))
 
 
 def steps(last: Tensor) -> Tensor:
@@ -151,15 +151,9 @@ def steps(last: Tensor) -> Tensor:
     return torch.diff(last, prepend=last.new_zeros(1))
 
 
-def first_slots(spans: Tensor) -> Tensor:
-    """`SpanTable.slots` of lists with so many spans each."""
-    several = spans * (spans > 1)
-    return torch.cumsum(several, 0, dtype=torch.int32) - several
-
-
-def most_slots(entries: int, span: int) -> int:
-    """Of the lists of so many entries, cut into spans of `span` rows: a list of several spans has ceil(rows / span)."""
-    return 2 * entries // span
+def sums_before(counts: Tensor) -> Tensor:
+    """int32 [n]: the sum of all before each."""
+    return torch.cumsum(counts, 0, dtype=torch.int32) - counts
 
 
 @triton.jit
