@@ -97,8 +97,9 @@ def report(result: Result) -> None:
     rates = (work["forward"] + work["gate"]) / forward, sum(work.values()) / both
     bar = result.get("bar")
     wanted = f", bar {bar['both_ms']:g} {'reached' if bar['reached'] else 'MISSED'}" if bar else ""
+    floor = result["floor_ms"]["both"]
     print(
-        f"{result['row']} by {result['backend']}: forward {forward:.2f} ms, both {both:.2f} ms{wanted}, floor {result['floor_ms']['both']:.1f}"
+        f"{result['row']} by {result['backend']}: forward {forward:.2f} ms, both {both:.2f} ms{wanted}, floor {floor:.1f}"
     )
     print("  TFLOP/s: forward {:.0f}, both {:.0f}; peak {:.1f} GiB".format(*(1e3 * x for x in rates), ours["peak_gib"]))
     for name, column in result["columns"].items():

@@ -80,8 +80,11 @@ def dkdv_own(
     shift -= key_shift
     first_row = tl.maximum(first_row, first_key - shift)  # the rows before do not see this tile
     tiles = tl.maximum(tl.cdiv(last_row - first_row, M), 0)
+    # Dividing by zero tiles is undefined: the compiler may then take it that there are some, and load the first ones
+    # unasked. They arrived in the middle of what follows the loop and spoilt dk of keys whose queries are elsewhere.
+    divisor = tl.maximum(tiles, 1)
     for i in tl.range(0, tiles * G):
-        at, head = first_row + i % tiles * M, kv_head * G + i // tiles
+        at, head = first_row + i % divisor * M, kv_head * G + i // divisor
         q_MD = q_desc.load([at, head * D])
         dout_MD = dout_desc.load([at, head * D])
         s = tl.dot(k_ND, q_MD.T)
