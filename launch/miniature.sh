@@ -3,15 +3,16 @@
 # Minutes on one GPU. The same command again goes on where it stopped.
 #
 #   bash launch/miniature.sh NAME [--corpus FILE_OR_FOLDER] [KEY.PATH=VALUE]...      default: Python's standard library
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-
-recipe=configs/recipes/mini/${1:-}.yaml
-[ -n "${1:-}" ] && [ -f "$recipe" ] || {
-    echo "error: no miniature '${1:-}'; allowed: $(cd configs/recipes/mini && ls | sed '/^corpus/d; s/\.yaml$//' | xargs)" >&2
+name=${1:-}
+recipes=$(dirname "${BASH_SOURCE[0]}")/../configs/recipes/mini
+[ -n "$name" ] && [ -f "$recipes/$name.yaml" ] || {
+    echo "error: no miniature '$name'; allowed: $(cd "$recipes" && ls | sed 's/[.]yaml$//' | xargs)" >&2
     exit 2
 }
-name=$1
 shift
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+recipe=configs/recipes/mini/$name.yaml
 select=(--glob '*.py')
 for folder in site-packages test tests encodings pydoc_data 'config-3*'; do select+=(--exclude "$folder"); done
 corpus=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')

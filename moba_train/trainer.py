@@ -266,7 +266,7 @@ class Trainer:
             self.config.loss_norm,
         )
         data.check_fingerprints(self.progress.fingerprints)
-        surroundings = self.model, self.share, self.world.device, self.telemetry
+        surroundings = self.model, self.share, self.world.device, self.telemetry, self.progress.trailing_loss_before
         self.evaluation: StageEvaluation = StageEvaluation(self.config, stage, *surroundings)
         self.progress.fingerprints |= data.fingerprints
         self.telemetry.stage = stage.name

@@ -8,6 +8,7 @@ windows     cutting a stream into samples: concatenated and chopped, or packed
 strata      the ranges of document lengths that a blend reads, and their weights
 blend       which source each sample comes from
 samples     the samples of a stage, as a pure function of their index
+stretches   parts of long documents, for evaluation by position
 batch       one micro-batch as tensors
 tokenizer   sentencepiece models
 loader      the micro-batches of a rank's step, read ahead

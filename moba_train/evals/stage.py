@@ -6,6 +6,7 @@ from moba_train.config.run import GateConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.stretches import Stretches
+from moba_train.errors import CheckpointError
 from moba_train.evals.loss import validation_data, validation_loss
 from moba_train.evals.position_wise import PositionWiseLoss, describe, position_wise_loss
 from moba_train.evals.variants import name_of, with_full
@@ -19,7 +20,8 @@ from moba_train.telemetry.telemetry import Telemetry
 class StageEvaluation:
     """The evaluations of one stage; made on all ranks when the stage begins. Results go to `telemetry` as events.
 
-    Raises DataError when a validation corpus is damaged.
+    trailing_loss_before: at the end of the stage before, for a gate that refers to it. Raises DataError when a corpus
+    is damaged, CheckpointError when the gate's reference was never evaluated.
     """
 
     def __init__(
@@ -30,10 +32,17 @@ class StageEvaluation:
         share: Share,
         device: torch.device,
         telemetry: Telemetry,
+        trailing_loss_before: float | None,
     ) -> None:
         self._config, self._stage, self._model = config.evaluation, stage, model
         self._head_width = config.model.head_width
         self._share, self._device, self._telemetry = share, device, telemetry
+        self._trailing_loss_before = trailing_loss_before
+        if stage.gate and not stage.gate.needs_full and trailing_loss_before is None:
+            raise CheckpointError(
+                f"stages[{stage.index}].until.trailing_loss_recovered.reference: given 'before', but the stage before "
+                "was trained without evaluation.position_wise; set reference: full"
+            )
         self._validation = validation_data(config, stage.seq_len)
         self._stretches: Stretches | None = None
         if (wanted := self._config.position_wise) is not None:
@@ -79,7 +88,7 @@ class StageEvaluation:
         progress.trailing_loss = curves[kind].trailing
         if gate is None or progress.step < self._stage.planned_end_step:
             return False
-        opened, text = judge(gate, curves, kind, progress.trailing_loss_before)
+        opened, text = judge(gate, curves, kind, self._trailing_loss_before)
         if not opened and progress.step == self._stage.end_step:
             text = f"{text}; the stage ends all the same, at its max_tokens"
         self._telemetry.event(progress.step, tokens, "gate", text)
@@ -93,7 +102,7 @@ def judge(gate: GateConfig, curves: dict[str, PositionWiseLoss], kind: str, befo
     """
     wanted = gate.trailing_loss_recovered
     reference = curves["full"].trailing if wanted.reference == "full" else before
-    assert reference is not None, "validate asks for the evaluation that gives it"
+    assert reference is not None
     trailing = curves[kind].trailing
     words = {"full": "with full attention on the same weights", "before": "at the end of the stage before"}
     opened = trailing <= reference + wanted.tolerance

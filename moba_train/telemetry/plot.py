@@ -15,12 +15,13 @@ from matplotlib.ticker import EngFormatter
 from moba_train.errors import UserError
 from moba_train.telemetry.jsonl import read_records
 
-_RAW, _SMOOTH, _EVALUATION, _SPIKE, _GREY = "#9ecae1", "#08519c", "#e6550d", "#d62728", "#737373"
+_RAW, _SMOOTH, _EVALUATION, _TRAILING = "#9ecae1", "#08519c", "#e6550d", "#31a354"
+_SPIKE, _GREY = "#d62728", "#737373"
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draws training loss (each step, and smoothed), evaluation loss, stages, spikes and the learning rate over
-    consumed tokens into `run_dir/loss.png` and returns its path. Raises UserError if there is no loss to draw."""
+    """Draws training loss (each step, and smoothed), evaluation and trailing loss, stages, spikes and the learning rate
+    over consumed tokens into `run_dir/loss.png` and returns its path. Raises UserError if there is no loss to draw."""
     source = run_dir / "metrics.jsonl"
     records = read_records(source) if source.exists() else []
     training = [r for r in records if r["kind"] == "metrics" and math.isfinite(r.get("loss", math.nan))]
@@ -50,10 +51,13 @@ def _draw_losses(axes: Axes, training: list[dict[str, Any]], records: list[dict[
     tokens, losses = np.array([(r["tokens"], r["loss"]) for r in training], dtype=float).T
     axes.plot(tokens, losses, color=_RAW, lw=0.6, label="training loss, each step")
     axes.plot(*_smooth(tokens, losses), color=_SMOOTH, lw=1.6, label="training loss, smoothed")
-    evaluations = [r for r in records if math.isfinite(r.get("eval_loss", math.nan))]
-    if evaluations:
-        points = [r["tokens"] for r in evaluations], [r["eval_loss"] for r in evaluations]
-        axes.plot(*points, "o", ms=4, color=_EVALUATION, label="evaluation loss")
+    for name, label, colour in (
+        ("eval_loss", "evaluation loss", _EVALUATION),
+        ("trailing_loss", "trailing loss (end of the context)", _TRAILING),
+    ):
+        points = [(r["tokens"], r[name]) for r in records if math.isfinite(r.get(name, math.nan))]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", ms=4, color=colour, label=label)
     spikes = [r["tokens"] for r in records if r["kind"] == "spike"]
     if spikes:
         heights = np.interp(spikes, tokens, losses)

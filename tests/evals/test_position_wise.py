@@ -1,7 +1,9 @@
 """Loss by place in the context: whose tokens, what numbers, and what a gate makes of them."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import ModelConfig
 from moba_train.config.run import GateConfig
+from moba_train.data.batch import Batch
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.stretches import Stretches
 from moba_train.errors import DataError
@@ -20,6 +23,8 @@ from moba_train.evals.position_wise import PositionWiseLoss, describe, position_
 from moba_train.evals.stage import judge
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
+from moba_train.parallel.context.batch import shard_batch
+from moba_train.parallel.context.layout import Kind, SequenceLayout
 from moba_train.parallel.stage import Share
 from moba_train.parallel.world import World, joined_world
 
@@ -122,3 +127,33 @@ def test_a_gate_opens_when_the_trailing_loss_is_back(reference: str, tolerance: 
 def test_a_corpus_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere"):
         Stretches([SourceConfig(path=str(tmp_path / "nowhere"))], SEQ_LEN, 2, 0, VOCAB)
+
+
+@dataclass(frozen=True)
+class Shard(Share):
+    """A rank's part of every sequence, without the other ranks."""
+
+    sequence: SequenceLayout | None = None
+    rank: int = 0
+
+    def of(self, batch: Batch) -> Batch:
+        assert self.sequence is not None
+        return shard_batch(batch, self.sequence, self.rank)
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "contiguous"), (3, "zigzag"), (16, "zigzag")])
+def test_ranks_that_share_sequences_add_up_to_one(
+    sources: list[SourceConfig], world: World, ranks: int, kind: Kind
+) -> None:
+    """Every token counts once, in its own bucket, also where shards have padding, or hold nothing but padding."""
+
+    def loss_is_the_label(_tokens: Any, _positions: Any, _layout: Any, loss_on: Any, per_token: bool) -> torch.Tensor:
+        return loss_on[0].float()
+
+    model, found = cast(Transformer, loss_is_the_label), Stretches(sources, SEQ_LEN, 2, 0, VOCAB)
+    whole = position_wise_loss(model, found, 4, Share(), world.device)
+    sequence = SequenceLayout.cut(SEQ_LEN, ranks, kind)
+    shards = [Shard(sequence=sequence, rank=rank) for rank in range(ranks)]
+    parts = [position_wise_loss(model, found, 4, shard, world.device).losses for shard in shards]
+    assert whole.losses[0] == pytest.approx(found.sample(0).labels.reshape(4, 4).mean(1))
+    assert np.allclose(sum(parts), whole.losses)

@@ -32,6 +32,7 @@ def write_history(run_dir: Path) -> None:
         telemetry.log(step, tokens, {"loss": math.nan if step == 600 else loss, "lr": lr})
         if step % 100 == 99:
             telemetry.event(step, tokens, "evaluation", "", eval_loss=2.02 + 9.0 * (step + 10) ** -0.35)
+            telemetry.event(step, tokens, "position_wise", "", trailing_loss=1.9 + 9.0 * (step + 10) ** -0.35)
     telemetry.close()
 
 
@@ -41,7 +42,8 @@ def test_picture_shows_the_run(tmp_path: Path) -> None:
     assert path == tmp_path / "loss.png"
     pixels = np.round(255 * matplotlib.image.imread(path)[..., :3]).astype(int)
     assert pixels.shape == (900, 1500, 3)
-    for name, colour in {"smoothed": (8, 81, 156), "evaluation": (230, 85, 13), "spike": (214, 39, 40)}.items():
+    colours = {"smoothed": (8, 81, 156), "evaluation": (230, 85, 13), "trailing": (49, 163, 84), "spike": (214, 39, 40)}
+    for name, colour in colours.items():
         assert (pixels == colour).all(-1).any(), name
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tiny_run import Run
 from trainer_ranks import Ranks, run_command
 from typer.testing import CliRunner
 
+import data_tools.cli
 from moba_train.cli import app
 from moba_train.config.load import load_config
 from moba_train.config.run import GateConfig
@@ -103,9 +105,9 @@ def test_the_schedule_stands_still_while_a_gate_is_shut(undisturbed: Run) -> Non
 
 
 def test_stops_around_the_gate_change_nothing(tmp_path: Path, corpora: Path, undisturbed: Run) -> None:
-    """Bitwise: where it was asked, between, and in the next stage before its boundary is compared."""
+    """Bitwise: where it was asked, and in the next stage before its boundary is compared."""
     run = gated(tmp_path, corpora)
-    for step in (6, 7, 9):
+    for step in (6, 9):
         train(run, "--stop-at-step", str(step))
     train(run)
     assert history(run) == history(undisturbed)
@@ -170,6 +172,7 @@ def test_a_gate_opens_alike_on_ranks_that_share_batches_and_sequences(
         run.folder.mkdir()
         run.recipe["stages"][1]["until"]["trailing_loss_recovered"]["tolerance"] = 10.0
         run.recipe["stages"][1]["parallel"] = {"cp": count}
+        run.recipe["stages"][2]["tokens"] = STEP
         ranks.train(run, count)
     ranks.work(run_command, ["eval", str(shared.run_dir), "--cp", "2", "--output", str(tmp_path)], 2)
     assert [record["step"] for record in shared.records("gate")] == [6]
@@ -184,3 +187,30 @@ def test_a_gate_opens_alike_on_ranks_that_share_batches_and_sequences(
     evaluated = json.loads((tmp_path / "evaluation.json").read_text())["position_wise"]["curves"]["full"]
     last = alone.records("position_wise")[-1]["position_wise"]["curves"]["full"]
     assert evaluated["mean"] == pytest.approx(last["mean"], rel=1e-4)
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "stages.md"
+
+
+def test_the_guides_recipe_and_commands_work(undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = DOCUMENT.read_text()
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(DOCUMENT.parents[1])
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "text.txt").write_text("some text that is long enough\n" * 100)
+    (tmp_path / "recipe.yaml").write_text(recipe.replace("configs/", f"{Path.cwd()}/configs/"))
+    commands = [f"moba-train plan {tmp_path}/recipe.yaml --gpus 64"]
+    commands += [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    assert len(commands) == 6
+    replaced = {"runs/my-run": str(undisturbed.run_dir), "2K": "32", "corpus/": f"{tmp_path}/corpus/"}
+    for command in commands:
+        for given, here in replaced.items():
+            command = command.replace(given, here)
+        program, *arguments = command.partition("  #")[0].split()
+        done = CliRunner().invoke({"moba-train": app, "moba-data": data_tools.cli.app}[program], arguments)
+        assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[^)#]+)", DOCUMENT.read_text()))
+def test_links_of_the_guide_lead_somewhere(path: str) -> None:
+    assert (DOCUMENT.parent / path).exists()
