@@ -98,9 +98,8 @@ def report(result: Result) -> None:
     bar = result.get("bar")
     wanted = f", bar {bar['both_ms']:g} {'reached' if bar['reached'] else 'MISSED'}" if bar else ""
     floor = result["floor_ms"]["both"]
-    print(
-        f"{result['row']} by {result['backend']}: forward {forward:.2f} ms, both {both:.2f} ms{wanted}, floor {floor:.1f}"
-    )
+    times = f"forward {forward:.2f} ms, both {both:.2f} ms{wanted}, floor {floor:.1f}"
+    print(f"{result['row']} by {result['backend']}: {times}")
     print("  TFLOP/s: forward {:.0f}, both {:.0f}; peak {:.1f} GiB".format(*(1e3 * x for x in rates), ours["peak_gib"]))
     for name, column in result["columns"].items():
         if "error" in column:

@@ -37,21 +37,21 @@ def test_the_readme_holds_the_table_of_the_committed_results() -> None:
 
 
 def test_summary_compares_with_cudnn_and_with_the_bar() -> None:
-    found = summary(result("8K:512/3", triton=column(1, 1.9, 0.6), cudnn=column(1, 3.8, 0.5)))
+    found = summary(result("8K:512/3", auto=column(1, 1.9, 0.6), cudnn=column(1, 3.8, 0.5)))
     assert found["speedup"] == pytest.approx(2)
     assert found["memory_ratio"] == pytest.approx(1.2)
     assert found["bar"] == {"both_ms": BARS["8K:512/3"], "reached": True}
-    missed = summary(result("8K:512/3", triton=column(1, 2.1, 0.6), cudnn={"error": "OutOfMemoryError"}))
+    missed = summary(result("8K:512/3", auto=column(1, 2.1, 0.6), cudnn={"error": "OutOfMemoryError"}))
     assert missed == {"bar": {"both_ms": 2.0, "reached": False}}
-    assert "bar" not in summary(result("8K:512/3,routing=sink", triton=column(1, 2, 1)))
+    assert "bar" not in summary(result("8K:512/3,routing=sink", auto=column(1, 2, 1)))
 
 
 def test_plain_rows_and_variants_have_a_table_each() -> None:
     text = render(
         file(
-            result("8K:512/3", triton=column(1.234, 1.9, 0.6), cudnn=column(1, 3.8, 0.5), flash2={"error": "no"}),
-            result("1M:4096/12", triton=column(1600, 6700.4, 57)),
-            {**result("8K:512/3,routing=sink", triton=column(1, 2, 1)), "routed": 0.999},
+            result("8K:512/3", auto=column(1.234, 1.9, 0.6), cudnn=column(1, 3.8, 0.5), flash2={"error": "no"}),
+            result("1M:4096/12", auto=column(1600, 6700.4, 57)),
+            {**result("8K:512/3,routing=sink", auto=column(1, 2, 1)), "routed": 0.999},
             {"row": "16K:512/3", "error": "it failed"},
         )
     )
