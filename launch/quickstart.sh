@@ -3,7 +3,7 @@
 # attention, then longer with MoBA, each sequence on two ranks), a stop and a resume half-way, evaluation and a sample.
 #
 #   bash launch/quickstart.sh [--corpus FILE_OR_FOLDER]      default: the sources of Python's standard library
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 # Of the standard library, its Python sources: tests, installed packages and tables of characters are poor prose.
 select=(--glob '*.py')

@@ -2,6 +2,8 @@
 #
 #   MOBA_PYTHON=/path/to/python   use this interpreter as it is and install nothing (a prepared image or cluster module)
 #   MOBA_VENV=/path/to/venv       where the virtual environment lives; default .venv in the repository
+#
+# FOR=run, set by the launcher that sources this, leaves out what only development and tests need.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
@@ -14,7 +16,8 @@ else
     PYTHON=$VENV/bin/python
     stamp=$VENV/.moba_train_installed
     wanted=$(cat pyproject.toml launch/constraints.txt launch/setup.sh | cksum)
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    installed=$(cat "$stamp" 2>/dev/null || true)
+    if [ "$installed" != "$wanted dev" ] && [ "$installed" != "$wanted ${FOR:-dev}" ]; then
         base=
         for candidate in python3 python3.13 python3.12 python3.11; do
             if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -26,16 +29,19 @@ else
             echo "error: no Python 3.11 or newer on the PATH (MOBA_PYTHON names one elsewhere)" >&2
             exit 2
         fi
-        system=() constraints=() extras=dev
+        system=() constraints=() extras=()
+        [ "${FOR:-dev}" = run ] || extras=(dev)
         if "$base" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
             system=(--system-site-packages)  # the image's own CUDA build of torch
         elif ! nvidia-smi >/dev/null 2>&1; then
-            constraints=(-c launch/constraints.txt) extras=dev,interpreter
+            constraints=(-c launch/constraints.txt)
+            [ "${FOR:-dev}" = run ] || extras+=(interpreter)
         fi
         echo "installing into $VENV (once; a few minutes)"
+        wished=$(IFS=,; echo "${extras[*]:+[${extras[*]}]}")
         "$base" -m venv ${system[@]+"${system[@]}"} "$VENV"
-        "$PYTHON" -m pip install --quiet ${constraints[@]+"${constraints[@]}"} --editable ".[$extras]"
-        echo "$wanted" >"$stamp"
+        "$PYTHON" -m pip install --quiet ${constraints[@]+"${constraints[@]}"} --editable ".$wished"
+        echo "$wanted ${FOR:-dev}" >"$stamp"
     fi
 fi
 # Several ranks share one machine: without this, each would start a thread on every core.
