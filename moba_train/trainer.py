@@ -38,6 +38,7 @@ from moba_train.parallel.world import World, sum_over_ranks
 from moba_train.planning.devices import peak_tflops
 from moba_train.planning.flops import dense_flops, real_flops
 from moba_train.progress import Progress, check_resumable, data_plan
+from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
 from moba_train.telemetry.plot import plot_run
 from moba_train.telemetry.telemetry import Telemetry
@@ -79,9 +80,11 @@ class Trainer:
             if world.is_main
             else Telemetry([])
         )
+        stage = self.stages[self.progress.stage]
+        self.telemetry.stage = stage.name
+        if world.is_main:
+            self.telemetry.event(self.progress.step, self._tokens(stage), "code", describe(code_version()))
         if self.progress.step:
-            stage = self.stages[self.progress.stage]
-            self.telemetry.stage = stage.name
             where = f"resumed from the checkpoint of step {self.progress.step}, in stage {stage.name}"
             self.telemetry.event(self.progress.step, self._tokens(stage), "resume", where)
 

@@ -39,7 +39,7 @@ class Telemetry:
         self._write(step, tokens, "metrics", metrics)
 
     def event(self, step: int, tokens: int, kind: str, message: str, **fields: Any) -> None:
-        """Something that happened: "stage", "checkpoint", "resume", "spike", "evaluation", "warning", ... Numbers among
+        """Something that happened: "stage", "checkpoint", "resume", "rollback", "spike", "stall", ... Numbers among
         the JSON-able `fields` are drawn as metrics."""
         self._write(step, tokens, kind, {"message": message, **fields})
 
