@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from moba_train.config.run import WatchConfig
