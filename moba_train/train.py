@@ -13,6 +13,7 @@ from pathlib import Path
 from moba_train.config.load import dump_config, load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.validate import validate
+from moba_train.determinism import deterministic
 from moba_train.errors import UserError
 from moba_train.parallel.world import World, joined_world
 from moba_train.trainer import STALLS, Trainer
@@ -38,7 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"error: {error}", file=sys.stderr)
             return 2
         stalls = Path(config.run_dir) / STALLS
-        with joined_world(timedelta(seconds=config.parallel.timeout), stalls) as world:
+        timeout = timedelta(seconds=config.parallel.timeout)
+        with deterministic(config.deterministic), joined_world(timeout, stalls) as world:
             if world.is_main:
                 print(f"resolved recipe:\n{dump_config(config)}", flush=True)
             _train(config, world, given.stop_at_step)

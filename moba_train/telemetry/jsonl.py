@@ -3,33 +3,23 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-_CURVES = ("metrics", "evaluation")
 
 
 class JsonlSink:
     """Appends each record to `path` and flushes it.
 
     A run that resumes from step N repeats the steps after N. Their earlier records move to `metrics.discarded.jsonl`,
-    so that the file holds every step once. `resumed_step` None is a fresh start: all earlier records move. A record of
-    kind "rollback" does the same for the metrics and evaluations after its `step_to`; other events stay.
+    so that the file holds every step once. `resumed_step` None is a fresh start: all earlier records move.
     """
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
-        self._path = path
         if path.exists():
-            step = -1 if resumed_step is None else resumed_step
-            _discard(path, lambda record: record["step"] > step)
+            _discard_after(path, -1 if resumed_step is None else resumed_step)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "rollback":
-            self._file.close()
-            _discard(self._path, lambda old: old["kind"] in _CURVES and old["step"] > record["step_to"])
-            self._file = self._path.open("a", encoding="utf-8")
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
@@ -46,10 +36,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _discard(path: Path, unwanted: Callable[[dict[str, Any]], bool]) -> None:
+def _discard_after(path: Path, step: int) -> None:
     records = read_records(path)
-    discarded = [record for record in records if unwanted(record)]
-    kept = [record for record in records if not unwanted(record)]
+    discarded = [record for record in records if record["step"] > step]
+    kept = [record for record in records if record["step"] <= step]
     with path.with_suffix(".discarded.jsonl").open("a", encoding="utf-8") as stream:
         stream.writelines(json.dumps(record) + "\n" for record in discarded)
     rewritten = path.with_suffix(".jsonl.tmp")

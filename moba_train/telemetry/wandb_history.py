@@ -1,8 +1,9 @@
 """What a wandb run already holds, remembered over restarts.
 
-wandb's history can only be appended to, and the steps that a resumed or rolled back run repeats are in it already. So a
-step is drawn the first time it is trained, and what is trained again is counted, not drawn: every curve has each step
-once and never goes back. (wandb's own rewinding works online only, and not on every server.)
+wandb's history can only be appended to, and the steps that a resumed run repeats are in it already. So a step is drawn
+the first time it is trained, and what is trained again is counted, not drawn: every curve has each step once and never
+goes back. (wandb's own rewinding works online only, and not on every server.) After a rollback steps count on, so
+nothing is repeated.
 """
 
 import json
@@ -43,8 +44,6 @@ class WandbHistory:
     def row(self, record: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         """What to draw of a record with these values: they and their axes, or nothing if they are drawn already."""
         sent, kind, step = self.sent, record["kind"], record["step"]
-        if kind == "rollback":
-            self._before = dict(sent.last)
         if step < sent.step or step <= self._before.get(kind, -1):
             sent.redone += kind == "metrics"
             return {}

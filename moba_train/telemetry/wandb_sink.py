@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class WandbSink:
     """Sends records to the wandb run `run_id`, which is created or, after a resume, continued.
 
-    Metrics are drawn over `step` or `tokens`, each step once, also when a run is resumed or rolled back
+    Metrics are drawn over `step` or `tokens`, each step once, also when a run is resumed
     (wandb_history.py); `redone_steps` counts those trained again. A spike also adds a row to the table `spikes`, and
     alerts are sent at most once in `ALERT_INTERVAL_SECONDS` for each kind. `dropped` counts the records that wandb did
     not take or that did not fit into the queue. `wait_s` limits how long `close` waits for wandb.

@@ -177,8 +177,8 @@ def steps_of(telemetry: Telemetry, first: int, end: int, attempt: int) -> None:
 
 @pytest.fixture(scope="module")
 def twice_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run under the real wandb that stopped at 9, went on from 6, was rolled back from 14 to 10,
-    stopped at 16 and went on from 15."""
+    """The folder of a run under the real wandb that stopped at 9, went on from 6, rolled its weights back at
+    14, stopped at 16 and went on from 15."""
     pytest.importorskip("wandb")
     folder = tmp_path_factory.mktemp("run")
 
@@ -195,11 +195,11 @@ def twice_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     steps_of(second, 7, 15, 2)
     second.event(14, 1400, "spike", "loss 11.0")
     second.event(14, 1400, "rollback", "back to the checkpoint of step 10", step_from=14, step_to=10)
-    steps_of(second, 11, 17, 3)
+    steps_of(second, 15, 17, 2)
     second.close()
     time.sleep(1)
     third = telemetry(15)
-    steps_of(third, 16, 19, 4)
+    steps_of(third, 16, 19, 3)
     third.close()
     return folder
 
@@ -208,6 +208,10 @@ def real_records(folder: Path) -> list[Any]:
     """Everything wandb wrote, oldest first."""
     files = sorted(folder.glob("wandb/offline-run-*-run-id/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert len(files) == 3
+    deadline = time.monotonic() + 20
+    while not all(read_wandb_file(file)[-1].HasField("exit") for file in files):  # `finish` does not wait for its file
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     return [record for file in files for record in read_wandb_file(file)]
 
 
@@ -232,7 +236,7 @@ def test_real_wandb_holds_one_run_with_each_step_once(twice_resumed: Path) -> No
     ours = {record["step"]: record["loss"] for record in jsonl if record["kind"] == "metrics"}
     assert list(ours) == list(range(1, 19))
     differing = [row["step"] for row in metrics if row["loss"] != ours[row["step"]]]
-    assert differing == [7, 8, 9, 11, 12, 13, 14, 16], "what was trained again"
+    assert differing == [7, 8, 9, 16], "what was trained again"
     assert [(row["step"], row["redone_steps"]) for row in history if "redone_steps" in row] == [
         (10, 3),
         (15, 7),
