@@ -126,14 +126,19 @@ class Watch:
         if not late:
             self._seen.clear()
             return
+        self._name_who_stalls(phase, own)
         if age > phase.limit_s and self._recorded != phase.entered:
+            # Last: where it is the disk that hangs, this does too.
             self._recorded = phase.entered
             _write_flight_record(self._folder, self._rank, self._cuda)
+
+    def _name_who_stalls(self, phase: _Phase, own: Beat) -> None:
+        """If it is this rank's to say, and time."""
         if any(not self._silent(rank, phase.limit_s) for rank in range(self._rank)):
-            return  # one of them looks
+            return  # one of them names it
         beats = {rank: Beat.newest(self._store, rank) for rank in range(self._size)}
         silent = [rank for rank in range(self._size) if rank != self._rank and self._silent(rank, phase.limit_s)]
-        if age > phase.limit_s and self._reported != phase.entered and (to_blame := _behind(beats, silent)):
+        if own.age_s > phase.limit_s and self._reported != phase.entered and (to_blame := _behind(beats, silent)):
             self._reported = phase.entered
             text = _describe(beats, to_blame, silent, own, self._size, _flight_record_files(self._folder))
             logger.error("%s", text)
@@ -204,5 +209,8 @@ def _write_flight_record(folder: Path, rank: int, cuda: bool) -> None:
     gloo's."""
     dump = getattr(c10d, "_dump_nccl_trace" if cuda else "_dump_fr_trace")
     path = Path(_flight_record_files(folder)[:-1] + str(rank))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(dump())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(dump())
+    except OSError as error:
+        logger.warning("no flight record: %s", error)

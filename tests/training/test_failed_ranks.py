@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_run import Run
 
 TIMEOUT_S = 5
@@ -26,12 +27,12 @@ def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
-def disturb(run: Run, what: signal.Signals) -> tuple[float, int, str, float]:
+def disturb(run: Run, what: signal.Signals, gpu: bool = False) -> tuple[float, int, str, float]:
     """Send `what` to rank 1 of two that share a sequence: when, exit code, output, seconds until the end."""
     run.recipe["stages"][1]["tokens"] = "10M"
     run.recipe["parallel"] = {"cp": 2, "cp_transport": "ring", "timeout": TIMEOUT_S}
     run.recipe["health"] = {"watch": {"least": 1.5}}
-    launcher = run.start(2)
+    launcher = run.start(2, gpu=gpu)
     try:
         deadline = time.monotonic() + 90
         while not (path := run.run_dir / "metrics.jsonl").exists() or len(path.read_text().splitlines()) < 12:
@@ -60,6 +61,25 @@ def _runs(pid: int) -> bool:
     return False
 
 
+def check_stall(run: Run, stopped_at: float) -> None:
+    """Rank 1 is named within one timeout, and what rank 0 waits in can be read."""
+    (stall,) = run.records("stall")
+    assert stall["time"] - stopped_at < TIMEOUT_S
+    assert "rank 1 of 2 stalls in" in stall["message"]
+    assert "no sign of life" in stall["message"]
+    record = run.run_dir / "stalls" / "nccl_trace_rank_0"
+    assert str(record)[:-1] in stall["message"]
+    assert pickle.loads(record.read_bytes())["entries"], "the last collectives of rank 0"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_stalled_gpu_is_named_before_nccl_ends_the_run(run: Run) -> None:
+    stopped_at, code, _, _ = disturb(run, signal.SIGSTOP, gpu=True)
+    assert code != 0
+    check_stall(run, stopped_at)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 @pytest.mark.parametrize("what", [signal.SIGSTOP, signal.SIGKILL])
@@ -72,13 +92,7 @@ def test_the_rank_that_stalls_or_dies_is_named(run: Run, what: signal.Signals) -
         assert "rank 0 gave up" in output, output[-3000:]
         assert "in step" in output, output[-3000:]
         assert "rank 1 was last seen in" in output, output[-3000:]
-        (stall,) = run.records("stall")
-        assert stall["time"] - stopped_at < TIMEOUT_S
-        assert "rank 1 of 2 stalls in" in stall["message"]
-        assert "no sign of life" in stall["message"]
-        record = run.run_dir / "stalls" / "nccl_trace_rank_0"
-        assert str(record)[:-1] in stall["message"]
-        assert pickle.loads(record.read_bytes())["entries"], "the last collectives of rank 0"
+        check_stall(run, stopped_at)
     else:
         assert "rank: 1" in output or "rank      : 1" in output, output[-3000:]  # torchrun's report
 
