@@ -9,12 +9,13 @@ What is at stake, by part:
 - NCCL: rings and trees add in a fixed order, sums inside the NVLink switch (NVLS) are not promised to.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from moba_train.parallel.world import environment_defaults
 
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
 
@@ -23,19 +24,19 @@ _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
 def deterministic(wanted: bool) -> Iterator[None]:
     """Everything within is bitwise reproducible, if `wanted`; to be entered before the first use of a GPU and NCCL.
 
-    Inside it an operator that has no reproducible version raises RuntimeError. The environment keeps what it was given.
+    Inside it an operator that has no reproducible version raises RuntimeError. Variables that are set already stay.
     """
     if not wanted:
         yield
         return
-    os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
     torch_settings: Any = torch.utils.deterministic
     fill = torch_settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     # No kernel of ours reads what was never written, and filling every new tensor with NaN costs time.
     torch_settings.fill_uninitialized_memory = False
     try:
-        yield
+        with environment_defaults(_ENVIRONMENT):
+            yield
     finally:
         torch.use_deterministic_algorithms(False)
         torch_settings.fill_uninitialized_memory = fill

@@ -49,12 +49,28 @@ def joined_world(timeout: timedelta = timedelta(minutes=10), stalls: Path | None
     about the ranks that ended before or do not answer. `stalls` is the folder for flight records, /tmp by default.
     Raises LaunchError when this node has fewer GPUs than ranks.
     """
+    recorder = _FLIGHT_RECORDER | ({"TORCH_FR_DUMP_TEMP_FILE": str(flight_records(stalls))} if stalls else {})
+    with environment_defaults(recorder), _joined(timeout) as world:
+        yield world
+
+
+@contextmanager
+def environment_defaults(values: dict[str, str]) -> Iterator[None]:
+    """Within, these variables are set, where they were not already."""
+    ours = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def _joined(timeout: timedelta) -> Iterator[World]:
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = _device(int(os.environ.get("LOCAL_RANK", 0)), per_node)
-    recorder = _FLIGHT_RECORDER | ({"TORCH_FR_DUMP_TEMP_FILE": str(flight_records(stalls))} if stalls else {})
-    for name, value in recorder.items():
-        os.environ.setdefault(name, value)
     store: dist.Store = dist.HashStore()
     if "RANK" in os.environ:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
