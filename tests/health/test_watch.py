@@ -23,7 +23,7 @@ class Ranks:
     def __init__(self, folder: Path, size: int) -> None:
         self.store = dist.HashStore()
         self.reports: list[str] = []
-        world = World(0, size, torch.device("cpu"), size, timedelta(seconds=1.0), self.store)
+        world = World(0, size, torch.device("cpu"), size, timedelta(seconds=2.5), self.store)
         self.watch = Watch(WatchConfig(least=0.6), world, folder, self.reports.append)
 
     def beat(self, rank: int, entered: int, age_s: float = 9.0, limit_s: float = 1.0, waits: bool = True) -> None:
@@ -39,7 +39,7 @@ def three(tmp_path: Path):
     ranks.watch.close()
 
 
-def reported(ranks: Ranks, beats: Callable[[], None], seconds: float = 3.0) -> bool:
+def reported(ranks: Ranks, beats: Callable[[], None], seconds: float = 10.0) -> bool:
     """Whether anything is within so many seconds of these beats."""
     deadline = time.monotonic() + seconds
     while not ranks.reports and time.monotonic() < deadline:
@@ -106,7 +106,7 @@ def test_a_rank_that_may_take_so_long_is_not_blamed(three: Ranks) -> None:
         three.beat(1, entered=0, age_s=9.0, limit_s=30.0)
         three.beat(2, entered=1)
 
-    assert not reported(three, beats, seconds=1.5)
+    assert not reported(three, beats, seconds=2.6)
 
 
 def test_entering_a_phase_costs_microseconds(tmp_path: Path) -> None:
