@@ -91,6 +91,23 @@ def verify(
     typer.echo(f"{found}: intact")
 
 
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint, a run folder (its newest), or a metrics.jsonl")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="what to compare it with, of the same kind")],
+    tolerance: Annotated[float, typer.Option(min=0.0, help="relative; 0: bit for bit")] = 0.0,
+    most: Annotated[int, typer.Option(min=1, help="differences to show")] = 10,
+) -> None:
+    """Name the first tensor, or the first step, that differs between two runs. Exit status 1 if any does."""
+    from moba_train.compare import compare as compared
+    from moba_train.compare import described
+
+    result = compared(a, b, tolerance)
+    for line in described(result, most):
+        typer.echo(line)
+    raise typer.Exit(1 if result.differing else 0)
+
+
 @app.command(name="eval")
 def evaluate(checkpoint: Checkpoint) -> None:
     """Loss on the recipe's held-out text, with the attention of its stage and with full attention everywhere."""

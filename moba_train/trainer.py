@@ -28,21 +28,27 @@ from moba_train.data.samples import StageData
 from moba_train.errors import CheckpointError, LaunchError, TrainingError
 from moba_train.evals.loss import validation_data, validation_loss
 from moba_train.health.spike import SpikeDetector
+from moba_train.health.stragglers import Stragglers
+from moba_train.health.watch import Watch
 from moba_train.model.build import build_attention
 from moba_train.optim.adamw import build_optimizer, clip_gradients
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh
 from moba_train.parallel.stage import ContextEngines, Share
-from moba_train.parallel.world import World, sum_over_ranks
+from moba_train.parallel.world import World
 from moba_train.planning.devices import peak_tflops
 from moba_train.planning.flops import dense_flops, real_flops
 from moba_train.progress import Progress, check_resumable, data_plan
+from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
 from moba_train.telemetry.plot import plot_run
 from moba_train.telemetry.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
+
+STALLS = "stalls"
+"""Where in the run folder the flight records of stalled ranks go."""
 
 LAST_SAVE_S = 30.0
 """After an error, so long a running save may take to finish; when a rank is gone, it never does."""
@@ -79,9 +85,14 @@ class Trainer:
             if world.is_main
             else Telemetry([])
         )
+        self.watch = Watch(config.health.watch, world, self.run_dir / STALLS, self.telemetry.stalled)
+        compared_every = config.health.watch.compare_every * config.telemetry.log_every
+        self.stragglers = Stragglers(compared_every, world.device)
+        stage = self.stages[self.progress.stage]
+        self.telemetry.stage = stage.name
+        if world.is_main:
+            self.telemetry.event(self.progress.step, self._tokens(stage), "code", describe(code_version()))
         if self.progress.step:
-            stage = self.stages[self.progress.stage]
-            self.telemetry.stage = stage.name
             where = f"resumed from the checkpoint of step {self.progress.step}, in stage {stage.name}"
             self.telemetry.event(self.progress.step, self._tokens(stage), "resume", where)
 
@@ -104,6 +115,7 @@ class Trainer:
         else:
             self.checkpointer.close()
         finally:
+            self.watch.close()
             self.telemetry.close()
         if self.world.is_main:
             try:
@@ -124,10 +136,14 @@ class Trainer:
             return [share.of(batch) for batch in batches]
 
         with Prefetcher(load, self.progress.step, stage.end_step, self.world.device) as steps:
+            self.watch.enter("waiting for data", self.progress.step)
             began = time.perf_counter()
             for batches in steps:
                 waited = time.perf_counter() - began
-                loss_tokens, stops = sum_over_ranks([sum(b.loss_tokens for b in batches), float(self._wants_to_stop())])
+                self.watch.enter("forward and backward", self.progress.step)
+                loss_tokens, stops = self.stragglers.meet(
+                    [sum(b.loss_tokens for b in batches), float(self._wants_to_stop())]
+                )
                 if stops:
                     return False
                 self._step(stage, batches, loss_tokens, began, waited)
@@ -135,6 +151,7 @@ class Trainer:
                     self._evaluate(stage)
                 if self.progress.step % self.config.checkpoint.every == 0:
                     self._save()
+                self.watch.enter("waiting for data", self.progress.step)
                 began = time.perf_counter()
 
         self.next_starts = data.starts_after(stage.steps * batch_sequences)
@@ -149,10 +166,12 @@ class Trainer:
             return
 
         loss = torch.zeros((), device=self.world.device)
-        for batch in batches:
-            batch_loss = self.model(batch.tokens, batch.positions, batch.layout, batch.loss_on) / loss_tokens
-            batch_loss.backward()
-            loss += batch_loss.detach()
+        with self.stragglers.attention(step):
+            for batch in batches:
+                batch_loss = self.model(batch.tokens, batch.positions, batch.layout, batch.loss_on) / loss_tokens
+                batch_loss.backward()
+                loss += batch_loss.detach()
+        self.watch.enter("update", step - 1)
         dist.all_reduce(loss)
         grad_norm = clip_gradients(self.model, self.config.optim.clip_norm)
         metrics = {"loss": loss.item(), "grad_norm": grad_norm.item()}
@@ -166,7 +185,7 @@ class Trainer:
         if step % self.config.telemetry.log_every == 0:
             step_s = time.perf_counter() - began
             metrics |= {"lr": learning_rate, "step_s": step_s, "data_s": waited, "loss_tokens": loss_tokens}
-            metrics |= self._throughput(stage, step_s)
+            metrics |= self._throughput(stage, step_s) | self.stragglers.metrics(step)
             self.telemetry.log(step, tokens, {**metrics, "loss_token_fraction": loss_tokens / stage.batch_tokens})
 
     def _watch(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
@@ -186,6 +205,7 @@ class Trainer:
     def _evaluate(self, stage: Stage) -> None:
         if self.validation is None:
             return
+        self.watch.enter("evaluation", self.progress.step)
         micro, device = stage.micro_batch_size, self.world.device
         loss = validation_loss(self.model, self.validation, micro, self.share, device)
         self.telemetry.event(
@@ -199,6 +219,8 @@ class Trainer:
                 f"stages[{stage.index}].tokens: stage {stage.name} now ends at step {stage.end_step}, before the "
                 f"checkpoint's step {self.progress.step}; make it longer, or set run_dir to a new folder"
             )
+        self.watch.forget()
+        self.watch.enter("beginning of a stage", self.progress.step)
         if stage.index > self.progress.stage:
             self.progress.stage, self.progress.starts = stage.index, self.next_starts
             self.spikes.rebaseline()
@@ -259,6 +281,7 @@ class Trainer:
         step = self.progress.step
         if step == self.saved_step:
             return
+        self.watch.enter("checkpoint", step)
         self.progress.spike_detector = self.spikes.state_dict()
         self.progress.data_plan = self._data_plan()
         self.checkpointer.save(

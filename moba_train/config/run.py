@@ -83,7 +83,21 @@ class SpikeConfig(Section):
     warn_sigma: float = Field(6.0, gt=0, description="robust standard deviations above the median that raise a WARN")
 
 
+class WatchConfig(Section):
+    """Stalled ranks and stragglers. A phase of the run (waiting for data, a step, an evaluation, a checkpoint) stalls
+    when it takes much longer than it lately did; until that is known, and at most, 0.8 x parallel.timeout."""
+
+    least: float = Field(120.0, gt=0, description="seconds before any phase is called stalled")
+    factor: float = Field(
+        10.0, gt=1, description="times the median of the phase's recent times before it is called stalled"
+    )
+    compare_every: int = Field(
+        10, ge=0, description="logged steps between comparisons of the ranks' step and attention times; 0: never"
+    )
+
+
 class HealthConfig(Section):
     """Watching the run."""
 
     spike: SpikeConfig = SpikeConfig()
+    watch: WatchConfig = WatchConfig()
