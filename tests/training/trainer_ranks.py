@@ -28,7 +28,7 @@ class Ranks:
             self.processes.append(process)
             self.pipes.append(ours)
         command = [str(run.write_recipe()), *arguments]
-        port = _free_port()
+        port = free_port()
         for rank in range(ranks):
             environment = {
                 "RANK": rank,
@@ -67,7 +67,8 @@ def _work(pipe: Connection) -> None:
             raise
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])
