@@ -3,19 +3,27 @@
 import json
 import math
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 import torch.multiprocessing as mp
+import yaml
 from faults import STEPS, inject, not_a_number, not_a_number_on_rank_1, overflow, scaled_gradient, steady
-from tiny_run import Run, checkpoint_tensors
+from tiny_run import VOCAB, Run, checkpoint_tensors
 from trainer_ranks import free_port
+from typer.testing import CliRunner
 
 from moba_train.checkpoint.publish import latest_checkpoint, read_meta
+from moba_train.cli import app
 from moba_train.config.load import load_config
+from moba_train.config.run import HealthConfig, SpikeConfig
 from moba_train.config.stages import resolve_stages
+from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import step_batches
 from moba_train.data.samples import StageData
 from moba_train.health.dump import dump_folder
@@ -75,7 +83,7 @@ def test_the_dump_holds_the_batch_and_the_numbers_of_its_step(skipping: tuple[Ru
     run, _ = skipping
     config = load_config(run.write_recipe())
     (stage,) = resolve_stages(config)
-    data = StageData(stage.sources, stage.seq_len, STEPS * stage.batch_sequences, config.seed, {}, 64)
+    data = StageData(stage.sources, stage.seq_len, STEPS * stage.batch_sequences, config.seed, {}, VOCAB)
     for step in (22, POISONED):
         found = dump(run, step)
         (rank,) = found["ranks"]
@@ -104,6 +112,70 @@ def test_a_fault_of_the_machine_is_told_from_one_of_the_data(skipping: tuple[Run
     assert machine["repeated_loss"] == pytest.approx(run.losses()[30], rel=0.1)
     assert data["repeated_loss"] == pytest.approx(data["loss"], rel=1e-5)
     assert data["repeated_loss"] > run.losses()[POISONED] + 1
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_inspect_spike_shows_the_documents_of_the_batch_the_worst_first(
+    skipping: tuple[Run, list[tuple[int, bool]]],
+) -> None:
+    run, _ = skipping
+    code, output = invoke("inspect-spike", str(run.run_dir))
+    assert code == 0, output
+    assert f"step {POISONED}, stage long" in output
+    assert "other dumps of this run: 22, 26, 30" in output
+    losses = [float(loss) for loss in re.findall(r"^loss (\S+) over", output, re.MULTILINE)]
+    assert len(losses) > 1
+    assert losses == sorted(losses, reverse=True)
+    source, document, start, stop = re.findall(r"(\S+) document (\d+) tokens (\d+):(\d+)", output)[0]
+    assert " ".join(map(str, IndexedDataset(source).document(int(document), int(start), int(stop)))) in output
+
+
+def test_inspect_spike_decodes_with_the_tokenizer_of_the_run(
+    skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path
+) -> None:
+    run, _ = skipping
+    shutil.copytree(dump_folder(run.run_dir), dump_folder(tmp_path))
+    text = [re.sub("[^a-z]", " ", line) for line in Path(__file__).read_text().splitlines()]
+    with (tmp_path / "tok.model").open("wb") as model:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(text), model_writer=model, vocab_size=VOCAB, model_type="bpe", minloglevel=2
+        )
+    recipe = yaml.safe_load((run.run_dir / "config.yaml").read_text())
+    recipe["data"]["tokenizer"] = str(tmp_path / "tok.model")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe))
+    code, output = invoke("inspect-spike", str(tmp_path), "--documents", "1")
+    assert code == 0, output
+    source, document, start, stop = re.findall(r"(\S+) document (\d+) tokens (\d+):(\d+)", output)[0]
+    ids = IndexedDataset(source).document(int(document), int(start), int(stop)).tolist()
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tok.model"))
+    assert processor.decode(ids)[:20] in output
+
+
+def test_a_dump_that_is_not_there_is_refused(skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path) -> None:
+    run, _ = skipping
+    code, output = invoke("inspect-spike", str(run.run_dir), "--step", "7")
+    assert code == 2
+    assert "22, 26, 30, 36" in output
+    code, output = invoke("inspect-spike", str(tmp_path))
+    assert code == 2
+    assert "spikes" in output
+
+
+def test_what_the_guide_says_about_spikes_works(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
+    run, _ = skipping
+    guide = (Path(__file__).parents[2] / "docs" / "run-health.md").read_text()
+    commands = re.findall(r"^moba-train (inspect-spike [^#\n]*)", guide, re.MULTILINE)
+    assert commands
+    for command in commands:
+        code, output = invoke(*command.replace("RUN", str(run.run_dir)).split())
+        assert code == 0, output
+    (recipe,) = re.findall(r"```yaml\n(health:\n  spike:.*?)```", guide, re.DOTALL)
+    spike = HealthConfig.model_validate(yaml.safe_load(recipe)["health"]).spike
+    assert spike == SpikeConfig(reaction="rollback")
 
 
 def rolling_back(folder: Path, corpora: Path, *stops: str) -> Run:
