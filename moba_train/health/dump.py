@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from moba_train.attention.local import run_local
 from moba_train.attention.protocol import Layout, LocalAttention
@@ -91,6 +92,8 @@ def _look_at(model: Transformer, share: Share, batches: list[Batch], loss_sum: T
             losses_n = model(batch.tokens, batch.positions, batch.layout, batch.loss_on, per_token=True)
             repeated += (losses_n * batch.loss_weight).sum().item()
             micro_batches.append(_pieces(batch, share, losses_n))
+    if isinstance(model, FSDPModule):
+        model.reshard()  # else the next forward pass would use the weights that were gathered for this one
     loss_tokens = sum(batch.loss_tokens for batch in batches)
     return {
         "loss": loss_sum.item() / loss_tokens if loss_tokens else None,

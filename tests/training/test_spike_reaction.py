@@ -114,6 +114,19 @@ def test_a_fault_of_the_machine_is_told_from_one_of_the_data(skipping: tuple[Run
     assert data["repeated_loss"] > run.losses()[POISONED] + 1
 
 
+def test_looking_at_a_step_does_not_change_the_training(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step after a dump computes with the weights that the step before it made."""
+    steady(run, "log")
+    inject(monkeypatch, {20: scaled_gradient})
+    assert train(run, "--stop-at-step", "22") == 0
+    assert dump(run, 20)["action"] == "apply"
+    losses = run.losses()
+    shutil.rmtree(run.run_dir)
+    monkeypatch.setattr("moba_train.trainer.write_dump", lambda *_: None)
+    assert train(run, "--stop-at-step", "22") == 0
+    assert run.losses() == losses
+
+
 def invoke(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code, result.output
@@ -210,7 +223,7 @@ def test_a_rollback_returns_to_the_last_checkpoint_from_before_the_spike(rolled_
 
 
 def test_resuming_before_and_after_a_rollback_is_bitwise_equal(rolled_back: Run, tmp_path: Path, corpora: Path) -> None:
-    resumed = rolling_back(tmp_path, corpora, "24", "30")
+    resumed = rolling_back(tmp_path, corpora, "24", "26")
     assert [record["step"] for record in resumed.records()] == list(range(1, STEPS + 1))
     assert [json.dumps(loss) for loss in resumed.losses()] == [json.dumps(loss) for loss in rolled_back.losses()]
     ours, theirs = newest(resumed), newest(rolled_back)
