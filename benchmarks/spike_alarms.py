@@ -61,16 +61,18 @@ def recorded_curve(path: Path) -> Curve:
     return [(record["stage"], record["loss"], record["grad_norm"]) for record in records]
 
 
-def flagged_steps(curve: Curve, warn_sigma: float) -> set[int]:
-    """The steps that the detector flags, as in training: it starts over where a stage begins."""
+def flagged_steps(curve: Curve, warn_sigma: float) -> dict[int, float]:
+    """The steps that the detector flags, as in training: it starts over where a stage begins. The larger score of
+    each."""
     detector, stage = SpikeDetector(SpikeConfig().window, warn_sigma), curve[0][0]
-    flagged = set()
+    flagged = {}
     for step, (name, loss, grad_norm) in enumerate(curve):
         if name != stage:
             detector.rebaseline()
             stage = name
-        if detector.observe(step, loss, grad_norm).flagged:
-            flagged.add(step)
+        report = detector.observe(step, loss, grad_norm)
+        if report.flagged:
+            flagged[step] = max(report.z_loss, report.z_grad)
     return flagged
 
 
@@ -84,7 +86,7 @@ def detection_rate(curves: list[Curve], column: int, sigmas: float, warn_sigma: 
             values = list(spiked[step])
             values[column] = values[column] * math.exp(sigmas * _noise(curve, column, step))
             spiked[step] = (values[0], values[1], values[2])
-        found += len(flagged_steps(spiked, warn_sigma) & set(steps))
+        found += len(flagged_steps(spiked, warn_sigma).keys() & set(steps))
         injected += len(steps)
     return found / injected
 
@@ -106,20 +108,26 @@ def measure(curves: list[Curve]) -> dict[str, Any]:
         f"{sigma:g}": 1e4 * sum(len(flagged_steps(curve, sigma)) for curve in curves) / steps for sigma in THRESHOLDS
     }
     threshold = SpikeConfig().warn_sigma
+    scores = sorted(round(score, 1) for curve in curves for score in flagged_steps(curve, threshold).values())
     detected = {
         name: {str(sigmas): detection_rate(curves, column, sigmas, threshold) for sigmas in SPIKES}
         for name, column in (("loss", 1), ("grad_norm", 2))
     }
-    return {"steps": steps, "alarms_per_10000_steps_by_threshold": alarms, "detected_by_sigma": detected}
+    return {
+        "steps": steps,
+        "alarms_per_10000_steps_by_threshold": alarms,
+        "scores_of_alarms": scores,
+        "detected_by_sigma": detected,
+    }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spike_alarms", description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="*", type=Path, help="metrics.jsonl of runs without spikes")
     parser.add_argument("--steps", type=int, default=5000, help="of a synthetic curve")
     parser.add_argument("--curves", type=int, default=4, help="synthetic curves of each kind")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/spike-alarms.json"))
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     kinds = {
         noise: [synthetic_curve(noise, given.steps, seed) for seed in range(given.curves)]
         for noise in ("gaussian", "heavy", "drifting")
@@ -132,6 +140,7 @@ def main() -> None:
         print(f"\n{kind}: {results[kind]['steps']} steps")
         alarms = results[kind]["alarms_per_10000_steps_by_threshold"]
         print("  alarms per 10,000 steps  " + "  ".join(f"{sigma} sigma {rate:.1f}" for sigma, rate in alarms.items()))
+        print(f"  scores of those at {SpikeConfig().warn_sigma:g}       {results[kind]['scores_of_alarms']}")
         for name, rates in results[kind]["detected_by_sigma"].items():
             print(f"  {name + ' spikes flagged':<24} " + "  ".join(f"{k} sigma {r:.0%}" for k, r in rates.items()))
     spike = SpikeConfig()
