@@ -16,8 +16,6 @@ from moba_train.trainer import Trainer
 Fault = Callable[[Tensor], Tensor]
 """From the loss sum of a micro-batch to another one."""
 
-STEPS = 40
-
 
 def scaled_gradient(loss: Tensor) -> Tensor:
     """The same value with a gradient 1,000 times as large."""
@@ -76,9 +74,9 @@ def _state(trainer: Trainer) -> list[Tensor]:
     return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone() for tensor in tensors]
 
 
-def steady(run: Run, reaction: str, **spike: Any) -> Run:
+def steady(run: Run, reaction: str, steps: int = 40, **spike: Any) -> Run:
     """The tiny run made longer, in one stage of full and MoBA layers, with a checkpoint after every fourth step."""
-    run.recipe["stages"] = [run.recipe["stages"][1] | {"tokens": STEPS * 512, "micro_batch_size": 2}]
+    run.recipe["stages"] = [run.recipe["stages"][1] | {"tokens": steps * 512, "micro_batch_size": 2}]
     run.recipe["health"] = {"spike": {"reaction": reaction, "window": 16, **spike}}
     run.recipe["evaluation"]["every"] = 1000
     run.recipe["optim"] = {"lr": 0.003, "schedule": {"warmup_tokens": 4000}}

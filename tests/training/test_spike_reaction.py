@@ -13,7 +13,7 @@ import sentencepiece
 import torch
 import torch.multiprocessing as mp
 import yaml
-from faults import STEPS, inject, not_a_number, not_a_number_on_rank_1, overflow, scaled_gradient, steady
+from faults import inject, not_a_number, not_a_number_on_rank_1, overflow, scaled_gradient, steady
 from tiny_run import VOCAB, Run, checkpoint_tensors
 from trainer_ranks import free_port
 from typer.testing import CliRunner
@@ -32,6 +32,7 @@ from moba_train.train import main
 
 FAULTS = {22: scaled_gradient, 26: overflow, 30: not_a_number}
 POISONED = 36
+STEPS = 40
 
 
 def train(run: Run, *arguments: str) -> int:
@@ -51,7 +52,7 @@ def dump(run: Run, step: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def skipping(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> tuple[Run, list[tuple[int, bool]]]:
     """A run that skips four faulty steps, and which of its steps changed weights or optimizer."""
-    run = steady(Run(tmp_path_factory.mktemp("skipping"), corpora), "skip_step")
+    run = steady(Run(tmp_path_factory.mktemp("skipping"), corpora), "skip_step", STEPS)
     with pytest.MonkeyPatch.context() as patch:
         changed = inject(patch, FAULTS, (POISONED,))
         assert train(run) == 0
@@ -116,14 +117,14 @@ def test_a_fault_of_the_machine_is_told_from_one_of_the_data(skipping: tuple[Run
 
 def test_looking_at_a_step_does_not_change_the_training(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step after a dump computes with the weights that the step before it made."""
-    steady(run, "log")
-    inject(monkeypatch, {20: scaled_gradient})
-    assert train(run, "--stop-at-step", "22") == 0
-    assert dump(run, 20)["action"] == "apply"
+    steady(run, "log", 20)
+    inject(monkeypatch, {18: scaled_gradient})
+    assert train(run) == 0
+    assert dump(run, 18)["action"] == "apply"
     losses = run.losses()
     shutil.rmtree(run.run_dir)
     monkeypatch.setattr("moba_train.trainer.write_dump", lambda *_: None)
-    assert train(run, "--stop-at-step", "22") == 0
+    assert train(run) == 0
     assert run.losses() == losses
 
 
@@ -193,7 +194,7 @@ def test_what_the_guide_says_about_spikes_works(skipping: tuple[Run, list[tuple[
 
 def rolling_back(folder: Path, corpora: Path, *stops: str) -> Run:
     """A run that skips step 22 and goes back at step 26, stopped and resumed after these steps."""
-    run = steady(Run(folder, corpora), "rollback")
+    run = steady(Run(folder, corpora), "rollback", 30)
     run.recipe["checkpoint"]["keep_last"] = 20
     for arguments in (*(["--stop-at-step", step] for step in stops), []):
         with pytest.MonkeyPatch.context() as patch:
@@ -224,7 +225,7 @@ def test_a_rollback_returns_to_the_last_checkpoint_from_before_the_spike(rolled_
 
 def test_resuming_before_and_after_a_rollback_is_bitwise_equal(rolled_back: Run, tmp_path: Path, corpora: Path) -> None:
     resumed = rolling_back(tmp_path, corpora, "24", "26")
-    assert [record["step"] for record in resumed.records()] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in resumed.records()] == list(range(1, 31))
     assert [json.dumps(loss) for loss in resumed.losses()] == [json.dumps(loss) for loss in rolled_back.losses()]
     ours, theirs = newest(resumed), newest(rolled_back)
     assert read_meta(ours)["progress"]["rollbacks"] == read_meta(theirs)["progress"]["rollbacks"]
@@ -264,8 +265,7 @@ def faulty_rank(rank: int, recipe: str) -> None:
 
 
 def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    steady(run, "rollback")
-    run.recipe["stages"][0]["tokens"] = 6 * 512
+    steady(run, "rollback", 6)
     run.recipe["optim"]["schedule"] = {}
     run.recipe["checkpoint"] = {"every": 2, "keep_last": 10}
     environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
