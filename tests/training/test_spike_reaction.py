@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 import yaml
 from faults import inject, not_a_number, not_a_number_on_rank_1, overflow, scaled_gradient, steady
 from tiny_run import VOCAB, Run, checkpoint_tensors
-from trainer_ranks import free_port
+from trainer_ranks import _free_port
 from typer.testing import CliRunner
 
 from moba_train.checkpoint.publish import latest_checkpoint, read_meta
@@ -268,7 +268,7 @@ def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, monkeypatch: pyte
     steady(run, "rollback", 6)
     run.recipe["optim"]["schedule"] = {}
     run.recipe["checkpoint"] = {"every": 2, "keep_last": 10}
-    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": _free_port(), "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     for name, value in {**environment, "CUDA_VISIBLE_DEVICES": ""}.items():
         monkeypatch.setenv(name, str(value))
     mp.spawn(faulty_rank, (str(run.write_recipe()),), nprocs=2)

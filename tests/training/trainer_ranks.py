@@ -28,7 +28,7 @@ class Ranks:
             self.processes.append(process)
             self.pipes.append(ours)
         command = [str(run.write_recipe()), *arguments]
-        port = free_port()
+        port = _free_port()
         for rank in range(ranks):
             environment = {
                 "RANK": rank,
@@ -67,8 +67,7 @@ def _work(pipe: Connection) -> None:
             raise
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])
