@@ -119,7 +119,7 @@ class SpikeDetector:
         self._grad.values.extend(state["grad_norm"])
         self._recovery_limit = state["recovery_limit"]
         self._steps_above = state["steps_above"]
-        self._last_flagged = state["last_flagged"]
+        self._last_flagged = state.get("last_flagged")  # older checkpoints have none
 
     def _not_recovering(self, step: int, loss: float) -> str | None:
         """The error text if the loss has been too high for too long since the last spike."""
