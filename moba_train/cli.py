@@ -118,6 +118,20 @@ def evaluate(checkpoint: Checkpoint) -> None:
 
 
 @app.command()
+def inspect_spike(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="run folder")],
+    step: Annotated[int | None, typer.Option(help="default: the newest dump")] = None,
+    documents: Annotated[int, typer.Option(min=0, help="how many documents of the batch to show")] = 10,
+) -> None:
+    """Show what was written down at a loss spike: numbers, and the documents of the batch, highest loss first."""
+    from rich.console import Console
+
+    from moba_train.health.inspect import print_spike
+
+    print_spike(run, step, documents, Console(highlight=False, soft_wrap=True))
+
+
+@app.command()
 def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[str, typer.Option(help="text to continue")],

@@ -29,3 +29,17 @@ def weighted_loss_sum(
         hidden = hidden_TD.index_select(0, index)
         total = total + checkpoint(_chunk_loss, hidden, weight_VD, labels, weights, use_reentrant=False)
     return total
+
+
+@torch.no_grad()
+def token_losses(hidden_TD: Tensor, weight_VD: Tensor, labels_n: Tensor, index_n: Tensor) -> Tensor:
+    """The loss (nats) of each token, float32 [n], for evaluation: no gradient, a chunk of logits at a time.
+
+    hidden [T, D]; weight [V, D]; index int64 [n]: rows of `hidden`; labels int64 [n] belong to those rows.
+    """
+    chunks = zip(index_n.split(CHUNK_TOKENS), labels_n.split(CHUNK_TOKENS), strict=True)
+    losses = [
+        F.cross_entropy(F.linear(hidden_TD[index], weight_VD).float(), labels, reduction="none")
+        for index, labels in chunks
+    ]
+    return torch.cat(losses)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moba_train.attention.local import run_local
 from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.config.model import ModelConfig, RopeConfig
-from moba_train.model.loss import weighted_loss_sum
+from moba_train.model.loss import token_losses, weighted_loss_sum
 from moba_train.model.rope import apply_rope, rope_cos_sin
 
 Engine = Callable[[Tensor, Tensor, Tensor, LocalAttention, Layout], tuple[Tensor, Tensor]]
@@ -123,14 +123,19 @@ class Transformer(nn.Module):
         layout: Layout,
         loss_on: tuple[Tensor, Tensor, Tensor] | None = None,
         rows_n: Tensor | None = None,
+        per_token: bool = False,
     ) -> Tensor:
-        """The loss sum, or logits.
+        """The loss sum, or token losses, or logits.
 
         tokens, positions int64 [T]. With `loss_on` = (labels int64 [n], index int64 [n], weights float32 [n]): the sum
-        of the weighted losses of the rows in `index`, a float32 scalar. Without: logits [n, V] of the rows `rows_n`
-        (all rows when None), in the compute dtype.
+        of the weighted losses of the rows in `index`, a float32 scalar; `per_token`, for evaluation: those losses
+        themselves, float32 [n], not weighted. Without: logits [n, V] of the rows `rows_n` (all rows when None), in the
+        compute dtype.
         """
         hidden_TD = self.hidden(tokens_T, positions_T, layout)
+        if loss_on is not None and per_token:
+            labels_n, index_n, _ = loss_on
+            return token_losses(hidden_TD, self.output_weight, labels_n, index_n)
         if loss_on is not None:
             return weighted_loss_sum(hidden_TD, self.output_weight, *loss_on)
         return F.linear(hidden_TD if rows_n is None else hidden_TD[rows_n], self.output_weight)
