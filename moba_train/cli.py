@@ -100,6 +100,23 @@ def verify(
     typer.echo(f"{found}: intact")
 
 
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint, a run folder (its newest), or a metrics.jsonl")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="what to compare it with, of the same kind")],
+    tolerance: Annotated[float, typer.Option(min=0.0, help="relative; 0: bit for bit")] = 0.0,
+    most: Annotated[int, typer.Option(min=1, help="differences to show")] = 10,
+) -> None:
+    """Name the first tensor, or the first step, that differs between two runs. Exit status 1 if any does."""
+    from moba_train.compare import compare as compared
+    from moba_train.compare import described
+
+    result = compared(a, b, tolerance)
+    for line in described(result, most):
+        typer.echo(line)
+    raise typer.Exit(1 if result.differing else 0)
+
+
 class EvaluatedAttention(StrEnum):
     """For `eval --attention`."""
 
@@ -139,6 +156,20 @@ def evaluate(
         raise UserError(f"--bucket: {error}") from None
     options = EvaluationOptions(attention.value, tokens, sequences, cp, output)
     evaluate_checkpoint(checkpoint, options, typer.echo)
+
+
+@app.command()
+def inspect_spike(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="run folder")],
+    step: Annotated[int | None, typer.Option(help="default: the newest dump")] = None,
+    documents: Annotated[int, typer.Option(min=0, help="how many documents of the batch to show")] = 10,
+) -> None:
+    """Show what was written down at a loss spike: numbers, and the documents of the batch, highest loss first."""
+    from rich.console import Console
+
+    from moba_train.health.inspect import print_spike
+
+    print_spike(run, step, documents, Console(highlight=False, soft_wrap=True))
 
 
 @app.command()

@@ -36,4 +36,4 @@ class CommunicationError(UserError):
 
 
 class TrainingError(UserError):
-    """Training cannot go on: the loss or the gradients are no longer finite."""
+    """Training cannot go on: the loss or the gradients are not finite, or spikes outlast what the recipe allows."""

@@ -31,6 +31,11 @@ class Progress:
     boundary: dict[str, Any] = field(default_factory=dict)
     """See `telemetry.boundary`."""
     spike_detector: dict[str, Any] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
+    """Steps whose batches were consumed and left out of the weights because they were flagged, oldest first."""
+    rollbacks: list[list[int]] = field(default_factory=list)
+    """[step_from, step_to]: after `step_from` the run went on with the weights of `step_to`. The batches in between
+    were consumed, and are left out of the weights too."""
     data_plan: dict[str, Any] = field(default_factory=dict)
     """What the order of the data depends on, up to the current stage; see `data_plan`."""
 

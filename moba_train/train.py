@@ -8,13 +8,15 @@ import logging
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 from moba_train.config.load import dump_config, load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.validate import validate
+from moba_train.determinism import deterministic
 from moba_train.errors import UserError
 from moba_train.parallel.world import World, joined_world
-from moba_train.trainer import Trainer
+from moba_train.trainer import STALLS, Trainer
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,7 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
             if rank == 0:
                 print(f"error: {error}", file=sys.stderr)
             return 2
-        with joined_world(timedelta(seconds=config.parallel.timeout)) as world:
+        stalls = Path(config.run_dir) / STALLS
+        timeout = timedelta(seconds=config.parallel.timeout)
+        with deterministic(config.deterministic), joined_world(timeout, stalls) as world:
             if world.is_main:
                 print(f"resolved recipe:\n{dump_config(config)}", flush=True)
             _train(config, world, given.stop_at_step)

@@ -2,17 +2,18 @@
 
 import json
 import logging
-import math
 import shutil
 import signal
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moba_train.attention.local import run_local
 from moba_train.checkpoint.checkpointer import Checkpointer
@@ -29,24 +30,32 @@ from moba_train.data.samples import StageData
 from moba_train.errors import CheckpointError, LaunchError, TrainingError
 from moba_train.evals.position_plot import plot_position_wise
 from moba_train.evals.stage import StageEvaluation
+from moba_train.health.dump import write_dump
+from moba_train.health.reaction import last_good_checkpoint, react
 from moba_train.health.spike import SpikeDetector
+from moba_train.health.stragglers import Stragglers
+from moba_train.health.watch import Watch
 from moba_train.model.build import build_attention
-from moba_train.optim.adamw import build_optimizer, clip_gradients
+from moba_train.optim.adamw import build_optimizer, clip_gradients, gradient_norm
 from moba_train.optim.gradients import norms_by_kind
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh
 from moba_train.parallel.stage import ContextEngines, Share
-from moba_train.parallel.world import World, sum_over_ranks
+from moba_train.parallel.world import World
 from moba_train.planning.devices import peak_tflops
 from moba_train.planning.flops import dense_flops, real_flops
 from moba_train.progress import Progress, check_resumable, data_plan
 from moba_train.telemetry.boundary import Boundary
+from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
 from moba_train.telemetry.plot import plot_run
 from moba_train.telemetry.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
+
+STALLS = "stalls"
+"""Where in the run folder the flight records of stalled ranks go."""
 
 LAST_SAVE_S = 30.0
 """After an error, so long a running save may take to finish; when a rank is gone, it never does."""
@@ -84,9 +93,14 @@ class Trainer:
             if world.is_main
             else Telemetry([])
         )
+        self.watch = Watch(config.health.watch, world, self.run_dir / STALLS, self.telemetry.stalled)
+        compared_every = config.health.watch.compare_every * config.telemetry.log_every
+        self.stragglers = Stragglers(compared_every, world.device)
+        stage = self.stages[self.progress.stage]
+        self.telemetry.stage = stage.name
+        if world.is_main:
+            self.telemetry.event(self.progress.step, self._tokens(stage), "code", describe(code_version()))
         if self.progress.step:
-            stage = self.stages[self.progress.stage]
-            self.telemetry.stage = stage.name
             where = f"resumed from the checkpoint of step {self.progress.step}, in stage {stage.name}"
             self.telemetry.event(self.progress.step, self._tokens(stage), "resume", where)
 
@@ -110,6 +124,7 @@ class Trainer:
         else:
             self.checkpointer.close()
         finally:
+            self.watch.close()
             self.telemetry.close()
         if self.world.is_main:
             try:
@@ -132,11 +147,13 @@ class Trainer:
             return [share.of(batch) for batch in batches]
 
         with Prefetcher(load, self.progress.step, stage.end_step, self.world.device) as steps:
+            self.watch.enter("waiting for data", self.progress.step)
             began = time.perf_counter()
             for batches in steps:
                 waited = time.perf_counter() - began
+                self.watch.enter("forward and backward", self.progress.step)
                 weight, carrying = sum(b.loss_weight_sum for b in batches), sum(b.loss_tokens for b in batches)
-                loss_weight, loss_tokens, ranks_without, stops = sum_over_ranks(
+                loss_weight, loss_tokens, ranks_without, stops = self.stragglers.meet(
                     [weight, carrying, carrying == 0, self._wants_to_stop()]
                 )
                 if stops:
@@ -147,6 +164,7 @@ class Trainer:
                     "ranks_with_zero_loss_tokens": ranks_without,
                 }
                 self._step(stage, batches, loss_weight, counts, began, waited)
+                self.watch.enter("evaluation", self.progress.step)
                 gate_opened = self.evaluation.after_step(self.progress, self._tokens(stage))
                 if gate_opened:
                     self._end_here(stage)
@@ -154,6 +172,7 @@ class Trainer:
                     self._save()
                 if gate_opened:
                     break
+                self.watch.enter("waiting for data", self.progress.step)
                 began = time.perf_counter()
 
         self.next_starts = data.starts_after(self.stages[index].steps * batch_sequences)
@@ -181,46 +200,99 @@ class Trainer:
             return
 
         loss = torch.zeros((), device=self.world.device)
-        for batch in batches:
-            batch_loss = self.model(batch.tokens, batch.positions, batch.layout, batch.loss_on) / loss_weight
-            batch_loss.backward()
-            loss += batch_loss.detach()
+        with self.stragglers.attention(step):
+            for batch in batches:
+                batch_loss = self.model(batch.tokens, batch.positions, batch.layout, batch.loss_on) / loss_weight
+                batch_loss.backward()
+                loss += batch_loss.detach()
+        self.watch.enter("update", step - 1)
+        own_loss_sum = loss * loss_weight
         dist.all_reduce(loss)
         logged = step % self.config.telemetry.log_every == 0
         by_kind = norms_by_kind(self.model, [layer.kind for layer in stage.attention]) if logged else {}
-        grad_norm = clip_gradients(self.model, self.config.optim.clip_norm)
-        metrics = {"loss": loss.item(), "grad_norm": grad_norm.item()}
-        self._watch(step, tokens, metrics)
-        self._report_boundary(self.boundary.observe(metrics["loss"]))
-
+        grad_norm = gradient_norm(self.model)
+        metrics = dict(zip(("loss", "grad_norm"), torch.stack([loss, grad_norm]).tolist(), strict=True))
         learning_rate = stage_learning_rate(self.stages, stage.index, self.config.optim.schedule, tokens)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        metrics["lr"] = learning_rate
+        if self._spikes(stage, batches, own_loss_sum, metrics):
+            self.optimizer.zero_grad()
+        else:
+            self._report_boundary(self.boundary.observe(metrics["loss"]))
+            clip_gradients(self.model, self.config.optim.clip_norm, grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         if logged:
             step_s = time.perf_counter() - began
-            metrics |= {"lr": learning_rate, "step_s": step_s, "data_s": waited, **counts}
+            metrics |= {"step_s": step_s, "data_s": waited, **counts}
             metrics |= {key: norm.item() for key, norm in by_kind.items()}
-            metrics |= self._throughput(stage, step_s)
+            metrics |= self._throughput(stage, step_s) | self.stragglers.metrics(step)
             metrics["padding_fraction"] = sum(batch.padding for batch in batches) / sum(
                 batch.layout.total for batch in batches
             )
             self.telemetry.log(step, tokens, metrics)
 
-    def _watch(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
-        """Score loss and gradient norm against the recent past; stop before the weights are touched if not finite."""
+    def _spikes(self, stage: Stage, batches: list[Batch], own_loss_sum: Tensor, metrics: dict[str, float]) -> bool:
+        """Score loss and gradient norm against the recent past, and react: True when the step must not be applied."""
+        step, tokens = self.progress.step, self._tokens(stage)
         report = self.spikes.observe(step, metrics["loss"], metrics["grad_norm"])
         metrics |= {"spike_z_loss": report.z_loss, "spike_z_grad": report.z_grad}
-        if report.level != "ok":
-            self.telemetry.event(step, tokens, "spike", report.message)
-            self.telemetry.alert(f"{report.level} at step {step}", report.message, f"spike_{report.level}")
-        if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
+        if report.level == "ok":
+            return False
+        self.watch.enter("spike", step - 1)
+        spike = self.config.health.spike
+        reaction = react(spike, report, step, self.progress.skipped, self.progress.rollbacks)
+        text = "; ".join(filter(None, (report.message, reaction.message)))
+        facts = {"level": report.level, "action": reaction.action}
+        if report.level != "warn" or not report.continues:
+            head = {"step": step, "stage": stage.name, "tokens": tokens, "message": report.message, **facts, **metrics}
+            kinds = [layer.kind for layer in stage.attention]
+            write_dump(self.run_dir, head, self.model, kinds, self.share, batches, own_loss_sum)
+        self.telemetry.event(step, tokens, "spike", text, **facts)
+        self.telemetry.alert(f"{report.level} at step {step}", text, f"spike_{report.level}")
+        match reaction.action:
+            case "skip":
+                self.progress.skipped.append(step)
+            case "rollback":
+                self._roll_back(stage)
+            case "stop":
+                raise TrainingError(
+                    f"step {step} of stage {stage.name}: {text}; the step was not applied. The last checkpoint is step "
+                    f"{self.saved_step} in {self.run_dir / 'checkpoints'}; lower optim.lr or look at the batch "
+                    f"(`moba-train inspect-spike {self.run_dir}`) before going on"
+                )
+        return reaction.action != "apply"
+
+    def _roll_back(self, stage: Stage) -> None:
+        """Go on after this step with weights, optimizer and detector of the last good checkpoint."""
+        step, tokens = self.progress.step, self._tokens(stage)
+        self.checkpointer.wait()  # it may be saving the one to go back to
+        flagged = {*self.progress.skipped, step}
+        path = self._find_checkpoint(lambda folder: last_good_checkpoint(folder, flagged))
+        if path is None:
             raise TrainingError(
-                f"step {step} of stage {self.stages[self.progress.stage].name}: {report.message}; the step was not "
-                f"applied. The last checkpoint is step {self.saved_step} in {self.run_dir / 'checkpoints'}; "
-                "lower optim.lr or look at the batch before going on"
+                f"step {step} of stage {stage.name}: health.spike.reaction is rollback, but "
+                f"{self.run_dir / 'checkpoints'} holds no checkpoint from before the spike to go back to; "
+                f"the step was not applied. Lower checkpoint.every ({self.config.checkpoint.every}), or start again"
             )
+        self.optimizer.zero_grad()
+        load_model_and_optimizer(self.model, self.optimizer, path)
+        saved = Progress.from_meta(read_meta(path)["progress"])
+        if saved.stage == stage.index:
+            self.spikes.load_state_dict(saved.spike_detector)
+            self.boundary = Boundary(**saved.boundary)
+        else:
+            self.spikes.rebaseline()
+        self.progress.skipped = [old for old in self.progress.skipped if old <= saved.step]
+        self.progress.rollbacks.append([step, saved.step])
+        lost = tokens - self._tokens(self.stages[saved.stage], saved.step)
+        text = (
+            f"back to the weights of step {saved.step}; the {step - saved.step} steps since then are undone, and the "
+            f"{lost} tokens of their batches will not be seen again. The data goes on at step {step + 1}"
+        )
+        self.telemetry.event(step, tokens, "rollback", text, step_from=step, step_to=saved.step)
+        self._save()  # whoever resumes now must not go on from a checkpoint of the spike
 
     def _report_boundary(self, losses: tuple[float, float] | None) -> None:
         if losses is None:
@@ -245,6 +317,8 @@ class Trainer:
                 f"{key}: stage {stage.name} now ends at step {stage.end_step}, before the checkpoint's step "
                 f"{self.progress.step}; make it longer, or set run_dir to a new folder"
             )
+        self.watch.forget()
+        self.watch.enter("beginning of a stage", self.progress.step)
         if stage.index > self.progress.stage:
             self._report_boundary(self.boundary.compare())
             self.boundary.begin_stage()
@@ -287,9 +361,10 @@ class Trainer:
             self.telemetry.event(self.progress.step, stage.first_token, "parallel", choice)
         return data
 
-    def _tokens(self, stage: Stage) -> int:
-        """Tokens consumed by the run after its current step."""
-        return stage.first_token + (self.progress.step - stage.first_step) * stage.batch_tokens
+    def _tokens(self, stage: Stage, step: int | None = None) -> int:
+        """Tokens consumed by the run after `step`, which is in `stage`; by default after its current step."""
+        step = self.progress.step if step is None else step
+        return stage.first_token + (step - stage.first_step) * stage.batch_tokens
 
     def _throughput(self, stage: Stage, step_s: float) -> dict[str, float]:
         rate = stage.batch_tokens / step_s
@@ -315,13 +390,18 @@ class Trainer:
         step = self.progress.step
         if step == self.saved_step:
             return
+        self.watch.enter("checkpoint", step)
         self.progress.spike_detector = self.spikes.state_dict()
         self.progress.boundary = self.boundary.to_state()
         self.progress.data_plan = self._data_plan()
         self.checkpointer.save(
             step,
             model_and_optimizer_tensors(self.model, self.optimizer),
-            {"progress": self.progress.to_meta(), "config": dump_config(self.config)},
+            {
+                "progress": self.progress.to_meta(),
+                "config": dump_config(self.config),
+                "good": self.spikes.is_calm(step),
+            },
         )
         self.saved_step = step
         self.telemetry.event(
@@ -336,14 +416,9 @@ class Trainer:
 
     def _resume(self) -> Progress | None:
         """Load the newest valid checkpoint of the run folder; None when there is none."""
-        found: list[str | None] = [None]
-        if self.world.is_main:
-            path = latest_checkpoint(self.run_dir / "checkpoints")
-            found = [str(path) if path else None]
-        dist.broadcast_object_list(found)
-        if found[0] is None:
+        path = self._find_checkpoint(latest_checkpoint)
+        if path is None:
             return None
-        path = Path(found[0])
         progress = Progress.from_meta(read_meta(path)["progress"])
         self.progress = progress
         self.stages = resolve_stages(self.config, progress.gated_steps)
@@ -352,6 +427,12 @@ class Trainer:
         load_model_and_optimizer(self.model, self.optimizer, path)
         self.spikes.load_state_dict(progress.spike_detector)
         return progress
+
+    def _find_checkpoint(self, find: Callable[[Path], Path | None]) -> Path | None:
+        """What `find` makes of the checkpoint folder, the same on every rank."""
+        found = [find(self.run_dir / "checkpoints") if self.world.is_main else None]
+        dist.broadcast_object_list(found)
+        return found[0]
 
     def _data_plan(self) -> dict[str, object]:
         plan = data_plan(self.config, self.stages[: self.progress.stage + 1])

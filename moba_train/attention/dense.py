@@ -49,7 +49,8 @@ class DenseBackend(Protocol):
 class Cudnn:
     """cuDNN's fused attention on one document, or on equally long ones as a batch.
 
-    It is built anew for every new shape (tens of milliseconds), which packed documents of any length would not pay.
+    It is built anew for every new shape (tens of milliseconds), which packed documents of any length would not pay. Its
+    backward pass is not reproducible, so torch's deterministic algorithms exclude it.
     """
 
     bottom_right: ClassVar[bool] = False
@@ -58,7 +59,8 @@ class Cudnn:
     def can(q: Tensor, layout: Layout) -> bool:
         documents = layout.cu_seqlens.numel() - 1
         equal = documents == 1 or (layout.is_whole and layout.total == layout.max_seqlen * documents)
-        return q.is_cuda and q.dtype in _HALF and equal and q.shape[-1] in (64, 128)
+        usable = q.is_cuda and q.dtype in _HALF and not torch.are_deterministic_algorithms_enabled()
+        return usable and equal and q.shape[-1] in (64, 128)
 
     @staticmethod
     def pays(layout: Layout) -> bool:
@@ -115,7 +117,8 @@ class _Varlen:
     def backward(
         cls, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> Gradients:
-        return cls.kernel.backward(dout, q, k, v, out, lse, segments, scale, deterministic=False)
+        fixed_order = torch.are_deterministic_algorithms_enabled()
+        return cls.kernel.backward(dout, q, k, v, out, lse, segments, scale, deterministic=fixed_order)
 
 
 class Flash4(_Varlen):

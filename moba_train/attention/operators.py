@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from moba_train.attention.clock import on_the_clock
 from moba_train.attention.named import Registry
 from moba_train.attention.protocol import ATTENTIONS, Layout, LocalAttention, Plan
 
@@ -103,7 +104,7 @@ def _attention(
     engine: str,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
-    out, lse, plan = ENGINES[engine].forward(q, k, v, ATTENTIONS[attention], layout)
+    out, lse, plan = ENGINES[engine].forward(q, k, v, on_the_clock(ATTENTIONS[attention]), layout)
     return out, lse, list(plan)
 
 
@@ -142,7 +143,8 @@ def _attention_backward(
     engine: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
-    return ENGINES[engine].backward(dout, q, k, v, out, lse, tuple(plan), ATTENTIONS[attention], layout)
+    timed = on_the_clock(ATTENTIONS[attention])
+    return ENGINES[engine].backward(dout, q, k, v, out, lse, tuple(plan), timed, layout)
 
 
 @_attention_backward.register_fake

@@ -60,6 +60,26 @@ def load_checkpoint(
     return read_meta(path)
 
 
+class CheckpointReader:
+    """A checkpoint's tensors one at a time, whole, on the CPU, without a model or other ranks.
+
+    Raises CheckpointError, when made or at a `read`, if the checkpoint is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_sizes(path)
+        self._path, self._index = path, _read_index(path)
+        entries = self._index.state_dict_metadata
+        self.tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def read(self, name: str) -> Tensor:
+        """The tensor of that name, one of `tensors`."""
+        entry = self.tensors[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        _read(self._path, {name: tensor}, self._index)
+        return tensor
+
+
 def _check(path: Path, tensors: dict[str, Tensor], optional: Collection[str], verify: bool) -> Metadata:
     if verify:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

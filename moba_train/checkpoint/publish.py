@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -26,6 +27,9 @@ _TEMPORARY = ".tmp-"
 _REPLACED = ".replaced-"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
+Accept = Callable[[dict[str, Any]], bool]
+"""Whether a checkpoint with this meta is wanted."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,6 +38,11 @@ class FileEntry(TypedDict):
 
     size: int
     sha256: str
+
+
+def is_good(meta: dict[str, Any]) -> bool:
+    """Whether the run was healthy when it saved: the meta's `good`, true where it is not given."""
+    return meta.get("good", True) is True
 
 
 def step_name(step: int) -> str:
@@ -86,12 +95,15 @@ def publish(folder: Path, step: int, files: dict[str, FileEntry]) -> Path:
 
 
 def apply_retention(folder: Path, keep_last: int, keep_every: int | None) -> None:
-    """Removes all checkpoints but the `keep_last` newest, the multiples of `keep_every` and the one `latest` names."""
+    """Removes all checkpoints but the `keep_last` newest, the multiples of `keep_every`, the one `latest` names and the
+    newest good one."""
     checkpoints = _published(folder)
     pointer = folder / LATEST
     keep = {path.name for _, path in checkpoints[-keep_last:]}
     keep |= {pointer.read_text(encoding="utf-8").strip()} if pointer.exists() else set()
     keep |= {path.name for step, path in checkpoints if keep_every and step % keep_every == 0}
+    good = latest_checkpoint(folder, is_good)
+    keep |= {good.name} if good else set()
     for _, path in checkpoints:
         if path.name not in keep:
             # Renamed first: killed half way, the rest is a leftover to clean up and not a damaged checkpoint.
@@ -111,18 +123,18 @@ def clean_up(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder` whose manifest and file sizes are right, or None if there is none.
+def latest_checkpoint(folder: Path, accept: Accept | None = None) -> Path | None:
+    """The newest checkpoint in `folder` whose manifest and file sizes are right and whose meta `accept` takes, if any.
 
     A damaged one is passed over with a warning that names its damage. Sizes only: `verify_checkpoint` reads every byte.
     """
     for _, path in reversed(_published(folder)):
         try:
             check_sizes(path)
+            if accept is None or accept(read_meta(path)):
+                return path
         except CheckpointError as error:
             logger.warning("Passing over a damaged checkpoint and taking the one before. %s", error)
-        else:
-            return path
     return None
 
 

@@ -117,13 +117,36 @@ class TelemetryConfig(Section):
 
 
 class SpikeConfig(Section):
-    """Spike detection on loss and gradient norm: one-sided robust z-score over a trailing window."""
+    """Spikes of loss and gradient norm: one-sided robust z-score over a trailing window. See docs/run-health.md."""
 
     window: int = Field(128, ge=8, description="how many unflagged values the score looks back on")
-    warn_sigma: float = Field(6.0, gt=0, description="robust standard deviations above the median that raise a WARN")
+    warn_sigma: float = Field(6.0, gt=0, description="robust standard deviations above the median that flag a step")
+    reaction: Literal["log", "skip_step", "rollback"] = Field(
+        "log",
+        description="log: report, and stop at NaN or Inf; skip_step: flagged steps leave the weights alone; rollback: "
+        "that, and back to the last good checkpoint when the loss does not recover, or at NaN or Inf",
+    )
+    max_skips: int = Field(
+        20, ge=1, description="steps to skip in any 1,000; one more ends the run (skip_step) or goes back (rollback)"
+    )
+    max_rollbacks: int = Field(3, ge=1, description="rollbacks in any 1,000 steps; one more ends the run")
+
+
+class WatchConfig(Section):
+    """Stalled ranks and stragglers. A phase of the run (waiting for data, a step, an evaluation, a checkpoint) stalls
+    when it takes much longer than it lately did; until that is known, and at most, 0.8 x parallel.timeout."""
+
+    least: float = Field(120.0, gt=0, description="seconds before any phase is called stalled")
+    factor: float = Field(
+        10.0, gt=1, description="times the median of the phase's recent times before it is called stalled"
+    )
+    compare_every: int = Field(
+        10, ge=0, description="logged steps between comparisons of the ranks' step and attention times; 0: never"
+    )
 
 
 class HealthConfig(Section):
     """Watching the run."""
 
     spike: SpikeConfig = SpikeConfig()
+    watch: WatchConfig = WatchConfig()

@@ -71,6 +71,9 @@ class RunConfig(Section):
         "none", description="full: keep only each block's input and attention, recompute the rest in the backward pass"
     )
     compile: bool = Field(False, description="torch.compile each Transformer block")
+    deterministic: bool = Field(
+        False, description="the same recipe on the same machines gives the same bits again, at some cost in time"
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -207,6 +207,17 @@ def _attention_problems(config: RunConfig) -> Iterator[str]:
             yield from (f"stages[{index}].attention.{text}" for text in error.problems if text not in inherited)
         else:
             yield from _moba_problems(layers, stage, index)
+            if config.deterministic:
+                yield from _determinism_problems(layers, index)
+
+
+def _determinism_problems(layers: Sequence[LayerAttention], index: int) -> Iterator[str]:
+    ids = [layer for layer, attention in enumerate(layers) if getattr(attention.options, "backend", "") == "cudnn"]
+    if ids:
+        yield (
+            f"stages[{index}].attention.full.backend: given 'cudnn' in layer{'s' * (len(ids) > 1)} {_ranges(ids)}, "
+            "whose backward pass is not reproducible, with deterministic: true; set auto or flash"
+        )
 
 
 def _moba_problems(layers: Sequence[LayerAttention], stage: StageConfig, index: int) -> Iterator[str]:

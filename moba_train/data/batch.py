@@ -35,6 +35,8 @@ class Batch:
     """How many tokens carry loss; 0 where `loss_index` is only there for the graph."""
     pieces: list[Span]
     """The origin of each document piece, to find a bad batch's documents again."""
+    piece_documents: list[int]
+    """Its number among the layout's documents, of which some are padding."""
     padding: int
     """How many of the T tokens are no document's; they are pieces of their own, without loss."""
 
@@ -67,6 +69,9 @@ def collate(samples: Sequence[Sample]) -> Batch:
     lengths = [length for sample in samples for length in sample.lengths]
     weight = np.concatenate([sample.loss_weight for sample in samples])
     loss_index = np.flatnonzero(weight)
+    ends = np.cumsum([len(sample.lengths) for sample in samples])
+    firsts = zip(ends - [len(sample.lengths) for sample in samples], samples, strict=True)
+    piece_documents = [int(first) + i for first, sample in firsts for i in range(len(sample.pieces))]
     if not loss_index.size:
         loss_index = np.zeros(1, dtype=np.int64)
     return Batch(
@@ -79,5 +84,6 @@ def collate(samples: Sequence[Sample]) -> Batch:
         loss_weight_sum=float(weight.sum(dtype=np.float64)),
         loss_tokens=int(np.count_nonzero(weight)),
         pieces=[piece for sample in samples for piece in sample.pieces],
+        piece_documents=piece_documents,
         padding=sum(sample.padding for sample in samples),
     )

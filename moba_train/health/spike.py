@@ -40,6 +40,10 @@ class SpikeReport:
     z_loss: float
     z_grad: float
     message: str
+    flagged: bool = False
+    """Whether this step's own values stand out; an error may come at a step that is merely too high for too long."""
+    continues: bool = False
+    """Whether the step before was flagged too."""
 
 
 class SpikeDetector:
@@ -56,11 +60,15 @@ class SpikeDetector:
         self._grad = _Window(window)
         self._recovery_limit: float | None = None
         self._steps_above = 0
+        self._last_flagged: int | None = None
 
     def observe(self, step: int, loss: float, grad_norm: float) -> SpikeReport:
         """Judges the values of `step` and, unless they are flagged, learns from them."""
+        continues = self._last_flagged is not None and self._last_flagged == step - 1
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return SpikeReport("fatal", math.nan, math.nan, f"step {step}: loss {loss}, gradient norm {grad_norm}")
+            self._last_flagged = step
+            message = f"step {step}: loss {loss}, gradient norm {grad_norm}"
+            return SpikeReport("fatal", math.nan, math.nan, message, True, continues)
 
         z_loss, z_grad = self._loss.z_score(loss), self._grad.z_score(grad_norm)
         if z_loss > self._warn_sigma and self._recovery_limit is None:
@@ -69,16 +77,23 @@ class SpikeDetector:
             if z <= self._warn_sigma:
                 window.values.append(value)
 
-        if error := self._not_recovering(step, loss):
-            return SpikeReport("error", z_loss, z_grad, error)
         flagged = [
             f"{name} {value:.4g} is {z:.1f} sigma above its recent median"
             for name, value, z in (("loss", loss, z_loss), ("gradient norm", grad_norm, z_grad))
             if z > self._warn_sigma
         ]
         if flagged:
-            return SpikeReport("warn", z_loss, z_grad, f"step {step}: {', '.join(flagged)}")
-        return SpikeReport("ok", z_loss, z_grad, "")
+            self._last_flagged = step
+        level: Level = "warn" if flagged else "ok"
+        message = f"step {step}: {', '.join(flagged)}" if flagged else ""
+        if error := self._not_recovering(step, loss):
+            level, message = "error", error
+        return SpikeReport(level, z_loss, z_grad, message, bool(flagged), continues)
+
+    def is_calm(self, step: int) -> bool:
+        """Whether no spike waits for its recovery and none of the last 50 steps up to `step` was flagged."""
+        quiet = self._last_flagged is None or step - self._last_flagged >= RECOVERY_STEPS
+        return quiet and self._recovery_limit is None
 
     def rebaseline(self) -> None:
         """Forgets the past, where loss and gradient norm change for good reason: at a switch of stage."""
@@ -94,6 +109,7 @@ class SpikeDetector:
             "grad_norm": list(self._grad.values),
             "recovery_limit": self._recovery_limit,
             "steps_above": self._steps_above,
+            "last_flagged": self._last_flagged,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -103,6 +119,7 @@ class SpikeDetector:
         self._grad.values.extend(state["grad_norm"])
         self._recovery_limit = state["recovery_limit"]
         self._steps_above = state["steps_above"]
+        self._last_flagged = state.get("last_flagged")  # older checkpoints have none
 
     def _not_recovering(self, step: int, loss: float) -> str | None:
         """The error text if the loss has been too high for too long since the last spike."""

@@ -19,15 +19,17 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device)
     )
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
-    """The global L2 norm of all gradients, a float32 scalar; gradients are scaled down to `max_norm` if it is larger.
+def gradient_norm(module: nn.Module) -> Tensor:
+    """The L2 norm of all gradients of a module on all ranks, a float32 scalar; 0 without any. A collective."""
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def clip_gradients(model: nn.Module, max_norm: float | None, norm: Tensor) -> None:
+    """Scale all gradients down to `max_norm` if `norm`, which is theirs, is larger.
 
     A norm that is not finite leaves the gradients useless: the caller must not step then.
     """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
     if max_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), max_norm, norm)
-    return norm

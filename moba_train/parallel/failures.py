@@ -1,7 +1,12 @@
-"""Which rank ended the run, and in what: every rank that gives up says so where the others can read it."""
+"""Which rank ended the run, and in what: every rank says where it is, and why it gives up, where others can read it.
 
+Both are kept in a store that outlives the ranks (torchrun's).
+"""
+
+import json
 import time
 import traceback
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -11,9 +16,45 @@ from moba_train.errors import CommunicationError
 GRACE_S = 5.0
 """Ranks that wait for the same one give up within moments of each other; so long an answer is waited for."""
 
+_MOST_NAMED = 16
+"""Of the ranks that do not answer."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life: where a rank was when it gave it."""
+
+    count: int
+    """Beats given so far."""
+    entered: int
+    """Phases entered so far. All ranks go through the same ones, so the rank with the least is behind."""
+    phase: str
+    step: int
+    age_s: float
+    """In this phase."""
+    limit_s: float
+    """Of the phase: longer is a stall."""
+    stack: str
+    """Of the main thread, once half of that has gone by."""
+    waits: bool
+    """Whether that stack ends in a collective."""
+
+    def give(self, store: dist.Store, rank: int) -> None:
+        """Publish it as the newest of `rank`."""
+        store.set(_beat_key(rank), json.dumps(asdict(self)))
+
+    @staticmethod
+    def newest(store: dist.Store, rank: int) -> "Beat | None":
+        """None where the rank has given none yet."""
+        return Beat(**json.loads(store.get(_beat_key(rank)))) if store.check([_beat_key(rank)]) else None
+
+
+def _beat_key(rank: int) -> str:
+    return f"moba_train/beat/{rank}"
+
 
 class RollCall:
-    """The reports of ranks that had to give up, kept in a store that outlives them (torchrun's)."""
+    """The reports of ranks that had to give up."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
@@ -39,7 +80,15 @@ class RollCall:
         if silent and was_waiting(error):
             who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
             lines.append(f"no answer from {who}: dead, stalled, or still waiting; the rank to look at is among them")
+            lines += [text for rank in silent[:_MOST_NAMED] if (text := self._last_seen(rank))]
         return "\n".join(lines)
+
+    def _last_seen(self, rank: int) -> str:
+        try:
+            beat = Beat.newest(self._store, rank)
+        except (RuntimeError, OSError):
+            return ""
+        return f"rank {rank} was last seen in {beat.phase!r} after step {beat.step}" if beat else ""
 
     def _reports(self) -> dict[int, str]:
         ranks = (rank for rank in range(self._size) if self._store.check([self._key(rank)]))

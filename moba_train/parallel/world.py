@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from moba_train.errors import LaunchError
 from moba_train.parallel.failures import RollCall, was_waiting
 
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-"""NCCL's last calls, written to /tmp/nccl_trace_rank_* when one takes too long (TORCH_FR_DUMP_TEMP_FILE: elsewhere)."""
+"""The last collectives of each rank are remembered, and NCCL writes its own to a file when one takes too long."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class World:
     """Consecutive ranks share a node."""
     timeout: timedelta
     """Of every collective."""
+    store: dist.Store
+    """Shared by all ranks; torchrun's outlives them."""
 
     @property
     def is_main(self) -> bool:
@@ -38,19 +41,36 @@ class World:
 
 
 @contextmanager
-def joined_world(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
+def joined_world(timeout: timedelta = timedelta(minutes=10), stalls: Path | None = None) -> Iterator[World]:
     """Join the process group that torchrun describes, and leave it at the end.
 
     Collectives on CPU tensors go through gloo, on CUDA tensors through NCCL (created here, not inside the first step).
     A collective that takes longer than `timeout` ends the run, and an exception that leaves the context carries a note
-    about the ranks that ended before or do not answer. Raises LaunchError when this node has fewer GPUs than
-    ranks.
+    about the ranks that ended before or do not answer. `stalls` is the folder for flight records, /tmp by default.
+    Raises LaunchError when this node has fewer GPUs than ranks.
     """
+    recorder = _FLIGHT_RECORDER | ({"TORCH_FR_DUMP_TEMP_FILE": str(flight_records(stalls))} if stalls else {})
+    with environment_defaults(recorder), _joined(timeout) as world:
+        yield world
+
+
+@contextmanager
+def environment_defaults(values: dict[str, str]) -> Iterator[None]:
+    """Within, these variables are set, where they were not already."""
+    ours = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def _joined(timeout: timedelta) -> Iterator[World]:
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = _device(int(os.environ.get("LOCAL_RANK", 0)), per_node)
-    for name, value in _FLIGHT_RECORDER.items():
-        os.environ.setdefault(name, value)
     store: dist.Store = dist.HashStore()
     if "RANK" in os.environ:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
@@ -65,7 +85,7 @@ def joined_world(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
     )
     failures = RollCall(store, rank, size, timeout)
     try:
-        yield World(rank, size, device, per_node, timeout)
+        yield World(rank, size, device, per_node, timeout, store)
     except Exception as error:
         if others := failures.give_up(error):
             error.add_note(others)
@@ -85,6 +105,19 @@ def _device(local_rank: int, local_size: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def flight_records(folder: Path) -> Path:
+    """What the files of flight records in `folder` begin with; the rank follows. As `torchfrtrace` reads them."""
+    return folder / "nccl_trace_rank_"
+
+
+def values_of_ranks(values: list[float]) -> list[list[float]]:
+    """The numbers of every rank, by rank; known on the host, as many on all."""
+    own = torch.tensor(values, dtype=torch.float64)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    return [numbers.tolist() for numbers in every]
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from moba_train.config.schema import RunConfig
+from moba_train.telemetry.code_version import code_version
 from moba_train.telemetry.console import ConsoleSink
 from moba_train.telemetry.jsonl import JsonlSink
 from moba_train.telemetry.telemetry import Sink, Telemetry
@@ -27,5 +28,6 @@ def make_telemetry(
     if wanted.tensorboard:
         sinks.append(TensorBoardSink(run_dir / "tensorboard", resumed_step))
     if wanted.wandb.mode != "disabled":
-        sinks.append(WandbSink(wanted.wandb, run_dir, config.name, wandb_run_id, config.model_dump(mode="json")))
+        recipe = config.model_dump(mode="json") | {"code": code_version()}
+        sinks.append(WandbSink(wanted.wandb, run_dir, config.name, wandb_run_id, recipe))
     return Telemetry(sinks)

@@ -1,6 +1,7 @@
 """`Telemetry`: what the trainer reports, given to every sink as one and the same record."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -33,15 +34,21 @@ class Telemetry:
         self._step = 0
         self._tokens = 0
         self._reported: set[Sink] = set()
+        self._lock = threading.Lock()  # a stall is reported by another thread
 
     def log(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
         """The metrics of a step; `tokens` is the number consumed so far."""
         self._write(step, tokens, "metrics", metrics)
 
     def event(self, step: int, tokens: int, kind: str, message: str, **fields: Any) -> None:
-        """Something that happened: "stage", "checkpoint", "resume", "spike", "evaluation", "warning", ... Numbers among
+        """Something that happened: "stage", "checkpoint", "resume", "rollback", "spike", "stall", ... Numbers among
         the JSON-able `fields` are drawn as metrics."""
         self._write(step, tokens, kind, {"message": message, **fields})
+
+    def stalled(self, text: str) -> None:
+        """A rank stalls, at the step last reported; unlike the rest, called from another thread than the trainer's."""
+        self.event(self._step, self._tokens, "stall", text)
+        self.alert("a rank stalls", text, "stall")
 
     def alert(self, title: str, text: str, kind: str) -> None:
         """Something that a person should look at; sent out at most once in a while for each `kind`."""
@@ -53,11 +60,12 @@ class Telemetry:
             self._guarded(sink, sink.close)
 
     def _write(self, step: int, tokens: int, kind: str, content: dict[str, Any]) -> None:
-        self._step, self._tokens = step, tokens
-        head = {"time": time.time(), "step": step, "tokens": tokens, "kind": kind, "stage": self.stage}
-        record = head | content
-        for sink in self._sinks:
-            self._guarded(sink, sink.write, record)
+        with self._lock:
+            self._step, self._tokens = step, tokens
+            head = {"time": time.time(), "step": step, "tokens": tokens, "kind": kind, "stage": self.stage}
+            record = head | content
+            for sink in self._sinks:
+                self._guarded(sink, sink.write, record)
 
     def _guarded(self, sink: Sink, action: Callable[..., None], *arguments: Record) -> None:
         try:

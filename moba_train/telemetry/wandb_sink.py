@@ -4,10 +4,12 @@ Everything that touches wandb runs in one daemon thread behind a bounded queue. 
 them; nothing is lost for good, since `metrics.jsonl` holds every record.
 """
 
+import contextlib
 import importlib
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,11 +17,13 @@ from typing import Any
 
 from moba_train.config.run import WandbConfig
 from moba_train.telemetry.numbers import numbers
+from moba_train.telemetry.wandb_history import WandbHistory
 
 QUEUE_SIZE = 1000
 CLOSE_SECONDS = 30.0
 ALERT_INTERVAL_SECONDS = 600.0
-_SPIKE_COLUMNS = ["step", "tokens", "stage", "message"]
+_TITLE_LENGTH = 63
+"""wandb wants titles of alerts shorter than 64 characters."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +31,10 @@ logger = logging.getLogger(__name__)
 class WandbSink:
     """Sends records to the wandb run `run_id`, which is created or, after a resume, continued.
 
-    Metrics are drawn over `step` or `tokens`. A spike also adds a row to the table `spikes`, and alerts are sent at
-    most once in `ALERT_INTERVAL_SECONDS` for each kind. `dropped` counts the records that wandb did not take or that
-    did not fit into the queue. `wait_s` limits how long `close` waits for wandb.
+    Metrics are drawn over `step` or `tokens`, each step once, also when a run is resumed
+    (wandb_history.py); `redone_steps` counts those trained again. A spike also adds a row to the table `spikes`, and
+    alerts are sent at most once in `ALERT_INTERVAL_SECONDS` for each kind. `dropped` counts the records that wandb did
+    not take or that did not fit into the queue. `wait_s` limits how long `close` waits for wandb.
     """
 
     def __init__(
@@ -44,8 +49,6 @@ class WandbSink:
         self.dropped = 0
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(QUEUE_SIZE)
         self._wait_s = wait_s
-        self._spikes: list[list[Any]] = []
-        self._alerted: dict[str, float] = {}
         self._thread = threading.Thread(
             target=self._work, args=(config, run_dir, name, run_id, recipe), name="wandb", daemon=True
         )
@@ -67,15 +70,19 @@ class WandbSink:
             pass
         if self._thread.is_alive():
             logger.warning("wandb did not finish within %g s and is left behind", self._wait_s)
+            _exit_without_waiting()
         if self.dropped:
             logger.warning("wandb missed %d records; metrics.jsonl has them", self.dropped)
 
     def _work(self, config: WandbConfig, run_dir: Path, name: str, run_id: str, recipe: dict[str, Any]) -> None:
         """The thread: starts the run, sends records until None comes, finishes."""
-        os.environ.setdefault("WANDB_CACHE_DIR", str(run_dir / "wandb" / "cache"))  # not into a home that may be full
+        own = run_dir / "wandb"
+        os.environ.setdefault("WANDB_CACHE_DIR", str(own / "cache"))  # not into a home that may be full
         try:
             wandb = importlib.import_module("wandb")
             run = _start(wandb, config, run_dir, name, run_id, recipe)
+            own.mkdir(exist_ok=True)
+            history = WandbHistory(own / f"history-{run_id}.json")
         except Exception as error:
             logger.warning(
                 "wandb is not available and the run goes on without it: %s. "
@@ -87,7 +94,7 @@ class WandbSink:
             return
         while (record := self._queue.get()) is not None:
             try:
-                self._send(wandb, run, record)
+                _send(wandb, run, history, record)
             except Exception as error:
                 if self.dropped == 0:
                     logger.warning("wandb refuses records: %r", error)
@@ -97,20 +104,22 @@ class WandbSink:
         except Exception as error:
             logger.warning("wandb could not finish its run: %r", error)
 
-    def _send(self, wandb: Any, run: Any, record: dict[str, Any]) -> None:
-        axes = {"step": record["step"], "tokens": record["tokens"]}
-        if record["kind"] == "alert":
-            now, kind = time.monotonic(), record["alert"]
-            if now - self._alerted.get(kind, -ALERT_INTERVAL_SECONDS) >= ALERT_INTERVAL_SECONDS:
-                self._alerted[kind] = now
-                run.alert(title=record["title"], text=record["text"])
-            return
-        values: dict[str, Any] = dict(numbers(record))
-        if record["kind"] == "spike":
-            self._spikes.append([record[column] for column in _SPIKE_COLUMNS])
-            values["spikes"] = wandb.Table(columns=_SPIKE_COLUMNS, data=self._spikes)
-        if values:
-            run.log(values | axes)
+
+def _send(wandb: Any, run: Any, history: WandbHistory, record: dict[str, Any]) -> None:
+    if record["kind"] == "alert":
+        if history.may_alert(record["alert"], time.time(), ALERT_INTERVAL_SECONDS):
+            run.alert(title=record["title"][:_TITLE_LENGTH], text=record["text"])
+            history.save()
+        return
+    row = history.row(record, numbers(record))
+    if record["kind"] == "spike" and history.spike_row(record):
+        row = history.at_newest(row | {"spikes": wandb.Table(columns=history.spike_columns, data=history.sent.spikes)})
+    if row:
+        # wandb's own step counts rows, to rise over restarts too; without `commit` a killed run would lose its last.
+        history.sent.rows = max(history.sent.rows, run.step)
+        run.log(row, step=history.sent.rows, commit=True)
+        history.sent.rows += 1
+    history.save()
 
 
 def _start(wandb: Any, config: WandbConfig, run_dir: Path, name: str, run_id: str, recipe: dict[str, Any]) -> Any:
@@ -127,9 +136,18 @@ def _start(wandb: Any, config: WandbConfig, run_dir: Path, name: str, run_id: st
         resume="allow",
         dir=str(run_dir),
         config=recipe,
-        settings=wandb.Settings(silent=True),
+        allow_val_change=True,  # a resumed run may have another recipe
+        # Wrapped, the console would hang with wandb.
+        settings=wandb.Settings(silent=True, console="off"),
     )
     run.define_metric("step")
     run.define_metric("tokens")
     run.define_metric("*", step_metric="step")
     return run
+
+
+def _exit_without_waiting() -> None:
+    """Take out the hook with which a wandb that hangs would keep the finished process from exiting."""
+    setup = sys.modules.get("wandb.sdk.wandb_setup")
+    with contextlib.suppress(Exception):  # not a public part of wandb
+        setup._singleton._connection._cleanup()  # type: ignore[union-attr]

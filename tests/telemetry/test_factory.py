@@ -1,10 +1,13 @@
 """The recipe decides which sinks there are."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from moba_train import __version__
 from moba_train.config.schema import RunConfig
+from moba_train.telemetry import code_version
 from moba_train.telemetry.factory import make_telemetry
 
 RECIPE = {
@@ -39,3 +42,22 @@ def test_the_sinks_asked_for(tmp_path, capsys, section: dict, console: bool, fil
     telemetry.close()
     assert {path.name for path in run_dir.iterdir()} == files
     assert ("loss 3.5000" in capsys.readouterr().out) == console
+
+
+def test_the_code_is_named_by_its_commit_or_by_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        settings = ("-c", "user.name=n", "-c", "user.email=e")
+        subprocess.run(["git", "-C", str(tmp_path), *settings, *arguments], check=True, capture_output=True)
+
+    source = tmp_path / "__init__.py"
+    source.write_text("")
+    monkeypatch.setattr(code_version, "_PACKAGE", tmp_path)
+    look = code_version.code_version.__wrapped__
+    git("init")
+    assert look() == {"version": __version__}, "there is a repository, but it does not hold the package"
+    git("add", "__init__.py")
+    git("commit", "-m", "first")
+    assert look().keys() == {"version", "commit", "dirty"}
+    assert not look()["dirty"]
+    source.write_text("changed = True\n")
+    assert look()["dirty"]

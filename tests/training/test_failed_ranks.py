@@ -1,13 +1,16 @@
 """A rank that stalls or dies ends the run, soon, and the message says which one it was."""
 
 import os
+import pickle
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_run import Run
 
 TIMEOUT_S = 5
@@ -24,11 +27,12 @@ def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
-def disturb(run: Run, what: signal.Signals) -> tuple[int, str, float]:
-    """Send `what` to rank 1 of two that share a sequence: exit code, output, seconds until the end."""
+def disturb(run: Run, what: signal.Signals, gpu: bool = False) -> tuple[float, int, str, float]:
+    """Send `what` to rank 1 of two that share a sequence: when, exit code, output, seconds until the end."""
     run.recipe["stages"][1]["tokens"] = "10M"
     run.recipe["parallel"] = {"cp": 2, "cp_transport": "ring", "timeout": TIMEOUT_S}
-    launcher = run.start(2)
+    run.recipe["health"] = {"watch": {"least": 1.5}}
+    launcher = run.start(2, gpu=gpu)
     try:
         deadline = time.monotonic() + 90
         while not (path := run.run_dir / "metrics.jsonl").exists() or len(path.read_text().splitlines()) < 12:
@@ -36,7 +40,7 @@ def disturb(run: Run, what: signal.Signals) -> tuple[int, str, float]:
             assert launcher.poll() is None, launcher.communicate()[0]
             time.sleep(0.1)
         victim = ranks_of(launcher)[1]
-        began = time.monotonic()
+        began, at = time.monotonic(), time.time()
         os.kill(victim, what)
         waiting = ranks_of(launcher).get(0)
         while waiting is not None and _runs(waiting):
@@ -48,7 +52,7 @@ def disturb(run: Run, what: signal.Signals) -> tuple[int, str, float]:
         output, _ = launcher.communicate(timeout=60)
     finally:
         launcher.kill()
-    return launcher.returncode, output, taken
+    return at, launcher.returncode, output, taken
 
 
 def _runs(pid: int) -> bool:
@@ -57,16 +61,90 @@ def _runs(pid: int) -> bool:
     return False
 
 
+def check_stall(run: Run, stopped_at: float) -> None:
+    """Rank 1 is named within one timeout, and what rank 0 waits in can be read."""
+    (stall,) = run.records("stall")
+    assert stall["time"] - stopped_at < TIMEOUT_S
+    assert "rank 1 of 2 stalls in" in stall["message"]
+    assert "no sign of life" in stall["message"]
+    record = run.run_dir / "stalls" / "nccl_trace_rank_0"
+    assert str(record)[:-1] in stall["message"]
+    assert pickle.loads(record.read_bytes())["entries"], "the last collectives of rank 0"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_stalled_gpu_is_named_before_nccl_ends_the_run(run: Run) -> None:
+    stopped_at, code, _, _ = disturb(run, signal.SIGSTOP, gpu=True)
+    assert code != 0
+    check_stall(run, stopped_at)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 @pytest.mark.parametrize("what", [signal.SIGSTOP, signal.SIGKILL])
 def test_the_rank_that_stalls_or_dies_is_named(run: Run, what: signal.Signals) -> None:
-    code, output, taken = disturb(run, what)
+    stopped_at, code, output, taken = disturb(run, what)
     assert code != 0
     assert taken < TIMEOUT_S + 20
     if what == signal.SIGSTOP:
         assert "no answer from rank 1" in output, output[-3000:]
         assert "rank 0 gave up" in output, output[-3000:]
         assert "in step" in output, output[-3000:]
+        assert "rank 1 was last seen in" in output, output[-3000:]
+        check_stall(run, stopped_at)
     else:
         assert "rank: 1" in output or "rank      : 1" in output, output[-3000:]  # torchrun's report
+
+
+_SLEEPING = """
+import os, sys, time
+from moba_train import train
+from moba_train.trainer import Trainer
+
+step = Trainer._step
+
+def waiting_for_a_file_server():
+    time.sleep(6)
+
+def slow(self, *arguments):
+    if self.world.rank == 1 and self.progress.step == 5:
+        waiting_for_a_file_server()
+    step(self, *arguments)
+
+Trainer._step = slow
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_sleeps_is_named_with_its_stack_and_the_run_goes_on(run: Run) -> None:
+    """Longer than the watch's limit, shorter than the collectives' timeout."""
+    program = run.folder / "program.py"
+    program.write_text(_SLEEPING)
+    run.recipe["stages"] = run.recipe["stages"][:1]
+    run.recipe["parallel"] = {"timeout": 60}
+    run.recipe["health"] = {"watch": {"least": 1.5, "factor": 3, "compare_every": 2}}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(program), str(run.write_recipe())],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path.cwd())},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (stall,) = run.records("stall")
+    assert "rank 1 of 2 stalls in 'forward and backward' after step 5" in stall["message"]
+    assert "in waiting_for_a_file_server" in stall["message"]
+    assert stall["message"] in done.stderr
+    assert [alert["alert"] for alert in run.records("alert")] == ["stall"]
+
+    metrics = run.records()
+    assert [record["step"] for record in metrics] == [1, 2, 3, 4, 5, 6]
+    compared = [record for record in metrics if "straggler_step" in record]
+    assert [record["step"] for record in compared] == [2, 4, 6]
+    for record in compared:
+        assert 0 < record["attention_s"] < record["step_s"]
+        assert 1 <= record["straggler_attention"] <= 2
+        assert record["straggler_attention_rank"] in (0, 1)

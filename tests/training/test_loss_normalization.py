@@ -18,7 +18,7 @@ from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
-from moba_train.optim.adamw import clip_gradients
+from moba_train.optim.adamw import gradient_norm
 from moba_train.parallel.context.choose import Scheme, TransportKind
 from moba_train.parallel.context.engine import context_engine
 from moba_train.parallel.fsdp import sharded_model
@@ -71,7 +71,7 @@ def step(micro_batches: list[Batch], world_size: int, transport: TransportKind |
         loss += batch_loss.detach()
     dist.all_reduce(loss)
     gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-    return {"loss": loss, "norm": clip_gradients(model, None), **gradients}
+    return {"loss": loss, "norm": gradient_norm(model), **gradients}
 
 
 # How four sequences are spread: for each rank, its micro-batches.

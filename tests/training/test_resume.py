@@ -8,27 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from tiny_run import Run
+from tiny_run import Run, checkpoint_tensors
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moba_train.checkpoint.publish import latest_checkpoint, read_meta, verify_checkpoint
 
 
 def saved_tensors(run: Run) -> dict[str, Tensor]:
-    """Every tensor of the newest checkpoint, whole."""
+    """Every tensor of the newest checkpoint."""
     path = latest_checkpoint(run.run_dir / "checkpoints")
     assert path is not None
-    reader = dcp.FileSystemReader(path)
-    entries = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
+    return checkpoint_tensors(path)
 
 
 def test_stopping_and_resuming_is_bitwise_equal_to_never_stopping(run: Run, finished_run: Run) -> None:

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
 import yaml
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moba_train.data.indexed import IndexedDatasetWriter
 
@@ -29,6 +33,19 @@ def write_corpus(prefix: Path, documents: int, seed: int) -> None:
             for i in range(1, length):
                 tokens[i] = rng.integers(VOCAB) if noise[i] else following[tokens[i - 1]]
             writer.add_document(tokens)
+
+
+def checkpoint_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    reader = dcp.FileSystemReader(path)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 class Run:

@@ -1,0 +1,129 @@
+"""What differs between two runs: their checkpoints tensor by tensor, or their metrics step by step.
+
+Checkpoints may come from different layouts: each tensor is read whole, on one process.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moba_train.checkpoint.load import CheckpointReader
+from moba_train.checkpoint.publish import find_checkpoint, read_meta
+from moba_train.config.load import parse_config
+from moba_train.errors import UserError
+from moba_train.model.transformer import Transformer
+from moba_train.telemetry.jsonl import read_records
+
+_CURVES = ("loss", "grad_norm")
+
+
+class Comparison(NamedTuple):
+    """How many things were compared, and each that differs, in order, in words."""
+
+    what: str
+    compared: int
+    differing: list[str]
+
+
+def compare(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
+    """Compare two metrics.jsonl, or else two checkpoints; a run folder stands for its newest valid checkpoint.
+
+    `tolerance` 0: bit for bit; else a relative difference up to which two numbers count as equal, for a tensor the
+    largest difference over its largest number. Raises UserError when there is nothing to compare.
+    """
+    if (a.suffix == ".jsonl") != (b.suffix == ".jsonl"):
+        raise UserError(f"{a} and {b}: give two metrics.jsonl, or two checkpoints or run folders")
+    return compare_metrics(a, b, tolerance) if a.suffix == ".jsonl" else compare_checkpoints(a, b, tolerance)
+
+
+def compare_metrics(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
+    """Loss and gradient norm of every step."""
+    ours, theirs = _steps(a), _steps(b)
+    differing = []
+    steps = sorted(ours.keys() | theirs.keys())
+    for step in steps:
+        if step not in ours or step not in theirs:
+            differing.append(f"step {step}: only in {a if step in ours else b}")
+            continue
+        pairs = [(key, ours[step].get(key), theirs[step].get(key)) for key in _CURVES]
+        unequal = [f"{key} {x!r} and {y!r}" for key, x, y in pairs if not _equal(x, y, tolerance)]
+        if unequal:
+            differing.append(f"step {step}: {', '.join(unequal)}")
+    return Comparison("steps", len(steps), differing)
+
+
+def compare_checkpoints(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
+    """Weights and optimizer state, in the order of the model: of each parameter its weights, then its state.
+
+    The ranks' random states are left out: they depend on the number of ranks.
+    """
+    paths = find_checkpoint(a), find_checkpoint(b)
+    ours, theirs = (CheckpointReader(path) for path in paths)
+    differing = []
+    names = _in_model_order({*ours.tensors, *theirs.tensors}, paths[0])
+    for name in names:
+        if name not in ours.tensors or name not in theirs.tensors:
+            differing.append(f"{name}: only in {paths[0] if name in ours.tensors else paths[1]}")
+        elif text := _difference(ours.read(name), theirs.read(name), tolerance):
+            differing.append(f"{name}: {text}")
+    return Comparison("tensors", len(names), differing)
+
+
+def _steps(path: Path) -> dict[int, dict[str, float]]:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give a run's metrics.jsonl")
+    return {record["step"]: record for record in read_records(path) if record["kind"] == "metrics"}
+
+
+def _equal(x: float | None, y: float | None, tolerance: float) -> bool:
+    if x is None or y is None:
+        return x is y
+    return x == y or (math.isnan(x) and math.isnan(y)) or abs(x - y) <= tolerance * abs(x)
+
+
+def _in_model_order(names: set[str], path: Path) -> list[str]:
+    config = parse_config(read_meta(path)["config"], f"{path} (its recipe)")
+    with torch.device("meta"):
+        parameters = list(Transformer(config.model).state_dict())
+    place = {parameter: index for index, parameter in enumerate(parameters)}
+
+    def key(name: str) -> tuple[int, bool, str]:
+        kind, _, rest = name.partition(".")
+        parameter = rest if kind == "model" else rest.rpartition(".")[0]
+        return place.get(parameter, len(place)), kind != "model", name
+
+    return sorted((name for name in names if not name.startswith("rng.")), key=key)
+
+
+def _difference(a: Tensor, b: Tensor, tolerance: float) -> str:
+    """In words; empty when they count as equal."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return f"{list(a.shape)} {a.dtype} and {list(b.shape)} {b.dtype}"
+    if torch.equal(_bits(a), _bits(b)):
+        return ""
+    difference = (a.double() - b.double()).abs()
+    largest, scale = difference.max().item(), a.double().abs().max().item()
+    relative = largest / scale if scale else float("inf")
+    if relative <= tolerance:
+        return ""
+    unequal = int((difference != 0).sum())
+    return f"differs by up to {largest:.3g}, relative {relative:.3g}, in {unequal} of {a.numel()} numbers"
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+def described(result: Comparison, most: int) -> Iterator[str]:
+    """Lines for the terminal: how many are equal, and the first `most` that are not."""
+    equal = result.compared - len(result.differing)
+    yield f"{equal} of {result.compared} {result.what} are equal"
+    if result.differing:
+        yield f"first difference: {result.differing[0]}"
+        yield from (f"                  {text}" for text in result.differing[1:most])
+    if len(result.differing) > most:
+        yield f"                  ... and {len(result.differing) - most} more"

@@ -1,0 +1,145 @@
+"""What is written down at a spike, enough to find its cause: `run_dir/spikes/step_00001234.json`.
+
+    step, stage, tokens, message, level, action, loss, grad_norm, lr, spike_z_loss, spike_z_grad
+    gradient_norms  of the whole step, before clipping: {layers: [{layer, kind, norm}], kinds: {full, moba, ...},
+                    embedding, norm, output}
+    ranks           one entry for each rank, about the tokens that are its own:
+      loss            mean over its loss tokens, as the step itself found it; null without any
+      repeated_loss   the same from the forward pass that was made for the dump. The batch and the weights are those of
+                      the step: where the two differ by more than rounding, suspect the machine, not the data
+      loss_tokens     how many there are
+      max_lse         by layer, the largest log-sum-exp of a query's attention scores: at least its largest logit, at
+                      most that + ln(keys)
+      micro_batches   [[{source, document, start, stop, loss, loss_tokens}]]: the document pieces in their order; loss
+                      is the mean over their loss tokens on this rank, from the repeated pass
+
+Losses that are not finite are NaN or Infinity, as Python's json writes and reads them.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from moba_train.attention.local import run_local
+from moba_train.attention.protocol import Layout, LocalAttention
+from moba_train.data.batch import Batch
+from moba_train.model.transformer import Engine, Transformer
+from moba_train.optim.adamw import gradient_norm
+from moba_train.parallel.stage import Share
+
+logger = logging.getLogger(__name__)
+
+
+def dump_folder(run_dir: Path) -> Path:
+    """Where a run keeps its dumps; their names sort like their steps."""
+    return run_dir / "spikes"
+
+
+def write_dump(
+    run_dir: Path,
+    head: dict[str, Any],
+    model: Transformer,
+    kinds: list[str],
+    share: Share,
+    batches: list[Batch],
+    loss_sum: Tensor,
+) -> None:
+    """Look into a step before it is applied, and write what is there, on rank 0, behind `head`, which names the `step`.
+
+    Called on all ranks together, with the step's gradients in place and not clipped. `kinds`: of the layers' attention;
+    `batches`: this rank's part of the step; `loss_sum`: what its losses added up to, a scalar. Costs a forward pass and
+    many reads of the device. A file that cannot be written is a warning.
+    """
+    norms = _gradient_norms(model, kinds)
+    own = _look_at(model, share, batches, loss_sum)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    if dist.get_rank() == 0:
+        path = dump_folder(run_dir) / f"step_{head['step']:08d}.json"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps({**head, "gradient_norms": norms, "ranks": ranks}, indent=1), encoding="utf-8")
+        except OSError as error:
+            logger.warning("the dump of a spike could not be written: %s", error)
+
+
+def _gradient_norms(model: Transformer, kinds: list[str]) -> dict[str, Any]:
+    norms = [gradient_norm(block).item() for block in model.blocks]
+    by_kind = {
+        kind: math.hypot(*[norm for norm, other in zip(norms, kinds, strict=True) if other == kind])
+        for kind in dict.fromkeys(kinds)
+    }
+    others = {name: gradient_norm(part).item() for name, part in model.named_children() if part is not model.blocks}
+    layers = [{"layer": i, "kind": kind, "norm": norm} for i, (kind, norm) in enumerate(zip(kinds, norms, strict=True))]
+    return {"layers": layers, "kinds": by_kind, **others}
+
+
+@torch.no_grad()
+def _look_at(model: Transformer, share: Share, batches: list[Batch], loss_sum: Tensor) -> dict[str, Any]:
+    """This rank's entry."""
+    repeated, micro_batches = 0.0, []
+    with _largest_lse(model, share.engine or run_local) as max_lse:
+        for batch in batches:
+            losses_n = model(batch.tokens, batch.positions, batch.layout, batch.loss_on, per_token=True)
+            repeated += (losses_n * batch.loss_weight).sum().item()
+            micro_batches.append(_pieces(batch, share, losses_n))
+    if isinstance(model, FSDPModule):
+        model.reshard()  # else the next forward pass would use the weights that were gathered for this one
+    weight = sum(batch.loss_weight_sum for batch in batches)
+    return {
+        "loss": loss_sum.item() / weight if weight else None,
+        "repeated_loss": repeated / weight if weight else None,
+        "loss_tokens": sum(batch.loss_tokens for batch in batches),
+        "max_lse": [lse.item() for lse in max_lse],
+        "micro_batches": micro_batches,
+    }
+
+
+@contextmanager
+def _largest_lse(model: Transformer, engine: Engine) -> Iterator[list[Tensor]]:
+    """Inside, every layer's attention also keeps its largest log-sum-exp, and compiled blocks run as they are written.
+
+    `engine` runs the attention of all layers.
+    """
+    largest = [torch.tensor(-torch.inf, device=model.embedding.weight.device) for _ in model.blocks]
+
+    def listening(layer: int) -> Engine:
+        def run(q: Tensor, k: Tensor, v: Tensor, kind: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:
+            out, lse_HT = engine(q, k, v, kind, layout)
+            largest[layer] = torch.maximum(largest[layer], lse_HT.max())
+            return out, lse_HT
+
+        return run
+
+    model.set_engines([listening(layer) for layer in range(len(largest))])
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield largest
+    finally:
+        model.set_engines([engine] * len(largest))
+
+
+def _pieces(batch: Batch, share: Share, losses_n: Tensor) -> list[dict[str, Any]]:
+    """The document pieces of a micro-batch, with the mean of their `losses_n`, which are those of `loss_index`."""
+    tokens_T = torch.arange(batch.layout.total, device=losses_n.device)
+    if share.engine is not None:
+        tokens_T = share.engine.sequence(batch.layout.total).shard(tokens_T, share.engine.rank)
+    document_n = batch.layout.documents(tokens_T[batch.loss_index])
+    documents = batch.layout.cu_seqlens.numel() - 1
+    sums, weights, counts = (
+        torch.zeros(documents, device=losses_n.device).index_add_(0, document_n, values_n).tolist()
+        for values_n in (losses_n * batch.loss_weight, batch.loss_weight, (batch.loss_weight != 0).float())
+    )
+    return [
+        {**piece._asdict(), "loss": sums[i] / weights[i] if weights[i] else None, "loss_tokens": int(counts[i])}
+        for piece, i in zip(batch.pieces, batch.piece_documents, strict=True)
+    ]

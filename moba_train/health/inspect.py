@@ -1,0 +1,124 @@
+"""Reading a dump of a spike: its numbers as tables, and the documents of its batch as text, the worst first."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moba_train.config.load import load_config
+from moba_train.data.indexed import IndexedDataset
+from moba_train.data.samples import Span
+from moba_train.data.tokenizer import load_tokenizer
+from moba_train.errors import DataError, UserError
+from moba_train.health.dump import dump_folder
+
+SHOWN_CHARACTERS = 400
+
+
+class Document(NamedTuple):
+    """A document piece of the batch, over all ranks that held some of it."""
+
+    span: Span
+    loss: float
+    """Mean over its loss tokens; 0 without any."""
+    loss_tokens: float
+
+
+def print_spike(run_dir: Path, step: int | None, documents: int, console: Console) -> None:
+    """Print the dump of `step`, by default the newest, with the beginnings of its `documents` of highest loss.
+
+    Text where the run has a tokenizer, else token ids. Raises UserError when there is no such dump.
+    """
+    dump, others = _read_dump(run_dir, step)
+    console.print(f"step {dump['step']}, stage {dump['stage']}, {dump['tokens']} tokens: {dump['level']}", style="bold")
+    console.print(f"{dump['message']}; reaction: {dump['action']}")
+    if others:
+        console.print(f"other dumps of this run: {', '.join(map(str, others))}")
+    console.print()
+    numbers = ("loss", "spike_z_loss", "grad_norm", "spike_z_grad", "lr")
+    console.print(_table(numbers, [[dump[name] for name in numbers]]))
+    console.print(_table(("layer", "kind", "gradient norm", "max lse"), _layer_rows(dump)))
+    columns = ("loss", "repeated_loss", "loss_tokens")
+    ranks = [(number, *(rank[name] for name in columns)) for number, rank in enumerate(dump["ranks"])]
+    console.print(_table(("rank", *columns), ranks))
+    found = _documents(dump)
+    console.print(f"{len(found)} document pieces, highest loss first:")
+    decode = _decoder(run_dir)
+    for document in found[:documents]:
+        span = document.span
+        console.print(
+            f"\nloss {document.loss:.4f} over {document.loss_tokens:g} tokens  {span.source} document {span.document} "
+            f"tokens {span.start}:{span.stop}",
+            style="bold",
+        )
+        console.print(Text(decode(span)))
+    if len(found) > documents:
+        console.print(f"\n{len(found) - documents} more: --documents {len(found)}")
+
+
+def _read_dump(run_dir: Path, step: int | None) -> tuple[dict[str, Any], list[int]]:
+    """The dump of `step` or the newest, and the steps of the other ones."""
+    folder = dump_folder(run_dir)
+    dumps = {int(path.stem.removeprefix("step_")): path for path in sorted(folder.glob("step_*.json"))}
+    if not dumps:
+        raise UserError(f"{folder} holds no dumps: RUN must be the run_dir of a run that had a spike")
+    chosen = max(dumps) if step is None else step
+    if chosen not in dumps:
+        raise UserError(f"--step: {chosen} given; {run_dir} has dumps of steps {', '.join(map(str, dumps))}")
+    return json.loads(dumps.pop(chosen).read_text(encoding="utf-8")), list(dumps)
+
+
+def _layer_rows(dump: dict[str, Any]) -> list[tuple[Any, ...]]:
+    norms = dump["gradient_norms"]
+    max_lse = [max(lse) for lse in zip(*(rank["max_lse"] for rank in dump["ranks"]), strict=True)]
+    rows = [(layer["layer"], layer["kind"], layer["norm"], max_lse[layer["layer"]]) for layer in norms["layers"]]
+    rows += [(f"all {kind} layers", "", norm, "") for kind, norm in norms["kinds"].items()]
+    return rows + [(name, "", norm, "") for name, norm in norms.items() if name not in ("layers", "kinds")]
+
+
+def _documents(dump: dict[str, Any]) -> list[Document]:
+    """The pieces of the batch by falling loss, those that are not finite first."""
+    sums: dict[Span, tuple[float, float]] = {}
+    for piece in _pieces(dump):
+        span = Span(*(piece[name] for name in Span._fields))
+        total, tokens = sums.get(span, (0.0, 0.0))
+        loss = piece["loss"] * piece["loss_tokens"] if piece["loss_tokens"] else 0.0
+        sums[span] = total + loss, tokens + piece["loss_tokens"]
+    found = [Document(span, total / tokens if tokens else 0.0, tokens) for span, (total, tokens) in sums.items()]
+    return sorted(found, key=lambda document: (math.isfinite(document.loss), -document.loss))
+
+
+def _pieces(dump: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for rank in dump["ranks"]:
+        for micro_batch in rank["micro_batches"]:
+            yield from micro_batch
+
+
+def _decoder(run_dir: Path) -> Callable[[Span], str]:
+    """From a span to the beginning of what it says."""
+    tokenizer = load_config(run_dir / "config.yaml").data.tokenizer
+    processor = load_tokenizer(tokenizer).processor if tokenizer else None
+
+    def decode(span: Span) -> str:
+        try:
+            ids = IndexedDataset(span.source).document(span.document, span.start, span.stop)[:SHOWN_CHARACTERS].tolist()
+        except DataError as error:
+            return f"({error})"
+        text = processor.decode(ids) if processor else " ".join(map(str, ids))
+        return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
+
+    return decode
+
+
+def _table(columns: tuple[str, ...], rows: list[Any]) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
+    return table

@@ -1,0 +1,66 @@
+"""What a run does about a spike: goes on, leaves the step out, goes back to a good checkpoint, or stops.
+
+A flagged step is cheapest undone before it is done: its gradients are dropped. Going back at the first flagged step
+would compute the same weights again, so that is for what skipping cannot mend: weights that are harmed already.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from moba_train.checkpoint.publish import is_good, latest_checkpoint
+from moba_train.config.run import SpikeConfig
+from moba_train.health.spike import SpikeReport
+
+BUDGET_STEPS = 1000
+"""Over so many steps skips and rollbacks are counted: a budget for a whole run would end every long one."""
+
+Action = Literal["apply", "skip", "rollback", "stop"]
+
+
+@dataclass(frozen=True)
+class Reaction:
+    """What to do with a step, and how to say so."""
+
+    action: Action
+    message: str
+
+
+def react(
+    config: SpikeConfig, report: SpikeReport, step: int, skipped: list[int], rollbacks: list[list[int]]
+) -> Reaction:
+    """The reaction to the report of `step`, given the steps `skipped` so far and the `rollbacks` [[from, to], ...].
+
+    It follows from numbers that all ranks share, so that all decide alike.
+    """
+    skips = sum(old > step - BUDGET_STEPS for old in skipped)
+    returns = sum(old > step - BUDGET_STEPS for old, _ in rollbacks)
+    skips_help = report.flagged and skips < config.max_skips
+    skip = Reaction("skip", f"step not applied ({skips + 1} of max_skips {config.max_skips} in {BUDGET_STEPS} steps)")
+    match config.reaction:
+        case "log" if report.level == "fatal":
+            return Reaction("stop", "health.spike.reaction is log, which stops here; skip_step and rollback go on")
+        case "skip_step" if skips_help:
+            return skip
+        case "skip_step" if report.flagged:
+            spent = f"{skips} steps skipped in {BUDGET_STEPS}, as many as health.spike.max_skips allows"
+            return Reaction("stop", spent)
+        case "rollback" if report.level == "warn" and skips_help:
+            return skip
+        case "rollback" if report.level != "ok" and returns < config.max_rollbacks:
+            return Reaction("rollback", f"rollback {returns + 1} of max_rollbacks {config.max_rollbacks}")
+        case "rollback" if report.level != "ok":
+            spent = (
+                f"{returns} rollbacks in the last {BUDGET_STEPS} steps, as many as health.spike.max_rollbacks allows"
+            )
+            return Reaction("stop", spent)
+    return Reaction("apply", "")
+
+
+def last_good_checkpoint(folder: Path, flagged: Collection[int]) -> Path | None:
+    """The newest valid checkpoint in `folder` that was saved while the detector was calm, if any.
+
+    The step after it must not be among the `flagged`: weights that the very next step finds broken were so when saved.
+    """
+    return latest_checkpoint(folder, lambda meta: is_good(meta) and meta["progress"]["step"] + 1 not in flagged)

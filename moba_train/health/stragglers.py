@@ -1,0 +1,59 @@
+"""Which rank is the slowest, and by how much.
+
+All ranks meet once a step. What a rank needs from one meeting to the next, collectives in the step included, shows slow
+data, disks and hosts; the time of its attention, which holds no communication, shows slow GPUs and unequal work.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from moba_train.attention.clock import AttentionClock, attention_timed
+from moba_train.parallel.world import sum_over_ranks, values_of_ranks
+
+
+class Stragglers:
+    """Compares the ranks at every `every`-th step (0: never)."""
+
+    def __init__(self, every: int, device: torch.device) -> None:
+        self._every, self._device = every, device
+        self._met: float | None = None
+        self._step_s = 0.0
+        self._clock: AttentionClock | None = None
+
+    def meet(self, values: list[float]) -> list[float]:
+        """`sum_over_ranks`, called once a step: where the ranks wait for each other."""
+        if self._met is not None:
+            self._step_s = time.perf_counter() - self._met
+        totals = sum_over_ranks(values)
+        self._met = time.perf_counter()
+        return totals
+
+    @contextmanager
+    def attention(self, step: int) -> Iterator[None]:
+        """Around the forward and backward passes of `step`."""
+        if not self._due(step):
+            yield
+            return
+        with attention_timed(self._device) as self._clock:
+            yield
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """For each time, `straggler_*` the largest of all ranks over their mean and `straggler_*_rank` whose it is; and
+        `attention_s`, the ranks' mean. The step's time is the one of the step before. Called on all ranks; empty unless
+        it is time."""
+        if not self._due(step) or self._clock is None:
+            return {}
+        every = values_of_ranks([self._step_s, self._clock.seconds()])
+        metrics = {"attention_s": sum(attention_s for _, attention_s in every) / len(every)}
+        if len(every) > 1:
+            for name, times in zip(("step", "attention"), zip(*every, strict=True), strict=True):
+                mean = sum(times) / len(times)
+                metrics[f"straggler_{name}"] = max(times) / mean if mean else 1.0
+                metrics[f"straggler_{name}_rank"] = float(times.index(max(times)))
+        return metrics
+
+    def _due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0

@@ -1,0 +1,216 @@
+"""Naming the rank that stalls, and what it was doing, while the others still wait for it.
+
+A thread of each rank publishes a sign of life: which phase the training thread is in, and for how long. When the phase
+takes much longer than it lately did, the thread adds the training thread's stack and writes the rank's flight record.
+The first rank that still gives signs of life looks at those of all others and names the one that all wait for: one that
+gives none, else the one that is behind. The run itself is ended by the timeout of the collectives, see
+parallel/failures.py.
+"""
+
+import logging
+import os
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from moba_train.config.run import WatchConfig
+from moba_train.parallel.failures import Beat
+from moba_train.parallel.world import World, flight_records
+
+KNOWN_AFTER = 3
+"""So many times a phase must have been through before its time counts as known."""
+BEFORE_TIMEOUT = 0.8
+"""Of the collectives' timeout: a stall is reported before it ends the run."""
+_WAITING = ("torch/distributed/", "moba_train/parallel/context/comm.py")
+_FRAMES = 12
+_MOST_NAMED = 8
+
+logger = logging.getLogger(__name__)
+
+
+class _Phase(NamedTuple):
+    entered: int
+    name: str
+    step: int
+    began: float
+    limit_s: float
+
+
+class PhaseTimes:
+    """How long a phase of the run may take, from how long it took: `factor` x the median of the last 64 times, not less
+    than `least`, not more than `most` seconds; `most` while it has been through fewer than 3 times."""
+
+    def __init__(self, least: float, factor: float, most: float) -> None:
+        self._least, self._factor, self._most = least, factor, most
+        self._times: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=64))
+
+    def add(self, phase: str, seconds: float) -> None:
+        """It took so long."""
+        self._times[phase].append(seconds)
+
+    def limit(self, phase: str) -> float:
+        """Seconds after which it counts as stalled."""
+        times = self._times[phase]
+        if len(times) < KNOWN_AFTER:
+            return self._most
+        return min(self._most, max(self._least, self._factor * statistics.median(times)))
+
+    def forget(self) -> None:
+        """The times will be others: at a switch of stage."""
+        self._times.clear()
+
+
+class Watch:
+    """Watches the thread that made it; `enter` is called on all ranks in the same order, and costs microseconds.
+
+    `report` is given the text about a stall, on the rank that found it, in the watching thread.
+    """
+
+    def __init__(self, config: WatchConfig, world: World, folder: Path, report: Callable[[str], None]) -> None:
+        most = BEFORE_TIMEOUT * world.timeout.total_seconds()
+        self._times = PhaseTimes(config.least, config.factor, most)
+        self._interval_s = min(5.0, min(config.least, most) / 20)
+        self._rank, self._size, self._cuda = world.rank, world.size, world.device.type == "cuda"
+        # A connection of its own: the training thread may be waiting for an answer on the world's.
+        self._store: dist.Store = world.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        self._folder, self._report = folder, report
+        self._watched = threading.get_ident()
+        self._now = _Phase(0, "start", 0, time.monotonic(), most)
+        self._beats = 0
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._reported = self._recorded = -1
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="watch", daemon=True)
+        self._thread.start()
+
+    def enter(self, phase: str, step: int) -> None:
+        """The training thread has done with what it did and begins `phase`; `step` steps are complete."""
+        last, now = self._now, time.monotonic()
+        self._times.add(last.name, now - last.began)
+        self._now = _Phase(last.entered + 1, phase, step, now, self._times.limit(phase))
+
+    def forget(self) -> None:
+        """Phases will take another time than they did."""
+        self._times.forget()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+        self._thread.join(self._interval_s + 1)
+
+    def _work(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            try:
+                self._look()
+            except (RuntimeError, OSError) as error:  # the store is gone: the run ends
+                logger.info("the watch ends: %s", error)
+                return
+
+    def _look(self) -> None:
+        phase = self._now
+        age = time.monotonic() - phase.began
+        late = age > phase.limit_s / 2
+        self._beats += 1
+        stack, waits = _stack(self._watched) if late else ("", False)
+        own = Beat(self._beats, phase.entered, phase.name, phase.step, age, phase.limit_s, stack, waits)
+        own.give(self._store, self._rank)
+        if not late:
+            self._seen.clear()
+            return
+        self._name_who_stalls(phase, own)
+        if age > phase.limit_s and self._recorded != phase.entered:
+            # Last: where it is the disk that hangs, this does too.
+            self._recorded = phase.entered
+            _write_flight_record(self._folder, self._rank, self._cuda)
+
+    def _name_who_stalls(self, phase: _Phase, own: Beat) -> None:
+        """If it is this rank's to say, and time."""
+        if any(not self._silent(rank, phase.limit_s) for rank in range(self._rank)):
+            return  # one of them names it
+        beats = {rank: Beat.newest(self._store, rank) for rank in range(self._size)}
+        silent = [rank for rank in range(self._size) if rank != self._rank and self._silent(rank, phase.limit_s)]
+        if own.age_s > phase.limit_s and self._reported != phase.entered and (to_blame := _behind(beats, silent)):
+            self._reported = phase.entered
+            text = _describe(beats, to_blame, silent, own, self._size, _flight_record_files(self._folder))
+            logger.error("%s", text)
+            self._report(text)
+
+    def _silent(self, rank: int, limit_s: float) -> bool:
+        """Whether no beat of `rank` has come for a quarter of the limit, since this rank began to look."""
+        beat, now = Beat.newest(self._store, rank), time.monotonic()
+        count = beat.count if beat else 0
+        if rank not in self._seen or self._seen[rank][0] != count:
+            self._seen[rank] = count, now
+        return now - self._seen[rank][1] > limit_s / 4
+
+
+def _behind(beats: dict[int, Beat | None], silent: list[int]) -> list[int]:
+    """The ranks that the others wait for: those that are silent, else those that have come least far and should have
+    come further, and of several in the same phase those that do not wait themselves."""
+    if silent:
+        return silent
+    alive = {rank: beat for rank, beat in beats.items() if beat}
+    least = min(beat.entered for beat in alive.values())
+    last = {rank: beat for rank, beat in alive.items() if beat.entered == least}
+    if any(beat.age_s <= beat.limit_s for beat in last.values()):
+        return []  # they may take so long: a checkpoint, say
+    return [rank for rank, beat in last.items() if not beat.waits] or list(last)
+
+
+def _describe(
+    beats: dict[int, Beat | None], to_blame: list[int], silent: list[int], own: Beat, size: int, records: str
+) -> str:
+    lines = []
+    for rank in to_blame[:_MOST_NAMED]:
+        beat = beats[rank]
+        if beat is None:
+            lines.append(f"rank {rank} of {size} stalls: it has never given a sign of life")
+        elif rank in silent:
+            lines.append(
+                f"rank {rank} of {size} stalls in {beat.phase!r} after step {beat.step}: no sign of life; its process "
+                "is stopped or dead, holds Python's lock, or its node is gone"
+            )
+        else:
+            lines.append(
+                f"rank {rank} of {size} stalls in {beat.phase!r} after step {beat.step}: for {beat.age_s:.1f} s, limit "
+                f"{beat.limit_s:.1f} s (health.watch); it is at\n{beat.stack}"
+            )
+    if len(to_blame) > _MOST_NAMED:
+        lines.append(f"... and {len(to_blame) - _MOST_NAMED} more ranks")
+    if len(to_blame) < size:
+        lines.append(f"the others wait for {own.age_s:.1f} s, in {own.phase!r}")
+    lines.append(f"flight records of the ranks that wait: {records} (torchfrtrace reads them)")
+    return "\n".join(lines)
+
+
+def _stack(thread: int) -> tuple[str, bool]:
+    """The innermost frames of a thread, and whether they end in a collective."""
+    frame = sys._current_frames().get(thread)
+    frames = traceback.extract_stack(frame) if frame else traceback.StackSummary()
+    waits = bool(frames) and any(part in frames[-1].filename for part in _WAITING)
+    return "".join(traceback.format_list(frames[-_FRAMES:])), waits
+
+
+def _flight_record_files(folder: Path) -> str:
+    return os.environ.get("TORCH_FR_DUMP_TEMP_FILE", str(flight_records(folder))) + "*"
+
+
+def _write_flight_record(folder: Path, rank: int, cuda: bool) -> None:
+    """The last collectives of this rank: NCCL's on a GPU, where it would write them only at its own timeout, else
+    gloo's."""
+    dump = getattr(c10d, "_dump_nccl_trace" if cuda else "_dump_fr_trace")
+    path = Path(_flight_record_files(folder)[:-1] + str(rank))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(dump())
+    except OSError as error:
+        logger.warning("no flight record: %s", error)

@@ -1,0 +1,78 @@
+"""Which reaction a spike gets: skipped while that helps, rolled back when it does not, stopped when nothing does."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moba_train.checkpoint.publish import FORMAT_VERSION, MANIFEST, META, apply_retention, hash_file, step_name
+from moba_train.config.run import SpikeConfig
+from moba_train.health.reaction import BUDGET_STEPS, last_good_checkpoint, react
+from moba_train.health.spike import RECOVERY_STEPS, SpikeDetector, SpikeReport
+
+OK = SpikeReport("ok", 0.1, 0.1, "")
+WARN = SpikeReport("warn", 7.0, 0.0, "high", flagged=True)
+ERROR = SpikeReport("error", 4.0, 0.0, "does not come back")
+FATAL = SpikeReport("fatal", float("nan"), float("nan"), "nan", flagged=True)
+
+
+@pytest.mark.parametrize(
+    ("reaction", "actions"),
+    [
+        ("log", ["apply", "apply", "apply", "stop"]),
+        ("skip_step", ["apply", "skip", "apply", "skip"]),
+        ("rollback", ["apply", "skip", "rollback", "rollback"]),
+    ],
+)
+def test_each_level_gets_the_configured_reaction(reaction: str, actions: list[str]) -> None:
+    config = SpikeConfig(reaction=reaction)
+    assert [react(config, report, 100, [], []).action for report in (OK, WARN, ERROR, FATAL)] == actions
+
+
+def test_when_skipping_does_not_help_the_run_goes_back_or_ends() -> None:
+    spent = [97, 98, 99]
+    stop = react(SpikeConfig(reaction="skip_step", max_skips=3), WARN, 100, spent, [])
+    assert stop.action == "stop"
+    assert "health.spike.max_skips" in stop.message
+    assert react(SpikeConfig(reaction="rollback", max_skips=3), WARN, 100, spent, []).action == "rollback"
+    later = 98 + BUDGET_STEPS
+    assert react(SpikeConfig(reaction="skip_step", max_skips=3), WARN, later, spent, []).action == "skip"
+
+
+def test_when_rollbacks_do_not_help_the_run_ends() -> None:
+    config = SpikeConfig(reaction="rollback", max_rollbacks=2)
+    assert react(config, FATAL, 100, [], [[50, 40]]).action == "rollback"
+    stop = react(config, FATAL, 100, [], [[50, 40], [70, 60]])
+    assert stop.action == "stop"
+    assert "health.spike.max_rollbacks" in stop.message
+    assert react(config, FATAL, 50 + BUDGET_STEPS, [], [[50, 40], [70, 60]]).action == "rollback"
+
+
+def publish_fake(folder: Path, step: int, good: bool) -> None:
+    path = folder / step_name(step)
+    path.mkdir()
+    (path / META).write_text(json.dumps({"good": good, "progress": {"step": step}}))
+    manifest = {"format_version": FORMAT_VERSION, "step": step, "files": {META: hash_file(path / META)}}
+    (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_a_good_checkpoint_is_from_before_the_spike_and_stays_on_disk(tmp_path: Path) -> None:
+    for step, good in ((10, True), (20, True), (30, True), (40, False), (50, False)):
+        publish_fake(tmp_path, step, good)
+    assert last_good_checkpoint(tmp_path, {39, 41}) == tmp_path / step_name(30)
+    assert last_good_checkpoint(tmp_path, {31, 32}) == tmp_path / step_name(20)
+    assert last_good_checkpoint(tmp_path, {11, 21, 31}) is None
+    apply_retention(tmp_path, 1, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(30), step_name(50)]
+
+
+def test_calm_comes_back_50_steps_after_the_last_flagged_one() -> None:
+    detector = SpikeDetector(128, 6.0)
+    for step in range(100):
+        detector.observe(step, 2.0, 0.5)
+    assert detector.is_calm(99)
+    assert detector.observe(100, 2.0, 50.0).flagged
+    for step in range(101, 101 + RECOVERY_STEPS):
+        assert not detector.is_calm(step - 1)
+        detector.observe(step, 2.0, 0.5)
+    assert detector.is_calm(100 + RECOVERY_STEPS)

@@ -1,0 +1,118 @@
+"""How long a phase may take, and who is to blame when it takes longer."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moba_train.config.run import WatchConfig
+from moba_train.health.watch import PhaseTimes, Watch
+from moba_train.parallel.failures import Beat
+from moba_train.parallel.world import World
+
+MOST = 480.0
+
+
+class Ranks:
+    """Rank 0 of `size`, really watched; the others give the signs of life that they are told to."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.store = dist.HashStore()
+        self.reports: list[str] = []
+        world = World(0, size, torch.device("cpu"), size, timedelta(seconds=2.5), self.store)
+        self.watch = Watch(WatchConfig(least=0.6), world, folder, self.reports.append)
+
+    def beat(self, rank: int, entered: int, age_s: float = 9.0, limit_s: float = 1.0, waits: bool = True) -> None:
+        count = 1 + int(time.monotonic() * 1000)
+        stack = f"  at line {rank}\n"
+        Beat(count, entered, "checkpoint", 7, age_s, limit_s, stack, waits).give(self.store, rank)
+
+
+@pytest.fixture
+def three(tmp_path: Path):
+    ranks = Ranks(tmp_path, 3)
+    yield ranks
+    ranks.watch.close()
+
+
+def reported(ranks: Ranks, beats: Callable[[], None], seconds: float = 10.0) -> bool:
+    """Whether anything is within so many seconds of these beats."""
+    deadline = time.monotonic() + seconds
+    while not ranks.reports and time.monotonic() < deadline:
+        beats()
+        time.sleep(0.02)
+    return bool(ranks.reports)
+
+
+def test_limits_follow_the_usual_time_of_a_phase() -> None:
+    times = PhaseTimes(least=10.0, factor=10.0, most=MOST)
+    assert times.limit("step") == MOST, "not known yet"
+    for seconds in (60.0, 2.0, 2.0, 2.1):  # the first compiles
+        times.add("step", seconds)
+    assert times.limit("step") == pytest.approx(20.5)
+    assert times.limit("checkpoint") == MOST
+    for _ in range(100):
+        times.add("step", 0.1)
+    assert times.limit("step") == 10.0
+    for _ in range(100):
+        times.add("step", 100.0)
+    assert times.limit("step") == MOST
+    times.forget()
+    assert times.limit("step") == MOST
+
+
+def test_a_rank_without_signs_of_life_is_named(three: Ranks) -> None:
+    three.beat(2, entered=5)  # its last
+    assert reported(three, lambda: three.beat(1, entered=0))
+    (text,) = three.reports
+    assert text.startswith("rank 2 of 3 stalls in 'checkpoint' after step 7: no sign of life")
+    assert "rank 1" not in text
+
+
+def test_the_rank_that_is_behind_is_named_with_its_stack(three: Ranks) -> None:
+    three.watch.enter("update", 8)
+
+    def beats() -> None:
+        three.beat(1, entered=0, waits=False)
+        three.beat(2, entered=1)
+
+    assert reported(three, beats)
+    assert three.reports[0].startswith("rank 1 of 3 stalls in 'checkpoint' after step 7: for 9.0 s")
+    assert "at line 1" in three.reports[0]
+    time.sleep(0.3)
+    assert len(three.reports) == 1, "once"
+
+
+def test_of_ranks_in_the_same_phase_the_one_that_does_not_wait_is_named(three: Ranks) -> None:
+    three.watch.enter("update", 8)
+
+    def beats() -> None:
+        three.beat(1, entered=1)
+        three.beat(2, entered=0, waits=True)
+        three.beat(1, entered=0, waits=False)
+
+    assert reported(three, beats)
+    assert three.reports[0].startswith("rank 1 of 3")
+
+
+def test_a_rank_that_may_take_so_long_is_not_blamed(three: Ranks) -> None:
+    three.watch.enter("update", 8)
+
+    def beats() -> None:
+        three.beat(1, entered=0, age_s=9.0, limit_s=30.0)
+        three.beat(2, entered=1)
+
+    assert not reported(three, beats, seconds=2.6)
+
+
+def test_entering_a_phase_costs_microseconds(tmp_path: Path) -> None:
+    watch = Ranks(tmp_path, 1).watch
+    began = time.perf_counter()
+    for step in range(1000):
+        watch.enter("step", step)
+    assert time.perf_counter() - began < 0.1, "0.1 ms each"
+    watch.close()

@@ -1,0 +1,83 @@
+"""Runs into which faults are put at chosen steps, as they come in practice: into a batch, a gradient, a rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import VOCAB, Run
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moba_train.data.batch import Batch
+from moba_train.model.transformer import Transformer
+from moba_train.trainer import Trainer
+
+Fault = Callable[[Tensor], Tensor]
+"""From the loss sum of a micro-batch to another one."""
+
+
+def scaled_gradient(loss: Tensor) -> Tensor:
+    """The same value with a gradient 1,000 times as large."""
+    return 1000 * loss - 999 * loss.detach()
+
+
+def overflow(loss: Tensor) -> Tensor:
+    """What float16 makes of a number beyond 65504."""
+    return loss * torch.tensor(1e5).half()
+
+
+def not_a_number(loss: Tensor) -> Tensor:
+    return loss * torch.nan
+
+
+def not_a_number_on_rank_1(loss: Tensor) -> Tensor:
+    return not_a_number(loss) if torch.distributed.get_rank() == 1 else loss
+
+
+def inject(
+    monkeypatch: pytest.MonkeyPatch, faults: dict[int, Fault], poisoned: tuple[int, ...] = ()
+) -> list[tuple[int, bool]]:
+    """In these steps, the loss of every micro-batch passes through its fault, or all labels are noise.
+
+    Returns a list that fills with (step, whether it changed any tensor of model or optimizer).
+    """
+    train_step, forward = Trainer._step, Transformer.forward
+    now: list[int] = [0]
+    changed: list[tuple[int, bool]] = []
+
+    def step(trainer: Trainer, stage: Any, batches: list[Batch], *rest: Any) -> None:
+        now[0] = trainer.progress.step + 1
+        if now[0] in poisoned:
+            noise = torch.Generator().manual_seed(now[0])
+            for batch in batches:
+                batch.labels.random_(VOCAB, generator=noise)
+        before = _state(trainer)
+        train_step(trainer, stage, batches, *rest)
+        after = _state(trainer)
+        same = len(before) == len(after) and all(map(torch.equal, before, after))
+        changed.append((trainer.progress.step, not same))
+
+    def faulty_forward(model: Transformer, *arguments: Any, **options: Any) -> Tensor:
+        result = forward(model, *arguments, **options)
+        return faults[now[0]](result) if now[0] in faults and torch.is_grad_enabled() else result
+
+    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(Transformer, "forward", faulty_forward)
+    return changed
+
+
+def _state(trainer: Trainer) -> list[Tensor]:
+    """Copies of this rank's shards of weights and optimizer state."""
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    tensors = [*trainer.model.parameters(), *states]
+    return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone() for tensor in tensors]
+
+
+def steady(run: Run, reaction: str, steps: int = 40, **spike: Any) -> Run:
+    """The tiny run made longer, in one stage of full and MoBA layers, with a checkpoint after every fourth step."""
+    run.recipe["stages"] = [run.recipe["stages"][1] | {"tokens": steps * 512, "micro_batch_size": 2}]
+    run.recipe["health"] = {"spike": {"reaction": reaction, "window": 16, **spike}}
+    run.recipe["evaluation"]["every"] = 1000
+    run.recipe["optim"] = {"lr": 0.003, "schedule": {"warmup_tokens": 4000}}
+    return run

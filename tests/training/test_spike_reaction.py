@@ -1,0 +1,282 @@
+"""Faults in the middle of training: every one is seen, what the recipe says happens, and the weights stay sound."""
+
+import json
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import torch
+import torch.multiprocessing as mp
+import yaml
+from faults import inject, not_a_number, not_a_number_on_rank_1, overflow, scaled_gradient, steady
+from tiny_run import VOCAB, Run, checkpoint_tensors
+from trainer_ranks import _free_port
+from typer.testing import CliRunner
+
+from moba_train.checkpoint.publish import latest_checkpoint, read_meta
+from moba_train.cli import app
+from moba_train.config.load import load_config
+from moba_train.config.run import HealthConfig, SpikeConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.data.indexed import IndexedDataset
+from moba_train.data.loader import step_batches
+from moba_train.data.samples import StageData
+from moba_train.health.dump import dump_folder
+from moba_train.optim.schedule import stage_learning_rate
+from moba_train.train import main
+
+FAULTS = {22: scaled_gradient, 26: overflow, 30: not_a_number}
+POISONED = 36
+STEPS = 40
+
+
+def train(run: Run, *arguments: str) -> int:
+    return main([str(run.write_recipe()), *arguments])
+
+
+def newest(run: Run) -> Path:
+    path = latest_checkpoint(run.run_dir / "checkpoints")
+    assert path is not None
+    return path
+
+
+def dump(run: Run, step: int) -> dict[str, Any]:
+    return json.loads((dump_folder(run.run_dir) / f"step_{step:08d}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def skipping(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> tuple[Run, list[tuple[int, bool]]]:
+    """A run that skips four faulty steps, and which of its steps changed weights or optimizer."""
+    run = steady(Run(tmp_path_factory.mktemp("skipping"), corpora), "skip_step", STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        changed = inject(patch, FAULTS, (POISONED,))
+        assert train(run) == 0
+    return run, changed
+
+
+def test_every_fault_is_seen_and_changes_nothing(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
+    run, changed = skipping
+    faulty = [*FAULTS, POISONED]
+    assert [(spike["step"], spike["action"]) for spike in run.records("spike")] == [(step, "skip") for step in faulty]
+    assert [step for step, touched in changed if not touched] == faulty
+    assert read_meta(newest(run))["progress"]["skipped"] == faulty
+
+
+def test_skipped_tokens_count_as_consumed_and_the_schedule_goes_on(
+    skipping: tuple[Run, list[tuple[int, bool]]],
+) -> None:
+    run, _ = skipping
+    config = load_config(run.write_recipe())
+    (stage,) = resolve_stages(config)
+    records = run.records()
+    assert [(record["step"], record["tokens"]) for record in records] == [(s, 512 * s) for s in range(1, STEPS + 1)]
+    for record in records:
+        expected = stage_learning_rate(stage, config.optim.schedule, record["tokens"], stage.end_token)
+        assert record["lr"] == pytest.approx(expected)
+
+
+def test_the_dump_holds_the_batch_and_the_numbers_of_its_step(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
+    run, _ = skipping
+    config = load_config(run.write_recipe())
+    (stage,) = resolve_stages(config)
+    data = StageData(stage.sources, stage.seq_len, STEPS * stage.batch_sequences, config.seed, {}, VOCAB)
+    for step in (22, POISONED):
+        found = dump(run, step)
+        (rank,) = found["ranks"]
+        batches = step_batches(data, (step - 1) * stage.batch_sequences, stage.batch_sequences, 2, 0, 1)
+        pieces = [[(p["source"], p["document"], p["start"], p["stop"]) for p in m] for m in rank["micro_batches"]]
+        assert pieces == [[tuple(piece) for piece in batch.pieces] for batch in batches]
+        assert rank["loss_tokens"] == sum(batch.loss_tokens for batch in batches)
+        assert rank["loss"] == pytest.approx(found["loss"])
+        losses = [(p["loss"], p["loss_tokens"]) for m in rank["micro_batches"] for p in m if p["loss_tokens"]]
+        mean = sum(loss * tokens for loss, tokens in losses) / rank["loss_tokens"]
+        assert rank["repeated_loss"] == pytest.approx(mean)
+        assert mean == pytest.approx(found["loss"], rel=1e-3)
+        norms = found["gradient_norms"]
+        assert [layer["kind"] for layer in norms["layers"]] == ["moba", "full"]
+        parts = [layer["norm"] for layer in norms["layers"]] + [norms[key] for key in ("embedding", "norm", "output")]
+        assert math.hypot(*parts) == pytest.approx(found["grad_norm"], rel=1e-5)
+        assert norms["kinds"] == pytest.approx({"moba": parts[0], "full": parts[1]})
+        assert all(0 < lse < 20 for lse in rank["max_lse"])
+
+
+def test_a_fault_of_the_machine_is_told_from_one_of_the_data(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
+    """The same batch through the same weights once more: the poison stays, what was put into the step does not."""
+    run, _ = skipping
+    (machine,), (data,) = dump(run, 30)["ranks"], dump(run, POISONED)["ranks"]
+    assert math.isnan(machine["loss"])
+    assert machine["repeated_loss"] == pytest.approx(run.losses()[30], rel=0.1)
+    assert data["repeated_loss"] == pytest.approx(data["loss"], rel=1e-5)
+    assert data["repeated_loss"] > run.losses()[POISONED] + 1
+
+
+def test_looking_at_a_step_does_not_change_the_training(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step after a dump computes with the weights that the step before it made."""
+    steady(run, "log", 20)
+    inject(monkeypatch, {18: scaled_gradient})
+    assert train(run) == 0
+    assert dump(run, 18)["action"] == "apply"
+    losses = run.losses()
+    shutil.rmtree(run.run_dir)
+    monkeypatch.setattr("moba_train.trainer.write_dump", lambda *_: None)
+    assert train(run) == 0
+    assert run.losses() == losses
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_inspect_spike_shows_the_documents_of_the_batch_the_worst_first(
+    skipping: tuple[Run, list[tuple[int, bool]]],
+) -> None:
+    run, _ = skipping
+    code, output = invoke("inspect-spike", str(run.run_dir))
+    assert code == 0, output
+    assert f"step {POISONED}, stage long" in output
+    assert "other dumps of this run: 22, 26, 30" in output
+    losses = [float(loss) for loss in re.findall(r"^loss (\S+) over", output, re.MULTILINE)]
+    assert len(losses) > 1
+    assert losses == sorted(losses, reverse=True)
+    source, document, start, stop = re.findall(r"(\S+) document (\d+) tokens (\d+):(\d+)", output)[0]
+    assert " ".join(map(str, IndexedDataset(source).document(int(document), int(start), int(stop)))) in output
+
+
+def test_inspect_spike_decodes_with_the_tokenizer_of_the_run(
+    skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path
+) -> None:
+    run, _ = skipping
+    shutil.copytree(dump_folder(run.run_dir), dump_folder(tmp_path))
+    text = [re.sub("[^a-z]", " ", line) for line in Path(__file__).read_text().splitlines()]
+    with (tmp_path / "tok.model").open("wb") as model:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(text), model_writer=model, vocab_size=VOCAB, model_type="bpe", minloglevel=2
+        )
+    recipe = yaml.safe_load((run.run_dir / "config.yaml").read_text())
+    recipe["data"]["tokenizer"] = str(tmp_path / "tok.model")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe))
+    code, output = invoke("inspect-spike", str(tmp_path), "--documents", "1")
+    assert code == 0, output
+    source, document, start, stop = re.findall(r"(\S+) document (\d+) tokens (\d+):(\d+)", output)[0]
+    ids = IndexedDataset(source).document(int(document), int(start), int(stop)).tolist()
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tok.model"))
+    assert processor.decode(ids)[:20] in output
+
+
+def test_a_dump_that_is_not_there_is_refused(skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path) -> None:
+    run, _ = skipping
+    code, output = invoke("inspect-spike", str(run.run_dir), "--step", "7")
+    assert code == 2
+    assert "22, 26, 30, 36" in output
+    code, output = invoke("inspect-spike", str(tmp_path))
+    assert code == 2
+    assert "spikes" in output
+
+
+def test_what_the_guide_says_about_spikes_works(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
+    run, _ = skipping
+    guide = (Path(__file__).parents[2] / "docs" / "run-health.md").read_text()
+    commands = re.findall(r"^moba-train (inspect-spike [^#\n]*)", guide, re.MULTILINE)
+    assert commands
+    for command in commands:
+        code, output = invoke(*command.replace("RUN", str(run.run_dir)).split())
+        assert code == 0, output
+    (recipe,) = re.findall(r"```yaml\n(health:\n  spike:.*?)```", guide, re.DOTALL)
+    spike = HealthConfig.model_validate(yaml.safe_load(recipe)["health"]).spike
+    assert spike == SpikeConfig(reaction="rollback")
+
+
+def rolling_back(folder: Path, corpora: Path, *stops: str) -> Run:
+    """A run that skips step 22 and goes back at step 26, stopped and resumed after these steps."""
+    run = steady(Run(folder, corpora), "rollback", 30)
+    run.recipe["checkpoint"]["keep_last"] = 20
+    for arguments in (*(["--stop-at-step", step] for step in stops), []):
+        with pytest.MonkeyPatch.context() as patch:
+            inject(patch, {22: scaled_gradient, 26: overflow})
+            assert train(run, *arguments) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def rolled_back(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
+    return rolling_back(tmp_path_factory.mktemp("rollback"), corpora)
+
+
+def test_a_rollback_returns_to_the_last_checkpoint_from_before_the_spike(rolled_back: Run) -> None:
+    """That of step 20: the one of step 24 was saved two steps after a flagged one."""
+    (event,) = rolled_back.records("rollback")
+    assert (event["step"], event["step_from"], event["step_to"]) == (26, 26, 20)
+    assert f"{6 * 512} tokens" in event["message"]
+    folder = rolled_back.run_dir / "checkpoints"
+    back, good = (checkpoint_tensors(folder / f"step_{step:08d}") for step in (26, 20))
+    for name, tensor in good.items():
+        assert torch.equal(back[name], tensor), name
+    assert [read_meta(folder / f"step_{step:08d}")["good"] for step in (20, 24, 26)] == [True, False, True]
+    progress = read_meta(newest(rolled_back))["progress"]
+    assert (progress["skipped"], progress["rollbacks"]) == ([], [[26, 20]])
+    assert rolled_back.losses()[-1] < rolled_back.losses()[19]
+
+
+def test_resuming_before_and_after_a_rollback_is_bitwise_equal(rolled_back: Run, tmp_path: Path, corpora: Path) -> None:
+    resumed = rolling_back(tmp_path, corpora, "24", "26")
+    assert [record["step"] for record in resumed.records()] == list(range(1, 31))
+    assert [json.dumps(loss) for loss in resumed.losses()] == [json.dumps(loss) for loss in rolled_back.losses()]
+    ours, theirs = newest(resumed), newest(rolled_back)
+    assert read_meta(ours)["progress"]["rollbacks"] == read_meta(theirs)["progress"]["rollbacks"]
+    after, expected = checkpoint_tensors(ours), checkpoint_tensors(theirs)
+    for name, tensor in expected.items():
+        assert torch.equal(after[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("spike", "named"),
+    [
+        ({"reaction": "log"}, "health.spike.reaction"),
+        ({"reaction": "skip_step", "max_skips": 1}, "health.spike.max_skips"),
+        ({"reaction": "rollback"}, "checkpoint.every"),
+    ],
+)
+def test_where_the_reaction_ends_the_run_says_so(
+    run: Run,
+    spike: dict[str, Any],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two steps that are not finite, before the first checkpoint."""
+    changed = inject(monkeypatch, dict.fromkeys((2, 3), not_a_number))
+    assert train(steady(run, **spike)) == 2
+    assert named in capsys.readouterr().err
+    assert [touched for _, touched in changed[1:]] == [False] * (len(changed) - 1)
+
+
+def faulty_rank(rank: int, recipe: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        inject(patch, {4: not_a_number_on_rank_1})
+        assert main([recipe]) == 0
+
+
+def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    steady(run, "rollback", 6)
+    run.recipe["optim"]["schedule"] = {}
+    run.recipe["checkpoint"] = {"every": 2, "keep_last": 10}
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": _free_port(), "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**environment, "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, str(value))
+    mp.spawn(faulty_rank, (str(run.write_recipe()),), nprocs=2)
+
+    assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(4, 2)]
+    back, good = (checkpoint_tensors(run.run_dir / "checkpoints" / f"step_{step:08d}") for step in (4, 2))
+    for name, tensor in good.items():
+        assert torch.equal(back[name], tensor), name
+    assert [math.isnan(rank["loss"]) for rank in dump(run, 4)["ranks"]] == [False, True]
+    assert run.records()[-1]["step"] == 6
+    assert math.isfinite(run.losses()[-1])
