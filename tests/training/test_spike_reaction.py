@@ -76,7 +76,7 @@ def test_skipped_tokens_count_as_consumed_and_the_schedule_goes_on(
     records = run.records()
     assert [(record["step"], record["tokens"]) for record in records] == [(s, 512 * s) for s in range(1, STEPS + 1)]
     for record in records:
-        expected = stage_learning_rate(stage, config.optim.schedule, record["tokens"], stage.end_token)
+        expected = stage_learning_rate([stage], 0, config.optim.schedule, record["tokens"])
         assert record["lr"] == pytest.approx(expected)
 
 
