@@ -84,7 +84,8 @@ def verify(
     checkpoint: Checkpoint,
 ) -> None:
     """Check every file of a checkpoint against its manifest."""
-    from moba_train.checkpoint.publish import find_checkpoint, verify_checkpoint
+    from moba_train.checkpoint.manifest import verify_checkpoint
+    from moba_train.checkpoint.publish import find_checkpoint
 
     found = find_checkpoint(checkpoint)
     verify_checkpoint(found)

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from moba_train.attention.local import run_local
 from moba_train.checkpoint.checkpointer import Checkpointer
-from moba_train.checkpoint.publish import latest_checkpoint, read_meta
+from moba_train.checkpoint.load import newest_intact
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import load_model_and_optimizer, model_and_optimizer_tensors
 from moba_train.config.load import dump_config
 from moba_train.config.mesh import mesh_sizes
@@ -66,12 +68,17 @@ class Trainer:
         self.context_engines = ContextEngines(config, world)
         self._check_run_dir()
         self.share = Share()
+        keep = config.checkpoint
         self.checkpointer = Checkpointer(
-            self.run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every
+            self.run_dir / "checkpoints", Retention(keep.keep_last, keep.keep_every, keep.keep_best)
         )
         self.spikes = SpikeDetector(config.health.spike.window, config.health.spike.warn_sigma)
         self.progress = self._resume() or Progress(run_id=self._new_run_id())
         self.saved_step = self.progress.step
+        self.failed_save: str | None = None
+        self.evaluated: tuple[int, float] | None = None
+        if world.device.type == "cuda":
+            self.checkpointer.reserve(model_and_optimizer_tensors(self.model, self.optimizer))
         if world.is_main:
             (self.run_dir / "config.yaml").write_text(dump_config(config))
         self.telemetry = (
@@ -96,9 +103,13 @@ class Trainer:
         try:
             finished = all(self._train_stage(stage) for stage in self.stages[self.progress.stage :])
             self._save()
+            self.checkpointer.wait()
+            self._report_failed_save()
+            if self.failed_save is not None:
+                raise CheckpointError(f"{self.failed_save}; mend that and give the same command again")
         except BaseException as error:
             error.add_note(f"in step {self.progress.step} of stage {self.stages[self.progress.stage].name}")
-            all_ranks_end = isinstance(error, TrainingError)
+            all_ranks_end = isinstance(error, TrainingError | CheckpointError)
             self.checkpointer.close(None if all_ranks_end else LAST_SAVE_S)
             raise
         else:
@@ -135,6 +146,7 @@ class Trainer:
                     self._evaluate(stage)
                 if self.progress.step % self.config.checkpoint.every == 0:
                     self._save()
+                self._report_failed_save()
                 began = time.perf_counter()
 
         self.next_starts = data.starts_after(stage.steps * batch_sequences)
@@ -161,6 +173,7 @@ class Trainer:
         learning_rate = stage_learning_rate(stage, self.config.optim.schedule, tokens, self.stages[-1].end_token)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        self.checkpointer.before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if step % self.config.telemetry.log_every == 0:
@@ -188,6 +201,7 @@ class Trainer:
             return
         micro, device = stage.micro_batch_size, self.world.device
         loss = validation_loss(self.model, self.validation, micro, self.share, device)
+        self.evaluated = self.progress.step, loss
         self.telemetry.event(
             self.progress.step, self._tokens(stage), "evaluation", f"validation loss {loss:.4f}", eval_loss=loss
         )
@@ -259,29 +273,37 @@ class Trainer:
         step = self.progress.step
         if step == self.saved_step:
             return
+        began = time.perf_counter()
+        stage = self.stages[self.progress.stage]
         self.progress.spike_detector = self.spikes.state_dict()
         self.progress.data_plan = self._data_plan()
-        self.checkpointer.save(
-            step,
-            model_and_optimizer_tensors(self.model, self.optimizer),
-            {"progress": self.progress.to_meta(), "config": dump_config(self.config)},
-        )
+        meta: dict[str, object] = {
+            "progress": self.progress.to_meta(),
+            "config": dump_config(self.config),
+            "stage": stage.name,
+        }
+        if self.evaluated is not None and self.evaluated[0] == step:
+            meta |= {"eval_loss": self.evaluated[1]}
+        self.checkpointer.save(step, model_and_optimizer_tensors(self.model, self.optimizer), meta)
         self.saved_step = step
-        self.telemetry.event(
-            step, self._tokens(self.stages[self.progress.stage]), "checkpoint", f"saving the checkpoint of step {step}"
-        )
+        stall = time.perf_counter() - began
+        message = f"saving the checkpoint of step {step}"
+        self.telemetry.event(step, self._tokens(stage), "checkpoint", message, checkpoint_stall_s=stall)
+
+    def _report_failed_save(self) -> None:
+        """Say once that the last save failed; the run goes on."""
+        error = self.checkpointer.last_error
+        if error is not None and error != self.failed_save:
+            self.telemetry.event(self.progress.step, self._tokens(self.stages[self.progress.stage]), "warning", error)
+            self.telemetry.alert("a checkpoint was not saved", error, "checkpoint")
+        self.failed_save = error
 
     def _resume(self) -> Progress | None:
-        """Load the newest valid checkpoint of the run folder; None when there is none."""
-        found: list[str | None] = [None]
-        if self.world.is_main:
-            path = latest_checkpoint(self.run_dir / "checkpoints")
-            found = [str(path) if path else None]
-        dist.broadcast_object_list(found)
-        if found[0] is None:
+        """Load the newest intact checkpoint of the run folder; None when there is none."""
+        path = newest_intact(self.run_dir / "checkpoints")
+        if path is None:
             return None
-        path = Path(found[0])
-        progress = Progress.from_meta(read_meta(path)["progress"])
+        progress = Progress.from_meta(read_meta(path).get("progress"), len(self.stages))
         self.progress = progress
         check_resumable(progress.data_plan, self._data_plan(), str(path))
         load_model_and_optimizer(self.model, self.optimizer, path)

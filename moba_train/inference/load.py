@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from moba_train.checkpoint.publish import read_meta
+from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.state import load_model
 from moba_train.config.load import parse_config
 from moba_train.config.schema import RunConfig

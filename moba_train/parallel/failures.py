@@ -1,5 +1,10 @@
-"""Which rank ended the run, and in what: every rank that gives up says so where the others can read it."""
+"""Which rank ended the run, and in what: every rank that gives up says so where the others can read it. And a rank
+whose launcher is gone ends as well."""
 
+import ctypes
+import os
+import signal
+import sys
 import time
 import traceback
 from datetime import timedelta
@@ -47,6 +52,14 @@ class RollCall:
 
     def _key(self, rank: int) -> str:
         return f"moba_train/gave_up/{rank}"
+
+
+def end_with_launcher() -> None:
+    """Has Linux kill this rank when the torchrun that started it dies, be it by SIGKILL: nobody would end it otherwise,
+    and it would train on beside the run that is started in its place."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def was_waiting(error: BaseException) -> bool:

@@ -9,9 +9,10 @@ import torch
 from checkpoint_ranks import process_group
 from test_publish import publish_step
 
-from moba_train.checkpoint import publish
+from moba_train.checkpoint import manifest, publish
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.load import load_checkpoint
+from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError
 
 
@@ -25,10 +26,10 @@ class Malicious:
 
 def republish(path: Path) -> None:
     """Gives the tampered checkpoint a manifest that agrees with it, as an attacker would."""
-    (path / publish.MANIFEST).unlink()
-    path.rename(publish.temporary_folder(path.parent, 1))
-    temporary = publish.temporary_folder(path.parent, 1)
-    publish.publish(path.parent, 1, {file.name: publish.hash_file(file) for file in temporary.iterdir()})
+    (path / manifest.MANIFEST).unlink()
+    temporary = publish.make_temporary_folder(path.parent, 1)
+    path.rename(temporary)
+    publish.publish(temporary, 1, {file.name: manifest.hash_file(file) for file in temporary.iterdir()})
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def republish(path: Path) -> None:
 )
 def test_malicious_pickles_are_not_executed(tmp_path: Path, file: str, refusal: str) -> None:
     with process_group(tmp_path / "store"):
-        checkpointer = Checkpointer(tmp_path / "checkpoints", keep_last=1, keep_every=None)
+        checkpointer = Checkpointer(tmp_path / "checkpoints", Retention(1))
         checkpointer.save(1, {"a": torch.zeros(1000)}, {})
         checkpointer.close()
     path, trace = tmp_path / "checkpoints" / "step_00000001", tmp_path / "executed"

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tiny_run import VOCAB, Run
 
-from moba_train.checkpoint.publish import latest_checkpoint, read_meta, verify_checkpoint
+from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
+from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.train import main
 

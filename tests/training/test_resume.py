@@ -13,7 +13,8 @@ from tiny_run import Run
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from moba_train.checkpoint.publish import latest_checkpoint, read_meta, verify_checkpoint
+from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
+from moba_train.checkpoint.publish import latest_checkpoint
 
 
 def saved_tensors(run: Run) -> dict[str, Tensor]:
