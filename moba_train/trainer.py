@@ -41,7 +41,6 @@ from moba_train.planning.devices import peak_tflops
 from moba_train.planning.flops import dense_flops, real_flops
 from moba_train.progress import Progress, check_resumable, data_plan
 from moba_train.telemetry.factory import make_telemetry
-from moba_train.telemetry.plot import plot_run
 from moba_train.telemetry.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -118,6 +117,8 @@ class Trainer:
             self.telemetry.close()
         if self.world.is_main:
             try:
+                from moba_train.telemetry.plot import plot_run  # matplotlib: a quarter of the time of a restart
+
                 plot_run(self.run_dir)
             except Exception as error:  # the run itself is done and saved
                 logger.warning("no picture of the loss: %s", error)

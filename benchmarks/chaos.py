@@ -1,0 +1,294 @@
+"""Chaos: training processes are killed, stalled and starved of disk at random moments, and the run must not care.
+
+    python -m benchmarks.chaos --kills 100 --output benchmarks/results/chaos.json        Linux, no GPU, about 30 minutes
+
+Runs of 240 steps on two ranks under torchrun (`--max-restarts`) are disturbed about ten times each. Nobody helps: when
+torchrun itself was killed or told to end, the same command is given again, as a scheduler would. After each disturbance
+the run must go on from a checkpoint no older than the newest one published before it, and at its end the tensors of its
+last checkpoint (model, optimizer, random states) must be those of an undisturbed run, bit by bit.
+"""
+
+import argparse
+import os
+import random
+import resource
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos_run import EVERY, ChaosRun, is_running, ranks_of
+from benchmarks.record import save, spread
+from moba_train.checkpoint.manifest import MANIFEST
+from moba_train.checkpoint.publish import published
+
+STALL_TIMEOUT_S = 20
+ORPHANS_MAY_TAKE_S = 5.0
+
+
+@dataclass
+class Tally:
+    """What was done and what came of it."""
+
+    disturbances: Counter[str] = field(default_factory=Counter)
+    moments: Counter[str] = field(default_factory=Counter)
+    """When the kills fell: during a save, between saves, before the first step."""
+    steps_lost: list[int] = field(default_factory=list)
+    """Steps trained and not saved when a kill fell, as far as they were logged."""
+    restart_s: list[float] = field(default_factory=list)
+    orphans_ended_s: list[float] = field(default_factory=list)
+    runs: int = 0
+    ended_bitwise_equal: int = 0
+    commands_given: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def report(self) -> dict[str, Any]:
+        """As JSON values."""
+        lists = {"restart_s": self.restart_s, "orphans_ended_s": self.orphans_ended_s}
+        return {
+            "disturbances": dict(sorted(self.disturbances.items())),
+            "kills": sum(self.disturbances[kind] for kind in KILLS),
+            "moments_of_kills": dict(self.moments),
+            "steps_lost": spread([float(lost) for lost in self.steps_lost]) if self.steps_lost else None,
+            **{name: spread(values) if values else None for name, values in lists.items()},
+            "runs": self.runs,
+            "ended_bitwise_equal": self.ended_bitwise_equal,
+            "commands_given": self.commands_given,
+            "failures": self.failures,
+        }
+
+
+class Disturbance:
+    """One disturbance of a run, at a random moment."""
+
+    def __init__(self, kind: str, run: ChaosRun, dice: random.Random, tally: Tally) -> None:
+        self.kind, self.run, self.dice, self.tally = kind, run, dice, tally
+
+    def apply(self) -> bool:
+        """False when the run came to its end before it could be disturbed."""
+        run = self.run
+        attempts = len(run.starts())
+        if not self._moment():
+            return False
+        saved, first_line = run.saved_step, len(run.lines)
+        began = time.monotonic()
+        ACTIONS[self.kind](self, saved)
+        self.tally.disturbances[self.kind] += 1
+        if self.kind in GO_ON:
+            return True
+        if self.kind in NEEDS_COMMAND and run.wait(lambda: run.ended, 90, "torchrun's end"):
+            raise AssertionError("unreachable: waiting for the end returns False at the end")
+        if run.ended and not run.finished:
+            if self.kind not in NEEDS_COMMAND:
+                raise AssertionError(f"torchrun ended with {run.launcher.returncode} after {self.kind}:\n{run.tail()}")
+            run.launch()
+        if not run.wait(lambda: len(run.starts()) > attempts, what="a new start"):
+            return True  # the last step was done and saved before
+        resumed = run.starts()[-1]
+        self.tally.restart_s.append(round(time.monotonic() - began, 2))
+        damaged = self.kind in ("flipped_byte", "truncated_manifest")
+        if resumed < (saved - EVERY if damaged else saved):
+            raise AssertionError(f"{self.kind}: step {saved} was published, the run went on from {resumed}")
+        if damaged and not run.says("Passing over a damaged checkpoint", first_line):
+            raise AssertionError(f"{self.kind}: the damaged checkpoint was not named:\n{run.tail()}")
+        return True
+
+    def _moment(self) -> bool:
+        """Waits for the moment to strike: while starting, at any time, or during a save."""
+        run, dice = self.run, self.dice
+        if not run.wait(lambda: len(ranks_of(run.launcher.pid)) == 2, what="two ranks"):
+            return False
+        when = dice.choices(["starting", "any", "save"], [1, 4, 4])[0] if self.kind in KILLS else "any"
+        if when == "starting":
+            time.sleep(dice.uniform(0, 4))
+            return not run.ended
+        attempts = len(run.lines)
+        if not run.wait(lambda: run.says("step ", attempts) and run.saved_step > EVERY, what="training"):
+            return False
+        if when == "save":
+            if not run.wait(lambda: not run.saving) or not run.wait(lambda: run.saving, what="a save"):
+                return False
+            time.sleep(dice.uniform(0, 0.08))
+        else:
+            time.sleep(dice.uniform(0, 0.6))
+        return not run.ended
+
+    def kill(self, which: str) -> None:
+        """SIGKILL one rank, all ranks or the agent."""
+        run = self.run
+        ranks = ranks_of(run.launcher.pid)
+        chosen = {"rank": self.dice.sample(sorted(ranks.values()), min(1, len(ranks))), "ranks": [*ranks.values()]}
+        logged = _last_logged_step(run)
+        for process in chosen.get(which, [run.launcher.pid]):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        if self.kind in KILLS:
+            moment = "starting" if not run.starts() or not logged else "in a save" if run.saving else "between saves"
+            self.tally.moments[moment] += 1
+            self.tally.steps_lost.append(max(0, logged - run.saved_step))
+        if which == "agent":
+            began = time.monotonic()
+            while any(map(is_running, ranks.values())):
+                if time.monotonic() - began > ORPHANS_MAY_TAKE_S:
+                    raise AssertionError("ranks outlive their killed torchrun")
+                time.sleep(0.002)
+            self.tally.orphans_ended_s.append(round(time.monotonic() - began, 3))
+
+    def stall(self, _saved: int) -> None:
+        """SIGSTOP one rank: the other gives up after `parallel.timeout`, torchrun starts both anew."""
+        with suppress(ProcessLookupError):
+            os.kill(self.dice.choice([*ranks_of(self.run.launcher.pid).values()]), signal.SIGSTOP)
+
+    def terminate(self, agent: bool) -> None:
+        """SIGTERM to a rank, as schedulers send it, or to torchrun, which hands it on: save and end."""
+        ranks = [*ranks_of(self.run.launcher.pid).values()]
+        with suppress(ProcessLookupError):
+            os.kill(self.run.launcher.pid if agent else self.dice.choice(ranks), signal.SIGTERM)
+
+    def fill_disk(self, _saved: int) -> None:
+        """No file may grow beyond 1,000 bytes: the system refuses the writes of real saves."""
+        run, first = self.run, len(self.run.lines)
+        ranks = [*ranks_of(run.launcher.pid).values()]
+        limits = [resource.prlimit(process, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY)) for process in ranks]
+        try:
+            self._expect_failed_save(first)
+        finally:
+            for process, limit in zip(ranks, limits, strict=True):
+                with suppress(ProcessLookupError):
+                    resource.prlimit(process, resource.RLIMIT_FSIZE, limit)
+
+    def forbid_writing(self, _saved: int) -> None:
+        """The checkpoint folder becomes read-only for a while."""
+        first = len(self.run.lines)
+        self.run.checkpoints.chmod(0o500)
+        try:
+            self._expect_failed_save(first)
+        finally:
+            self.run.checkpoints.chmod(0o700)
+
+    def _expect_failed_save(self, first: int) -> None:
+        self.run.wait(lambda: self.run.says("was not saved", first), 60, "the report of a failed save")
+
+    def damage(self, flip: bool) -> None:
+        """With the run dead, flip a byte of the newest checkpoint's largest shard, or cut its manifest in half."""
+        self.kill("agent")
+        newest = published(self.run.checkpoints)[-1][1]
+        file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size) if flip else newest / MANIFEST
+        content = bytearray(file.read_bytes())
+        content[self.dice.randrange(len(content))] ^= 1 << self.dice.randrange(8)
+        file.write_bytes(content if flip else content[: len(content) // 2])
+
+    def turn_back_clock(self, _saved: int) -> None:
+        """The clock goes back a day and files claim odd ages, the older checkpoints to be newer; then a kill."""
+        self.run.folder.joinpath("clock").write_text("-86400")
+        for age, (_, path) in enumerate(published(self.run.checkpoints)):
+            for file in (path, *path.iterdir()):
+                os.utime(file, (1e9 - 1e6 * age, 1e9 - 1e6 * age))
+        self.kill("ranks")
+
+
+ACTIONS: dict[str, Callable[[Disturbance, int], None]] = {
+    "kill_rank": lambda it, _: it.kill("rank"),
+    "kill_all_ranks": lambda it, _: it.kill("ranks"),
+    "kill_agent": lambda it, _: it.kill("agent"),
+    "stall_rank": Disturbance.stall,
+    "sigterm_rank": lambda it, _: it.terminate(agent=False),
+    "sigterm_agent": lambda it, _: it.terminate(agent=True),
+    "disk_full": Disturbance.fill_disk,
+    "read_only_folder": Disturbance.forbid_writing,
+    "flipped_byte": lambda it, _: it.damage(flip=True),
+    "truncated_manifest": lambda it, _: it.damage(flip=False),
+    "clock_back": Disturbance.turn_back_clock,
+}
+KILLS = ("kill_rank", "kill_all_ranks", "kill_agent")
+GO_ON = ("disk_full", "read_only_folder")
+"""The run is not interrupted at all."""
+NEEDS_COMMAND = ("kill_agent", "sigterm_rank", "sigterm_agent", "flipped_byte", "truncated_manifest")
+"""torchrun is gone, so that somebody must give the command again."""
+
+
+def _last_logged_step(run: ChaosRun) -> int:
+    """The newest step on the console since the last start."""
+    for line in reversed(run.lines):
+        if line.startswith("step "):
+            return int(line.split()[1].partition("/")[0])
+        if " at step " in line and "resume" in line:
+            return 0
+    return 0
+
+
+def plan(kills: int, dice: random.Random) -> list[str]:
+    """So many kills, and one of each other kind for every 40 of them, in random order."""
+    others = [kind for kind in ACTIONS if kind not in KILLS]
+    kinds = dice.choices(KILLS, [4, 3, 3], k=kills) + others * max(1, kills // 40)
+    dice.shuffle(kinds)
+    return kinds
+
+
+def chaos(
+    kinds: list[str], folder: Path, seed: int, per_run: int = 10, report: Callable[[Tally], None] = lambda _: None
+) -> Tally:
+    """Disturb runs in `folder` in these ways, one after the other, `per_run` in each run; `report` hears of each run."""
+    dice, tally, pending = random.Random(seed), Tally(), list(kinds)
+    undisturbed = ChaosRun(folder / "undisturbed")
+    undisturbed.launch()
+    undisturbed.wait(lambda: False, 300)
+    if not undisturbed.finished:
+        raise RuntimeError(f"not even the undisturbed run ends well:\n{undisturbed.tail()}")
+    while pending:
+        tally.runs += 1
+        stalls = "stall_rank" in pending[:per_run]
+        run = ChaosRun(folder / f"run{tally.runs}", STALL_TIMEOUT_S if stalls else 120)
+        run.launch()
+        kind = ""
+        try:
+            for kind in pending[:per_run]:
+                if not Disturbance(kind, run, dice, tally).apply():
+                    break
+                pending.pop(0)
+            kind = "the last disturbance"
+            run.wait(lambda: False, 600, "the end of the run")
+            if not run.finished:
+                run.launch()  # a SIGTERM may have come so late that its save was the end
+                run.wait(lambda: False, 600, "the end of the run")
+            if run.finished and run.state() == undisturbed.state():
+                tally.ended_bitwise_equal += 1
+            else:
+                tally.failures.append(f"run {tally.runs}: step {run.saved_step}, other bits at the end:\n{run.tail()}")
+        except (AssertionError, TimeoutError) as error:
+            tally.failures.append(f"run {tally.runs}, {kind}: {error}")
+            pending.pop(0)
+        finally:
+            run.end()
+            tally.commands_given += run.launches
+        report(tally)
+    return tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100, help="SIGKILLs of a rank, of all ranks or of torchrun")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    settings = {"kills": arguments.kills, "seed": arguments.seed, "checkpoint_every": EVERY}
+
+    def report(tally: Tally) -> None:
+        print(f"run {tally.runs}: {dict(tally.disturbances)}, {len(tally.failures)} failures", flush=True)
+        save(arguments.output, settings, tally.report() | {"seconds": round(time.monotonic() - began)})
+
+    with tempfile.TemporaryDirectory() as folder:
+        kinds = plan(arguments.kills, random.Random(arguments.seed))
+        tally = chaos(kinds, Path(folder), arguments.seed, report=report)
+    print("\n".join(tally.failures) or "no failures")
+    return 1 if tally.failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
