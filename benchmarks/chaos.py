@@ -72,17 +72,16 @@ class Disturbance:
     def apply(self) -> bool:
         """False when the run came to its end before it could be disturbed."""
         run = self.run
-        attempts = len(run.starts())
         if not self._moment():
             return False
-        saved, first_line = run.saved_step, len(run.lines)
+        saved, attempts, first_line = run.saved_step, len(run.starts()), len(run.lines)
         began = time.monotonic()
         ACTIONS[self.kind](self, saved)
         self.tally.disturbances[self.kind] += 1
         if self.kind in GO_ON:
             return True
-        if self.kind in NEEDS_COMMAND and run.wait(lambda: run.ended, 90, "torchrun's end"):
-            raise AssertionError("unreachable: waiting for the end returns False at the end")
+        if self.kind in NEEDS_COMMAND:
+            run.wait_for_end(90)
         if run.ended and not run.finished:
             if self.kind not in NEEDS_COMMAND:
                 raise AssertionError(f"torchrun ended with {run.launcher.returncode} after {self.kind}:\n{run.tail()}")
@@ -107,8 +106,8 @@ class Disturbance:
         if when == "starting":
             time.sleep(dice.uniform(0, 4))
             return not run.ended
-        attempts = len(run.lines)
-        if not run.wait(lambda: run.says("step ", attempts) and run.saved_step > EVERY, what="training"):
+        first = len(run.lines)
+        if not run.wait(lambda: run.says("step ", first) and run.saved_step > EVERY, what="training"):
             return False
         if when == "save":
             if not run.wait(lambda: not run.saving) or not run.wait(lambda: run.saving, what="a save"):
@@ -233,11 +232,11 @@ def plan(kills: int, dice: random.Random) -> list[str]:
 def chaos(
     kinds: list[str], folder: Path, seed: int, per_run: int = 10, report: Callable[[Tally], None] = lambda _: None
 ) -> Tally:
-    """Disturb runs in `folder` in these ways, one after the other, `per_run` in each run; `report` hears of each run."""
+    """Disturb runs in `folder` in these ways, one after the other, `per_run` in each; `report` hears of each run."""
     dice, tally, pending = random.Random(seed), Tally(), list(kinds)
     undisturbed = ChaosRun(folder / "undisturbed")
     undisturbed.launch()
-    undisturbed.wait(lambda: False, 300)
+    undisturbed.wait_for_end(600)
     if not undisturbed.finished:
         raise RuntimeError(f"not even the undisturbed run ends well:\n{undisturbed.tail()}")
     while pending:
@@ -252,10 +251,10 @@ def chaos(
                     break
                 pending.pop(0)
             kind = "the last disturbance"
-            run.wait(lambda: False, 600, "the end of the run")
+            run.wait_for_end(600)
             if not run.finished:
                 run.launch()  # a SIGTERM may have come so late that its save was the end
-                run.wait(lambda: False, 600, "the end of the run")
+                run.wait_for_end(600)
             if run.finished and run.state() == undisturbed.state():
                 tally.ended_bitwise_equal += 1
             else:

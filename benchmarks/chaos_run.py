@@ -157,6 +157,10 @@ class ChaosRun:
             time.sleep(0.004)
         return True
 
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Wait until the command has ended."""
+        self.wait(lambda: False, timeout_s, "the end of the command")
+
     def tail(self) -> str:
         """The end of the output."""
         return "".join(self.lines[-40:])

@@ -74,6 +74,7 @@ class Trainer:
         self.spikes = SpikeDetector(config.health.spike.window, config.health.spike.warn_sigma)
         self.progress = self._resume() or Progress(run_id=self._new_run_id())
         self.saved_step = self.progress.step
+        self.reported_save: tuple[int, float] | None = None
         self.failed_save: str | None = None
         self.evaluated: tuple[int, float] | None = None
         if world.device.type == "cuda":
@@ -103,7 +104,7 @@ class Trainer:
             finished = all(self._train_stage(stage) for stage in self.stages[self.progress.stage :])
             self._save()
             self.checkpointer.wait()
-            self._report_failed_save()
+            self._report_save()
             if self.failed_save is not None:
                 raise CheckpointError(f"{self.failed_save}; mend that and give the same command again")
         except BaseException as error:
@@ -147,7 +148,7 @@ class Trainer:
                     self._evaluate(stage)
                 if self.progress.step % self.config.checkpoint.every == 0:
                     self._save()
-                self._report_failed_save()
+                self._report_save()
                 began = time.perf_counter()
 
         self.next_starts = data.starts_after(stage.steps * batch_sequences)
@@ -291,13 +292,17 @@ class Trainer:
         message = f"saving the checkpoint of step {step}"
         self.telemetry.event(step, self._tokens(stage), "checkpoint", message, checkpoint_stall_s=stall)
 
-    def _report_failed_save(self) -> None:
-        """Say once that the last save failed; the run goes on."""
-        error = self.checkpointer.last_error
+    def _report_save(self) -> None:
+        """Say once how the last save in the background ended; the run goes on in any case."""
+        step, tokens = self.progress.step, self._tokens(self.stages[self.progress.stage])
+        saved, error = self.checkpointer.last_saved, self.checkpointer.last_error
+        if saved is not None and saved != self.reported_save:
+            message = f"the checkpoint of step {saved[0]} is complete after {saved[1]:.1f} s"
+            self.telemetry.event(step, tokens, "checkpoint", message, checkpoint_save_s=saved[1])
         if error is not None and error != self.failed_save:
-            self.telemetry.event(self.progress.step, self._tokens(self.stages[self.progress.stage]), "warning", error)
+            self.telemetry.event(step, tokens, "warning", error)
             self.telemetry.alert("a checkpoint was not saved", error, "checkpoint")
-        self.failed_save = error
+        self.reported_save, self.failed_save = saved, error
 
     def _resume(self) -> Progress | None:
         """Load the newest intact checkpoint of the run folder; None when there is none."""

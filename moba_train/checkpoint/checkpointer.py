@@ -41,14 +41,14 @@ class Checkpointer:
     host memory of the size of a rank's shards.
 
     A save that fails on any rank fails on all: it is logged, its text is kept in `last_error` (None after a good save),
-    the half-written folder is removed, and the run goes on with the checkpoints it had. `last_stall_s` is the time in
-    seconds for which the last `save` held up its caller.
+    the half-written folder is removed, and the run goes on with the checkpoints it had. `last_saved` is the step of the
+    last good save and the seconds it took in the background.
     """
 
     def __init__(self, folder: Path, retention: Retention, protect: publish.Accept = publish.is_good) -> None:
         self.folder = folder
         self.last_error: str | None = None
-        self.last_stall_s = 0.0
+        self.last_saved: tuple[int, float] | None = None
         self._retention = retention
         self._protect = protect
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
@@ -69,7 +69,6 @@ class Checkpointer:
         them, or the shards of one DTensor. Waits first for the save before, if that still runs. Tensors on a GPU must
         not change before `before_update` was called.
         """
-        start = time.perf_counter()
         self.wait()
         planner = _StagedSavePlanner(self._stage(tensors))
         # The live tensors go along for their shapes and placements only: no value of theirs is read in the thread.
@@ -80,7 +79,6 @@ class Checkpointer:
             daemon=True,
         )
         self._thread.start()
-        self.last_stall_s = time.perf_counter() - start
 
     def reserve(self, tensors: dict[str, Tensor]) -> None:
         """Makes the memory for the copies now, so that the first `save` need not: page-locking takes about a second for
@@ -136,6 +134,7 @@ class Checkpointer:
         meta: dict[str, Any],
     ) -> None:
         """Runs in the background thread."""
+        began = time.perf_counter()
         temporary: Path | None = None
         try:
             temporary = self._from_rank_0(lambda: publish.make_temporary_folder(self.folder, step))
@@ -150,7 +149,7 @@ class Checkpointer:
             hashes = self._on_every_rank(lambda: self._finish_own_files(temporary, meta))
             files = {name: entry for own in hashes for name, entry in own.items()}
             self._from_rank_0(lambda: self._publish(temporary, step, files))
-            self.last_error = None
+            self.last_error, self.last_saved = None, (step, time.perf_counter() - began)
         except Exception as error:
             self.last_error = f"the checkpoint of step {step} was not saved: {error}"
             logger.error("%s; the run goes on with the checkpoints it has", self.last_error)

@@ -11,11 +11,11 @@ from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError
 
 
-def publish_step(folder: Path, step: int, content: str = "weights") -> Path:
+def publish_step(folder: Path, step: int, content: str = "weights", **meta: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     temporary = publish.make_temporary_folder(folder, step)
     (temporary / "__0_0.distcp").write_text(f"{content} of step {step}")
-    manifest.write_json(temporary / manifest.META, {"step": step})
+    manifest.write_json(temporary / manifest.META, {"step": step, **meta})
     return publish.publish(temporary, step, {path.name: manifest.hash_file(path) for path in temporary.iterdir()})
 
 
@@ -99,6 +99,39 @@ def test_retention_keeps_the_newest_and_the_multiples(tmp_path: Path) -> None:
     assert steps(tmp_path) == [30, 60, 90, 100]
     Retention(1).apply(tmp_path)
     assert steps(tmp_path) == [100]
+
+
+def test_retention_keeps_the_best_of_each_stage(tmp_path: Path) -> None:
+    """Losses of sequences of another length are no competition; a loss that is not a number or not there never wins."""
+    losses = {10: 3.0, 20: 2.5, 30: 2.9, 40: float("nan"), 50: 2.8, 60: 2.7, 70: 2.7, 80: 2.75}
+    for step, loss in losses.items():
+        publish_step(tmp_path, step, stage="short" if step < 50 else "long", eval_loss=loss)
+    publish_step(tmp_path, 90)
+    Retention(1, keep_best=1).apply(tmp_path)
+    assert steps(tmp_path) == [20, 70, 90]
+
+
+def test_retention_never_removes_the_newest_good_one(tmp_path: Path) -> None:
+    for step in range(10, 60, 10):
+        publish_step(tmp_path, step, good=step <= 20)
+        Retention(1).apply(tmp_path)
+    assert steps(tmp_path) == [20, 50]
+    assert publish.latest_checkpoint(tmp_path) == tmp_path / "step_00000050"
+    assert publish.latest_checkpoint(tmp_path, accept=publish.is_good) == tmp_path / "step_00000020"
+    assert publish.latest_checkpoint(tmp_path, accept=lambda meta: meta["step"] < 20) is None
+    publish_step(tmp_path, 60)  # good unless it says otherwise
+    Retention(1).apply(tmp_path, protect=lambda meta: meta["step"] < 50)
+    assert steps(tmp_path) == [20, 60]
+
+
+def test_what_is_set_aside_is_neither_found_nor_counted(tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        publish_step(tmp_path, step)
+    publish.set_aside(tmp_path / "step_00000300")
+    assert publish.latest_checkpoint(tmp_path) == tmp_path / "step_00000200"
+    Retention(1).apply(tmp_path)
+    publish.clean_up(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*step*")) == ["set-aside-step_00000300", "step_00000200"]
 
 
 def test_retention_keeps_what_latest_names(tmp_path: Path) -> None:

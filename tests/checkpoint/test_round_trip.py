@@ -104,7 +104,6 @@ def test_later_updates_do_not_reach_the_saved_copy(tmp_path: Path, one_rank: Non
         checkpointer.save(step, {"weight": weight}, meta)
         weight.fill_(-1)
         meta["step"] = -1
-        assert checkpointer.last_stall_s > 0
     checkpointer.close()
     for step in (1, 2):
         assert load_checkpoint(tmp_path / "checkpoints" / f"step_{step:08d}", {"weight": weight}) == {"step": step}
