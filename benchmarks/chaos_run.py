@@ -163,7 +163,7 @@ class ChaosRun:
 
     def tail(self) -> str:
         """The end of the output."""
-        return "".join(self.lines[-40:])
+        return "".join(self.lines[-40:])[-2500:]
 
     def state(self) -> dict[str, str]:
         """SHA-256 of the newest checkpoint's tensors (model, optimizer, random states), by file."""

@@ -51,7 +51,7 @@ def test_a_second_run_waits_and_is_then_refused_until_the_first_has_ended(tmp_pa
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, world: World) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(LaunchError, match="run_dir .*file/run cannot be used"),
+        pytest.raises(LaunchError, match=r"run_dir .*file/run cannot be used"),
         run_folder_lock(tmp_path / "file" / "run", world),
     ):
         pass
