@@ -121,7 +121,7 @@ class Disturbance:
         """SIGKILL one rank, all ranks or the agent."""
         run = self.run
         ranks = ranks_of(run.launcher.pid)
-        chosen = {"rank": self.dice.sample(sorted(ranks.values()), min(1, len(ranks))), "ranks": [*ranks.values()]}
+        chosen = {"rank": self.dice.sample(ranks, min(1, len(ranks))), "ranks": ranks}
         logged = _last_logged_step(run)
         for process in chosen.get(which, [run.launcher.pid]):
             with suppress(ProcessLookupError):
@@ -132,7 +132,7 @@ class Disturbance:
             self.tally.steps_lost.append(max(0, logged - run.saved_step))
         if which == "agent":
             began = time.monotonic()
-            while any(map(is_running, ranks.values())):
+            while any(map(is_running, ranks)):
                 if time.monotonic() - began > ORPHANS_MAY_TAKE_S:
                     raise AssertionError("ranks outlive their killed torchrun")
                 time.sleep(0.002)
@@ -141,18 +141,18 @@ class Disturbance:
     def stall(self, _saved: int) -> None:
         """SIGSTOP one rank: the other gives up after `parallel.timeout`, torchrun starts both anew."""
         with suppress(ProcessLookupError):
-            os.kill(self.dice.choice([*ranks_of(self.run.launcher.pid).values()]), signal.SIGSTOP)
+            os.kill(self.dice.choice(ranks_of(self.run.launcher.pid)), signal.SIGSTOP)
 
     def terminate(self, agent: bool) -> None:
         """SIGTERM to a rank, as schedulers send it, or to torchrun, which hands it on: save and end."""
-        ranks = [*ranks_of(self.run.launcher.pid).values()]
+        ranks = ranks_of(self.run.launcher.pid)
         with suppress(ProcessLookupError):
             os.kill(self.run.launcher.pid if agent else self.dice.choice(ranks), signal.SIGTERM)
 
     def fill_disk(self, _saved: int) -> None:
         """No file may grow beyond 1,000 bytes: the system refuses the writes of real saves."""
         run, first = self.run, len(self.run.lines)
-        ranks = [*ranks_of(run.launcher.pid).values()]
+        ranks = ranks_of(run.launcher.pid)
         limits = [resource.prlimit(process, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY)) for process in ranks]
         try:
             self._expect_failed_save(first)
@@ -230,11 +230,16 @@ def plan(kills: int, dice: random.Random) -> list[str]:
 
 
 def chaos(
-    kinds: list[str], folder: Path, seed: int, per_run: int = 10, report: Callable[[Tally], None] = lambda _: None
+    kinds: list[str],
+    folder: Path,
+    seed: int,
+    fork: bool,
+    per_run: int = 10,
+    report: Callable[[Tally], None] = lambda _: None,
 ) -> Tally:
     """Disturb runs in `folder` in these ways, one after the other, `per_run` in each; `report` hears of each run."""
     dice, tally, pending = random.Random(seed), Tally(), list(kinds)
-    undisturbed = ChaosRun(folder / "undisturbed")
+    undisturbed = ChaosRun(folder / "undisturbed", fork)
     undisturbed.launch()
     undisturbed.wait_for_end(600)
     if not undisturbed.finished:
@@ -242,7 +247,7 @@ def chaos(
     while pending:
         tally.runs += 1
         stalls = "stall_rank" in pending[:per_run]
-        run = ChaosRun(folder / f"run{tally.runs}", STALL_TIMEOUT_S if stalls else 120)
+        run = ChaosRun(folder / f"run{tally.runs}", fork, STALL_TIMEOUT_S if stalls else 120)
         run.launch()
         kind = ""
         try:
@@ -273,10 +278,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="SIGKILLs of a rank, of all ranks or of torchrun")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fork", action="store_true", help="ranks forked from torchrun's agent: sooner restarted")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     began = time.monotonic()
-    settings = {"kills": arguments.kills, "seed": arguments.seed, "checkpoint_every": EVERY}
+    settings = {key: value for key, value in vars(arguments).items() if key != "output"} | {"checkpoint_every": EVERY}
 
     def report(tally: Tally) -> None:
         print(f"run {tally.runs}: {dict(tally.disturbances)}, {len(tally.failures)} failures", flush=True)
@@ -284,7 +290,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         kinds = plan(arguments.kills, random.Random(arguments.seed))
-        tally = chaos(kinds, Path(folder), arguments.seed, report=report)
+        tally = chaos(kinds, Path(folder), arguments.seed, arguments.fork, report=report)
     print("\n".join(tally.failures) or "no failures")
     return 1 if tally.failures else 0
 

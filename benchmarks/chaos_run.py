@@ -38,10 +38,12 @@ time.time = _shifted
 
 
 class ChaosRun:
-    """A run folder below `folder`, and the command that trains in it on two ranks until 240 steps are done."""
+    """A run folder below `folder`, and the command that trains in it on two ranks until 240 steps are done: torchrun,
+    or with `fork` its agent in a form that restarts ranks sooner (`chaos_launch`)."""
 
-    def __init__(self, folder: Path, timeout_s: int = 120) -> None:
+    def __init__(self, folder: Path, fork: bool, timeout_s: int = 120) -> None:
         self.folder = folder
+        self.fork = fork
         self.checkpoints = folder / "run" / "checkpoints"
         self.launches = 0
         self.lines: list[str] = []
@@ -88,10 +90,10 @@ class ChaosRun:
     def launch(self) -> None:
         """Give the training command, once more if need be."""
         self.launches += 1
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command += ["--max-restarts", "1000", "-m", "moba_train.train", str(self.folder / "recipe.yaml")]
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "1000"]
+        launcher = ["benchmarks.chaos_launch", str(RANKS)] if self.fork else [*torchrun, "-m", "moba_train.train"]
         self._launcher = subprocess.Popen(
-            [sys.executable, *command],
+            [sys.executable, "-m", *launcher, str(self.folder / "recipe.yaml")],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -175,21 +177,18 @@ class ChaosRun:
         """Kill what still runs."""
         ranks = ranks_of(self.launcher.pid)
         self.launcher.kill()
-        for process in ranks.values():
+        for process in ranks:
             with suppress(ProcessLookupError):
                 os.kill(process, 9)
         self.launcher.wait()
 
 
-def ranks_of(launcher: int) -> dict[int, int]:
-    """Process ids of the ranks that a torchrun process started and that still run, by rank."""
-    found = {}
+def ranks_of(launcher: int) -> list[int]:
+    """Process ids of the ranks that a torchrun process started and that still run, in the order of ranks."""
     with suppress(ProcessLookupError, FileNotFoundError):  # torchrun itself has ended
-        for child in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
-            with suppress(ProcessLookupError, FileNotFoundError):  # ended since it was listed
-                environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                found |= {int(item[5:]): child for item in environment if item.startswith(b"RANK=")}
-    return found
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        return [child for child in map(int, children) if is_running(child)]
+    return []
 
 
 def is_running(process: int) -> bool:
