@@ -94,17 +94,27 @@ def test_saving_before_the_first_step_changes_nothing(tmp_path: Path, one_rank: 
     assert_equal(*results)
 
 
-def test_later_updates_do_not_reach_the_saved_copy(tmp_path: Path, one_rank: None) -> None:
-    """Twice, because the second save reuses the memory of the first."""
-    weight, meta = torch.zeros(1_000_000), {"step": 0}
+@pytest.mark.parametrize("reserved", [False, True])
+def test_later_updates_do_not_reach_the_saved_copy(
+    tmp_path: Path, one_rank: None, device: torch.device, reserved: bool
+) -> None:
+    """Twice, because the second save reuses the memory of the first. On a GPU the copy is still under way when `save`
+    returns: the work before it is long, and the update comes at once."""
+    size = 1_000_000 if device.type == "cpu" else 200_000_000
+    weight, meta = torch.zeros(size, device=device), {"step": 0}
     checkpointer = Checkpointer(tmp_path / "checkpoints", Retention(2))
+    if reserved:
+        checkpointer.reserve({"weight": weight})
     for step in (1, 2):
         weight.fill_(step)
         meta["step"] = step
         checkpointer.save(step, {"weight": weight}, meta)
+        checkpointer.before_update()
         weight.fill_(-1)
         meta["step"] = -1
     checkpointer.close()
+    assert checkpointer.last_saved is not None
+    assert checkpointer.last_saved[0] == 2
     for step in (1, 2):
         assert load_checkpoint(tmp_path / "checkpoints" / f"step_{step:08d}", {"weight": weight}) == {"step": step}
         assert torch.equal(weight, torch.full_like(weight, step))
