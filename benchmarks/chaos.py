@@ -2,10 +2,10 @@
 
     python -m benchmarks.chaos --kills 100 --output benchmarks/results/chaos.json        Linux, no GPU, about 30 minutes
 
-Runs of 240 steps on two ranks under torchrun (`--max-restarts`) are disturbed about ten times each. Nobody helps: when
-torchrun itself was killed or told to end, the same command is given again, as a scheduler would. After each disturbance
-the run must go on from a checkpoint no older than the newest one published before it, and at its end the tensors of its
-last checkpoint (model, optimizer, random states) must be those of an undisturbed run, bit by bit.
+Runs of 240 steps on two ranks under torchrun (`--max-restarts`) are disturbed up to twenty times each. Nobody helps:
+when torchrun itself was killed or told to end, the same command is given again, as a scheduler would. After each
+disturbance the run must go on from a checkpoint no older than the newest one published before it, and at its end the
+tensors of its last checkpoint (model, optimizer, random states) must be those of an undisturbed run, bit by bit.
 """
 
 import argparse
@@ -14,9 +14,11 @@ import random
 import resource
 import signal
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +29,8 @@ from benchmarks.record import save, spread
 from moba_train.checkpoint.manifest import MANIFEST
 from moba_train.checkpoint.publish import published
 
-STALL_TIMEOUT_S = 20
+PER_RUN = 20
+STALL_TIMEOUT_S = 30
 ORPHANS_MAY_TAKE_S = 5.0
 
 
@@ -46,6 +49,16 @@ class Tally:
     ended_bitwise_equal: int = 0
     commands_given: int = 0
     failures: list[str] = field(default_factory=list)
+
+    def add(self, other: "Tally") -> None:
+        """Take over what another one counted."""
+        self.disturbances.update(other.disturbances)
+        self.moments.update(other.moments)
+        for name in ("steps_lost", "restart_s", "orphans_ended_s", "failures"):
+            getattr(self, name).extend(getattr(other, name))
+        self.runs += other.runs
+        self.ended_bitwise_equal += other.ended_bitwise_equal
+        self.commands_given += other.commands_given
 
     def report(self) -> dict[str, Any]:
         """As JSON values."""
@@ -229,49 +242,69 @@ def plan(kills: int, dice: random.Random) -> list[str]:
     return kinds
 
 
-def chaos(
-    kinds: list[str],
-    folder: Path,
-    seed: int,
-    fork: bool,
-    per_run: int = 10,
-    report: Callable[[Tally], None] = lambda _: None,
-) -> Tally:
-    """Disturb runs in `folder` in these ways, one after the other, `per_run` in each; `report` hears of each run."""
-    dice, tally, pending = random.Random(seed), Tally(), list(kinds)
-    undisturbed = ChaosRun(folder / "undisturbed", fork)
-    undisturbed.launch()
-    undisturbed.wait_for_end(600)
-    if not undisturbed.finished:
-        raise RuntimeError(f"not even the undisturbed run ends well:\n{undisturbed.tail()}")
-    while pending:
-        tally.runs += 1
-        stalls = "stall_rank" in pending[:per_run]
-        run = ChaosRun(folder / f"run{tally.runs}", fork, STALL_TIMEOUT_S if stalls else 120)
-        run.launch()
-        kind = ""
+class Chaos:
+    """Runs below `folder` that are disturbed in the ways of `pending`, one after the other, `PER_RUN` in each run.
+
+    Several threads may `work` at once; each takes its runs from the same list. `tally` holds what came of them.
+    """
+
+    def __init__(self, pending: list[str], folder: Path, seed: int, fork: bool) -> None:
+        self.pending, self.folder, self.fork = list(pending), folder, fork
+        self.tally = Tally()
+        self._runs = 0
+        self._dice = random.Random(seed)
+        self._lock = threading.Lock()
+        undisturbed = ChaosRun(folder / "undisturbed", fork)
+        undisturbed.launch()
+        undisturbed.wait_for_end(600)
+        if not undisturbed.finished:
+            raise RuntimeError(f"not even the undisturbed run ends well:\n{undisturbed.tail()}")
+        self._expected = undisturbed.state()
+
+    def work(self, report: Callable[[Tally], None] = lambda _: None) -> None:
+        """Disturb runs until nothing is pending; `report` hears of each run."""
+        while True:
+            with self._lock:
+                kinds, self.pending = self.pending[:PER_RUN], self.pending[PER_RUN:]
+                if not kinds:
+                    return
+                self._runs += 1
+                number, dice = self._runs, random.Random(self._dice.random())
+            timeout_s = STALL_TIMEOUT_S if "stall_rank" in kinds else 120
+            run, tally = ChaosRun(self.folder / f"run{number}", self.fork, timeout_s), Tally(runs=1)
+            failure = self._disturb(run, kinds, dice, tally)
+            tally.commands_given = run.launches
+            tally.ended_bitwise_equal = int(failure is None)
+            tally.failures = [f"run {number}, {failure}"] if failure else []
+            with self._lock:
+                self.pending = kinds + self.pending
+                self.tally.add(tally)
+                report(self.tally)
+
+    def _disturb(self, run: ChaosRun, kinds: list[str], dice: random.Random, tally: Tally) -> str | None:
+        """One run from its start to its end. Takes from `kinds` what was done; returns what went wrong."""
+        doing = "the start"
         try:
-            for kind in pending[:per_run]:
-                if not Disturbance(kind, run, dice, tally).apply():
+            run.launch()
+            while kinds:
+                doing = kinds[0]
+                if not Disturbance(doing, run, dice, tally).apply():
                     break
-                pending.pop(0)
-            kind = "the last disturbance"
+                kinds.pop(0)
+            doing = "the end"
             run.wait_for_end(600)
             if not run.finished:
                 run.launch()  # a SIGTERM may have come so late that its save was the end
                 run.wait_for_end(600)
-            if run.finished and run.state() == undisturbed.state():
-                tally.ended_bitwise_equal += 1
-            else:
-                tally.failures.append(f"run {tally.runs}: step {run.saved_step}, other bits at the end:\n{run.tail()}")
+            if not run.finished or run.state() != self._expected:
+                return f"{doing}: step {run.saved_step}, other bits:\n{run.tail()}"
         except (AssertionError, TimeoutError) as error:
-            tally.failures.append(f"run {tally.runs}, {kind}: {error}")
-            pending.pop(0)
+            if kinds and doing == kinds[0]:
+                kinds.pop(0)
+            return f"{doing}: {error}"
         finally:
             run.end()
-            tally.commands_given += run.launches
-        report(tally)
-    return tally
+        return None
 
 
 def main() -> int:
@@ -279,6 +312,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100, help="SIGKILLs of a rank, of all ranks or of torchrun")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fork", action="store_true", help="ranks forked from torchrun's agent: sooner restarted")
+    parser.add_argument("--workers", type=int, default=1, help="runs at the same time")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -288,11 +322,13 @@ def main() -> int:
         print(f"run {tally.runs}: {dict(tally.disturbances)}, {len(tally.failures)} failures", flush=True)
         save(arguments.output, settings, tally.report() | {"seconds": round(time.monotonic() - began)})
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.workers) as pool:
         kinds = plan(arguments.kills, random.Random(arguments.seed))
-        tally = chaos(kinds, Path(folder), arguments.seed, arguments.fork, report=report)
-    print("\n".join(tally.failures) or "no failures")
-    return 1 if tally.failures else 0
+        chaos = Chaos(kinds, Path(folder), arguments.seed, arguments.fork)
+        for worker in [pool.submit(chaos.work, report) for _ in range(arguments.workers)]:
+            worker.result()
+    print("\n".join(chaos.tally.failures) or "no failures")
+    return 1 if chaos.tally.failures else 0
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ EVERY = 4
 """Steps between checkpoints."""
 
 _BATCH, _VOCAB = 256, 64
+_LIBC = ctypes.CDLL(None)
 _CLOCK = """
 import os, time
 _time = time.time
@@ -201,4 +202,4 @@ def is_running(process: int) -> bool:
 def _obey_permissions() -> None:
     """Run by the child before torchrun: root gives up its right to write where permissions forbid it."""
     drop_bounding, dac_override = 24, 1
-    ctypes.CDLL(None).prctl(drop_bounding, dac_override)
+    _LIBC.prctl(drop_bounding, dac_override)

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import ACTIONS, KILLS, chaos, plan
+from benchmarks.chaos import ACTIONS, KILLS, Chaos, plan
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_disturbed_run_ends_bitwise_where_an_undisturbed_one_ends(tmp_path: Path) -> None:
     kinds = ["kill_rank", "disk_full", "kill_agent", "read_only_folder", "flipped_byte", "sigterm_rank"]
-    tally = chaos(kinds, tmp_path, seed=0, fork=True)
+    chaos = Chaos(kinds, tmp_path, seed=0, fork=True)
+    chaos.work()
+    tally = chaos.tally
     assert tally.failures == []
     assert (tally.runs, tally.ended_bitwise_equal) == (1, 1)
     assert tally.disturbances == Counter(kinds)
