@@ -43,8 +43,10 @@ class Progress:
         except ValidationError as error:
             problems = "; ".join(f"{format_path(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False))
             raise CheckpointError(f"the checkpoint's progress record is not from this version: {problems}") from None
-        if not 0 <= progress.stage < stages:
-            raise CheckpointError(f"the checkpoint is of stage {progress.stage}, the recipe has {stages} stages")
+        if not 0 <= progress.stage < stages or progress.step < 0:
+            raise CheckpointError(
+                f"the checkpoint is of step {progress.step} of stage {progress.stage}, the recipe has {stages} stages"
+            )
         return progress
 
 

@@ -313,7 +313,10 @@ class Trainer:
         self.progress = progress
         check_resumable(progress.data_plan, self._data_plan(), str(path))
         load_model_and_optimizer(self.model, self.optimizer, path)
-        self.spikes.load_state_dict(progress.spike_detector)
+        try:
+            self.spikes.load_state_dict(progress.spike_detector)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: its spike detector's state is not from this version: {error!r}") from error
         return progress
 
     def _data_plan(self) -> dict[str, object]:
