@@ -19,7 +19,7 @@ from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.load import newest_intact
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.retention import Retention
-from moba_train.checkpoint.state import load_model_and_optimizer, model_and_optimizer_tensors
+from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer
 from moba_train.config.load import dump_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
@@ -77,8 +77,9 @@ class Trainer:
         self.reported_save: tuple[int, float] | None = None
         self.failed_save: str | None = None
         self.evaluated: tuple[int, float] | None = None
+        self.tensors = TrainingTensors(self.model, self.optimizer)
         if world.device.type == "cuda":
-            self.checkpointer.reserve(model_and_optimizer_tensors(self.model, self.optimizer))
+            self.checkpointer.reserve(self.tensors())
         if world.is_main:
             (self.run_dir / "config.yaml").write_text(dump_config(config))
         self.telemetry = (
@@ -286,7 +287,7 @@ class Trainer:
         }
         if self.evaluated is not None and self.evaluated[0] == step:
             meta |= {"eval_loss": self.evaluated[1]}
-        self.checkpointer.save(step, model_and_optimizer_tensors(self.model, self.optimizer), meta)
+        self.checkpointer.save(step, self.tensors(), meta)
         self.saved_step = step
         stall = time.perf_counter() - began
         message = f"saving the checkpoint of step {step}"

@@ -21,10 +21,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor
 
 from moba_train.checkpoint import manifest, publish
 from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.state import local_part
 from moba_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Checkpointer:
     def reserve(self, tensors: dict[str, Tensor]) -> None:
         """Makes the memory for the copies now, so that the first `save` need not: page-locking takes about a second for
         every few GB. `tensors` are those that will be saved."""
-        self._buffers = {name: self._buffer(name, _local(tensor)) for name, tensor in tensors.items()}
+        self._buffers = {name: self._buffer(name, local_part(tensor)) for name, tensor in tensors.items()}
 
     def before_update(self) -> None:
         """Lets the GPU finish the copies of the last `save` before the work that is given to it from now on."""
@@ -108,7 +108,7 @@ class Checkpointer:
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """CPU copies of this rank's shards: complete, except those from a GPU, which `_copied` announces."""
-        shards = {name: _local(tensor) for name, tensor in tensors.items()}
+        shards = {name: local_part(tensor) for name, tensor in tensors.items()}
         self._buffers = {name: self._buffer(name, shard) for name, shard in shards.items()}
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -204,8 +204,3 @@ class _StagedSavePlanner(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self._staged[index.fqn]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -12,7 +12,12 @@ from moba_train.checkpoint.load import load_checkpoint
 from moba_train.checkpoint.manifest import verify_checkpoint
 from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.checkpoint.retention import Retention
-from moba_train.checkpoint.state import load_model, load_model_and_optimizer, model_and_optimizer_tensors
+from moba_train.checkpoint.state import (
+    TrainingTensors,
+    load_model,
+    load_model_and_optimizer,
+    model_and_optimizer_tensors,
+)
 from moba_train.errors import CheckpointError
 
 
@@ -26,10 +31,13 @@ def save_and_resume(folder: Path) -> None:
     """Saves after 3 steps, trains on while the save runs; a fresh start from the checkpoint must do the same 2 steps.
     Leaves the unsharded values beside the checkpoint."""
     model, optimizer = build(seed=0)
+    tensors = TrainingTensors(model, optimizer)
+    tensors()  # before FSDP's first forward pass, which moves them
     train(model, optimizer, 3)
     at_save = full_values(model_and_optimizer_tensors(model, optimizer))
+    assert_equal(full_values(tensors()), at_save)
     checkpointer = Checkpointer(folder, Retention(1))
-    checkpointer.save(3, model_and_optimizer_tensors(model, optimizer), {"consumed_tokens": 12345})
+    checkpointer.save(3, tensors(), {"consumed_tokens": 12345})
     train(model, optimizer, 2)
     at_end = full_values(model_and_optimizer_tensors(model, optimizer))
     checkpointer.close()
