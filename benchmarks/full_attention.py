@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention import HEAD_DIM, HEADS, KV_HEADS, milliseconds
 from benchmarks.record import save, spread
+from benchmarks.timing import milliseconds
 from moba_train.attention.full import FullAttention
 from moba_train.attention.merge import merge
 from moba_train.attention.protocol import Layout, Runs, packed_layout
 from moba_train.units import format_count, parse_number
 
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 RANKS = 4
 SCALE = HEAD_DIM**-0.5
 Results = list[Tensor]
@@ -130,6 +131,7 @@ def flex(tensors: Results, layout: Layout) -> Call:
 KERNELS: dict[str, Callable[[Results, Layout], Call]] = {
     "FlashAttention-2": ours("flash"),
     "cuDNN": ours("cudnn"),
+    "flash-attn-4": ours("flash4"),
     "FlexAttention": flex,
     "cuDNN varlen": cudnn_varlen,
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moba_train.attention.masked import Mask, masked_attend, masked_attend_backward
 from moba_train.attention.protocol import Layout
-from moba_train.attention.varlen import Cpu, Gradients, Segments, TorchFlash, VarlenKernel
+from moba_train.attention.varlen import Cpu, FlashAttention4, Gradients, Segments, TorchFlash, VarlenKernel
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -118,6 +118,13 @@ class _Varlen:
         return cls.kernel.backward(dout, q, k, v, out, lse, segments, scale, deterministic=False)
 
 
+class Flash4(_Varlen):
+    """The package flash-attn-4, where it is installed."""
+
+    bottom_right: ClassVar[bool] = True
+    kernel = FlashAttention4
+
+
 class Flash(_Varlen):
     """FlashAttention-2 as it ships inside torch; key/value heads are never repeated."""
 
@@ -183,5 +190,11 @@ def nothing_seen(q_THD: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(q_THD), lse_HT
 
 
-BACKENDS: dict[str, type[DenseBackend]] = {"cudnn": Cudnn, "flash": Flash, "sdpa": Sdpa, "reference": Reference}
+BACKENDS: dict[str, type[DenseBackend]] = {
+    "flash4": Flash4,
+    "cudnn": Cudnn,
+    "flash": Flash,
+    "sdpa": Sdpa,
+    "reference": Reference,
+}
 """In the order `auto` tries them."""

@@ -17,10 +17,10 @@ class FullAttention(LocalAttention):
     class Options(Section):
         """Options of `kind: full`."""
 
-        backend: Literal["auto", "cudnn", "flash", "sdpa", "reference"] = Field(
+        backend: Literal["auto", "flash4", "cudnn", "flash", "sdpa", "reference"] = Field(
             "auto",
-            description="cudnn: CUDA, one document or equally long ones; flash: CUDA, any documents; sdpa: fused CPU "
-            "kernel; reference: plain PyTorch; auto: the fastest that can do the call",
+            description="flash4: the package flash-attn-4; cudnn: CUDA, one document or equally long ones; flash: "
+            "CUDA, any documents; sdpa: fused CPU kernel; reference: plain PyTorch; auto: the fastest that can do it",
         )
 
     alignment = 1

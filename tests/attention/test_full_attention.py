@@ -6,6 +6,7 @@ from helpers import assert_all_close, make_qkv, run
 from oracle import full as oracle_full
 
 from moba_train.attention import masked
+from moba_train.attention.dense import BACKENDS
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import run_local
 from moba_train.attention.protocol import packed_layout
@@ -60,8 +61,12 @@ def test_sdpa_is_as_exact_as_the_reference_in_lower_precision(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_flash_is_as_exact_as_the_reference(dtype, head_dim, kv_heads, device):
-    assert_within_rounding("flash", make_qkv(400, 4, kv_heads, head_dim, device, dtype), [150, 0, 1, 249])
+@pytest.mark.parametrize("backend", ["flash", "flash4"])
+def test_flash_is_as_exact_as_the_reference(backend, dtype, head_dim, kv_heads, device):
+    qkv = make_qkv(400, 4, kv_heads, head_dim, device, dtype)
+    if reason := BACKENDS[backend].kernel.refuses(qkv[0]):
+        pytest.skip(reason)
+    assert_within_rounding(backend, qkv, [150, 0, 1, 249])
 
 
 @pytest.mark.gpu

@@ -13,7 +13,17 @@ from moba_train.attention.varlen.flash_attention_2 import PackagedFlash2, TorchF
 from moba_train.attention.varlen.flash_attention_4 import FlashAttention4
 from moba_train.attention.varlen.protocol import Gradients, Segments, VarlenKernel
 
-__all__ = ["KERNELS", "Cpu", "Gradients", "Segments", "TorchFlash", "VarlenKernel", "best_kernel", "refusals"]
+__all__ = [
+    "KERNELS",
+    "Cpu",
+    "FlashAttention4",
+    "Gradients",
+    "Segments",
+    "TorchFlash",
+    "VarlenKernel",
+    "best_kernel",
+    "refusals",
+]
 
 KERNELS: tuple[type[VarlenKernel], ...] = (FlashAttention4, TorchFlash, PackagedFlash2, Cpu)
 """Fastest first."""
