@@ -157,7 +157,7 @@ class ChaosRun:
                 return False
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what or condition} not within {timeout_s} s; the last lines:\n{self.tail()}")
-            time.sleep(0.004)
+            time.sleep(0.01)
         return True
 
     def wait_for_end(self, timeout_s: float) -> None:
