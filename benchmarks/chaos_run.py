@@ -39,12 +39,13 @@ time.time = _shifted
 
 
 class ChaosRun:
-    """A run folder below `folder`, and the command that trains in it on two ranks until 240 steps are done: torchrun,
-    or with `fork` its agent in a form that restarts ranks sooner (`chaos_launch`)."""
+    """A run folder below `folder`, and the command that trains in it on two ranks until so many steps are done:
+    torchrun, or with `fork` its agent in a form that restarts ranks sooner (`chaos_launch`)."""
 
-    def __init__(self, folder: Path, fork: bool, timeout_s: int = 120) -> None:
+    def __init__(self, folder: Path, fork: bool, steps: int = STEPS, timeout_s: int = 120) -> None:
         self.folder = folder
         self.fork = fork
+        self.steps = steps
         self.checkpoints = folder / "run" / "checkpoints"
         self.launches = 0
         self.lines: list[str] = []
@@ -56,8 +57,8 @@ class ChaosRun:
     def _recipe(self, timeout_s: int) -> dict[str, Any]:
         corpus = self.folder.parent / "corpus"
         if not Path(f"{corpus}.idx").exists():
-            write_corpus(corpus, 2 * STEPS * _BATCH, _VOCAB)
-        half = STEPS // 2 * _BATCH
+            write_corpus(corpus, 2 * self.steps * _BATCH, _VOCAB)
+        half = self.steps // 2 * _BATCH
         return {
             "name": "chaos",
             "run_dir": str(self.folder / "run"),
@@ -128,7 +129,7 @@ class ChaosRun:
     @property
     def finished(self) -> bool:
         """Whether all steps are done and saved."""
-        return self.ended and self.saved_step == STEPS
+        return self.ended and self.saved_step == self.steps
 
     @property
     def saved_step(self) -> int:

@@ -13,12 +13,12 @@ from benchmarks.chaos import ACTIONS, KILLS, Chaos, plan
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_disturbed_run_ends_bitwise_where_an_undisturbed_one_ends(tmp_path: Path) -> None:
-    kinds = ["kill_rank", "disk_full", "kill_agent", "read_only_folder", "flipped_byte", "sigterm_rank"]
-    chaos = Chaos(kinds, tmp_path, seed=0, fork=True)
+    kinds = ["kill_rank", "disk_full", "flipped_byte", "sigterm_rank"]
+    chaos = Chaos(kinds, tmp_path, seed=0, fork=True, steps=60)
     chaos.work()
     tally = chaos.tally
     assert tally.failures == []
-    assert (tally.runs, tally.ended_bitwise_equal) == (1, 1)
+    assert tally.ended_bitwise_equal == tally.runs >= 1
     assert tally.disturbances == Counter(kinds)
 
 
