@@ -59,8 +59,11 @@ def run(case: Case, arguments: argparse.Namespace, others: list[Peer], dense: Me
     ours = measure(row.forward, row.both, arguments.budget, warm=True)
     if ours["both_ms"]["median"] < PROFILED_MS:
         ours["kernels_ms"] = kernel_times(row.both)
-    columns = result["columns"] = {"triton": ours}
+    result["backend"] = row.picked()
+    columns = result["columns"] = {"auto": ours, result["backend"]: ours}
     for peer in others:
+        if peer.name in columns:
+            continue
         limit = arguments.dense_up_to if peer.dense and arguments.dense_up_to is not None else peer.up_to
         if case.tokens > limit or not (peer.dense or case.is_plain):
             continue
@@ -89,19 +92,20 @@ def report(result: Result) -> None:
     if "error" in result:
         print(f"{result['row']}: {result['error']}", flush=True)
         return
-    ours, work = result["columns"]["triton"], result["tflop"]
+    ours, work = result["columns"]["auto"], result["tflop"]
     both, forward = ours["both_ms"]["median"], ours["forward_ms"]["median"]
     rates = (work["forward"] + work["gate"]) / forward, sum(work.values()) / both
     bar = result.get("bar")
     wanted = f", bar {bar['both_ms']:g} {'reached' if bar['reached'] else 'MISSED'}" if bar else ""
+    floor = result["floor_ms"]["both"]
     print(
-        f"{result['row']}: forward {forward:.2f} ms, both {both:.2f} ms{wanted}, floor {result['floor_ms']['both']:.1f}"
+        f"{result['row']} by {result['backend']}: forward {forward:.2f} ms, both {both:.2f} ms{wanted}, floor {floor:.1f}"
     )
     print("  TFLOP/s: forward {:.0f}, both {:.0f}; peak {:.1f} GiB".format(*(1e3 * x for x in rates), ours["peak_gib"]))
     for name, column in result["columns"].items():
         if "error" in column:
             print(f"  {name}: {column['error']}")
-        elif name != "triton":
+        elif name not in ("auto", result["backend"]):
             print(f"  {name}: {column['forward_ms']['median']:.2f} / {column['both_ms']['median']:.2f} ms")
     if "kernels_ms" in ours:
         print("  kernels ms: " + " ".join(f"{name} {ms:.2f}" for name, ms in ours["kernels_ms"].items()))

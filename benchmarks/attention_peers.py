@@ -36,7 +36,7 @@ class Peer:
 
 def peers() -> list[Peer]:
     """Every peer that can be imported here."""
-    ours = [Peer(name, 2**17, _our(name)) for name in backends() if name != "triton"]
+    ours = [Peer(name, 2**17, _our(name)) for name in backends()]
     dense = [Peer("cudnn", 2**18, _sdpa("CUDNN_ATTENTION"), dense=True), Peer("flash2", 2**16, _flash2, dense=True)]
     others = [
         Peer("flash4", 2**18, _flash4, dense=True, package="flash-attn-4"),

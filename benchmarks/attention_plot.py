@@ -49,7 +49,7 @@ def measured(data: dict[str, Any]) -> dict[str, Curve]:
         case = Case.parse(result["row"])
         if not case.is_plain or "columns" not in result:
             continue
-        for label, column in {f"{case.block_size}/{case.topk}": "triton", **DENSE}.items():
+        for label, column in {f"{case.block_size}/{case.topk}": "auto", **DENSE}.items():
             found = result["columns"].get(column, {})
             if label in curves and "both_ms" in found:
                 curves[label][case.tokens] = found["both_ms"]["median"]

@@ -108,15 +108,15 @@ def short(tokens: int) -> str:
 
 
 def backends() -> list[str]:
-    """MoBA's implementations for a GPU, ours first."""
+    """MoBA's implementations for a GPU."""
     known = get_args(MobaAttention.Options.model_fields["backend"].annotation)
-    return sorted((name for name in known if name not in ("auto", "reference")), key=lambda name: name != "triton")
+    return [name for name in known if name not in ("auto", "reference")]
 
 
 class Row:
     """Inputs of one case and the calls that are timed."""
 
-    def __init__(self, case: Case, device: str = "cuda", backend: str = "triton") -> None:
+    def __init__(self, case: Case, device: str = "cuda", backend: str = "auto") -> None:
         self.case, self.device = case, device
         self.tokens, self.block_size, self.topk = case.tokens, case.block_size, case.topk
         generator = torch.Generator(device).manual_seed(0)
@@ -133,6 +133,10 @@ class Row:
             {"block_size": self.block_size, "topk": self.topk, "backend": backend}
         )
         return MobaAttention(options, self.case.head_dim)
+
+    def picked(self) -> str:
+        """The backend that runs it: what `auto` takes."""
+        return self.attention._backend(self.q, self.layout()).__name__.split(".moba.")[-1].split(".")[0]
 
     def using(self, backend: str) -> "Row":
         """The same inputs for another implementation of MoBA."""

@@ -26,8 +26,9 @@ BARS = {
 }
 """Milliseconds that forward and backward together, selection included, must not exceed on an H200."""
 COLUMNS = {
-    "triton": "MoBA, ours",
-    "flash": "MoBA over a varlen kernel",
+    "auto": "MoBA, ours",
+    "triton": "by Triton",
+    "flash": "over a varlen kernel",
     "cudnn": "dense, cuDNN",
     "flash2": "dense, FlashAttention-2",
     "flash4": "dense, FlashAttention-4",
@@ -47,11 +48,11 @@ def median(result: Result, column: str, what: str) -> float | None:
 
 def summary(result: Result) -> dict[str, Any]:
     """What follows from one row's measurements: against dense cuDNN in the same run, and against the bar."""
-    ours, theirs = median(result, "triton", "both_ms"), median(result, "cudnn", "both_ms")
+    ours, theirs = median(result, "auto", "both_ms"), median(result, "cudnn", "both_ms")
     found: dict[str, Any] = {}
     if ours and theirs:
         found["speedup"] = theirs / ours
-        mine, other = (result["columns"][name].get("peak_gib") for name in ("triton", "cudnn"))
+        mine, other = (result["columns"][name].get("peak_gib") for name in ("auto", "cudnn"))
         if mine and other:
             found["memory_ratio"] = mine / other
     if ours and result["row"] in BARS:
@@ -107,10 +108,10 @@ def _times(result: Result, column: str) -> str:
 
 
 def _peak(result: Result, found: dict[str, Any]) -> str:
-    if "peak_gib" not in result["columns"].get("triton", {}):
+    if "peak_gib" not in result["columns"].get("auto", {}):
         return "–"
     ratio = f" ({found['memory_ratio']:.2f})" if "memory_ratio" in found else ""
-    return f"{result['columns']['triton']['peak_gib']:.1f}{ratio}"
+    return f"{result['columns']['auto']['peak_gib']:.1f}{ratio}"
 
 
 def _number(value: float) -> str:

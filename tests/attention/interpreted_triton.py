@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, run, run_in_parts
 
+from moba_train.attention.moba import flash
 from moba_train.attention.moba.blocks import block_bound
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.triton import call, long_blocks, packed, select, short_blocks
@@ -102,12 +103,14 @@ def test_shards_of_queries_and_keys_give_the_whole(block_size):
         assert error(a, b.double()) < 2e-6, name
 
 
-def test_lists_of_several_spans_are_summed(monkeypatch):
+@pytest.mark.parametrize("block_size", [64, 192])
+def test_lists_of_several_spans_are_summed(block_size, monkeypatch):
     monkeypatch.setattr(short_blocks, "_SPAN", 64)
-    tensors, layout = inputs([300, 70], 4, 2, 64, torch.float32, "cpu"), layout_of([300, 70], "cpu")
-    ours = build("triton", 64, block_size=64, topk=3)
+    monkeypatch.setattr(packed, "_SPAN", 64)
+    tensors, layout = inputs([450, 70], 4, 2, 64, torch.float32, "cpu"), layout_of([450, 70], "cpu")
+    ours = build("triton", 64, block_size=block_size, topk=3)
     got, plan = run(ours, tensors, layout)
-    want = exact(tensors, layout, plan[0], 64, ours.scale)
+    want = exact(tensors, layout, plan[0], block_size, ours.scale)
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert error(a, b) < 2e-6, name
 
@@ -190,3 +193,19 @@ def test_lists_are_packed_in_order_and_filled_up():
         assert filling.stop - filling.start < rows
         assert not any(x[filling].any() for x in (room.q, room.dout, room.delta))
         assert room.lse[filling].isposinf().all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limit", "kv_heads", "block_size", "topk"),
+    [([150, 70], None, 2, 64, 3), ([130, 0, 1, 90], 300, 1, 50, 2)],
+)
+def test_the_composition_gathers_and_joins_with_kernels(lengths, limit, kv_heads, block_size, topk, monkeypatch):
+    if limit:
+        monkeypatch.setattr(flash, "entries_at_once", lambda rows, head_dim: limit)
+    tensors, layout = inputs(lengths, 4, kv_heads, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
+    ours = build("flash", 64, block_size=block_size, topk=topk)
+    got, plan = run(ours, tensors, layout)
+    assert len(plan) == 3, "no lists from the kernels"
+    want = exact(tensors, layout, plan[0], block_size, ours.scale)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert error(a, b) < 2e-6, name

@@ -14,7 +14,7 @@ from moba_train.attention.moba.backends import pick_backend, pick_selector
 
 @pytest.fixture(autouse=True)
 def a_gpu_with_triton_and_flash(monkeypatch):
-    monkeypatch.setattr(backends, "_has_triton", lambda: True)
+    monkeypatch.setattr(backends, "has_triton", lambda: True)
     monkeypatch.setattr(backends, "triton", lambda: "triton")
     monkeypatch.setattr(flash, "refuses", lambda *call: "")
     monkeypatch.setattr(flash, "kernel_name", lambda *call: "some kernel")

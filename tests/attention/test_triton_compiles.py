@@ -16,6 +16,7 @@ from moba_train.attention.moba.triton import (  # noqa: E402
     backward,
     combine,
     forward,
+    gathered,
     lists,
     packed,
     pool,
@@ -27,11 +28,12 @@ from moba_train.attention.moba.triton.tiles import Shape, shapes  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
-HALF = "q k v dout out dq dk dv partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
+HALF = "q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
 FLOATS = "partial_lse lse stats packed_lse packed_delta sum_dk sum_dv part_dk part_dv".split()  # noqa: SIM905
 INTEGERS = (
-    *("entries", "list_of_tile", "last_tile", "list_of_span", "last_span", "slots", "begin", "end", "bounds"),
-    *("chosen", "own", "first", "marks", "counts", "cursors", "cu_seqlens", "first_of"),
+    *("entries", "list_of_tile", "last_tile", "list_of_span", "spans_of", "rank_of_span", "last_span", "slots"),
+    *("begin", "end", "bounds", "chosen", "own", "first", "marks", "counts", "cursors", "cu_seqlens", "first_of"),
+    *("place", "row_of"),
 )
 SCALARS = {"scale": "fp32", "scale_log2": "fp32"}
 
@@ -63,6 +65,22 @@ def spilled_bytes(compiled: Any, folder: Path) -> int:
     match = re.search(r"STACK:(\d+)", report)
     assert match, report
     return int(match[1])
+
+
+def spills_in_the_loop(compiled: Any, folder: Path) -> int:
+    """Loads and stores of spilled registers in the innermost loop with matrix products."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", cubin]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", listing)]
+    loops = []
+    for at, what in code:
+        target = re.search(r"BRA.*?0x([0-9a-f]+)", what)
+        if target and int(target[1], 16) < at:
+            loops.append([x for place, x in code if int(target[1], 16) <= place <= at])
+    body = min((loop for loop in loops if any("HGMMA" in x for x in loop)), key=len)
+    return sum("LDL" in x or "STL" in x for x in body)
 
 
 def sizes(shape: Shape, head_dim: int, **more: Any) -> dict[str, Any]:
@@ -99,7 +117,8 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
     ):
         fits(kernel, sizes(tile, head_dim, **more), tile, dtype, allowed, tmp_path)
     constants = {"D": head_dim, "M": shape.dkdv.rows, "N": shape.dkdv.keys}
-    compiled = fits(packed.dkdv_history, constants, shape.dkdv, dtype, 16, tmp_path)  # around the loop, not in it
+    compiled = fits(packed.dkdv_history, constants, shape.dkdv, dtype, 1536, tmp_path)
+    assert spills_in_the_loop(compiled, tmp_path) == 0  # all of them are behind it, once for a span
     loop = compiled.asm["ttgir"].split("scf.for", 1)[1].split("scf.yield", 1)[0]
     assert loop.count("ttng.warp_group_dot ") == 4
 
@@ -137,9 +156,13 @@ def test_selection_fits(head_dim, choices, levels, grouped, tmp_path):
         (lists._place, {"G": 4, "C": 7, "TILE": 64}),
         (tables._token_tables, {"SIZE": 256}),
         (tables._block_bounds, {"SIZE": 256}),
-        (combine.combine_out, {"PARTIAL": True, "G": 4, "C": 7, "D": 128, "M": 32}),
-        (combine.combine_dq, {"PARTIAL": True, "G": 4, "C": 7, "D": 128, "M": 32}),
-        (short.sum_spans, {"D": 128, "N": 128, "KEYS": 16}),
+        (combine.combine_out, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 7, "D": 128, "M": 32}),
+        (combine.combine_dq, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 7, "D": 128, "M": 32}),
+        (combine.combine_out, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 11, "D": 128, "M": 32}),
+        (combine.combine_dq, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 11, "D": 128, "M": 32}),
+        (gathered._place_rows, {"G": 4, "C": 11, "M": 64}),
+        (gathered._gather, {"D": 128, "M": 64}),
+        (short.sum_spans, {"ADD": True, "D": 128, "N": 128, "KEYS": 16}),
         (backward.prepare, {"D": 128, "M": 32}),
         (packed.pack, {"G": 4, "C": 11, "D": 128, "M": 64}),
     ],

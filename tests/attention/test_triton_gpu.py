@@ -14,6 +14,7 @@ from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layo
 from moba_train.attention.moba import moba_attention  # noqa: E402
 from moba_train.attention.moba.blocks import block_bound  # noqa: E402
 from moba_train.attention.moba.gate import gate_scores, pool_keys  # noqa: E402
+from moba_train.attention.protocol import Layout  # noqa: E402
 
 LONG = [1500, 0, 1, 333, 0, 700, 128]
 
@@ -102,6 +103,26 @@ def test_shards_of_queries_and_keys_give_the_whole(block_size, topk):
         assert torch.equal(parts_chosen, chosen)
         for name, a, b, c in zip(("out", "lse", "dq", "dk", "dv"), got, true, want, strict=True):
             assert error(a, b) <= 1.5 * error(c, b) + 1e-4, name
+
+
+@pytest.mark.parametrize(("block_size", "topk"), [(128, 4), (256, 5), (512, 3)])
+def test_gradients_of_shards_repeat_bit_by_bit(block_size, topk):
+    """Also for keys whose own block has no query here: what nobody waits for must not arrive where results are."""
+    lengths = [2900, 0, 1, 1195]
+    (q, k, v, dout), layout = inputs(lengths, 4, 2, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
+    ours = build("triton", 128, block_size=block_size, topk=topk)
+    (out, lse, *_), _ = run(ours, [q, k, v, dout], layout)
+    here, there = ((0, 700), (3000, 4096)), ((700, 3000),)
+    part = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, here, there)
+    at, keys = (Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, x).q_tokens for x in (here, there))
+    plan = ours.plan(q[at], ours.summarize(k, layout), Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, here))
+    tensors = [x[at] for x in (dout, q)], [x[keys] for x in (k, v)], [out[at], lse[:, at].contiguous()]
+    want, noise = None, torch.empty(2**22, device="cuda")
+    for _ in range(20):
+        noise.normal_()  # other work before, and other contents of what is allocated
+        got = ours.attend_backward(*(x for some in tensors for x in some), part, plan)
+        want = want or got
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_the_public_function_takes_the_kernels_and_strided_inputs():

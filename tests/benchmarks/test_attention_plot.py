@@ -22,10 +22,10 @@ def some_results(path: Path, *rows: tuple[str, dict[str, float]]) -> Path:
 
 
 ROWS = (
-    ("8K:512/3", {"triton": 2.0, "cudnn": 4.0}),
-    ("32K:512/3", {"triton": 6.0, "cudnn": 56.0, "flash2": 94.0}),
-    ("32K:512/3,routing=sink", {"triton": 66.0}),
-    ("128K:4096/12", {"triton": 690.0}),
+    ("8K:512/3", {"auto": 2.0, "cudnn": 4.0}),
+    ("32K:512/3", {"auto": 6.0, "cudnn": 56.0, "flash2": 94.0}),
+    ("32K:512/3,routing=sink", {"auto": 66.0}),
+    ("128K:4096/12", {"auto": 690.0}),
 )
 
 

@@ -49,7 +49,7 @@ def test_rows_are_checked_timed_printed_and_saved(
     data = json.loads(output.read_text())
     assert [result["row"] for result in data["results"]] == rows
     plain, packed, local = data["results"]
-    assert plain["columns"]["triton"]["kernels_ms"] == {"attend": 2.0, "others": 1.0}
+    assert plain["columns"]["auto"]["kernels_ms"] == {"attend": 2.0, "others": 1.0}
     assert "RuntimeError" in plain["columns"]["cudnn"]["error"], "a peer that cannot run here is reported"
     assert local["columns"]["cudnn"] == plain["columns"]["cudnn"], "dense attention does not depend on the routing"
     assert "cudnn" not in packed["columns"], "it has no packed documents"
@@ -102,8 +102,8 @@ def test_long_rows_leave_dense_attention_out(
     output = tmp_path / "r.json"
     run(monkeypatch, "--rows", "256:64/2", "256:64/2,routing=uniform", "--output", str(output), *up_to)
     plain, varied = json.loads(output.read_text())["results"]
-    assert set(plain["columns"]) == {"triton", "other"} | dense
-    assert set(varied["columns"]) == {"triton"} | dense, "other implementations of MoBA run plain rows only"
+    assert set(plain["columns"]) == {"auto", "triton", "other"} | dense
+    assert set(varied["columns"]) == {"auto", "triton"} | dense, "other implementations of MoBA run plain rows only"
 
 
 def test_a_wrong_row_is_refused_with_its_reason(

@@ -3,10 +3,8 @@
 A backend is a module with the functions of `Backend`: reference.py, flash.py and triton/attention.py.
 """
 
-import importlib.util
 import logging
 import math
-import os
 import warnings
 from functools import cache
 from types import ModuleType
@@ -16,13 +14,14 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.moba import flash, reference
+from moba_train.attention.moba.available import has_triton, interpreted
 from moba_train.attention.moba.blocks import in_one_run
 from moba_train.attention.protocol import Layout, Plan
 
 logger = logging.getLogger(__name__)
 
-_FLASH_PAYS_FROM: dict[str, int] = {}
-"""Block size from which `flash` on a varlen kernel of this name is faster than `triton`. None is known to be."""
+_FLASH_PAYS_FROM = {"flash-attn-4": 2048}
+"""Block size from which `flash` on a varlen kernel of this name is faster than `triton` (docs/performance-log.md)."""
 
 
 class Backend(Protocol):
@@ -103,16 +102,17 @@ def _best(q_THD: Tensor, layout: Layout, block_size: int, topk: int, scale: floa
         return "reference"
     if no_triton:
         return _picked("flash", f"on {flash.kernel_name(q_THD, layout, block_size)}; not triton: {no_triton}")
-    if _flash_pays(q_THD, layout, block_size):
+    if _flash_pays(q_THD, layout, block_size, scale):
         return _picked("flash", f"on {flash.kernel_name(q_THD, layout, block_size)}, faster for blocks of {block_size}")
     return _picked("triton", f"which can do head dim {q_THD.shape[-1]} and block_size {block_size}")
 
 
-def _flash_pays(q_THD: Tensor, layout: Layout, block_size: int) -> bool:
+def _flash_pays(q_THD: Tensor, layout: Layout, block_size: int, scale: float) -> bool:
     """Whether `flash` is faster than `triton` where both can run: a rule from measurements."""
     if block_size < min(_FLASH_PAYS_FROM.values(), default=math.inf):
         return False  # without a look at the optional packages, which takes seconds
-    return block_size >= _FLASH_PAYS_FROM.get(flash.kernel_name(q_THD, layout, block_size), math.inf)
+    pays = block_size >= _FLASH_PAYS_FROM.get(flash.kernel_name(q_THD, layout, block_size), math.inf)
+    return pays and not flash.refuses(q_THD, layout, block_size, scale)
 
 
 @cache
@@ -134,11 +134,11 @@ def _refuses_attention(x: Tensor, layout: Layout, block_size: int, topk: int, sc
 
 def _refuses_selection(x: Tensor, layout: Layout, block_size: int, topk: int) -> str:
     """Why the Triton kernels cannot pool and choose for tensors like `x`; empty when they can."""
-    if not _has_triton():
+    if not has_triton():
         return "the package triton is not installed"
-    if not x.is_cuda and not _interpreted():
+    if not x.is_cuda and not interpreted():
         return f"tensors are on {x.device.type}, not on CUDA"
-    if x.dtype not in (torch.float16, torch.bfloat16) and not _interpreted():
+    if x.dtype not in (torch.float16, torch.bfloat16) and not interpreted():
         return f"dtype {x.dtype}, bfloat16 or float16 needed"
     if x.shape[-1] not in (64, 128):
         return f"head dim {x.shape[-1]}, 64 or 128 needed"
@@ -148,13 +148,3 @@ def _refuses_selection(x: Tensor, layout: Layout, block_size: int, topk: int) ->
         if not in_one_run(runs, block_size):
             return f"a shard whose runs {runs} are less than block_size {block_size} apart"
     return ""
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _interpreted() -> bool:
-    """True under TRITON_INTERPRET=1, which runs the kernels on the CPU, in float32 too, for tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moba_train.attention.varlen.protocol import Gradients, Segments, lacks, refuses_other_than_16_bit
 
-_WIDEST_HEAD = {9: 256, 10: 128, 11: 128}
+_WIDEST_HEAD = {9: 128, 10: 128, 11: 128}
 """By compute capability."""
 
 

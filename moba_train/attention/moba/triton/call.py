@@ -125,13 +125,17 @@ class Call:
         )
         return stats_TH2
 
-    def combine(self, kernel: Any, segment: Segment, *tensors: Tensor) -> None:
-        """Join a segment's partial results into the tensors that hold the own blocks' part."""
+    def combine(self, kernel: Any, segment: Segment, *tensors: Tensor, place: Tensor | None = None) -> None:
+        """Join a segment's partial results into the tensors that hold the own blocks' part.
+
+        They stand in the order of the entries, or where `place` (int32, of each entry) says.
+        """
         row_entries = self.group * self.choices
         first, tokens = segment.first_entry // row_entries, segment.entries // row_entries
         kv_heads = segment.kv_heads.stop - segment.kv_heads.start
         kernel[(triton.cdiv(tokens * self.group, _COMBINE_ROWS), kv_heads)](
             *tensors,
+            self.chosen_HTC if place is None else place,
             self.chosen_HTC,
             self.tables.bounds,
             self.tokens,
@@ -140,6 +144,7 @@ class Call:
             segment.kv_heads.start,
             self.heads,
             PARTIAL=self.partial,
+            PLACED=place is not None,
             G=self.group,
             C=self.choices,
             D=self.head_dim,

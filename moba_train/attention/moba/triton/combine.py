@@ -30,12 +30,19 @@ def _used(choice, ok, bounds, PARTIAL: tl.constexpr):
     return used
 
 
+@triton.jit
+def _at(place, entry, used, PLACED: tl.constexpr):
+    """Where the partial results of these entries stand: in their order, or where `place` says."""
+    return tl.load(place + entry, mask=used, other=0).to(tl.int64) if PLACED else entry
+
+
 @triton.jit(do_not_specialize=["tokens", "first_token", "last_token", "first_kv_head", "heads"])
 def combine_out(
     out,
     lse,
     partial_out,
     partial_lse,
+    place,
     chosen,
     bounds,
     tokens,
@@ -44,6 +51,7 @@ def combine_out(
     first_kv_head,
     heads,
     PARTIAL: tl.constexpr,
+    PLACED: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
@@ -59,7 +67,8 @@ def combine_out(
     top_M = own_M
     for j in tl.range(0, C, loop_unroll_factor=4):
         used = _used(choice + j, ok, bounds, PARTIAL)
-        top_M = tl.maximum(top_M, tl.load(partial_lse + entry + j, mask=used, other=float("-inf")))
+        at = _at(place, entry + j, used, PLACED)
+        top_M = tl.maximum(top_M, tl.load(partial_lse + at, mask=used, other=float("-inf")))
     if PARTIAL:
         top_M = tl.maximum(top_M, LOWEST)
     weight_M = tl.exp(own_M - top_M)
@@ -68,8 +77,9 @@ def combine_out(
     total_MD = tl.load(out_at, mask=ok[:, None], other=0.0).to(tl.float32) * weight_M[:, None]
     for j in tl.range(0, C, loop_unroll_factor=4):
         used = _used(choice + j, ok, bounds, PARTIAL)
-        weight_M = tl.exp(tl.load(partial_lse + entry + j, mask=used, other=float("-inf")) - top_M)
-        part = partial_out + ((entry + j) * D)[:, None] + column[None, :]
+        at = _at(place, entry + j, used, PLACED)
+        weight_M = tl.exp(tl.load(partial_lse + at, mask=used, other=float("-inf")) - top_M)
+        part = partial_out + (at * D)[:, None] + column[None, :]
         total_MD += tl.load(part, mask=used[:, None], other=0.0).to(tl.float32) * weight_M[:, None]
         sum_M += weight_M
     lse_M = top_M + tl.log(sum_M)
@@ -84,6 +94,7 @@ def combine_out(
 def combine_dq(
     dq,
     partial_dq,
+    place,
     chosen,
     bounds,
     tokens,
@@ -92,6 +103,7 @@ def combine_dq(
     first_kv_head,
     heads,
     PARTIAL: tl.constexpr,
+    PLACED: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
@@ -102,10 +114,10 @@ def combine_dq(
     entry = (tl.program_id(1).to(tl.int64) * (last_token - first_token) * G + row) * C
     choice = chosen + (head.to(tl.int64) * tokens + token) * C
     column = tl.arange(0, D)
-    at = dq + ((token.to(tl.int64) * heads + head) * D)[:, None] + column[None, :]
-    total_MD = tl.load(at, mask=ok[:, None], other=0.0).to(tl.float32)
+    dq_at = dq + ((token.to(tl.int64) * heads + head) * D)[:, None] + column[None, :]
+    total_MD = tl.load(dq_at, mask=ok[:, None], other=0.0).to(tl.float32)
     for j in tl.range(0, C, loop_unroll_factor=4):
         used = _used(choice + j, ok, bounds, PARTIAL)
-        part = partial_dq + ((entry + j) * D)[:, None] + column[None, :]
+        part = partial_dq + (_at(place, entry + j, used, PLACED) * D)[:, None] + column[None, :]
         total_MD += tl.load(part, mask=used[:, None], other=0.0).to(tl.float32)
-    tl.store(at, total_MD.to(dq.dtype.element_ty), mask=ok[:, None])
+    tl.store(dq_at, total_MD.to(dq.dtype.element_ty), mask=ok[:, None])

@@ -9,26 +9,37 @@ feed the matrix units. Instead
    of probability 0 to whole tiles, so that no reader needs a mask or a bound;
 3. `dkdv_history` reads them as plain tiles, by bulk copies, and adds the history's part.
 
-One program owns a tile of keys in each launch and launches follow one another, so the order of all sums is fixed. Its
-price is 6 * D bytes of traffic per row of a list besides what the gathers cost once, against 8 * D * BLOCK operations.
+One program owns a tile of keys in each launch, or one for each span of a long list and then one that adds them up;
+launches follow one another, so the order of all sums is fixed. Its price is 6 * D bytes of traffic per row of a list
+besides what the gathers cost once, against 8 * D * BLOCK operations.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moba_train.attention.moba.triton import short
 from moba_train.attention.moba.triton.backward import LOG2_E, load_rows, load_stats
 from moba_train.attention.moba.triton.call import Call
 from moba_train.attention.moba.triton.lists import Lists
 from moba_train.attention.moba.triton.tables import key_rows, query_rows
-from moba_train.attention.moba.triton.tiles import Segment, TileTable, segments, tile_of_program, tile_table
+from moba_train.attention.moba.triton.tiles import (
+    Segment,
+    TileTable,
+    segments,
+    span_table,
+    tile_of_program,
+    tile_table,
+)
 
 _PACK_WARPS = 4
+_SPAN = 4096
+"""Rows of a span for each tile of keys, at most: at 512 keys 16,384. Longer blocks keep enough programs busy anyway."""
+_SUMMED_KEYS = 16
 _ROOM = 2**19
 """Rows packed together at least, 256 MiB at D = 128: q and dout."""
 
@@ -69,8 +80,11 @@ def dkdv_own(
     shift -= key_shift
     first_row = tl.maximum(first_row, first_key - shift)  # the rows before do not see this tile
     tiles = tl.maximum(tl.cdiv(last_row - first_row, M), 0)
+    # Dividing by zero tiles is undefined: the compiler may then take it that there are some, and load the first ones
+    # unasked. They arrived in the middle of what follows the loop and spoilt dk of keys whose queries are elsewhere.
+    divisor = tl.maximum(tiles, 1)
     for i in tl.range(0, tiles * G):
-        at, head = first_row + i % tiles * M, kv_head * G + i // tiles
+        at, head = first_row + i % divisor * M, kv_head * G + i // divisor
         q_MD = q_desc.load([at, head * D])
         dout_MD = dout_desc.load([at, head * D])
         s = tl.dot(k_ND, q_MD.T)
@@ -138,7 +152,7 @@ def pack(
     tl.store(packed_delta + place, delta_M)
 
 
-@triton.jit(do_not_specialize=["blocks", "first_kv_head", "kv_heads", "key_tiles"])
+@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "key_tiles", "span"])
 def dkdv_history(
     q_desc,
     dout_desc,
@@ -146,34 +160,44 @@ def dkdv_history(
     delta_desc,
     k_desc,
     v_desc,
-    sum_dk,
-    sum_dv,
-    order,
+    part_dk,
+    part_dv,
+    slots,
     last_tile,
+    order,
+    rank_of_span,
+    last_span,
     bounds,
+    lists,
     blocks,
     first_kv_head,
-    kv_heads,
     key_tiles,
+    span,
     scale,
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Adds to float32 dk and dv [S, some K, D] of one tile of keys what the packed rows of its block's list give.
+    """What a span of the packed rows of a list gives for one tile of its block's keys: float32 dk and dv, to its place
+    in part_dk and part_dv [spans, key tiles, N, D].
 
-    Programs of one list are neighbours, and read its rows at about the same time; lists come longest first (`order`).
+    Programs of one span are neighbours, and read its rows at about the same time; lists come longest first
+    (`order`; `rank_of_span` and `last_span` are ranks in it).
 
     Stats too come by bulk copies: as plain loads every thread copies its share of them 16 times over, and the
     addresses are what makes registers spill.
     """
-    pid = tl.program_id(0)
-    which = tl.load(order + pid // key_tiles).to(tl.int32)
+    pid, key_tile = tl.program_id(0) // key_tiles, tl.program_id(0) % key_tiles
+    rank = tl.load(rank_of_span + pid)
+    if rank >= lists:
+        return
+    which = tl.load(order + rank).to(tl.int32)
     part, block = which // blocks, which % blocks
     start, stop, _ = key_rows(bounds, block)
-    first_key = start + pid % key_tiles * N
-    first = tl.load(last_tile + which - 1, mask=which > 0, other=0)
-    last = tl.load(last_tile + which)
+    first_key = start + key_tile * N
+    number = pid - tl.load(last_span + rank - 1, mask=rank > 0, other=0)
+    first = tl.load(last_tile + which - 1, mask=which > 0, other=0) + number * span
+    last = tl.minimum(first + span, tl.load(last_tile + which))
     if (first_key >= stop) | (first >= last):
         return
     column = (first_kv_head + part) * D
@@ -192,11 +216,10 @@ def dkdv_history(
         dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
         ds = p * (dp - delta_desc.load([row])[None, :])
         dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
-    key = first_key + tl.arange(0, N)
-    place = (key.to(tl.int64) * kv_heads + part) * D
-    at, mask = place[:, None] + tl.arange(0, D)[None, :], (key < stop)[:, None]
-    tl.store(sum_dk + at, tl.load(sum_dk + at, mask=mask, other=0.0) + dk_ND * scale, mask=mask)
-    tl.store(sum_dv + at, tl.load(sum_dv + at, mask=mask, other=0.0) + dv_ND, mask=mask)
+    at = tl.arange(0, N)[:, None] * D + tl.arange(0, D)[None, :]
+    place = ((tl.load(slots + which) + number).to(tl.int64) * key_tiles + key_tile) * N * D
+    tl.store(part_dk + place + at, dk_ND * scale)
+    tl.store(part_dv + place + at, dv_ND)
 
 
 @dataclass(frozen=True)
@@ -234,8 +257,7 @@ class PackedDkdv:
         for heads, parts in self.segments():
             sums = self.own(heads)
             for segment, room in parts:
-                table = self.pack(segment, room)
-                self.history(segment, table, room, *sums)
+                self.history(segment, self.pack(segment, room), room, *sums)
             dk[:, heads].copy_(sums[0])
             dv[:, heads].copy_(sums[1])
         return dk, dv
@@ -318,22 +340,44 @@ class PackedDkdv:
 
     def history(self, segment: Segment, table: TileTable, room: Packed, sum_dk: Tensor, sum_dv: Tensor) -> None:
         """Adds the part of the packed rows."""
-        call, shape = self.call, self.call.shapes.dkdv
-        order = torch.sort(table.end - table.begin, descending=True, stable=True).indices
+        call, shape, lists = self.call, self.call.shapes.dkdv, table.begin.numel()
+        keys, tiles = self.key_tiles * shape.keys, _SPAN * self.key_tiles // shape.rows
+        spans = span_table(table, tiles)
+        part_dk, part_dv = (self.stats.new_empty(spans.bound * keys, call.head_dim) for _ in range(2))
         sizes = call.sizes(shape)
         del sizes["G"]
-        dkdv_history[(table.begin.numel() * self.key_tiles,)](
+        dkdv_history[(spans.bound * self.key_tiles,)](
             *room.descriptors(shape.rows),
             *call.descriptors(shape.keys),
-            sum_dk,
-            sum_dv,
-            order,
+            part_dk,
+            part_dv,
+            spans.slots,
             table.last_tile,
+            spans.order,
+            spans.rank_of_span,
+            spans.last_span,
             call.tables.bounds,
+            lists,
             call.tables.blocks,
             segment.kv_heads.start,
-            sum_dk.shape[1],
             self.key_tiles,
+            tiles,
             call.scale,
             **sizes,
+        )
+        short.sum_spans[(lists, triton.cdiv(call.longest, _SUMMED_KEYS))](
+            sum_dk,
+            sum_dv,
+            part_dk,
+            part_dv,
+            spans.slots,
+            spans.spans,
+            call.tables.bounds,
+            call.tables.blocks,
+            0,
+            sum_dk.shape[1],
+            ADD=True,
+            D=call.head_dim,
+            N=keys,
+            KEYS=_SUMMED_KEYS,
         )

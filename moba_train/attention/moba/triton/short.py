@@ -232,20 +232,23 @@ def sum_spans(
     part_dk,
     part_dv,
     slots,
-    last_span,
+    spans_of,
     bounds,
     blocks,
     first_kv_head,
     kv_heads,
+    ADD: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """dk and dv [S, K, D] of KEYS keys of a list of several spans; its parts are [spans, N keys, D]."""
+    """dk and dv [S, K, D] of KEYS keys of a list of several spans; its parts are [spans, N keys, D].
+
+    ADD: to what is there already, and for a list of one span too.
+    """
     which = tl.program_id(0)
-    before = tl.load(last_span + which - 1, mask=which > 0, other=0)
-    spans = tl.load(last_span + which) - before
-    if spans < 2:
+    spans = tl.load(spans_of + which)
+    if spans < (1 if ADD else 2):
         return
     part, block = which // blocks, which % blocks
     key, column = tl.program_id(1) * KEYS + tl.arange(0, KEYS), tl.arange(0, D)
@@ -259,5 +262,8 @@ def sum_spans(
     start, stop, _ = key_rows(bounds, block)
     at = (((start + key).to(tl.int64) * kv_heads + first_kv_head + part) * D)[:, None] + column[None, :]
     mask = (start + key < stop)[:, None]
+    if ADD:
+        dk_ND += tl.load(dk + at, mask=mask, other=0.0).to(tl.float32)
+        dv_ND += tl.load(dv + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(dk + at, dk_ND.to(dk.dtype.element_ty), mask=mask)
     tl.store(dv + at, dv_ND.to(dv.dtype.element_ty), mask=mask)

@@ -10,7 +10,15 @@ from torch import Tensor
 from moba_train.attention.moba.triton import combine, short
 from moba_train.attention.moba.triton.call import LOG2_E, Call
 from moba_train.attention.moba.triton.lists import Lists
-from moba_train.attention.moba.triton.tiles import Segment, Shape, TileTable, segments, tile_table
+from moba_train.attention.moba.triton.tiles import (
+    Segment,
+    Shape,
+    TileTable,
+    segments,
+    steps,
+    sums_before,
+    tile_table,
+)
 
 _SPAN = 4096
 """Rows of a list that one program takes, at most: what one block everyone chooses costs in balance."""
@@ -69,9 +77,8 @@ class ShortBlocks:
         part_dk, part_dv = (stats.new_empty(slots * shape.keys, call.head_dim) for _ in range(2))
         for segment in parts:
             table = self.spans(segment)
-            spans = torch.diff(table.last_tile, prepend=table.last_tile.new_zeros(1))
-            several = spans * (spans > 1)
-            first_slot = torch.cumsum(several, 0, dtype=torch.int32) - several
+            spans = steps(table.last_tile)
+            first_slot = sums_before(spans * (spans > 1))
             short.gradients[(table.bound,)](
                 call.q_THD,
                 dout,
@@ -99,11 +106,12 @@ class ShortBlocks:
                     part_dk,
                     part_dv,
                     first_slot,
-                    table.last_tile,
+                    spans,
                     call.tables.bounds,
                     call.tables.blocks,
                     segment.kv_heads.start,
                     call.kv_heads,
+                    ADD=False,
                     D=call.head_dim,
                     N=shape.keys,
                     KEYS=_SUMMED_KEYS,

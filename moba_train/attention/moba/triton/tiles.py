@@ -109,11 +109,51 @@ def tile_table(lists: Lists, segment: Segment, kv_heads: int, rows: int, at_leas
         begin = end = torch.zeros(mine.stop - mine.start, dtype=torch.int32, device=lists.entries.device)
     heads = segment.kv_heads.stop - segment.kv_heads.start
     bound = triton.cdiv(heads * segment.entries, rows) + heads * blocks
-    tiles_of = ((end - begin + (rows - 1)) // rows).clamp(min=at_least)
-    last_tile = torch.cumsum(tiles_of, 0, dtype=torch.int32)
-    tiles = torch.arange(bound, dtype=torch.int32, device=begin.device)
-    list_of_tile = torch.searchsorted(last_tile, tiles, right=True, out_int32=True)
-    return TileTable(bound, list_of_tile, last_tile, begin, end)
+    last_tile = torch.cumsum(((end - begin + (rows - 1)) // rows).clamp(min=at_least), 0, dtype=torch.int32)
+    return TileTable(bound, _list_of(last_tile, bound), last_tile, begin, end)
+
+
+def _list_of(last: Tensor, bound: int) -> Tensor:
+    """int32 [bound]: the list of each tile, or the number of lists."""
+    tiles = torch.arange(bound, dtype=torch.int32, device=last.device)
+    return torch.searchsorted(last, tiles, right=True, out_int32=True)
+
+
+@dataclass(frozen=True)
+class SpanTable:
+    """Lists cut into spans of many rows, so that one that everyone chose keeps several programs busy."""
+
+    bound: int
+    """Programs to start."""
+    order: Tensor
+    """int64 [lists]: longest first."""
+    rank_of_span: Tensor
+    """int32 [bound]: each span's list, by its place in `order`; the number of lists for spans that do not exist."""
+    last_span: Tensor
+    """int32 [lists]: one past the last span of each list, in that order."""
+    spans: Tensor
+    """int32 [lists]: how many there are of each list."""
+    slots: Tensor
+    """int32 [lists]: number of each list's first span, lists in their own order."""
+
+
+def span_table(table: TileTable, tiles: int) -> SpanTable:
+    """Spans of `tiles` tiles each, of the lists of `table`."""
+    spans = (steps(table.last_tile) + (tiles - 1)) // tiles
+    order = torch.sort(table.end - table.begin, descending=True, stable=True).indices
+    last_span = torch.cumsum(spans[order], 0, dtype=torch.int32)
+    bound = triton.cdiv(table.bound, tiles) + spans.numel()
+    return SpanTable(bound, order, _list_of(last_span, bound), last_span, spans, sums_before(spans))
+
+
+def steps(last: Tensor) -> Tensor:
+    """[n]: by how much each is more than the one before."""
+    return torch.diff(last, prepend=last.new_zeros(1))
+
+
+def sums_before(counts: Tensor) -> Tensor:
+    """int32 [n]: the sum of all before each."""
+    return torch.cumsum(counts, 0, dtype=torch.int32) - counts
 
 
 @triton.jit

@@ -1,0 +1,114 @@
+"""The entries (token, head, choice) sorted by block, in plain PyTorch: on any device, for any head dim (flash.py)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.masked import accumulation_dtype
+from moba_train.attention.varlen import Segments
+
+_ROWS_ELEMENTS = 2**24
+"""Elements of float32 in use while rows are joined."""
+
+
+@dataclass(frozen=True)
+class SortedPart:
+    """The entries of some heads and a range of tokens, list by list: a list for every pair of a key/value head and a
+    block."""
+
+    heads: slice
+    tokens: slice
+    entries: int
+    rows: Tensor
+    """int64 [E]: the query row (token x heads + head) of every entry; one row more than entries, if there are choices
+    that name no block. They all stand there."""
+    place_thC: Tensor
+    """int64: where the entry of each choice stands."""
+    segments: Segments
+
+    def gather(self, x_rows: Tensor) -> Tensor:
+        """[rows, D] -> [E, 1, D]."""
+        return x_rows.index_select(0, self.rows).unsqueeze(1)
+
+    def gather_lse(self, lse_rows: Tensor) -> Tensor:
+        """[rows] -> [1, E]."""
+        return lse_rows[self.rows].unsqueeze(0)
+
+    def merge(self, out_THD: Tensor, lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
+        """Join the own blocks' results, in place, with those of the entries, by online softmax (attention/merge.py)."""
+        part_ED[self.entries :], part_E[self.entries :] = 0.0, -torch.inf
+        out_thD, lse_ht, place_thC = out_THD[self.tokens, self.heads], lse_HT[self.heads, self.tokens], self.place_thC
+        own_th1, part_thC = lse_ht.T.unsqueeze(-1), part_E[place_thC]
+        lse_th1 = torch.cat([own_th1, part_thC], -1).logsumexp(-1, keepdim=True)
+        own_weight_th1, weight_thC = (own_th1 - lse_th1).exp_(), (part_thC - lse_th1).exp_()
+        for tokens in _tokens_at_once(out_thD):
+            joined_thD = out_thD[tokens] * own_weight_th1[tokens]
+            for j in range(place_thC.shape[2]):
+                joined_thD.addcmul_(part_ED[place_thC[tokens, :, j]], weight_thC[tokens, :, j, None])
+            out_thD[tokens] = joined_thD
+        lse_ht.copy_(lse_th1.squeeze(-1).T)
+
+    def add(self, dq_THD: Tensor, part_ED: Tensor) -> None:
+        """Add the entries' parts of dq to the own blocks', in place, rounded once."""
+        part_ED[self.entries :] = 0.0
+        dq_thD = dq_THD[self.tokens, self.heads]
+        for tokens in _tokens_at_once(dq_thD):
+            sum_thD = dq_thD[tokens].to(accumulation_dtype(dq_thD.dtype))
+            for j in range(self.place_thC.shape[2]):
+                sum_thD += part_ED[self.place_thC[tokens, :, j]]
+            dq_thD[tokens] = sum_thD
+
+
+def sorted_parts(
+    chosen_HTC: Tensor, kv_heads: int, limit: int, most_lists: int, edges: Tensor, longest: int
+) -> Iterator[tuple[slice, Iterator[SortedPart]]]:
+    """(key/value heads, their parts), of at most about `limit` entries and `most_lists` lists each. Waits for the GPU
+    once for each part.
+
+    `edges` int32 [blocks + 1]: where blocks begin; `longest`: keys of a block at most.
+    """
+    heads, tokens, choices = chosen_HTC.shape
+    group, blocks = heads // kv_heads, edges.numel() - 1
+    per_head = tokens * group * choices
+    together = max(1, min(limit // per_head, most_lists // blocks))
+    size = -(-tokens // -(-per_head // limit))
+    for first in range(0, kv_heads, together):
+        some = slice(first, min(first + together, kv_heads))
+        ranges = [slice(first, min(first + size, tokens)) for first in range(0, tokens, size)]
+        parts = (_part(chosen_HTC, some, group, where, edges, longest) for where in ranges)
+        yield some, (part for part in parts if part.entries)
+
+
+def _part(chosen_HTC: Tensor, kv_heads: slice, group: int, tokens: slice, edges: Tensor, longest: int) -> SortedPart:
+    heads = slice(kv_heads.start * group, kv_heads.stop * group)
+    chosen_thC = chosen_HTC[heads, tokens].transpose(0, 1)
+    device, blocks = chosen_thC.device, edges.numel() - 1
+    head_h = torch.arange(heads.stop - heads.start, dtype=torch.int32, device=device)
+    lists = (kv_heads.stop - kv_heads.start) * blocks
+    list_thC = torch.where(chosen_thC < 0, lists, chosen_thC + (head_h // group * blocks).view(1, -1, 1))
+    key = torch.int16 if lists < 2**15 else torch.int32  # half the width, about half the time
+    sorted_E, order_E = list_thC.flatten().to(key).sort(stable=True)
+    starts = torch.searchsorted(sorted_E, torch.arange(lists + 1, dtype=key, device=device), out_int32=True)
+    most, entries = torch.stack([starts.diff().max(), starts[-1]]).tolist()
+
+    place_E = torch.empty_like(order_E).scatter_(0, order_E, torch.arange(order_E.numel(), device=device))
+    token_t = torch.arange(tokens.start, tokens.stop, device=device)
+    row_th = token_t.view(-1, 1) * chosen_HTC.shape[0] + (heads.start + head_h)
+    rows_E = row_th.flatten()[order_E[: entries + 1] // chosen_thC.shape[2]]
+    keys = keys_below(edges, kv_heads.stop - kv_heads.start, chosen_HTC.shape[1])
+    segments = Segments(starts, keys, most, longest, causal=False)
+    return SortedPart(heads, tokens, entries, rows_E, place_E.clamp_(max=entries).view(chosen_thC.shape), segments)
+
+
+def keys_below(edges: Tensor, heads: int, tokens: int) -> Tensor:
+    """int32 [heads * blocks + 1]: where each block begins if the keys of one head stand below those of another."""
+    first_k1 = torch.arange(0, heads * tokens, tokens, dtype=torch.int32, device=edges.device).view(-1, 1)
+    return torch.cat([(edges[:-1] + first_k1).flatten(), edges[-1:] + first_k1[-1]])
+
+
+def _tokens_at_once(x_thD: Tensor) -> Iterator[slice]:
+    size = max(1, _ROWS_ELEMENTS // x_thD[:1].numel())
+    for first in range(0, x_thD.shape[0], size):
+        yield slice(first, first + size)

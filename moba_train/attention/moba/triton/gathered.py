@@ -1,0 +1,160 @@
+"""The rows that chose each block, one list below the other, for a varlen kernel to attend to (flash.py).
+
+Lists are padded to whole tiles by rows of zeros, so that tables of tiles (tiles.py) say where each begins. In the
+backward pass such rows have lse = inf: probability 0.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moba_train.attention.moba.sorted_parts import keys_below
+from moba_train.attention.moba.triton import combine
+from moba_train.attention.moba.triton.call import Call
+from moba_train.attention.moba.triton.lists import Lists
+from moba_train.attention.moba.triton.tiles import Segment, TileTable, segments, steps, tile_of_program, tile_table
+from moba_train.attention.varlen import Segments
+
+_TILE = 64
+_WARPS = 4
+
+
+@dataclass(frozen=True)
+class GatheredPart:
+    """Some of the work: the lists of some key/value heads, from all queries or from a range of them."""
+
+    call: Call
+    segment: Segment
+    row_E: Tensor
+    """int32 [E]: the query row (token x heads + head) of every gathered one; -1 for padding."""
+    place: Tensor
+    """int32 [kv heads, entries]: where the entry of each choice stands; undefined for choices that name no block."""
+    segments: Segments
+
+    def gather(self, x_rows: Tensor) -> Tensor:
+        """[rows, D] -> [E, 1, D]."""
+        x_ED = x_rows.new_empty(self.row_E.numel(), x_rows.shape[1])
+        _gather[(self.row_E.numel() // _TILE,)](
+            x_rows.contiguous(), self.row_E, x_ED, D=x_rows.shape[1], M=_TILE, num_warps=_WARPS
+        )
+        return x_ED.unsqueeze(1)
+
+    def gather_lse(self, lse_rows: Tensor) -> Tensor:
+        """[rows] -> [1, E]."""
+        return lse_rows[self.row_E.clamp(min=0)].masked_fill_(self.row_E < 0, torch.inf).unsqueeze(0)
+
+    def merge(self, out_THD: Tensor, lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
+        """Join the own blocks' results, in place, with those of the lists, by online softmax."""
+        self.call.combine(
+            combine.combine_out, self.segment, out_THD, lse_HT, part_ED, part_E.contiguous(), place=self.place
+        )
+
+    def add(self, dq_THD: Tensor, part_ED: Tensor) -> None:
+        """Add the lists' parts of dq to the own blocks', in place, rounded once."""
+        self.call.combine(combine.combine_dq, self.segment, dq_THD, part_ED, place=self.place)
+
+
+def gathered_parts(
+    call: Call, lists: Lists, limit: int, most_lists: int, edges: Tensor, longest: int
+) -> Iterator[tuple[slice, Iterator[GatheredPart]]]:
+    """(key/value heads, their parts), of at most about `limit` entries and `most_lists` lists each. Waits for the GPU
+    once, for the longest lists.
+
+    `edges` int32 [blocks + 1]: where blocks begin; `longest`: keys of a block at most.
+    """
+    per_head = lists.entries.numel() // call.kv_heads
+    cut = list(segments(lists, call.kv_heads, min(limit, most_lists // call.tables.blocks * per_head)))
+    tables = [tile_table(lists, segment, call.kv_heads, _TILE) for segment in cut]
+    tiles = [steps(table.last_tile).max() for table in tables]
+    most_rows = (torch.stack(tiles) * _TILE).tolist()
+    work = zip(cut, tables, most_rows, strict=True)
+    for _, mine in groupby(work, key=lambda one: one[0].kv_heads.start):
+        several = list(mine)
+        kv_heads = several[0][0].kv_heads
+        keys = keys_below(edges, kv_heads.stop - kv_heads.start, call.k_SKD.shape[0])
+        yield (
+            kv_heads,
+            (
+                _part(call, lists, segment, table, Segments(_rows(table), keys, most, longest, causal=False))
+                for segment, table, most in several
+            ),
+        )
+
+
+def _rows(table: TileTable) -> Tensor:
+    """int32 [lists + 1]: where each list begins."""
+    return torch.nn.functional.pad(table.last_tile * _TILE, (1, 0))
+
+
+def _part(call: Call, lists: Lists, segment: Segment, table: TileTable, ranges: Segments) -> GatheredPart:
+    row_E = torch.empty(table.bound * _TILE, dtype=torch.int32, device=lists.entries.device)
+    heads = segment.kv_heads.stop - segment.kv_heads.start
+    place = torch.empty(heads, segment.entries, dtype=torch.int32, device=row_E.device)
+    _place_rows[(table.bound,)](
+        row_E,
+        place,
+        lists.entries,
+        table.list_of_tile,
+        table.last_tile,
+        table.begin,
+        table.end,
+        table.begin.numel(),
+        call.tables.blocks,
+        call.heads,
+        segment.kv_heads.start,
+        segment.first_entry,
+        segment.entries,
+        G=call.group,
+        C=call.choices,
+        M=_TILE,
+        num_warps=1,
+    )
+    return GatheredPart(call, segment, row_E, place, ranges)
+
+
+@triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "first_entry", "segment_entries"])
+def _place_rows(
+    row_of,
+    place,
+    entries,
+    list_of_tile,
+    last_tile,
+    begin,
+    end,
+    lists,
+    blocks,
+    heads,
+    first_kv_head,
+    first_entry,
+    segment_entries,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    M: tl.constexpr,
+):
+    """One tile of one list: the rows it gathers, and where its entries stand."""
+    tile = tl.program_id(0)
+    which, first, stop = tile_of_program(tile, list_of_tile, last_tile, begin, end, lists, M)
+    i = tl.arange(0, M)
+    at = tile * M + i
+    position = first.to(tl.int64) + i
+    ok = (position < stop) & (which < lists)
+    entry = tl.load(entries + position, mask=ok, other=0)
+    row, part = entry // C, which // blocks
+    head = (first_kv_head + part) * G + row % G
+    tl.store(row_of + at, tl.where(ok, row // G * heads + head, -1))
+    tl.store(place + part.to(tl.int64) * segment_entries + (entry - first_entry), at, mask=ok)
+
+
+@triton.jit
+def _gather(x, row_of, gathered, D: tl.constexpr, M: tl.constexpr):
+    """Rows of x [rows, D] to a tile of gathered [E, D]; zeros for those of number -1."""
+    at = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    row = tl.load(row_of + at)
+    column = tl.arange(0, D)[None, :]
+    x_MD = tl.load(x + row.to(tl.int64)[:, None] * D + column, mask=(row >= 0)[:, None], other=0.0)
+    tl.store(gathered + at[:, None] * D + column, x_MD)
