@@ -33,6 +33,9 @@ def train(
     recipe: Recipe,
     overrides: Overrides = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="ranks on this machine; default: all its GPUs")] = None,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="starts after a failure; each goes on from the newest checkpoint")
+    ] = 0,
 ) -> None:
     """Train on this machine: torchrun with one rank per GPU. For several nodes see launch/multinode.sh."""
     import os
@@ -42,6 +45,7 @@ def train(
 
     ranks = gpus or torch.cuda.device_count() or 1
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launch += ["--max-restarts", str(restarts)]
     os.execv(sys.executable, [*launch, "-m", "moba_train.train", str(recipe), *(overrides or ())])
 
 
@@ -93,7 +97,8 @@ def verify(
     checkpoint: Checkpoint,
 ) -> None:
     """Check every file of a checkpoint against its manifest."""
-    from moba_train.checkpoint.publish import find_checkpoint, verify_checkpoint
+    from moba_train.checkpoint.manifest import verify_checkpoint
+    from moba_train.checkpoint.publish import find_checkpoint
 
     found = find_checkpoint(checkpoint)
     verify_checkpoint(found)

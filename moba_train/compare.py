@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from moba_train.checkpoint.load import CheckpointReader
-from moba_train.checkpoint.publish import find_checkpoint, read_meta
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.config.load import parse_config
 from moba_train.errors import UserError
 from moba_train.model.transformer import Transformer

@@ -3,11 +3,15 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+from moba_train.config.explain import format_path
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import CheckpointError
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass
 class Progress:
     """Counters of a run. Together with the seed they determine every later batch, on any number of ranks."""
@@ -44,12 +48,19 @@ class Progress:
         return asdict(self)
 
     @staticmethod
-    def from_meta(meta: dict[str, Any]) -> "Progress":
-        """The inverse of `to_meta`. Raises CheckpointError when keys are missing or unknown."""
+    def from_meta(meta: Any, stages: int) -> "Progress":
+        """The inverse of `to_meta`, for a recipe of so many stages. Raises CheckpointError when keys are missing or
+        unknown, or a value is of another kind."""
         try:
-            return Progress(**meta)
-        except TypeError as error:
-            raise CheckpointError(f"the checkpoint's progress record is not from this version: {error}") from error
+            progress = TypeAdapter(Progress).validate_python(meta)
+        except ValidationError as error:
+            problems = "; ".join(f"{format_path(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False))
+            raise CheckpointError(f"the checkpoint's progress record is not from this version: {problems}") from None
+        if not 0 <= progress.stage < stages or progress.step < 0:
+            raise CheckpointError(
+                f"the checkpoint is of step {progress.step} of stage {progress.stage}, the recipe has {stages} stages"
+            )
+        return progress
 
 
 def data_plan(config: RunConfig, stages: tuple[Stage, ...]) -> dict[str, Any]:

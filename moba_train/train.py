@@ -15,6 +15,8 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.validate import validate
 from moba_train.determinism import deterministic
 from moba_train.errors import UserError
+from moba_train.parallel.failures import end_with_launcher
+from moba_train.parallel.run_lock import run_folder_lock
 from moba_train.parallel.world import World, joined_world
 from moba_train.trainer import STALLS, Trainer
 
@@ -26,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="laid over the recipe")
     parser.add_argument("--stop-at-step", type=int, help="save and exit 0 after so many optimizer steps")
     given = parser.parse_args(arguments)
+    end_with_launcher()
     rank = int(os.environ.get("RANK", 0))
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank}] %(levelname)s %(message)s")
     try:
@@ -51,7 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _train(config: RunConfig, world: World, stop_at_step: int | None) -> None:
-    finished = Trainer(config, world, stop_at_step).run()
+    with run_folder_lock(Path(config.run_dir), world):
+        finished = Trainer(config, world, stop_at_step).run()
     if world.is_main and not finished:
         print("stopped as asked; the same command goes on from here", flush=True)
 

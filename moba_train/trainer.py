@@ -7,7 +7,6 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -18,8 +17,10 @@ from torch import Tensor
 from moba_train.attention.local import run_local
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.initial import load_initial_weights
-from moba_train.checkpoint.publish import latest_checkpoint, read_meta
-from moba_train.checkpoint.state import load_model_and_optimizer, model_and_optimizer_tensors
+from moba_train.checkpoint.load import newest_intact
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer
 from moba_train.config.load import dump_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
@@ -31,7 +32,7 @@ from moba_train.errors import CheckpointError, LaunchError, TrainingError
 from moba_train.evals.position_plot import plot_position_wise
 from moba_train.evals.stage import StageEvaluation
 from moba_train.health.dump import write_dump
-from moba_train.health.reaction import last_good_checkpoint, react
+from moba_train.health.reaction import good_before, react
 from moba_train.health.spike import SpikeDetector
 from moba_train.health.stragglers import Stragglers
 from moba_train.health.watch import Watch
@@ -49,7 +50,6 @@ from moba_train.progress import Progress, check_resumable, data_plan
 from moba_train.telemetry.boundary import Boundary
 from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
-from moba_train.telemetry.plot import plot_run
 from moba_train.telemetry.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -80,12 +80,18 @@ class Trainer:
         self.context_engines = ContextEngines(config, world)
         self._check_run_dir()
         self.share = Share()
+        keep = config.checkpoint
         self.checkpointer = Checkpointer(
-            self.run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every
+            self.run_dir / "checkpoints", Retention(keep.keep_last, keep.keep_every, keep.keep_best)
         )
         self.spikes = SpikeDetector(config.health.spike.window, config.health.spike.warn_sigma)
         self.progress = self._resume() or self._begin()
         self.saved_step = self.progress.step
+        self.reported_save: tuple[int, float] | None = None
+        self.failed_save: str | None = None
+        self.tensors = TrainingTensors(self.model, self.optimizer)
+        if world.device.type == "cuda":
+            self.checkpointer.reserve(self.tensors())
         if world.is_main:
             (self.run_dir / "config.yaml").write_text(dump_config(config))
         self.telemetry = (
@@ -116,9 +122,14 @@ class Trainer:
             finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
             self._report_boundary(self.boundary.compare() if finished else None)
             self._save()
+            self.watch.enter("last checkpoint", self.progress.step)
+            self.checkpointer.wait()
+            self._report_save()
+            if self.failed_save is not None:
+                raise CheckpointError(f"{self.failed_save}; mend that and give the same command again")
         except BaseException as error:
             error.add_note(f"in step {self.progress.step} of stage {self.stages[self.progress.stage].name}")
-            all_ranks_end = isinstance(error, TrainingError)
+            all_ranks_end = isinstance(error, TrainingError | CheckpointError)
             self.checkpointer.close(None if all_ranks_end else LAST_SAVE_S)
             raise
         else:
@@ -128,6 +139,8 @@ class Trainer:
             self.telemetry.close()
         if self.world.is_main:
             try:
+                from moba_train.telemetry.plot import plot_run  # matplotlib: a quarter of the time of a restart
+
                 plot_run(self.run_dir)
                 plot_position_wise(self.run_dir)
             except Exception as error:  # the run itself is done and saved
@@ -170,6 +183,7 @@ class Trainer:
                     self._end_here(stage)
                 if self.progress.step % self.config.checkpoint.every == 0:
                     self._save()
+                self._report_save()
                 if gate_opened:
                     break
                 self.watch.enter("waiting for data", self.progress.step)
@@ -221,6 +235,7 @@ class Trainer:
             clip_gradients(self.model, self.config.optim.clip_norm, grad_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
+            self.checkpointer.before_update()
             self.optimizer.step()
             self.optimizer.zero_grad()
         if logged:
@@ -268,17 +283,21 @@ class Trainer:
         """Go on after this step with weights, optimizer and detector of the last good checkpoint."""
         step, tokens = self.progress.step, self._tokens(stage)
         self.checkpointer.wait()  # it may be saving the one to go back to
-        flagged = {*self.progress.skipped, step}
-        path = self._find_checkpoint(lambda folder: last_good_checkpoint(folder, flagged))
+        folder = self.checkpointer.folder
+        problem = f"{folder} is empty"
+        try:
+            path = newest_intact(folder, good_before({*self.progress.skipped, step}))
+        except CheckpointError as error:
+            path, problem = None, str(error)
         if path is None:
             raise TrainingError(
-                f"step {step} of stage {stage.name}: health.spike.reaction is rollback, but "
-                f"{self.run_dir / 'checkpoints'} holds no checkpoint from before the spike to go back to; "
-                f"the step was not applied. Lower checkpoint.every ({self.config.checkpoint.every}), or start again"
+                f"step {step} of stage {stage.name}: health.spike.reaction is rollback, but there is no checkpoint "
+                "from before the spike to go back to; the step was not applied. Lower checkpoint.every "
+                f"({self.config.checkpoint.every}), or start again. {problem}"
             )
         self.optimizer.zero_grad()
         load_model_and_optimizer(self.model, self.optimizer, path)
-        saved = Progress.from_meta(read_meta(path)["progress"])
+        saved = Progress.from_meta(read_meta(path)["progress"], len(self.stages))
         if saved.stage == stage.index:
             self.spikes.load_state_dict(saved.spike_detector)
             self.boundary = Boundary(**saved.boundary)
@@ -391,22 +410,36 @@ class Trainer:
         if step == self.saved_step:
             return
         self.watch.enter("checkpoint", step)
+        began = time.perf_counter()
+        stage = self.stages[self.progress.stage]
         self.progress.spike_detector = self.spikes.state_dict()
         self.progress.boundary = self.boundary.to_state()
         self.progress.data_plan = self._data_plan()
-        self.checkpointer.save(
-            step,
-            model_and_optimizer_tensors(self.model, self.optimizer),
-            {
-                "progress": self.progress.to_meta(),
-                "config": dump_config(self.config),
-                "good": self.spikes.is_calm(step),
-            },
-        )
+        meta: dict[str, object] = {
+            "progress": self.progress.to_meta(),
+            "config": dump_config(self.config),
+            "stage": stage.name,
+            "good": self.spikes.is_calm(step),
+        }
+        if self.evaluation.validated_step == step:
+            meta |= {"eval_loss": self.evaluation.validation_loss}
+        self.checkpointer.save(step, self.tensors(), meta)
         self.saved_step = step
-        self.telemetry.event(
-            step, self._tokens(self.stages[self.progress.stage]), "checkpoint", f"saving the checkpoint of step {step}"
-        )
+        stall = time.perf_counter() - began
+        message = f"saving the checkpoint of step {step}"
+        self.telemetry.event(step, self._tokens(stage), "checkpoint", message, checkpoint_stall_s=stall)
+
+    def _report_save(self) -> None:
+        """Say once how the last save in the background ended; the run goes on in any case."""
+        step, tokens = self.progress.step, self._tokens(self.stages[self.progress.stage])
+        saved, error = self.checkpointer.last_saved, self.checkpointer.last_error
+        if saved is not None and saved != self.reported_save:
+            message = f"the checkpoint of step {saved[0]} is complete after {saved[1]:.1f} s"
+            self.telemetry.event(step, tokens, "checkpoint", message, checkpoint_save_s=saved[1])
+        if error is not None and error != self.failed_save:
+            self.telemetry.event(step, tokens, "warning", error)
+            self.telemetry.alert("a checkpoint was not saved", error, "checkpoint")
+        self.reported_save, self.failed_save = saved, error
 
     def _begin(self) -> Progress:
         """A new run, from `init_from`'s weights if given."""
@@ -415,24 +448,21 @@ class Trainer:
         return Progress(run_id=self._new_run_id())
 
     def _resume(self) -> Progress | None:
-        """Load the newest valid checkpoint of the run folder; None when there is none."""
-        path = self._find_checkpoint(latest_checkpoint)
+        """Load the newest intact checkpoint of the run folder; None when there is none."""
+        path = newest_intact(self.run_dir / "checkpoints")
         if path is None:
             return None
-        progress = Progress.from_meta(read_meta(path)["progress"])
+        progress = Progress.from_meta(read_meta(path).get("progress"), len(self.stages))
         self.progress = progress
         self.stages = resolve_stages(self.config, progress.gated_steps)
         self.boundary = Boundary(**progress.boundary)
         check_resumable(progress.data_plan, self._data_plan(), str(path))
         load_model_and_optimizer(self.model, self.optimizer, path)
-        self.spikes.load_state_dict(progress.spike_detector)
+        try:
+            self.spikes.load_state_dict(progress.spike_detector)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: its spike detector's state is not from this version: {error!r}") from error
         return progress
-
-    def _find_checkpoint(self, find: Callable[[Path], Path | None]) -> Path | None:
-        """What `find` makes of the checkpoint folder, the same on every rank."""
-        found = [find(self.run_dir / "checkpoints") if self.world.is_main else None]
-        dist.broadcast_object_list(found)
-        return found[0]
 
     def _data_plan(self) -> dict[str, object]:
         plan = data_plan(self.config, self.stages[: self.progress.stage + 1])

@@ -1,7 +1,19 @@
-"""Shared by all tests: the device they run on."""
+"""Shared by all tests: the device they run on, and how deep those go that draw their cases."""
+
+import os
 
 import pytest
 import torch
+from hypothesis import settings
+
+from moba_train.inference.foreign import ROOTS
+
+# HYPOTHESIS_PROFILE=deep: for a night, not for every change.
+settings.register_profile("default", deadline=None)
+settings.register_profile("deep", deadline=None, max_examples=20_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+os.environ.setdefault(ROOTS, "/")  # the corpora of tests lie in temporary folders
 
 
 @pytest.fixture

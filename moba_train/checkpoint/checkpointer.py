@@ -1,13 +1,14 @@
 """Saving a checkpoint of a distributed run in the background.
 
-`save` copies the tensors to CPU memory and returns; one thread per rank then writes them with
-torch.distributed.checkpoint and publishes the result. The threads talk over a gloo group of their own, because NCCL
-collectives must all be issued from one thread in one order, and that thread is busy training.
+`save` starts copying the tensors to CPU memory and returns; one thread per rank then writes them with
+torch.distributed.checkpoint and publishes the result. From a GPU the copies are made beside the next forward and
+backward pass, and only the update of the weights has to wait for them (`before_update`). The threads talk over a gloo
+group of their own, because NCCL collectives must all be issued from one thread in one order, and that thread is busy
+training.
 """
 
 import copy
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -20,9 +21,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor
 
-from moba_train.checkpoint import publish
+from moba_train.checkpoint import manifest, publish
+from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.state import local_part
 from moba_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -31,30 +33,32 @@ T = TypeVar("T")
 
 
 class Checkpointer:
-    """Writes checkpoints into `folder`, which every rank must see, and keeps the `keep_last` newest and the multiples
-    of `keep_every` steps.
+    """Writes checkpoints into `folder`, which every rank must see, and keeps those that `retention` says and the newest
+    whose meta `protect` agrees to.
 
     Construct it on every rank once the default process group exists; `save`, `wait` and `close` are called on every
     rank. The copies live in page-locked memory when the tensors are on a GPU and are kept from one save to the next:
     host memory of the size of a rank's shards.
 
     A save that fails on any rank fails on all: it is logged, its text is kept in `last_error` (None after a good save),
-    the half-written folder is removed, and the run goes on with the checkpoints it had. `last_stall_s` is the time in
-    seconds for which the last `save` held up its caller.
+    the half-written folder is removed, and the run goes on with the checkpoints it had. `last_saved` is the step of the
+    last good save and the seconds it took in the background.
     """
 
-    def __init__(self, folder: Path, keep_last: int, keep_every: int | None) -> None:
+    def __init__(self, folder: Path, retention: Retention, protect: publish.Accept = publish.is_good) -> None:
         self.folder = folder
         self.last_error: str | None = None
-        self.last_stall_s = 0.0
-        self._keep_last = keep_last
-        self._keep_every = keep_every
+        self.last_saved: tuple[int, float] | None = None
+        self._retention = retention
+        self._protect = protect
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._copied: torch.cuda.Event | None = None
         self._group = dist.new_group(backend="gloo")
         self._rank = dist.get_rank()
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         try:
-            self._on_rank_0(self._prepare_folder)
+            self._from_rank_0(self._prepare_folder)
         except _SaveFailedError as error:
             raise CheckpointError(f"{folder} cannot be used for checkpoints: {error}; change run_dir") from error
 
@@ -62,20 +66,30 @@ class Checkpointer:
         """Copies `tensors` (plain ones and DTensors, by name) and `meta` and writes them in the background.
 
         `meta` is JSON-able and the one of rank 0 counts. A name that several ranks give holds the same value on all of
-        them, or the shards of one DTensor. Waits first for the save before, if that still runs.
+        them, or the shards of one DTensor. Waits first for the save before, if that still runs. Tensors on a GPU must
+        not change before `before_update` was called.
         """
-        start = time.perf_counter()
         self.wait()
         planner = _StagedSavePlanner(self._stage(tensors))
         # The live tensors go along for their shapes and placements only: no value of theirs is read in the thread.
         self._thread = threading.Thread(
             target=self._write,
-            args=(step, tensors, planner, copy.deepcopy(meta)),
+            args=(step, tensors, planner, self._copied, copy.deepcopy(meta)),
             name=f"checkpoint-{step}",
             daemon=True,
         )
         self._thread.start()
-        self.last_stall_s = time.perf_counter() - start
+
+    def reserve(self, tensors: dict[str, Tensor]) -> None:
+        """Makes the memory for the copies now, so that the first `save` need not: page-locking takes about a second for
+        every few GB. `tensors` are those that will be saved."""
+        self._buffers = {name: self._buffer(name, local_part(tensor)) for name, tensor in tensors.items()}
+
+    def before_update(self) -> None:
+        """Lets the GPU finish the copies of the last `save` before the work that is given to it from now on."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when no save is running, or after so many seconds."""
@@ -93,24 +107,39 @@ class Checkpointer:
         publish.clean_up(self.folder)
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """CPU copies of this rank's shards."""
-        staged = {}
-        for name, tensor in tensors.items():
-            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-            staged[name] = buffer.copy_(local, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self._buffers = staged
-        return staged
+        """CPU copies of this rank's shards: complete, except those from a GPU, which `_copied` announces."""
+        shards = {name: local_part(tensor) for name, tensor in tensors.items()}
+        self._buffers = {name: self._buffer(name, shard) for name, shard in shards.items()}
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for name, shard in shards.items():
+                self._buffers[name].copy_(shard, non_blocking=True)
+        self._copied = self._stream.record_event() if self._stream is not None else None
+        return self._buffers
 
-    def _write(self, step: int, tensors: dict[str, Tensor], planner: dcp.SavePlanner, meta: dict[str, Any]) -> None:
+    def _buffer(self, name: str, shard: Tensor) -> Tensor:
+        """Memory for a copy of `shard`: what the last save used, if it fits."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != shard.shape or buffer.dtype != shard.dtype:
+            buffer = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
+        return buffer
+
+    def _write(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        planner: dcp.SavePlanner,
+        copied: torch.cuda.Event | None,
+        meta: dict[str, Any],
+    ) -> None:
         """Runs in the background thread."""
-        temporary = publish.temporary_folder(self.folder, step)
+        began = time.perf_counter()
+        temporary: Path | None = None
         try:
-            self._on_rank_0(lambda: _make_empty(temporary))
+            temporary = self._from_rank_0(lambda: publish.make_temporary_folder(self.folder, step))
+            if copied is not None:
+                copied.synchronize()
             writer = dcp.FileSystemWriter(temporary)
             try:
                 dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
@@ -119,31 +148,33 @@ class Checkpointer:
                 raise _SaveFailedError("; ".join(causes)) from None
             hashes = self._on_every_rank(lambda: self._finish_own_files(temporary, meta))
             files = {name: entry for own in hashes for name, entry in own.items()}
-            self._on_rank_0(lambda: self._publish(step, files))
-            self.last_error = None
+            self._from_rank_0(lambda: self._publish(temporary, step, files))
+            self.last_error, self.last_saved = None, (step, time.perf_counter() - began)
         except Exception as error:
             self.last_error = f"the checkpoint of step {step} was not saved: {error}"
             logger.error("%s; the run goes on with the checkpoints it has", self.last_error)
-            if self._rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+            if self._rank == 0 and temporary is not None and temporary.exists():
+                publish.remove(temporary)
 
-    def _finish_own_files(self, temporary: Path, meta: dict[str, Any]) -> dict[str, publish.FileEntry]:
+    def _finish_own_files(self, temporary: Path, meta: dict[str, Any]) -> dict[str, manifest.FileEntry]:
         """Hashes the files that this rank wrote; rank 0 adds meta.json and DCP's index."""
         own = list(temporary.glob(f"__{self._rank}_*.distcp"))
         if self._rank == 0:
-            publish.write_json(temporary / publish.META, meta)
-            own += [temporary / publish.META, temporary / ".metadata"]
-        return {path.name: publish.hash_file(path) for path in own}
+            manifest.write_json(temporary / manifest.META, meta)
+            own += [temporary / manifest.META, temporary / ".metadata"]
+        return {path.name: manifest.hash_file(path) for path in own}
 
-    def _publish(self, step: int, files: dict[str, publish.FileEntry]) -> None:
-        publish.publish(self.folder, step, files)
+    def _publish(self, temporary: Path, step: int, files: dict[str, manifest.FileEntry]) -> None:
+        publish.publish(temporary, step, files)
         try:
-            publish.apply_retention(self.folder, self._keep_last, self._keep_every)
+            self._retention.apply(self.folder, self._protect)
         except OSError as error:
             logger.warning("the checkpoint of step %d is saved, but an old one could not be removed: %s", step, error)
 
-    def _on_rank_0(self, action: Callable[[], object]) -> None:
-        self._on_every_rank(lambda: action() if self._rank == 0 else None)
+    def _from_rank_0(self, action: Callable[[], T]) -> T:
+        """Runs `action` on rank 0 and returns its result on every rank."""
+        results: list[Any] = self._on_every_rank(lambda: action() if self._rank == 0 else None)
+        return results[0]
 
     def _on_every_rank(self, action: Callable[[], T]) -> list[T]:
         """Runs `action` and returns every rank's result. An error on any rank is raised on all, and none is left
@@ -173,9 +204,3 @@ class _StagedSavePlanner(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self._staged[index.fqn]
-
-
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir()

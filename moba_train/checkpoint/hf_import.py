@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from moba_train.checkpoint import publish
+from moba_train.checkpoint import manifest, publish
 from moba_train.checkpoint.hf import check_hf_weights, parameter_shapes
 from moba_train.checkpoint.hf_config import CONFIG, read_layers, read_model_config
 from moba_train.checkpoint.hf_names import hf_name
@@ -39,8 +39,8 @@ def import_from_hf(folder: Path, output: Path) -> None:
     if output.exists() and any(output.iterdir()):
         raise CheckpointError(f"{output}: is not empty; give a new folder")
     checkpoints = output / "checkpoints"
-    temporary = publish.temporary_folder(checkpoints, 0)
-    temporary.mkdir(parents=True)
+    checkpoints.mkdir(parents=True)
+    temporary = publish.make_temporary_folder(checkpoints, 0)
     for file in tokenizer_files(folder):
         shutil.copyfile(file, output / file.name)
     config = _recipe(folder, output, model)
@@ -48,8 +48,8 @@ def import_from_hf(folder: Path, output: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), planner=_ReadingPlanner(files), no_dist=True)
-    publish.write_json(temporary / publish.META, {"progress": Progress().to_meta(), "config": dump_config(config)})
-    publish.publish(checkpoints, 0, {path.name: publish.hash_file(path) for path in temporary.iterdir()})
+    manifest.write_json(temporary / manifest.META, {"progress": Progress().to_meta(), "config": dump_config(config)})
+    publish.publish(temporary, 0, {path.name: manifest.hash_file(path) for path in temporary.iterdir()})
 
 
 def _recipe(folder: Path, output: Path, model: ModelConfig) -> RunConfig:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from moba_train.checkpoint.hf import load_hf_weights
 from moba_train.checkpoint.hf_config import CONFIG, read_model_config
-from moba_train.checkpoint.publish import find_checkpoint, read_meta
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.state import load_model
 from moba_train.config.load import parse_config
 from moba_train.config.model import ModelConfig

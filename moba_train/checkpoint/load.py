@@ -2,12 +2,13 @@
 
 Nothing in a checkpoint can run code: `meta.json` and `manifest.json` are JSON, tensor data is read by
 torch.distributed.checkpoint (DCP) with `torch.load(weights_only=True)`, and DCP's index `.metadata`, which is a pickle,
-goes through an unpickler that knows the index's own classes and nothing else.
+is read by `checkpoint.index`. Nothing in it can lead to a file that is not its own.
 """
 
-import pickle
+import logging
 import warnings
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,29 +19,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from moba_train.checkpoint.publish import check_sizes, read_meta, verify_checkpoint
+from moba_train.checkpoint.index import read_index
+from moba_train.checkpoint.manifest import FileEntry, check_sizes, read_meta, verify_checkpoint
+from moba_train.checkpoint.publish import Accept, published, set_aside
 from moba_train.errors import CheckpointError
 
 T = TypeVar("T")
 
-_INDEX = ".metadata"
-_INDEX_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},  # its home in Python 3.13
-}
+logger = logging.getLogger(__name__)
 
 
 def load_checkpoint(
@@ -67,8 +53,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: Path) -> None:
-        check_sizes(path)
-        self._path, self._index = path, _read_index(path)
+        self._path, self._index = path, read_index(path, check_sizes(path))
         entries = self._index.state_dict_metadata
         self.tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -80,13 +65,53 @@ class CheckpointReader:
         return tensor
 
 
+def newest_intact(folder: Path, accept: Accept | None = None) -> Path | None:
+    """The newest checkpoint in `folder` whose every byte is as it was written and whose meta `accept` agrees to; None
+    when `folder` has none at all.
+
+    Called on every rank of the process group: each reads its share of the files. Damaged ones that are newer than the
+    one found are reported and set aside, so that they neither count nor come up again. Raises CheckpointError when
+    there are checkpoints, but all are damaged or `accept` refuses them.
+    """
+    listing: list[Any] = [[path for _, path in reversed(published(folder))]]
+    dist.broadcast_object_list(listing)
+    damaged: dict[Path, str] = {}
+    for path in listing[0]:
+        try:
+            _on_every_rank(partial(_verify_share, path))
+            meta = read_meta(path)
+        except CheckpointError as error:
+            damaged[path] = str(error)
+            continue
+        if accept is None or accept(meta):
+            if dist.get_rank() == 0:
+                _set_aside(damaged)
+            return path
+    if listing[0]:
+        raise CheckpointError(
+            f"none of the {len(listing[0])} checkpoints in {folder} can be resumed from; put an intact one there, or "
+            "set run_dir to a new folder to start afresh\n" + "\n".join(f"  - {text}" for text in damaged.values())
+        )
+    return None
+
+
+def _set_aside(damaged: dict[Path, str]) -> None:
+    for path, problem in damaged.items():
+        try:
+            where = f"It is now {set_aside(path).name}; delete it when you have looked at it."
+        except OSError as error:
+            where = f"It stays where it is ({error})."
+        logger.warning("Passing over a damaged checkpoint and taking the one before. %s. %s", problem, where)
+
+
+def _verify_share(path: Path) -> dict[str, FileEntry]:
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return verify_checkpoint(path, rank, ranks)
+
+
 def _check(path: Path, tensors: dict[str, Tensor], optional: Collection[str], verify: bool) -> Metadata:
-    if verify:
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        verify_checkpoint(path, rank, ranks)
-    else:
-        check_sizes(path)
-    index = _read_index(path)
+    files = _verify_share(path) if verify else check_sizes(path)
+    index = read_index(path, files)
     saved = index.state_dict_metadata
     problems = [
         f"{name}: "
@@ -153,22 +178,3 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self) -> Metadata:  # without `rank`, DCP never looks for another index
         return self._index
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _INDEX_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's index")
-        return super().find_class(module, name)
-
-
-def _read_index(path: Path) -> Metadata:
-    file = path / _INDEX
-    try:
-        with file.open("rb") as stream:
-            index = _IndexUnpickler(stream).load()
-    except Exception as error:  # a broken pickle raises nearly anything
-        raise CheckpointError(f"{file}: cannot be read ({error!r}); use another checkpoint of this run") from error
-    if not isinstance(index, Metadata):
-        raise CheckpointError(f"{file}: holds {type(index).__name__}, must hold DCP's Metadata")
-    return index

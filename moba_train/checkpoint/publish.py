@@ -1,43 +1,43 @@
 """How a checkpoint becomes visible, and how one is found again. Files and folders only: no torch here.
 
-A checkpoint is written into `.tmp-step_00000100` and ends with `manifest.json`, which names every file with its size
-and SHA-256. Only then is the folder renamed to `step_00000100`, and only after that is the one-line file `latest`
-replaced. Everything is fsynced before the rename that depends on it, so a process killed at any moment leaves the
-checkpoints that were already published as they were.
+A checkpoint is written into a hidden folder, `.tmp-step_00000100-<attempt>`, and ends with `manifest.json`, which names
+every file with its size and SHA-256. Only then is the folder renamed to `step_00000100`, and only after that is the
+one-line file `latest` replaced. Everything is fsynced before the rename that depends on it, so a process killed at any
+moment leaves the checkpoints that were already published as they were.
 """
 
-import hashlib
-import json
 import logging
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
+from moba_train.checkpoint.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    FileEntry,
+    check_sizes,
+    listed,
+    read_meta,
+    size_problems,
+    write_json,
+)
 from moba_train.errors import CheckpointError
 
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
-META = "meta.json"
 LATEST = "latest"
 
 _TEMPORARY = ".tmp-"
 _REPLACED = ".replaced-"
+_SET_ASIDE = "set-aside-"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 Accept = Callable[[dict[str, Any]], bool]
 """Whether a checkpoint with this meta is wanted."""
 
 logger = logging.getLogger(__name__)
-
-
-class FileEntry(TypedDict):
-    """What the manifest says of one file: `size` in bytes, `sha256` in hex."""
-
-    size: int
-    sha256: str
 
 
 def is_good(meta: dict[str, Any]) -> bool:
@@ -50,36 +50,26 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def temporary_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written before it is published in `folder`."""
-    return folder / (_TEMPORARY + step_name(step))
+def make_temporary_folder(folder: Path, step: int) -> Path:
+    """An empty folder in which to write the checkpoint of `step`, to be published in `folder`.
+
+    No two have the same name, so a process left over from an earlier attempt cannot write into this one.
+    """
+    temporary = folder / f"{_TEMPORARY}{step_name(step)}-{uuid.uuid4().hex[:8]}"
+    temporary.mkdir()
+    return temporary
 
 
-def hash_file(path: Path) -> FileEntry:
-    """Size and SHA-256 of one file."""
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"size": path.stat().st_size, "sha256": digest}
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes `content` and fsyncs the file."""
-    with path.open("w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def publish(folder: Path, step: int, files: dict[str, FileEntry]) -> Path:
-    """Makes the finished temporary folder of `step` the newest checkpoint of `folder`.
+def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
+    """Makes a finished temporary folder the newest checkpoint of the folder it lies in.
 
     `files` names every file that was written, each already fsynced by its writer. Returns the published path. Raises
     OSError if the disk refuses, CheckpointError if a file is not as its writer described it.
     """
-    temporary, final = temporary_folder(folder, step), folder / step_name(step)
-    if problems := _size_problems(temporary, files):
+    folder, final = temporary.parent, temporary.parent / step_name(step)
+    if problems := size_problems(temporary, files):
         raise CheckpointError(
-            f"{temporary.name} is not as it was written: {_listed(problems)}. "
+            f"{temporary.name} is not as it was written: {listed(problems)}. "
             "Every rank must see the same files: put run_dir on a file system that all nodes share."
         )
     write_json(temporary / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": files})
@@ -94,41 +84,50 @@ def publish(folder: Path, step: int, files: dict[str, FileEntry]) -> Path:
     return final
 
 
-def apply_retention(folder: Path, keep_last: int, keep_every: int | None) -> None:
-    """Removes all checkpoints but the `keep_last` newest, the multiples of `keep_every`, the one `latest` names and the
-    newest good one."""
-    checkpoints = _published(folder)
-    pointer = folder / LATEST
-    keep = {path.name for _, path in checkpoints[-keep_last:]}
-    keep |= {pointer.read_text(encoding="utf-8").strip()} if pointer.exists() else set()
-    keep |= {path.name for step, path in checkpoints if keep_every and step % keep_every == 0}
-    good = latest_checkpoint(folder, is_good)
-    keep |= {good.name} if good else set()
-    for _, path in checkpoints:
-        if path.name not in keep:
-            # Renamed first: killed half way, the rest is a leftover to clean up and not a damaged checkpoint.
-            doomed = path.rename(path.with_name(_TEMPORARY + path.name))
-            shutil.rmtree(doomed)
-
-
 def clean_up(folder: Path) -> None:
-    """Removes what a killed process left behind. Only while no other process saves into `folder`."""
+    """Removes what a killed process left behind. Only while no other run saves into `folder`.
+
+    A rank of the run before that has not died yet may still be writing: what cannot be removed now is left for later.
+    """
     for path in folder.glob(_REPLACED + "*"):
         published = folder / path.name.removeprefix(_REPLACED)
         if published.exists():
-            shutil.rmtree(path)
+            remove(path)
         else:
             path.rename(published)
     for path in folder.glob(_TEMPORARY + "*"):
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a folder as far as the file system allows; warns about the rest."""
+    try:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+    except OSError as error:
+        logger.warning("%s could not be removed and is left behind: %s", path, error)
+
+
+def hide(path: Path) -> Path:
+    """Takes a published checkpoint out of sight in one move, as a leftover that `clean_up` removes."""
+    return path.rename(path.with_name(_TEMPORARY + path.name))
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a published checkpoint so that nothing finds, counts or removes it any more; a person may look at it.
+    One of the same step that was set aside before is removed. Returns the new path."""
+    aside = path.with_name(_SET_ASIDE + path.name)
+    if aside.exists():
+        remove(aside)
+    return path.rename(aside)
 
 
 def latest_checkpoint(folder: Path, accept: Accept | None = None) -> Path | None:
-    """The newest checkpoint in `folder` whose manifest and file sizes are right and whose meta `accept` takes, if any.
+    """The newest checkpoint in `folder` whose manifest and file sizes are right and whose meta `accept` agrees to; None
+    if there is none.
 
     A damaged one is passed over with a warning that names its damage. Sizes only: `verify_checkpoint` reads every byte.
     """
-    for _, path in reversed(_published(folder)):
+    for _, path in reversed(published(folder)):
         try:
             check_sizes(path)
             if accept is None or accept(read_meta(path)):
@@ -138,85 +137,22 @@ def latest_checkpoint(folder: Path, accept: Accept | None = None) -> Path | None
     return None
 
 
-def check_sizes(path: Path) -> None:
-    """Compares every file with its size in the manifest. Raises CheckpointError naming all that differ."""
-    _raise_if_damaged(path, _size_problems(path, _read_manifest(path)))
+def find_checkpoint(path: Path) -> Path:
+    """`path` itself when it is a checkpoint, else the newest valid one of the run folder `path`."""
+    if (path / MANIFEST).is_file():
+        return path
+    newest = latest_checkpoint(path / "checkpoints")
+    if newest is None:
+        raise CheckpointError(f"{path}: neither a checkpoint nor a run folder with a valid one in {path}/checkpoints")
+    return newest
 
 
-def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Reads every byte and compares with the manifest. Raises CheckpointError naming each damaged, missing or extra
-    file. With `ranks` > 1, only this rank's share of the files is read."""
-    files = _read_manifest(path)
-    problems = _size_problems(path, files)
-    for name in sorted(files.keys() - problems.keys())[rank::ranks]:
-        try:
-            if hash_file(path / name)["sha256"] != files[name]["sha256"]:
-                problems[name] = "its SHA-256 is not the manifest's"
-        except OSError as error:
-            problems[name] = f"cannot be read ({error})"
-    for name in sorted({entry.name for entry in path.iterdir()} - files.keys() - {MANIFEST}):
-        problems[name] = "extra file, not in the manifest"
-    _raise_if_damaged(path, problems)
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """The JSON object that the checkpoint was saved with."""
-    return _read_json(path / META)
-
-
-def _published(folder: Path) -> list[tuple[int, Path]]:
+def published(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of every published checkpoint, oldest first."""
     if not folder.is_dir():
         return []
     matches = [(_STEP_FOLDER.fullmatch(path.name), path) for path in folder.iterdir()]
     return sorted((int(match[1]), path) for match, path in matches if match)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); use another checkpoint of this run") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds {type(content).__name__}, must hold a JSON object")
-    return content
-
-
-def _read_manifest(path: Path) -> dict[str, FileEntry]:
-    manifest = _read_json(path / MANIFEST)
-    if manifest.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path / MANIFEST}: format_version is {manifest.get('format_version')!r}, "
-            f"this version of moba_train reads {FORMAT_VERSION}"
-        )
-    files = manifest.get("files")
-    entries = files.values() if isinstance(files, dict) else [None]
-    if not all(isinstance(entry, dict) and {"size", "sha256"} <= set(entry) for entry in entries):
-        raise CheckpointError(f"{path / MANIFEST}: `files` must map each file name to its size and sha256")
-    return files  # type: ignore[return-value]  # checked just above
-
-
-def _size_problems(path: Path, files: dict[str, FileEntry]) -> dict[str, str]:
-    """What is wrong, by file name."""
-    problems = {}
-    for name, entry in files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError:
-            problems[name] = "missing"
-            continue
-        if size != entry["size"]:
-            problems[name] = f"{size} bytes, the manifest says {entry['size']}"
-    return problems
-
-
-def _raise_if_damaged(path: Path, problems: dict[str, str]) -> None:
-    if problems:
-        raise CheckpointError(f"checkpoint {path} is damaged: {_listed(problems)}; use another checkpoint of this run")
-
-
-def _listed(problems: dict[str, str]) -> str:
-    return "; ".join(f"{name}: {problem}" for name, problem in problems.items())
 
 
 def _move_latest(folder: Path, name: str) -> None:
@@ -235,13 +171,3 @@ def _fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def find_checkpoint(path: Path) -> Path:
-    """`path` itself when it is a checkpoint, else the newest valid one of the run folder `path`."""
-    if (path / MANIFEST).is_file():
-        return path
-    newest = latest_checkpoint(path / "checkpoints")
-    if newest is None:
-        raise CheckpointError(f"{path}: neither a checkpoint nor a run folder with a valid one in {path}/checkpoints")
-    return newest

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.load import load_checkpoint
@@ -28,6 +29,34 @@ def model_and_optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[
     has not stepped yet is given the state it would start from.
     """
     return model_tensors(model) | _optimizer_tensors(model, optimizer) | _rng_tensors()
+
+
+class TrainingTensors:
+    """`model_and_optimizer_tensors` of a model and its optimizer, collected anew only when one was replaced: that takes
+    65 ms for 32 layers, looking whether any was replaced 5 ms."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._places: set[int] | None = None
+        self._tensors: dict[str, Tensor] = {}
+
+    def __call__(self) -> dict[str, Tensor]:
+        """The tensors as they are now, this rank's random state included."""
+        if self._places != self._current_places():
+            self._tensors = model_tensors(self._model) | _optimizer_tensors(self._model, self._optimizer)
+            self._places = self._current_places()
+        return self._tensors | _rng_tensors()
+
+    def _current_places(self) -> set[int]:
+        """Where the values lie. FSDP moves the shards of parameters at the first forward pass."""
+        parameters = (local_part(parameter).data_ptr() for parameter in self._model.parameters())
+        states = (id(value) for state in self._optimizer.state.values() for value in state.values())
+        return {*parameters, *states}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; a plain tensor itself. Detached."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def load_model_and_optimizer(

@@ -45,11 +45,14 @@ class PrecisionConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written and which are kept. The last one is always kept."""
+    """When checkpoints are written and which are kept. The last one and the newest good one are always kept."""
 
     every: int = Field(100, ge=1, description="optimizer steps between checkpoints")
     keep_last: int = Field(2, ge=1, description="how many of the newest stay on disk")
     keep_every: int | None = Field(None, ge=1, description="checkpoints at multiples of this step stay for ever")
+    keep_best: int = Field(
+        0, ge=0, description="how many of lowest validation loss stay, in each stage; every one must be evaluated"
+    )
 
 
 class PositionWiseConfig(Section):

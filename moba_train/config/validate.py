@@ -33,6 +33,7 @@ def validate(
         *_rope_problems(config.model.rope, "model.rope"),
         *_stage_name_problems(config.stages),
         *_schedule_problems(config),
+        *_checkpoint_problems(config),
         *_attention_problems(config),
         *_length_problems(config),
     ]
@@ -189,6 +190,19 @@ def _shape_problems(schedule: ScheduleConfig, path: str) -> Iterator[str]:
     if schedule.kind != "wsd" and schedule.decay_tokens:
         given = f"given {schedule.decay_tokens}, which kind {schedule.kind!r} does not use"
         yield f"{path}.decay_tokens: {given}; remove it or set kind: wsd"
+
+
+def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
+    if not config.checkpoint.keep_best:
+        return
+    given = f"checkpoint.keep_best: given {config.checkpoint.keep_best}"
+    if not config.data.validation:
+        yield f"{given}, but there is no data.validation to tell the best by; add one, or set it to 0"
+    elif config.checkpoint.every % config.evaluation.every:
+        yield (
+            f"{given}, but not every checkpoint is evaluated: checkpoint.every {config.checkpoint.every} must be a "
+            f"multiple of evaluation.every {config.evaluation.every}"
+        )
 
 
 def _attention_problems(config: RunConfig) -> Iterator[str]:

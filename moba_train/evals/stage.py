@@ -1,5 +1,7 @@
 """What is evaluated while a stage trains, and whether the gate it waits for has opened."""
 
+import math
+
 import torch
 
 from moba_train.config.run import GateConfig
@@ -44,6 +46,8 @@ class StageEvaluation:
                 "was trained without evaluation.position_wise; set reference: full"
             )
         self._validation = validation_data(config, stage.seq_len)
+        self.validated_step: int | None = None
+        self.validation_loss = math.nan
         self._stretches: Stretches | None = None
         if (wanted := self._config.position_wise) is not None:
             found = Stretches(
@@ -63,6 +67,7 @@ class StageEvaluation:
                 self._model, self._validation, self._stage.micro_batch_size, self._share, self._device
             )
             self._telemetry.event(step, tokens, "evaluation", f"validation loss {loss:.4f}", eval_loss=loss)
+            self.validated_step, self.validation_loss = step, loss
         if config.position_wise is None or not (ends or step % (config.position_wise.every or config.every) == 0):
             return False
         if self._stretches is None:

@@ -6,10 +6,9 @@ would compute the same weights again, so that is for what skipping cannot mend: 
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from moba_train.checkpoint.publish import is_good, latest_checkpoint
+from moba_train.checkpoint.publish import Accept, is_good
 from moba_train.config.run import SpikeConfig
 from moba_train.health.spike import SpikeReport
 
@@ -58,9 +57,9 @@ def react(
     return Reaction("apply", "")
 
 
-def last_good_checkpoint(folder: Path, flagged: Collection[int]) -> Path | None:
-    """The newest valid checkpoint in `folder` that was saved while the detector was calm, if any.
+def good_before(flagged: Collection[int]) -> Accept:
+    """Agrees to the meta of a checkpoint that was saved while the detector was calm.
 
     The step after it must not be among the `flagged`: weights that the very next step finds broken were so when saved.
     """
-    return latest_checkpoint(folder, lambda meta: is_good(meta) and meta["progress"]["step"] + 1 not in flagged)
+    return lambda meta: is_good(meta) and meta["progress"]["step"] + 1 not in flagged

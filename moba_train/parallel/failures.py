@@ -1,9 +1,13 @@
 """Which rank ended the run, and in what: every rank says where it is, and why it gives up, where others can read it.
 
-Both are kept in a store that outlives the ranks (torchrun's).
+Both are kept in a store that outlives the ranks (torchrun's). And a rank whose launcher is gone ends as well.
 """
 
+import ctypes
 import json
+import os
+import signal
+import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -96,6 +100,14 @@ class RollCall:
 
     def _key(self, rank: int) -> str:
         return f"moba_train/gave_up/{rank}"
+
+
+def end_with_launcher() -> None:
+    """Has Linux kill this rank when the torchrun that started it dies, be it by SIGKILL: nobody would end it otherwise,
+    and it would train on beside the run that is started in its place."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def was_waiting(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moba_train.errors import LaunchError
+from moba_train.parallel.attempt import attempt_store
 from moba_train.parallel.failures import RollCall, was_waiting
 
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
@@ -75,6 +76,7 @@ def _joined(timeout: timedelta) -> Iterator[World]:
     if "RANK" in os.environ:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         store.set_timeout(timeout)
+        store = attempt_store(store, rank, size, timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         rank=rank,

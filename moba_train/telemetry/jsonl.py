@@ -28,11 +28,14 @@ class JsonlSink:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All records of a metrics file, oldest first. A line cut short by a kill or a full disk is left out."""
+    """All records of a metrics file, oldest first. A line cut short by a kill or a full disk is left out, and so is one
+    that is no record."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record:
+                records.append(record)
     return records
 
 

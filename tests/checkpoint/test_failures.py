@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_ranks import process_group, run_ranks
 
-from moba_train.checkpoint import publish
+from moba_train.checkpoint import manifest, publish
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.load import load_checkpoint
+from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError
 
 
@@ -26,7 +27,7 @@ def disk_full(*args: object) -> None:
 
 def save_with_full_disks(folder: Path) -> None:
     """Rank 1 cannot write its shard, then rank 0 cannot write the manifest's JSON, then all is well again."""
-    checkpointer = Checkpointer(folder, keep_last=1, keep_every=None)
+    checkpointer = Checkpointer(folder, Retention(1))
     tensors = {f"weight.{dist.get_rank()}": torch.ones(1000)}
     checkpointer.save(1, tensors, {})
     checkpointer.wait()
@@ -34,8 +35,8 @@ def save_with_full_disks(folder: Path) -> None:
 
     for step, failing_rank, owner, name in [
         (2, 1, dcp.FileSystemWriter, "write_data"),
-        (3, 0, publish, "write_json"),
-        (4, 1, publish, "hash_file"),
+        (3, 0, manifest, "write_json"),
+        (4, 1, manifest, "hash_file"),
     ]:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == failing_rank:
@@ -46,7 +47,7 @@ def save_with_full_disks(folder: Path) -> None:
         assert f"rank {failing_rank}: OSError(28, 'No space left on device')" in checkpointer.last_error
         dist.barrier()
         assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000001"]
-        publish.verify_checkpoint(folder / "step_00000001")
+        manifest.verify_checkpoint(folder / "step_00000001")
         dist.barrier()
 
     checkpointer.save(5, tensors, {})
@@ -74,7 +75,7 @@ def test_a_full_disk_on_one_rank_costs_only_that_checkpoint(tmp_path: Path) -> N
 def test_a_folder_that_became_read_only(tmp_path: Path) -> None:
     with process_group(tmp_path / "store"):
         folder = tmp_path / "checkpoints"
-        checkpointer = Checkpointer(folder, keep_last=1, keep_every=None)
+        checkpointer = Checkpointer(folder, Retention(1))
         folder.chmod(0o500)
         checkpointer.save(1, {"weight": torch.ones(1)}, {})
         checkpointer.close()
@@ -85,7 +86,7 @@ def test_a_folder_that_became_read_only(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with process_group(tmp_path / "store"):
         folder = tmp_path / "checkpoints"
-        checkpointer = Checkpointer(folder, keep_last=1, keep_every=None)
+        checkpointer = Checkpointer(folder, Retention(1))
         folder.rmdir()
         folder.write_text("not a folder")
         with caplog.at_level(logging.ERROR):
@@ -93,16 +94,16 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
             checkpointer.close()
         assert "step 1 was not saved" in caplog.text
         with pytest.raises(CheckpointError, match="change run_dir"):
-            Checkpointer(folder, keep_last=1, keep_every=None)
+            Checkpointer(folder, Retention(1))
 
 
 def save_for_ever(folder: Path, store: Path, published) -> None:
     """Resumes and saves as fast as it can; `published` follows the last step known to be on disk."""
     torch.set_num_threads(1)
     with process_group(store):
-        checkpointer = Checkpointer(folder, keep_last=1, keep_every=None)
+        checkpointer = Checkpointer(folder, Retention(1))
         last = publish.latest_checkpoint(folder)
-        step = publish.read_meta(last)["step"] if last else 0
+        step = manifest.read_meta(last)["step"] if last else 0
         while True:
             step += 1
             checkpointer.save(step, {"weight": torch.full((50_000,), float(step))}, {"step": step})
@@ -132,8 +133,8 @@ def test_sigkill_at_any_moment_loses_no_published_checkpoint(tmp_path: Path) -> 
         leftovers += any(path.name.startswith(".tmp-step") for path in folder.iterdir())
         path = publish.latest_checkpoint(folder)
         assert path is not None
-        publish.verify_checkpoint(path)
-        step = publish.read_meta(path)["step"]
+        manifest.verify_checkpoint(path)
+        step = manifest.read_meta(path)["step"]
         assert step >= published.value
         weight = torch.zeros(50_000)
         load_checkpoint(path, {"weight": weight})

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from moba_train.checkpoint import publish
+from moba_train.checkpoint import manifest, publish
+from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError
 
 
-def publish_step(folder: Path, step: int, content: str = "weights") -> Path:
-    temporary = publish.temporary_folder(folder, step)
-    temporary.mkdir(parents=True)
+def publish_step(folder: Path, step: int, content: str = "weights", **meta: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = publish.make_temporary_folder(folder, step)
     (temporary / "__0_0.distcp").write_text(f"{content} of step {step}")
-    publish.write_json(temporary / publish.META, {"step": step})
-    return publish.publish(folder, step, {path.name: publish.hash_file(path) for path in temporary.iterdir()})
+    manifest.write_json(temporary / manifest.META, {"step": step, **meta})
+    return publish.publish(temporary, step, {path.name: manifest.hash_file(path) for path in temporary.iterdir()})
 
 
 def steps(folder: Path) -> list[int]:
@@ -28,8 +29,8 @@ def test_published_checkpoint_is_found_verified_and_read(tmp_path: Path) -> None
 
     assert publish.latest_checkpoint(tmp_path) == path == tmp_path / "step_00000200"
     assert (tmp_path / "latest").read_text() == "step_00000200\n"
-    publish.verify_checkpoint(path)
-    assert publish.read_meta(path) == {"step": 200}
+    manifest.verify_checkpoint(path)
+    assert manifest.read_meta(path) == {"step": 200}
     assert json.loads((path / "manifest.json").read_text())["step"] == 200
 
 
@@ -65,7 +66,7 @@ def test_damage_is_named_and_passed_over(tmp_path, caplog, file, damage, found_b
     damage(newer / file)
 
     with pytest.raises(CheckpointError, match=file):
-        publish.verify_checkpoint(newer)
+        manifest.verify_checkpoint(newer)
     with caplog.at_level(logging.WARNING):
         assert publish.latest_checkpoint(tmp_path) == (older if found_by_size else newer)
     assert (file in caplog.text) == found_by_size
@@ -78,33 +79,66 @@ def test_verify_lists_every_problem(tmp_path: Path) -> None:
     (path / "stray.bin").touch()
 
     with pytest.raises(CheckpointError) as error:
-        publish.verify_checkpoint(path)
+        manifest.verify_checkpoint(path)
     for file in ("__0_0.distcp", "meta.json: missing", "stray.bin: extra"):
         assert file in str(error.value)
 
 
 def test_another_format_is_refused_by_version(tmp_path: Path) -> None:
     path = publish_step(tmp_path, 100)
-    manifest = json.loads((path / "manifest.json").read_text()) | {"format_version": 99}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    newer = json.loads((path / "manifest.json").read_text()) | {"format_version": 99}
+    (path / "manifest.json").write_text(json.dumps(newer))
     with pytest.raises(CheckpointError, match="format_version is 99"):
-        publish.verify_checkpoint(path)
+        manifest.verify_checkpoint(path)
 
 
 def test_retention_keeps_the_newest_and_the_multiples(tmp_path: Path) -> None:
     for step in range(10, 110, 10):
         publish_step(tmp_path, step)
-    publish.apply_retention(tmp_path, keep_last=2, keep_every=30)
+    Retention(2, keep_every=30).apply(tmp_path)
     assert steps(tmp_path) == [30, 60, 90, 100]
-    publish.apply_retention(tmp_path, keep_last=1, keep_every=None)
+    Retention(1).apply(tmp_path)
     assert steps(tmp_path) == [100]
+
+
+def test_retention_keeps_the_best_of_each_stage(tmp_path: Path) -> None:
+    """Losses of sequences of another length are no competition; a loss that is not a number or not there never wins."""
+    losses = {10: 3.0, 20: 2.5, 30: 2.9, 40: float("nan"), 50: 2.8, 60: 2.7, 70: 2.7, 80: 2.75}
+    for step, loss in losses.items():
+        publish_step(tmp_path, step, stage="short" if step < 50 else "long", eval_loss=loss)
+    publish_step(tmp_path, 90)
+    Retention(1, keep_best=1).apply(tmp_path)
+    assert steps(tmp_path) == [20, 70, 90]
+
+
+def test_retention_never_removes_the_newest_good_one(tmp_path: Path) -> None:
+    for step in range(10, 60, 10):
+        publish_step(tmp_path, step, good=step <= 20)
+        Retention(1).apply(tmp_path)
+    assert steps(tmp_path) == [20, 50]
+    assert publish.latest_checkpoint(tmp_path) == tmp_path / "step_00000050"
+    assert publish.latest_checkpoint(tmp_path, accept=publish.is_good) == tmp_path / "step_00000020"
+    assert publish.latest_checkpoint(tmp_path, accept=lambda meta: meta["step"] < 20) is None
+    publish_step(tmp_path, 60)  # good unless it says otherwise
+    Retention(1).apply(tmp_path, protect=lambda meta: meta["step"] < 50)
+    assert steps(tmp_path) == [20, 60]
+
+
+def test_what_is_set_aside_is_neither_found_nor_counted(tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        publish_step(tmp_path, step)
+    publish.set_aside(tmp_path / "step_00000300")
+    assert publish.latest_checkpoint(tmp_path) == tmp_path / "step_00000200"
+    Retention(1).apply(tmp_path)
+    publish.clean_up(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*step*")) == ["set-aside-step_00000300", "step_00000200"]
 
 
 def test_retention_keeps_what_latest_names(tmp_path: Path) -> None:
     """After falling back from a damaged step 200, a new step 150 is the one to go on from."""
     publish_step(tmp_path, 200)
     publish_step(tmp_path, 150)
-    publish.apply_retention(tmp_path, keep_last=1, keep_every=None)
+    Retention(1).apply(tmp_path)
     assert steps(tmp_path) == [150, 200]
 
 
@@ -118,19 +152,18 @@ def test_a_step_can_be_published_again(tmp_path: Path) -> None:
 def test_clean_up_after_a_kill(tmp_path: Path) -> None:
     """Killed half way through a save, and in the middle of publishing a step again."""
     publish_step(tmp_path, 100)
-    publish.temporary_folder(tmp_path, 200).mkdir()
+    publish.make_temporary_folder(tmp_path, 200)
     (tmp_path / ".tmp-latest").write_text("step_0")
     (tmp_path / "step_00000100").rename(tmp_path / ".replaced-step_00000100")
 
     publish.clean_up(tmp_path)
 
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000100"]
-    publish.verify_checkpoint(tmp_path / "step_00000100")
+    manifest.verify_checkpoint(tmp_path / "step_00000100")
 
 
 def test_a_file_that_rank_0_cannot_see_is_not_published(tmp_path: Path) -> None:
-    temporary = publish.temporary_folder(tmp_path, 100)
-    temporary.mkdir()
+    temporary = publish.make_temporary_folder(tmp_path, 100)
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp: missing.*shared?"):
-        publish.publish(tmp_path, 100, {"__1_0.distcp": {"size": 8, "sha256": "0"}})
+        publish.publish(temporary, 100, {"__1_0.distcp": {"size": 8, "sha256": "0"}})
     assert publish.latest_checkpoint(tmp_path) is None

@@ -9,8 +9,15 @@ from torch import nn
 
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.load import load_checkpoint
-from moba_train.checkpoint.publish import latest_checkpoint, verify_checkpoint
-from moba_train.checkpoint.state import load_model, load_model_and_optimizer, model_and_optimizer_tensors
+from moba_train.checkpoint.manifest import verify_checkpoint
+from moba_train.checkpoint.publish import latest_checkpoint
+from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.state import (
+    TrainingTensors,
+    load_model,
+    load_model_and_optimizer,
+    model_and_optimizer_tensors,
+)
 from moba_train.errors import CheckpointError
 
 
@@ -24,10 +31,13 @@ def save_and_resume(folder: Path) -> None:
     """Saves after 3 steps, trains on while the save runs; a fresh start from the checkpoint must do the same 2 steps.
     Leaves the unsharded values beside the checkpoint."""
     model, optimizer = build(seed=0)
+    tensors = TrainingTensors(model, optimizer)
+    tensors()  # before FSDP's first forward pass, which moves them
     train(model, optimizer, 3)
     at_save = full_values(model_and_optimizer_tensors(model, optimizer))
-    checkpointer = Checkpointer(folder, keep_last=1, keep_every=None)
-    checkpointer.save(3, model_and_optimizer_tensors(model, optimizer), {"consumed_tokens": 12345})
+    assert_equal(full_values(tensors()), at_save)
+    checkpointer = Checkpointer(folder, Retention(1))
+    checkpointer.save(3, tensors(), {"consumed_tokens": 12345})
     train(model, optimizer, 2)
     at_end = full_values(model_and_optimizer_tensors(model, optimizer))
     checkpointer.close()
@@ -92,18 +102,27 @@ def test_saving_before_the_first_step_changes_nothing(tmp_path: Path, one_rank: 
     assert_equal(*results)
 
 
-def test_later_updates_do_not_reach_the_saved_copy(tmp_path: Path, one_rank: None) -> None:
-    """Twice, because the second save reuses the memory of the first."""
-    weight, meta = torch.zeros(1_000_000), {"step": 0}
-    checkpointer = Checkpointer(tmp_path / "checkpoints", keep_last=2, keep_every=None)
+@pytest.mark.parametrize("reserved", [False, True])
+def test_later_updates_do_not_reach_the_saved_copy(
+    tmp_path: Path, one_rank: None, device: torch.device, reserved: bool
+) -> None:
+    """Twice, because the second save reuses the memory of the first. On a GPU the copy is still under way when `save`
+    returns: the work before it is long, and the update comes at once."""
+    size = 1_000_000 if device.type == "cpu" else 200_000_000
+    weight, meta = torch.zeros(size, device=device), {"step": 0}
+    checkpointer = Checkpointer(tmp_path / "checkpoints", Retention(2))
+    if reserved:
+        checkpointer.reserve({"weight": weight})
     for step in (1, 2):
         weight.fill_(step)
         meta["step"] = step
         checkpointer.save(step, {"weight": weight}, meta)
+        checkpointer.before_update()
         weight.fill_(-1)
         meta["step"] = -1
-        assert checkpointer.last_stall_s > 0
     checkpointer.close()
+    assert checkpointer.last_saved is not None
+    assert checkpointer.last_saved[0] == 2
     for step in (1, 2):
         assert load_checkpoint(tmp_path / "checkpoints" / f"step_{step:08d}", {"weight": weight}) == {"step": step}
         assert torch.equal(weight, torch.full_like(weight, step))
@@ -121,7 +140,7 @@ def test_the_model_alone_loads_without_a_process_group(tmp_path: Path) -> None:
 
 
 def test_misfits_are_named(tmp_path: Path, one_rank: None) -> None:
-    checkpointer = Checkpointer(tmp_path, keep_last=1, keep_every=None)
+    checkpointer = Checkpointer(tmp_path, Retention(1))
     checkpointer.save(1, {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(4)}, {})
     checkpointer.close()
     path = tmp_path / "step_00000001"
@@ -138,7 +157,7 @@ def test_misfits_are_named(tmp_path: Path, one_rank: None) -> None:
 
 
 def test_a_corrupted_shard_is_an_error_with_and_without_verify(tmp_path: Path, one_rank: None) -> None:
-    checkpointer = Checkpointer(tmp_path, keep_last=1, keep_every=None)
+    checkpointer = Checkpointer(tmp_path, Retention(1))
     checkpointer.save(1, {"a": torch.zeros(2)}, {})
     checkpointer.close()
     path = tmp_path / "step_00000001"

@@ -1,13 +1,9 @@
 """Which reaction a spike gets: skipped while that helps, rolled back when it does not, stopped when nothing does."""
 
-import json
-from pathlib import Path
-
 import pytest
 
-from moba_train.checkpoint.publish import FORMAT_VERSION, MANIFEST, META, apply_retention, hash_file, step_name
 from moba_train.config.run import SpikeConfig
-from moba_train.health.reaction import BUDGET_STEPS, last_good_checkpoint, react
+from moba_train.health.reaction import BUDGET_STEPS, good_before, react
 from moba_train.health.spike import RECOVERY_STEPS, SpikeDetector, SpikeReport
 
 OK = SpikeReport("ok", 0.1, 0.1, "")
@@ -48,22 +44,16 @@ def test_when_rollbacks_do_not_help_the_run_ends() -> None:
     assert react(config, FATAL, 50 + BUDGET_STEPS, [], [[50, 40], [70, 60]]).action == "rollback"
 
 
-def publish_fake(folder: Path, step: int, good: bool) -> None:
-    path = folder / step_name(step)
-    path.mkdir()
-    (path / META).write_text(json.dumps({"good": good, "progress": {"step": step}}))
-    manifest = {"format_version": FORMAT_VERSION, "step": step, "files": {META: hash_file(path / META)}}
-    (path / MANIFEST).write_text(json.dumps(manifest))
+def test_a_good_checkpoint_is_from_before_the_spike() -> None:
+    metas = [{"good": step <= 30, "progress": {"step": step}} for step in range(10, 60, 10)]
 
+    def newest(flagged: set[int]) -> int | None:
+        good = [meta["progress"]["step"] for meta in metas if good_before(flagged)(meta)]
+        return max(good, default=None)
 
-def test_a_good_checkpoint_is_from_before_the_spike_and_stays_on_disk(tmp_path: Path) -> None:
-    for step, good in ((10, True), (20, True), (30, True), (40, False), (50, False)):
-        publish_fake(tmp_path, step, good)
-    assert last_good_checkpoint(tmp_path, {39, 41}) == tmp_path / step_name(30)
-    assert last_good_checkpoint(tmp_path, {31, 32}) == tmp_path / step_name(20)
-    assert last_good_checkpoint(tmp_path, {11, 21, 31}) is None
-    apply_retention(tmp_path, 1, None)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(30), step_name(50)]
+    assert newest({39, 41}) == 30
+    assert newest({31, 32}) == 20
+    assert newest({11, 21, 31}) is None
 
 
 def test_calm_comes_back_50_steps_after_the_last_flagged_one() -> None:

@@ -1,5 +1,7 @@
 """What training does when the data, the numbers or the disk are not as they should be."""
 
+import errno
+import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -8,7 +10,9 @@ import numpy as np
 import pytest
 from tiny_run import VOCAB, Run
 
-from moba_train.checkpoint.publish import latest_checkpoint, read_meta, verify_checkpoint
+from moba_train.checkpoint import manifest
+from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
+from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.train import main
 
@@ -90,3 +94,41 @@ def test_a_shorter_stage_than_was_trained_is_refused(run: Run, capsys: pytest.Ca
     code, printed = train_here(run, capsys)
     assert code == 2
     assert "stages[0].tokens" in printed
+
+
+def test_a_disk_that_is_full_costs_a_checkpoint_but_the_last_one_must_be_saved(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on and says so; when it cannot save its end either, it does not pretend to be done."""
+
+    def full(path: Path, content: dict[str, object]) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run.recipe["checkpoint"] = {"every": 4}
+    assert train_here(run, capsys, "--stop-at-step", "4")[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "write_json", full)
+        code, printed = train_here(run, capsys)
+    assert code == 2
+    assert "the checkpoint of step 12 was not saved" in printed
+    assert "No space left on device" in printed
+    assert [record["step"] for record in run.records()] == list(range(1, 13))
+    assert any("step 8 was not saved" in record["message"] for record in run.records("warning"))
+    assert {alert["alert"] for alert in run.records("alert")} == {"checkpoint"}
+
+    assert train_here(run, capsys)[0] == 0
+    assert run.records("resume")[-1]["step"] == 4
+    events = run.records("checkpoint")
+    assert [event["step"] for event in events if event.get("checkpoint_stall_s", 0) > 0] == [4, 8, 12]
+    assert any(event.get("checkpoint_save_s", 0) > 0 for event in events)
+
+
+def test_the_best_checkpoint_stays_and_holds_its_validation_loss(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.recipe["checkpoint"] = {"every": 2, "keep_last": 1, "keep_best": 1}
+    run.recipe["evaluation"]["every"] = 2
+    assert train_here(run, capsys)[0] == 0
+    losses = {record["step"]: record["eval_loss"] for record in run.records("evaluation")}
+    best = {min(range(2, 7, 2), key=losses.__getitem__), min(range(8, 13, 2), key=losses.__getitem__), 12}
+    kept = {int(path.name.removeprefix("step_")): path for path in (run.run_dir / "checkpoints").glob("step_*")}
+    assert kept.keys() == best
+    assert all(read_meta(path)["eval_loss"] == losses[step] for step, path in kept.items())

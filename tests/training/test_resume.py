@@ -11,7 +11,8 @@ import torch
 from tiny_run import Run, checkpoint_tensors
 from torch import Tensor
 
-from moba_train.checkpoint.publish import latest_checkpoint, read_meta, verify_checkpoint
+from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
+from moba_train.checkpoint.publish import latest_checkpoint
 
 
 def saved_tensors(run: Run) -> dict[str, Tensor]:

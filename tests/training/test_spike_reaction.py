@@ -18,7 +18,8 @@ from tiny_run import VOCAB, Run, checkpoint_tensors
 from trainer_ranks import _free_port
 from typer.testing import CliRunner
 
-from moba_train.checkpoint.publish import latest_checkpoint, read_meta
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.cli import app
 from moba_train.config.load import load_config
 from moba_train.config.run import HealthConfig, SpikeConfig

@@ -1,0 +1,32 @@
+"""torchrun's agent with its ranks forked from it, for the chaos suite: a restart need not import torch anew.
+
+python -m benchmarks.chaos_launch RANKS RECIPE.yaml      does what torchrun --standalone --max-restarts 1000 does
+"""
+
+import sys
+import uuid
+
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from moba_train.train import main
+
+
+def train(recipe: str) -> None:
+    """One rank."""
+    if code := main([recipe]):
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=int(sys.argv[1]),
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+        max_restarts=1000,
+        monitor_interval=0.1,
+    )
+    elastic_launch(config, train)(sys.argv[2])

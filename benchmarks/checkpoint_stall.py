@@ -1,0 +1,100 @@
+"""For how long a save holds up training, and whether steps are slower while it is written in the background.
+
+    python -m benchmarks.checkpoint_stall --output benchmarks/results/checkpoint-stall-cpu.json
+    python -m benchmarks.checkpoint_stall --model llama3-8b --gpus 4 --seq-len 8192 --sequences-per-rank 1 \\
+        --every 60 --output benchmarks/results/checkpoint-stall-8b-h200-x4.json
+
+The real trainer under torchrun, from a recipe of random tokens; the numbers are read from its metrics.jsonl. The first
+form is the quick start's model and batch on two CPU ranks. Two checkpoints at a time must fit on the disk of $TMPDIR
+(8B: 2 x 90 GiB).
+"""
+
+import argparse
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.record import save, spread
+from benchmarks.training import MODEL, WARM_UP_STEPS, write_corpus
+from moba_train.checkpoint.publish import latest_checkpoint
+from moba_train.telemetry.jsonl import read_records
+
+
+def train(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train with `saves` saves; returns the run's records."""
+    batch = arguments.gpus * arguments.sequences_per_rank * arguments.seq_len
+    model = yaml.safe_load((MODEL / f"{arguments.model}.yaml").read_text())["model"]
+    steps = arguments.every * arguments.saves
+    write_corpus(folder / "corpus", 2 * steps * batch, model["vocab_size"])
+    recipe = {
+        "extends": str(MODEL / f"{arguments.model}.yaml"),
+        "name": "benchmark",
+        "run_dir": str(folder / "run"),
+        "model": {"layers": arguments.layers or model["layers"]},
+        "attention": {"default": "full"},
+        "activation_checkpointing": "full" if torch.cuda.is_available() else "none",
+        "data": {"train": [{"path": str(folder / "corpus")}]},
+        "batch_tokens": batch,
+        "micro_batch_size": arguments.sequences_per_rank,
+        "stages": [{"name": "only", "seq_len": arguments.seq_len, "tokens": steps * batch}],
+        "checkpoint": {"every": arguments.every, "keep_last": 1},
+        "telemetry": {"wandb": {"mode": "disabled"}, "console": False},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.gpus)]
+    subprocess.run([*launch, "-m", "moba_train.train", str(folder / "recipe.yaml")], check=True)
+    return read_records(folder / "run" / "metrics.jsonl")
+
+
+def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds of steps with and without a save beside them, and of the stalls; stalls also as shares of a step."""
+    steps = {record["step"]: record["step_s"] for record in records if record["kind"] == "metrics"}
+    events = [record for record in records if record["kind"] == "checkpoint"]
+    begun = {record["step"]: record["checkpoint_stall_s"] for record in events if "checkpoint_stall_s" in record}
+    ended = [record["step"] for record in events if "checkpoint_save_s" in record]
+    beside = {step for first, last in zip(begun, ended, strict=False) for step in range(first + 1, last + 1)}
+    quiet = [seconds for step, seconds in steps.items() if step > WARM_UP_STEPS and step not in beside]
+    stalls = list(begun.values())
+    busy = [steps[step] for step in sorted(beside & steps.keys())]
+    step_s = statistics.median(quiet)
+    return {
+        "step_s": spread(quiet),
+        "step_beside_save_s": spread(busy) if busy else None,
+        "save_s": spread([record["checkpoint_save_s"] for record in events if "checkpoint_save_s" in record]),
+        "first_stall_s": stalls[0],
+        "stall_s": spread(stalls),
+        "stall_share_of_step": statistics.median(stalls) / step_s,
+        "first_stall_share_of_step": stalls[0] / step_s,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="a file of configs/models; tiny is the quick start's")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--gpus", type=int, default=2, help="ranks; on the CPU where there is no GPU")
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--sequences-per-rank", type=int, default=8)
+    parser.add_argument("--every", type=int, default=20, help="steps between saves; a save must not take longer")
+    parser.add_argument("--saves", type=int, default=4)
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        results = summarise(train(Path(temporary), arguments))
+        path = latest_checkpoint(Path(temporary) / "run" / "checkpoints")
+        assert path is not None
+        results["checkpoint_gib"] = sum(file.stat().st_size for file in path.iterdir()) / 2**30
+        shutil.rmtree(path)
+    save(arguments.output, {key: value for key, value in vars(arguments).items() if key != "output"}, results)
+    print({key: value["median"] if isinstance(value, dict) else value for key, value in results.items()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""The chaos suite in short: a run that is killed, starved of disk, damaged and told to end does not care."""
+
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos import ACTIONS, KILLS, Chaos, plan
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_disturbed_run_ends_bitwise_where_an_undisturbed_one_ends(tmp_path: Path) -> None:
+    kinds = ["kill_rank", "disk_full", "flipped_byte", "sigterm_rank"]
+    chaos = Chaos(kinds, tmp_path, seed=0, fork=True, steps=60)
+    chaos.work()
+    tally = chaos.tally
+    assert tally.failures == []
+    assert tally.ended_bitwise_equal == tally.runs >= 1
+    assert tally.disturbances == Counter(kinds)
+
+
+def test_the_long_form_has_as_many_kills_as_asked_and_every_other_kind() -> None:
+    kinds = Counter(plan(100, random.Random(0)))
+    assert sum(kinds[kind] for kind in KILLS) == 100
+    assert kinds.keys() == ACTIONS.keys()

@@ -1,0 +1,43 @@
+"""What a run resumes from: the newest checkpoint whose every byte is right, or nothing in silence."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from checkpoint_ranks import process_group
+from test_publish import cut_in_half, flip_byte, publish_step, steps
+
+from moba_train.checkpoint.load import newest_intact
+from moba_train.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(tmp_path: Path):
+    with process_group(tmp_path / "store"):
+        yield
+
+
+def test_damage_is_named_set_aside_and_the_one_before_is_taken(tmp_path: Path, caplog) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (100, 200, 300, 400):
+        publish_step(folder, step)
+    flip_byte(folder / "step_00000300" / "__0_0.distcp")
+    cut_in_half(folder / "step_00000400" / "manifest.json")
+    with caplog.at_level(logging.WARNING):
+        assert newest_intact(folder) == folder / "step_00000200"
+    assert "__0_0.distcp: its SHA-256" in caplog.text
+    assert "manifest.json: cannot be read" in caplog.text
+    assert steps(folder) == [100, 200]
+    assert (folder / "set-aside-step_00000300").is_dir()
+    assert newest_intact(folder, accept=lambda meta: meta["step"] < 200) == folder / "step_00000100"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_afresh(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert newest_intact(folder) is None
+    for step in (100, 200):
+        flip_byte(publish_step(folder, step) / "__0_0.distcp")
+    for _ in range(2):  # nor the second time
+        with pytest.raises(CheckpointError, match="none of the 2 checkpoints") as error:
+            newest_intact(folder)
+        assert "step_00000100" in str(error.value)

@@ -1,0 +1,44 @@
+"""A checkpoint's recipe cannot make `eval` and `generate` read what lies outside the folders that were allowed."""
+
+from pathlib import Path
+
+import pytest
+
+from moba_train.config.schema import RunConfig
+from moba_train.errors import CheckpointError
+from moba_train.inference.foreign import ROOTS, check_paths
+
+
+def recipe(validation: str, tokenizer: str | None = None) -> RunConfig:
+    model = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "layers": 1, "heads": 2, "kv_heads": 2}
+    data = {"train": [{"path": "/never/read/here"}], "validation": [{"path": validation}], "tokenizer": tokenizer}
+    stages = [{"name": "only", "seq_len": 64, "tokens": 64}]
+    return RunConfig.model_validate(
+        {"name": "x", "run_dir": "/x", "model": model, "data": data, "batch_tokens": 64, "stages": stages}
+    )
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "secret.bin").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delenv(ROOTS, raising=False)
+
+
+def test_files_below_the_working_folder_may_be_read(tmp_path: Path) -> None:
+    check_paths(recipe("data/valid", str(tmp_path / "here" / "tokenizer.model")), Path("c"))
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/corpus", "data/../../secret", "link", "folder/secret", "a\0b"])
+def test_paths_that_lead_out_are_refused_by_key(tmp_path: Path, path: str) -> None:
+    (tmp_path / "here" / "link.bin").symlink_to(tmp_path / "secret.bin")
+    (tmp_path / "here" / "folder").symlink_to(tmp_path)
+    for config in (recipe(path), recipe("valid", path if path != "link" else "link.bin")):
+        with pytest.raises(CheckpointError, match=rf"(data\.validation\[0\]\.path|data\.tokenizer) .*{ROOTS}="):
+            check_paths(config, Path("c"))
+
+
+def test_the_user_may_allow_more_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ROOTS, f"/nowhere:{tmp_path}")
+    check_paths(recipe("../secret"), Path("c"))
