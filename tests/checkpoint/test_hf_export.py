@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.hf_config import parse_layer, read_model_config
 from moba_train.checkpoint.hf_export import export_to_hf
+from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.safetensors_folder import INDEX
 from moba_train.checkpoint.state import model_tensors
 from moba_train.config.load import dump_config
@@ -41,7 +42,7 @@ def save_as_checkpoint(hf: Path, run_dir: Path, moba: dict[str, Any]) -> None:
     }
     config = RunConfig.model_validate(recipe)
     with joined_world():
-        checkpointer = Checkpointer(run_dir / "checkpoints", 1, None)
+        checkpointer = Checkpointer(run_dir / "checkpoints", Retention(1))
         meta = {"progress": Progress().to_meta(), "config": dump_config(config)}
         checkpointer.save(1, model_tensors(our_model(hf)), meta)
         checkpointer.close()
