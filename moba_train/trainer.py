@@ -254,8 +254,8 @@ class Trainer:
             path, problem = None, str(error)
         if path is None:
             raise TrainingError(
-                f"step {step} of stage {stage.name}: health.spike.reaction is rollback, but there is no checkpoint from "
-                "before the spike to go back to; the step was not applied. Lower checkpoint.every "
+                f"step {step} of stage {stage.name}: health.spike.reaction is rollback, but there is no checkpoint "
+                "from before the spike to go back to; the step was not applied. Lower checkpoint.every "
                 f"({self.config.checkpoint.every}), or start again. {problem}"
             )
         self.optimizer.zero_grad()
