@@ -27,7 +27,7 @@ def test_every_recipe_can_be_planned_on_the_gpus_its_header_names(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(RECIPES.parents[1])
-    command = re.search(r"^# +moba-train (plan \S+ --gpus \d+)$", recipe.read_text(), re.MULTILINE)
+    command = re.search(r"^# +moba-train (plan \S+(?: \S+=\S+)* --gpus \d+)$", recipe.read_text(), re.MULTILINE)
     assert command, "the header names no plan command"
     arguments = command[1].split()
     assert Path(arguments[1]).resolve() == recipe

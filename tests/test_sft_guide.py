@@ -42,7 +42,7 @@ def test_the_commands_of_the_guide_lead_to_a_trained_model(
     tokens = load_config(recipe).batch_tokens // 2
     run = [f"stages.0.tokens={3 * tokens}", f"batch_tokens={tokens}", "optim.schedule.warmup_tokens=0"]
     assert main([recipe, *run, "evaluation.sequences=4", "telemetry.log_every=1", "loss_norm=sequence"]) == 0
-    records = [json.loads(line) for line in Path("runs/mini-sft/metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in Path("runs/sft-chat/metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "metrics"]
     assert len(steps) == 3
     assert steps[-1]["loss"] < steps[0]["loss"]
