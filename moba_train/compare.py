@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from moba_train.checkpoint.load import CheckpointReader
-from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import find_checkpoint
-from moba_train.config.load import parse_config
+from moba_train.checkpoint.recipe import saved_recipe
 from moba_train.errors import UserError
 from moba_train.model.transformer import Transformer
 from moba_train.telemetry.jsonl import read_records
@@ -87,7 +86,7 @@ def _equal(x: float | None, y: float | None, tolerance: float) -> bool:
 
 
 def _in_model_order(names: set[str], path: Path) -> list[str]:
-    config = parse_config(read_meta(path)["config"], f"{path} (its recipe)")
+    config = saved_recipe(path)
     with torch.device("meta"):
         parameters = list(Transformer(config.model).state_dict())
     place = {parameter: index for index, parameter in enumerate(parameters)}

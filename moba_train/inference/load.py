@@ -5,12 +5,11 @@ from pathlib import Path
 import torch
 
 from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.recipe import saved_recipe
 from moba_train.checkpoint.state import load_model
-from moba_train.config.load import parse_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.config.validate import validate
-from moba_train.errors import CheckpointError
 from moba_train.inference.foreign import check_paths
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
@@ -21,15 +20,11 @@ def read_recipe(checkpoint: Path) -> tuple[RunConfig, Stage]:
     """The recipe of a checkpoint and the stage it was in.
 
     Raises CheckpointError when the checkpoint is damaged or its recipe names files it must not (`check_paths`)."""
-    meta = read_meta(checkpoint)
-    text = meta.get("config")
-    if not isinstance(text, str):
-        raise CheckpointError(f"{checkpoint}: its meta.json holds no recipe; use a checkpoint that training wrote")
-    config = parse_config(text, f"{checkpoint} (its recipe)")
+    config = saved_recipe(checkpoint)
     validate(config.model_copy(update={"init_from": None}))  # where it began no longer matters
     check_paths(config, checkpoint)
     stages = resolve_stages(config)
-    return config, stages[Progress.from_meta(meta.get("progress"), len(stages)).stage]
+    return config, stages[Progress.from_meta(read_meta(checkpoint).get("progress"), len(stages)).stage]
 
 
 def load_trained(
