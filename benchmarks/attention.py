@@ -50,7 +50,7 @@ def run(case: Case, arguments: argparse.Namespace, others: list[Peer], dense: Me
     result: Result = {"row": case.name, **asdict(case)}
     result["tflop"] = {"forward": cost.forward, "backward": cost.backward, "gate": cost.gate}
     result["floor_ms"] = {"forward": cost.forward_floor_ms, "both": cost.forward_floor_ms + cost.backward_floor_ms}
-    row = Row(case)
+    row = Row(case, backend="auto")
     outcome = row.both()
     result["errors"] = attention_check.errors(row, outcome)
     if not case.is_plain:

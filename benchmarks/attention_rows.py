@@ -116,7 +116,7 @@ def backends() -> list[str]:
 class Row:
     """Inputs of one case and the calls that are timed."""
 
-    def __init__(self, case: Case, device: str = "cuda", backend: str = "auto") -> None:
+    def __init__(self, case: Case, device: str = "cuda", backend: str = "triton") -> None:
         self.case, self.device = case, device
         self.tokens, self.block_size, self.topk = case.tokens, case.block_size, case.topk
         generator = torch.Generator(device).manual_seed(0)

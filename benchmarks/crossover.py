@@ -38,7 +38,8 @@ def cases(setting: str, total: int) -> list[Case]:
 
 
 def against_dense(case: Case, budget_s: float) -> Result:
-    """Milliseconds of MoBA's kernels and of each dense kernel on the same documents."""
+    """Milliseconds of MoBA's Triton kernels (`auto` would take dense attention itself where it may) and of each dense
+    kernel on the same documents."""
     row, length = Row(case), case.lengths()[0]
     blocks = length // case.block_size
     result: Result = {"row": case.name, "setting": f"{case.block_size}/{case.topk}", "length": length}

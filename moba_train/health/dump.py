@@ -4,7 +4,7 @@
     gradient_norms  of the whole step, before clipping: {layers: [{layer, kind, norm}], kinds: {full, moba, ...},
                     embedding, norm, output}
     ranks           one entry for each rank, about the tokens that are its own:
-      loss            mean over its loss tokens, as the step itself found it; null without any
+      loss            mean over its loss tokens by their weights, as the step itself found it; null without any
       repeated_loss   the same from the forward pass that was made for the dump. The batch and the weights are those of
                       the step: where the two differ by more than rounding, suspect the machine, not the data
       loss_tokens     how many there are
