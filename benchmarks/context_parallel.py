@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.record import save, spread
+from benchmarks.timing import once
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
-from moba_train.config.base import Section
 from moba_train.parallel.context.choose import Scheme, Shape, check_heads, check_sizes, cost
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.layout import SequenceLayout
@@ -77,13 +77,7 @@ class Setting:
         for _ in range(self.repeats):
             dist.barrier()
             if self.is_gpu:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda.synchronize()
-                start.record()
-                call()
-                end.record()
-                torch.cuda.synchronize()
-                times.append(start.elapsed_time(end))
+                times.append(once(call))
             else:
                 began = time.perf_counter()
                 call()
@@ -101,25 +95,8 @@ class Setting:
         return spread([max(times) for times in zip(*self.of_all_ranks(self.milliseconds(call)), strict=True)])
 
 
-class Nothing(LocalAttention):
-    """An attention that computes nothing, so that only its transport takes time."""
-
-    alignment = 1
-
-    def __init__(self) -> None:
-        pass
-
-    def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
-        """Nothing."""
-        return None
-
-    def plan(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Plan:
-        """Nothing."""
-        return ()
-
-    def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Plan:
-        """Nothing."""
-        return ()
+class Nothing(FullAttention):
+    """Full attention to the engines, but it computes nothing, so that only its transport takes time."""
 
     def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, plan: Plan) -> tuple[Tensor, Tensor]:
         """Undefined contents."""
@@ -130,9 +107,6 @@ class Nothing(LocalAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Undefined contents."""
         return torch.empty_like(q_THD), torch.empty_like(k_SKD), torch.empty_like(v_SKD)
-
-
-Nothing.Options = Section
 
 
 def both_passes(engine: OperatorEngine, attention: LocalAttention, inputs: list[Tensor], layout: Layout) -> None:
@@ -179,7 +153,7 @@ def measure(setting: Setting, scheme: Scheme, name: str, tokens: int, alone: dic
         before = torch.cuda.memory_allocated()
     total = setting.slowest(lambda: both_passes(engine, attention, shard, layout))
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if setting.is_gpu else 0.0
-    communication = setting.slowest(lambda: both_passes(engine, Nothing(), shard, layout))
+    communication = setting.slowest(lambda: both_passes(engine, Nothing(Nothing.Options(), HEAD_DIM), shard, layout))
     group = {"ulysses": scheme.ranks, "hierarchical": scheme.node}.get(scheme.transport, 1)
     sequence, rank = sequence.in_groups(group), engine.rank // group
     inputs = [x[:, : max(1, x.shape[1] // group)].contiguous() for x in inputs]  # Ulysses: some heads, more tokens

@@ -13,19 +13,24 @@ LONG_MS = 1000.0
 """Calls are repeated at least three times unless that takes longer than this."""
 
 
+def once(call: Callable[[], Any]) -> float:
+    """Milliseconds of GPU time of one call."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
 def milliseconds(call: Callable[[], Any], budget_s: float, warm: bool = False) -> list[float]:
     """GPU time of single calls, after a warm-up unless `warm`: up to 20, 3 even beyond the budget, fewer if long."""
     if not warm:
         call()
     times: list[float] = []
     while len(times) < 20 and (sum(times) < 1000 * budget_s or (len(times) < 3 and sum(times) < LONG_MS)):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(once(call))
     return times
 
 

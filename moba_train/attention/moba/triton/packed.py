@@ -7,10 +7,10 @@ feed the matrix units. Instead
 1. `dkdv_own` writes the own blocks' part, in float32;
 2. `pack` copies a segment's rows of q and dout, lse and delta in the order of the lists, each list filled up with rows
    of probability 0 to whole tiles, so that no reader needs a mask or a bound;
-3. `dkdv_history` reads them as plain tiles, by bulk copies, and adds the history's part.
+3. `dkdv_history` reads them as plain tiles, by bulk copies: a program has a tile of keys and a span of its list;
+4. `short.sum_spans` adds the spans' results to those of the own blocks, in their order.
 
-One program owns a tile of keys in each launch, or one for each span of a long list and then one that adds them up;
-launches follow one another, so the order of all sums is fixed. Its price is 6 * D bytes of traffic per row of a list
+Launches follow one another, so the order of all sums is fixed. The price is 6 * D bytes of traffic per row of a list
 besides what the gathers cost once, against 8 * D * BLOCK operations.
 """
 
@@ -320,10 +320,7 @@ class PackedDkdv:
             room.lse,
             room.delta,
             self.lists.entries,
-            table.list_of_tile,
-            table.last_tile,
-            table.begin,
-            table.end,
+            *table.arguments,
             call.tables.bounds,
             table.begin.numel(),
             call.tables.blocks,

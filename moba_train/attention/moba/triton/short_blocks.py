@@ -128,10 +128,7 @@ class ShortBlocks:
         """What the kernels need to find their span."""
         return (
             self.lists.entries,
-            table.list_of_tile,
-            table.last_tile,
-            table.begin,
-            table.end,
+            *table.arguments,
             self.call.tables.bounds,
             table.begin.numel(),
             self.call.tables.blocks,

@@ -97,6 +97,11 @@ class TileTable:
     end: Tensor
     """int [lists]: slice of `Lists.entries` that belongs to the segment."""
 
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `tile_of_program` reads: list_of_tile, last_tile, begin, end."""
+        return self.list_of_tile, self.last_tile, self.begin, self.end
+
 
 def tile_table(lists: Lists, segment: Segment, kv_heads: int, rows: int, at_least: int = 0) -> TileTable:
     """Cut the lists of a segment into tiles of `rows` rows, empty lists into `at_least` (0 or 1)."""
