@@ -1,1 +1,1 @@
-"""Watching a run: loss spikes and values that are not numbers."""
+"""Watching a run: loss spikes and what is done about them, ranks that stall, ranks that are slow."""

@@ -13,7 +13,7 @@ from rich.text import Text
 from moba_train.config.load import load_config
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.samples import Span
-from moba_train.data.tokenizer import load_tokenizer
+from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError, UserError
 from moba_train.health.dump import dump_folder
 
@@ -101,15 +101,15 @@ def _pieces(dump: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _decoder(run_dir: Path) -> Callable[[Span], str]:
     """From a span to the beginning of what it says."""
-    tokenizer = load_config(run_dir / "config.yaml").data.tokenizer
-    processor = load_tokenizer(tokenizer).processor if tokenizer else None
+    path = load_config(run_dir / "config.yaml").data.tokenizer
+    tokenizer = load_text_tokenizer(path) if path else None
 
     def decode(span: Span) -> str:
         try:
             ids = IndexedDataset(span.source).document(span.document, span.start, span.stop)[:SHOWN_CHARACTERS].tolist()
         except DataError as error:
             return f"({error})"
-        text = processor.decode(ids) if processor else " ".join(map(str, ids))
+        text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
         return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
 
     return decode

@@ -170,6 +170,22 @@ def test_inspect_spike_decodes_with_the_tokenizer_of_the_run(
     assert processor.decode(ids)[:20] in output
 
 
+def test_inspect_spike_decodes_with_a_tokenizer_json_too(
+    skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path
+) -> None:
+    package = pytest.importorskip("tokenizers")
+    run, _ = skipping
+    shutil.copytree(dump_folder(run.run_dir), dump_folder(tmp_path))
+    words = package.models.WordLevel({f"word{i}": i for i in range(VOCAB)}, unk_token="word0")
+    package.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    recipe = yaml.safe_load((run.run_dir / "config.yaml").read_text())
+    recipe["data"]["tokenizer"] = str(tmp_path / "tokenizer.json")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe))
+    code, output = invoke("inspect-spike", str(tmp_path), "--documents", "1")
+    assert code == 0, output
+    assert re.search(r"word\d+ word\d+", output)
+
+
 def test_a_dump_that_is_not_there_is_refused(skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path) -> None:
     run, _ = skipping
     code, output = invoke("inspect-spike", str(run.run_dir), "--step", "7")

@@ -1,4 +1,5 @@
-"""MoBA for NVIDIA GPUs (Hopper first), in Triton: forward and backward, deterministic, without host synchronisation.
+"""MoBA for NVIDIA GPUs (Hopper first), in Triton: forward and backward, deterministic, without host synchronisation
+(but for gathered, which serves ../flash.py).
 
 tables        which block each token is in, where each block lies
 pool          mean key of each block
@@ -12,6 +13,7 @@ forward       longer blocks: attention of row tiles to one block; the own blocks
 backward      what both need first; dq of longer blocks over the same row tiles
 packed        dk and dv of longer blocks, from rows copied side by side
 long_blocks   their launches
+gathered      rows side by side for somebody else's varlen kernel, instead of the above
 combine       joins what was found out about one query
 attention     the whole, in bounded memory
 
