@@ -97,7 +97,7 @@ def _steps(item: StagePlan) -> str:
 
 
 def _attention(item: StagePlan) -> str:
-    kinds = Counter(layer.kind for layer in item.stage.attention)
+    kinds = Counter(item.stage.kinds)
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 
