@@ -104,7 +104,7 @@ def test_a_kernels_limit_of_segments_is_respected(monkeypatch):
 def test_a_part_is_half_of_q_at_most_and_within_32_bit_indices(rows, head_dim):
     entries = flash.entries_at_once(rows, head_dim)
     assert entries * head_dim < 2**31
-    assert entries <= max(rows // 2, 2**20)
+    assert entries <= max(rows // 2, 2**18)
 
 
 def test_rows_that_choose_nothing_are_not_touched_by_what_others_do():
