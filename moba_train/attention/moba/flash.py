@@ -148,9 +148,9 @@ def entries_at_once(rows: int, head_dim: int) -> int:
 
     Half as many as rows: the backward pass then holds three times the size of q (three gathered tensors, dq, and dq
     again in float32 inside the kernel; fewer entries where a kernel holds that several times). Not so few that calls
-    take less than a millisecond or two, and at most 2**30 elements, which kernels index with 32 bits.
+    get small, and at most 2**30 elements, which kernels index with 32 bits.
     """
-    return min(max(rows // 2, 2**18), _MOST_ELEMENTS // head_dim)
+    return min(max(rows // 2, 2**20), _MOST_ELEMENTS // head_dim)
 
 
 class Part(Protocol):
