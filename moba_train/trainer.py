@@ -30,7 +30,7 @@ from moba_train.optim.gradients import norms_by_kind
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh
-from moba_train.parallel.stage import ContextEngines, Share
+from moba_train.parallel.stage import ContextEngines
 from moba_train.parallel.world import World
 from moba_train.pictures import draw_pictures
 from moba_train.telemetry.code_version import code_version, describe
@@ -52,11 +52,14 @@ class Trainer:
         mesh = build_mesh(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
         self.model = sharded_model(config, mesh, world.device)
         self.optimizer = build_optimizer(self.model, config.optim, world.device)
-        self.share, self.context_engines = Share(), ContextEngines(config, world)
-
+        self.context_engines = ContextEngines(config, world)
         self.checkpoints = RunCheckpoints(config, self.model, self.optimizer, world)
         self.progress = self.checkpoints.start()
         self.stages = resolve_stages(config, self.progress.gated_steps)
+        health = config.health
+        self.spikes = SpikeDetector(health.spike.window, health.spike.warn_sigma)
+        if self.progress.step:
+            self.spikes.load_state_dict(self.progress.spike_detector)
 
         self.telemetry = Telemetry([])
         if world.is_main:
@@ -66,17 +69,14 @@ class Trainer:
         self.telemetry.stage = self.stage.name
         self._event("code", describe(code_version()))
 
-        health = config.health
+        if self.progress.step:
+            where = f"resumed from the checkpoint of step {self.progress.step}, in stage {self.stage.name}"
+            self._event("resume", where)
         self.watch = Watch(health.watch, world, stalls_folder(self.run_dir), self.telemetry.stalled)
         self.stragglers = Stragglers(health.watch.compare_every * config.telemetry.log_every, world.device)
-        self.spikes = SpikeDetector(health.spike.window, health.spike.warn_sigma)
         self.recovery = Recovery(
             config, self.model, self.optimizer, self.spikes, self.checkpoints, self.progress, self.telemetry
         )
-        if self.progress.step:
-            self.spikes.load_state_dict(self.progress.spike_detector)
-            where = f"resumed from the checkpoint of step {self.progress.step}, in stage {self.stage.name}"
-            self._event("resume", where)
 
     @property
     def stage(self) -> Stage:
@@ -224,13 +224,14 @@ class Trainer:
         data = training_data(config, stage, progress.starts)
         data.check_fingerprints(progress.fingerprints)
         progress.fingerprints |= data.fingerprints
-        surroundings = self.model, self.share, self.world.device, self.telemetry, progress.trailing_loss_before
-        self.evaluation: StageEvaluation = StageEvaluation(config, stage, *surroundings)
+        self.evaluation: StageEvaluation = StageEvaluation(
+            config, stage, self.model, self.share, self.world.device, self.telemetry, progress.trailing_loss_before
+        )
         self.telemetry.stage = stage.name
         facts = {"stage_index": stage.index, "seq_len": stage.seq_len, "last_step": self.stages[-1].end_step}
-        self.telemetry.event(progress.step, stage.first_token, "stage", stage.describe(), **facts)
+        self._event("stage", stage.describe(), **facts)
         if choice:
-            self.telemetry.event(progress.step, stage.first_token, "parallel", choice)
+            self._event("parallel", choice)
         return data
 
     def _save(self) -> None:
