@@ -25,8 +25,8 @@ from moba_train.health.spike import SpikeDetector
 from moba_train.health.stragglers import Stragglers
 from moba_train.health.watch import Watch, stalls_folder
 from moba_train.model.build import build_attention
-from moba_train.optim.adamw import build_optimizer, clip_gradients, gradient_norm
-from moba_train.optim.gradients import norms_by_kind
+from moba_train.optim.adamw import build_optimizer
+from moba_train.optim.gradients import clip_gradients, gradient_norm, norms_by_kind
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh

@@ -33,7 +33,7 @@ from moba_train.attention.local import run_local
 from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.data.batch import Batch
 from moba_train.model.transformer import Engine, Transformer
-from moba_train.optim.adamw import gradient_norm
+from moba_train.optim.gradients import gradient_norm
 from moba_train.parallel.stage import Share
 
 logger = logging.getLogger(__name__)

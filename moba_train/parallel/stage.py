@@ -15,10 +15,7 @@ from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.fsdp import compute_dtype
 from moba_train.parallel.scheme import stage_scheme
 from moba_train.parallel.world import World, least_over_ranks
-from moba_train.planning.memory import estimate_memory
-
-_USABLE = 0.9
-"""Of a GPU's memory; the rest goes to the CUDA context, NCCL and fragmentation."""
+from moba_train.planning.memory import USABLE, estimate_memory
 
 
 @dataclass(frozen=True)
@@ -72,4 +69,4 @@ class ContextEngines:
             return None
         total = torch.cuda.get_device_properties(self._world.device).total_memory
         tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)
-        return least_over_ranks(_USABLE * total - estimate_memory(self._config, sizes.shards, tokens).total)
+        return least_over_ranks(USABLE * total - estimate_memory(self._config, sizes.shards, tokens).total)
