@@ -3,6 +3,7 @@
 import signal
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +18,7 @@ from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.batch import Batch
-from moba_train.data.loader import Prefetcher, step_batches
+from moba_train.data.loader import Prefetcher
 from moba_train.data.samples import StageData, training_data
 from moba_train.evals.stage import StageEvaluation
 from moba_train.health.recovery import Recovery
@@ -30,7 +31,7 @@ from moba_train.optim.gradients import clip_gradients, gradient_norm, norms_by_k
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh
-from moba_train.parallel.stage import ContextEngines
+from moba_train.parallel.stage import ContextEngines, Share
 from moba_train.parallel.world import World
 from moba_train.pictures import draw_pictures
 from moba_train.telemetry.code_version import code_version, describe
@@ -41,6 +42,13 @@ from moba_train.telemetry.throughput import throughput
 
 class Trainer:
     """Takes one model through the stages of a validated recipe, from the newest checkpoint in the run folder if any."""
+
+    share: Share
+    """Of this rank in the current stage."""
+    evaluation: StageEvaluation
+    """Of the current stage."""
+    next_starts: dict[str, int]
+    """What the stage before left: tokens consumed of each corpus."""
 
     def __init__(self, config: RunConfig, world: World, stop_at_step: int | None = None) -> None:
         """`stop_at_step`: save and leave once so many optimizer steps are done (over all stages)."""
@@ -109,13 +117,7 @@ class Trainer:
         """Train through the rest of a stage; False when stopped before its end."""
         stage = self.stages[index]
         data = self._enter(stage)
-
-        def load(step: int) -> list[Batch]:
-            first = (step - stage.first_step) * stage.batch_sequences
-            share, micro = self.share, stage.micro_batch_size
-            batches = step_batches(data, first, stage.batch_sequences, micro, share.dp_rank, share.dp_size)
-            return [share.of(batch) for batch in batches]
-
+        load = partial(self.share.batches, data, stage)
         with Prefetcher(load, self.progress.step, stage.end_step, self.world.device) as steps:
             self.watch.enter("waiting for data", self.progress.step)
             began = time.perf_counter()
@@ -224,7 +226,7 @@ class Trainer:
         data = training_data(config, stage, progress.starts)
         data.check_fingerprints(progress.fingerprints)
         progress.fingerprints |= data.fingerprints
-        self.evaluation: StageEvaluation = StageEvaluation(
+        self.evaluation = StageEvaluation(
             config, stage, self.model, self.share, self.world.device, self.telemetry, progress.trailing_loss_before
         )
         self.telemetry.stage = stage.name
