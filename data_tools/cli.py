@@ -116,6 +116,9 @@ def long_range(
     characters: Annotated[
         int, typer.Option(min=1, help="Length of a document; a token is 2 to 4 characters")
     ] = 150_000,
+    questions: Annotated[
+        int, typer.Option(min=0, help="Make conversations for `sft`: each a document and so many questions about it")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same documents")] = 0,
     text_key: TextKey = "text",
     globs: Globs = None,
@@ -124,8 +127,10 @@ def long_range(
     """Make long documents with repeated passages and questions about earlier notes, for miniatures of long contexts."""
     from data_tools.long_range import write_long_range
 
-    _print_bad(write_long_range(_files(inputs, globs, excludes), output, documents, characters, seed, text_key))
-    typer.echo(f"{output}: {documents} documents of {characters} characters")
+    files = _files(inputs, globs, excludes)
+    _print_bad(write_long_range(files, output, documents, characters, seed, text_key, questions))
+    kind = f"conversations of {questions} questions about" if questions else "documents of"
+    typer.echo(f"{output}: {documents} {kind} {characters} characters")
 
 
 @app.command()

@@ -4,6 +4,9 @@ Real text alone is a weak test of it: most of its tokens can be told from the fe
 is made of headed pieces: passages of real text, passages of the same document once more (word for word, named by their
 number), notes that give a random number to a random name, and questions that ask for one of the document's notes.
 Repeats and answers refer back uniformly over the document so far, so their distances are as long as the context is.
+
+Asked for questions, a document becomes a conversation: the user gives it and asks for one of its notes, then for others,
+and what the assistant answers, a few numbers after a long document, is all that fine-tuning puts loss on.
 """
 
 import json
@@ -49,10 +52,19 @@ _ANIMALS = (
 
 
 def write_long_range(
-    files: Sequence[str], output: str | Path, documents: int, characters: int, seed: int, text_key: str = "text"
+    files: Sequence[str],
+    output: str | Path,
+    documents: int,
+    characters: int,
+    seed: int,
+    text_key: str = "text",
+    questions: int = 0,
 ) -> list[BadRecord]:
     """Write `documents` documents of at least `characters` characters as JSON lines, from the text of `files`, and
     return the records that could not be read. The same arguments give the same file.
+
+    questions  0: lines with the document under `text_key`; else conversations of so many questions and answers about
+               the document, in the format "messages"
 
     Raises DataError when no text is long enough to take passages from.
     """
@@ -70,15 +82,21 @@ def write_long_range(
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as stream:
         for index in range(documents):
-            stream.write(json.dumps({text_key: document_text(texts, characters, f"{seed}/{index}")}) + "\n")
+            draw = random.Random(f"{seed}/{index}")
+            notes: dict[str, int] = {}
+            document = _document(texts, characters, draw, notes, begin_with_note=questions > 0)
+            record = {"messages": _conversation(document, questions, draw, notes)} if questions else {text_key: document}
+            stream.write(json.dumps(record) + "\n")
     temporary.replace(path)
     return bad
 
 
-def document_text(texts: Sequence[str], characters: int, seed: str) -> str:
-    """One document; each of `texts` has at least `PASSAGE[1]` characters."""
+def _document(
+    texts: Sequence[str], characters: int, draw: random.Random, notes: dict[str, int], begin_with_note: bool
+) -> str:
+    """One document, its notes put into `notes`; each of `texts` has at least `PASSAGE[1]` characters."""
     pieces, length = [], 0
-    for piece in _pieces(texts, random.Random(seed)):
+    for piece in _pieces(texts, draw, notes, begin_with_note):
         pieces.append(piece)
         length += len(piece)
         if length >= characters:
@@ -86,11 +104,25 @@ def document_text(texts: Sequence[str], characters: int, seed: str) -> str:
     raise AssertionError("pieces never end")
 
 
-def _pieces(texts: Sequence[str], draw: random.Random) -> Iterator[str]:
+def _conversation(document: str, questions: int, draw: random.Random, notes: dict[str, int]) -> list[dict[str, str]]:
+    messages = []
+    for name in draw.choices(list(notes), k=questions):
+        messages.append({"role": "user", "content": _question(name)})
+        messages.append({"role": "assistant", "content": str(notes[name])})
+    messages[0]["content"] = f"{document}\n{messages[0]['content']}"
+    return messages
+
+
+def _question(name: str) -> str:
+    return f"what is the number of the {name}?"
+
+
+def _pieces(
+    texts: Sequence[str], draw: random.Random, notes: dict[str, int], begin_with_note: bool
+) -> Iterator[str]:
     passages: list[str] = []
-    notes: dict[str, int] = {}
     while True:
-        kind = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        kind = "note" if begin_with_note and not notes else draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         if kind == "repeat" and passages:
             number = draw.randrange(len(passages))
             yield f"\n### passage {number} again\n{passages[number]}\n"
@@ -101,7 +133,7 @@ def _pieces(texts: Sequence[str], draw: random.Random) -> Iterator[str]:
                 yield f"\n### note\nthe number of the {name} is {notes[name]}\n"
         elif kind == "question" and notes:
             name = draw.choice(list(notes))
-            yield f"\n### question\nwhat is the number of the {name}? {notes[name]}\n"
+            yield f"\n### question\n{_question(name)} {notes[name]}\n"
         elif kind == "passage":
             text = draw.choice(texts)
             length = draw.randint(*PASSAGE)
