@@ -5,8 +5,8 @@ is made of headed pieces: passages of real text, passages of the same document o
 number), notes that give a random number to a random name, and questions that ask for one of the document's notes.
 Repeats and answers refer back uniformly over the document so far, so their distances are as long as the context is.
 
-Asked for questions, a document becomes a conversation: the user gives it and asks for one of its notes, then for others,
-and what the assistant answers, a few numbers after a long document, is all that fine-tuning puts loss on.
+Asked for questions, a document becomes a conversation: the user gives it and asks for one of its notes, then for
+others, and what the assistant answers, a few numbers after a long document, is all that fine-tuning puts loss on.
 """
 
 import json
@@ -83,43 +83,41 @@ def write_long_range(
     with temporary.open("w", encoding="utf-8") as stream:
         for index in range(documents):
             draw = random.Random(f"{seed}/{index}")
-            notes: dict[str, int] = {}
-            document = _document(texts, characters, draw, notes, begin_with_note=questions > 0)
-            record = {"messages": _conversation(document, questions, draw, notes)} if questions else {text_key: document}
-            stream.write(json.dumps(record) + "\n")
+            stream.write(json.dumps(_record(texts, characters, questions, text_key, draw)) + "\n")
     temporary.replace(path)
     return bad
 
 
-def _document(
-    texts: Sequence[str], characters: int, draw: random.Random, notes: dict[str, int], begin_with_note: bool
-) -> str:
-    """One document, its notes put into `notes`; each of `texts` has at least `PASSAGE[1]` characters."""
-    pieces, length = [], 0
-    for piece in _pieces(texts, draw, notes, begin_with_note):
-        pieces.append(piece)
-        length += len(piece)
-        if length >= characters:
-            return "".join(pieces)
-    raise AssertionError("pieces never end")
-
-
-def _conversation(document: str, questions: int, draw: random.Random, notes: dict[str, int]) -> list[dict[str, str]]:
+def _record(
+    texts: Sequence[str], characters: int, questions: int, text_key: str, draw: random.Random
+) -> dict[str, str | list[dict[str, str]]]:
+    """One line; each of `texts` has at least `PASSAGE[1]` characters."""
+    notes: dict[str, int] = {}
+    document = _document(_pieces(texts, notes, questions > 0, draw), characters)
+    if not questions:
+        return {text_key: document}
     messages = []
     for name in draw.choices(list(notes), k=questions):
         messages.append({"role": "user", "content": _question(name)})
         messages.append({"role": "assistant", "content": str(notes[name])})
     messages[0]["content"] = f"{document}\n{messages[0]['content']}"
-    return messages
+    return {"messages": messages}
+
+
+def _document(pieces: Iterator[str], characters: int) -> str:
+    taken, length = [], 0
+    while length < characters:
+        taken.append(next(pieces))
+        length += len(taken[-1])
+    return "".join(taken)
 
 
 def _question(name: str) -> str:
     return f"what is the number of the {name}?"
 
 
-def _pieces(
-    texts: Sequence[str], draw: random.Random, notes: dict[str, int], begin_with_note: bool
-) -> Iterator[str]:
+def _pieces(texts: Sequence[str], notes: dict[str, int], begin_with_note: bool, draw: random.Random) -> Iterator[str]:
+    """Pieces without end; the notes among them are put into `notes`."""
     passages: list[str] = []
     while True:
         kind = "note" if begin_with_note and not notes else draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
