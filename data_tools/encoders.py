@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from data_tools.segments import SegmentedSentencepiece
 from moba_train.data.indexed import dtype_for
-from moba_train.data.tokenizer import load_tokenizer
+from moba_train.data.tokenizer import load_tokenizer, special_tokens, tokenizer_file
 from moba_train.errors import DataError
 
 TIKTOKEN = "tiktoken:"
@@ -66,11 +66,9 @@ def load_encoder(tokenizer: str, fast: bool = True, eos: str | None = None) -> E
     fast: use the fastest exact engine at hand. eos: the token to end documents with, in place of the tokenizer's own.
     Raises DataError when it cannot be loaded, a package is missing, or it has no token `eos`.
     """
-    path = Path(tokenizer)
     if tokenizer.startswith(TIKTOKEN):
         return _tiktoken(tokenizer.removeprefix(TIKTOKEN), fast, eos)
-    if path.is_dir():
-        path = path / "tokenizer.json"
+    path = tokenizer_file(tokenizer)
     return _hugging_face(path, fast, eos) if path.suffix == ".json" else _sentencepiece(path, fast, eos)
 
 
@@ -104,7 +102,7 @@ def _hugging_face(path: Path, fast: bool, eos: str | None) -> Encoder:
     tokenizer.no_padding()
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     dtype = dtype_for(vocab_size)
-    eos = eos or _eos_of_folder(path.parent)
+    eos = eos or special_tokens(path.parent).get("eos_token")
     eos_id = None if eos is None else _known(eos, tokenizer.token_to_id(eos), None, path.name)
 
     def reference(texts: Sequence[str]) -> list[npt.NDArray[Any]]:
@@ -118,17 +116,6 @@ def _hugging_face(path: Path, fast: bool, eos: str | None) -> Encoder:
     sha256 = hashlib.sha256(content).hexdigest()
     engine = "fastokens" if encode else "tokenizers"
     return Encoder(path.name, sha256, vocab_size, eos_id, reference, engine, encode or reference)
-
-
-def _eos_of_folder(folder: Path) -> str | None:
-    """The eos_token that Hugging Face's tokenizer_config.json beside a tokenizer.json names."""
-    file = folder / "tokenizer_config.json"
-    try:
-        config = json.loads(file.read_bytes()) if file.exists() else {}
-    except ValueError as error:
-        raise DataError(f"{file} is not JSON: {error}") from error
-    eos = config.get("eos_token")
-    return eos["content"] if isinstance(eos, dict) else eos
 
 
 def _tiktoken(name: str, fast: bool, eos: str | None) -> Encoder:

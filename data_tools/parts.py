@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_tools.documents import BadRecord, Shard, hash_fraction, read_documents, shard_bytes
+from data_tools.documents import BadRecord, Shard, read_documents, shard_bytes, split_of, splits
 from data_tools.encoders import Encoder, load_encoder
 from moba_train.data.indexed import IndexedDatasetWriter, dtype_for
 from moba_train.errors import DataError, LaunchError
@@ -43,11 +43,6 @@ class TokenizeOptions:
     """The token that documents end with; None: the tokenizer's own."""
     fast: bool = True
     """Whether to use the fastest engine that gives the tokenizer's ids, instead of its own library."""
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """What the names of parts and outputs end in."""
-        return ("-train", "-valid") if self.holdout else ("",)
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,8 @@ def make_part(part: Part) -> PartReport:
     bad: list[str] = []
     with contextlib.ExitStack() as stack:
         writers = [
-            stack.enter_context(IndexedDatasetWriter(f"{part.prefix}{split}", dtype)) for split in options.splits
+            stack.enter_context(IndexedDatasetWriter(f"{part.prefix}{split}", dtype))
+            for split in splits(options.holdout)
         ]
         unchecked = True
         for documents in _batches(part, bad):
@@ -101,8 +97,7 @@ def make_part(part: Part) -> PartReport:
                 encoder.check(_first(texts, CHECKED_CHARACTERS))
                 unchecked = False
             for document, ids in zip(documents, encoder.encode(texts), strict=True):
-                valid = bool(options.holdout) and hash_fraction(document, "holdout") < options.holdout
-                writers[-1 if valid else 0].add_document(np.concatenate((ids, eos)))
+                writers[split_of(document, options.holdout)].add_document(np.concatenate((ids, eos)))
         report = PartReport(shard_bytes(part.shard), sum(writer.tokens for writer in writers), bad)
     temporary = part.report_file.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")

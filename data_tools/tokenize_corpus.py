@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import Shard, cut_shards, shard_bytes
+from data_tools.documents import Shard, cut_shards, shard_bytes, splits
 from data_tools.encoders import Encoder, load_encoder
 from data_tools.parts import Part, TokenizeOptions, make_parts, read_report
 from data_tools.progress import ByteProgress
@@ -50,7 +50,7 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
     if not shards:
         raise DataError("all --input files are empty")
     work = _work_fingerprint(shards, options, tokenizer)
-    outputs = [f"{output}{split}" for split in options.splits]
+    outputs = [f"{output}{split}" for split in splits(options.holdout)]
     folder = Path(f"{output}.parts")
     parts = [Part(str(folder / f"{number:06d}"), shard, options) for number, shard in enumerate(shards)]
     bad: list[str] = []
@@ -133,7 +133,7 @@ def _merge(
         "eos_id": tokenizer.eos_id if options.append_eos else None,
         "work": work,
     }
-    for split, prefix in zip(options.splits, outputs, strict=True):
+    for split, prefix in zip(splits(options.holdout), outputs, strict=True):
         with IndexedDatasetWriter(prefix, dtype_for(tokenizer.vocab_size), info) as writer:
             for part in parts:
                 writer.merge(f"{part.prefix}{split}")

@@ -27,6 +27,25 @@ COMPANIONS = (
 """What a Hugging Face folder says about text, besides the model."""
 
 
+def tokenizer_file(path: str | Path) -> Path:
+    """The file of the tokenizer at `path`; a folder's is its tokenizer.json."""
+    path = Path(path)
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """What Hugging Face's tokenizer_config.json in `folder` says of `eos_token` and the like, by name; empty without
+    the file. Raises DataError when it cannot be read."""
+    file = folder / "tokenizer_config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        named = {key: value for key, value in config.items() if key.endswith("_token")}
+        texts = {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise DataError(f"{file} is not a tokenizer's config: {error!r}") from error
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
 class TextTokenizer(Protocol):
     """What generation needs of a tokenizer."""
 
@@ -105,13 +124,10 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises plain Exception
             raise DataError(f"{path} is not a readable tokenizer.json: {error}") from error
-        config = path.with_name("tokenizer_config.json")
-        eos: Any = None
-        try:
-            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
-        except (ValueError, AttributeError) as error:
-            raise DataError(f"{config} is not a tokenizer's config: {error}") from error
-        self._eos = eos["content"] if isinstance(eos, dict) else eos
+        # A file may cut or pad, which is for batches of prompts.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._eos = special_tokens(path.parent).get("eos_token")
 
     @property
     def vocab_size(self) -> int:
@@ -134,9 +150,7 @@ class HuggingFaceTokenizer:
 
 def load_text_tokenizer(path: str | Path) -> TextTokenizer:
     """A tokenizer.json, or a folder with one, else a sentencepiece model. Raises DataError when it cannot be read."""
-    path = Path(path)
-    if path.is_dir():
-        path = path / "tokenizer.json"
+    path = tokenizer_file(path)
     return HuggingFaceTokenizer(path) if path.suffix == ".json" else load_tokenizer(path)
 
 

@@ -15,6 +15,7 @@ from prose import TEXT, prose
 from data_tools import encoders
 from data_tools.encoders import load_encoder
 from data_tools.segments import SegmentedSentencepiece
+from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError
 
 TEXTS = st.text(
@@ -120,6 +121,12 @@ def test_tokenizer_json_with_the_end_its_folder_names(hugging_face: Path, fast: 
     assert encoder.encode(texts)[0].dtype == np.dtype("u2")
     with pytest.raises(DataError, match=r"--eos '</s>' is no token of tokenizer.json"):
         load_encoder(str(hugging_face), fast, "</s>")
+
+
+def test_conversations_and_prompts_get_all_tokens_of_a_tokenizer_json_that_cuts(hugging_face: Path) -> None:
+    text = prose(1, 400)
+    (expected,) = load_encoder(str(hugging_face)).encode([text])
+    assert load_text_tokenizer(hugging_face).encode(text) == expected.tolist()
 
 
 def test_tiktoken_encodings_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
