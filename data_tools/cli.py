@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from moba_train.commands import command_group
+from moba_train.commands import command_group, parse_length
 
 SHOWN_RECORDS = 20
 
@@ -137,11 +137,17 @@ def long_range(
 def stats(
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Corpora")],
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="MoBA's block size: show what it leaves of full attention")
+        int | None,
+        typer.Option(
+            parser=parse_length, metavar="TOKENS", help="MoBA's block size: show what it leaves of full attention"
+        ),
     ] = None,
     topk: Annotated[int, typer.Option(min=1, help="MoBA's topk, with --block-size")] = 12,
     seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Training length that cuts documents, with --block-size")
+        int | None,
+        typer.Option(
+            parser=parse_length, metavar="TOKENS", help="Training length that cuts documents, with --block-size"
+        ),
     ] = None,
     picture: Annotated[str | None, typer.Option(help="A .png, .svg or .pdf to draw the lengths into")] = None,
 ) -> None:
