@@ -78,6 +78,7 @@ def tokenize(
     excludes: Excludes = None,
     append_eos: Annotated[bool, typer.Option(help="End every document with the tokenizer's eos")] = True,
     eos: Annotated[str | None, typer.Option(help="The token that ends documents; default: the tokenizer's own")] = None,
+    bos: Annotated[str | None, typer.Option(help="A token for documents to begin with; default: none")] = None,
     engine: Annotated[
         Literal["fast", "reference"],
         typer.Option(help="fast: the fastest that gives the same ids; reference: the tokenizer's own library"),
@@ -94,7 +95,7 @@ def tokenize(
     from data_tools.parts import TokenizeOptions
     from data_tools.tokenize_corpus import tokenize_corpus
 
-    options = TokenizeOptions(tokenizer, text_key, append_eos, holdout, on_error == "fail", eos, engine == "fast")
+    options = TokenizeOptions(tokenizer, text_key, append_eos, holdout, on_error == "fail", eos, bos, engine == "fast")
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     result = tokenize_corpus(_files(inputs, globs, excludes), output, options, workers or cpus)
     if result.already_complete:

@@ -41,6 +41,8 @@ class TokenizeOptions:
     """Whether a record that cannot be read ends the work instead of being left out."""
     eos: str | None = None
     """The token that documents end with; None: the tokenizer's own."""
+    bos: str | None = None
+    """The token that documents begin with; None: they begin with their text."""
     fast: bool = True
     """Whether to use the fastest engine that gives the tokenizer's ids, instead of its own library."""
 
@@ -81,8 +83,9 @@ def make_part(part: Part) -> PartReport:
     Raises DataError for a bad record where the options say so, or when the engine is not exact on the first documents.
     """
     options = part.options
-    encoder = _loaded_encoder(options.tokenizer, options.fast, options.eos)
+    encoder = _loaded_encoder(options.tokenizer, options.fast, options.eos, options.bos)
     dtype = dtype_for(encoder.vocab_size)
+    bos = np.array([] if encoder.bos_id is None else [encoder.bos_id], dtype=dtype)
     eos = np.array([encoder.eos_id] if options.append_eos else [], dtype=dtype)
     bad: list[str] = []
     with contextlib.ExitStack() as stack:
@@ -97,7 +100,7 @@ def make_part(part: Part) -> PartReport:
                 encoder.check(_first(texts, CHECKED_CHARACTERS))
                 unchecked = False
             for document, ids in zip(documents, encoder.encode(texts), strict=True):
-                writers[split_of(document, options.holdout)].add_document(np.concatenate((ids, eos)))
+                writers[split_of(document, options.holdout)].add_document(np.concatenate((bos, ids, eos)))
         report = PartReport(shard_bytes(part.shard), sum(writer.tokens for writer in writers), bad)
     temporary = part.report_file.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
@@ -136,8 +139,8 @@ def _first(texts: Sequence[str], characters: int) -> list[str]:
 
 
 @functools.cache
-def _loaded_encoder(tokenizer: str, fast: bool, eos: str | None) -> Encoder:
-    return load_encoder(tokenizer, fast, eos)
+def _loaded_encoder(tokenizer: str, fast: bool, eos: str | None, bos: str | None) -> Encoder:
+    return load_encoder(tokenizer, fast, eos, bos)
 
 
 def make_parts(parts: Sequence[Part], workers: int) -> Iterator[PartReport]:

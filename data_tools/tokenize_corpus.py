@@ -43,7 +43,7 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
 
     Raises DataError when the input or the tokenizer cannot be used, or another corpus is there already.
     """
-    tokenizer = load_encoder(options.tokenizer, options.fast, options.eos)
+    tokenizer = load_encoder(options.tokenizer, options.fast, options.eos, options.bos)
     if options.append_eos and tokenizer.eos_id is None:
         raise DataError(f"{options.tokenizer} names no end-of-document token; give --eos TOKEN or --no-append-eos")
     shards = cut_shards(files)
@@ -130,6 +130,7 @@ def _merge(
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.name,
         "tokenizer_sha256": tokenizer.sha256,
+        "bos_id": tokenizer.bos_id,
         "eos_id": tokenizer.eos_id if options.append_eos else None,
         "work": work,
     }

@@ -1,6 +1,7 @@
 """Fast engines give the ids of the tokenizer's own library, for any text; what a tokenizer cannot do is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,7 +82,7 @@ def test_the_memory_of_segments_is_bounded(tokenizer: str, monkeypatch: pytest.M
 def test_an_engine_that_differs_is_found_by_the_check(tokenizer: str) -> None:
     exact = load_encoder(tokenizer)
     exact.check([TEXT])
-    wrong = encoders.Encoder("m", "", 320, 2, exact.reference, "wrong", lambda texts: [np.zeros(1) for _ in texts])
+    wrong = replace(exact, engine="wrong", encode=lambda texts: [np.zeros(1) for _ in texts])
     with pytest.raises(DataError, match=r"engine wrong and the original library of m give other ids.*--engine ref"):
         wrong.check([TEXT])
 

@@ -51,6 +51,11 @@ def test_documents_come_back_in_order_with_eos(folder: Path, tokenizer: str, tmp
     plain = tokenize(folder, tmp_path / "plain", tokenizer, append_eos=False).corpora[str(tmp_path / "plain")]
     assert plain.tokens == corpus.tokens - 3
 
+    begun = tokenize(folder, tmp_path / "begun", tokenizer, bos="<s>").corpora[str(tmp_path / "begun")]
+    assert [begun.document(index).tolist() for index in range(3)] == [[1, *document] for document in documents]
+    with pytest.raises(DataError, match="--bos '<begin>' is no token of tok.model"):
+        tokenize(folder, tmp_path / "other", tokenizer, bos="<begin>")
+
 
 def test_same_bytes_for_any_number_of_workers_and_after_a_kill(folder: Path, tokenizer: str, tmp_path: Path) -> None:
     for number in range(24):
