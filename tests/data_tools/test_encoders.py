@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prose import TEXT, prose
 
-from data_tools import encoders
 from data_tools.encoders import load_encoder
 from data_tools.segments import SegmentedSentencepiece
 from moba_train.data.tokenizer import load_text_tokenizer
@@ -83,7 +82,7 @@ def test_an_engine_that_differs_is_found_by_the_check(tokenizer: str) -> None:
     exact = load_encoder(tokenizer)
     exact.check([TEXT])
     wrong = replace(exact, engine="wrong", encode=lambda texts: [np.zeros(1) for _ in texts])
-    with pytest.raises(DataError, match=r"engine wrong and the original library of m give other ids.*--engine ref"):
+    with pytest.raises(DataError, match=r"engine wrong and the original library of tok\.model give other ids.*--engine ref"):
         wrong.check([TEXT])
 
 
