@@ -65,7 +65,9 @@ class Setup:
     base_lr: float
     lr: float
     base_full: str = "none"
-    """Layers with full attention in pretraining, as in a recipe's `attention.full_layers`."""
+    """Layers with full attention in the last stage of pretraining, as in a recipe's `attention.full_layers`."""
+    short: tuple[int, ...] = ()
+    """Lengths of the stages before it, all layers full: recall is learnt from what is near, then extended."""
 
 
 def _model(data: Recall, hidden_size: int, layers: int, heads: int) -> ModelConfig:
@@ -221,21 +223,23 @@ def gradient_reach(model: Transformer, documents: Documents) -> list[float]:
 def pretrain(setup: Setup, seed: int, device: torch.device, clock: Clock) -> tuple[Transformer, Record]:
     """The model that all variants of a seed begin with, every token of its documents carrying loss."""
     generator = torch.Generator(device).manual_seed(1000 + seed)
-    count = min(setup.base_steps * setup.batch, 8192)
-    places = torch.arange(1, setup.data.length, device=device)
-    documents = Documents.of(pretraining_documents(setup.data, count, generator), places, setup.batch)
-    held_out = Documents.of(pretraining_documents(setup.data, HELD_OUT, generator), places, setup.batch)
     model = Transformer(setup.model).to(device)
     initialize_weights(model, seed)
-    model.set_attention(attention_layers(setup, setup.base_full))
     began, curve = time.monotonic(), []
-    repeated = 1 - 1 / setup.data.mentions
+    for length in (*setup.short, setup.data.length):
+        sizes, batch = setup.data.of_length(length), setup.batch * setup.data.length // length
+        places = torch.arange(1, length, device=device)
+        documents, held_out = (
+            Documents.of(pretraining_documents(sizes, count, generator), places, batch)
+            for count in (min(setup.base_steps * batch, 2**25 // length), max(HELD_OUT, batch))
+        )
+        model.set_attention(attention_layers(setup, setup.base_full if length == setup.data.length else "all"))
 
-    def enough(step: int) -> bool:
-        curve.append((step, *evaluate(model, held_out, setup.data)))
-        return curve[-1][2] > 0.95 * repeated
+        def enough(step: int, length: int = length, held_out: Documents = held_out) -> bool:
+            curve.append((length, step, *evaluate(model, held_out, setup.data)))
+            return curve[-1][3] > 0.95 * (1 - 1 / setup.data.mentions)
 
-    train(model, documents, setup.base_steps, setup.base_lr, setup.base_lr, clock, BASE_EVERY, enough)
+        train(model, documents, setup.base_steps, setup.base_lr, setup.base_lr, clock, BASE_EVERY, enough)
     record = {"seed": seed, "curve": curve, "seconds": time.monotonic() - began}
     asked = Documents.of(*conversations(setup.data, HELD_OUT, generator), setup.batch)
     record["one_full_layer"] = []
@@ -368,8 +372,13 @@ def main() -> None:
         for seed in range(arguments.seeds):
             base, record = pretrain(setup, seed, device, clock)
             bases.append(record)
-            course = ", ".join(f"{step}: {loss:.3f} {recall:.0%}" for step, loss, recall in record["curve"])
-            print(f"seed {seed}: pretrained in {record['seconds']:.0f} s; loss and recall at step {course}", flush=True)
+            course = ", ".join(
+                f"{length} at {step}: {loss:.3f} {recall:.0%}" for length, step, loss, recall in record["curve"]
+            )
+            print(
+                f"seed {seed}: pretrained in {record['seconds']:.0f} s; loss and recall by length and step: {course}",
+                flush=True,
+            )
             recalls = " ".join(f"{recall:.1%}" for _, recall in record["one_full_layer"])
             print(f"seed {seed}: recall of answers with one full layer, first to last: {recalls}", flush=True)
             for layers, every_token in runs:
