@@ -82,7 +82,7 @@ def test_an_engine_that_differs_is_found_by_the_check(tokenizer: str) -> None:
     exact = load_encoder(tokenizer)
     exact.check([TEXT])
     wrong = replace(exact, engine="wrong", encode=lambda texts: [np.zeros(1) for _ in texts])
-    with pytest.raises(DataError, match=r"engine wrong and the original library of tok\.model give other ids.*--engine ref"):
+    with pytest.raises(DataError, match=r"engine wrong and .* library of tok\.model give other ids.*--engine ref"):
         wrong.check([TEXT])
 
 
