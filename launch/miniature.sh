@@ -41,7 +41,7 @@ mkdir -p "$data"
         --output "$data/short"
 
 conversations() {  # NAME DOCUMENTS CHARACTERS QUESTIONS
-    [ -e "$data/sft-$1-valid.idx" ] && return
+    [ -e "$data/sft-$1-train.idx" ] && return
     "${moba_data[@]}" long-range --input "$corpus" ${select[@]+"${select[@]}"} --output "$data/sft-$1.jsonl" \
         --documents "$2" --characters "$3" --questions "$4"
     "${moba_data[@]}" sft --input "$data/sft-$1.jsonl" --tokenizer "$data/tokenizer.model" --output "$data/sft-$1" \

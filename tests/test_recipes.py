@@ -112,6 +112,16 @@ def test_the_blend_in_the_guide_is_that_of_the_recipe() -> None:
     assert shown == load_config(RECIPES / "continue-1m.yaml").data.train
 
 
+def test_the_launcher_makes_the_same_documents_as_the_guide() -> None:
+    launcher = " ".join((ROOT / "launch" / "miniature.sh").read_text().replace("\\\n", "").split())
+    made = [words for _, miniature in command_blocks() for words in miniature if words[1] == "long-range"]
+    assert len(made) == 4
+    for words in made:
+        output, sizes = Path(words[5]).stem.removeprefix("sft-"), words[7::2]
+        plain = f"--documents {sizes[0]} --characters {sizes[-1]}"
+        assert (plain if len(sizes) == 2 else f"conversations {output} {' '.join(sizes)}") in launcher
+
+
 @pytest.mark.parametrize("path", local_links(GUIDE))
 def test_links_of_the_guide_lead_somewhere(path: str) -> None:
     assert (GUIDE.parent / path).exists()
