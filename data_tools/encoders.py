@@ -22,10 +22,9 @@ import numpy.typing as npt
 
 from data_tools.segments import SegmentedSentencepiece
 from moba_train.data.indexed import dtype_for
-from moba_train.data.tokenizer import load_tokenizer, special_tokens, tokenizer_file
+from moba_train.data.tokenizer import TIKTOKEN, load_tokenizer, special_tokens, tokenizer_file
 from moba_train.errors import DataError
 
-TIKTOKEN = "tiktoken:"
 Encode = Callable[[Sequence[str]], list[npt.NDArray[Any]]]
 
 

@@ -41,7 +41,7 @@ class TokenizeResult:
 def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions, workers: int) -> TokenizeResult:
     """Tokenize `files` into the corpus `output`, or `output`-train and `output`-valid with a holdout.
 
-    Raises DataError when the input or the tokenizer cannot be used, or another corpus is there already.
+    Raises DataError when the tokenizer or all of the input cannot be used, or another corpus is there already.
     """
     tokenizer = load_encoder(options.tokenizer, options.fast, options.eos, options.bos)
     if options.append_eos and tokenizer.eos_id is None:
@@ -62,6 +62,8 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
             resumed = _make_missing_parts(parts, workers)
             bad = [record for part in parts for record in read_report(part).bad]
             _list_skipped(Path(f"{output}.skipped.txt"), bad)
+            if bad and not any(read_report(part).tokens for part in parts):
+                raise DataError(f"none of the {len(bad)} records can be read: {bad[0]}")
             _merge(parts, outputs, options, tokenizer, work)
         _empty(folder)
     corpora = {prefix: IndexedDataset(prefix) for prefix in outputs}

@@ -12,6 +12,8 @@ import sentencepiece
 
 from moba_train.errors import DataError
 
+TIKTOKEN = "tiktoken:"
+"""What the name of a tiktoken encoding begins with, where one is allowed."""
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -150,6 +152,11 @@ class HuggingFaceTokenizer:
 
 def load_text_tokenizer(path: str | Path) -> TextTokenizer:
     """A tokenizer.json, or a folder with one, else a sentencepiece model. Raises DataError when it cannot be read."""
+    if str(path).startswith(TIKTOKEN):
+        raise DataError(
+            f"{path} given; tiktoken encodings are for `moba-data tokenize` alone. Give a sentencepiece model, a "
+            "tokenizer.json, or a folder with one"
+        )
     path = tokenizer_file(path)
     return HuggingFaceTokenizer(path) if path.suffix == ".json" else load_tokenizer(path)
 

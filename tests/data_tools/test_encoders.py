@@ -127,6 +127,8 @@ def test_conversations_and_prompts_get_all_tokens_of_a_tokenizer_json_that_cuts(
     text = prose(1, 400)
     (expected,) = load_encoder(str(hugging_face)).encode([text])
     assert load_text_tokenizer(hugging_face).encode(text) == expected.tolist()
+    with pytest.raises(DataError, match="tiktoken encodings are for `moba-data tokenize` alone"):
+        load_text_tokenizer("tiktoken:o200k_base")
 
 
 def test_tiktoken_encodings_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

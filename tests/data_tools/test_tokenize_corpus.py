@@ -132,6 +132,8 @@ def test_bad_records_are_reported_or_fatal(folder: Path, tokenizer: str, tmp_pat
     assert result.corpora[str(tmp_path / "out")].documents == 2
     assert [record.split(": ")[0] for record in result.bad] == [f"{path}:2", f"{path}:3"]
     assert (tmp_path / "out.skipped.txt").read_text().splitlines() == result.bad
+    with pytest.raises(DataError, match=r"none of the 4 records can be read: .*key 'words'"):
+        tokenize(folder, tmp_path / "none", tokenizer, text_key="words")
     with pytest.raises(DataError, match=r"a\.jsonl:2: no text under key 'text'"):
         tokenize(folder, tmp_path / "strict", tokenizer, fail_on_error=True)
     assert not (tmp_path / "strict.idx").exists()
