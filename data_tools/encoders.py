@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from data_tools.segments import SegmentedSentencepiece
 from moba_train.data.indexed import dtype_for
-from moba_train.data.tokenizer import TIKTOKEN, load_tokenizer, special_tokens, tokenizer_file
+from moba_train.data.tokenizer import TIKTOKEN, HuggingFaceTokenizer, load_tokenizer, tokenizer_file
 from moba_train.errors import DataError
 
 Encode = Callable[[Sequence[str]], list[npt.NDArray[Any]]]
@@ -107,36 +107,29 @@ def _sentencepiece(path: Path, fast: bool) -> Encoder:
 
 
 def _hugging_face(path: Path, fast: bool) -> Encoder:
-    tokenizers = _required("tokenizers", path.name)
-    try:
-        content = path.read_bytes()
-        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-    except Exception as error:  # the package raises plain Exception
-        raise DataError(f"{path} is not a readable tokenizer.json: {error}") from error
-    # A file may cut or pad, which is for batches of prompts.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    dtype = dtype_for(vocab_size)
-    eos = special_tokens(path.parent).get("eos_token")
-    eos_id = None if eos is None else tokenizer.token_to_id(eos)
+    tokenizer = HuggingFaceTokenizer(path)
+    library = tokenizer.library
+    dtype = dtype_for(tokenizer.vocab_size)
 
     def reference(texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        found = library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=dtype) for encoding in found]
 
     def load(fastokens: Any) -> Any:
-        return fastokens.Tokenizer.from_json_str(tokenizer.to_str())
+        return fastokens.Tokenizer.from_json_str(library.to_str())
 
     encode = _fastokens(load, dtype) if fast else None
-    sha256 = hashlib.sha256(content).hexdigest()
     engine = "fastokens" if encode else "tokenizers"
     encode = encode or reference
-    return Encoder(path.name, sha256, vocab_size, eos_id, tokenizer.token_to_id, reference, engine, encode)
+    size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
+    return Encoder(path.name, tokenizer.sha256, size, eos_id, library.token_to_id, reference, engine, encode)
 
 
 def _tiktoken(name: str, fast: bool) -> Encoder:
-    tiktoken = _required("tiktoken", f"{TIKTOKEN}{name}")
+    try:
+        tiktoken: Any = importlib.import_module("tiktoken")
+    except ImportError as error:
+        raise DataError(f"{TIKTOKEN}{name} needs the package tiktoken; run `pip install tiktoken`") from error
     try:
         encoding = tiktoken.get_encoding(name)
     except Exception as error:  # an unknown name, or whatever the download of a known one raises
@@ -177,10 +170,3 @@ def _fastokens(load: Callable[[Any], Any], dtype: npt.DTypeLike) -> Encode | Non
         return np.split(np.frombuffer(ids, dtype=np.uint32).astype(dtype), ends)
 
     return encode
-
-
-def _required(package: str, wanted_for: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise DataError(f"{wanted_for} needs the package {package}; run `pip install {package}`") from error

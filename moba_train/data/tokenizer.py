@@ -114,7 +114,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer.json, and the end of a document that the tokenizer_config.json beside it names.
 
-    Raises DataError when the file cannot be read, or the package tokenizers is not installed.
+    Raises DataError when a file cannot be read, or the package tokenizers is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,31 +123,34 @@ class HuggingFaceTokenizer:
         except ImportError as error:
             raise DataError(f"{path} needs the package tokenizers; run `pip install tokenizers`") from error
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            content = path.read_bytes()
+            self.library: Any = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the package raises plain Exception
             raise DataError(f"{path} is not a readable tokenizer.json: {error}") from error
         # A file may cut or pad, which is for batches of prompts.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self.library.no_truncation()
+        self.library.no_padding()
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        """Of the file, in hexadecimal."""
         self._eos = special_tokens(path.parent).get("eos_token")
 
     @property
     def vocab_size(self) -> int:
         """See `TextTokenizer`."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.library.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def eos_id(self) -> int | None:
         """See `TextTokenizer`."""
-        return None if self._eos is None else self._tokenizer.token_to_id(self._eos)
+        return None if self._eos is None else self.library.token_to_id(self._eos)
 
     def encode(self, text: str) -> list[int]:
         """See `TextTokenizer`. Special tokens in the text, as chat templates write them, are read as such."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self.library.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See `TextTokenizer`."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return self.library.decode(list(tokens), skip_special_tokens=False)
 
 
 def load_text_tokenizer(path: str | Path) -> TextTokenizer:

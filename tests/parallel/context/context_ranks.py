@@ -1,7 +1,6 @@
 """What ranks check in processes of their own: all checks run in one set of processes, because starting them is slow."""
 
 import json
-import os
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
