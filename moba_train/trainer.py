@@ -9,6 +9,7 @@ import time
 import uuid
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.initial import load_initial_weights
 from moba_train.checkpoint.load import newest_intact
 from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import is_good
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer
 from moba_train.config.load import dump_config
@@ -82,7 +84,9 @@ class Trainer:
         self.share = Share()
         keep = config.checkpoint
         self.checkpointer = Checkpointer(
-            self.run_dir / "checkpoints", Retention(keep.keep_last, keep.keep_every, keep.keep_best)
+            self.run_dir / "checkpoints",
+            Retention(keep.keep_last, keep.keep_every, keep.keep_best),
+            self._may_go_back_to if config.health.spike.reaction == "rollback" else is_good,
         )
         self.spikes = SpikeDetector(config.health.spike.window, config.health.spike.warn_sigma)
         self.progress = self._resume() or self._begin()
@@ -286,7 +290,7 @@ class Trainer:
         folder = self.checkpointer.folder
         problem = f"{folder} is empty"
         try:
-            path = newest_intact(folder, good_before({*self.progress.skipped, step}))
+            path = newest_intact(folder, good_before(step, {*self.progress.skipped, step}, self.progress.rollbacks))
         except CheckpointError as error:
             path, problem = None, str(error)
         if path is None:
@@ -312,6 +316,11 @@ class Trainer:
         )
         self.telemetry.event(step, tokens, "rollback", text, step_from=step, step_to=saved.step)
         self._save()  # whoever resumes now must not go on from a checkpoint of the spike
+
+    def _may_go_back_to(self, meta: dict[str, Any]) -> bool:
+        """Whether a rollback could take a checkpoint with this meta. Not the newest: the step after it may still turn
+        out to be a spike. Called by the thread that saves."""
+        return good_before(self.saved_step, self.progress.skipped, self.progress.rollbacks)(meta)
 
     def _report_boundary(self, losses: tuple[float, float] | None) -> None:
         if losses is None:
@@ -423,8 +432,8 @@ class Trainer:
         }
         if self.evaluation.validated_step == step:
             meta |= {"eval_loss": self.evaluation.validation_loss}
-        self.checkpointer.save(step, self.tensors(), meta)
         self.saved_step = step
+        self.checkpointer.save(step, self.tensors(), meta)
         stall = time.perf_counter() - began
         message = f"saving the checkpoint of step {step}"
         self.telemetry.event(step, self._tokens(stage), "checkpoint", message, checkpoint_stall_s=stall)

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +31,10 @@ from moba_train.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+RANKS_APART = timedelta(minutes=30)
+"""So long a rank that has written its part of a checkpoint waits for the others before the save counts as failed. Not
+`parallel.timeout`, which is about steps: the slowest disk may take longer than that, and training does not wait."""
 
 
 class Checkpointer:
@@ -53,12 +58,12 @@ class Checkpointer:
         self._protect = protect
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._copied: torch.cuda.Event | None = None
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=RANKS_APART)
         self._rank = dist.get_rank()
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         try:
-            self._from_rank_0(self._prepare_folder)
+            self._from_rank_0(lambda: publish.prepare(folder))
         except _SaveFailedError as error:
             raise CheckpointError(f"{folder} cannot be used for checkpoints: {error}; change run_dir") from error
 
@@ -98,13 +103,9 @@ class Checkpointer:
             self._thread = None
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finishes the running save, if it takes no longer than that, and frees the copies."""
+        """Finishes the running save, if it takes no longer than that, and lets go of the copies."""
         self.wait(timeout_s)
-        self._buffers.clear()
-
-    def _prepare_folder(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        publish.clean_up(self.folder)
+        self._buffers = {}  # not cleared: a save that takes longer still writes from it
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """CPU copies of this rank's shards: complete, except those from a GPU, which `_copied` announces."""

@@ -19,6 +19,7 @@ from moba_train.config.run import WandbConfig
 from moba_train.telemetry import wandb_sink
 from moba_train.telemetry.jsonl import JsonlSink, read_records
 from moba_train.telemetry.telemetry import Telemetry
+from moba_train.telemetry.wandb_history import WandbHistory
 from moba_train.telemetry.wandb_sink import WandbSink
 
 
@@ -99,6 +100,25 @@ def test_records_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ]
     assert run.alerts == ["spike", "disk"], "one alert per kind in ten minutes"
     assert run.finished
+
+
+def test_a_clock_put_back_does_not_silence_alerts(tmp_path: Path) -> None:
+    history = WandbHistory(tmp_path / "history.json")
+    times = (0.0, 599.0, 601.0, -86400.0, -86399.0)
+    assert [history.may_alert("spike", 1e9 + time, 600.0) for time in times] == [True, False, True, True, False]
+
+
+def test_a_damaged_history_costs_no_more_than_itself(tmp_path, monkeypatch, caplog) -> None:
+    """An empty file is what a power cut may leave."""
+    run = FakeRun()
+    install(monkeypatch, run)
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "history-run-id.json").touch()
+    telemetry = Telemetry([sink(tmp_path)])
+    telemetry.log(5, 50, {"loss": 3.5})
+    telemetry.close()
+    assert run.logged == [{"loss": 3.5, "step": 5, "tokens": 50}]
+    assert "history-run-id.json cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize("behaviour", [raise_error, hang])
