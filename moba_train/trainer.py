@@ -464,13 +464,13 @@ class Trainer:
         progress = Progress.from_meta(read_meta(path).get("progress"), len(self.stages))
         self.progress = progress
         self.stages = resolve_stages(self.config, progress.gated_steps)
-        self.boundary = Boundary(**progress.boundary)
         check_resumable(progress.data_plan, self._data_plan(), str(path))
         load_model_and_optimizer(self.model, self.optimizer, path)
         try:
             self.spikes.load_state_dict(progress.spike_detector)
+            self.boundary = Boundary(**progress.boundary)
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: its spike detector's state is not from this version: {error!r}") from error
+            raise CheckpointError(f"{path}: its progress record is not from this version: {error!r}") from error
         return progress
 
     def _data_plan(self) -> dict[str, object]:
