@@ -6,7 +6,7 @@ times, and conversations for supervised fine-tuning: a document that mentions ev
 the keys come back in another order and the answers to them, the values, are all that carries loss.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,10 @@ class Recall:
     def vocab_size(self) -> int:
         """Text, keys, values and the mark that begins the outline."""
         return self.text_ids + self.keys + self.value_ids + 1
+
+    def of_length(self, length: int) -> "Recall":
+        """The same for documents of another length, as dense with facts."""
+        return replace(self, length=length, facts=max(1, self.facts * length // self.length))
 
     @property
     def loss_tokens(self) -> int:

@@ -2,24 +2,26 @@
 
     python -m benchmarks.sft_layers --output benchmarks/results/sft-layers-h200.json --picture docs/sft-layers.svg
 
-A small model is pretrained with MoBA in all layers, every token carrying loss, until it recalls what it can. Then it is
-fine-tuned on conversations of which 1 % of the tokens carry loss (benchmarks/recall_documents.py), with full attention
-in the last 1, 2, 4 or half of the layers, in none, in all, and, to tell the number of full layers from their place, in
-the first half. Everything else is the same: first weights, data and their order, learning rate, steps. Each seed has
-its own pretraining and its own data. `--controls` are fine-tuned with loss on every token.
+A small model learns to recall facts on short documents with full attention in all layers, then is pretrained on long
+ones with MoBA in all layers, every token carrying loss. Then it is fine-tuned on conversations of which 1 % of the
+tokens carry loss (benchmarks/recall_documents.py), with full attention in the last 1, 2, 4 or half of the layers, in
+none, in all, and, to tell the number of full layers from their place, in the first half. Everything else is the same:
+first weights, data and their order, learning rate, steps. Each seed has its own pretraining and its own data.
+`--controls` are fine-tuned with loss on every token.
 
 Measured on held-out conversations: mean loss of the loss tokens and the share of them that is predicted right. During
 fine-tuning, the gradient norm of every layer; before it, how many of the document's tokens a loss gradient reaches, and
-which layers recall: what one single full layer does for the base.
-The numbers of steps are made to fit into `--minutes`, which is a hard bound: the run in progress is dropped there.
-After each run the result file is written again.
+which layers recall: what one single full layer does for the base. Seeds run side by side. `--minutes` is a hard bound:
+runs in progress are dropped there.
 """
 
 import argparse
 import copy
+import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,6 @@ EVALUATIONS = 8
 NORMS_EVERY = 5
 BASE_EVERY = 100
 """Steps of pretraining between evaluations."""
-BASE_SHARE = 0.35
-"""Of the time: pretraining takes at most so much."""
 Record = dict[str, Any]
 
 
@@ -59,13 +59,15 @@ class Setup:
     batch: int
     """Documents of a step."""
     base_steps: int
-    """Of pretraining, at most."""
+    """Of each stage of pretraining, at most."""
     steps: int
-    """Of fine-tuning, at most."""
+    """Of fine-tuning."""
     base_lr: float
     lr: float
     base_full: str = "none"
-    """Layers with full attention in pretraining, as in a recipe's `attention.full_layers`."""
+    """Layers with full attention in the last stage of pretraining, as in a recipe's `attention.full_layers`."""
+    short: tuple[int, ...] = ()
+    """Lengths of the stages before it, all layers full: recall is learnt from what is near, then extended."""
 
 
 def _model(data: Recall, hidden_size: int, layers: int, heads: int) -> ModelConfig:
@@ -80,10 +82,11 @@ def _model(data: Recall, hidden_size: int, layers: int, heads: int) -> ModelConf
     )
 
 
-_LONG = Recall(length=4096, facts=64, mentions=4, asked=10, values=4)
+_LONG = Recall(length=2048, facts=32, mentions=4, asked=5, values=4, text_ids=64, keys=64, value_ids=127)
 _SHORT = Recall(length=256, facts=10, mentions=4, asked=2, values=2, text_ids=32, keys=32, value_ids=63)
+_BLOCKS = MobaAttention.Options(block_size=64)
 SETUPS = {
-    "gpu": Setup(_model(_LONG, 256, 8, 4), MobaAttention.Options(block_size=64), _LONG, 16, 6000, 1000, 1e-3, 1e-3),
+    "gpu": Setup(_model(_LONG, 256, 8, 4), _BLOCKS, _LONG, 16, 600, 300, 2e-3, 2e-3, short=(256, 1024)),
     "cpu": Setup(_model(_SHORT, 64, 4, 4), MobaAttention.Options(block_size=8), _SHORT, 8, 2000, 200, 3e-3, 1e-3),
 }
 
@@ -221,21 +224,23 @@ def gradient_reach(model: Transformer, documents: Documents) -> list[float]:
 def pretrain(setup: Setup, seed: int, device: torch.device, clock: Clock) -> tuple[Transformer, Record]:
     """The model that all variants of a seed begin with, every token of its documents carrying loss."""
     generator = torch.Generator(device).manual_seed(1000 + seed)
-    count = min(setup.base_steps * setup.batch, 8192)
-    places = torch.arange(1, setup.data.length, device=device)
-    documents = Documents.of(pretraining_documents(setup.data, count, generator), places, setup.batch)
-    held_out = Documents.of(pretraining_documents(setup.data, HELD_OUT, generator), places, setup.batch)
     model = Transformer(setup.model).to(device)
     initialize_weights(model, seed)
-    model.set_attention(attention_layers(setup, setup.base_full))
     began, curve = time.monotonic(), []
-    repeated = 1 - 1 / setup.data.mentions
+    for length in (*setup.short, setup.data.length):
+        sizes, batch = setup.data.of_length(length), setup.batch * setup.data.length // length
+        places = torch.arange(1, length, device=device)
+        documents, held_out = (
+            Documents.of(pretraining_documents(sizes, count, generator), places, batch)
+            for count in (min(setup.base_steps * batch, 2**25 // length), max(HELD_OUT, batch))
+        )
+        model.set_attention(attention_layers(setup, setup.base_full if length == setup.data.length else "all"))
 
-    def enough(step: int) -> bool:
-        curve.append((step, *evaluate(model, held_out, setup.data)))
-        return curve[-1][2] > 0.95 * repeated
+        def enough(step: int, length: int = length, held_out: Documents = held_out) -> bool:
+            curve.append((length, step, *evaluate(model, held_out, setup.data)))
+            return curve[-1][3] > 0.95 * (1 - 1 / setup.data.mentions)
 
-    train(model, documents, setup.base_steps, setup.base_lr, setup.base_lr, clock, BASE_EVERY, enough)
+        train(model, documents, setup.base_steps, setup.base_lr, setup.base_lr, clock, BASE_EVERY, enough)
     record = {"seed": seed, "curve": curve, "seconds": time.monotonic() - began}
     asked = Documents.of(*conversations(setup.data, HELD_OUT, generator), setup.batch)
     record["one_full_layer"] = []
@@ -279,31 +284,41 @@ def fine_tune(
     }
 
 
-def fitted(setup: Setup, seeds: int, runs: int, device: torch.device, clock: Clock) -> Setup:
-    """`setup` with as many steps as there is time for, by the slower of MoBA and full attention."""
-    slowest = 0.0
-    for full in ("none", "all"):
-        model = Transformer(setup.model).to(device)
-        initialize_weights(model, 0)
-        model.set_attention(attention_layers(setup, full))
-        tokens = pretraining_documents(setup.data, setup.batch, torch.Generator(device).manual_seed(0))
-        places = torch.arange(1, setup.data.length, device=device)
-        marks: list[float] = []
+def of_seed(
+    setup: Setup, seed: int, runs: list[tuple[str, bool]], device: torch.device, clock: Clock
+) -> tuple[list[Record], list[Record]]:
+    """(pretraining, fine-tuning runs) of one seed, as far as the time allows."""
+    bases: list[Record] = []
+    results: list[Record] = []
+    try:
+        base, record = pretrain(setup, seed, device, clock)
+        bases.append(record)
+        course = ", ".join(
+            f"{length} at {step}: {loss:.3f} {recall:.0%}" for length, step, loss, recall in record["curve"]
+        )
+        print(f"seed {seed}: pretrained in {record['seconds']:.0f} s; loss and recall by length and step: {course}")
+        recalls = " ".join(f"{recall:.1%}" for _, recall in record["one_full_layer"])
+        print(f"seed {seed}: recall of answers with one full layer, first to last: {recalls}", flush=True)
+        for layers, every_token in runs:
+            run = fine_tune(setup, base, layers, seed, every_token, device, clock)
+            results.append(run)
+            line = f"seed {seed}, full layers {layers}, loss on {run['loss_on']}: loss {run['loss']:.4f}"
+            print(f"{line}, recall {run['recall']:.1%}, {run['seconds']:.0f} s", flush=True)
+    except OutOfTimeError:
+        print(f"seed {seed}: out of time after {len(results)} runs", flush=True)
+    return bases, results
 
-        def mark(_step: int, marks: list[float] = marks) -> bool:
-            torch.zeros(1, device=device).item()  # waits for the device
-            marks.append(time.monotonic())
-            return False
 
-        train(model, Documents.of(tokens, places, setup.batch), 20, setup.lr, setup.lr, clock, 10, mark)
-        slowest = max(slowest, (marks[1] - marks[0]) / 10)
-    steps = 0.93 * (clock.end - time.monotonic()) / seeds / slowest
-    print(f"{slowest * 1000:.0f} ms per step, time for {steps:.0f} steps per seed", flush=True)
-    return replace(
-        setup,
-        base_steps=min(setup.base_steps, int(BASE_SHARE * steps)),
-        steps=min(setup.steps, int((1 - BASE_SHARE) * steps / (runs * 1.1))),  # evaluations take the rest
-    )
+def of_seeds(
+    setup: Setup, seeds: int, runs: list[tuple[str, bool]], device: torch.device, clock: Clock
+) -> Iterator[tuple[list[Record], list[Record]]]:
+    """`of_seed` of each; side by side on a GPU, which one such model does not fill."""
+    if device.type == "cpu":
+        yield from (of_seed(setup, seed, runs, device, clock) for seed in range(seeds))
+        return
+    with ProcessPoolExecutor(seeds, multiprocessing.get_context("spawn")) as pool:
+        for job in [pool.submit(of_seed, setup, seed, runs, device, clock) for seed in range(seeds)]:
+            yield job.result()
 
 
 def summary(results: list[Record]) -> list[Record]:
@@ -360,26 +375,13 @@ def main() -> None:
     last = [f"last:{count}" for count in sorted({1, 2, 4, half}) if count <= half]
     full = ["none", *last, "all", f"first:{half}"] if arguments.full is None else arguments.full
     runs = [(layers, False) for layers in full] + [(layers, True) for layers in arguments.controls]
+    settings = {**asdict(setup), "model": setup.model.model_dump(), "moba": setup.moba.model_dump()}
     bases: list[Record] = []
     results: list[Record] = []
-    try:
-        setup = fitted(setup, arguments.seeds, len(runs), device, clock)
-        settings = {**asdict(setup), "model": setup.model.model_dump(), "moba": setup.moba.model_dump()}
-        for seed in range(arguments.seeds):
-            base, record = pretrain(setup, seed, device, clock)
-            bases.append(record)
-            course = ", ".join(f"{step}: {loss:.3f} {recall:.0%}" for step, loss, recall in record["curve"])
-            print(f"seed {seed}: pretrained in {record['seconds']:.0f} s; loss and recall at step {course}", flush=True)
-            recalls = " ".join(f"{recall:.1%}" for _, recall in record["one_full_layer"])
-            print(f"seed {seed}: recall of answers with one full layer, first to last: {recalls}", flush=True)
-            for layers, every_token in runs:
-                results.append(fine_tune(setup, base, layers, seed, every_token, device, clock))
-                save(arguments.output, settings, {"bases": bases, "runs": results, "summary": summary(results)})
-                run = results[-1]
-                line = f"seed {seed}, full layers {layers}, loss on {run['loss_on']}: loss {run['loss']:.4f}"
-                print(f"{line}, recall {run['recall']:.1%}, {run['seconds']:.0f} s", flush=True)
-    except OutOfTimeError:
-        print(f"out of time after {len(results)} runs", flush=True)
+    for of_one_base, of_one in of_seeds(setup, arguments.seeds, runs, device, clock):
+        bases += of_one_base
+        results += of_one
+        save(arguments.output, settings, {"bases": bases, "runs": results, "summary": summary(results)})
     print(table(summary(results)))
     if results and arguments.picture:
         draw(arguments.output, arguments.picture)

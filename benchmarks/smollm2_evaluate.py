@@ -42,7 +42,7 @@ BUCKETS = 16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="?", help="run folder")
-    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--draw", type=Path, help="result file to draw, instead of measuring")
     parser.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()

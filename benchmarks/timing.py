@@ -13,25 +13,29 @@ LONG_MS = 1000.0
 """Calls are repeated at least three times unless that takes longer than this."""
 
 
-def once(call: Callable[[], Any]) -> float:
-    """Milliseconds of GPU time of one call."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def queued(call: Callable[[], Any], count: int) -> list[float]:
+    """Milliseconds from each call's begin to its end on the GPU, `count` calls given to it one after another.
+
+    As in training the GPU does not wait for the host, unless the host takes longer than the GPU.
+    """
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     torch.cuda.synchronize()
-    start.record()
-    call()
-    end.record()
+    for start, end in marks:
+        start.record()
+        call()
+        end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end)
+    return [start.elapsed_time(end) for start, end in marks]
 
 
 def milliseconds(call: Callable[[], Any], budget_s: float, warm: bool = False) -> list[float]:
     """GPU time of single calls, after a warm-up unless `warm`: up to 20, 3 even beyond the budget, fewer if long."""
     if not warm:
         call()
-    times: list[float] = []
-    while len(times) < 20 and (sum(times) < 1000 * budget_s or (len(times) < 3 and sum(times) < LONG_MS)):
-        times.append(once(call))
-    return times
+    (first,) = queued(call, 1)
+    if first > LONG_MS:
+        return [first]
+    return queued(call, int(min(20, max(3, 1000 * budget_s / first))))
 
 
 def measure(forward: Callable[[], Any], both: Callable[[], Any], budget_s: float, warm: bool = False) -> dict[str, Any]:

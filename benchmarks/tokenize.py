@@ -5,13 +5,14 @@ python -m benchmarks.tokenize --input FOLDER [--sentencepiece MODEL] [--output J
 The text is .py, .rst, .md and .txt files of the folders. Three kinds of tokenizers: a sentencepiece model (given, or
 trained on the text), a byte-level tokenizer.json with Llama 3's way of cutting (trained on the text), and cl100k as
 tiktoken reads it (where bpe-openai is installed, which ships it). Packages that are not installed are left out. Rates
-are tokens per second of processor time of one thread: `first` for a first pass over the text, `again` for a second one,
-whose text engines with a memory have seen. `pipeline` is the whole way from JSON lines to a part of a corpus, engines
-having seen the text.
+are tokens per second of processor time of one thread, each measured several times: `first` for a first pass over the
+text by an engine just loaded, `again` for a second one, whose text engines with a memory have seen. `pipeline` is the
+whole way from JSON lines to a part of a corpus, engines having seen the text.
 """
 
 import argparse
 import base64
+import functools
 import gzip
 import importlib
 import importlib.metadata
@@ -26,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.record import save
+from benchmarks.record import save, spread
 from data_tools import encoders
 from data_tools.documents import Chunk, find_files
 from data_tools.parts import Part, TokenizeOptions, make_part
@@ -42,7 +43,10 @@ CL100K_CUT = (
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
 
+REPEATS = 3
+
 Ids = Callable[[str], Any]
+Load = Callable[[], encoders.Encode]
 
 
 def others(kind: str, path: str) -> dict[str, tuple[str, Callable[[Any], Ids]]]:
@@ -78,18 +82,22 @@ def others(kind: str, path: str) -> dict[str, tuple[str, Callable[[Any], Ids]]]:
     }
 
 
-def measure(name: str, encode: encoders.Encode, texts: Sequence[str], expected: list[Any] | None) -> dict[str, Any]:
-    """Rates of one engine, its ids, and how many texts get the ids `expected` (None: it is the library, timed once)."""
-    seconds = []
-    for _ in range(1 if expected is None else 2):
-        begin = time.process_time()
-        found = encode(texts)
-        seconds.append(time.process_time() - begin)
+def measure(name: str, load: Load, texts: Sequence[str], expected: list[Any] | None) -> dict[str, Any]:
+    """Rates of one engine, its ids, and how many texts get the ids `expected` (None: it is the library, which has no
+    memory)."""
+    rates: dict[str, list[float]] = {"first": []} if expected is None else {"first": [], "again": []}
+    for _ in range(REPEATS):
+        encode = load()
+        for seconds in rates.values():
+            begin = time.process_time()
+            found = encode(texts)
+            seconds.append(time.process_time() - begin)
     tokens = sum(map(len, found))
-    rates = [tokens / second / 1e6 for second in seconds]
+    row: dict[str, Any] = {key: spread([tokens / second / 1e6 for second in seconds]) for key, seconds in rates.items()}
     equal = len(texts) if expected is None else sum(map(np.array_equal, found, expected))
-    print(f"  {name:16} first {rates[0]:6.2f}  again {rates[-1]:6.2f} M tokens/s   equal {equal} of {len(texts)}")
-    return {"first": rates[0], "again": rates[-1], "tokens": tokens, "equal": equal, "texts": len(texts), "ids": found}
+    told = ", ".join(f"{key} {row[key]['median']:6.2f}" for key in rates)
+    print(f"  {name:16} {told} M tokens/s, equal {equal} of {len(texts)}", flush=True)
+    return row | {"tokens": tokens, "equal": equal, "texts": len(texts), "ids": found}
 
 
 def measure_kind(kind: str, tokenizer: str, texts: Sequence[str]) -> dict[str, Any]:
@@ -97,23 +105,31 @@ def measure_kind(kind: str, tokenizer: str, texts: Sequence[str]) -> dict[str, A
     print(kind)
     loaded = encoders.load_encoder(tokenizer)
     library = encoders.load_encoder(tokenizer, fast=False)
-    own = measure(library.engine, library.reference, texts, None)
+    own = measure(library.engine, lambda: library.reference, texts, None)
     expected = own.pop("ids")
     rows = {library.engine: own}
     if loaded.encode is not loaded.reference:
-        rows[loaded.engine] = measure(loaded.engine, loaded.encode, texts, expected)
+        rows[loaded.engine] = measure(loaded.engine, lambda: encoders.load_encoder(tokenizer).encode, texts, expected)
     for name, (module, load) in others(kind, tokenizer).items():
         if importlib.util.find_spec(module.split(".")[0]) is None:
             continue
         try:
-            encode = load(importlib.import_module(module))
-            rows[name] = measure(name, lambda texts, one=encode: [one(text) for text in texts], texts, expected)
+            package = importlib.import_module(module)
+            rows[name] = measure(name, functools.partial(one_by_one, load, package), texts, expected)
         except Exception as error:  # a package that does not know the tokenizer says so in its own way
             rows[name] = {"error": str(error)[:200]}
             print(f"  {name:16} {error}")
     for row in rows.values():
         row.pop("ids", None)
-    return {"vocab_size": loaded.vocab_size, "shipped": loaded.engine, "engines": rows}
+    rates = {name: row["first"]["median"] for name, row in rows.items() if row.get("equal") == len(texts)}
+    fastest = max(rates, key=lambda name: rates[name])
+    return {"vocab_size": loaded.vocab_size, "shipped": loaded.engine, "fastest": fastest, "engines": rows}
+
+
+def one_by_one(load: Callable[[Any], Ids], package: Any) -> encoders.Encode:
+    """An engine that takes one text, for many."""
+    encode = load(package)
+    return lambda texts: [encode(text) for text in texts]
 
 
 def train_tokenizer_json(texts: Sequence[str], path: Path) -> None:
@@ -138,16 +154,19 @@ def cl100k(tiktoken: Any) -> Any:
     return tiktoken.Encoding("cl100k_base", pat_str=CL100K_CUT, mergeable_ranks=ranks, special_tokens={})
 
 
-def pipeline(tokenizer: str, texts: Sequence[str], folder: Path) -> float:
+def pipeline(tokenizer: str, texts: Sequence[str], folder: Path) -> dict[str, float]:
     """Millions of tokens per second of processor time, from JSON lines to .bin and .idx."""
     file = folder / "text.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = TokenizeOptions(tokenizer, "text", append_eos=False, holdout=0.0, fail_on_error=True)
     part = Part(str(folder / "part"), (Chunk(str(file), 0, file.stat().st_size),), options)
     make_part(part)  # loads the tokenizer
-    begin = time.process_time()
-    tokens = make_part(part).tokens
-    return tokens / (time.process_time() - begin) / 1e6
+    rates = []
+    for _ in range(REPEATS):
+        begin = time.process_time()
+        tokens = make_part(part).tokens
+        rates.append(tokens / (time.process_time() - begin) / 1e6)
+    return spread(rates)
 
 
 def cpu_name() -> str:
@@ -191,7 +210,8 @@ def main() -> None:
             results["tiktoken"] = measure_kind("tiktoken", "tiktoken:cl100k_base", texts)
             results["tiktoken"]["pipeline"] = pipeline("tiktoken:cl100k_base", texts, folder)
     for kind, result in results.items():
-        print(f"{kind}: from JSON lines to a corpus {result['pipeline']:.2f} M tokens/s")
+        rate = result["pipeline"]["median"]
+        print(f"{kind}: fastest {result['fastest']}; from JSON lines to a corpus {rate:.2f} M tokens/s")
 
     packages = ["sentencepiece", "tokenizers", "tiktoken", "fastokens", "kitoken", "tokie", "splintr-rs"]
     packages += ["iree-tokenizer", "bpe-openai", "rs-bpe", "quicktok-v1"]
@@ -201,7 +221,13 @@ def main() -> None:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    settings = {"cpu": cpu_name(), "texts": len(texts), "megabytes": megabytes, "versions": versions}
+    settings = {
+        "cpu": cpu_name(),
+        "load": os.getloadavg()[0],
+        "texts": len(texts),
+        "megabytes": megabytes,
+        "versions": versions,
+    }
     save(args.output, settings | {"unit": "million tokens per second of processor time, one thread"}, results)
 
 

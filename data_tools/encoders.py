@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from data_tools.segments import SegmentedSentencepiece
 from moba_train.data.indexed import dtype_for
-from moba_train.data.tokenizer import load_tokenizer
+from moba_train.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from moba_train.errors import DataError
 
 TIKTOKEN = "tiktoken:"
@@ -93,46 +93,30 @@ def _sentencepiece(path: Path, fast: bool, eos: str | None) -> Encoder:
 
 
 def _hugging_face(path: Path, fast: bool, eos: str | None) -> Encoder:
-    tokenizers = _required("tokenizers", path.name)
-    try:
-        content = path.read_bytes()
-        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-    except Exception as error:  # the package raises plain Exception
-        raise DataError(f"{path} is not a readable tokenizer.json: {error}") from error
-    # A file may cut or pad, which is for batches of prompts.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    tokenizer = HuggingFaceTokenizer(path)
+    library = tokenizer.library
+    vocab_size = tokenizer.vocab_size
     dtype = dtype_for(vocab_size)
-    eos = eos or _eos_of_folder(path.parent)
-    eos_id = None if eos is None else _known(eos, tokenizer.token_to_id(eos), None, path.name)
+    eos = eos or tokenizer.eos_token
+    eos_id = None if eos is None else _known(eos, library.token_to_id(eos), None, path.name)
 
     def reference(texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        found = library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=dtype) for encoding in found]
 
     def load(fastokens: Any) -> Any:
-        return fastokens.Tokenizer.from_json_str(tokenizer.to_str())
+        return fastokens.Tokenizer.from_json_str(library.to_str())
 
     encode = _fastokens(load, dtype) if fast else None
-    sha256 = hashlib.sha256(content).hexdigest()
     engine = "fastokens" if encode else "tokenizers"
-    return Encoder(path.name, sha256, vocab_size, eos_id, reference, engine, encode or reference)
-
-
-def _eos_of_folder(folder: Path) -> str | None:
-    """The eos_token that Hugging Face's tokenizer_config.json beside a tokenizer.json names."""
-    file = folder / "tokenizer_config.json"
-    try:
-        config = json.loads(file.read_bytes()) if file.exists() else {}
-    except ValueError as error:
-        raise DataError(f"{file} is not JSON: {error}") from error
-    eos = config.get("eos_token")
-    return eos["content"] if isinstance(eos, dict) else eos
+    return Encoder(path.name, tokenizer.sha256, vocab_size, eos_id, reference, engine, encode or reference)
 
 
 def _tiktoken(name: str, fast: bool, eos: str | None) -> Encoder:
-    tiktoken = _required("tiktoken", f"{TIKTOKEN}{name}")
+    try:
+        tiktoken: Any = importlib.import_module("tiktoken")
+    except ImportError as error:
+        raise DataError(f"{TIKTOKEN}{name} needs the package tiktoken; run `pip install tiktoken`") from error
     try:
         encoding = tiktoken.get_encoding(name)
     except Exception as error:  # an unknown name, or whatever the download of a known one raises
@@ -174,13 +158,6 @@ def _fastokens(load: Callable[[Any], Any], dtype: npt.DTypeLike) -> Encode | Non
         return np.split(np.frombuffer(ids, dtype=np.uint32).astype(dtype), ends)
 
     return encode
-
-
-def _required(package: str, wanted_for: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise DataError(f"{wanted_for} needs the package {package}; run `pip install {package}`") from error
 
 
 def _known(token: str, found: int | None, unknown: int | None, where: str) -> int:

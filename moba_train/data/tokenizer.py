@@ -93,7 +93,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer.json, and the end of a document that the tokenizer_config.json beside it names.
 
-    Raises DataError when the file cannot be read, or the package tokenizers is not installed.
+    Raises DataError when a file cannot be read, or the package tokenizers is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,34 +102,40 @@ class HuggingFaceTokenizer:
         except ImportError as error:
             raise DataError(f"{path} needs the package tokenizers; run `pip install tokenizers`") from error
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            content = path.read_bytes()
+            self.library: Any = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the package raises plain Exception
             raise DataError(f"{path} is not a readable tokenizer.json: {error}") from error
+        # A file may cut or pad, which is for batches of prompts.
+        self.library.no_truncation()
+        self.library.no_padding()
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        """Of the file, in hexadecimal."""
         config = path.with_name("tokenizer_config.json")
         eos: Any = None
         try:
             eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
         except (ValueError, AttributeError) as error:
             raise DataError(f"{config} is not a tokenizer's config: {error}") from error
-        self._eos = eos["content"] if isinstance(eos, dict) else eos
+        self.eos_token: str | None = eos["content"] if isinstance(eos, dict) else eos
 
     @property
     def vocab_size(self) -> int:
         """See `TextTokenizer`."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.library.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def eos_id(self) -> int | None:
         """See `TextTokenizer`."""
-        return None if self._eos is None else self._tokenizer.token_to_id(self._eos)
+        return None if self.eos_token is None else self.library.token_to_id(self.eos_token)
 
     def encode(self, text: str) -> list[int]:
         """See `TextTokenizer`. Special tokens in the text, as chat templates write them, are read as such."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self.library.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See `TextTokenizer`."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return self.library.decode(list(tokens), skip_special_tokens=False)
 
 
 def load_text_tokenizer(path: str | Path) -> TextTokenizer:

@@ -47,11 +47,13 @@ def joined_world(timeout: timedelta = timedelta(minutes=10), stalls: Path | None
 
     Collectives on CPU tensors go through gloo, on CUDA tensors through NCCL (created here, not inside the first step).
     A collective that takes longer than `timeout` ends the run, and an exception that leaves the context carries a note
-    about the ranks that ended before or do not answer. `stalls` is the folder for flight records, /tmp by default.
+    about the ranks that ended before or do not answer. On CUDA NCCL's watchdog ends it, or, where CUDA holds up that
+    one too, its monitor after half of `timeout` twice. `stalls` is the folder for flight records, /tmp by default.
     Raises LaunchError when this node has fewer GPUs than ranks.
     """
-    recorder = _FLIGHT_RECORDER | ({"TORCH_FR_DUMP_TEMP_FILE": str(flight_records(stalls))} if stalls else {})
-    with environment_defaults(recorder), _joined(timeout) as world:
+    nccl = _FLIGHT_RECORDER | {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, int(timeout.total_seconds() / 2)))}
+    nccl |= {"TORCH_FR_DUMP_TEMP_FILE": str(flight_records(stalls))} if stalls else {}
+    with environment_defaults(nccl), _joined(timeout) as world:
         yield world
 
 

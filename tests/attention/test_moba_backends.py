@@ -59,9 +59,11 @@ def test_auto_warns_when_only_plain_pytorch_is_left_and_names_every_reason(monke
         assert pick(x=q(dtype=torch.float32)) is reference
 
 
-def test_a_measured_rule_prefers_flash_for_long_blocks(monkeypatch, caplog):
+def test_a_measured_rule_prefers_flash_for_long_blocks_and_many_rows(monkeypatch, caplog):
     assert pick(block_size=4096) == "triton"
     monkeypatch.setattr(backends, "_FLASH_PAYS_FROM", {"some kernel": 2048, "another kernel": 64})
+    assert pick(block_size=4096) == "triton"
+    monkeypatch.setattr(backends, "_FLASH_ROWS", 128)
     assert pick(block_size=1024) == "triton"
     with caplog.at_level(logging.INFO):
         assert pick(block_size=2048) is flash

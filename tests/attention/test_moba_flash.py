@@ -211,7 +211,7 @@ def test_gpu_more_than_2_31_elements_in_one_tensor():
     k, v = (torch.randn(tokens, 1, head_dim, dtype=torch.bfloat16, device="cuda", generator=generator) for _ in "kv")
     assert q.numel() > 2**31
     ours, layout = build("flash", head_dim, block_size=block_size, topk=2), layout_of([tokens], "cuda")
-    (out, lse, dq, _, _), (chosen,) = run(ours, [q, k, v, q], layout)
+    (out, lse, dq, _, _), (chosen, *_) = run(ours, [q, k, v, q], layout)
     for token in (0, tokens // 2, tokens - 1):
         for head in (0, heads - 1):
             own = token // block_size

@@ -75,4 +75,4 @@ def test_a_grid_leaves_results_and_a_picture(
 
     monkeypatch.setattr(sys, "argv", ["sft_layers", "--size", "cpu", "--minutes", "0", "--output", str(output)])
     sft_layers.main()
-    assert "out of time after 0 runs" in capsys.readouterr().out
+    assert "seed 2: out of time after 0 runs" in capsys.readouterr().out

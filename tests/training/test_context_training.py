@@ -132,7 +132,10 @@ def test_two_gpus_share_sequences_and_repeat_bit_by_bit(run: Run, transport: str
         assert code == 0, output
         shared.append(curves(run))
     assert shared[0] == shared[1]
-    assert shared[0]["loss"] == pytest.approx(alone["loss"], rel=2e-2)
+    # Rounding in bf16 changes a choice of blocks here and there, and training carries that on.
+    assert shared[0]["loss"][0] == pytest.approx(alone["loss"][0], rel=1e-3)
+    assert shared[0]["grad_norm"][0] == pytest.approx(alone["grad_norm"][0], rel=2e-2)
+    assert shared[0]["loss"] == pytest.approx(alone["loss"], rel=5e-2)
     assert shared[0]["loss_tokens"] == alone["loss_tokens"]
 
 

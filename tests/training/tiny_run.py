@@ -111,7 +111,9 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})},
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+            | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""}),
         )
 
     def train(self, ranks: int = 1, *arguments: str, gpu: bool = False) -> tuple[int, str]:

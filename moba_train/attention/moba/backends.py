@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _FLASH_PAYS_FROM = {"flash-attn-4": 2048}
 """Block size from which `flash` on a varlen kernel of this name is faster than `triton` (docs/performance-log.md)."""
+_FLASH_ROWS = 2**21
+"""Query rows (tokens x heads) from which its partial results are small beside what dense attention takes."""
 
 
 class Backend(Protocol):
@@ -109,7 +111,8 @@ def _best(q_THD: Tensor, layout: Layout, block_size: int, topk: int, scale: floa
 
 def _flash_pays(q_THD: Tensor, layout: Layout, block_size: int, scale: float) -> bool:
     """Whether `flash` is faster than `triton` where both can run: a rule from measurements."""
-    if block_size < min(_FLASH_PAYS_FROM.values(), default=math.inf):
+    few = q_THD.shape[0] * q_THD.shape[1] < _FLASH_ROWS
+    if few or block_size < min(_FLASH_PAYS_FROM.values(), default=math.inf):
         return False  # without a look at the optional packages, which takes seconds
     pays = block_size >= _FLASH_PAYS_FROM.get(flash.kernel_name(q_THD, layout, block_size), math.inf)
     return pays and not flash.refuses(q_THD, layout, block_size, scale)

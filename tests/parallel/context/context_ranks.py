@@ -1,7 +1,6 @@
 """What ranks check in processes of their own: all checks run in one set of processes, because starting them is slow."""
 
 import json
-import os
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention.operators import SAVED_OPERATORS
+from moba_train.determinism import deterministic
 from moba_train.parallel.context.choose import Scheme
 from moba_train.parallel.context.comm import Peers
 from moba_train.parallel.context.engine import ContextParallel, context_engine
@@ -228,26 +228,26 @@ def run_checks(world: int, checks: dict[str, Check], folder: Path, device: str =
 
 def _rank(rank: int, world: int, checks: dict[str, Check], folder: str, device: str) -> None:
     torch.set_num_threads(1)
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(where)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        store=dist.FileStore(f"{folder}/store", world),
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-        device_id=where if device == "cuda" else None,
-    )
     errors = {}
-    try:
-        member = Member(world, where)
-        for name, check in checks.items():
-            try:
-                check(member)
-            except Exception:
-                errors[name] = traceback.format_exc()
-    finally:
-        Path(f"{folder}/errors{rank}.json").write_text(json.dumps(errors))
-        dist.destroy_process_group()
+    with deterministic(device == "cuda"):  # two runs are compared bit by bit
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            store=dist.FileStore(f"{folder}/store", world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=60),
+            device_id=where if device == "cuda" else None,
+        )
+        try:
+            member = Member(world, where)
+            for name, check in checks.items():
+                try:
+                    check(member)
+                except Exception:
+                    errors[name] = traceback.format_exc()
+        finally:
+            Path(f"{folder}/errors{rank}.json").write_text(json.dumps(errors))
+            dist.destroy_process_group()

@@ -4,18 +4,18 @@ A row of a list is read once for every tile of its block's keys, 32 times for 40
 entry, row and two 64-bit addresses for every 16 bytes, costs registers and issue slots in the loop that should only
 feed the matrix units. Instead
 
-1. `dkdv_own` writes the own blocks' part, in float32;
-2. `pack` copies a segment's rows of q and dout, lse and delta in the order of the lists, each list filled up with rows
+1. `pack` copies a segment's rows of q and dout, lse and delta in the order of the lists, each list filled up with rows
    of probability 0 to whole tiles, so that no reader needs a mask or a bound;
-3. `dkdv_history` reads them as plain tiles, by bulk copies: a program has a tile of keys and a span of its list;
+2. `dkdv_history` reads them as plain tiles, by bulk copies: a program has a tile of keys and a span of its list;
+3. `dkdv_own` writes the own blocks' part, in float32;
 4. `short.sum_spans` adds the spans' results to those of the own blocks, in their order.
 
 Launches follow one another, so the order of all sums is fixed. The price is 6 * D bytes of traffic per row of a list
 besides what the gathers cost once, against 8 * D * BLOCK operations.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import triton
 import triton.language as tl
@@ -29,6 +29,7 @@ from moba_train.attention.moba.triton.lists import Lists
 from moba_train.attention.moba.triton.tables import key_rows, query_rows
 from moba_train.attention.moba.triton.tiles import (
     Segment,
+    SpanTable,
     TileTable,
     segments,
     span_table,
@@ -238,6 +239,15 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class Spans:
+    """float32 dk and dv of every span of a segment's lists: [spans * keys of a block, D]."""
+
+    table: SpanTable
+    dk: Tensor
+    dv: Tensor
+
+
+@dataclass(frozen=True)
 class PackedDkdv:
     """The launches of one call. `stats` is `backward.prepare`'s."""
 
@@ -253,29 +263,31 @@ class PackedDkdv:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """dk and dv [S, K, D]."""
-        dk, dv = self.call.like_k(), self.call.like_k()
-        for heads, parts in self.segments():
+        call, parts = self.call, self.segments()
+        if len(parts) < 2:
+            found = [self.history(part, self.room(parts)) for part in parts]  # the room is given back at once
+            sums = self.own(slice(0, call.kv_heads))
+            for spans in found:
+                self.add(spans, *sums)
+            return sums[0].to(call.k_SKD.dtype), sums[1].to(call.k_SKD.dtype)
+        dk, dv, room = call.like_k(), call.like_k(), self.room(parts)
+        for heads, mine in groupby(parts, lambda part: part.kv_heads):
             sums = self.own(heads)
-            for segment, room in parts:
-                self.history(segment, self.pack(segment, room), room, *sums)
+            for part in mine:
+                self.add(self.history(part, room), *sums)
             dk[:, heads].copy_(sums[0])
             dv[:, heads].copy_(sums[1])
         return dk, dv
 
-    def segments(self) -> Iterator[tuple[slice, list[tuple[Segment, Packed]]]]:
-        """Segments by their key/value heads. All use the same room, for as many rows as q has: twice the size of q.
+    def segments(self) -> list[Segment]:
+        """All use the same room, for as many rows as q has: twice the size of q.
 
         Short sequences have room for some more, as fewer launches are faster.
         """
         call = self.call
-        parts = list(segments(self.lists, call.kv_heads, max(call.tokens * call.heads, _ROOM)))
         if call.choices == 0:
-            yield slice(0, call.kv_heads), []
-            return
-        room = self.room(parts)
-        for first in sorted({part.kv_heads.start for part in parts}):
-            mine = [part for part in parts if part.kv_heads.start == first]
-            yield mine[0].kv_heads, [(part, room) for part in mine]
+            return []
+        return list(segments(self.lists, call.kv_heads, max(call.tokens * call.heads, _ROOM)))
 
     def room(self, parts: list[Segment]) -> Packed:
         """Enough for any of these segments."""
@@ -335,9 +347,9 @@ class PackedDkdv:
         )
         return table
 
-    def history(self, segment: Segment, table: TileTable, room: Packed, sum_dk: Tensor, sum_dv: Tensor) -> None:
-        """Adds the part of the packed rows."""
-        call, shape, lists = self.call, self.call.shapes.dkdv, table.begin.numel()
+    def history(self, segment: Segment, room: Packed) -> Spans:
+        """What the rows of a segment give."""
+        call, shape, table = self.call, self.call.shapes.dkdv, self.pack(segment, room)
         keys, tiles = self.key_tiles * shape.keys, _SPAN * self.key_tiles // shape.rows
         spans = span_table(table, tiles)
         part_dk, part_dv = (self.stats.new_empty(spans.bound * keys, call.head_dim) for _ in range(2))
@@ -354,7 +366,7 @@ class PackedDkdv:
             spans.rank_of_span,
             spans.last_span,
             call.tables.bounds,
-            lists,
+            table.begin.numel(),
             call.tables.blocks,
             segment.kv_heads.start,
             self.key_tiles,
@@ -362,19 +374,24 @@ class PackedDkdv:
             call.scale,
             **sizes,
         )
-        short.sum_spans[(lists, triton.cdiv(call.longest, _SUMMED_KEYS))](
+        return Spans(spans, part_dk, part_dv)
+
+    def add(self, spans: Spans, sum_dk: Tensor, sum_dv: Tensor) -> None:
+        """Adds the results of spans to the sums of their key/value heads."""
+        call, table = self.call, spans.table
+        short.sum_spans[(table.spans.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
             sum_dk,
             sum_dv,
-            part_dk,
-            part_dv,
-            spans.slots,
-            spans.spans,
+            spans.dk,
+            spans.dv,
+            table.slots,
+            table.spans,
             call.tables.bounds,
             call.tables.blocks,
             0,
             sum_dk.shape[1],
             ADD=True,
             D=call.head_dim,
-            N=keys,
+            N=self.key_tiles * call.shapes.dkdv.keys,
             KEYS=_SUMMED_KEYS,
         )
