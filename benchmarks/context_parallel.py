@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +177,10 @@ def measure(setting: Setting, scheme: Scheme, name: str, tokens: int, alone: dic
 
 
 def predicted(setting: Setting, scheme: Scheme, tokens: int) -> float:
-    """Seconds, by the numbers that `auto` chooses with."""
+    """Seconds, by the numbers that `auto` chooses with. What would go between nodes goes over the links of this one."""
     shape = Shape(tokens, setting.heads, setting.kv_heads, setting.head_dim, setting.dtype.itemsize)
-    return cost(scheme, shape).seconds
+    found = cost(scheme if scheme.transport == "hierarchical" else replace(scheme, node=scheme.ranks), shape)
+    return replace(found, node_bytes=found.node_bytes + found.network_bytes, network_bytes=0).seconds
 
 
 def alone_rate(setting: Setting, name: str, tokens: int, limit: int) -> dict[str, float]:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
-from moba_train.data.samples import StageData
+from moba_train.data.samples import training_data
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,8 @@ def preview(config: RunConfig) -> list[SourceUse]:
     starts: dict[str, int] = {}
     uses = []
     for stage in resolve_stages(config):
-        sequences = stage.steps * stage.batch_sequences
-        data = StageData(
-            stage.sources,
-            stage.seq_len,
-            sequences,
-            config.seed,
-            starts,
-            config.model.vocab_size,
-            config.data.packing,
-        )
+        sequences = stage.max_steps * stage.batch_sequences
+        data = training_data(config, stage, starts)
         after = data.starts_after(sequences)
         for index, (stratum, stream) in enumerate(zip(data.strata, data.streams, strict=True)):
             samples = int(data.samples_of[index])

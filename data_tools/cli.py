@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from moba_train.commands import command_group
+from moba_train.commands import command_group, parse_length
 
 SHOWN_RECORDS = 20
 
@@ -78,6 +78,7 @@ def tokenize(
     excludes: Excludes = None,
     append_eos: Annotated[bool, typer.Option(help="End every document with the tokenizer's eos")] = True,
     eos: Annotated[str | None, typer.Option(help="The token that ends documents; default: the tokenizer's own")] = None,
+    bos: Annotated[str | None, typer.Option(help="A token for documents to begin with; default: none")] = None,
     engine: Annotated[
         Literal["fast", "reference"],
         typer.Option(help="fast: the fastest that gives the same ids; reference: the tokenizer's own library"),
@@ -94,7 +95,7 @@ def tokenize(
     from data_tools.parts import TokenizeOptions
     from data_tools.tokenize_corpus import tokenize_corpus
 
-    options = TokenizeOptions(tokenizer, text_key, append_eos, holdout, on_error == "fail", eos, engine == "fast")
+    options = TokenizeOptions(tokenizer, text_key, append_eos, holdout, on_error == "fail", eos, bos, engine == "fast")
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     result = tokenize_corpus(_files(inputs, globs, excludes), output, options, workers or cpus)
     if result.already_complete:
@@ -116,6 +117,9 @@ def long_range(
     characters: Annotated[
         int, typer.Option(min=1, help="Length of a document; a token is 2 to 4 characters")
     ] = 150_000,
+    questions: Annotated[
+        int, typer.Option(min=0, help="Make conversations for `sft`: each a document and so many questions about it")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same documents")] = 0,
     text_key: TextKey = "text",
     globs: Globs = None,
@@ -124,19 +128,27 @@ def long_range(
     """Make long documents with repeated passages and questions about earlier notes, for miniatures of long contexts."""
     from data_tools.long_range import write_long_range
 
-    _print_bad(write_long_range(_files(inputs, globs, excludes), output, documents, characters, seed, text_key))
-    typer.echo(f"{output}: {documents} documents of {characters} characters")
+    files = _files(inputs, globs, excludes)
+    _print_bad(write_long_range(files, output, documents, characters, seed, text_key, questions))
+    kind = f"conversations of {questions} questions about" if questions else "documents of"
+    typer.echo(f"{output}: {documents} {kind} {characters} characters")
 
 
 @app.command()
 def stats(
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Corpora")],
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="MoBA's block size: show what it leaves of full attention")
+        int | None,
+        typer.Option(
+            parser=parse_length, metavar="TOKENS", help="MoBA's block size: show what it leaves of full attention"
+        ),
     ] = None,
     topk: Annotated[int, typer.Option(min=1, help="MoBA's topk, with --block-size")] = 12,
     seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Training length that cuts documents, with --block-size")
+        int | None,
+        typer.Option(
+            parser=parse_length, metavar="TOKENS", help="Training length that cuts documents, with --block-size"
+        ),
     ] = None,
     picture: Annotated[str | None, typer.Option(help="A .png, .svg or .pdf to draw the lengths into")] = None,
 ) -> None:

@@ -76,7 +76,8 @@ def find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[s
         else:
             raise DataError(f"input {given} does not exist; --input takes files and folders")
     if not files:
-        raise DataError(f"no file under {', '.join(inputs)} matches --glob {' '.join(globs)}, --exclude considered")
+        left_out = f" and none of {' '.join(excludes)}" if excludes else ""
+        raise DataError(f"no file under {', '.join(inputs)} matches {' '.join(globs)}{left_out}")
     for suffix, package in OPTIONAL_PACKAGES.items():
         found = next((file for file in files if file.endswith(suffix)), None)
         if found and importlib.util.find_spec(package) is None:
@@ -236,6 +237,16 @@ def _read_parquet(path: str, text_key: str) -> Iterator[bytes | BadRecord]:
                     yield BadRecord(path, row, f"row without text in column {text_key!r}")
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
+
+
+def splits(holdout: float) -> tuple[str, ...]:
+    """What the names of the corpora made with this `holdout` end in."""
+    return ("-train", "-valid") if holdout else ("",)
+
+
+def split_of(document: bytes, holdout: float) -> int:
+    """Which of the `splits` a document belongs to, by its content."""
+    return int(holdout > 0 and hash_fraction(document, "holdout") < holdout)
 
 
 def hash_fraction(document: bytes, purpose: str) -> float:

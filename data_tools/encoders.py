@@ -13,7 +13,7 @@ import importlib
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ import numpy.typing as npt
 
 from data_tools.segments import SegmentedSentencepiece
 from moba_train.data.indexed import dtype_for
-from moba_train.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from moba_train.data.tokenizer import TIKTOKEN, HuggingFaceTokenizer, load_tokenizer, tokenizer_file
 from moba_train.errors import DataError
 
-TIKTOKEN = "tiktoken:"
 Encode = Callable[[Sequence[str]], list[npt.NDArray[Any]]]
 
 
@@ -41,12 +40,16 @@ class Encoder:
     """Token ids are below this."""
     eos_id: int | None
     """Token id of the end of a document, if the tokenizer says one."""
+    id_of: Callable[[str], int | None]
+    """Token id of a special token, None when there is none."""
     reference: Encode
     """Ids of each text, by the library the tokenizer was made with."""
     engine: str
     """Name of what `encode` uses."""
     encode: Encode
     """The same ids, faster where `engine` is not that library."""
+    bos_id: int | None = None
+    """Token id that documents are to begin with, if any."""
 
     def check(self, texts: Sequence[str]) -> None:
         """Raises DataError when the engine and the original library differ on one of `texts`."""
@@ -60,27 +63,37 @@ class Encoder:
                 )
 
 
-def load_encoder(tokenizer: str, fast: bool = True, eos: str | None = None) -> Encoder:
+def load_encoder(tokenizer: str, fast: bool = True, eos: str | None = None, bos: str | None = None) -> Encoder:
     """The tokenizer at a path (a sentencepiece model, tokenizer.json, or a folder with it), or tiktoken:NAME.
 
     fast: use the fastest exact engine at hand. eos: the token to end documents with, in place of the tokenizer's own.
-    Raises DataError when it cannot be loaded, a package is missing, or it has no token `eos`.
+    bos: the token to begin them with. Raises DataError when it cannot be loaded, a package is missing, or it has no
+    token `eos` or `bos`.
     """
-    path = Path(tokenizer)
+    path = tokenizer_file(tokenizer)
     if tokenizer.startswith(TIKTOKEN):
-        return _tiktoken(tokenizer.removeprefix(TIKTOKEN), fast, eos)
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    return _hugging_face(path, fast, eos) if path.suffix == ".json" else _sentencepiece(path, fast, eos)
+        encoder = _tiktoken(tokenizer.removeprefix(TIKTOKEN), fast)
+    else:
+        encoder = _hugging_face(path, fast) if path.suffix == ".json" else _sentencepiece(path, fast)
+    if eos is not None:
+        encoder = replace(encoder, eos_id=_known("--eos", eos, encoder))
+    return encoder if bos is None else replace(encoder, bos_id=_known("--bos", bos, encoder))
 
 
-def _sentencepiece(path: Path, fast: bool, eos: str | None) -> Encoder:
+def _known(option: str, token: str, encoder: Encoder) -> int:
+    if (found := encoder.id_of(token)) is None:
+        raise DataError(f"{option} {token!r} is no token of {encoder.name}")
+    return found
+
+
+def _sentencepiece(path: Path, fast: bool) -> Encoder:
     tokenizer = load_tokenizer(path)
     processor = tokenizer.processor
     dtype = dtype_for(tokenizer.vocab_size)
-    eos_id = tokenizer.eos_id
-    if eos is not None:
-        eos_id = _known(eos, processor.piece_to_id(eos), processor.unk_id(), path.name)
+
+    def id_of(token: str) -> int | None:
+        found = processor.piece_to_id(token)
+        return None if found == processor.unk_id() else found
 
     def reference(texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         return [np.array(processor.encode(text), dtype=dtype) for text in texts]
@@ -89,16 +102,14 @@ def _sentencepiece(path: Path, fast: bool, eos: str | None) -> Encoder:
     segmented = SegmentedSentencepiece.of(processor, dtype) if fast else None
     if segmented is not None:
         engine, encode = "segments", segmented.encode
-    return Encoder(tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, eos_id, reference, engine, encode)
+    size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
+    return Encoder(tokenizer.name, tokenizer.sha256, size, eos_id, id_of, reference, engine, encode)
 
 
-def _hugging_face(path: Path, fast: bool, eos: str | None) -> Encoder:
+def _hugging_face(path: Path, fast: bool) -> Encoder:
     tokenizer = HuggingFaceTokenizer(path)
     library = tokenizer.library
-    vocab_size = tokenizer.vocab_size
-    dtype = dtype_for(vocab_size)
-    eos = eos or tokenizer.eos_token
-    eos_id = None if eos is None else _known(eos, library.token_to_id(eos), None, path.name)
+    dtype = dtype_for(tokenizer.vocab_size)
 
     def reference(texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         found = library.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -109,10 +120,12 @@ def _hugging_face(path: Path, fast: bool, eos: str | None) -> Encoder:
 
     encode = _fastokens(load, dtype) if fast else None
     engine = "fastokens" if encode else "tokenizers"
-    return Encoder(path.name, tokenizer.sha256, vocab_size, eos_id, reference, engine, encode or reference)
+    encode = encode or reference
+    size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
+    return Encoder(path.name, tokenizer.sha256, size, eos_id, library.token_to_id, reference, engine, encode)
 
 
-def _tiktoken(name: str, fast: bool, eos: str | None) -> Encoder:
+def _tiktoken(name: str, fast: bool) -> Encoder:
     try:
         tiktoken: Any = importlib.import_module("tiktoken")
     except ImportError as error:
@@ -124,8 +137,6 @@ def _tiktoken(name: str, fast: bool, eos: str | None) -> Encoder:
     dtype = dtype_for(encoding.n_vocab)
     specials = encoding._special_tokens
     eos_id = specials.get("<|endoftext|>")
-    if eos is not None:
-        eos_id = _known(eos, specials.get(eos), None, name)
 
     def reference(texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         return [np.array(encoding.encode_ordinary(text), dtype=dtype) for text in texts]
@@ -142,7 +153,8 @@ def _tiktoken(name: str, fast: bool, eos: str | None) -> Encoder:
 
     encode = _fastokens(load, dtype) if fast else None
     engine = "fastokens" if encode else "tiktoken"
-    return Encoder(f"{TIKTOKEN}{name}", sha256, encoding.n_vocab, eos_id, reference, engine, encode or reference)
+    full_name, size = f"{TIKTOKEN}{name}", encoding.n_vocab
+    return Encoder(full_name, sha256, size, eos_id, specials.get, reference, engine, encode or reference)
 
 
 def _fastokens(load: Callable[[Any], Any], dtype: npt.DTypeLike) -> Encode | None:
@@ -158,9 +170,3 @@ def _fastokens(load: Callable[[Any], Any], dtype: npt.DTypeLike) -> Encode | Non
         return np.split(np.frombuffer(ids, dtype=np.uint32).astype(dtype), ends)
 
     return encode
-
-
-def _known(token: str, found: int | None, unknown: int | None, where: str) -> int:
-    if found is None or found == unknown:
-        raise DataError(f"--eos {token!r} is no token of {where}")
-    return found

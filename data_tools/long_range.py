@@ -4,6 +4,9 @@ Real text alone is a weak test of it: most of its tokens can be told from the fe
 is made of headed pieces: passages of real text, passages of the same document once more (word for word, named by their
 number), notes that give a random number to a random name, and questions that ask for one of the document's notes.
 Repeats and answers refer back uniformly over the document so far, so their distances are as long as the context is.
+
+Asked for questions, a document becomes a conversation: the user gives it and asks for one of its notes, then for
+others, and what the assistant answers, a few numbers after a long document, is all that fine-tuning puts loss on.
 """
 
 import json
@@ -49,10 +52,19 @@ _ANIMALS = (
 
 
 def write_long_range(
-    files: Sequence[str], output: str | Path, documents: int, characters: int, seed: int, text_key: str = "text"
+    files: Sequence[str],
+    output: str | Path,
+    documents: int,
+    characters: int,
+    seed: int,
+    text_key: str = "text",
+    questions: int = 0,
 ) -> list[BadRecord]:
     """Write `documents` documents of at least `characters` characters as JSON lines, from the text of `files`, and
     return the records that could not be read. The same arguments give the same file.
+
+    questions  0: lines with the document under `text_key`; else conversations of so many questions and answers about
+               the document, in the format "messages"
 
     Raises DataError when no text is long enough to take passages from.
     """
@@ -70,27 +82,45 @@ def write_long_range(
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as stream:
         for index in range(documents):
-            stream.write(json.dumps({text_key: document_text(texts, characters, f"{seed}/{index}")}) + "\n")
+            draw = random.Random(f"{seed}/{index}")
+            stream.write(json.dumps(_record(texts, characters, questions, text_key, draw)) + "\n")
     temporary.replace(path)
     return bad
 
 
-def document_text(texts: Sequence[str], characters: int, seed: str) -> str:
-    """One document; each of `texts` has at least `PASSAGE[1]` characters."""
-    pieces, length = [], 0
-    for piece in _pieces(texts, random.Random(seed)):
-        pieces.append(piece)
-        length += len(piece)
-        if length >= characters:
-            return "".join(pieces)
-    raise AssertionError("pieces never end")
-
-
-def _pieces(texts: Sequence[str], draw: random.Random) -> Iterator[str]:
-    passages: list[str] = []
+def _record(
+    texts: Sequence[str], characters: int, questions: int, text_key: str, draw: random.Random
+) -> dict[str, str | list[dict[str, str]]]:
+    """One line; each of `texts` has at least `PASSAGE[1]` characters."""
     notes: dict[str, int] = {}
+    document = _document(_pieces(texts, notes, questions > 0, draw), characters)
+    if not questions:
+        return {text_key: document}
+    messages = []
+    for name in draw.choices(list(notes), k=questions):
+        messages.append({"role": "user", "content": _question(name)})
+        messages.append({"role": "assistant", "content": str(notes[name])})
+    messages[0]["content"] = f"{document}\n{messages[0]['content']}"
+    return {"messages": messages}
+
+
+def _document(pieces: Iterator[str], characters: int) -> str:
+    taken, length = [], 0
+    while length < characters:
+        taken.append(next(pieces))
+        length += len(taken[-1])
+    return "".join(taken)
+
+
+def _question(name: str) -> str:
+    return f"what is the number of the {name}?"
+
+
+def _pieces(texts: Sequence[str], notes: dict[str, int], begin_with_note: bool, draw: random.Random) -> Iterator[str]:
+    """Pieces without end; the notes among them are put into `notes`."""
+    passages: list[str] = []
     while True:
-        kind = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        kind = "note" if begin_with_note and not notes else draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         if kind == "repeat" and passages:
             number = draw.randrange(len(passages))
             yield f"\n### passage {number} again\n{passages[number]}\n"
@@ -101,7 +131,7 @@ def _pieces(texts: Sequence[str], draw: random.Random) -> Iterator[str]:
                 yield f"\n### note\nthe number of the {name} is {notes[name]}\n"
         elif kind == "question" and notes:
             name = draw.choice(list(notes))
-            yield f"\n### question\nwhat is the number of the {name}? {notes[name]}\n"
+            yield f"\n### question\n{_question(name)} {notes[name]}\n"
         elif kind == "passage":
             text = draw.choice(texts)
             length = draw.randint(*PASSAGE)

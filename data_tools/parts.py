@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_tools.documents import BadRecord, Shard, hash_fraction, read_documents, shard_bytes
+from data_tools.documents import BadRecord, Shard, read_documents, shard_bytes, split_of, splits
 from data_tools.encoders import Encoder, load_encoder
 from moba_train.data.indexed import IndexedDatasetWriter, dtype_for
 from moba_train.errors import DataError, LaunchError
@@ -41,13 +41,10 @@ class TokenizeOptions:
     """Whether a record that cannot be read ends the work instead of being left out."""
     eos: str | None = None
     """The token that documents end with; None: the tokenizer's own."""
+    bos: str | None = None
+    """The token that documents begin with; None: they begin with their text."""
     fast: bool = True
     """Whether to use the fastest engine that gives the tokenizer's ids, instead of its own library."""
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """What the names of parts and outputs end in."""
-        return ("-train", "-valid") if self.holdout else ("",)
 
 
 @dataclass(frozen=True)
@@ -86,13 +83,15 @@ def make_part(part: Part) -> PartReport:
     Raises DataError for a bad record where the options say so, or when the engine is not exact on the first documents.
     """
     options = part.options
-    encoder = _loaded_encoder(options.tokenizer, options.fast, options.eos)
+    encoder = _loaded_encoder(options.tokenizer, options.fast, options.eos, options.bos)
     dtype = dtype_for(encoder.vocab_size)
+    bos = np.array([] if encoder.bos_id is None else [encoder.bos_id], dtype=dtype)
     eos = np.array([encoder.eos_id] if options.append_eos else [], dtype=dtype)
     bad: list[str] = []
     with contextlib.ExitStack() as stack:
         writers = [
-            stack.enter_context(IndexedDatasetWriter(f"{part.prefix}{split}", dtype)) for split in options.splits
+            stack.enter_context(IndexedDatasetWriter(f"{part.prefix}{split}", dtype))
+            for split in splits(options.holdout)
         ]
         unchecked = True
         for documents in _batches(part, bad):
@@ -101,8 +100,7 @@ def make_part(part: Part) -> PartReport:
                 encoder.check(_first(texts, CHECKED_CHARACTERS))
                 unchecked = False
             for document, ids in zip(documents, encoder.encode(texts), strict=True):
-                valid = bool(options.holdout) and hash_fraction(document, "holdout") < options.holdout
-                writers[-1 if valid else 0].add_document(np.concatenate((ids, eos)))
+                writers[split_of(document, options.holdout)].add_document(np.concatenate((bos, ids, eos)))
         report = PartReport(shard_bytes(part.shard), sum(writer.tokens for writer in writers), bad)
     temporary = part.report_file.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
@@ -141,8 +139,8 @@ def _first(texts: Sequence[str], characters: int) -> list[str]:
 
 
 @functools.cache
-def _loaded_encoder(tokenizer: str, fast: bool, eos: str | None) -> Encoder:
-    return load_encoder(tokenizer, fast, eos)
+def _loaded_encoder(tokenizer: str, fast: bool, eos: str | None, bos: str | None) -> Encoder:
+    return load_encoder(tokenizer, fast, eos, bos)
 
 
 def make_parts(parts: Sequence[Part], workers: int) -> Iterator[PartReport]:

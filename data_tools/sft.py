@@ -7,18 +7,17 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from data_tools.conversations import Record, TokenRecord, read_records
-from data_tools.documents import BadRecord, hash_fraction
+from data_tools.documents import BadRecord, split_of, splits
 from moba_train.data.chat_template import ChatTemplate
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.data.loss_mask import mask_prefix
-from moba_train.data.tokenizer import TextTokenizer, Tokenizer, load_text_tokenizer
+from moba_train.data.tokenizer import TextTokenizer, Tokenizer, load_text_tokenizer, tokenizer_file
 from moba_train.errors import DataError
 
 
@@ -78,14 +77,12 @@ def make_sft_corpus(
     `fail_on_error`.
     """
     tokenizer = load_text_tokenizer(tokenizer_path)
-    tokenizer_file = Path(tokenizer_path)
-    if tokenizer_file.is_dir():
-        tokenizer_file /= "tokenizer.json"
-    prefixes = [f"{output}-train", f"{output}-valid"] if holdout else [output]
+    file = tokenizer_file(tokenizer_path)
+    prefixes = [f"{output}{split}" for split in splits(holdout)]
     info = {
         "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer_file.name,
-        "tokenizer_sha256": hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
+        "tokenizer": file.name,
+        "tokenizer_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
         "loss_mask": True,
     }
     bad: list[str] = []
@@ -103,7 +100,7 @@ def make_sft_corpus(
                     raise DataError(f"{found}; mend the record, or leave such records out with --on-error skip")
                 bad.append(str(found))
                 continue
-            split = -1 if holdout and hash_fraction(found.ids.tobytes(), "holdout") < holdout else 0
+            split = split_of(found.ids.tobytes(), holdout)
             corpora[split].add_document(found.ids)
             masks[split].add_document(found.mask)
             loss_tokens[prefixes[split]] += int(found.mask[1:].sum())

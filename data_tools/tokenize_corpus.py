@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import Shard, cut_shards, shard_bytes
+from data_tools.documents import Shard, cut_shards, shard_bytes, splits
 from data_tools.encoders import Encoder, load_encoder
 from data_tools.parts import Part, TokenizeOptions, make_parts, read_report
 from data_tools.progress import ByteProgress
@@ -41,16 +41,16 @@ class TokenizeResult:
 def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions, workers: int) -> TokenizeResult:
     """Tokenize `files` into the corpus `output`, or `output`-train and `output`-valid with a holdout.
 
-    Raises DataError when the input or the tokenizer cannot be used, or another corpus is there already.
+    Raises DataError when the tokenizer or all of the input cannot be used, or another corpus is there already.
     """
-    tokenizer = load_encoder(options.tokenizer, options.fast, options.eos)
+    tokenizer = load_encoder(options.tokenizer, options.fast, options.eos, options.bos)
     if options.append_eos and tokenizer.eos_id is None:
         raise DataError(f"{options.tokenizer} names no end-of-document token; give --eos TOKEN or --no-append-eos")
     shards = cut_shards(files)
     if not shards:
         raise DataError("all --input files are empty")
     work = _work_fingerprint(shards, options, tokenizer)
-    outputs = [f"{output}{split}" for split in options.splits]
+    outputs = [f"{output}{split}" for split in splits(options.holdout)]
     folder = Path(f"{output}.parts")
     parts = [Part(str(folder / f"{number:06d}"), shard, options) for number, shard in enumerate(shards)]
     bad: list[str] = []
@@ -62,6 +62,8 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
             resumed = _make_missing_parts(parts, workers)
             bad = [record for part in parts for record in read_report(part).bad]
             _list_skipped(Path(f"{output}.skipped.txt"), bad)
+            if bad and not any(read_report(part).tokens for part in parts):
+                raise DataError(f"none of the {len(bad)} records can be read: {bad[0]}")
             _merge(parts, outputs, options, tokenizer, work)
         _empty(folder)
     corpora = {prefix: IndexedDataset(prefix) for prefix in outputs}
@@ -130,10 +132,11 @@ def _merge(
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.name,
         "tokenizer_sha256": tokenizer.sha256,
+        "bos_id": tokenizer.bos_id,
         "eos_id": tokenizer.eos_id if options.append_eos else None,
         "work": work,
     }
-    for split, prefix in zip(options.splits, outputs, strict=True):
+    for split, prefix in zip(splits(options.holdout), outputs, strict=True):
         with IndexedDatasetWriter(prefix, dtype_for(tokenizer.vocab_size), info) as writer:
             for part in parts:
                 writer.merge(f"{part.prefix}{split}")

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A recipe of configs/recipes/mini from nothing: text with long-range signal, tokenizer, corpus, training, evaluation.
-# Minutes on one GPU. The same command again goes on where it stopped.
+# A recipe of configs/recipes/mini from nothing: text with long-range signal, tokenizer, corpus, training, evaluation;
+# sft-1m also from the model of continue-1m, which is trained first, and from conversations about such text.
+# Minutes on one GPU. The same command again goes on where it stopped. docs/recipes.md has the same step by step.
 #
 #   bash launch/miniature.sh NAME [--corpus FILE_OR_FOLDER] [KEY.PATH=VALUE]...      default: Python's standard library
 name=${1:-}
@@ -35,8 +36,25 @@ mkdir -p "$data"
 [ -e "$data/corpus-valid.idx" ] ||
     "${moba_data[@]}" tokenize --input "$data/text.jsonl" --tokenizer "$data/tokenizer.model" \
         --output "$data/corpus" --holdout 0.03
+[ -e "$data/short.idx" ] ||
+    "${moba_data[@]}" tokenize --input "$corpus" ${select[@]+"${select[@]}"} --tokenizer "$data/tokenizer.model" \
+        --output "$data/short"
+
+conversations() {  # NAME DOCUMENTS CHARACTERS QUESTIONS
+    [ -e "$data/sft-$1-train.idx" ] && return
+    "${moba_data[@]}" long-range --input "$corpus" ${select[@]+"${select[@]}"} --output "$data/sft-$1.jsonl" \
+        --documents "$2" --characters "$3" --questions "$4"
+    "${moba_data[@]}" sft --input "$data/sft-$1.jsonl" --tokenizer "$data/tokenizer.model" --output "$data/sft-$1" \
+        --holdout 0.05
+}
+if [ "$name" = sft-1m ]; then
+    [ -e runs/mini/continue-1m/evaluation ] || bash launch/miniature.sh continue-1m
+    conversations short 8000 1500 1
+    conversations medium 1000 20000 5
+    conversations long 300 80000 20
+fi
 
 "${moba_train[@]}" plan "$recipe" "$@" --gpus "$ranks"
 "${moba_train[@]}" train "$recipe" "$@" --gpus "$ranks"
 "${moba_train[@]}" eval "runs/mini/$name" --output "runs/mini/$name/evaluation"
-echo "logs runs/mini/$name/metrics.jsonl, pictures loss.png and position_wise.png beside them"
+echo "logs runs/mini/$name/metrics.jsonl, pictures beside them"

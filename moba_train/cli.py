@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moba_train.commands import command_group
+from moba_train.commands import command_group, parse_length
 
 app = command_group("Distributed long-context pretraining with MoBA.")
 
@@ -138,7 +138,12 @@ def evaluate(
         EvaluatedAttention, typer.Option(help="moba: the stage's own, or the recipe's; full: full in all layers")
     ] = EvaluatedAttention.both,
     bucket: Annotated[
-        str | None, typer.Option(help="loss by position, averaged over so many tokens, e.g. 2K; default: the recipe's")
+        int | None,
+        typer.Option(
+            parser=parse_length,
+            metavar="TOKENS",
+            help="loss by position, averaged over so many tokens, e.g. 2K; default: the recipe's",
+        ),
     ] = None,
     sequences: Annotated[int | None, typer.Option(min=2, help="stretches of long documents for it")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
@@ -152,15 +157,9 @@ def evaluate(
     if gpus > 1 and "RANK" not in os.environ:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
         os.execv(sys.executable, [*launch, "-m", "moba_train.cli", *sys.argv[1:]])
-    from moba_train.errors import UserError
     from moba_train.evals.report import EvaluationOptions, evaluate_checkpoint
-    from moba_train.units import parse_number
 
-    try:
-        tokens = None if bucket is None else parse_number(bucket, 1024)
-    except ValueError as error:
-        raise UserError(f"--bucket: {error}") from None
-    options = EvaluationOptions(attention.value, tokens, sequences, cp, output)
+    options = EvaluationOptions(attention.value, bucket, sequences, cp, output)
     evaluate_checkpoint(checkpoint, options, typer.echo)
 
 

@@ -19,6 +19,19 @@ class _Commands(TyperGroup):
             raise typer.Exit(2) from None
 
 
+def parse_length(text: str) -> int:
+    """A number of tokens on the command line, written as in recipes: 4096, 4K (K, M = 1024)."""
+    from moba_train.units import parse_number
+
+    try:
+        number = parse_number(text, 1024)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if number < 1:
+        raise typer.BadParameter(f"given {text}; allowed: 1 or more tokens")
+    return int(number)
+
+
 def command_group(help_text: str) -> typer.Typer:
     """A program made of commands."""
     return typer.Typer(

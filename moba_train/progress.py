@@ -7,8 +7,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from moba_train.config.explain import format_path
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage
+from moba_train.config.stages import resolve_stages
 from moba_train.errors import CheckpointError
+from moba_train.telemetry.boundary import Boundary
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -32,16 +33,16 @@ class Progress:
     """Of the last position-wise evaluation, with the stage's own attention."""
     trailing_loss_before: float | None = None
     """What it was when the current stage began."""
-    boundary: dict[str, Any] = field(default_factory=dict)
-    """See `telemetry.boundary`."""
+    boundary: Boundary = field(default_factory=Boundary)
     spike_detector: dict[str, Any] = field(default_factory=dict)
+    """`SpikeDetector.state_dict`, as of the last checkpoint."""
     skipped: list[int] = field(default_factory=list)
     """Steps whose batches were consumed and left out of the weights because they were flagged, oldest first."""
     rollbacks: list[list[int]] = field(default_factory=list)
     """[step_from, step_to]: after `step_from` the run went on with the weights of `step_to`. The batches in between
     were consumed, and are left out of the weights too."""
     data_plan: dict[str, Any] = field(default_factory=dict)
-    """What the order of the data depends on, up to the current stage; see `data_plan`."""
+    """See the function `data_plan`, as of the last checkpoint."""
 
     def to_meta(self) -> dict[str, Any]:
         """As JSON values."""
@@ -63,11 +64,11 @@ class Progress:
         return progress
 
 
-def data_plan(config: RunConfig, stages: tuple[Stage, ...]) -> dict[str, Any]:
+def data_plan(config: RunConfig, progress: Progress) -> dict[str, Any]:
     """What must stay the same for a resumed run to see the same tokens in the same order, as JSON values.
 
-    Later stages may be changed at will, and the current one made longer or shorter (which shuffles anew the windows of
-    its last group, see data/samples.py).
+    It ends with the current stage: later ones may be changed at will, and the current one made longer or shorter
+    (which shuffles anew the windows of its last group, see data/samples.py).
     """
     return {
         "seed": config.seed,
@@ -81,19 +82,26 @@ def data_plan(config: RunConfig, stages: tuple[Stage, ...]) -> dict[str, Any]:
                 "first_step": stage.first_step,
                 "train": [source.model_dump(mode="json") for source in stage.sources],
             }
-            for stage in stages
+            for stage in resolve_stages(config, progress.gated_steps)[: progress.stage + 1]
         ],
     }
 
 
-def check_resumable(saved: dict[str, Any], now: dict[str, Any], where: str) -> None:
-    """Raises CheckpointError, naming the first key that differs, when `now` cannot go on from `saved` data plans."""
-    difference = _first_difference(saved, now, "")
+def check_resumable(config: RunConfig, progress: Progress, where: str) -> None:
+    """Raises CheckpointError, naming the key, when the recipe cannot go on from `progress`, saved at `where`."""
+    difference = _first_difference(progress.data_plan, data_plan(config, progress), "")
     if difference is not None:
         key, before, after = difference
         raise CheckpointError(
             f"cannot resume from {where}: {key} was {before!r} when it was saved and is {after!r} now; "
             "restore it, or set run_dir to a new folder to start afresh"
+        )
+    stage = resolve_stages(config, progress.gated_steps)[progress.stage]
+    if progress.step > stage.end_step:
+        key = f"stages[{stage.index}].{'until.max_tokens' if stage.gate else 'tokens'}"
+        raise CheckpointError(
+            f"{key}: stage {stage.name} now ends at step {stage.end_step}, before the checkpoint's step "
+            f"{progress.step}; make it longer, or set run_dir to a new folder"
         )
 
 

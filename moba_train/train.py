@@ -15,10 +15,11 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.validate import validate
 from moba_train.determinism import deterministic
 from moba_train.errors import UserError
+from moba_train.health.watch import stalls_folder
 from moba_train.parallel.failures import end_with_launcher
 from moba_train.parallel.run_lock import run_folder_lock
 from moba_train.parallel.world import World, joined_world
-from moba_train.trainer import STALLS, Trainer
+from moba_train.trainer import Trainer
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
             if rank == 0:
                 print(f"error: {error}", file=sys.stderr)
             return 2
-        stalls = Path(config.run_dir) / STALLS
+        stalls = stalls_folder(Path(config.run_dir))
         timeout = timedelta(seconds=config.parallel.timeout)
         with deterministic(config.deterministic), joined_world(timeout, stalls) as world:
             if world.is_main:

@@ -1,25 +1,20 @@
 """What README and the recipes say is true: every example runs."""
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
+from guide import ROOT, blocks, local_links
 
 from moba_train.config.load import load_config
 from moba_train.config.validate import validate
 from moba_train.planning.plan import make_plan
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+README = ROOT / "README.md"
 
 
 def test_the_recipe_in_the_readme_is_valid_and_can_be_planned(tmp_path: Path) -> None:
-    (recipe,) = blocks("yaml")
+    (recipe,) = blocks(README, "yaml")
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe.replace("configs/models", str(ROOT / "configs" / "models")))
     config = load_config(path)
@@ -29,13 +24,13 @@ def test_the_recipe_in_the_readme_is_valid_and_can_be_planned(tmp_path: Path) ->
 
 
 def test_the_python_in_the_readme_runs() -> None:
-    (code,) = blocks("python")
+    (code,) = blocks(README, "python")
     q, k, v = (torch.randn(600, heads, 16) for heads in (4, 2, 2))
     names = {"q": q, "k": k, "v": v, "cu": torch.tensor([0, 100, 600], dtype=torch.int32)}
     exec(code, names)
     assert names["out"].shape == q.shape
 
 
-@pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[^)]+)\)", README))
+@pytest.mark.parametrize("path", local_links(README))
 def test_links_lead_somewhere(path: str) -> None:
     assert (ROOT / path).exists()

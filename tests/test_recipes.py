@@ -1,23 +1,57 @@
-"""The recipes: each can be planned as its header says, and each miniature trains, here at a fraction of its size."""
+"""The recipes and docs/recipes.md: each recipe can be planned as its header says; the guide's real commands exist, and
+its miniatures lead from text to a model in transformers, here at a fraction of their size."""
 
 import json
 import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+import yaml
+from guide import ROOT, blocks, check_usage, commands, local_links, run
 
-import data_tools.cli
-import moba_train.cli
-from data_tools.long_range import write_long_range
-from data_tools.train_tokenizer import train_tokenizer
+from moba_train.checkpoint.hf_config import read_model_config
+from moba_train.checkpoint.initial import model_differences
 from moba_train.config.load import load_config
-from moba_train.train import main
+from moba_train.config.schema import SourceConfig
+from moba_train.config.stages import resolve_stages
 
-RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
+RECIPES = ROOT / "configs" / "recipes"
+GUIDE = ROOT / "docs" / "recipes.md"
 VOCAB, SHRINK, TOKENS = 384, 64, 10_000
 """Of the miniatures' lengths 1/64 is left, of their token budgets 1/10000."""
+LLAMA_3_1_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+"""What its config.json says about the weights."""
+
+
+def command_blocks() -> list[tuple[list[list[str]], list[list[str]]]]:
+    """The guide's commands, real and in miniature, block by block."""
+    parts = [block.split("# in miniature\n") for block in blocks(GUIDE, "bash")]
+    return [(commands(real), commands(miniature)) for real, miniature in parts]
 
 
 @pytest.mark.parametrize(
@@ -26,39 +60,77 @@ VOCAB, SHRINK, TOKENS = 384, 64, 10_000
 def test_every_recipe_can_be_planned_on_the_gpus_its_header_names(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(RECIPES.parents[1])
-    command = re.search(r"^# +moba-train (plan \S+(?: \S+=\S+)* --gpus \d+)$", recipe.read_text(), re.MULTILINE)
+    monkeypatch.chdir(ROOT)
+    command = re.search(r"^# +(moba-train plan \S+(?: \S+=\S+)* --gpus \d+)$", recipe.read_text(), re.MULTILINE)
     assert command, "the header names no plan command"
-    arguments = command[1].split()
-    assert Path(arguments[1]).resolve() == recipe
-    done = CliRunner().invoke(moba_train.cli.app, arguments)
-    assert done.exit_code == 0, done.output
+    words = command[1].split()
+    assert Path(words[2]).resolve() == recipe
+    run(words)
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What launch/miniature.sh makes, of little text."""
-    folder = tmp_path_factory.mktemp("mini")
-    source = [str(path) for path in (RECIPES.parents[1] / "data_tools").glob("*.py")]
-    write_long_range(source, folder / "text.jsonl", 12, 12_000, 0)
-    train_tokenizer(source, folder / "tokenizer.model", VOCAB, "text")
-    command = ["tokenize", "-i", f"{folder}/text.jsonl", "-t", f"{folder}/tokenizer.model", "-o", f"{folder}/corpus"]
-    done = CliRunner().invoke(data_tools.cli.app, [*command, "--holdout", "0.4", "--workers", "1"])
-    assert done.exit_code == 0, done.output
-    return folder
+def test_the_models_follow_from_each_other(tmp_path: Path) -> None:
+    """Llama 3.1 8B is what continue-1m begins with, and what that ends with, sft-1m begins with; so in miniature."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    assert not list(model_differences(load_config(RECIPES / "continue-1m.yaml").model, tmp_path))
+    for folder in (RECIPES, RECIPES / "mini"):
+        before, after = (load_config(folder / f"{name}-1m.yaml") for name in ("continue", "sft"))
+        last = resolve_stages(before)[-1]
+        assert after.model == before.model.model_copy(update={"rope": last.rope})
+        assert resolve_stages(after)[-1].attention == last.attention
+        assert after.init_from == before.run_dir
 
 
-def smaller(recipe: Path, data: Path, run_dir: Path) -> list[str]:
+def test_the_real_commands_of_the_guide_are_what_the_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "200")
+    plans = []
+    for real, miniature in command_blocks():
+        done = {tuple(words[:2]) for words in miniature} | {("sbatch", "--nodes")}
+        for words in real:
+            assert tuple(words[:2]) in done or words[1] == "plan", f"no miniature of {shlex.join(words)}"
+            recipes = [word for word in words if word.endswith(".yaml")]
+            assert all(load_config(recipe).run_dir for recipe in recipes)
+            if words[0] == "sbatch":
+                assert Path(words[3]).is_file()
+                assert len(recipes) == 1
+                continue
+            check_usage(words)
+            if words[1] == "plan":
+                plans.append(run(words))
+    first_of_continue = next(plan for plan in plans if "1m-moba" in plan)
+    rows = re.findall(r"^\| (?:time|FLOPs|memory)[^|]*\|(.*)\|$", GUIDE.read_text(), re.MULTILINE)
+    assert len(rows) == 3
+    for row in rows:
+        values = [cell.strip() for cell in row.split("|")]
+        assert re.search(r"[│ ]+".join(map(re.escape, values)), first_of_continue), values
+    assert "116.59" in plans[plans.index(first_of_continue) + 1]
+
+
+def test_the_blend_in_the_guide_is_that_of_the_recipe() -> None:
+    (text,) = blocks(GUIDE, "yaml")
+    shown = [SourceConfig.model_validate(source) for source in yaml.safe_load(text)["train"]]
+    assert shown == load_config(RECIPES / "continue-1m.yaml").data.train
+
+
+def test_the_launcher_makes_the_same_documents_as_the_guide() -> None:
+    launcher = " ".join((ROOT / "launch" / "miniature.sh").read_text().replace("\\\n", "").split())
+    made = [words for _, miniature in command_blocks() for words in miniature if words[1] == "long-range"]
+    assert len(made) == 4
+    for words in made:
+        output, sizes = Path(words[5]).stem.removeprefix("sft-"), words[7::2]
+        plain = f"--documents {sizes[0]} --characters {sizes[-1]}"
+        assert (plain if len(sizes) == 2 else f"conversations {output} {' '.join(sizes)}") in launcher
+
+
+@pytest.mark.parametrize("path", local_links(GUIDE))
+def test_links_of_the_guide_lead_somewhere(path: str) -> None:
+    assert (GUIDE.parent / path).exists()
+
+
+def smaller(recipe: Path) -> list[str]:
     """Overrides that make seconds on a CPU of a miniature; stages, their order and their kinds stay as they are."""
     config = load_config(recipe)
-    assert config.evaluation.position_wise is not None
     changes: dict[str, Any] = {
-        "run_dir": run_dir,
-        "data": {
-            "tokenizer": f"{data}/tokenizer.model",
-            "train": [{"path": f"{data}/corpus-train"}],
-            "validation": [{"path": f"{data}/corpus-valid"}],
-        },
         "model.vocab_size": VOCAB,
         "model.hidden_size": 32,
         "model.intermediate_size": 64,
@@ -69,11 +141,19 @@ def smaller(recipe: Path, data: Path, run_dir: Path) -> list[str]:
         "optim.schedule.warmup_tokens": 0,
         "optim.schedule.decay_tokens": config.optim.schedule.decay_tokens // TOKENS,
         "attention.moba.block_size": config.attention.moba.block_size // SHRINK,
-        "evaluation": {"every": 1000, "sequences": 2},
-        "evaluation.position_wise": {"bucket": config.evaluation.position_wise.bucket // SHRINK, "sequences": 2},
+        "evaluation.every": 1000,
+        "evaluation.sequences": 2,
         "telemetry.console": False,
         "telemetry.log_every": 1,
     }
+    if (position_wise := config.evaluation.position_wise) is not None:
+        changes["evaluation.position_wise"] = {"bucket": position_wise.bucket // SHRINK, "sequences": 2}
+    for index, source in enumerate(config.data.train):
+        for key in ("min_length", "below_length"):
+            if (length := getattr(source, key)) is not None:
+                changes[f"data.train.{index}.{key}"] = length // SHRINK
+        if source.upsample:
+            changes[f"data.train.{index}.upsample.min_length"] = source.upsample.min_length // SHRINK
     for index, stage in enumerate(config.stages):
         changes[f"stages.{index}.seq_len"] = stage.seq_len // SHRINK
         changes[f"stages.{index}.tokens"] = stage.tokens // TOKENS
@@ -84,15 +164,83 @@ def smaller(recipe: Path, data: Path, run_dir: Path) -> list[str]:
     return [f"{key}={json.dumps(value, default=str)}" for key, value in changes.items()]
 
 
+def run_smaller(words: list[str]) -> str:
+    """A miniature command at a fraction of its size."""
+    options = dict(pairwise(words))
+    small = {"--documents": "12", "--vocab-size": str(VOCAB), "--holdout": "0.4", "--max-new-tokens": "3"}
+    if "--characters" in options:
+        small["--characters"] = str(int(options["--characters"]) // 12)
+    if "--questions" in options:  # a conversation must fit into a sequence, else most have no answer
+        small["--characters"] = str(int(options["--characters"]) // 1000)
+        small["--questions"] = str(-(-int(options["--questions"]) // 10))
+    words = [words[0], *(small.get(before, word) for before, word in pairwise(words))]
+    if words[:2] == ["moba-data", "tokenize"]:
+        return run(words, "--workers", "1")
+    recipe = Path(words[2])
+    return run(words, *(smaller(recipe) if recipe.suffix == ".yaml" else ()))
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What each miniature command of the guide printed, run in its order in a folder of its own, which stays the
+    working folder."""
+    folder = tmp_path_factory.mktemp("guide")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    shutil.copytree(ROOT / "data_tools", folder / "corpus")
+    (folder / "corpus" / "short.txt").write_text("A few words.")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("COLUMNS", "200")
+        yield {shlex.join(words): run_smaller(words) for _, miniature in command_blocks() for words in miniature}
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(f"runs/mini/{name}/metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.parametrize("recipe", sorted((RECIPES / "mini").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_miniature_trains_through_all_its_stages(recipe: Path, corpus: Path, tmp_path: Path) -> None:
-    assert main([str(recipe), *smaller(recipe, corpus, tmp_path / "run")]) == 0
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    names = [stage.name for stage in load_config(recipe).stages]
-    assert [record["stage"] for record in records if record["kind"] == "stage"] == names
-    evaluated = {record["stage"] for record in records if record["kind"] == "position_wise"}
-    assert evaluated == set(names)
-    gated = [stage.name for stage in load_config(recipe).stages if stage.until]
-    assert {record["stage"] for record in records if record["kind"] == "gate"} == set(gated)
-    assert (tmp_path / "run" / "position_wise.png").exists()
+def test_every_miniature_trains_through_all_its_stages(recipe: Path, printed: dict[str, str]) -> None:
+    config, found = load_config(recipe), records(recipe.stem)
+    names = [stage.name for stage in config.stages]
+    assert [record["stage"] for record in found if record["kind"] == "stage"] == names
+    evaluated = {record["stage"] for record in found if record["kind"] == "position_wise"}
+    assert evaluated == (set(names) if config.evaluation.position_wise else set())
+    gated = [stage.name for stage in config.stages if stage.until]
+    assert {record["stage"] for record in found if record["kind"] == "gate"} == set(gated)
+    assert Path(config.run_dir, "position_wise.png").exists() == bool(evaluated)
+
+
+def output_of(printed: dict[str, str], beginning: str) -> str:
+    (found,) = (output for command, output in printed.items() if command.startswith(beginning))
+    return found
+
+
+def test_what_the_guide_says_its_miniatures_print(printed: dict[str, str]) -> None:
+    assert "effective sparsity" in output_of(printed, "moba-data stats runs/mini/data/corpus-train")
+    blended = output_of(printed, "moba-data blend")
+    assert all(source in blended for source in ("corpus-train", "short"))
+    evaluated = output_of(printed, "moba-train eval")
+    assert re.search(r"^tokens +moba\S* +full$", evaluated, re.MULTILINE)
+    assert Path("runs/mini/continue-1m/evaluation/position_wise.png").exists()
+
+
+def test_the_conversations_carry_loss_on_their_answers_alone(printed: dict[str, str]) -> None:
+    shown = output_of(printed, "moba-data sft --input runs/mini/data/sft-short.jsonl")
+    (example,) = blocks(GUIDE, "text")
+    question, role, answer = example.splitlines()
+    name = re.search(r"the number of the (.*)\?", question)
+    assert name is not None
+    asked = re.escape(question).replace(re.escape(name[1]), r"\w+ \w+ \d+")
+    assert re.search(rf"{asked}\n{re.escape(role)}\n{re.sub(r'[0-9]+', r'[0-9]+', re.escape(answer))}\n", shown)
+    steps = [record for record in records("sft-1m") if record["kind"] == "metrics"]
+    assert {step["stage"] for step in steps} == {"1k", "8k", "32k"}
+    assert all(0 < step["loss_token_fraction"] < 0.3 for step in steps)
+
+
+def test_the_export_runs_in_transformers_with_moba(printed: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    last = load_config("runs/mini/sft-1m/config.yaml")
+    assert read_model_config(Path("runs/mini/llama-32k")).rope == last.model.rope
+    (code,) = blocks(GUIDE, "python")
+    exec(code, {})
+    assert "what is the number of the teal otter 93?" in capsys.readouterr().out

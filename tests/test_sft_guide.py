@@ -5,43 +5,30 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from guide import ROOT, blocks, commands, local_links, run
 
-from data_tools.cli import app as moba_data
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
-from moba_train.train import main
 
-ROOT = Path(__file__).parent.parent
-GUIDE = (ROOT / "docs" / "sft.md").read_text()
+GUIDE = ROOT / "docs" / "sft.md"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
-
-
-def test_the_commands_of_the_guide_lead_to_a_trained_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_of_the_guide_lead_to_a_trained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (example,) = blocks("python")
+    (example,) = blocks(GUIDE, "python")
     exec(example, {})
-    prepare, train = blocks("bash")
-    for line in prepare.splitlines():
-        program, *arguments = line.split()
-        assert program == "moba-data"
-        done = CliRunner().invoke(moba_data, arguments)
-        assert done.exit_code == 0, done.output
-        if arguments[0] == "sft":
-            (shown,) = re.findall(r"\[\[(.*?)\]\]", done.output, re.DOTALL)
+    prepare, train = map(commands, blocks(GUIDE, "bash"))
+    for words in prepare:
+        printed = run(words)
+        if words[1] == "sft":
+            (shown,) = re.findall(r"\[\[(.*?)\]\]", printed, re.DOTALL)
             assert re.fullmatch(r"To \w+\.<\|im_end\|>", shown)
-    program, verb, recipe, *_ = train.split()
-    assert (program, verb) == ("moba-train", "train")
-    tokens = load_config(recipe).batch_tokens // 2
-    run = [f"stages.0.tokens={3 * tokens}", f"batch_tokens={tokens}", "optim.schedule.warmup_tokens=0"]
-    assert main([recipe, *run, "evaluation.sequences=4", "telemetry.log_every=1", "loss_norm=sequence"]) == 0
+    (words,) = train
+    tokens = load_config(words[2]).batch_tokens // 2
+    fewer = [f"stages.0.tokens={3 * tokens}", f"batch_tokens={tokens}", "optim.schedule.warmup_tokens=0"]
+    run(words, *fewer, "evaluation.sequences=4", "telemetry.log_every=1", "loss_norm=sequence")
     records = [json.loads(line) for line in Path("runs/sft-chat/metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "metrics"]
     assert len(steps) == 3
@@ -55,11 +42,11 @@ def test_the_commands_of_the_guide_lead_to_a_trained_model(
 
 
 def test_the_keys_of_the_guide_exist() -> None:
-    (keys,) = blocks("yaml")
+    (keys,) = blocks(GUIDE, "yaml")
     for path in re.findall(r"^(?:  )?(\w+):", keys, re.MULTILINE):
         assert path in json.dumps(RunConfig.model_json_schema())
 
 
-@pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[^)]+)\)", GUIDE))
+@pytest.mark.parametrize("path", local_links(GUIDE))
 def test_its_links_lead_somewhere(path: str) -> None:
-    assert (ROOT / "docs" / path).exists()
+    assert (GUIDE.parent / path).exists()

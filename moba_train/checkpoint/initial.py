@@ -5,16 +5,13 @@ from pathlib import Path
 
 from moba_train.checkpoint.hf import load_hf_weights
 from moba_train.checkpoint.hf_config import CONFIG, read_model_config
-from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import find_checkpoint
-from moba_train.checkpoint.recipe import saved_recipe
+from moba_train.checkpoint.recipe import saved_recipe, saved_stage
 from moba_train.checkpoint.state import load_model
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.errors import CheckpointError
 from moba_train.model.transformer import Transformer
-from moba_train.progress import Progress
 
 
 def is_hf_folder(folder: Path) -> bool:
@@ -32,9 +29,7 @@ def source_model(folder: Path) -> ModelConfig:
         return read_model_config(folder)
     checkpoint = find_checkpoint(folder)
     config = saved_recipe(checkpoint)
-    stages = resolve_stages(config)
-    stage = Progress.from_meta(read_meta(checkpoint).get("progress"), len(stages)).stage
-    return config.model.model_copy(update={"rope": stages[stage].rope})
+    return config.model.model_copy(update={"rope": saved_stage(checkpoint, config).rope})
 
 
 def load_initial_weights(model: Transformer, folder: Path) -> None:

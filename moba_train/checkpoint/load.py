@@ -23,6 +23,7 @@ from moba_train.checkpoint.index import read_index
 from moba_train.checkpoint.manifest import FileEntry, check_sizes, read_meta, verify_checkpoint
 from moba_train.checkpoint.publish import Accept, published, set_aside
 from moba_train.errors import CheckpointError
+from moba_train.parallel.world import of_main
 
 T = TypeVar("T")
 
@@ -73,10 +74,9 @@ def newest_intact(folder: Path, accept: Accept | None = None) -> Path | None:
     Damaged ones that are newer than the one found are reported and set aside, so that they neither count nor come up
     again. Raises CheckpointError when there are checkpoints, but all are damaged or `accept` refuses them.
     """
-    listing: list[Any] = [[path for _, path in reversed(published(folder))]]
-    dist.broadcast_object_list(listing)
+    listing = of_main([path for _, path in reversed(published(folder))])
     damaged: dict[Path, str] = {}
-    for path in listing[0]:
+    for path in listing:
         try:
             meta = _on_every_rank(partial(read_meta, path))
             if accept is not None and not accept(meta):
@@ -88,9 +88,9 @@ def newest_intact(folder: Path, accept: Accept | None = None) -> Path | None:
         if dist.get_rank() == 0:
             _set_aside(damaged)
         return path
-    if listing[0]:
+    if listing:
         raise CheckpointError(
-            f"none of the {len(listing[0])} checkpoints in {folder} can be resumed from; put an intact one there, or "
+            f"none of the {len(listing)} checkpoints in {folder} can be resumed from; put an intact one there, or "
             "set run_dir to a new folder to start afresh\n" + "\n".join(f"  - {text}" for text in damaged.values())
         )
     return None

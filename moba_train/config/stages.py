@@ -1,5 +1,6 @@
 """What each stage of a recipe comes to, once its defaults are filled in."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -61,6 +62,24 @@ class Stage:
     def batch_sequences(self) -> int:
         """Sequences in one optimizer step, over all ranks."""
         return self.batch_tokens // self.seq_len
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer's attention, first to last."""
+        return tuple(layer.kind for layer in self.attention)
+
+    def tokens_after(self, step: int) -> int:
+        """Tokens that the run has consumed after `step`, one of this stage's."""
+        return self.first_token + (step - self.first_step) * self.batch_tokens
+
+    def describe(self) -> str:
+        """In one line."""
+        steps = f"{self.planned_steps} to {self.max_steps}" if self.gate else str(self.steps)
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(self.kinds).items())
+        return (
+            f"stage {self.name}: sequences of {self.seq_len} tokens, {self.batch_tokens} tokens per step, "
+            f"{steps} steps, attention {kinds}"
+        )
 
 
 def merge_rope(base: RopeConfig, over: RopeConfig | None) -> RopeConfig:

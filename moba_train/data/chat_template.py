@@ -9,13 +9,14 @@ the end of the turn, is what it has to say.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from moba_train.data.tokenizer import special_tokens
 from moba_train.errors import DataError
 
 Message = dict[str, str]
@@ -159,15 +160,11 @@ def load_chat_template(name: str, end_of_turn: str | None = None) -> ChatTemplat
 
 def _of_folder(folder: Path) -> tuple[str, dict[str, str]]:
     """The template of a model's folder and its special tokens. Raises OSError, ValueError."""
-    file = folder / "tokenizer_config.json"
-    config: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {}
-    variables = {}
-    for key, value in config.items():
-        if key.endswith("_token") and value is not None:
-            variables[key] = value["content"] if isinstance(value, dict) else str(value)
+    variables = special_tokens(folder)
     if (own := folder / "chat_template.jinja").exists():
         return own.read_text(encoding="utf-8"), variables
-    source = config.get("chat_template")
+    file = folder / "tokenizer_config.json"
+    source = json.loads(file.read_bytes()).get("chat_template") if file.exists() else None
     if isinstance(source, list):  # several, by name
         source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
     if not isinstance(source, str):

@@ -12,7 +12,7 @@ A corpus is a pair of files. `PREFIX.bin` holds the raw tokens; `PREFIX.idx`, li
     int64[D+1]  first sequence of each document; the first entry is 0, the last S
     int8[S]   modes, optional and unused here
 
-`PREFIX.json`, which only our own tokenizer writes, tells where the corpus comes from.
+`PREFIX.json`, which only our own tools write, tells where the corpus comes from.
 """
 
 import hashlib

@@ -38,9 +38,14 @@ class LossWeights:
         if corpus_file(prefix, "idx").exists():
             self.mask = IndexedDataset(prefix)
             if not np.array_equal(self.mask.document_lengths, corpus.document_lengths):
-                raise DataError(f"loss mask {prefix} has documents of other lengths than corpus {corpus.prefix}")
+                raise DataError(
+                    f"loss mask {prefix} has documents of other lengths than corpus {corpus.prefix}; make both again"
+                )
         elif (corpus.info or {}).get("loss_mask"):
-            raise DataError(f"corpus {corpus.prefix} was made with a loss mask, but {prefix}.idx is missing")
+            raise DataError(
+                f"corpus {corpus.prefix} was made with a loss mask, but {prefix}.idx is missing; put it and "
+                f"{prefix}.bin beside the corpus"
+            )
         self._count = functools.lru_cache(maxsize=1024)(self._loss_tokens)
 
     @property

@@ -12,6 +12,8 @@ import sentencepiece
 
 from moba_train.errors import DataError
 
+TIKTOKEN = "tiktoken:"
+"""What the name of a tiktoken encoding begins with, where one is allowed."""
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -25,6 +27,25 @@ COMPANIONS = (
     "merges.txt",
 )
 """What a Hugging Face folder says about text, besides the model."""
+
+
+def tokenizer_file(path: str | Path) -> Path:
+    """The file of the tokenizer at `path`; a folder's is its tokenizer.json."""
+    path = Path(path)
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """What Hugging Face's tokenizer_config.json in `folder` says of `eos_token` and the like, by name; empty without
+    the file. Raises DataError when it cannot be read."""
+    file = folder / "tokenizer_config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        named = {key: value for key, value in config.items() if key.endswith("_token")}
+        texts = {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise DataError(f"{file} is not a tokenizer's config: {error!r}") from error
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 class TextTokenizer(Protocol):
@@ -111,13 +132,7 @@ class HuggingFaceTokenizer:
         self.library.no_padding()
         self.sha256 = hashlib.sha256(content).hexdigest()
         """Of the file, in hexadecimal."""
-        config = path.with_name("tokenizer_config.json")
-        eos: Any = None
-        try:
-            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
-        except (ValueError, AttributeError) as error:
-            raise DataError(f"{config} is not a tokenizer's config: {error}") from error
-        self.eos_token: str | None = eos["content"] if isinstance(eos, dict) else eos
+        self._eos = special_tokens(path.parent).get("eos_token")
 
     @property
     def vocab_size(self) -> int:
@@ -127,7 +142,7 @@ class HuggingFaceTokenizer:
     @property
     def eos_id(self) -> int | None:
         """See `TextTokenizer`."""
-        return None if self.eos_token is None else self.library.token_to_id(self.eos_token)
+        return None if self._eos is None else self.library.token_to_id(self._eos)
 
     def encode(self, text: str) -> list[int]:
         """See `TextTokenizer`. Special tokens in the text, as chat templates write them, are read as such."""
@@ -140,9 +155,12 @@ class HuggingFaceTokenizer:
 
 def load_text_tokenizer(path: str | Path) -> TextTokenizer:
     """A tokenizer.json, or a folder with one, else a sentencepiece model. Raises DataError when it cannot be read."""
-    path = Path(path)
-    if path.is_dir():
-        path = path / "tokenizer.json"
+    if str(path).startswith(TIKTOKEN):
+        raise DataError(
+            f"{path} given; tiktoken encodings are for `moba-data tokenize` alone. Give a sentencepiece model, a "
+            "tokenizer.json, or a folder with one"
+        )
+    path = tokenizer_file(path)
     return HuggingFaceTokenizer(path) if path.suffix == ".json" else load_tokenizer(path)
 
 

@@ -19,7 +19,7 @@ Losses that are not finite are NaN or Infinity, as Python's json writes and read
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from moba_train.attention.local import run_local
 from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.data.batch import Batch
 from moba_train.model.transformer import Engine, Transformer
-from moba_train.optim.adamw import gradient_norm
+from moba_train.optim.gradients import gradient_norm
 from moba_train.parallel.stage import Share
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def write_dump(
     run_dir: Path,
     head: dict[str, Any],
     model: Transformer,
-    kinds: list[str],
+    kinds: Sequence[str],
     share: Share,
     batches: list[Batch],
     loss_sum: Tensor,
@@ -79,7 +79,7 @@ def _write(path: Path, dump: dict[str, Any]) -> None:
         logger.warning("the dump of a spike could not be written: %s", error)
 
 
-def _gradient_norms(model: Transformer, kinds: list[str]) -> dict[str, Any]:
+def _gradient_norms(model: Transformer, kinds: Sequence[str]) -> dict[str, Any]:
     norms = [gradient_norm(block).item() for block in model.blocks]
     by_kind = {
         kind: math.hypot(*[norm for norm, other in zip(norms, kinds, strict=True) if other == kind])

@@ -14,6 +14,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from moba_train.errors import CheckpointError
+
 WARM_UP = 16
 """Values to see before judging any."""
 
@@ -113,12 +115,16 @@ class SpikeDetector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over the past of another detector; of a longer one, its newest values."""
+        """Takes over the past of another detector; of a longer one, its newest values. Raises CheckpointError for what
+        is no such state."""
         self.rebaseline()
-        self._loss.values.extend(state["loss"])
-        self._grad.values.extend(state["grad_norm"])
-        self._recovery_limit = state["recovery_limit"]
-        self._steps_above = state["steps_above"]
+        try:
+            self._loss.values.extend(state["loss"])
+            self._grad.values.extend(state["grad_norm"])
+            self._recovery_limit = state["recovery_limit"]
+            self._steps_above = state["steps_above"]
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"the checkpoint's spike detector is not from this version: {error!r}") from None
         self._last_flagged = state.get("last_flagged")  # older checkpoints have none
 
     def _not_recovering(self, step: int, loss: float) -> str | None:

@@ -37,6 +37,11 @@ _MOST_NAMED = 8
 logger = logging.getLogger(__name__)
 
 
+def stalls_folder(run_dir: Path) -> Path:
+    """Where a run keeps the flight records of stalled ranks."""
+    return run_dir / "stalls"
+
+
 class _Phase(NamedTuple):
     entered: int
     name: str

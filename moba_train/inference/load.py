@@ -4,16 +4,14 @@ from pathlib import Path
 
 import torch
 
-from moba_train.checkpoint.manifest import read_meta
-from moba_train.checkpoint.recipe import saved_recipe
+from moba_train.checkpoint.recipe import saved_recipe, saved_stage
 from moba_train.checkpoint.state import load_model
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.stages import Stage
 from moba_train.config.validate import validate
 from moba_train.inference.foreign import check_paths
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
-from moba_train.progress import Progress
 
 
 def read_recipe(checkpoint: Path) -> tuple[RunConfig, Stage]:
@@ -23,8 +21,7 @@ def read_recipe(checkpoint: Path) -> tuple[RunConfig, Stage]:
     config = saved_recipe(checkpoint)
     validate(config.model_copy(update={"init_from": None}))  # where it began no longer matters
     check_paths(config, checkpoint)
-    stages = resolve_stages(config)
-    return config, stages[Progress.from_meta(read_meta(checkpoint).get("progress"), len(stages)).stage]
+    return config, saved_stage(checkpoint, config)
 
 
 def load_trained(

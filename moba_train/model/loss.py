@@ -9,11 +9,6 @@ CHUNK_TOKENS = 4096
 """Tokens whose logits exist at once: 2 GiB in float32 at a vocabulary of 128K."""
 
 
-def _chunk_loss(hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor, weights_n: Tensor) -> Tensor:
-    logits_nV = F.linear(hidden_nD, weight_VD).float()
-    return (F.cross_entropy(logits_nV, labels_n, reduction="none") * weights_n).sum()
-
-
 def weighted_loss_sum(
     hidden_TD: Tensor, weight_VD: Tensor, labels_n: Tensor, index_n: Tensor, weights_n: Tensor
 ) -> Tensor:
@@ -27,7 +22,7 @@ def weighted_loss_sum(
         index_n.split(CHUNK_TOKENS), labels_n.split(CHUNK_TOKENS), weights_n.split(CHUNK_TOKENS), strict=True
     ):
         hidden = hidden_TD.index_select(0, index)
-        total = total + checkpoint(_chunk_loss, hidden, weight_VD, labels, weights, use_reentrant=False)
+        total = total + checkpoint(_weighted_chunk, hidden, weight_VD, labels, weights, use_reentrant=False)
     return total
 
 
@@ -38,8 +33,12 @@ def token_losses(hidden_TD: Tensor, weight_VD: Tensor, labels_n: Tensor, index_n
     hidden [T, D]; weight [V, D]; index int64 [n]: rows of `hidden`; labels int64 [n] belong to those rows.
     """
     chunks = zip(index_n.split(CHUNK_TOKENS), labels_n.split(CHUNK_TOKENS), strict=True)
-    losses = [
-        F.cross_entropy(F.linear(hidden_TD[index], weight_VD).float(), labels, reduction="none")
-        for index, labels in chunks
-    ]
-    return torch.cat(losses)
+    return torch.cat([_cross_entropy(hidden_TD[index], weight_VD, labels) for index, labels in chunks])
+
+
+def _weighted_chunk(hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor, weights_n: Tensor) -> Tensor:
+    return (_cross_entropy(hidden_nD, weight_VD, labels_n) * weights_n).sum()
+
+
+def _cross_entropy(hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden_nD, weight_VD).float(), labels_n, reduction="none")

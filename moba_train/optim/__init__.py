@@ -1,1 +1,2 @@
-"""AdamW over parameter groups, and learning-rate schedules as pure functions of the tokens consumed."""
+"""AdamW over parameter groups, gradient norms and clipping, and learning-rate schedules as pure functions of the tokens
+consumed."""

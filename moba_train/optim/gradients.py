@@ -1,13 +1,29 @@
-"""Gradient norms of groups of layers."""
+"""Gradient norms, over all ranks, and clipping by them."""
 
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moba_train.model.transformer import Transformer
+
+
+def gradient_norm(module: nn.Module) -> Tensor:
+    """The L2 norm of all gradients of a module on all ranks, a float32 scalar; 0 without any. A collective."""
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def clip_gradients(model: nn.Module, max_norm: float | None, norm: Tensor) -> None:
+    """Scale all gradients down to `max_norm` if `norm`, which is theirs, is larger.
+
+    A norm that is not finite leaves the gradients useless: the caller must not step then.
+    """
+    if max_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), max_norm, norm)
 
 
 def norms_by_kind(model: Transformer, kinds: Sequence[str]) -> dict[str, Tensor]:

@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-import torch.distributed as dist
-
 from moba_train.errors import LaunchError
-from moba_train.parallel.world import World
+from moba_train.parallel.world import World, of_main
 
 LOCK = "lock"
 
@@ -34,18 +32,18 @@ def run_folder_lock(run_dir: Path, world: World, wait_s: float = WAIT_S) -> Iter
     with flock), and where there are no locks at all, a warning says so and the run goes on.
     """
     lock: TextIO | None = None
-    problem: list[str | None] = [None]
+    problem: str | None = None
     if world.is_main:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             lock = (run_dir / LOCK).open("a+", encoding="utf-8")
             _acquire(lock, wait_s)
         except OSError as error:
-            problem = [f"run_dir {run_dir} cannot be used: {error}"]
-    dist.broadcast_object_list(problem)
+            problem = f"run_dir {run_dir} cannot be used: {error}"
+    problem = of_main(problem)
     try:
-        if problem[0] is not None:
-            raise LaunchError(problem[0])
+        if problem is not None:
+            raise LaunchError(problem)
         yield
     finally:
         if lock is not None:

@@ -9,16 +9,15 @@ from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch
+from moba_train.data.loader import step_batches
+from moba_train.data.samples import StageData
 from moba_train.parallel.context.batch import shard_batch
 from moba_train.parallel.context.choose import Scheme
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.fsdp import compute_dtype
 from moba_train.parallel.scheme import stage_scheme
 from moba_train.parallel.world import World, least_over_ranks
-from moba_train.planning.memory import estimate_memory
-
-_USABLE = 0.9
-"""Of a GPU's memory; the rest goes to the CUDA context, NCCL and fragmentation."""
+from moba_train.planning.memory import USABLE, estimate_memory
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,12 @@ class Share:
     dp_size: int = 1
     engine: ContextParallel | None = None
     """Runs the attention and says which tokens are here; None: whole sequences are."""
+
+    def batches(self, data: StageData, stage: Stage, step: int) -> list[Batch]:
+        """What this rank has of the micro-batches of the step that follows on `step` steps, of `stage` and its data."""
+        first, count = (step - stage.first_step) * stage.batch_sequences, stage.batch_sequences
+        micro_batches = step_batches(data, first, count, stage.micro_batch_size, self.dp_rank, self.dp_size)
+        return [self.of(batch) for batch in micro_batches]
 
     def of(self, batch: Batch) -> Batch:
         """This rank's tokens of a micro-batch of its `dp_rank`."""
@@ -72,4 +77,4 @@ class ContextEngines:
             return None
         total = torch.cuda.get_device_properties(self._world.device).total_memory
         tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)
-        return least_over_ranks(_USABLE * total - estimate_memory(self._config, sizes.shards, tokens).total)
+        return least_over_ranks(USABLE * total - estimate_memory(self._config, sizes.shards, tokens).total)

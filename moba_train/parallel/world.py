@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from moba_train.errors import LaunchError
 from moba_train.parallel.attempt import attempt_store
 from moba_train.parallel.failures import RollCall, was_waiting
+
+T = TypeVar("T")
 
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 """The last collectives of each rank are remembered, and NCCL writes its own to a file when one takes too long."""
@@ -114,6 +117,13 @@ def _device(local_rank: int, local_size: int) -> torch.device:
 def flight_records(folder: Path) -> Path:
     """What the files of flight records in `folder` begin with; the rank follows. As `torchfrtrace` reads them."""
     return folder / "nccl_trace_rank_"
+
+
+def of_main(value: T) -> T:
+    """Rank 0's value, any that can be pickled, on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def values_of_ranks(values: list[float]) -> list[list[float]]:

@@ -11,6 +11,9 @@ from moba_train.config.schema import RunConfig
 from moba_train.model.loss import CHUNK_TOKENS
 from moba_train.planning.parameters import count_parameters
 
+USABLE = 0.9
+"""Of a GPU's memory; the rest goes to the CUDA context, NCCL and fragmentation."""
+
 
 @dataclass(frozen=True)
 class Memory:

@@ -2,17 +2,18 @@
 
 from dataclasses import dataclass
 
+from moba_train.config.attention import LayerAttention
 from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.parallel.context.choose import Cost, Scheme, cost
 from moba_train.parallel.scheme import stage_scheme, stage_shape
 from moba_train.planning.flops import dense_flops, layer_flops, real_flops
-from moba_train.planning.memory import Memory, element_bytes, estimate_memory
+from moba_train.planning.memory import USABLE, Memory, element_bytes, estimate_memory
 from moba_train.planning.parameters import ParameterCounts, count_parameters
 
-GPU_BYTES = 141e9 * 0.9
-"""What `auto` may fill: an H200's memory, less the context, NCCL and fragmentation."""
+GPU_BYTES = 141e9
+"""An H200's memory."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,12 @@ class ContextPlan:
     reason: str
     """Why, in lines to print."""
     cost: Cost
-    attention_seconds: dict[str, float]
-    """Of each kind of attention, at the plan's rate."""
+    attention_seconds: dict[LayerAttention, float]
+    """Of each attention that the stage has, at the plan's rate."""
 
-    def exposed_seconds(self, kind: str) -> float:
-        """Communication that a layer of this kind cannot hide, at best."""
-        return self.cost.exposed_seconds(self.attention_seconds[kind])
+    def exposed_seconds(self, layer: LayerAttention) -> float:
+        """Communication that such a layer cannot hide, at best."""
+        return self.cost.exposed_seconds(self.attention_seconds[layer])
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ def _stage_plan(config: RunConfig, stage: Stage, mesh: MeshSizes, rate: float, r
     seconds = real * (stage.end_token - stage.first_token) / (rate * mesh.dp * mesh.cp)
     context = None
     if mesh.cp > 1:
-        context = _context_plan(config, stage, rate, ranks_per_node, GPU_BYTES - memory.total)
+        context = _context_plan(config, stage, rate, ranks_per_node, USABLE * GPU_BYTES - memory.total)
         memory = estimate_memory(config, mesh.shards, tokens, context.cost.memory_bytes)
-        seconds += stage.steps * accumulation * sum(context.exposed_seconds(layer.kind) for layer in stage.attention)
+        seconds += stage.steps * accumulation * sum(map(context.exposed_seconds, stage.attention))
     return StagePlan(
         stage=stage,
         mesh=mesh,
@@ -110,6 +111,6 @@ def _context_plan(
     width = element_bytes(config)
     scheme, reason = stage_scheme(config, stage, ranks_per_node, width, memory_bytes)
     shape = stage_shape(config, stage, width)
-    flops = {layer.kind: layer_flops(config.model, layer, stage.seq_len) for layer in stage.attention}
-    seconds = {kind: count * shape.tokens / scheme.ranks / rate for kind, count in flops.items()}
+    flops = {layer: layer_flops(config.model, layer, stage.seq_len) for layer in stage.attention}
+    seconds = {layer: count * shape.tokens / scheme.ranks / rate for layer, count in flops.items()}
     return ContextPlan(scheme, reason, cost(scheme, shape), seconds)

@@ -8,6 +8,7 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
+from moba_train.config.attention import LayerAttention
 from moba_train.planning.memory import Memory
 from moba_train.planning.plan import ContextPlan, Plan, StagePlan
 from moba_train.units import format_count
@@ -97,7 +98,7 @@ def _steps(item: StagePlan) -> str:
 
 
 def _attention(item: StagePlan) -> str:
-    kinds = Counter(layer.kind for layer in item.stage.attention)
+    kinds = Counter(item.stage.kinds)
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 
@@ -140,8 +141,8 @@ def _of_context(show: Callable[[ContextPlan], str], item: StagePlan) -> str:
     return show(item.context) if item.context else "-"
 
 
-def _by_kind(context: ContextPlan, seconds: Callable[[str], float]) -> str:
-    return ", ".join(f"{kind} {1e3 * seconds(kind):.2f}" for kind in context.attention_seconds)
+def _by_kind(context: ContextPlan, seconds: Callable[[LayerAttention], float]) -> str:
+    return ", ".join(f"{layer.kind} {1e3 * seconds(layer):.2f}" for layer in context.attention_seconds)
 
 
 def _gibibytes(part: str, item: StagePlan) -> str:

@@ -1,13 +1,15 @@
 """The step that the loss makes where one stage gives way to the next."""
 
 import statistics
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+
+from pydantic import ConfigDict, with_config
 
 STEPS = 10
 """So many optimizer steps are averaged on either side."""
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass
 class Boundary:
     """Compares the last `STEPS` losses before a stage with its first ones.
@@ -36,7 +38,3 @@ class Boundary:
         """The losses that follow belong to the next stage."""
         if self.recent:
             self.before, self.recent = statistics.fmean(self.recent), []
-
-    def to_state(self) -> dict[str, Any]:
-        """As JSON values; `Boundary(**state)` goes on from there."""
-        return asdict(self)

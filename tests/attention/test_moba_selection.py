@@ -104,6 +104,28 @@ def test_gates_are_not_scaled_and_accumulate_in_float32(device):
     assert gate_scores(q, pooled, "head").item() == 1 + 63 * 2.0**-10
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 13])
+def test_a_query_chooses_the_same_whatever_others_are_chosen_for(rows, dtype, device):
+    """As when a sequence is cut over ranks. All blocks fit equally well, but for the order of the sum: their keys hold
+    the same numbers in another order, and a query is the same in every dimension."""
+    tokens, head_dim = 37, 8
+    attention = MobaAttention(MobaAttention.Options(backend="reference", block_size=4, topk=3), head_dim)
+    layout = packed_layout([tokens], device)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(head_dim, generator=generator)
+    blocks = attention.summarize(torch.zeros(tokens, 2, head_dim, device=device), layout).shape[0]
+    pooled = values[torch.rand(blocks, 2, head_dim, generator=generator).argsort(-1)].to(device, dtype)
+    q = torch.rand(tokens, 4, 1, generator=generator).expand(-1, -1, head_dim).to(device, dtype)
+
+    def chosen(start: int, stop: int) -> Tensor:
+        return attention.plan(q[start:stop], pooled, layout.part(((start, stop),), None))[0]
+
+    together = chosen(0, tokens)
+    for start in range(0, tokens - rows + 1, rows):
+        assert torch.equal(chosen(start, start + rows), together[:, start : start + rows]), start
+
+
 @pytest.mark.parametrize("select", ["head", "group"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_bf16_choice_is_a_valid_topk_of_the_float64_gates(select, head_dim, device):

@@ -2,22 +2,18 @@
 
 import gzip
 import json
-import re
-import shlex
 from pathlib import Path
 
 import pytest
+from guide import ROOT, blocks, commands, local_links, run
 from prose import prose
-from typer.testing import CliRunner
 
-from data_tools.cli import app
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
 from moba_train.config.validate import validate
 from moba_train.data.samples import StageData
 
-ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "data.md").read_text()
+GUIDE = ROOT / "docs" / "data.md"
 
 
 def test_every_command_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,18 +24,15 @@ def test_every_command_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / "text" / f"{number}.py").write_text(prose(number, 20_000 if number % 20 == 0 else 500))
     lines = [json.dumps({"text": prose(number, 30 + 40 * number)}) for number in range(60)]
     (tmp_path / "web.jsonl.gz").write_bytes(gzip.compress("\n".join([*lines, "{bad"]).encode()))
-    (recipe,) = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
+    (recipe,) = blocks(GUIDE, "yaml")
     (tmp_path / "recipe.yaml").write_text(recipe.replace("configs/models", str(ROOT / "configs" / "models")))
 
-    blocks = re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL)
-    commands = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
-    assert len(commands) >= 7
-    for command in commands:
-        program, *arguments = shlex.split(command.replace("32000", "320"))
-        assert program == "moba-data"
-        workers = ["--workers", "1"] if arguments[0] == "tokenize" else []
-        result = CliRunner().invoke(app, [*arguments, *workers])
-        assert result.exit_code == 0, f"{command}\n{result.output}"
+    guide = [words for block in blocks(GUIDE, "bash") for words in commands(block)]
+    assert len(guide) >= 7
+    for words in guide:
+        assert words[0] == "moba-data"
+        workers = ["--workers", "1"] if words[1] == "tokenize" else []
+        run([word.replace("32000", "320") for word in words], *workers)
     assert (tmp_path / "web.skipped.txt").read_text().startswith("web.jsonl.gz:61: ")
     assert (tmp_path / "lengths.png").stat().st_size > 1000
 
@@ -52,6 +45,6 @@ def test_every_command_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.Mon
         assert any(sample.padding for sample in samples)
 
 
-@pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[^)]+)\)", GUIDE))
+@pytest.mark.parametrize("path", local_links(GUIDE))
 def test_links_of_the_guide_lead_somewhere(path: str) -> None:
-    assert (ROOT / "docs" / path).exists()
+    assert (GUIDE.parent / path).exists()

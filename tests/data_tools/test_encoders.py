@@ -1,6 +1,7 @@
 """Fast engines give the ids of the tokenizer's own library, for any text; what a tokenizer cannot do is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prose import TEXT, prose
 
-from data_tools import encoders
 from data_tools.encoders import load_encoder
 from data_tools.segments import SegmentedSentencepiece
+from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError
 
 TEXTS = st.text(
@@ -80,8 +81,8 @@ def test_the_memory_of_segments_is_bounded(tokenizer: str, monkeypatch: pytest.M
 def test_an_engine_that_differs_is_found_by_the_check(tokenizer: str) -> None:
     exact = load_encoder(tokenizer)
     exact.check([TEXT])
-    wrong = encoders.Encoder("m", "", 320, 2, exact.reference, "wrong", lambda texts: [np.zeros(1) for _ in texts])
-    with pytest.raises(DataError, match=r"engine wrong and the original library of m give other ids.*--engine ref"):
+    wrong = replace(exact, engine="wrong", encode=lambda texts: [np.zeros(1) for _ in texts])
+    with pytest.raises(DataError, match=r"engine wrong and .* library of tok\.model give other ids.*--engine ref"):
         wrong.check([TEXT])
 
 
@@ -120,6 +121,14 @@ def test_tokenizer_json_with_the_end_its_folder_names(hugging_face: Path, fast: 
     assert encoder.encode(texts)[0].dtype == np.dtype("u2")
     with pytest.raises(DataError, match=r"--eos '</s>' is no token of tokenizer.json"):
         load_encoder(str(hugging_face), fast, "</s>")
+
+
+def test_conversations_and_prompts_get_all_tokens_of_a_tokenizer_json_that_cuts(hugging_face: Path) -> None:
+    text = prose(1, 400)
+    (expected,) = load_encoder(str(hugging_face)).encode([text])
+    assert load_text_tokenizer(hugging_face).encode(text) == expected.tolist()
+    with pytest.raises(DataError, match="tiktoken encodings are for `moba-data tokenize` alone"):
+        load_text_tokenizer("tiktoken:o200k_base")
 
 
 def test_tiktoken_encodings_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

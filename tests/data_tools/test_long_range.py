@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from prose import prose
 from typer.testing import CliRunner
@@ -12,17 +13,17 @@ from data_tools.cli import app
 CHARACTERS = 60_000
 
 
-def make(folder: Path, *arguments: str) -> list[str]:
+def make(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(prose(0, 30_000))
     command = ["long-range", "--input", str(folder / "text.txt"), "--output", str(folder / "long.jsonl")]
-    done = CliRunner().invoke(app, [*command, "--characters", str(CHARACTERS), *arguments])
+    done = CliRunner().invoke(app, [*command, *arguments])
     assert done.exit_code == 0, done.output
-    return [json.loads(line)["text"] for line in (folder / "long.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "long.jsonl").read_text().splitlines()]
 
 
 def test_repeats_and_answers_are_those_of_the_same_document_from_near_and_far(tmp_path: Path) -> None:
-    documents = make(tmp_path, "--documents", "3")
+    documents = [record["text"] for record in make(tmp_path, "--documents", "3", "--characters", str(CHARACTERS))]
     assert len(documents) == 3
     assert len(set(documents)) == 3
     distances = []
@@ -46,9 +47,10 @@ def test_repeats_and_answers_are_those_of_the_same_document_from_near_and_far(tm
 
 
 def test_the_same_seed_gives_the_same_documents(tmp_path: Path) -> None:
-    first, second = make(tmp_path / "a", "--documents", "2"), make(tmp_path / "b", "--documents", "2")
+    few = ("--documents", "2", "--characters", "9000")
+    first, second = make(tmp_path / "a", *few), make(tmp_path / "b", *few)
     assert first == second
-    assert make(tmp_path / "c", "--documents", "2", "--seed", "1") != first
+    assert make(tmp_path / "c", *few, "--seed", "1") != first
 
 
 def test_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
@@ -56,3 +58,15 @@ def test_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["long-range", "-i", str(tmp_path), "-o", str(tmp_path / "out.jsonl")])
     assert done.exit_code == 2
     assert "passages" in done.output
+
+
+def test_conversations_ask_for_notes_of_their_document(tmp_path: Path) -> None:
+    for record in make(tmp_path, "--documents", "3", "--questions", "4", "--characters", "4000"):
+        messages = record["messages"]
+        assert [message["role"] for message in messages] == ["user", "assistant"] * 4
+        document = messages[0]["content"]
+        assert 4000 <= len(document) < 8000
+        for question, answer in zip(messages[::2], messages[1::2], strict=True):
+            name = re.search(r"what is the number of the (.*)\?$", question["content"])
+            assert name is not None
+            assert f"\n### note\nthe number of the {name[1]} is {answer['content']}\n" in document

@@ -48,3 +48,14 @@ def test_stats_prints_tables_and_draws_the_picture(tmp_path: Path) -> None:
     assert "documents <= 4" in result.output
     assert "35.7%" in result.output  # 5 of 14 tokens are in documents of up to 4
     assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def test_lengths_are_written_as_in_recipes(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_document([1] * 9)
+    command = ["stats", str(tmp_path / "a"), "--topk", "1", "--block-size"]
+    assert "documents <= 4,096" in CliRunner().invoke(app, [*command, "4K"]).output
+    for wrong in ("4Q", "0", "-4K"):
+        refused = CliRunner().invoke(app, [*command, wrong])
+        assert refused.exit_code == 2
+        assert "--block-size" in refused.output

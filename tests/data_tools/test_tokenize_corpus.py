@@ -51,6 +51,11 @@ def test_documents_come_back_in_order_with_eos(folder: Path, tokenizer: str, tmp
     plain = tokenize(folder, tmp_path / "plain", tokenizer, append_eos=False).corpora[str(tmp_path / "plain")]
     assert plain.tokens == corpus.tokens - 3
 
+    begun = tokenize(folder, tmp_path / "begun", tokenizer, bos="<s>").corpora[str(tmp_path / "begun")]
+    assert [begun.document(index).tolist() for index in range(3)] == [[1, *document] for document in documents]
+    with pytest.raises(DataError, match=r"--bos .<begin>. is no token of tok\.model"):
+        tokenize(folder, tmp_path / "other", tokenizer, bos="<begin>")
+
 
 def test_same_bytes_for_any_number_of_workers_and_after_a_kill(folder: Path, tokenizer: str, tmp_path: Path) -> None:
     for number in range(24):
@@ -127,6 +132,8 @@ def test_bad_records_are_reported_or_fatal(folder: Path, tokenizer: str, tmp_pat
     assert result.corpora[str(tmp_path / "out")].documents == 2
     assert [record.split(": ")[0] for record in result.bad] == [f"{path}:2", f"{path}:3"]
     assert (tmp_path / "out.skipped.txt").read_text().splitlines() == result.bad
+    with pytest.raises(DataError, match=r"none of the 4 records can be read: .*key 'words'"):
+        tokenize(folder, tmp_path / "none", tokenizer, text_key="words")
     with pytest.raises(DataError, match=r"a\.jsonl:2: no text under key 'text'"):
         tokenize(folder, tmp_path / "strict", tokenizer, fail_on_error=True)
     assert not (tmp_path / "strict.idx").exists()

@@ -54,8 +54,9 @@ def test_a_shared_sequence_divides_activations_and_costs_communication():
     assert long.context is not None
     assert long.context.scheme.node == 8
     assert long.context.cost.network_bytes == 0
-    assert long.context.attention_seconds["full"] > long.context.attention_seconds["moba"]
-    assert 0 <= long.context.exposed_seconds("full") <= long.context.exposed_seconds("moba")
+    moba, full = long.stage.attention[0], long.stage.attention[-1]
+    assert long.context.attention_seconds[full] > long.context.attention_seconds[moba]
+    assert 0 <= long.context.exposed_seconds(full) <= long.context.exposed_seconds(moba)
     assert long.seconds > alone.seconds
 
     across = make_plan(config(**sharing), 16, 989, 0.4, ranks_per_node=4)
@@ -66,6 +67,16 @@ def test_a_shared_sequence_divides_activations_and_costs_communication():
     print_plan(across, Console(file=tables, width=100))
     for part in ("dp_shard 2 x cp 8", "hierarchical", "400 Gbit/s", "auto takes", "of it exposed", "transport"):
         assert part in tables.getvalue(), part
+
+
+def test_moba_layers_of_several_sizes_take_their_own_time():
+    def attention_seconds(**options) -> list[float]:
+        found = make_plan(config(parallel={"cp": 8}, attention=options), 16, 989, 0.4).stages[1]
+        return [found.context.attention_seconds[layer] for layer in found.stage.attention]
+
+    mixed = attention_seconds(moba={"block_size": 512, "topk": 3}, overrides={0: {"topk": 12}})
+    few, many = (attention_seconds(moba={"block_size": 512, "topk": topk}) for topk in (3, 12))
+    assert mixed == [many[0], *few[1:]] != few
 
 
 def test_a_layout_that_does_not_fit_is_refused():

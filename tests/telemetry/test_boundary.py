@@ -1,6 +1,7 @@
 """The step of the loss from one stage to the next."""
 
 import json
+from dataclasses import asdict
 
 from moba_train.telemetry.boundary import STEPS, Boundary
 
@@ -11,7 +12,7 @@ def test_the_last_losses_before_are_compared_with_the_first_after_once() -> None
     boundary.begin_stage()
     found = []
     for step in range(3 * STEPS):
-        boundary = Boundary(**json.loads(json.dumps(boundary.to_state())))  # as a resumed run would have it
+        boundary = Boundary(**json.loads(json.dumps(asdict(boundary))))  # as a resumed run would have it
         found.append(boundary.observe(3.5 if step < STEPS else 1.0))
     assert found == [None] * (STEPS - 1) + [(3.0, 3.5)] + [None] * (2 * STEPS)
 

@@ -91,6 +91,21 @@ def test_every_transport_trains(
     assert_same_training(got, curves(run))
 
 
+def test_lengths_that_three_ranks_cannot_share_evenly_train_the_same(run: Run, ranks: Ranks) -> None:
+    """Shards and samples padded, documents packed best-fit, and the loss by position."""
+    run.recipe |= {"batch_tokens": 400, "parallel": {"cp": 3, "cp_layout": "zigzag"}}
+    run.recipe["data"]["packing"] = "best_fit"
+    run.recipe["evaluation"]["position_wise"] = {"bucket": 50, "sequences": 4}
+    run.recipe["stages"] = [{"name": "one", "seq_len": 100, "tokens": 4 * 400, "micro_batch_size": 2}]
+    ranks.train(run, 3)
+    shared, trailing = curves(run), run.records("position_wise")[0]["trailing_loss"]
+    shutil.rmtree(run.run_dir)
+    del run.recipe["parallel"]
+    ranks.train(run, 1)
+    assert_same_training(shared, curves(run))
+    assert trailing == pytest.approx(run.records("position_wise")[0]["trailing_loss"], rel=1e-3)
+
+
 def test_a_run_goes_on_with_another_cp_and_bitwise_with_the_same(run: Run, ranks: Ranks, tmp_path: Path) -> None:
     """Half of it at cp = 2 on two ranks; the rest there again, at cp = 4, and with dp = 2 instead."""
     run.recipe["parallel"] = {"cp": 2, "cp_transport": "allgather"}

@@ -18,7 +18,7 @@ from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
-from moba_train.optim.adamw import gradient_norm
+from moba_train.optim.gradients import gradient_norm
 from moba_train.parallel.context.choose import Scheme, TransportKind
 from moba_train.parallel.context.engine import context_engine
 from moba_train.parallel.fsdp import sharded_model

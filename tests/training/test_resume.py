@@ -36,6 +36,8 @@ def test_stopping_and_resuming_is_bitwise_equal_to_never_stopping(run: Run, fini
         assert torch.equal(ours[name], theirs[name]), name
     step, other = (read_meta(latest_checkpoint(r.run_dir / "checkpoints"))["progress"] for r in (run, finished_run))
     assert (step["step"], step["starts"], step["stage"]) == (other["step"], other["starts"], other["stage"])
+    begun = [(record["step"], record["tokens"]) for record in run.records("stage")]
+    assert begun == [(step, 512 * step) for step in (0, 3, 6, 8)], "tokens consumed so far, also where it resumes"
 
 
 @pytest.mark.gpu

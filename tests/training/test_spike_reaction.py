@@ -29,9 +29,9 @@ from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import step_batches
 from moba_train.data.samples import StageData
 from moba_train.health.dump import _write, dump_folder
+from moba_train.health.recovery import Recovery
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.train import main
-from moba_train.trainer import Trainer
 
 FAULTS = {22: scaled_gradient, 26: overflow, 30: not_a_number}
 POISONED = 36
@@ -126,7 +126,7 @@ def test_looking_at_a_step_does_not_change_the_training(run: Run, monkeypatch: p
     assert dump(run, 18)["action"] == "apply"
     losses = run.losses()
     shutil.rmtree(run.run_dir)
-    monkeypatch.setattr("moba_train.trainer.write_dump", lambda *_: None)
+    monkeypatch.setattr("moba_train.health.recovery.write_dump", lambda *_: None)
     assert train(run) == 0
     assert run.losses() == losses
 
@@ -316,18 +316,18 @@ def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, monkeypatch: pyte
 def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    roll_back = Trainer._roll_back
+    roll_back = Recovery._roll_back
 
-    def damage_first(trainer: Trainer, stage: Stage) -> None:
-        trainer.checkpointer.wait()
+    def damage_first(recovery: Recovery, stage: Stage) -> None:
+        recovery._checkpoints._checkpointer.wait()
         shard = newest(run) / "__0_0.distcp"
         shard.write_bytes(bytes(shard.stat().st_size))
-        roll_back(trainer, stage)
+        roll_back(recovery, stage)
 
     steady(run, "rollback", 12)
     run.recipe["checkpoint"]["keep_last"] = 20
     inject(monkeypatch, {10: not_a_number})
-    monkeypatch.setattr(Trainer, "_roll_back", damage_first)
+    monkeypatch.setattr(Recovery, "_roll_back", damage_first)
     assert train(run) == 0
     assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(10, 4)]
     assert "step_00000008 is damaged: __0_0.distcp: its SHA-256" in caplog.text

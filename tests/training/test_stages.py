@@ -2,11 +2,11 @@
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import guide
 import pytest
 import torch
 from test_resume import saved_tensors
@@ -14,7 +14,6 @@ from tiny_run import Run
 from trainer_ranks import Ranks, run_command
 from typer.testing import CliRunner
 
-import data_tools.cli
 from moba_train.cli import app
 from moba_train.config.load import load_config
 from moba_train.config.run import GateConfig
@@ -193,24 +192,17 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "stages.md"
 
 
 def test_the_guides_recipe_and_commands_work(undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = DOCUMENT.read_text()
-    (recipe,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (recipe,) = guide.blocks(DOCUMENT, "yaml")
     monkeypatch.chdir(DOCUMENT.parents[1])
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "text.txt").write_text("some text that is long enough\n" * 100)
     (tmp_path / "recipe.yaml").write_text(recipe.replace("configs/", f"{Path.cwd()}/configs/"))
-    commands = [f"moba-train plan {tmp_path}/recipe.yaml --gpus 64"]
-    commands += [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
-    assert len(commands) == 6
-    replaced = {"runs/my-run": str(undisturbed.run_dir), "2K": "32", "corpus/": f"{tmp_path}/corpus/"}
-    for command in commands:
-        for given, here in replaced.items():
-            command = command.replace(given, here)
-        program, *arguments = command.partition("  #")[0].split()
-        done = CliRunner().invoke({"moba-train": app, "moba-data": data_tools.cli.app}[program], arguments)
-        assert done.exit_code == 0, done.output
+    guide.run(["moba-train", "plan", f"{tmp_path}/recipe.yaml", "--gpus", "64"])
+    lines = [words for block in guide.blocks(DOCUMENT, "bash") for words in guide.commands(block)]
+    assert len(lines) == 4
+    for words in lines:
+        here = [word.replace("runs/my-run", str(undisturbed.run_dir)).replace("2K", "32") for word in words]
+        guide.run(here)
 
 
-@pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[^)#]+)", DOCUMENT.read_text()))
+@pytest.mark.parametrize("path", guide.local_links(DOCUMENT))
 def test_links_of_the_guide_lead_somewhere(path: str) -> None:
     assert (DOCUMENT.parent / path).exists()

@@ -26,14 +26,15 @@ def pool_keys(k_SKD: Tensor, layout: Layout, block_size: int) -> Tensor:
 
 
 def gate_scores(q_THD: Tensor, pooled_NKD: Tensor, select: str) -> Tensor:
-    """q . block key, unscaled, accumulated in float32 (float64 for float64).
+    """q . block key, unscaled, in float32 (float64 for float64).
 
     [H, T, N] with `select="head"`; with "group" the gates of the query heads that share a key/value head are summed:
-    [K, T, N]. Operands are rounded to the input dtype, as they arrive; their products are exact.
+    [K, T, N]. Operands are rounded to the input dtype, as they arrive; their products are exact, and summed in float64:
+    matrix products of other sizes add in another order, which in float32 chose other blocks of two that fit equally
+    well when a rank had one query (test_moba_selection.py).
     """
-    dtype = accumulation_dtype(q_THD.dtype)
     queries, kv_heads = q_THD.shape[0], pooled_NKD.shape[1]
-    q_KND = q_THD.detach().to(dtype).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-    scores_KNN = q_KND @ pooled_NKD.to(dtype).permute(1, 2, 0)
+    q_KND = q_THD.detach().double().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    scores_KNN = (q_KND @ pooled_NKD.double().permute(1, 2, 0)).to(accumulation_dtype(q_THD.dtype))
     scores_KGTN = scores_KNN.unflatten(1, (-1, queries))
     return scores_KGTN.sum(1) if select == "group" else scores_KGTN.flatten(0, 1)

@@ -1,7 +1,10 @@
 """Which transport and layout to use: what is possible, what it costs, and the choice of `auto`.
 
 Costs are predictions for one layer, forward and backward together: bytes that a rank receives, over the links of its
-node and between nodes, the seconds they take at measured rates, and the memory of the buffers.
+node and between nodes, and bytes that it copies and sums in its own memory for that; the seconds they take at measured
+rates; and the memory of the buffers. Against transfers measured on 4 x H200 at 64K tokens per GPU (benchmarks/results/
+context-parallel-h200.json) the seconds are within 20 %; at 16K tokens, launching the many small kernels takes longer,
+4-10 ms.
 """
 
 from collections.abc import Callable
@@ -17,6 +20,9 @@ NODE_RATE = 300e9
 305 GB/s)."""
 NETWORK_RATE = 50e9
 """The same between nodes: one 400 Gbit/s adapter per GPU, not measured."""
+COPY_RATE = 2500e9
+"""Bytes per second that are read and written in a GPU's memory when rows are put in order, merged and summed: fitted
+to transfers measured on H200 (see above)."""
 _SLICES = 4
 _SLICES_IN_MEMORY = 2 / _SLICES
 
@@ -68,19 +74,26 @@ class Cost:
     """Received by a rank over the links of its node."""
     network_bytes: float
     """Received through a rank's network adapter: the busiest one."""
+    copied_bytes: float
+    """Read and written in a rank's own memory."""
     memory_bytes: float
     """Buffers of the pass that needs more."""
     upfront: float
     """Share of the transfer that attention must wait for before it has anything to do."""
 
     @property
-    def seconds(self) -> float:
-        """If nothing were hidden behind attention."""
+    def transfer_seconds(self) -> float:
+        """Of the bytes that are received."""
         return self.node_bytes / NODE_RATE + self.network_bytes / NETWORK_RATE
 
+    @property
+    def seconds(self) -> float:
+        """If nothing were hidden behind attention."""
+        return self.transfer_seconds + self.copied_bytes / COPY_RATE
+
     def exposed_seconds(self, attention_seconds: float) -> float:
-        """What remains to be waited for beside so much attention, at best."""
-        hidden = min((1 - self.upfront) * self.seconds, attention_seconds)
+        """What remains to be waited for beside so much attention, at best; copies cannot be hidden."""
+        hidden = min((1 - self.upfront) * self.transfer_seconds, attention_seconds)
         return self.seconds - hidden
 
 
@@ -103,7 +116,7 @@ def check_sizes(scheme: Scheme) -> None:
 def check_heads(scheme: Scheme, heads: int, kv_heads: int, couples_heads: bool) -> None:
     """Raises ValueError when the transport cannot share so many heads (see `Shape`) among its ranks."""
     kind, ranks, node = scheme.transport, scheme.ranks, scheme.node
-    if kind in ("allgather", "ring"):
+    if kind not in ("ulysses", "hierarchical"):
         return
     among = node if kind == "hierarchical" else ranks
     if heads % among:
@@ -132,47 +145,61 @@ def cost(scheme: Scheme, shape: Shape) -> Cost:
 def _allgather_cost(scheme: Scheme, shape: Shape) -> Cost:
     received = 3 * _others_tokens(scheme, shape) * shape.kv_bytes  # keys and values twice, their gradients once
     buffers = 2 * _SLICES_IN_MEMORY * shape.tokens * shape.kv_bytes
-    if scheme.node == scheme.ranks:
-        return Cost(received, 0, buffers, 1 / _SLICES)
+    copied = _gather_copies(scheme, shape.tokens / scheme.ranks * shape.q_bytes, shape.kv_bytes, shape.tokens)
     # NCCL's rings enter a node through all of its adapters.
-    return Cost(received, received / scheme.node, buffers, 1 / _SLICES)
+    network = 0 if scheme.node == scheme.ranks else received / scheme.node
+    return Cost(received, network, copied, buffers, 1 / _SLICES)
+
+
+def _gather_copies(scheme: Scheme, q_bytes: float, kv_bytes: float, tokens: int) -> float:
+    """Of slices of heads: `q_bytes` are those of a rank's queries, `kv_bytes` those of a token's keys and values."""
+    own = 12 * q_bytes + 9 * kv_bytes * tokens / scheme.ranks
+    # The gradients of all keys are laid out for their owners and summed there; zigzag shards are put in order, too.
+    return own + (8 if scheme.layout == "zigzag" else 4) * kv_bytes * tokens
 
 
 def _ring_cost(scheme: Scheme, shape: Shape) -> Cost:
     received = 3 * _others_tokens(scheme, shape) * shape.kv_bytes
-    depth = min(scheme.ring_depth or scheme.ranks, scheme.ranks)
-    buffers = (2 * depth + 2) * shape.tokens / scheme.ranks * shape.kv_bytes  # chunks, and their gradients going home
+    depth, tokens = min(scheme.ring_depth or scheme.ranks, scheme.ranks), shape.tokens / scheme.ranks
+    buffers = (2 * depth + 2) * tokens * shape.kv_bytes  # chunks, and their gradients going home
+    # For every chunk, out and dq are merged in float32 (13 + 5 of a query's bytes) and its gradients packed and summed.
+    copied = tokens * ((18 * scheme.ranks + 8) * shape.q_bytes + (7 * scheme.ranks + 5) * shape.kv_bytes)
     network = 0 if scheme.node == scheme.ranks else received  # one link enters each node
-    return Cost(received, network, buffers, upfront=0)
+    return Cost(received, network, copied, buffers, upfront=0)
 
 
 def _ulysses_cost(scheme: Scheme, shape: Shape) -> Cost:
-    swapped, buffers = _swap_cost(shape, scheme.ranks, shape.tokens / scheme.ranks)
+    swapped, copied, buffers = _swap_cost(scheme, shape, scheme.ranks)
     within = scheme.node / scheme.ranks
-    return Cost(swapped * within, swapped * (1 - within), buffers, upfront=1)
+    return Cost(swapped * within, swapped * (1 - within), copied, buffers, upfront=1)
 
 
 def _hierarchical_cost(scheme: Scheme, shape: Shape) -> Cost:
-    swapped, buffers = _swap_cost(shape, scheme.node, shape.tokens / scheme.ranks)
+    swapped, copied, buffers = _swap_cost(scheme, shape, scheme.node)
     kv_bytes = shape.kv_bytes * max(1, scheme.node / shape.kv_heads) / scheme.node
     gathered = 3 * (1 - scheme.node / scheme.ranks) * shape.tokens * kv_bytes
+    copied += _gather_copies(scheme, shape.tokens / scheme.ranks * shape.q_bytes, kv_bytes, shape.tokens)
     within, across = swapped / NODE_RATE, gathered / NETWORK_RATE
     upfront = (within + across / _SLICES) / (within + across)
-    return Cost(swapped, gathered, buffers + 2 * _SLICES_IN_MEMORY * shape.tokens * kv_bytes, upfront)
+    return Cost(swapped, gathered, copied, buffers + 2 * _SLICES_IN_MEMORY * shape.tokens * kv_bytes, upfront)
 
 
 def _others_tokens(scheme: Scheme, shape: Shape) -> float:
     return shape.tokens * (1 - 1 / scheme.ranks)
 
 
-def _swap_cost(shape: Shape, ranks: int, tokens: float) -> tuple[float, float]:
-    """(bytes received, bytes of buffers) of exchanging a rank's tokens for heads among `ranks`.
+def _swap_cost(scheme: Scheme, shape: Shape, ranks: int) -> tuple[float, float, float]:
+    """Bytes (received, copied, of buffers) of exchanging a rank's tokens for heads among `ranks`.
 
     Forward: q, k and v go out, out comes back. Backward: those, out and its gradient go out, dq, dk and dv come back.
+    All are cut by heads before or joined after, and those of zigzag shards put in order.
     """
-    kv_bytes = shape.kv_bytes * max(1, ranks / shape.kv_heads)
+    tokens, kv_bytes = shape.tokens / scheme.ranks, shape.kv_bytes * max(1, ranks / shape.kv_heads)
     received = tokens * (6 * shape.q_bytes + 3 * kv_bytes) * (1 - 1 / ranks)
-    return received, 2 * tokens * (3 * shape.q_bytes + kv_bytes)
+    copied = tokens * (12 * shape.q_bytes + 6 * kv_bytes)
+    if scheme.layout == "zigzag":
+        copied += tokens * (14 * shape.q_bytes + 7 * kv_bytes)
+    return received, copied, 2 * tokens * (3 * shape.q_bytes + kv_bytes)
 
 
 _COSTS: dict[str, Callable[[Scheme, Shape], Cost]] = {
@@ -223,9 +250,10 @@ def choose(
             lines.append(f"  {kind}: {str(error).partition(': ')[2]}")
             continue
         predicted = cost(candidate, shape)
-        fits = memory_bytes is None or predicted.memory_bytes <= memory_bytes
-        lines.append(f"  {_describe(candidate, predicted)}{'' if fits else ': does not fit'}")
-        if fits:
+        if memory_bytes is not None and predicted.memory_bytes > memory_bytes:
+            lines.append(f"  {_describe(candidate, predicted)}: does not fit in {max(0, memory_bytes) / 2**20:.0f} MiB")
+        else:
+            lines.append(f"  {_describe(candidate, predicted)}")
             fitting.append(((not _whole_heads(candidate, shape), predicted.seconds), candidate))
     chosen = min(fitting, key=lambda pair: pair[0])[1] if fitting else scheme("ring", 2)
     return chosen, "\n".join([f"context parallelism: auto takes {_describe(chosen, cost(chosen, shape))}", *lines])

@@ -73,15 +73,19 @@ class Member:
         return theirs
 
 
+Call = tuple[str, int, list[int], list[tuple[int, ...]]]
+"""Its name, the ranks of the group, how far around the ring, shapes."""
+
+
 @contextmanager
 def recorded_calls():
     """The calls to `Peers` made meanwhile, in order; what must agree on all ranks."""
-    calls: list[str] = []
+    calls: list[Call] = []
     methods = {name: getattr(Peers, name) for name in ("all_gather", "all_to_all", "all_to_all_uneven", "sum", "shift")}
 
     def recording(name: str, peers: Peers, *args, **options):
-        sizes = "" if name == "all_to_all_uneven" else [tuple(x.shape) for x in args if isinstance(x, Tensor)]
-        calls.append(f"{name} {peers.size} {sizes} {[x for x in args if isinstance(x, int)]}")
+        sizes = [] if name == "all_to_all_uneven" else [tuple(x.shape) for x in args if isinstance(x, Tensor)]
+        calls.append((name, peers.size, [x % peers.size for x in args if isinstance(x, int)], sizes))
         return methods[name](peers, *args, **options)
 
     for name in methods:
@@ -146,7 +150,7 @@ def recomputation_sends_nothing(member: Member) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return engine(q * 1.5, k, v, attention, layout)[0]
 
-    def gradients(recompute: bool) -> tuple[list[Tensor], list[str]]:
+    def gradients(recompute: bool) -> tuple[list[Tensor], list[Call]]:
         leaves = [x.clone().requires_grad_() for x in shards[:3]]
         with recorded_calls() as calls:
             out = checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts) if recompute else run(*leaves)
@@ -191,6 +195,21 @@ def compiles_whole(member: Member) -> None:
             assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
 
 
+def steps_find_all_connections_made(member: Member) -> None:
+    """What a step asks of whom was tried when the engine was made: NCCL connects two ranks at their first message."""
+
+    def wanted(calls: list[Call]) -> set[tuple[str, int, tuple[int, ...]]]:
+        return {(name.removesuffix("_uneven"), ranks, tuple(distance)) for name, ranks, distance, _ in calls}
+
+    for transport in ("allgather", "ring", "ulysses", "hierarchical"):
+        with recorded_calls() as tried:
+            engine = member.engine(SCHEMES[f"{transport}, zigzag, 4 ranks"])
+        with recorded_calls() as asked:
+            on_a_rank(engine, CASES["moba"], CASES["moba"].inputs())
+        assert asked, transport
+        assert wanted(asked) <= wanted(tried), transport
+
+
 def refusals_come_before_any_message(member: Member) -> None:
     scheme = SCHEMES["ulysses, contiguous, 4 ranks"]
     engine = member.engine(scheme)
@@ -212,6 +231,7 @@ CHECKS: dict[str, Check] = {
     "recomputation": recomputation_sends_nothing,
     "saved tensors": nothing_gathered_is_saved,
     "compilation": compiles_whole,
+    "connections": steps_find_all_connections_made,
     "refusals": refusals_come_before_any_message,
 }
 

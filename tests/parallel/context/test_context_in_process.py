@@ -1,6 +1,7 @@
 """Attention over a cut sequence is attention on one device: ranks are threads, numbers are float64."""
 
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -76,9 +77,9 @@ def test_equal_to_one_device_at_random_sizes(data):
 def test_every_block_chosen_is_dense_attention():
     sparse, dense = Case((40, 9), topk=99), Case((40, 9), topk=None)
     inputs = sparse.inputs()
-    for transport in TRANSPORTS:
-        got = on_threads(scheme(transport, "zigzag"), sparse, inputs)
-        assert_same(got.tensors, on_one_device(dense, inputs).tensors)
+    want = on_one_device(dense, inputs).tensors
+    for transport, kind in product(TRANSPORTS, KINDS):
+        assert_same(on_threads(scheme(transport, kind), sparse, inputs).tensors, want)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -1,0 +1,133 @@
+"""The checkpoints of one training run: saved as it goes, resumed from, gone back to."""
+
+import shutil
+import tempfile
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.initial import load_initial_weights
+from moba_train.checkpoint.load import newest_intact
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import Accept
+from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer
+from moba_train.config.load import dump_config
+from moba_train.config.schema import RunConfig
+from moba_train.errors import CheckpointError, LaunchError, TrainingError
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.world import World, of_main
+from moba_train.progress import Progress, check_resumable, data_plan
+from moba_train.telemetry.telemetry import Telemetry
+
+LAST_SAVE_S = 30.0
+"""After an error, so long a running save may take to finish; when a rank is gone, it never does."""
+
+
+class RunCheckpoints:
+    """What a run saves beside its tensors, and where it goes on. Made and called on all ranks together.
+
+    A context manager: leaving it finishes the running save.
+    """
+
+    def __init__(self, config: RunConfig, model: Transformer, optimizer: Optimizer, world: World) -> None:
+        """Makes the run folder. Raises LaunchError when it cannot be written, or its disk is too small."""
+        run_dir, keep = Path(config.run_dir), config.checkpoint
+        if problem := of_main(_folder_problem(run_dir, model) if world.is_main else None):
+            raise LaunchError(f"run_dir {run_dir} cannot be used: {problem}")
+        self.folder = run_dir / "checkpoints"
+        self.saved_step = 0
+        """Of the newest one, complete or on its way; 0: none."""
+        self._config, self._model, self._optimizer, self._device = config, model, optimizer, world.device
+        self._tensors = TrainingTensors(model, optimizer)
+        self._checkpointer = Checkpointer(self.folder, Retention(keep.keep_last, keep.keep_every, keep.keep_best))
+        self._reported: tuple[int, float] | None = None
+        self._failed: str | None = None
+
+    def start(self) -> Progress:
+        """Where the run goes on: at the newest intact one, loaded; without any at the beginning, from the weights of
+        `init_from` if given. Raises CheckpointError when the recipe does not fit what it is to go on from."""
+        path = newest_intact(self.folder)
+        if path is not None:
+            progress = self.load(path)
+            self.saved_step = progress.step
+        else:
+            if self._config.init_from is not None:
+                load_initial_weights(self._model, Path(self._config.init_from))
+            progress = Progress(run_id=of_main(uuid.uuid4().hex[:8]))
+        if self._device.type == "cuda":
+            self._checkpointer.reserve(self._tensors())
+        return progress
+
+    def newest(self, accept: Accept) -> Path:
+        """The newest intact one whose meta `accept` agrees to. Raises CheckpointError when there is none."""
+        self._checkpointer.wait()  # it may be saving that one
+        path = newest_intact(self.folder, accept)
+        if path is None:
+            raise CheckpointError(f"{self.folder} is empty")
+        return path
+
+    def load(self, path: Path) -> Progress:
+        """Restore weights, optimizer and random state, and return the progress they were saved with. Raises
+        CheckpointError when the recipe cannot go on from there."""
+        progress = Progress.from_meta(read_meta(path).get("progress"), len(self._config.stages))
+        check_resumable(self._config, progress, str(path))
+        load_model_and_optimizer(self._model, self._optimizer, path)
+        return progress
+
+    def save(self, progress: Progress, facts: dict[str, object], protect: Accept) -> None:
+        """Begin to save the weights of `progress.step`, with `facts` in the meta. Of the old ones the newest that
+        `protect` agrees to stays."""
+        progress.data_plan = data_plan(self._config, progress)
+        meta = {"progress": progress.to_meta(), "config": dump_config(self._config), **facts}
+        self._checkpointer.save(progress.step, self._tensors(), meta, protect)
+        self.saved_step = progress.step
+
+    def before_update(self) -> None:
+        """To be called before the weights change."""
+        self._checkpointer.before_update()
+
+    def report(self, telemetry: Telemetry, step: int, tokens: int) -> None:
+        """Say once how the last save ended; the run goes on in any case."""
+        saved, error = self._checkpointer.last_saved, self._checkpointer.last_error
+        if saved is not None and saved != self._reported:
+            message = f"the checkpoint of step {saved[0]} is complete after {saved[1]:.1f} s"
+            telemetry.event(step, tokens, "checkpoint", message, checkpoint_save_s=saved[1])
+        if error is not None and error != self._failed:
+            telemetry.event(step, tokens, "warning", error)
+            telemetry.alert("a checkpoint was not saved", error, "checkpoint")
+        self._reported, self._failed = saved, error
+
+    def finish(self, telemetry: Telemetry, step: int, tokens: int) -> None:
+        """Wait for the last save and report it. Raises CheckpointError when it failed."""
+        self._checkpointer.wait()
+        self.report(telemetry, step, tokens)
+        if self._failed is not None:
+            raise CheckpointError(f"{self._failed}; mend that and give the same command again")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        all_ranks_end = error is None or isinstance(error, TrainingError | CheckpointError)
+        self._checkpointer.close(None if all_ranks_end else LAST_SAVE_S)
+
+
+def _folder_problem(run_dir: Path, model: nn.Module) -> str | None:
+    """Why nothing can be saved there; the folder is made."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+        free = shutil.disk_usage(run_dir).free
+    except OSError as error:
+        return str(error)
+    needed = 12 * sum(parameter.numel() for parameter in model.parameters())  # weights and two moments, float32
+    return f"{free / 2**30:.2f} GiB free, one checkpoint needs {needed / 2**30:.2f} GiB" if free < needed else None

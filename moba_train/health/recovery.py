@@ -1,0 +1,111 @@
+"""Acting on a spike: it is written down, and the step left out, the run taken back to a good checkpoint, or ended."""
+
+from pathlib import Path
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from moba_train.checkpoint.publish import Accept, is_good
+from moba_train.checkpoint.run import RunCheckpoints
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage, resolve_stages
+from moba_train.data.batch import Batch
+from moba_train.errors import CheckpointError, TrainingError
+from moba_train.health.dump import write_dump
+from moba_train.health.reaction import Action, good_before, react
+from moba_train.health.spike import SpikeDetector, SpikeReport
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.stage import Share
+from moba_train.progress import Progress
+from moba_train.telemetry.telemetry import Telemetry
+
+
+class Recovery:
+    """Does what `react` decides, on all ranks alike, and keeps the books of it in `progress`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: Transformer,
+        optimizer: Optimizer,
+        detector: SpikeDetector,
+        checkpoints: RunCheckpoints,
+        progress: Progress,
+        telemetry: Telemetry,
+    ) -> None:
+        self._config, self._model, self._optimizer, self._detector = config, model, optimizer, detector
+        self._checkpoints, self._progress, self._telemetry = checkpoints, progress, telemetry
+
+    def act_on(
+        self,
+        report: SpikeReport,
+        stage: Stage,
+        share: Share,
+        batches: list[Batch],
+        loss_sum: Tensor,
+        metrics: dict[str, float],
+    ) -> Action:
+        """What was done about the current step, before its update: only "apply" lets it be made.
+
+        `batches`, `loss_sum`: this rank's part of the step, and what its losses added up to; `metrics`: of the step.
+        Raises TrainingError when the run cannot go on.
+        """
+        step, progress, run_dir = self._progress.step, self._progress, Path(self._config.run_dir)
+        tokens = stage.tokens_after(step)
+        reaction = react(self._config.health.spike, report, step, progress.skipped, progress.rollbacks)
+        text = "; ".join(filter(None, (report.message, reaction.message)))
+        facts = {"level": report.level, "action": reaction.action}
+        if report.level != "warn" or not report.continues:
+            head = {"step": step, "stage": stage.name, "tokens": tokens, "message": report.message, **facts, **metrics}
+            write_dump(run_dir, head, self._model, stage.kinds, share, batches, loss_sum)
+        self._telemetry.event(step, tokens, "spike", text, **facts)
+        self._telemetry.alert(f"{report.level} at step {step}", text, f"spike_{report.level}")
+        match reaction.action:
+            case "skip":
+                progress.skipped.append(step)
+            case "rollback":
+                self._roll_back(stage)
+            case "stop":
+                raise TrainingError(
+                    f"step {step} of stage {stage.name}: {text}; the step was not applied. The last checkpoint is step "
+                    f"{self._checkpoints.saved_step} in {self._checkpoints.folder}; lower optim.lr or look at the "
+                    f"batch (`moba-train inspect-spike {run_dir}`) before going on"
+                )
+        return reaction.action
+
+    def protect(self) -> Accept:
+        """Agrees to the checkpoints that must not go while the current step is saved: with rollbacks, what one could go
+        back to whatever the next step brings, and so not the one that is saved."""
+        if self._config.health.spike.reaction != "rollback":
+            return is_good
+        progress = self._progress
+        return good_before(progress.step, {*progress.skipped}, [*progress.rollbacks])
+
+    def _roll_back(self, stage: Stage) -> None:
+        """Go on after this step with weights, optimizer and detector of the last good checkpoint."""
+        progress = self._progress
+        step, tokens = progress.step, stage.tokens_after(progress.step)
+        try:
+            path = self._checkpoints.newest(good_before(step, {*progress.skipped, step}, progress.rollbacks))
+        except CheckpointError as error:
+            raise TrainingError(
+                f"step {step} of stage {stage.name}: health.spike.reaction is rollback, but there is no checkpoint "
+                "from before the spike to go back to; the step was not applied. Lower checkpoint.every "
+                f"({self._config.checkpoint.every}), or start again. {error}"
+            ) from error
+        self._optimizer.zero_grad()
+        saved = self._checkpoints.load(path)
+        if saved.stage == stage.index:
+            self._detector.load_state_dict(saved.spike_detector)
+            progress.boundary = saved.boundary
+        else:
+            self._detector.rebaseline()
+        progress.skipped = [old for old in progress.skipped if old <= saved.step]
+        progress.rollbacks.append([step, saved.step])
+        saved_stage = resolve_stages(self._config, progress.gated_steps)[saved.stage]
+        text = (
+            f"back to the weights of step {saved.step}; the {step - saved.step} steps since then are undone, and the "
+            f"{tokens - saved_stage.tokens_after(saved.step)} tokens of their batches will not be seen again. The data "
+            f"goes on at step {step + 1}"
+        )
+        self._telemetry.event(step, tokens, "rollback", text, step_from=step, step_to=saved.step)

@@ -1,0 +1,56 @@
+"""For tests of documents: their blocks of code, and their commands run in this process."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.testing import CliRunner
+
+import data_tools.cli
+import moba_train.cli
+from moba_train import train
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = {"moba-train": moba_train.cli.app, "moba-data": data_tools.cli.app}
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """The contents of its fenced blocks in `language`."""
+    return re.findall(rf"```{language}\n(.*?)```", document.read_text(), re.DOTALL)
+
+
+def local_links(document: Path) -> list[str]:
+    """Where its links lead inside the repository, relative to it, without the place in the file."""
+    return re.findall(r"\]\(((?!http)[^)#]+)[^)]*\)", document.read_text())
+
+
+def commands(block: str) -> list[list[str]]:
+    """Its lines as words, continued lines joined, comments left out."""
+    lines = block.replace("\\\n", "").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def run(command: list[str], *more: str) -> str:
+    """Run `moba-train ...` or `moba-data ...` with `more` arguments and return what it prints. Training is on one rank
+    and prints nothing here."""
+    program, *arguments = command
+    if command[:2] == ["moba-train", "train"]:
+        given = re.sub(r"--gpus \d+", "", shlex.join(arguments[1:]))
+        assert train.main([*shlex.split(given), *more]) == 0, shlex.join(command)
+        return ""
+    done = CliRunner().invoke(PROGRAMS[program], [*arguments, *more])
+    assert done.exit_code == 0, f"{shlex.join(command)}\n{done.output}"
+    return done.output
+
+
+def check_usage(command: list[str]) -> None:
+    """Raises a usage error when the program has no such command, option or kind of value. Runs nothing."""
+    name, *arguments = command
+    parsed: Any = typer.main.get_command(PROGRAMS[name])
+    context: Any = None
+    while hasattr(parsed, "resolve_command"):
+        context = parsed.make_context(name, list(arguments), parent=context)
+        name, parsed, arguments = parsed.resolve_command(context, arguments)
+    parsed.make_context(name, list(arguments), parent=context)
