@@ -34,9 +34,10 @@ PLAIN = (
     "8K:512/3 32K:512/3 32K:128/8 64K:128/8 128K:128/8 128K:4096/12 256K:128/8 256K:4096/12 512K:4096/12 "
     "1M:4096/12 1M:128/8"
 )
-VARIED = "heads=8,kv=8 d=64 routing=sink routing=local routing=uniform documents=1"
+VARIED = "heads=8,kv=8 d=64 routing=sink routing=local routing=uniform"
 ROWS = [*PLAIN.split(), *(f"{row},{options}" for row in ("128K:128/8", "64K:4096/12") for options in VARIED.split())]
 ROWS += [f"128K:512/8,routing={routing}" for routing in ("sink", "uniform")]
+ROWS += ["128K:128/8,documents=1", "256K:4096/12,documents=4x64K"]
 QUICK = ["8K:512/3", "64K:128/8", "128K:4096/12"]
 PROFILED_MS = 4000.0
 """Rows that take longer are not profiled: it would cost one more call of theirs and tell nothing new."""
@@ -46,6 +47,8 @@ Measured = dict[tuple[Any, ...], dict[str, Any]]
 
 def run(case: Case, arguments: argparse.Namespace, others: list[Peer], dense: Measured) -> Result:
     """Check and time one row; `dense` holds the dense times of earlier rows of the same size."""
+    if max(case.lengths()) <= case.topk * case.block_size:
+        raise ValueError(f"documents of at most {max(case.lengths())} tokens given: `auto` takes dense attention for all")
     cost = case.cost()
     result: Result = {"row": case.name, **asdict(case)}
     result["tflop"] = {"forward": cost.forward, "backward": cost.backward, "gate": cost.gate}
