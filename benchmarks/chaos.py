@@ -117,7 +117,7 @@ class Disturbance:
         run, dice = self.run, self.dice
         if not run.wait(lambda: len(ranks_of(run.launcher.pid)) == 2, what="two ranks"):
             return False
-        when = dice.choices(["starting", "any", "save"], [1, 4, 4])[0] if self.kind in KILLS else "any"
+        when = dice.choices(["starting", "any", "save"], MOMENTS.get(self.kind, (0, 1, 0)))[0]
         if when == "starting":
             time.sleep(dice.uniform(0, 4))
             return not run.ended
@@ -220,6 +220,8 @@ ACTIONS: dict[str, Callable[[Disturbance], None]] = {
     "clock_back": Disturbance.turn_back_clock,
 }
 KILLS = ("kill_rank", "kill_all_ranks", "kill_agent")
+MOMENTS = dict.fromkeys(KILLS, (1, 4, 4)) | dict.fromkeys(("sigterm_rank", "sigterm_agent"), (0, 1, 1))
+"""How often it strikes while ranks start, at any time in training, and during a save; the others at any time."""
 GO_ON = ("disk_full", "read_only_folder")
 """The run is not interrupted at all."""
 NEEDS_COMMAND = ("kill_agent", "sigterm_rank", "sigterm_agent", "flipped_byte", "truncated_manifest")

@@ -9,6 +9,7 @@ how many tensors of the last checkpoint differ between the two.
 """
 
 import argparse
+import shutil
 import statistics
 import subprocess
 import sys
@@ -132,6 +133,8 @@ def runs(folder: Path, settings: argparse.Namespace) -> dict[str, Any]:
             f"{len(tensors.differing)} of {tensors.compared} tensors differ",
             flush=True,
         )
+        for run in (one, again):  # two checkpoints at a time are enough for a disk
+            shutil.rmtree(run)
     return results
 
 

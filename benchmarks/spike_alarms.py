@@ -61,9 +61,9 @@ def recorded_curve(path: Path) -> Curve:
     return [(record["stage"], record["loss"], record["grad_norm"]) for record in records]
 
 
-def flagged_steps(curve: Curve, warn_sigma: float) -> dict[int, float]:
-    """The steps that the detector flags, as in training: it starts over where a stage begins. The larger score of
-    each."""
+def flagged_steps(curve: Curve, warn_sigma: float) -> dict[int, tuple[float, float]]:
+    """The steps that the detector flags, as in training: it starts over where a stage begins. The scores of each, of
+    loss and gradient norm."""
     detector, stage = SpikeDetector(SpikeConfig().window, warn_sigma), curve[0][0]
     flagged = {}
     for step, (name, loss, grad_norm) in enumerate(curve):
@@ -72,7 +72,7 @@ def flagged_steps(curve: Curve, warn_sigma: float) -> dict[int, float]:
             stage = name
         report = detector.observe(step, loss, grad_norm)
         if report.flagged:
-            flagged[step] = max(report.z_loss, report.z_grad)
+            flagged[step] = report.z_loss, report.z_grad
     return flagged
 
 
@@ -108,7 +108,11 @@ def measure(curves: list[Curve]) -> dict[str, Any]:
         f"{sigma:g}": 1e4 * sum(len(flagged_steps(curve, sigma)) for curve in curves) / steps for sigma in THRESHOLDS
     }
     threshold = SpikeConfig().warn_sigma
-    scores = sorted(round(score, 1) for curve in curves for score in flagged_steps(curve, threshold).values())
+    scores = [flags for curve in curves for flags in flagged_steps(curve, threshold).values()]
+    by_curve = {
+        name: sorted(round(of[column], 1) for of in scores if of[column] > threshold)
+        for column, name in enumerate(("loss", "grad_norm"))
+    }
     detected = {
         name: {str(sigmas): detection_rate(curves, column, sigmas, threshold) for sigmas in SPIKES}
         for name, column in (("loss", 1), ("grad_norm", 2))
@@ -116,7 +120,7 @@ def measure(curves: list[Curve]) -> dict[str, Any]:
     return {
         "steps": steps,
         "alarms_per_10000_steps_by_threshold": alarms,
-        "scores_of_alarms": scores,
+        "scores_of_alarms": by_curve,
         "detected_by_sigma": detected,
     }
 

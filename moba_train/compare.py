@@ -105,12 +105,11 @@ def _difference(a: Tensor, b: Tensor, tolerance: float) -> str:
         return f"{list(a.shape)} {a.dtype} and {list(b.shape)} {b.dtype}"
     if torch.equal(_bits(a), _bits(b)):
         return ""
-    difference = (a.double() - b.double()).abs()
-    largest, scale = difference.max().item(), a.double().abs().max().item()
-    relative = largest / scale if scale else float("inf")
-    if relative <= tolerance:
+    largest, scale = (a.double() - b.double()).abs().max().item(), a.double().abs().max().item()
+    relative = largest / scale if scale else math.inf if largest else 0.0
+    if tolerance and relative <= tolerance:
         return ""
-    unequal = int((difference != 0).sum())
+    unequal = int((_bits(a) != _bits(b)).view(a.numel(), -1).any(1).sum())
     return f"differs by up to {largest:.3g}, relative {relative:.3g}, in {unequal} of {a.numel()} numbers"
 
 

@@ -246,7 +246,7 @@ class Trainer:
         facts: dict[str, object] = {"stage": self.stage.name, "good": self.spikes.is_calm(step)}
         if self.evaluation.validated_step == step:
             facts["eval_loss"] = self.evaluation.validation_loss
-        self.checkpoints.save(self.progress, facts)
+        self.checkpoints.save(self.progress, facts, self.recovery.protect())
         stall = time.perf_counter() - began
         self._event("checkpoint", f"saving the checkpoint of step {step}", checkpoint_stall_s=stall)
 

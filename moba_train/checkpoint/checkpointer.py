@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,10 +32,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+RANKS_APART = timedelta(minutes=30)
+"""So long a rank that has written its part of a checkpoint waits for the others before the save counts as failed. Not
+`parallel.timeout`, which is about steps: the slowest disk may take longer than that, and training does not wait."""
+
 
 class Checkpointer:
-    """Writes checkpoints into `folder`, which every rank must see, and keeps those that `retention` says and the newest
-    whose meta `protect` agrees to.
+    """Writes checkpoints into `folder`, which every rank must see, and keeps those that `retention` says.
 
     Construct it on every rank once the default process group exists; `save`, `wait` and `close` are called on every
     rank. The copies live in page-locked memory when the tensors are on a GPU and are kept from one save to the next:
@@ -45,28 +49,34 @@ class Checkpointer:
     last good save and the seconds it took in the background.
     """
 
-    def __init__(self, folder: Path, retention: Retention, protect: publish.Accept = publish.is_good) -> None:
+    def __init__(self, folder: Path, retention: Retention) -> None:
         self.folder = folder
         self.last_error: str | None = None
         self.last_saved: tuple[int, float] | None = None
         self._retention = retention
-        self._protect = protect
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._copied: torch.cuda.Event | None = None
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=RANKS_APART)
         self._rank = dist.get_rank()
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         try:
-            self._from_rank_0(self._prepare_folder)
+            self._from_rank_0(lambda: publish.prepare(folder))
         except _SaveFailedError as error:
             raise CheckpointError(f"{folder} cannot be used for checkpoints: {error}; change run_dir") from error
 
-    def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        meta: dict[str, Any],
+        protect: publish.Accept = publish.is_good,
+    ) -> None:
         """Copies `tensors` (plain ones and DTensors, by name) and `meta` and writes them in the background.
 
         `meta` is JSON-able and the one of rank 0 counts. A name that several ranks give holds the same value on all of
-        them, or the shards of one DTensor. Waits first for the save before, if that still runs. Tensors on a GPU must
+        them, or the shards of one DTensor. When it is published, old ones go, but not the newest
+        whose meta `protect` agrees to. Waits first for the save before, if that still runs. Tensors on a GPU must
         not change before `before_update` was called.
         """
         self.wait()
@@ -74,7 +84,7 @@ class Checkpointer:
         # The live tensors go along for their shapes and placements only: no value of theirs is read in the thread.
         self._thread = threading.Thread(
             target=self._write,
-            args=(step, tensors, planner, self._copied, copy.deepcopy(meta)),
+            args=(step, tensors, planner, self._copied, copy.deepcopy(meta), protect),
             name=f"checkpoint-{step}",
             daemon=True,
         )
@@ -98,13 +108,9 @@ class Checkpointer:
             self._thread = None
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finishes the running save, if it takes no longer than that, and frees the copies."""
+        """Finishes the running save, if it takes no longer than that, and lets go of the copies."""
         self.wait(timeout_s)
-        self._buffers.clear()
-
-    def _prepare_folder(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        publish.clean_up(self.folder)
+        self._buffers = {}  # not cleared: a save that takes longer still writes from it
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """CPU copies of this rank's shards: complete, except those from a GPU, which `_copied` announces."""
@@ -132,6 +138,7 @@ class Checkpointer:
         planner: dcp.SavePlanner,
         copied: torch.cuda.Event | None,
         meta: dict[str, Any],
+        protect: publish.Accept,
     ) -> None:
         """Runs in the background thread."""
         began = time.perf_counter()
@@ -148,7 +155,7 @@ class Checkpointer:
                 raise _SaveFailedError("; ".join(causes)) from None
             hashes = self._on_every_rank(lambda: self._finish_own_files(temporary, meta))
             files = {name: entry for own in hashes for name, entry in own.items()}
-            self._from_rank_0(lambda: self._publish(temporary, step, files))
+            self._from_rank_0(lambda: self._publish(temporary, step, files, protect))
             self.last_error, self.last_saved = None, (step, time.perf_counter() - began)
         except Exception as error:
             self.last_error = f"the checkpoint of step {step} was not saved: {error}"
@@ -164,10 +171,12 @@ class Checkpointer:
             own += [temporary / manifest.META, temporary / ".metadata"]
         return {path.name: manifest.hash_file(path) for path in own}
 
-    def _publish(self, temporary: Path, step: int, files: dict[str, manifest.FileEntry]) -> None:
+    def _publish(
+        self, temporary: Path, step: int, files: dict[str, manifest.FileEntry], protect: publish.Accept
+    ) -> None:
         publish.publish(temporary, step, files)
         try:
-            self._retention.apply(self.folder, self._protect)
+            self._retention.apply(self.folder, protect)
         except OSError as error:
             logger.warning("the checkpoint of step %d is saved, but an old one could not be removed: %s", step, error)
 

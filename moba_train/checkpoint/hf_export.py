@@ -12,6 +12,7 @@ from moba_train.checkpoint.hf import parameter_shapes
 from moba_train.checkpoint.hf_config import CONFIG, describe_layer, hf_config
 from moba_train.checkpoint.hf_names import hf_name
 from moba_train.checkpoint.load import load_checkpoint
+from moba_train.checkpoint.manifest import verify_checkpoint
 from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.safetensors_folder import write_safetensors
 from moba_train.config.model import ModelConfig
@@ -27,7 +28,8 @@ def export_to_hf(path: Path, output: Path, dtype: torch.dtype, shard_bytes: int)
     the checkpoint was in; config.json keeps the attention of every layer under `moba`, and to whoever ignores that it
     is an ordinary Llama, Qwen2 or Qwen3 with full attention. The tokenizer's files come along.
 
-    Raises CheckpointError when `output` is not empty, or no Hugging Face architecture has the model's shape.
+    Raises CheckpointError when `output` is not empty, no Hugging Face architecture has the model's shape, or the
+    checkpoint has a byte that is not as it was written.
     """
     checkpoint = find_checkpoint(path)
     config, stage = read_recipe(checkpoint)
@@ -35,6 +37,7 @@ def export_to_hf(path: Path, output: Path, dtype: torch.dtype, shard_bytes: int)
     contents["moba"] = {"layers": [describe_layer(layer) for layer in stage.attention]}
     if output.exists() and any(output.iterdir()):
         raise CheckpointError(f"{output}: is not empty; give a new folder")
+    verify_checkpoint(checkpoint)
     output.mkdir(parents=True, exist_ok=True)
     if config.data.tokenizer is not None:
         for file in tokenizer_files(Path(config.data.tokenizer)):

@@ -1,5 +1,6 @@
 """DCP's index of a checkpoint, `.metadata`: a pickle, read so that it can neither run code nor name a foreign file."""
 
+import math
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,12 +61,15 @@ def read_index(path: Path, files: Mapping[str, FileEntry]) -> Metadata:
 
 
 def _problem(index: Metadata, files: Mapping[str, FileEntry]) -> str | None:
+    stored = sum(entry["size"] for entry in files.values())
     for name, entry in index.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             continue
         sound = isinstance(entry, TensorStorageMetadata) and isinstance(entry.properties, TensorProperties)
         if not sound or type(entry.size) is not torch.Size or not isinstance(entry.properties.dtype, torch.dtype):
             return f"{name!r} is not described as a tensor"
+        if not 0 <= math.prod(entry.size) * entry.properties.dtype.itemsize <= stored:
+            return f"{name!r} of shape {list(entry.size)} is larger than all files"
     for key, place in (index.storage_data or {}).items():
         if not isinstance(key, MetadataIndex) or not isinstance(place, _StorageInfo):
             return f"{key!r} is stored at {place!r}"

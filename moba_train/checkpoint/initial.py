@@ -35,14 +35,15 @@ def source_model(folder: Path) -> ModelConfig:
 def load_initial_weights(model: Transformer, folder: Path) -> None:
     """Fill `model`, sharded or not, from `folder` (see `source_model`). Called on all ranks; each reads its shards.
 
-    Raises CheckpointError when the folder's model is another one.
+    Raises CheckpointError when the folder's model is another one, or a checkpoint of ours has a byte that is not as it
+    was written.
     """
     if problems := list(model_differences(model.config, folder)):
         raise CheckpointError("\n".join(problems))
     if is_hf_folder(folder):
         load_hf_weights(model, folder)
     else:
-        load_model(model, find_checkpoint(folder))
+        load_model(model, find_checkpoint(folder), verify=True)
 
 
 def initial_problems(config: RunConfig) -> Iterator[str]:

@@ -70,23 +70,24 @@ def newest_intact(folder: Path, accept: Accept | None = None) -> Path | None:
     """The newest checkpoint in `folder` whose every byte is as it was written and whose meta `accept` agrees to; None
     when `folder` has none at all.
 
-    Called on every rank of the process group: each reads its share of the files. Damaged ones that are newer than the
-    one found are reported and set aside, so that they neither count nor come up again. Raises CheckpointError when
-    there are checkpoints, but all are damaged or `accept` refuses them.
+    Called on every rank of the process group: each reads its share of the files, of those only that `accept` agrees to.
+    Damaged ones that are newer than the one found are reported and set aside, so that they neither count nor come up
+    again. Raises CheckpointError when there are checkpoints, but all are damaged or `accept` refuses them.
     """
     listing = of_main([path for _, path in reversed(published(folder))])
     damaged: dict[Path, str] = {}
     for path in listing:
         try:
+            meta = _on_every_rank(partial(read_meta, path))
+            if accept is not None and not accept(meta):
+                continue
             _on_every_rank(partial(_verify_share, path))
-            meta = read_meta(path)
         except CheckpointError as error:
             damaged[path] = str(error)
             continue
-        if accept is None or accept(meta):
-            if dist.get_rank() == 0:
-                _set_aside(damaged)
-            return path
+        if dist.get_rank() == 0:
+            _set_aside(damaged)
+        return path
     if listing:
         raise CheckpointError(
             f"none of the {len(listing)} checkpoints in {folder} can be resumed from; put an intact one there, or "
@@ -149,11 +150,11 @@ def _read(path: Path, tensors: dict[str, Tensor], index: Metadata) -> None:
 
 
 def _on_every_rank(action: Callable[[], T]) -> T:
-    """Runs `action`; a CheckpointError on any rank is raised on all."""
+    """Runs `action`; a CheckpointError, or an error of the file system, on any rank is raised on all as the former."""
     problem = None
     try:
         result = action()
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         problem = str(error)
     problems: list[str | None] = [problem]
     if dist.is_initialized():

@@ -64,7 +64,8 @@ def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
     """Makes a finished temporary folder the newest checkpoint of the folder it lies in.
 
     `files` names every file that was written, each already fsynced by its writer. Returns the published path. Raises
-    OSError if the disk refuses, CheckpointError if a file is not as its writer described it.
+    OSError if the disk refuses, CheckpointError if a file is not as its writer described it. A `latest` that cannot be
+    replaced is a warning: the checkpoint is there and is found without it.
     """
     folder, final = temporary.parent, temporary.parent / step_name(step)
     if problems := size_problems(temporary, files):
@@ -79,9 +80,19 @@ def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
         final.rename(replaced)  # `clean_up` puts it back if we die before the next line
     temporary.rename(final)
     _fsync_folder(folder)
-    _move_latest(folder, final.name)
+    try:
+        _move_latest(folder, final.name)
+    except OSError as error:
+        logger.warning("%s is published, but %s still names another one: %s", final, LATEST, error)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
+
+
+def prepare(folder: Path) -> None:
+    """Makes `folder` for checkpoints, if need be, and removes what a killed process left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _fsync_folder(folder.parent)
+    clean_up(folder)
 
 
 def clean_up(folder: Path) -> None:

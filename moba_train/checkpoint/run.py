@@ -80,11 +80,12 @@ class RunCheckpoints:
         load_model_and_optimizer(self._model, self._optimizer, path)
         return progress
 
-    def save(self, progress: Progress, facts: dict[str, object]) -> None:
-        """Begin to save the weights of `progress.step`, with `facts` in the meta."""
+    def save(self, progress: Progress, facts: dict[str, object], protect: Accept) -> None:
+        """Begin to save the weights of `progress.step`, with `facts` in the meta. Of the old ones the newest that
+        `protect` agrees to stays."""
         progress.data_plan = data_plan(self._config, progress)
         meta = {"progress": progress.to_meta(), "config": dump_config(self._config), **facts}
-        self._checkpointer.save(progress.step, self._tensors(), meta)
+        self._checkpointer.save(progress.step, self._tensors(), meta, protect)
         self.saved_step = progress.step
 
     def before_update(self) -> None:

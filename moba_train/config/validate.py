@@ -1,21 +1,18 @@
 """What no single key can know: combinations that cannot work, found before any GPU is touched."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from moba_train.checkpoint.initial import initial_problems
 from moba_train.config.attention import LayerAttention, merge_attention, resolve_layers
-from moba_train.config.data import SourceConfig
 from moba_train.config.mesh import MeshSizes, divisors, fit_mesh
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import ScheduleConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
-from moba_train.config.validate_gates import gate_data_problems, gate_problems
-from moba_train.data.tokenizer import load_text_tokenizer
-from moba_train.errors import ConfigError, DataError
+from moba_train.config.validate_data import file_problems, length_problems
+from moba_train.config.validate_gates import gate_problems
+from moba_train.errors import ConfigError
 from moba_train.parallel.scheme import stage_scheme
 
 
@@ -35,7 +32,7 @@ def validate(
         *_schedule_problems(config),
         *_checkpoint_problems(config),
         *_attention_problems(config),
-        *_length_problems(config),
+        *length_problems(config),
     ]
     if not problems:  # a stage is resolved from sound parts only
         problems += [*_context_problems(config, ranks_per_node), *gate_problems(config)]
@@ -46,7 +43,7 @@ def validate(
             problems += _rope_problems(merge_rope(config.model.rope, stage.rope), f"stages[{index}].rope")
         problems += _batch_problems(config, index, meshes[index])
     if check_files:
-        problems += _file_problems(config)
+        problems += file_problems(config)
         problems += initial_problems(config)
     if problems:
         raise ConfigError(problems)
@@ -264,48 +261,3 @@ def _ranges(ids: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def _sources(config: RunConfig) -> Iterator[tuple[str, SourceConfig]]:
-    """Every source of the recipe, with its key."""
-    blends: dict[str, Sequence[SourceConfig]] = {
-        "data.train": config.data.train,
-        "data.validation": config.data.validation,
-    }
-    blends |= {f"stages[{index}].train": stage.train or [] for index, stage in enumerate(config.stages)}
-    for key, sources in blends.items():
-        yield from ((f"{key}[{index}]", source) for index, source in enumerate(sources))
-
-
-def _length_problems(config: RunConfig) -> Iterator[str]:
-    for key, source in _sources(config):
-        low, high = source.min_length or 0, source.below_length or math.inf
-        if low >= high:
-            yield f"{key}.below_length: given {high}; allowed: above min_length {low}"
-        elif source.upsample and not low < source.upsample.min_length < high:
-            allowed = f"above min_length {low}" + (f" and below below_length {high}" if source.below_length else "")
-            yield f"{key}.upsample.min_length: given {source.upsample.min_length}; allowed: {allowed}"
-
-
-def _file_problems(config: RunConfig) -> Iterator[str]:
-    for key, source in _sources(config):
-        missing = [f"{source.path}{end}" for end in (".bin", ".idx") if not Path(f"{source.path}{end}").is_file()]
-        if missing:
-            yield f"{key}.path: given {source.path!r}; no file {' and '.join(missing)} (from {Path.cwd()})"
-    tokenizer = config.data.tokenizer
-    if tokenizer is not None and not Path(tokenizer).exists():
-        yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"
-    elif tokenizer is not None:
-        yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
-    if all(Path(f"{source.path}.idx").is_file() for source in config.data.validation):
-        yield from gate_data_problems(config)
-
-
-def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
-    try:
-        known = load_text_tokenizer(path).vocab_size
-    except DataError as error:
-        yield f"data.tokenizer: {error}"
-        return
-    if known > vocab_size:
-        yield f"model.vocab_size: given {vocab_size}; data.tokenizer ({path}) has {known} tokens, so at least {known}"

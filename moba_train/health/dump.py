@@ -65,11 +65,18 @@ def write_dump(
     dist.all_gather_object(ranks, own)
     if dist.get_rank() == 0:
         path = dump_folder(run_dir) / f"step_{head['step']:08d}.json"
-        try:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps({**head, "gradient_norms": norms, "ranks": ranks}, indent=1), encoding="utf-8")
-        except OSError as error:
-            logger.warning("the dump of a spike could not be written: %s", error)
+        _write(path, {**head, "gradient_norms": norms, "ranks": ranks})
+
+
+def _write(path: Path, dump: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        temporary.write_text(json.dumps(dump, indent=1), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("the dump of a spike could not be written: %s", error)
 
 
 def _gradient_norms(model: Transformer, kinds: Sequence[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ would compute the same weights again, so that is for what skipping cannot mend: 
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from moba_train.checkpoint.publish import Accept, is_good
 from moba_train.config.run import SpikeConfig
@@ -57,9 +57,16 @@ def react(
     return Reaction("apply", "")
 
 
-def good_before(flagged: Collection[int]) -> Accept:
-    """Agrees to the meta of a checkpoint that was saved while the detector was calm.
+def good_before(step: int, flagged: Collection[int], rollbacks: Collection[list[int]]) -> Accept:
+    """Agrees to the meta of a checkpoint from before `step` that was saved while the detector was calm.
 
     The step after it must not be among the `flagged`: weights that the very next step finds broken were so when saved.
+    And it must not lie in what one of the `rollbacks` [[from, to], ...] has undone.
     """
-    return lambda meta: is_good(meta) and meta["progress"]["step"] + 1 not in flagged
+
+    def accept(meta: dict[str, Any]) -> bool:
+        saved = meta["progress"]["step"]
+        undone = any(back_to < saved < back_from for back_from, back_to in rollbacks)
+        return is_good(meta) and saved < step and saved + 1 not in flagged and not undone
+
+    return accept

@@ -5,6 +5,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moba_train.checkpoint.publish import Accept, is_good
 from moba_train.checkpoint.run import RunCheckpoints
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
@@ -72,12 +73,20 @@ class Recovery:
                 )
         return reaction.action
 
+    def protect(self) -> Accept:
+        """Agrees to the checkpoints that must not go while the current step is saved: with rollbacks, what one could go
+        back to whatever the next step brings, and so not the one that is saved."""
+        if self._config.health.spike.reaction != "rollback":
+            return is_good
+        progress = self._progress
+        return good_before(progress.step, {*progress.skipped}, [*progress.rollbacks])
+
     def _roll_back(self, stage: Stage) -> None:
         """Go on after this step with weights, optimizer and detector of the last good checkpoint."""
         progress = self._progress
         step, tokens = progress.step, stage.tokens_after(progress.step)
         try:
-            path = self._checkpoints.newest(good_before({*progress.skipped, step}))
+            path = self._checkpoints.newest(good_before(step, {*progress.skipped, step}, progress.rollbacks))
         except CheckpointError as error:
             raise TrainingError(
                 f"step {step} of stage {stage.name}: health.spike.reaction is rollback, but there is no checkpoint "

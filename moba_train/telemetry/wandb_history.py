@@ -7,9 +7,12 @@ nothing is repeated.
 """
 
 import json
+import logging
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _SPIKE_COLUMNS = ("step", "tokens", "stage", "message")
 
@@ -31,13 +34,14 @@ class _Sent:
 
 
 class WandbHistory:
-    """The state of one wandb run, in the file `path`, which is written at each `save`."""
+    """The state of one wandb run, in the file `path`, which is written at each `save`. One that cannot be read counts
+    as none: steps may then be drawn twice."""
 
     spike_columns = list(_SPIKE_COLUMNS)
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.sent = _Sent(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else _Sent()
+        self.sent = _read(path)
         self._before = dict(self.sent.last)
         self._reported = self.sent.redone
 
@@ -72,7 +76,8 @@ class WandbHistory:
 
     def may_alert(self, kind: str, now: float, interval_s: float) -> bool:
         """Whether the last alert of this kind is long enough ago; if so, this one counts as sent."""
-        if now - self.sent.alerts.get(kind, -interval_s) < interval_s:
+        # A clock that was put back must not silence alerts until it has caught up.
+        if 0 <= now - self.sent.alerts.get(kind, -interval_s) < interval_s:
             return False
         self.sent.alerts[kind] = now
         return True
@@ -82,3 +87,13 @@ class WandbHistory:
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(self.sent)), encoding="utf-8")
         temporary.replace(self._path)
+
+
+def _read(path: Path) -> _Sent:
+    if not path.exists():
+        return _Sent()
+    try:
+        return _Sent(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        logger.warning("%s cannot be read (%s); steps that are trained again may be drawn twice", path, error)
+        return _Sent()

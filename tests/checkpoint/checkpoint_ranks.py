@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
 @contextmanager
@@ -36,13 +38,17 @@ def _run_rank(rank: int, world_size: int, function: Callable[..., None], store: 
         function(*args)
 
 
-def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded model; 7 and 5 divide by no number of ranks, so that shards are uneven."""
+def build(seed: int, tp: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model; 7 and 5 divide by no number of ranks, so that shards are uneven. With `tp` > 1 the columns of
+    the first layer and the rows of the second are cut over so many ranks, and FSDP shards their parts over the rest."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 7), nn.GELU(), nn.Linear(7, 5), nn.LayerNorm(5)).to(_device())
+    mesh = init_device_mesh(_device(), (dist.get_world_size() // tp, tp), mesh_dim_names=("shard", "tp"))
+    if tp > 1:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()})
     for layer in (model[0], model[2]):
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
     return model, torch.optim.AdamW(model.parameters(), lr=0.05, fused=_device() == "cuda")
 
 

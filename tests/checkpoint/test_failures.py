@@ -14,15 +14,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_ranks import process_group, run_ranks
 
-from moba_train.checkpoint import manifest, publish
+from moba_train.checkpoint import load, manifest, publish
 from moba_train.checkpoint.checkpointer import Checkpointer
-from moba_train.checkpoint.load import load_checkpoint
+from moba_train.checkpoint.load import load_checkpoint, newest_intact
 from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError
 
 
 def disk_full(*args: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def cannot_read(*args: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def save_with_full_disks(folder: Path) -> None:
@@ -56,6 +60,14 @@ def save_with_full_disks(folder: Path) -> None:
     path = folder / "step_00000005"
     assert publish.latest_checkpoint(folder) == path
     load_checkpoint(path, tensors, optional=("weight.",), verify=True)
+
+    # What rank 1 alone cannot read, rank 0 does not go on from either.
+    assert newest_intact(folder) == path
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(load, "read_meta", cannot_read)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            newest_intact(folder)
 
     dist.barrier()
     if dist.get_rank() == 1:

@@ -29,7 +29,9 @@ def test_damage_is_named_set_aside_and_the_one_before_is_taken(tmp_path: Path, c
     assert "manifest.json: cannot be read" in caplog.text
     assert steps(folder) == [100, 200]
     assert (folder / "set-aside-step_00000300").is_dir()
+    flip_byte(folder / "step_00000200" / "__0_0.distcp")
     assert newest_intact(folder, accept=lambda meta: meta["step"] < 200) == folder / "step_00000100"
+    assert steps(folder) == [100, 200], "one that is not wanted is not read"
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_afresh(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Published checkpoints: found, verified, kept and removed as promised. No tensors needed."""
 
+import errno
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,17 @@ def test_a_step_can_be_published_again(tmp_path: Path) -> None:
     path = publish_step(tmp_path, 100, "new weights")
     assert (path / "__0_0.distcp").read_text() == "new weights of step 100"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000100"]
+
+
+def test_a_checkpoint_counts_although_its_name_cannot_be_written_into_latest(tmp_path, caplog, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    publish_step(tmp_path, 100)
+    monkeypatch.setattr(publish, "_move_latest", full)
+    path = publish_step(tmp_path, 200)
+    assert publish.latest_checkpoint(tmp_path) == path
+    assert "latest still names another one: [Errno 28] No space" in caplog.text
 
 
 def test_clean_up_after_a_kill(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ def one_rank(tmp_path: Path):
         yield
 
 
-def save_and_resume(folder: Path) -> None:
+def save_and_resume(folder: Path, tp: int = 1) -> None:
     """Saves after 3 steps, trains on while the save runs; a fresh start from the checkpoint must do the same 2 steps.
     Leaves the unsharded values beside the checkpoint."""
-    model, optimizer = build(seed=0)
+    model, optimizer = build(seed=0, tp=tp)
     tensors = TrainingTensors(model, optimizer)
     tensors()  # before FSDP's first forward pass, which moves them
     train(model, optimizer, 3)
@@ -46,7 +46,7 @@ def save_and_resume(folder: Path) -> None:
     path = latest_checkpoint(folder)
     assert path is not None
     verify_checkpoint(path)
-    model, optimizer = build(seed=1)
+    model, optimizer = build(seed=1, tp=tp)
     assert load_model_and_optimizer(model, optimizer, path, verify=True) == {"consumed_tokens": 12345}
     assert_equal(full_values(model_and_optimizer_tensors(model, optimizer)), at_save)
     train(model, optimizer, 2)
@@ -54,27 +54,32 @@ def save_and_resume(folder: Path) -> None:
     torch.save(at_save, folder / "expected.pt")
 
 
-def load_and_compare(folder: Path) -> None:
+def load_and_compare(folder: Path, tp: int = 1) -> None:
     path = latest_checkpoint(folder)
     assert path is not None
-    model, optimizer = build(seed=2)
+    model, optimizer = build(seed=2, tp=tp)
     load_model_and_optimizer(model, optimizer, path)
     expected = torch.load(folder / "expected.pt")
     assert_equal(full_values(model_and_optimizer_tensors(model, optimizer)), expected)
 
 
-def two_ranks_save_and_load(own: Path, others: Path) -> None:
+def two_ranks_save_and_load(own: Path, own_tp: Path, others: Path) -> None:
     save_and_resume(own)
-    load_and_compare(others)
+    save_and_resume(own_tp, tp=2)
+    for folder in (own, own_tp, others):
+        for tp in (1, 2):
+            load_and_compare(folder, tp)
 
 
 @pytest.mark.slow
 def test_resume_is_bitwise_and_layouts_interchange(tmp_path: Path) -> None:
     with process_group(tmp_path / "store_1"):
         save_and_resume(tmp_path / "saved_by_1")
-    run_ranks(2, two_ranks_save_and_load, tmp_path / "store_2", tmp_path / "saved_by_2", tmp_path / "saved_by_1")
+    folders = [tmp_path / name for name in ("saved_by_2", "saved_by_tp_2", "saved_by_1")]
+    run_ranks(2, two_ranks_save_and_load, tmp_path / "store_2", *folders)
     with process_group(tmp_path / "store_3"):
-        load_and_compare(tmp_path / "saved_by_2")
+        for folder in folders:
+            load_and_compare(folder)
 
 
 @pytest.mark.gpu

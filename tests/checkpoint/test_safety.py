@@ -115,6 +115,8 @@ def _change(field: str, value: object) -> Callable[[Any], None]:
         (_change("offset", "8"), "is not an index"),
         (_change("transform_descriptors", ["zstd"]), "is stored at"),
         (lambda index: index.state_dict_metadata.update(a=3), "not described as a tensor"),
+        (lambda index: setattr(index.state_dict_metadata["a"], "size", torch.Size([1 << 40])), "larger than all files"),
+        (lambda index: setattr(index.state_dict_metadata["a"], "size", torch.Size([-1])), "larger than all files"),
         (lambda index: setattr(index, "state_dict_metadata", None), "is not an index"),
         (lambda index: delattr(index.state_dict_metadata["a"], "size"), "is not an index"),
     ],

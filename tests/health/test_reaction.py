@@ -47,13 +47,15 @@ def test_when_rollbacks_do_not_help_the_run_ends() -> None:
 def test_a_good_checkpoint_is_from_before_the_spike() -> None:
     metas = [{"good": step <= 30, "progress": {"step": step}} for step in range(10, 60, 10)]
 
-    def newest(flagged: set[int]) -> int | None:
-        good = [meta["progress"]["step"] for meta in metas if good_before(flagged)(meta)]
+    def newest(flagged: set[int], *rollbacks: list[int]) -> int | None:
+        good = [meta["progress"]["step"] for meta in metas if good_before(60, flagged, rollbacks)(meta)]
         return max(good, default=None)
 
     assert newest({39, 41}) == 30
     assert newest({31, 32}) == 20
     assert newest({11, 21, 31}) is None
+    assert newest(set(), [35, 20]) == 20, "what a rollback has undone is not gone back to later"
+    assert newest(set(), [30, 10]) == 30, "saved right after the rollback"
 
 
 def test_calm_comes_back_50_steps_after_the_last_flagged_one() -> None:

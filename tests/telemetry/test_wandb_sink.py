@@ -1,9 +1,7 @@
 """wandb gets everything when it works, and costs nothing when it does not."""
 
-import json
 import logging
 import os
-import struct
 import subprocess
 import sys
 import time
@@ -17,8 +15,8 @@ import pytest
 import moba_train
 from moba_train.config.run import WandbConfig
 from moba_train.telemetry import wandb_sink
-from moba_train.telemetry.jsonl import JsonlSink, read_records
 from moba_train.telemetry.telemetry import Telemetry
+from moba_train.telemetry.wandb_history import WandbHistory
 from moba_train.telemetry.wandb_sink import WandbSink
 
 
@@ -101,6 +99,25 @@ def test_records_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert run.finished
 
 
+def test_a_clock_put_back_does_not_silence_alerts(tmp_path: Path) -> None:
+    history = WandbHistory(tmp_path / "history.json")
+    times = (0.0, 599.0, 601.0, -86400.0, -86399.0)
+    assert [history.may_alert("spike", 1e9 + time, 600.0) for time in times] == [True, False, True, True, False]
+
+
+def test_a_damaged_history_costs_no_more_than_itself(tmp_path, monkeypatch, caplog) -> None:
+    """An empty file is what a power cut may leave."""
+    run = FakeRun()
+    install(monkeypatch, run)
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "history-run-id.json").touch()
+    telemetry = Telemetry([sink(tmp_path)])
+    telemetry.log(5, 50, {"loss": 3.5})
+    telemetry.close()
+    assert run.logged == [{"loss": 3.5, "step": 5, "tokens": 50}]
+    assert "history-run-id.json cannot be read" in caplog.text
+
+
 @pytest.mark.parametrize("behaviour", [raise_error, hang])
 @pytest.mark.parametrize("where", ["init", "log", "alert", "finish"])
 def test_a_failing_wandb_neither_stops_nor_slows_a_run(tmp_path, monkeypatch, caplog, where, behaviour) -> None:
@@ -142,117 +159,6 @@ def test_a_missing_package_is_one_warning(tmp_path, monkeypatch, caplog) -> None
         sink(tmp_path).close()
     assert len(caplog.records) == 1
     assert "goes on without it" in caplog.text
-
-
-def read_wandb_file(path: Path) -> list[Any]:
-    """The protobuf records of a .wandb file: LevelDB's log format, 32 KiB blocks of (crc u32, length u16, type u8,
-    data), after 7 bytes of header; a record that spans blocks comes in parts of type 2, 3, ..., 3, 4, a whole one has
-    type 1."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, position, parts, records = path.read_bytes(), 7, b"", []
-    while position + 7 <= len(data):
-        if 32768 - position % 32768 < 7:
-            position += 32768 - position % 32768
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        parts += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):
-            records.append(Record.FromString(parts))
-            parts = b""
-    return records
-
-
-def steps_of(telemetry: Telemetry, first: int, end: int, attempt: int) -> None:
-    """Steps [first, end), evaluated at every fifth; a spike at step 7. Values tell the attempts apart."""
-    for step in range(first, end):
-        telemetry.log(step, step * 100, {"loss": step + attempt / 10})
-        if step == 7:
-            telemetry.event(step, step * 100, "spike", "loss 9.0")
-            telemetry.alert("spike", "loss 9.0", "spike")
-        if step % 5 == 0:
-            telemetry.event(step, step * 100, "evaluation", "", eval_loss=step + attempt / 10)
-
-
-@pytest.fixture(scope="module")
-def twice_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run under the real wandb that stopped at 9, went on from 6, rolled its weights back at
-    14, stopped at 16 and went on from 15."""
-    pytest.importorskip("wandb")
-    folder = tmp_path_factory.mktemp("run")
-
-    def telemetry(resumed_step: int | None) -> Telemetry:
-        made = Telemetry([JsonlSink(folder / "metrics.jsonl", resumed_step), sink(folder)])
-        made.stage = "short"
-        return made
-
-    first = telemetry(None)
-    steps_of(first, 1, 10, 1)
-    first.close()
-    time.sleep(1)  # the names of wandb's folders tell seconds apart
-    second = telemetry(6)
-    steps_of(second, 7, 15, 2)
-    second.event(14, 1400, "spike", "loss 11.0")
-    second.event(14, 1400, "rollback", "back to the checkpoint of step 10", step_from=14, step_to=10)
-    steps_of(second, 15, 17, 2)
-    second.close()
-    time.sleep(1)
-    third = telemetry(15)
-    steps_of(third, 16, 19, 3)
-    third.close()
-    return folder
-
-
-def real_records(folder: Path) -> list[Any]:
-    """Everything wandb wrote, oldest first."""
-    files = sorted(folder.glob("wandb/offline-run-*-run-id/*.wandb"), key=lambda path: path.stat().st_mtime)
-    assert len(files) == 3
-    deadline = time.monotonic() + 20
-    while not all(read_wandb_file(file)[-1].HasField("exit") for file in files):  # `finish` does not wait for its file
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return [record for file in files for record in read_wandb_file(file)]
-
-
-def test_real_wandb_holds_one_run_with_each_step_once(twice_resumed: Path) -> None:
-    """What wandb has of a step is its first attempt; metrics.jsonl has the last, and equals wandb where there was but
-    one."""
-    records = real_records(twice_resumed)
-    assert {record.run.run_id for record in records if record.HasField("run")} == {"run-id"}
-    history = [
-        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-        for record in records
-        if record.HasField("history")
-    ]
-    metrics, evaluations = ([row for row in history if key in row] for key in ("loss", "eval_loss"))
-    jsonl = read_records(twice_resumed / "metrics.jsonl")
-
-    assert [row["step"] for row in history] == sorted(row["step"] for row in history)
-    assert [row["_step"] for row in history] == list(range(len(history)))
-    assert [row["step"] for row in metrics] == list(range(1, 19))
-    assert [row["step"] for row in evaluations] == [5, 10, 15]
-    assert all(row["tokens"] == 100 * row["step"] for row in history)
-    ours = {record["step"]: record["loss"] for record in jsonl if record["kind"] == "metrics"}
-    assert list(ours) == list(range(1, 19))
-    differing = [row["step"] for row in metrics if row["loss"] != ours[row["step"]]]
-    assert differing == [7, 8, 9, 16], "what was trained again"
-    redone = [(row["step"], row["redone_steps"]) for row in history if "redone_steps" in row]
-    assert redone == [(10, 3), (17, 4)]
-    assert [(row["step"], row["step_to"]) for row in history if "step_to" in row] == [(14, 10)], "the rollback"
-
-
-def test_real_wandb_holds_spikes_alerts_recipe_and_code(twice_resumed: Path) -> None:
-    records = real_records(twice_resumed)
-    tables = twice_resumed.glob("wandb/offline-run-*/files/media/table/spikes*.json")
-    newest = max(tables, key=lambda path: path.stat().st_mtime)
-    rows = json.loads(newest.read_text())["data"]
-    assert [(row[0], row[3]) for row in rows] == [(7, "loss 9.0"), (14, "loss 11.0")], "each spike once"
-    assert [record.alert.title for record in records if record.HasField("alert")] == ["spike"]
-    runs = [record.run for record in records if record.HasField("run")]
-    for run in runs:
-        config = {item.key: json.loads(item.value_json) for item in run.config.update}
-        assert config["seed"] == 0
 
 
 @pytest.mark.slow

@@ -51,6 +51,14 @@ def test_verify_names_the_damaged_file(finished_run: Run, tmp_path: Path) -> Non
     assert code == 2
     assert shard.name in output
 
+    # Of a run, the newest, also where training would pass over it.
+    run = shutil.copytree(finished_run.run_dir, tmp_path / "run")
+    manifest = run / "checkpoints" / "step_00000012" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    code, output = invoke("verify", str(run))
+    assert code == 2
+    assert "step_00000012" in output
+
 
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     for command in (["verify"], ["eval"], ["generate", "--prompt", "x"]):

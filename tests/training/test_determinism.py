@@ -14,6 +14,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.local import run_local
 from moba_train.attention.protocol import packed_layout
 from moba_train.cli import app
+from moba_train.compare import _difference
 from moba_train.config.load import load_config
 from moba_train.config.validate import validate
 from moba_train.determinism import deterministic
@@ -87,6 +88,15 @@ def test_a_run_on_two_ranks_is_compared_with_one_on_one(runs: Runs, finished_run
     assert code == 1
     assert "only in" not in output
     assert compare(runs.one / "metrics.jsonl", finished_run.run_dir / "metrics.jsonl", "--tolerance", "1e-4")[0] == 0
+
+
+def test_without_a_tolerance_every_bit_counts() -> None:
+    """The sign of a zero too; with one, numbers."""
+    ours, theirs = torch.tensor([0.0, 2.0, 3.0]), torch.tensor([-0.0, 2.0, 3.0])
+    assert "differs by up to 0, relative 0, in 1 of 3 numbers" in _difference(ours, theirs, 0.0)
+    assert not _difference(ours, theirs, 1e-6)
+    assert not _difference(ours[:1], theirs[:1], 1e-6)
+    assert _difference(ours[:1], theirs[1:2], 1e-6)
 
 
 def test_what_cannot_be_compared_is_refused(runs: Runs, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from moba_train.checkpoint.hf_export import export_to_hf
 from moba_train.checkpoint.hf_import import import_from_hf
 from moba_train.config.load import load_config
 from moba_train.config.validate import validate
-from moba_train.errors import ConfigError
+from moba_train.errors import CheckpointError, ConfigError
 from moba_train.train import main
 
 
@@ -68,6 +68,18 @@ def test_a_run_goes_on_without_the_folder_it_began_from(source: Path, run: Run) 
     shutil.rmtree(weights)
     train(run, f"stages.0.tokens={3 * 512}")
     assert len(run.losses()) == 3
+
+
+def test_weights_with_a_damaged_byte_are_neither_trained_on_nor_exported(source: Path, run: Run) -> None:
+    weights = run.folder / "weights"
+    shutil.copytree(source / "imported", weights)
+    (shard,) = weights.rglob("__0_0.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: its SHA-256"):
+        export_to_hf(weights, run.folder / "hf", torch.float32, shard_bytes=20_000)
+    assert main([str(begun_from(run, weights).write_recipe())]) == 2
 
 
 def test_the_recipe_must_describe_the_weights(source: Path, run: Run) -> None:

@@ -1,5 +1,6 @@
 """Faults in the middle of training: every one is seen, what the recipe says happens, and the weights stay sound."""
 
+import errno
 import json
 import math
 import os
@@ -23,11 +24,12 @@ from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.cli import app
 from moba_train.config.load import load_config
 from moba_train.config.run import HealthConfig, SpikeConfig
-from moba_train.config.stages import resolve_stages
+from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import step_batches
 from moba_train.data.samples import StageData
-from moba_train.health.dump import dump_folder
+from moba_train.health.dump import _write, dump_folder
+from moba_train.health.recovery import Recovery
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.train import main
 
@@ -196,6 +198,18 @@ def test_a_dump_that_is_not_there_is_refused(skipping: tuple[Run, list[tuple[int
     assert "spikes" in output
 
 
+def test_a_disk_that_fills_up_leaves_no_half_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text.encode(encoding)[: len(text) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", half)
+    _write(dump_folder(tmp_path) / "step_00000022.json", {"step": 22})
+    code, output = invoke("inspect-spike", str(tmp_path))
+    assert code == 2
+    assert "holds no dumps" in output
+
+
 def test_what_the_guide_says_about_spikes_works(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
     run, _ = skipping
     guide = (Path(__file__).parents[2] / "docs" / "run-health.md").read_text()
@@ -297,3 +311,33 @@ def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, monkeypatch: pyte
     assert [math.isnan(rank["loss"]) for rank in dump(run, 4)["ranks"]] == [False, True]
     assert run.records()[-1]["step"] == 6
     assert math.isfinite(run.losses()[-1])
+
+
+def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    roll_back = Recovery._roll_back
+
+    def damage_first(recovery: Recovery, stage: Stage) -> None:
+        recovery._checkpoints._checkpointer.wait()
+        shard = newest(run) / "__0_0.distcp"
+        shard.write_bytes(bytes(shard.stat().st_size))
+        roll_back(recovery, stage)
+
+    steady(run, "rollback", 12)
+    run.recipe["checkpoint"]["keep_last"] = 20
+    inject(monkeypatch, {10: not_a_number})
+    monkeypatch.setattr(Recovery, "_roll_back", damage_first)
+    assert train(run) == 0
+    assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(10, 4)]
+    assert "step_00000008 is damaged: __0_0.distcp: its SHA-256" in caplog.text
+    assert (run.run_dir / "checkpoints" / "set-aside-step_00000008").is_dir()
+
+
+def test_the_checkpoint_to_roll_back_to_is_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of step 24 is good until step 25 is flagged; later ones, which `keep_last` counts, are no use at all."""
+    steady(run, "rollback", 34)
+    run.recipe["checkpoint"]["keep_last"] = 1
+    inject(monkeypatch, {25: scaled_gradient, 33: not_a_number})
+    assert train(run) == 0
+    assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(33, 20)]

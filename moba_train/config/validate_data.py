@@ -1,0 +1,58 @@
+"""What cannot work about the corpora and the tokenizer that a recipe names."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from moba_train.config.data import SourceConfig
+from moba_train.config.schema import RunConfig
+from moba_train.config.validate_gates import gate_data_problems
+from moba_train.data.tokenizer import load_text_tokenizer
+from moba_train.errors import DataError
+
+
+def length_problems(config: RunConfig) -> Iterator[str]:
+    """Ranges of document lengths that hold nothing."""
+    for key, source in _sources(config):
+        low, high = source.min_length or 0, source.below_length or math.inf
+        if low >= high:
+            yield f"{key}.below_length: given {high}; allowed: above min_length {low}"
+        elif source.upsample and not low < source.upsample.min_length < high:
+            allowed = f"above min_length {low}" + (f" and below below_length {high}" if source.below_length else "")
+            yield f"{key}.upsample.min_length: given {source.upsample.min_length}; allowed: {allowed}"
+
+
+def file_problems(config: RunConfig) -> Iterator[str]:
+    """Corpora and tokenizer that are missing or do not fit, relative to the working directory."""
+    for key, source in _sources(config):
+        missing = [f"{source.path}{end}" for end in (".bin", ".idx") if not Path(f"{source.path}{end}").is_file()]
+        if missing:
+            yield f"{key}.path: given {source.path!r}; no file {' and '.join(missing)} (from {Path.cwd()})"
+    tokenizer = config.data.tokenizer
+    if tokenizer is not None and not Path(tokenizer).exists():
+        yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"
+    elif tokenizer is not None:
+        yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
+    if all(Path(f"{source.path}.idx").is_file() for source in config.data.validation):
+        yield from gate_data_problems(config)
+
+
+def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
+    try:
+        known = load_text_tokenizer(path).vocab_size
+    except DataError as error:
+        yield f"data.tokenizer: {error}"
+        return
+    if known > vocab_size:
+        yield f"model.vocab_size: given {vocab_size}; data.tokenizer ({path}) has {known} tokens, so at least {known}"
+
+
+def _sources(config: RunConfig) -> Iterator[tuple[str, SourceConfig]]:
+    """Every source of the recipe, with its key."""
+    blends: dict[str, Sequence[SourceConfig]] = {
+        "data.train": config.data.train,
+        "data.validation": config.data.validation,
+    }
+    blends |= {f"stages[{index}].train": stage.train or [] for index, stage in enumerate(config.stages)}
+    for key, sources in blends.items():
+        yield from ((f"{key}[{index}]", source) for index, source in enumerate(sources))
