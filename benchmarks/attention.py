@@ -48,7 +48,7 @@ Measured = dict[tuple[Any, ...], dict[str, Any]]
 def run(case: Case, arguments: argparse.Namespace, others: list[Peer], dense: Measured) -> Result:
     """Check and time one row; `dense` holds the dense times of earlier rows of the same size."""
     if max(case.lengths()) <= case.topk * case.block_size:
-        raise ValueError(f"documents of at most {max(case.lengths())} tokens given: `auto` takes dense attention for all")
+        raise ValueError(f"documents of at most {case.topk} blocks given: `auto` takes dense attention for all")
     cost = case.cost()
     result: Result = {"row": case.name, **asdict(case)}
     result["tflop"] = {"forward": cost.forward, "backward": cost.backward, "gate": cost.gate}
