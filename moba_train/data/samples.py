@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from moba_train.config.data import SourceConfig
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage
 from moba_train.data.blend import blend, samples_taken
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossNorm, LossWeights
@@ -204,17 +202,3 @@ class StageData:
                     f"{expected[path][:12]}): the run cannot go on with the same data; restore the corpus, "
                     "or start a new run with another run_dir"
                 )
-
-
-def training_data(config: RunConfig, stage: Stage, starts: Mapping[str, int]) -> StageData:
-    """What `stage` of the recipe is trained on, to its latest possible end; `starts` as in `StageData`."""
-    return StageData(
-        stage.sources,
-        stage.seq_len,
-        stage.max_steps * stage.batch_sequences,
-        config.seed,
-        starts,
-        config.model.vocab_size,
-        config.data.packing,
-        config.loss_norm,
-    )
