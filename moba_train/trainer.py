@@ -19,8 +19,8 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.batch import Batch
 from moba_train.data.loader import Prefetcher
-from moba_train.data.of_stage import training_data
 from moba_train.data.samples import StageData
+from moba_train.data.stage_data import training_data
 from moba_train.evals.stage import StageEvaluation
 from moba_train.health.recovery import Recovery
 from moba_train.health.spike import SpikeDetector
