@@ -59,48 +59,47 @@ def _misspelt_key(run: Run, corpora: Path) -> str:
         _misspelt_key,
     ],
 )
-def test_a_bad_recipe_is_refused(run: Run, corpora: Path, spoil: Callable[[Run, Path], str]) -> None:
+def test_a_bad_recipe_is_refused(
+    run: Run, corpora: Path, spoil: Callable[[Run, Path], str], capsys: pytest.CaptureFixture[str]
+) -> None:
     named = spoil(run, corpora)
-    code, output = run.train(1)
-    assert code == 2, output
-    assert named in output
-    assert "Traceback" not in output
+    assert run.train_here() == 2
+    assert named in capsys.readouterr().err
     assert not (run.run_dir / "checkpoints" / "latest").exists()
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(run: Run) -> None:
-    assert run.train(1, "--stop-at-step", "8")[0] == 0
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    assert run.train_here("--stop-at-step", "8") == 0
     newest = run.run_dir / "checkpoints" / "step_00000008"
     shard = next(newest.glob("*.distcp"))
     os.truncate(shard, shard.stat().st_size // 2)
-    code, output = run.train(1)
-    assert code == 0, output
-    assert newest.name in output
+    assert run.train_here() == 0
+    assert newest.name in caplog.text
     assert any(record["step"] == 4 for record in run.records("resume"))
 
 
-def test_a_changed_recipe_cannot_resume_another_run(run: Run) -> None:
-    assert run.train(1, "--stop-at-step", "2")[0] == 0
+def test_a_changed_recipe_cannot_resume_another_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.train_here("--stop-at-step", "2") == 0
     run.recipe["stages"][0]["batch_tokens"] = 1024
-    code, output = run.train(1)
-    assert code == 2
-    assert "batch_tokens" in output
-    assert "512" in output
+    assert run.train_here() == 2
+    error = capsys.readouterr().err
+    assert "batch_tokens" in error
+    assert "512" in error
 
 
-def test_a_changed_corpus_cannot_resume_the_run(run: Run, corpora: Path) -> None:
+def test_a_changed_corpus_cannot_resume_the_run(run: Run, corpora: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = run.folder / "own"
     own.mkdir()
     for file in corpora.iterdir():
         shutil.copy(file, own / file.name)
     run.recipe["data"]["train"] = [{"path": str(own / "one")}]
-    assert run.train(1, "--stop-at-step", "2")[0] == 0
+    assert run.train_here("--stop-at-step", "2") == 0
     for suffix in (".bin", ".idx"):
         shutil.copy(own / f"two{suffix}", own / f"one{suffix}")
-    code, output = run.train(1)
-    assert code == 2
-    assert str(own / "one") in output
-    assert "changed" in output
+    assert run.train_here() == 2
+    error = capsys.readouterr().err
+    assert str(own / "one") in error
+    assert "changed" in error
 
 
 def test_an_error_on_a_rank_ends_the_whole_launch(run: Run, corpora: Path) -> None:
@@ -111,8 +110,10 @@ def test_an_error_on_a_rank_ends_the_whole_launch(run: Run, corpora: Path) -> No
 
 
 def test_a_run_folder_that_cannot_be_made_is_refused(run: Run) -> None:
+    """By the program itself: its exit code, and no traceback."""
     (run.folder / "file").write_text("in the way")
     run.recipe["run_dir"] = str(run.folder / "file" / "run")
     code, output = run.train(1)
     assert code == 2
     assert "run_dir" in output
+    assert "Traceback" not in output

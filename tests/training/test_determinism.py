@@ -19,7 +19,6 @@ from moba_train.config.load import load_config
 from moba_train.config.validate import validate
 from moba_train.determinism import deterministic
 from moba_train.errors import ConfigError
-from moba_train.train import main
 
 
 def compare(*arguments: object) -> tuple[int, str]:
@@ -41,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Runs:
     def trained(name: str, *overrides: str) -> Path:
         run = Run(tmp_path_factory.mktemp(name), corpora)
         run.recipe["deterministic"] = True
-        assert main([str(run.write_recipe()), *overrides]) == 0
+        assert run.train_here(*overrides) == 0
         return run.run_dir
 
     one, again = trained("one"), trained("again")

@@ -14,12 +14,11 @@ from moba_train.checkpoint import manifest
 from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
 from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.train import main
 
 
 def train_here(run: Run, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """Train in this process; returns (exit code, what it printed)."""
-    code = main([str(run.write_recipe()), *arguments])
+    code = run.train_here(*arguments)
     printed = capsys.readouterr()
     return code, printed.out + printed.err
 

@@ -14,12 +14,6 @@ from moba_train.checkpoint.hf_import import import_from_hf
 from moba_train.config.load import load_config
 from moba_train.config.validate import validate
 from moba_train.errors import CheckpointError, ConfigError
-from moba_train.train import main
-
-
-def train(run: Run, *overrides: str) -> None:
-    """In this process, on the CPU."""
-    assert main([str(run.write_recipe()), *overrides]) == 0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,7 +28,7 @@ def _on_the_cpu() -> Any:
 def source(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Path:
     """A folder with a finished run, its export `hf`, and `imported`, a checkpoint made of that."""
     folder = tmp_path_factory.mktemp("source")
-    train(Run(folder, corpora))
+    assert Run(folder, corpora).train_here() == 0
     export_to_hf(folder / "run", folder / "hf", torch.float32, shard_bytes=20_000)
     import_from_hf(folder / "hf", folder / "imported")
     return folder
@@ -53,7 +47,7 @@ def test_all_three_folders_begin_alike(source: Path, tmp_path: Path, corpora: Pa
     for name in ("run", "hf", "imported"):
         run = begun_from(Run(tmp_path / name, corpora), source / name)
         run.folder.mkdir()
-        train(run)
+        assert run.train_here() == 0
         losses[name] = run.losses()
     assert losses["run"] == losses["hf"] == losses["imported"]
     # The data begin anew, but the weights know them already.
@@ -64,9 +58,9 @@ def test_all_three_folders_begin_alike(source: Path, tmp_path: Path, corpora: Pa
 def test_a_run_goes_on_without_the_folder_it_began_from(source: Path, run: Run) -> None:
     weights = run.folder / "weights"
     shutil.copytree(source / "hf", weights)
-    train(begun_from(run, weights))
+    assert begun_from(run, weights).train_here() == 0
     shutil.rmtree(weights)
-    train(run, f"stages.0.tokens={3 * 512}")
+    assert run.train_here(f"stages.0.tokens={3 * 512}") == 0
     assert len(run.losses()) == 3
 
 
@@ -79,7 +73,7 @@ def test_weights_with_a_damaged_byte_are_neither_trained_on_nor_exported(source:
     shard.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: its SHA-256"):
         export_to_hf(weights, run.folder / "hf", torch.float32, shard_bytes=20_000)
-    assert main([str(begun_from(run, weights).write_recipe())]) == 2
+    assert begun_from(run, weights).train_here() == 2
 
 
 def test_the_recipe_must_describe_the_weights(source: Path, run: Run) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import sentencepiece
 import torch
-import torch.multiprocessing as mp
 import yaml
 from faults import inject, not_a_number, not_a_number_on_rank_1, overflow, scaled_gradient, steady
 from tiny_run import VOCAB, Run, checkpoint_tensors
-from trainer_ranks import _free_port
+from trainer_ranks import Ranks
 from typer.testing import CliRunner
 
 from moba_train.checkpoint.manifest import read_meta
@@ -38,10 +37,6 @@ POISONED = 36
 STEPS = 40
 
 
-def train(run: Run, *arguments: str) -> int:
-    return main([str(run.write_recipe()), *arguments])
-
-
 def newest(run: Run) -> Path:
     path = latest_checkpoint(run.run_dir / "checkpoints")
     assert path is not None
@@ -58,7 +53,7 @@ def skipping(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> tuple[R
     run = steady(Run(tmp_path_factory.mktemp("skipping"), corpora), "skip_step", STEPS)
     with pytest.MonkeyPatch.context() as patch:
         changed = inject(patch, FAULTS, (POISONED,))
-        assert train(run) == 0
+        assert run.train_here() == 0
     return run, changed
 
 
@@ -122,12 +117,12 @@ def test_looking_at_a_step_does_not_change_the_training(run: Run, monkeypatch: p
     """The step after a dump computes with the weights that the step before it made."""
     steady(run, "log", 20)
     inject(monkeypatch, {18: scaled_gradient})
-    assert train(run) == 0
+    assert run.train_here() == 0
     assert dump(run, 18)["action"] == "apply"
     losses = run.losses()
     shutil.rmtree(run.run_dir)
     monkeypatch.setattr("moba_train.health.recovery.write_dump", lambda *_: None)
-    assert train(run) == 0
+    assert run.train_here() == 0
     assert run.losses() == losses
 
 
@@ -230,7 +225,7 @@ def rolling_back(folder: Path, corpora: Path, *stops: str) -> Run:
     for arguments in (*(["--stop-at-step", step] for step in stops), []):
         with pytest.MonkeyPatch.context() as patch:
             inject(patch, {22: scaled_gradient, 26: overflow})
-            assert train(run, *arguments) == 0
+            assert run.train_here(*arguments) == 0
     return run
 
 
@@ -282,27 +277,22 @@ def test_where_the_reaction_ends_the_run_says_so(
 ) -> None:
     """Two steps that are not finite, before the first checkpoint."""
     changed = inject(monkeypatch, dict.fromkeys((2, 3), not_a_number))
-    assert train(steady(run, **spike)) == 2
+    assert steady(run, **spike).train_here() == 2
     assert named in capsys.readouterr().err
     assert [touched for _, touched in changed[1:]] == [False] * (len(changed) - 1)
 
 
-def faulty_rank(rank: int, recipe: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    torch.set_num_threads(1)
+def train_with_a_fault_on_rank_1(recipe: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         inject(patch, {4: not_a_number_on_rank_1})
-        assert main([recipe]) == 0
+        return main([recipe])
 
 
-def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, ranks: Ranks) -> None:
     steady(run, "rollback", 6)
     run.recipe["optim"]["schedule"] = {}
     run.recipe["checkpoint"] = {"every": 2, "keep_last": 10}
-    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": _free_port(), "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    for name, value in {**environment, "CUDA_VISIBLE_DEVICES": ""}.items():
-        monkeypatch.setenv(name, str(value))
-    mp.spawn(faulty_rank, (str(run.write_recipe()),), nprocs=2)
+    ranks.work(train_with_a_fault_on_rank_1, [str(run.write_recipe())], 2)
 
     assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(4, 2)]
     back, good = (checkpoint_tensors(run.run_dir / "checkpoints" / f"step_{step:08d}") for step in (4, 2))
@@ -328,7 +318,7 @@ def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
     run.recipe["checkpoint"]["keep_last"] = 20
     inject(monkeypatch, {10: not_a_number})
     monkeypatch.setattr(Recovery, "_roll_back", damage_first)
-    assert train(run) == 0
+    assert run.train_here() == 0
     assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(10, 4)]
     assert "step_00000008 is damaged: __0_0.distcp: its SHA-256" in caplog.text
     assert (run.run_dir / "checkpoints" / "set-aside-step_00000008").is_dir()
@@ -339,5 +329,5 @@ def test_the_checkpoint_to_roll_back_to_is_kept(run: Run, monkeypatch: pytest.Mo
     steady(run, "rollback", 34)
     run.recipe["checkpoint"]["keep_last"] = 1
     inject(monkeypatch, {25: scaled_gradient, 33: not_a_number})
-    assert train(run) == 0
+    assert run.train_here() == 0
     assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(33, 20)]

@@ -20,7 +20,6 @@ from moba_train.config.run import GateConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.evals.stage import judge
 from moba_train.optim.schedule import stage_learning_rate
-from moba_train.train import main
 
 STEP = 512  # tokens
 
@@ -44,10 +43,6 @@ def gated(folder: Path, corpora: Path) -> Run:
         ],
     }
     return run
-
-
-def train(run: Run, *arguments: str) -> None:
-    assert main([str(run.write_recipe()), *arguments]) == 0
 
 
 def history(run: Run) -> list[dict[str, Any]]:
@@ -77,7 +72,7 @@ def opens_at_8() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpora: Path, opens_at_8: None) -> Run:
     run = gated(tmp_path_factory.mktemp("gated"), corpora)
-    train(run)
+    assert run.train_here() == 0
     return run
 
 
@@ -108,8 +103,8 @@ def test_stops_around_the_gate_change_nothing(tmp_path: Path, corpora: Path, und
     """Bitwise: where it was asked, and in the next stage before its boundary is compared."""
     run = gated(tmp_path, corpora)
     for step in (6, 9):
-        train(run, "--stop-at-step", str(step))
-    train(run)
+        assert run.train_here("--stop-at-step", str(step)) == 0
+    assert run.train_here() == 0
     assert history(run) == history(undisturbed)
     ours, theirs = saved_tensors(run), saved_tensors(undisturbed)
     assert ours.keys() == theirs.keys()

@@ -13,7 +13,6 @@ from tiny_run import Run
 from moba_train.config.load import load_config
 from moba_train.telemetry.code_version import code_version
 from moba_train.telemetry.jsonl import read_records
-from moba_train.train import main
 from moba_train.trainer import Trainer
 
 STEPS = 16
@@ -66,9 +65,9 @@ def crashed_run(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
         inject(patch, {ROLLBACK: not_a_number})
         for _ in CRASHES:
             with pytest.raises(PowerCut):
-                main([str(run.write_recipe())])
+                run.train_here()
             time.sleep(1)  # the names of wandb's folders tell seconds apart
-        assert main([str(run.write_recipe())]) == 0
+        assert run.train_here() == 0
     return run
 
 

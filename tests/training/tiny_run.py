@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.train import main
 
 VOCAB = 64
 
@@ -49,7 +50,7 @@ def checkpoint_tensors(path: Path) -> dict[str, Tensor]:
 
 
 class Run:
-    """A recipe on disk and the means to train it in processes of its own."""
+    """A recipe on disk and the means to train it, here or in processes of its own."""
 
     def __init__(self, folder: Path, corpora: Path) -> None:
         self.folder = folder
@@ -99,6 +100,10 @@ class Run:
         path = self.folder / "recipe.yaml"
         path.write_text(yaml.safe_dump(self.recipe))
         return path
+
+    def train_here(self, *arguments: str) -> int:
+        """Train to the end on one rank in this process, which spares the start of another; returns the exit code."""
+        return main([str(self.write_recipe()), *arguments])
 
     def start(self, ranks: int, *arguments: str, gpu: bool = False) -> subprocess.Popen[str]:
         """Launch training, on the CPU unless `gpu`; one rank runs without torchrun."""
