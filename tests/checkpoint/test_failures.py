@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import multiprocessing
 import os
 import random
 import time
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_ranks import process_group, run_ranks
+from forked import forked
 
 from moba_train.checkpoint import load, manifest, publish
 from moba_train.checkpoint.checkpointer import Checkpointer
@@ -126,8 +126,7 @@ def save_for_ever(folder: Path, store: Path, published) -> None:
 
 @pytest.mark.slow
 def test_sigkill_at_any_moment_loses_no_published_checkpoint(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")  # torch is imported once, not at each of the 20 starts
-    context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.tensor", "checkpoint_ranks"])
+    context = forked()
     folder, moments = tmp_path / "checkpoints", random.Random(0)
     published = context.Value("q", 0)
     leftovers = 0

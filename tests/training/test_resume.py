@@ -1,5 +1,6 @@
 """A run that was stopped, killed or moved to other ranks goes on as if nothing had happened."""
 
+import os
 import random
 import shutil
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import forked
 from tiny_run import Run, checkpoint_tensors
 from torch import Tensor
 from trainer_ranks import Ranks
@@ -88,10 +90,10 @@ def train_within_the_recompile_limit(recipe: str) -> int:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled_blocks_do_not_change_the_loss_and_are_compiled_once_a_kind(run: Run, ranks: Ranks) -> None:
-    """More blocks than torch compiles the same code for."""
+    """More blocks than torch compiles the same code for, of both kinds in one stage."""
     run.recipe["compile"] = True
     run.recipe["model"]["layers"] = 10
-    run.recipe["stages"][0]["tokens"] = run.recipe["stages"][1]["tokens"] = 1024
+    run.recipe["stages"] = [run.recipe["stages"][1] | {"tokens": 1024}]
     ranks.work(train_within_the_recompile_limit, [str(run.write_recipe())], 1)
     compiled = run.losses()
     shutil.rmtree(run.run_dir)
@@ -127,26 +129,36 @@ def test_a_finished_run_stays_as_it_is(ranks: Ranks, finished_run: Run) -> None:
     assert latest_checkpoint(finished_run.run_dir / "checkpoints") == before
 
 
+def train_alone(recipe: str) -> None:
+    """On the CPU, until it is killed."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    main([recipe])
+
+
 @pytest.mark.slow
 def test_twenty_kills_lose_nothing_that_was_published(run: Run, finished_run: Run) -> None:
-    """SIGKILL at random moments, saves included: every checkpoint that was ever published stays valid, progress never
-    goes backwards, and the run at last ends where an undisturbed one ends."""
+    """SIGKILL at random moments, saves included, once a run trains: every checkpoint that was ever published stays
+    valid, progress never goes backwards, and the run at last ends where an undisturbed one ends."""
     run.recipe["checkpoint"]["every"] = 1
-    rng = random.Random(0)
-    published = 0
+    recipe, rng = str(run.write_recipe()), random.Random(0)
+    log, steps = run.run_dir / "metrics.jsonl", [0]
     for _ in range(20):
-        process = run.start(1)
-        time.sleep(2.0 + 3.0 * rng.random())
+        process = forked().Process(target=train_alone, args=(recipe,))
+        before = log.stat().st_size if log.exists() else 0
+        process.start()
+        while process.is_alive() and not (log.exists() and log.stat().st_size > before):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.4))
         process.kill()
-        process.communicate(timeout=60)
+        process.join()
         newest = latest_checkpoint(run.run_dir / "checkpoints")
-        step = 0
         if newest is not None:
             verify_checkpoint(newest)
-            step = read_meta(newest)["progress"]["step"]
-        assert step >= published
-        published = step
-    assert run.train(1)[0] == 0
+            steps.append(read_meta(newest)["progress"]["step"])
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 3, "no kill fell between two checkpoints: the test has lost its point"
+    assert run.train_here() == 0
     assert run.losses() == pytest.approx(finished_run.losses(), rel=1e-5)
     assert not list((run.run_dir / "checkpoints").glob(".tmp-*"))
 

@@ -9,8 +9,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import torch.multiprocessing as mp
+import torch
+from forked import forked
 from tiny_run import Run
+
+from moba_train.train import main
 
 
 @dataclass
@@ -48,9 +51,8 @@ class Ranks:
     def start(self, ranks: int) -> None:
         """Have at least so many processes."""
         while len(self.processes) < ranks:
-            context = mp.get_context("spawn")
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            ours, theirs = forked().Pipe()
+            process = forked().Process(target=_work, args=(theirs,), daemon=True)
             process.start()
             self.processes.append(process)
             self.pipes.append(ours)
@@ -64,8 +66,6 @@ class Ranks:
 
 def run_training(*command: str) -> int:
     """`python -m moba_train.train`."""
-    from moba_train.train import main
-
     return main(list(command))
 
 
@@ -77,8 +77,7 @@ def run_command(*command: str) -> int:
 
 
 def _work(pipe: Connection) -> None:
-    import torch
-
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     while True:
         program, arguments, environment = pipe.recv()

@@ -23,6 +23,7 @@ from context_cases import (
     on_one_device,
     padded_shards,
 )
+from forked import forked
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -238,7 +239,8 @@ CHECKS: dict[str, Check] = {
 
 def run_checks(world: int, checks: dict[str, Check], folder: Path, device: str = "cpu") -> dict[str, str]:
     """Run the checks on `world` ranks; the errors of each check that failed anywhere."""
-    mp.spawn(_rank, (world, checks, str(folder), device), nprocs=world)
+    forked()
+    mp.start_processes(_rank, (world, checks, str(folder), device), world, start_method="forkserver")
     errors: dict[str, str] = {}
     for rank in range(world):
         for name, text in json.loads((folder / f"errors{rank}.json").read_text()).items():

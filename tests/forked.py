@@ -1,0 +1,15 @@
+"""Processes that begin with torch and the trainer imported, which takes longer than what most tests have them do."""
+
+import multiprocessing
+from multiprocessing.context import ForkServerContext
+
+IMPORTED_LATE = ["torch._dynamo", "moba_train.evals.position_plot"]
+"""By any training run: the first by torch, the second with matplotlib."""
+
+
+def forked() -> ForkServerContext:
+    """Its processes are forks of one that has imported all this once. They have the environment of that one: what a
+    test changes in its own does not reach them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["moba_train.train", *IMPORTED_LATE])
+    return context
