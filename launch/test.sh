@@ -1,4 +1,8 @@
 #!/usr/bin/env bash
 # Set up if needed and run the tests; arguments go to pytest. GPU tests run where there is a GPU.
+#
+#   bash launch/test.sh -m "not slow"           without those that take long: kills, stalls, interpreted kernels
+#   bash launch/test.sh -m gpu                  only those that need a GPU
+#   bash launch/test.sh tests/training -x       one folder, up to the first failure
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 exec "$PYTHON" -m pytest "$@"

@@ -88,6 +88,7 @@ def train_within_the_recompile_limit(recipe: str) -> int:
         return main([recipe])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled_blocks_do_not_change_the_loss_and_are_compiled_once_a_kind(run: Run, ranks: Ranks) -> None:
     """More blocks than torch compiles the same code for, of both kinds in one stage."""

@@ -76,7 +76,7 @@ def records(crashed_run: Run) -> list[Any]:
     """Everything wandb wrote, oldest first."""
     files = sorted(crashed_run.run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert len(files) == 3
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not all(read_wandb_file(file)[-1].HasField("exit") for file in files):  # `finish` does not wait for its file
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -43,7 +43,7 @@ class Ranks:
                 "MASTER_PORT": port,
             }
             self.pipes[rank].send((program, arguments, {key: str(value) for key, value in environment.items()}))
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300  # where nothing is cached, compiling takes a minute of a quiet core
         for rank in range(ranks):
             assert self.pipes[rank].poll(max(0.0, deadline - time.monotonic())), f"rank {rank} does not come back"
             assert self.pipes[rank].recv() == 0, f"rank {rank} failed; see its output"
