@@ -75,12 +75,12 @@ def raise_error() -> None:
     raise RuntimeError("wandb is broken")
 
 
-def hang() -> None:
-    time.sleep(6 * MOMENT_S)
-
-
 MOMENT_S = 10.0
 """What waits for a wandb that hangs takes longer; what does not takes less, on a loaded machine too."""
+
+
+def hang() -> None:
+    time.sleep(6 * MOMENT_S)
 
 
 def test_records_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_a_damaged_history_costs_no_more_than_itself(tmp_path, monkeypatch, capl
 @pytest.mark.parametrize("behaviour", [raise_error, hang])
 @pytest.mark.parametrize("where", ["init", "log", "alert", "finish"])
 def test_a_failing_wandb_neither_stops_nor_slows_a_run(tmp_path, monkeypatch, caplog, where, behaviour) -> None:
-    """A record costs the training loop less than 0.2 ms of work, whatever wandb does; closing, no more than its limit."""
+    """A record costs the training loop less than 0.2 ms of work, whatever wandb does; closing ends."""
     install(monkeypatch, FakeRun(where, behaviour))
     monkeypatch.setattr(wandb_sink, "QUEUE_SIZE", 10)
     wandb = sink(tmp_path, wait_s=0.5)

@@ -83,6 +83,7 @@ def test_every_transport_trains(
     run: Run, ranks: Ranks, alone_for_4_steps: Run, world: int, per_node: int, parallel: dict[str, Any]
 ) -> None:
     """Only the second stage shares its sequences: the layout of the weights stays as it is."""
+    run.recipe["stages"][0]["micro_batch_size"] = 2  # four ranks have no more
     run.recipe["stages"][1]["parallel"] = {"cp": world, **parallel}
     ranks.train(lengthened(run, 4), world, per_node=per_node)
     (choice,) = run.records("parallel")
