@@ -72,7 +72,9 @@ def test_plain_rows_and_variants_have_a_table_each() -> None:
 def test_the_short_table_compares_with_the_fastest_dense_kernel() -> None:
     text = render_short(
         file(
-            result("8K:512/3", auto=column(1, 2, 0.6), cudnn=column(1, 4, 0.5), flash4=column(2, 3), flash2={"error": ""}),
+            result(
+                "8K:512/3", auto=column(1, 2, 0.6), cudnn=column(1, 4, 0.5), flash4=column(2, 3), flash2={"error": ""}
+            ),
             result("1M:4096/12", auto=column(1600, 6700, 57)),
             result("8K:512/3,routing=sink", auto=column(1, 2, 1)),
         )
