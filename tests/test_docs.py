@@ -34,8 +34,8 @@ def test_the_recipe_in_the_readme_is_valid_and_can_be_planned(tmp_path: Path) ->
     assert len(plan.stages) == 2
 
 
-def test_the_python_in_the_readme_runs() -> None:
-    (code,) = blocks(README, "python")
+def test_the_attention_alone_runs_as_shown() -> None:
+    (code,) = blocks(ROOT / "docs" / "kernels.md", "python")
     q, k, v = (torch.randn(600, heads, 16) for heads in (4, 2, 2))
     names = {"q": q, "k": k, "v": v, "cu": torch.tensor([0, 100, 600], dtype=torch.int32)}
     exec(code, names)
