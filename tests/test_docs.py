@@ -139,6 +139,24 @@ def percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
+def test_the_first_screen_of_the_readme_says_what_was_measured() -> None:
+    attention = {entry["row"]: entry["columns"] for entry in results("attention-h200.json")}
+
+    def speedup(row: str) -> float:
+        times = {name: column["both_ms"]["median"] for name, column in attention[row].items() if "both_ms" in column}
+        return min(times[name] for name in ("cudnn", "flash2", "flash4") if name in times) / times["auto"]
+
+    smollm2 = {entry["attention"]: entry["mean"][-1] for entry in results("smollm2-32k-h200.json")}
+    text = " ".join(README.read_text().split("## Two commands")[0].split())
+    for claim in (
+        f"is {speedup('256K:128/8'):.0f} times as fast as the fastest dense kernel",
+        f"{speedup('256K:4096/12'):.1f} times with 4096/12",
+        f"is {smollm2['MoBA']:.2f}, with full attention {smollm2['full']:.2f}",
+        f"After {results('chaos.json')['kills']} SIGKILLs",
+    ):
+        assert claim in text, claim
+
+
 def test_the_readme_has_the_trainers_measured_speed() -> None:
     found = results("training-1b-h200.json").values()
     columns = [[entry[name]["median"] for name in ("tokens_per_s_per_device", "mfu", "mfu_dense")] for entry in found]
