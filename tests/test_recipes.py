@@ -122,11 +122,6 @@ def test_the_launcher_makes_the_same_documents_as_the_guide() -> None:
         assert (plain if len(sizes) == 2 else f"conversations {output} {' '.join(sizes)}") in launcher
 
 
-@pytest.mark.parametrize("path"(GUIDE))
-def test_links_of_the_guide_lead_somewhere(path: str) -> None:
-    assert (GUIDE.parent / path).exists()
-
-
 def smaller(recipe: Path) -> list[str]:
     """Overrides that make seconds on a CPU of a miniature; stages, their order and their kinds stay as they are."""
     config = load_config(recipe)
