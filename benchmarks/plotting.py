@@ -1,6 +1,7 @@
 """The look that the pictures of the docs share: readable on a light and on a dark page."""
 
 import hashlib
+from typing import Any
 
 import matplotlib
 
@@ -9,7 +10,7 @@ from matplotlib.axes import Axes
 
 GREY = "#797979"
 """With a contrast of at least 3 to GitHub's white and to its dark background."""
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "moba", "font.family": "sans-serif", "font.size": 10}
+STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "moba", "font.family": "sans-serif", "font.size": 10}
 """For `rc_context`; the same results give the same bytes."""
 
 

@@ -31,7 +31,7 @@ def write_corpus(prefix: Path, tokens: int, vocab_size: int) -> None:
 
 
 def recipe(
-    model: str, corpus: Path, run_dir: Path, seq_len: int, sequences: int, steps: int, **other: Any
+    model: str, corpus: Path, run_dir: Path, seq_len: int, sequences: int, steps: int, /, **other: Any
 ) -> dict[str, Any]:
     """One stage of `steps` optimizer steps of `sequences` sequences, saved at its end alone; `other` keys replace."""
     return {
