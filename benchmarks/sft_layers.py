@@ -63,8 +63,6 @@ class Setup:
     """Of fine-tuning."""
     base_lr: float
     lr: float
-    base_full: str = "none"
-    """Layers with full attention in the last stage of pretraining, as in a recipe's `attention.full_layers`."""
     short: tuple[int, ...] = ()
     """Lengths of the stages before it, all layers full: recall is learnt from what is near, then extended."""
 
@@ -109,7 +107,7 @@ def pretrain(setup: Setup, seed: int, device: torch.device, clock: Clock) -> tup
             Documents.of(pretraining_documents(sizes, count, generator), places, batch)
             for count in (min(setup.base_steps * batch, 2**25 // length), max(HELD_OUT, batch))
         )
-        model.set_attention(attention_layers(setup, setup.base_full if length == setup.data.length else "all"))
+        model.set_attention(attention_layers(setup, "none" if length == setup.data.length else "all"))
 
         def enough(step: int, length: int = length, held_out: Documents = held_out) -> bool:
             curve.append((length, step, *evaluate(model, held_out, setup.data)))
@@ -232,18 +230,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--full", nargs="*", help="values of attention.full_layers, see docs/config.md")
     parser.add_argument("--controls", nargs="*", default=[], help="the same, for runs with loss on every token")
-    parser.add_argument("--base-steps", type=int)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--base-full", help="full layers of the pretraining; default: none")
-    parser.add_argument("--base-lr", type=float)
-    parser.add_argument("--lr", type=float)
-    parser.add_argument("--minutes", type=float, default=18)
+    parser.add_argument("--base-steps", type=int, help="of each stage of pretraining, at most")
+    parser.add_argument("--steps", type=int, help="of fine-tuning")
+    parser.add_argument("--minutes", type=float, default=18, help="then runs in progress are dropped")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
     clock = Clock(time.monotonic() + 60 * arguments.minutes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    given = {key: getattr(arguments, key) for key in ("base_steps", "steps", "base_full", "base_lr", "lr")}
+    given = {key: getattr(arguments, key) for key in ("base_steps", "steps")}
     setup = SETUPS[arguments.size]
     setup = replace(setup, **{key: value for key, value in given.items() if value is not None})
     half = setup.model.layers // 2
