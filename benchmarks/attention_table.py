@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.attention_rows import Case, short
+from benchmarks.record import markdown
 
 RESULT = Path(__file__).parent / "results" / "attention-h200.json"
 BARS = {
@@ -85,8 +86,7 @@ def _table(results: list[Result], cells: Any) -> str:
     columns = [name for name in COLUMNS if any(name in result["columns"] for result in results)]
     lines = [cells(result, columns) for result in results]
     head = list(lines[0])
-    rows = [head, ["---"] * len(head), *([line[title] for title in head] for line in lines)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown([head, *([line[title] for title in head] for line in lines)])
 
 
 def _short_cells(result: Result, columns: list[str]) -> dict[str, str]:
