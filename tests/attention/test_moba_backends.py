@@ -101,3 +101,14 @@ def test_the_plan_of_flash_is_the_choice_alone_and_of_the_shape_that_tracing_is_
     (chosen,) = attention.plan(x, attention.summarize(x, layout), layout)
     (empty,) = attention.empty_plan(x, x, layout)
     assert (empty.shape, empty.dtype) == (chosen.shape, chosen.dtype)
+
+
+def test_the_reference_takes_a_plan_that_the_kernels_made():
+    """A rank whose queries are one run plans with `triton`, then meets keys in runs that only the reference takes."""
+    layout = packed([64], "cpu")
+    mine, theirs = layout.part(((24, 40),), None), layout.part(((24, 40),), ((0, 16), (24, 40)))
+    options = {"block_size": 16, "topk": 3}
+    assert pick_backend("auto", q(), mine, **options) == "triton"
+    with pytest.warns(UserWarning, match="plain PyTorch"):
+        monkey = pick_backend("auto", q(), theirs, **options)
+    assert monkey is reference
