@@ -169,7 +169,7 @@ def test_second_derivatives_are_refused_clearly() -> None:
     q, k, v = inputs()
     out, _ = run_local(q, k, v, KINDS["moba"], packed_layout(LENGTHS))
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="attention: .*second derivative"):
+    with pytest.raises(NotImplementedError, match=r"attention: .*second derivative"):
         dq.sum().backward()
 
 
