@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import pairwise
+from operator import index
 from typing import Any, Literal
 
 import torch
@@ -63,7 +64,8 @@ def moba_attention(
     _check(q, k, v, block_size, topk, always)
     layout = _documents(q, cu_seqlens)
     options = {"block_size": block_size, "topk": topk, "select": select, "always": always, "backend": backend}
-    attention = _attention(options, q.shape[-1], softmax_scale)
+    head_dim = index(q.shape[-1])  # a number, also where torch.compile made the sizes symbolic
+    attention = _attention(options, head_dim, softmax_scale)
     out, lse = run_local(q, k, v, attention, layout)
     return (out, lse) if return_lse else out
 
