@@ -1,1 +1,1 @@
-"""Programs that print and save the numbers we claim; their results are in benchmarks/results."""
+"""Programs that print and save the numbers we claim; benchmarks/README.md is their table of contents."""

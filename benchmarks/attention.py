@@ -8,7 +8,7 @@ Shape of Llama-3-8B's attention unless a row says otherwise: 32 query heads, 8 k
 document of random data. Before a row is timed, a sample of its outputs and gradients is compared with float64. Times
 are medians over CUDA events. Exit status 1 when a result is wrong or a row of ours fails. Then, for README and picture:
 
-    python -m benchmarks.attention_table --write README.md
+    python -m benchmarks.attention_table --write README.md docs/kernels.md
     python -m benchmarks.attention_plot
 """
 
@@ -26,9 +26,9 @@ from benchmarks.attention_peers import Peer, dense_key, peers, versions
 from benchmarks.attention_routing import routed_share
 from benchmarks.attention_rows import SYNTAX, Case, Row, compile_ahead
 from benchmarks.attention_table import Result, render, summary
+from benchmarks.options import length, need_gpus
 from benchmarks.record import provenance, save
 from benchmarks.timing import kernel_times, measure
-from moba_train.units import parse_number
 
 PLAIN = (
     "8K:512/3 32K:512/3 32K:128/8 64K:128/8 128K:128/8 128K:4096/12 256K:128/8 256K:4096/12 512K:4096/12 "
@@ -132,13 +132,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help=f"only {' '.join(QUICK)}")
     parser.add_argument(
         "--dense-up-to",
-        type=lambda text: parse_number(text, 1024),
+        type=length,
         help="longest sequence for every dense attention; default: 256K for cuDNN and FlashAttention-4, 64K for "
         "FlashAttention-2",
     )
     parser.add_argument("--budget", type=float, default=0.25, help="seconds of GPU time per measurement")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    need_gpus(parser)
     began = time.monotonic()
     cases = arguments.rows or [Case.parse(text) for text in (QUICK if arguments.quick else ROWS)]
     for error in compile_ahead(cases):

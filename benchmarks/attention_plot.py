@@ -7,14 +7,10 @@ MoBA setting (benchmarks/attention_cost.py).
 """
 
 import argparse
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -22,10 +18,10 @@ from matplotlib.lines import Line2D
 from benchmarks.attention_cost import MATRIX_TFLOPS, MEMORY_GB_PER_MS, moba_cost
 from benchmarks.attention_rows import Case, short
 from benchmarks.attention_table import RESULT
+from benchmarks.plotting import GREY, STYLE, plain, stamp
 
 PICTURE = Path(__file__).parent.parent / "docs" / "attention.svg"
 LONGEST = 2**20
-GREY = "#797979"
 COLOURS = {
     "128/8": "#1c7ed6",
     "512/3": "#2b8a3e",
@@ -78,18 +74,13 @@ def draw(source: Path, picture: Path) -> None:
     curves = measured(data)
     if not curves:
         raise ValueError(f"{source} holds no row of {', '.join(COLOURS)} to draw; run python -m benchmarks.attention")
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moba", "font.family": "sans-serif", "font.size": 10}):
+    with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
         for label, curve in curves.items():
             _draw_curve(axes, label, curve)
         _decorate(axes, data)
         figure.savefig(picture, transparent=True, metadata={"Date": None, "Description": stamp(text)})
         plt.close(figure)
-
-
-def stamp(text: str) -> str:
-    """What a picture says of the file it was drawn from."""
-    return f"drawn from results with sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _draw_curve(axes: Axes, label: str, curve: Curve) -> None:
@@ -122,12 +113,7 @@ def _decorate(axes: Axes, data: dict[str, Any]) -> None:
         fontsize=10,
         loc="left",
     )
-    axes.tick_params(colors=GREY, length=3)
-    axes.grid(color=GREY, alpha=0.3, lw=0.5)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(GREY)
+    plain(axes)
     styles = [
         Line2D([], [], color=GREY, marker="o", ms=4.5, lw=1.8, label="measured"),
         Line2D([], [], color=GREY, ls="--", lw=1.2, label="not measured: continued by T²"),

@@ -1,15 +1,17 @@
 """Tables from the attention benchmark's result file.
 
-python -m benchmarks.attention_table                    # print them as Markdown
-python -m benchmarks.attention_table --write README.md  # replace what stands between the README's markers
+python -m benchmarks.attention_table                                   # print them as Markdown
+python -m benchmarks.attention_table --write README.md docs/kernels.md # replace what stands between their markers
 """
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.attention_rows import Case, short
+from benchmarks.record import markdown
 
 RESULT = Path(__file__).parent / "results" / "attention-h200.json"
 BARS = {
@@ -35,7 +37,8 @@ COLUMNS = {
     "flash_moba": "FlashMoBA",
     "moonshot": "Moonshot's MoBA",
 }
-BEGIN, END = "<!-- attention table: python -m benchmarks.attention_table --write README.md -->", "<!-- end of table -->"
+DENSE = ("cudnn", "flash2", "flash4")
+END = "<!-- end of table -->"
 
 Result = dict[str, Any]
 
@@ -73,12 +76,31 @@ def render(data: Result) -> str:
     return "\n\n".join(parts)
 
 
+def render_short(data: Result) -> str:
+    """One table for the README: MoBA beside whichever dense kernel was the fastest."""
+    results = [result for result in data["results"] if "columns" in result and Case.parse(result["row"]).is_plain]
+    return _table(results, _short_cells)
+
+
 def _table(results: list[Result], cells: Any) -> str:
     columns = [name for name in COLUMNS if any(name in result["columns"] for result in results)]
     lines = [cells(result, columns) for result in results]
     head = list(lines[0])
-    rows = [head, ["---"] * len(head), *([line[title] for title in head] for line in lines)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown([head, *([line[title] for title in head] for line in lines)])
+
+
+def _short_cells(result: Result, columns: list[str]) -> dict[str, str]:
+    case, ours = Case.parse(result["row"]), median(result, "auto", "both_ms")
+    dense = {name: both for name in DENSE if (both := median(result, name, "both_ms")) is not None}
+    fastest = min(dense, key=lambda name: dense[name], default=None)
+    return {
+        "tokens": short(case.tokens),
+        "block/topk": f"{case.block_size}/{case.topk}",
+        "MoBA": _times(result, "auto"),
+        "fastest dense kernel": "not measured" if fastest is None else _times(result, fastest),
+        "speed-up": "" if fastest is None or ours is None else f"{dense[fastest] / ours:.1f}",
+        "peak GiB": _peak(result, {}),
+    }
 
 
 def _plain_cells(result: Result, columns: list[str]) -> dict[str, str]:
@@ -119,25 +141,37 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
 
 
-def insert(text: str, table: str) -> str:
-    """`text` with `table` between the markers. Raises ValueError where they are missing."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"no place for the table: the lines {BEGIN!r} and {END!r} are needed")
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+TABLES: dict[str, Callable[[Result], str]] = {
+    "<!-- attention table: python -m benchmarks.attention_table --write FILE -->": render,
+    "<!-- short attention table: python -m benchmarks.attention_table --write FILE -->": render_short,
+}
+"""What stands between a marker of this name and `END`."""
+
+
+def insert(text: str, data: Result) -> str:
+    """`text` with each table that it has a marker for. Raises ValueError where it has none, or no end to it."""
+    found = [marker for marker in TABLES if marker in text]
+    if not found:
+        raise ValueError(f"no place for a table: one of the lines {', '.join(map(repr, TABLES))} is needed")
+    for marker in found:
+        before, _, rest = text.partition(marker)
+        _, end, after = rest.partition(END)
+        if not end:
+            raise ValueError(f"no place for the table: the line {END!r} is needed after {marker!r}")
+        text = f"{before}{marker}\n\n{TABLES[marker](data)}\n\n{END}{after}"
+    return text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=RESULT)
-    parser.add_argument("--write", type=Path, help="a Markdown file with the markers")
+    parser.add_argument("--write", type=Path, nargs="+", default=[], help="Markdown files with markers")
     arguments = parser.parse_args()
-    table = render(json.loads(arguments.json.read_text()))
-    if arguments.write:
-        arguments.write.write_text(insert(arguments.write.read_text(), table))
-    else:
-        print(table)
+    data = json.loads(arguments.json.read_text())
+    for path in arguments.write:
+        path.write_text(insert(path.read_text(), data))
+    if not arguments.write:
+        print(render(data))
 
 
 if __name__ == "__main__":

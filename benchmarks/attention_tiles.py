@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources
 
 from benchmarks.attention_rows import Case, Row
+from benchmarks.options import need_gpus
 from benchmarks.timing import kernel_times, milliseconds
-from moba_train.attention.moba.triton import call as kernels
-from moba_train.attention.moba.triton.tiles import Shape, Shapes, shapes
 
 FORWARD = ("own", "forward", "short_forward")
 CANDIDATES = {
@@ -32,7 +29,6 @@ CANDIDATES = {
     "short_forward": "128x128x8x3 128x128x8x2 64x128x4x2 64x128x4x3 64x128x8x3",
     "short_backward": "32x128x8x3 32x128x8x2 64x128x8x3 64x128x8x2",
 }
-assert set(CANDIDATES) == {field.name for field in fields(Shapes)}
 
 
 def passes(row: Row) -> dict[bool, Callable[[], tuple[Tensor, ...]]]:
@@ -51,12 +47,15 @@ def errors(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> str:
     return " ".join(f"{((a.float() - b.float()).norm() / b.float().norm()).item():.0e}" for a, b in parts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", nargs="+", default=["128K:4096/12", "64K:128/8"], help="TOKENS:BLOCK/TOPK ...")
-    parser.add_argument("--kernel", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
-    parser.add_argument("--shapes", nargs="+", help="instead of the built-in candidates")
-    arguments = parser.parse_args()
+def sweep(arguments: argparse.Namespace) -> None:
+    """Time and print every shape."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources
+
+    from moba_train.attention.moba.triton import call as kernels
+    from moba_train.attention.moba.triton.tiles import Shape, Shapes, shapes
+
+    assert set(CANDIDATES) == {field.name for field in fields(Shapes)}
     for name in arguments.row:
         row = Row(Case.parse(name))
         usual, run = shapes(row.q.shape[2], row.block_size), passes(row)
@@ -82,6 +81,16 @@ def main() -> None:
         kernels.shapes = shapes
         del row, run
         torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", nargs="+", default=["128K:4096/12", "64K:128/8"], help="TOKENS:BLOCK/TOPK ...")
+    parser.add_argument("--kernel", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
+    parser.add_argument("--shapes", nargs="+", help="instead of the built-in candidates")
+    arguments = parser.parse_args()
+    need_gpus(parser)
+    sweep(arguments)
 
 
 if __name__ == "__main__":

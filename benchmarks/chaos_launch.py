@@ -3,6 +3,7 @@
 python -m benchmarks.chaos_launch RANKS RECIPE.yaml      does what torchrun --standalone --max-restarts 1000 does
 """
 
+import argparse
 import sys
 import uuid
 
@@ -18,10 +19,14 @@ def train(recipe: str) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("recipe")
+    arguments = parser.parse_args()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=int(sys.argv[1]),
+        nproc_per_node=arguments.ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -29,4 +34,4 @@ if __name__ == "__main__":
         max_restarts=1000,
         monitor_interval=0.1,
     )
-    elastic_launch(config, train)(sys.argv[2])
+    elastic_launch(config, train)(arguments.recipe)

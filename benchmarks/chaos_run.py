@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.training import write_corpus
+from benchmarks.trainer_run import write_corpus
 from moba_train.checkpoint.manifest import read_manifest
 from moba_train.checkpoint.publish import latest_checkpoint, published
 

@@ -12,44 +12,37 @@ form is the quick start's model and batch on two CPU ranks. Two checkpoints at a
 import argparse
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
+from benchmarks.options import length
 from benchmarks.record import save, spread
-from benchmarks.training import MODEL, WARM_UP_STEPS, write_corpus
+from benchmarks.trainer_run import WARM_UP_STEPS, launch, model_shape, recipe, write_corpus
 from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.telemetry.jsonl import read_records
 
 
 def train(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Train with `saves` saves; returns the run's records."""
-    batch = arguments.gpus * arguments.sequences_per_rank * arguments.seq_len
-    model = yaml.safe_load((MODEL / f"{arguments.model}.yaml").read_text())["model"]
-    steps = arguments.every * arguments.saves
-    write_corpus(folder / "corpus", 2 * steps * batch, model["vocab_size"])
-    recipe = {
-        "extends": str(MODEL / f"{arguments.model}.yaml"),
-        "name": "benchmark",
-        "run_dir": str(folder / "run"),
+    sequences, steps = arguments.gpus * arguments.sequences_per_rank, arguments.every * arguments.saves
+    model = model_shape(arguments.model)
+    write_corpus(folder / "corpus", 2 * steps * sequences * arguments.seq_len, model["vocab_size"])
+    own = {
         "model": {"layers": arguments.layers or model["layers"]},
         "attention": {"default": "full"},
         "activation_checkpointing": "full" if torch.cuda.is_available() else "none",
-        "data": {"train": [{"path": str(folder / "corpus")}]},
-        "batch_tokens": batch,
         "micro_batch_size": arguments.sequences_per_rank,
-        "stages": [{"name": "only", "seq_len": arguments.seq_len, "tokens": steps * batch}],
         "checkpoint": {"every": arguments.every, "keep_last": 1},
-        "telemetry": {"wandb": {"mode": "disabled"}, "console": False},
     }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.gpus)]
-    subprocess.run([*launch, "-m", "moba_train.train", str(folder / "recipe.yaml")], check=True)
+    launch(
+        recipe(arguments.model, folder / "corpus", folder / "run", arguments.seq_len, sequences, steps, **own),
+        folder / "recipe.yaml",
+        arguments.gpus,
+        check=True,
+    )
     return read_records(folder / "run" / "metrics.jsonl")
 
 
@@ -80,7 +73,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="a file of configs/models; tiny is the quick start's")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--gpus", type=int, default=2, help="ranks; on the CPU where there is no GPU")
-    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--seq-len", type=length, default=256)
     parser.add_argument("--sequences-per-rank", type=int, default=8)
     parser.add_argument("--every", type=int, default=20, help="steps between saves; a save must not take longer")
     parser.add_argument("--saves", type=int, default=4)

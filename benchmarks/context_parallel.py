@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.options import length
 from benchmarks.record import save, spread
 from benchmarks.timing import queued
 from moba_train.attention.full import FullAttention
@@ -33,7 +34,6 @@ from moba_train.parallel.context.choose import Scheme, Shape, check_heads, check
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.world import World, joined_world
-from moba_train.units import parse_number
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 TOY_HEADS, TOY_KV_HEADS, TOY_HEAD_DIM = 8, 4, 16
@@ -221,17 +221,13 @@ def report(result: dict[str, Any]) -> None:
     )
 
 
-def numbers(text: str) -> int:
-    return parse_number(text, 1024)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transports", nargs="+", default=["allgather", "ring", "ulysses", "hierarchical"])
     parser.add_argument("--layouts", nargs="+", default=["contiguous", "zigzag"])
     parser.add_argument("--attention", nargs="+", default=["dense", "128/8", "4096/12"], help="dense or BLOCK/TOPK")
-    parser.add_argument("--tokens", nargs="+", type=numbers, help="whole sequences; default 64K 128K 256K, CPU 1K")
-    parser.add_argument("--alone-up-to", type=numbers, default=2**18, help="longest sequence for one rank alone")
+    parser.add_argument("--tokens", nargs="+", type=length, help="whole sequences; default 64K 128K 256K, CPU 1K")
+    parser.add_argument("--alone-up-to", type=length, default=2**18, help="longest sequence for one rank alone")
     parser.add_argument("--ranks-per-node", type=int, help="ranks in a node, for hierarchical; default: all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.context_parallel import Setting, both_passes, numbers
+from benchmarks.context_parallel import Setting, both_passes
+from benchmarks.options import length
 from benchmarks.record import save, spread
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.protocol import packed_layout
@@ -156,7 +157,7 @@ def main() -> None:
     transports = ["allgather", "ring", "ring:2", "ulysses", "lockstep"]
     parser.add_argument("--transports", nargs="+", default=transports, help="NAME, ring:BUFFERS or lockstep")
     parser.add_argument("--layouts", nargs="+", default=["contiguous"], choices=["contiguous", "zigzag"])
-    parser.add_argument("--tokens", type=numbers, help="default 256K, CPU 2K")
+    parser.add_argument("--tokens", type=length, help="default 256K, CPU 2K")
     parser.add_argument("--moba", help="BLOCK/TOPK, default 512/8, CPU 32/4")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)

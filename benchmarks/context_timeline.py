@@ -14,7 +14,8 @@ import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.context_parallel import Setting, both_passes, numbers
+from benchmarks.context_parallel import Setting, both_passes
+from benchmarks.options import length, need_gpus
 from benchmarks.record import save
 from moba_train.attention.protocol import packed_layout
 from moba_train.parallel.context.choose import Scheme
@@ -105,7 +106,7 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", default=["allgather", "ring", "ulysses"])
     parser.add_argument("--layout", default="zigzag", choices=["contiguous", "zigzag"])
     parser.add_argument("--attention", nargs="+", default=["dense"], help="dense or BLOCK/TOPK")
-    parser.add_argument("--tokens", type=numbers, default=2**17)
+    parser.add_argument("--tokens", type=length, default=2**17)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--draw", nargs=2, type=Path, metavar=("JSON", "SVG"))
     arguments = parser.parse_args()
@@ -113,6 +114,7 @@ def main() -> None:
         source, target = arguments.draw
         draw(json.loads(source.read_text())["results"], target)
         return
+    need_gpus(parser)
     with joined_world() as world:
         setting = Setting(world, repeats=1)
         results = [

@@ -16,10 +16,10 @@ import torch
 
 from benchmarks.attention_peers import dense_backend
 from benchmarks.attention_rows import Case, Row, compile_ahead, short
-from benchmarks.record import save, spread
+from benchmarks.options import length, need_gpus
+from benchmarks.record import markdown, save, spread
 from benchmarks.timing import milliseconds
 from moba_train.attention.dense import BACKENDS
-from moba_train.units import parse_number
 
 SETTINGS = "128/8 512/3 512/8 2048/4 4096/12"
 
@@ -31,18 +31,18 @@ def cases(setting: str, total: int) -> list[Case]:
     block_size, topk = map(int, setting.split("/"))
     found = []
     for blocks in sorted({max(1, topk // 2), topk, topk + 1, 2 * topk, 4 * topk}):
-        length = blocks * block_size
-        count = max(1, total // length)
-        found.append(Case(count * length, block_size, topk, documents=f"{count}x{length}"))
+        size = blocks * block_size
+        count = max(1, total // size)
+        found.append(Case(count * size, block_size, topk, documents=f"{count}x{size}"))
     return found
 
 
 def against_dense(case: Case, budget_s: float) -> Result:
     """Milliseconds of MoBA's Triton kernels (`auto` would take dense attention itself where it may) and of each dense
     kernel on the same documents."""
-    row, length = Row(case), case.lengths()[0]
-    blocks = length // case.block_size
-    result: Result = {"row": case.name, "setting": f"{case.block_size}/{case.topk}", "length": length}
+    row, size = Row(case), case.lengths()[0]
+    blocks = size // case.block_size
+    result: Result = {"row": case.name, "setting": f"{case.block_size}/{case.topk}", "length": size}
     result |= {"documents": len(case.lengths()), "blocks": blocks, "same_result": blocks <= case.topk}
     result["moba_ms"] = spread(milliseconds(row.both, budget_s))
     result["dense_ms"] = {}
@@ -59,7 +59,7 @@ def dense_table(results: list[Result]) -> str:
     """One line a case, and whether dense attention is the faster one wherever it may be taken."""
     names = list(dict.fromkeys(name for result in results for name in result["dense_ms"]))
     titles = ["block/topk", "blocks", "documents", "MoBA", *(f"dense, {name}" for name in names), "MoBA / dense", "may"]
-    lines = [titles, ["---"] * len(titles)]
+    lines = [titles]
     for result in results:
         dense = {name: spread_["median"] for name, spread_ in result["dense_ms"].items()}
         ratios = [f"{result['moba_ms']['median'] / dense[name]:.2f}" if name in dense else "–" for name in names]
@@ -74,8 +74,7 @@ def dense_table(results: list[Result]) -> str:
         faster = [result for result in free if name in result["dense_ms"] and _dense_is_faster(result, name)]
         known = sum(name in result["dense_ms"] for result in free)
         verdicts.append(f"{name} is faster in {len(faster)} of {known}")
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table}\n\nWhere either may be taken: {'; '.join(verdicts)}."
+    return f"{markdown(lines)}\n\nWhere either may be taken: {'; '.join(verdicts)}."
 
 
 def _dense_is_faster(result: Result, name: str) -> bool:
@@ -85,10 +84,11 @@ def _dense_is_faster(result: Result, name: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", default=SETTINGS.split(), help="BLOCK/TOPK ...")
-    parser.add_argument("--total", type=lambda text: parse_number(text, 1024), default=2**15, help="tokens of a case")
+    parser.add_argument("--total", type=length, default=2**15, help="tokens of a case")
     parser.add_argument("--budget", type=float, default=0.15, help="seconds of GPU time per measurement")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    need_gpus(parser)
     measured = [case for setting in arguments.settings for case in cases(setting, arguments.total)]
     for error in compile_ahead(measured):
         print(f"compiling {error}", flush=True)

@@ -12,7 +12,6 @@ import argparse
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -20,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
+from benchmarks.options import length
 from benchmarks.record import save, spread
 from benchmarks.timing import milliseconds
-from benchmarks.training import MODEL, WARM_UP_STEPS, write_corpus
+from benchmarks.trainer_run import WARM_UP_STEPS, launch, model_shape, recipe, write_corpus
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import run_local
 from moba_train.attention.moba.layer import MobaAttention
@@ -82,36 +81,22 @@ def kernels(tokens: int, budget_s: float) -> dict[str, Any]:
 
 def train(folder: Path, switch: bool, settings: argparse.Namespace) -> Path:
     """One run of the real trainer, saved at its end; its folder."""
-    sequences = settings.gpus * settings.sequences_per_gpu
-    recipe = {
-        "extends": str(MODEL / f"{settings.model}.yaml"),
-        "name": "benchmark",
-        "run_dir": str(folder / "run"),
-        "data": {"train": [{"path": str(folder.parent / "corpus")}]},
-        "batch_tokens": sequences * settings.seq_len,
-        "attention": {"full_layers": "last:3", "moba": {"block_size": 512, "topk": 3}},
-        "stages": [
-            {"name": "only", "seq_len": settings.seq_len, "tokens": settings.steps * sequences * settings.seq_len}
-        ],
-        "deterministic": switch,
-        "checkpoint": {"every": 10**6},
-        "telemetry": {"wandb": {"mode": "disabled"}, "console": False},
-    }
+    own = {"attention": {"full_layers": "last:3", "moba": {"block_size": 512, "topk": 3}}, "deterministic": switch}
+    sequences, corpus = settings.gpus * settings.sequences_per_gpu, folder.parent / "corpus"
     folder.mkdir()
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.gpus)]
-    subprocess.run([*launch, "-m", "moba_train.train", str(path)], stdout=subprocess.DEVNULL, check=True)
+    launch(
+        recipe(settings.model, corpus, folder / "run", settings.seq_len, sequences, settings.steps, **own),
+        folder / "recipe.yaml",
+        settings.gpus,
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
     return folder / "run"
 
 
 def runs(folder: Path, settings: argparse.Namespace) -> dict[str, Any]:
-    vocab_size = yaml.safe_load((MODEL / f"{settings.model}.yaml").read_text())["model"]["vocab_size"]
-    write_corpus(
-        folder / "corpus",
-        2 * settings.steps * settings.gpus * settings.sequences_per_gpu * settings.seq_len,
-        vocab_size,
-    )
+    needed = settings.steps * settings.gpus * settings.sequences_per_gpu * settings.seq_len
+    write_corpus(folder / "corpus", 2 * needed, model_shape(settings.model)["vocab_size"])
     results: dict[str, Any] = {}
     for switch in (False, True):
         one, again = (train(folder / f"{name}-{switch}", switch, settings) for name in ("one", "again"))
@@ -142,11 +127,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-1b", help="a file of configs/models")
     parser.add_argument("--gpus", type=int, default=1, help="ranks")
-    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--seq-len", type=length, default=8192)
     parser.add_argument("--sequences-per-gpu", type=int, default=2, help="sequences per rank and optimizer step")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768, 131072], help="lengths for `kernels`")
-    parser.add_argument("--budget-s", type=float, default=1.0, help="seconds of GPU time for each kernel")
+    parser.add_argument("--tokens", type=length, nargs="*", default=[8192, 32768, 131072], help="lengths for `kernels`")
+    parser.add_argument(
+        "--budget", dest="budget_s", type=float, default=1.0, help="seconds of GPU time for each kernel"
+    )
     parser.add_argument("--output", type=Path, required=True)
     settings = parser.parse_args()
     results: dict[str, Any] = {}

@@ -1,14 +1,9 @@
-"""The kernels that dense causal attention could run on, on one GPU: for whole sequences, and for a rank's shard.
+"""The kernels that dense causal attention could run on, on one GPU.
 
     python -m benchmarks.full_attention --output benchmarks/results/full-attention-h200.json
-    python -m benchmarks.full_attention --shards --output benchmarks/results/full-attention-shards-h200.json
 
 Shape of Llama-3-8B's attention: 32 query heads, 8 key/value heads of 128, bf16, random data. Every result is compared
-with that of the first kernel in the same run. Times are medians over CUDA events, host stalls included.
-
---shards: what each of four ranks computes, in one process and without communication: its queries against all keys at
-once, and against one rank's keys after the other as in a ring (merging included). Rates are causal work over time,
-relative to cuDNN on the whole sequence.
+with that of the first kernel in the same run. Times are medians over CUDA events.
 """
 
 import argparse
@@ -22,15 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.record import save, spread
+from benchmarks.options import need_gpus
+from benchmarks.record import markdown, save, spread
 from benchmarks.timing import milliseconds
 from moba_train.attention.full import FullAttention
-from moba_train.attention.merge import merge
-from moba_train.attention.protocol import Layout, Runs, packed_layout
-from moba_train.units import format_count, parse_number
+from moba_train.attention.protocol import Layout, packed_layout
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-RANKS = 4
 SCALE = HEAD_DIM**-0.5
 Results = list[Tensor]
 """out, lse, dq, dk, dv; the first two after a forward pass alone."""
@@ -194,93 +187,11 @@ def times(row: dict[str, Any]) -> str:
     return f"{row['forward_ms']['median']:.3g} / {row['both_ms']['median']:.4g}{wrong}"
 
 
-def shards(kind: str, tokens: int) -> list[Runs]:
-    """What each rank holds."""
-    if kind == "contiguous":
-        size = tokens // RANKS
-        return [((rank * size, (rank + 1) * size),) for rank in range(RANKS)]
-    size, last = tokens // (2 * RANKS), 2 * RANKS - 1
-    return [tuple((i * size, (i + 1) * size) for i in (rank, last - rank)) for rank in range(RANKS)]
-
-
-def of_runs(x: Tensor, runs: Runs) -> Tensor:
-    return torch.cat([x[start:stop] for start, stop in runs])
-
-
-def shard_calls(tensors: Results, tokens: int, ranks: list[Runs], rank: int) -> dict[str, Call]:
-    """A rank's work against all keys at once, and rank by rank."""
-    attention, runs = full("auto"), ranks[rank]
-    q, dout = of_runs(tensors[0], runs), of_runs(tensors[3], runs)
-    edges = packed_layout([tokens], "cuda").cu_seqlens
-    ring = [ranks[(rank - step) % RANKS] for step in range(RANKS)]
-
-    def work(parts: list[Runs | None]) -> Call:
-        layouts = [Layout(edges, tokens, tokens, runs, part) for part in parts]
-        keys = [[x if part is None else of_runs(x, part) for x in tensors[1:3]] for part in parts]
-
-        def call(backward: bool) -> Results:
-            out, lse = attention.attend(q, *keys[0], layouts[0], ())
-            for kv, layout in zip(keys[1:], layouts[1:], strict=True):
-                out, lse = merge(out, lse, *attention.attend(q, *kv, layout, ()))
-            if not backward:
-                return [out, lse]
-            grads = [
-                attention.attend_backward(dout, q, *kv, out, lse, layout, ())
-                for kv, layout in zip(keys, layouts, strict=True)
-            ]
-            dq = grads[0][0]
-            for other, *_ in grads[1:]:
-                dq = dq + other
-            return [out, lse, dq]
-
-        return call
-
-    past: list[Runs | None] = [part for part in ring if part[0][0] < runs[-1][1]]
-    return {"all keys": work([None]), "ring": work(past)}
-
-
-def compare_shards(kind: str, tokens: int, budget_s: float) -> dict[str, Any]:
-    """Check and time each rank's work."""
-    tensors = inputs(tokens)
-    call = ours("cudnn")(tensors, packed_layout([tokens], "cuda"))
-    out, lse, dq, *_ = call(True)
-    whole = measured(call, budget_s)
-    result: dict[str, Any] = {"case": f"{format_count(tokens, 1024)} {kind}", "whole": whole, "ranks": []}
-    print(f"{result['case']}: whole {whole['both_ms']['median']:.1f} ms", flush=True)
-    ranks = shards(kind, tokens)
-    for rank, runs in enumerate(ranks):
-        share = sum(stop * (stop + 1) - start * (start + 1) for start, stop in runs) / (tokens * (tokens + 1))
-        want = [of_runs(out, runs), of_runs(lse.T, runs).T, of_runs(dq, runs)]
-        for keys, call in shard_calls(tensors, tokens, ranks, rank).items():
-            row = {"rank": rank, "keys": keys, "share_of_work": share, "difference": differences(call(True), want)}
-            row |= measured(call, budget_s)
-            for stage in ("forward", "both"):
-                row[f"{stage}_rate"] = share * whole[f"{stage}_ms"]["median"] / row[f"{stage}_ms"]["median"]
-            result["ranks"].append(row)
-            rates = f"{row['forward_rate']:.2f} / {row['both_rate']:.2f}"
-            print(f"  rank {rank}, {keys}: rate {rates} of whole, {described(row)}", flush=True)
-    return result
-
-
 def kernels_table(results: list[dict[str, Any]], kernels: list[str]) -> None:
-    columns = ["forward / forward and backward, ms", *kernels, "auto"]
-    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    lines = [["forward / forward and backward, ms", *kernels, "auto"]]
     for result in results:
-        cells = [times(result["kernels"][kernel]) for kernel in kernels]
-        print(f"| {' | '.join([result['case'], *cells, result['auto']])} |")
-
-
-def shards_table(results: list[dict[str, Any]]) -> None:
-    """The rate while each rank works, and that of the four together, which is the slowest's."""
-    print("\nforward and backward, rate relative to the whole sequence on cuDNN")
-    print("| case | keys | each rank | whole / 4 over the slowest rank |\n|---|---|---|---|")
-    for result in results:
-        for keys in ("all keys", "ring"):
-            rows = [row for row in result["ranks"] if row["keys"] == keys]
-            slowest = max(row["both_ms"]["median"] for row in rows)
-            together = result["whole"]["both_ms"]["median"] / RANKS / slowest
-            each = " ".join(f"{row['both_rate']:.2f}" for row in rows)
-            print(f"| {result['case']} | {keys} | {each} | {together:.2f} |")
+        lines.append([result["case"], *(times(result["kernels"][kernel]) for kernel in kernels), result["auto"]])
+    print(f"\n{markdown(lines)}")
 
 
 def main() -> None:
@@ -290,32 +201,21 @@ def main() -> None:
         nargs="+",
         choices=list(KERNELS),
         default=[name for name in KERNELS if name != "cuDNN varlen"],
-        help="for whole sequences; cuDNN varlen is wrong and can end the process (docs/performance-log.md)",
+        help="cuDNN varlen is wrong and can end the process (docs/performance-log.md)",
     )
-    parser.add_argument("--shards", action="store_true", help="a rank's share of the work instead of whole sequences")
-    parser.add_argument("--tokens", nargs="+", default=["64K", "128K"], help="sequence lengths for --shards")
     parser.add_argument("--budget", type=float, default=0.5, help="seconds of GPU time per measurement")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    need_gpus(parser)
     settings: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
     results: list[dict[str, Any]] = []
 
-    def record(result: dict[str, Any]) -> None:
-        results.append(result)
-        if arguments.output:
-            save(arguments.output, settings, results)
-
-    if arguments.shards:
-        settings["ranks"] = RANKS
-        for tokens in (parse_number(text, 1024) for text in arguments.tokens):
-            for kind in ("contiguous", "zigzag"):
-                record(compare_shards(kind, tokens, arguments.budget))
-        shards_table(results)
-        return
     cases = {f"{size}K": [size * 1024] for size in (8, 32, 64)}
     cases |= {"8 x 8K": [8192] * 8, "64K in random lengths": random_lengths(2**16)}
     for name, lengths in cases.items():
-        record(compare(name, lengths, arguments.kernels, arguments.budget))
+        results.append(compare(name, lengths, arguments.kernels, arguments.budget))
+        if arguments.output:
+            save(arguments.output, settings, results)
     kernels_table(results, arguments.kernels)
 
 

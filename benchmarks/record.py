@@ -7,6 +7,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def provenance() -> dict[str, Any]:
     commit = os.environ.get("GIT_COMMIT") or (asked.stdout.strip() if asked.returncode == 0 else "")
     cuda = torch.cuda.is_available()
     return {
-        "command": shlex.join(["python", "-m", "benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "command": shlex.join([*_launcher(), "-m", "benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
         "commit": commit or "unknown",
         "date": datetime.now(UTC).date().isoformat(),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
@@ -31,9 +32,20 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def _launcher() -> list[str]:
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+    return ["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]
+
+
 def spread(values: list[float]) -> dict[str, float]:
     """Median, minimum, maximum and how many there were."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "count": len(values)}
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first row is its head."""
+    head, *rest = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rest))
 
 
 def save(path: Path, settings: dict[str, Any], results: Any) -> None:

@@ -20,20 +20,20 @@ import copy
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.recall_documents import Recall, conversations, pretraining_documents
 from benchmarks.record import save
 from benchmarks.sft_layers_plot import draw
+from benchmarks.sft_training import Clock, Documents, OutOfTimeError, evaluate, gradient_reach, train
 from moba_train.attention.moba.layer import MobaAttention
-from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
+from moba_train.attention.protocol import LocalAttention
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.model import ModelConfig
 from moba_train.model.build import build_attention, initialize_weights
@@ -43,7 +43,6 @@ HELD_OUT = 64
 """Documents and conversations that are never trained on."""
 EVALUATIONS = 8
 """Of each fine-tuning run."""
-NORMS_EVERY = 5
 BASE_EVERY = 100
 """Steps of pretraining between evaluations."""
 Record = dict[str, Any]
@@ -64,8 +63,6 @@ class Setup:
     """Of fine-tuning."""
     base_lr: float
     lr: float
-    base_full: str = "none"
-    """Layers with full attention in the last stage of pretraining, as in a recipe's `attention.full_layers`."""
     short: tuple[int, ...] = ()
     """Lengths of the stages before it, all layers full: recall is learnt from what is near, then extended."""
 
@@ -91,134 +88,10 @@ SETUPS = {
 }
 
 
-class OutOfTimeError(Exception):
-    """The bound is reached in the middle of a run."""
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Ends runs at a moment of `time.monotonic`."""
-
-    end: float
-
-    def check(self) -> None:
-        if time.monotonic() > self.end:
-            raise OutOfTimeError
-
-
-@dataclass
-class Documents:
-    """Documents of one length in memory and what of them carries loss, cut into batches."""
-
-    tokens: Tensor
-    """int64 [documents, length]"""
-    loss_places: Tensor
-    """int64 [n]: places in each document of the tokens to be predicted; never 0."""
-    batch: int
-    layout: Layout
-    positions: Tensor
-
-    @classmethod
-    def of(cls, tokens: Tensor, loss_places: Tensor, batch: int) -> "Documents":
-        length, device = tokens.shape[1], tokens.device
-        positions = torch.arange(length, device=device).repeat(batch)
-        return cls(tokens, loss_places, batch, packed_layout([length] * batch, device), positions)
-
-    def with_loss_everywhere(self) -> "Documents":
-        """The same documents; all tokens but the first are to be predicted."""
-        every = torch.arange(1, self.tokens.shape[1], device=self.tokens.device)
-        return Documents(self.tokens, every, self.batch, self.layout, self.positions)
-
-    def __getitem__(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [T] of a batch, labels [n] and the rows [n] they are predicted from."""
-        of_batch = torch.arange(self.batch, device=self.tokens.device)
-        chosen = self.tokens[(of_batch + step * self.batch) % len(self.tokens)]
-        starts = of_batch[:, None] * chosen.shape[1]
-        return chosen.flatten(), chosen[:, self.loss_places].flatten(), (starts + self.loss_places - 1).flatten()
-
-
 def attention_layers(setup: Setup, full: str | list[int]) -> list[LocalAttention]:
     """MoBA, and full attention in the layers that `full` names, as in a recipe's `attention.full_layers`."""
     config = AttentionConfig(full_layers=full, moba=setup.moba)
     return build_attention(resolve_layers(config, setup.model.layers), setup.model.head_width)
-
-
-def mean_loss(model: Transformer, documents: Documents, step: int) -> Tensor:
-    """Mean loss of the loss tokens of one batch."""
-    tokens, labels, rows = documents[step]
-    weights = torch.full(rows.shape, 1 / rows.numel(), device=rows.device)
-    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
-        return model(tokens, documents.positions, documents.layout, (labels, rows, weights))
-
-
-def train(
-    model: Transformer,
-    documents: Documents,
-    steps: int,
-    lr: float,
-    last_lr: float,
-    clock: Clock,
-    every: int,
-    enough: Callable[[int], bool],
-) -> Tensor:
-    """AdamW, warm-up over a tenth of the steps (100 at most), then linearly to `last_lr`.
-
-    `enough` is asked after `every` steps, and its True ends the training. Returns each layer's gradient norm (before
-    clipping) in every fifth step, float32 [n, layers].
-    """
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=parameters[0].is_cuda)
-    warm_up, fall = min(100, max(1, steps // 10)), 1 - last_lr / lr
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm_up, 1 - fall * max(0, step - warm_up) / max(1, steps - warm_up))
-    )
-    norms = []
-    for step in range(steps):
-        mean_loss(model, documents, step).backward()
-        if step % NORMS_EVERY == 0:
-            clock.check()
-            norms.append(torch.stack([torch.nn.utils.get_total_norm(_gradients(block)) for block in model.blocks]))
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if (step + 1) % every == 0 and enough(step + 1):
-            break
-    return torch.stack(norms)
-
-
-def _gradients(module: torch.nn.Module) -> list[Tensor]:
-    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-
-
-@torch.no_grad()
-def evaluate(model: Transformer, documents: Documents, sizes: Recall) -> tuple[float, float]:
-    """Mean loss (nats) of the loss tokens, and the share of the values among them that is predicted right."""
-    losses, right = [], []
-    for step in range(len(documents.tokens) // documents.batch):
-        tokens, labels, rows = documents[step]
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
-            logits = model(tokens, documents.positions, documents.layout, rows_n=rows).float()
-        losses.append(torch.nn.functional.cross_entropy(logits, labels))
-        is_value = labels >= sizes.text_ids + sizes.keys
-        right.append((logits.argmax(1) == labels)[is_value].float().mean())
-    return torch.stack(losses).mean().item(), torch.stack(right).mean().item()
-
-
-def gradient_reach(model: Transformer, documents: Documents) -> list[float]:
-    """For each layer's input, the share of tokens whose gradient of one batch's loss is not zero."""
-    inputs: list[Tensor] = []
-
-    def keep(_module: torch.nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        arguments[0].retain_grad()
-        inputs.append(arguments[0])
-
-    hooks = [block.register_forward_pre_hook(keep) for block in model.blocks]
-    mean_loss(model, documents, 0).backward()
-    for hook in hooks:
-        hook.remove()
-    model.zero_grad()
-    return [(x.grad != 0).any(1).float().mean().item() for x in inputs if x.grad is not None]
 
 
 def pretrain(setup: Setup, seed: int, device: torch.device, clock: Clock) -> tuple[Transformer, Record]:
@@ -234,7 +107,7 @@ def pretrain(setup: Setup, seed: int, device: torch.device, clock: Clock) -> tup
             Documents.of(pretraining_documents(sizes, count, generator), places, batch)
             for count in (min(setup.base_steps * batch, 2**25 // length), max(HELD_OUT, batch))
         )
-        model.set_attention(attention_layers(setup, setup.base_full if length == setup.data.length else "all"))
+        model.set_attention(attention_layers(setup, "none" if length == setup.data.length else "all"))
 
         def enough(step: int, length: int = length, held_out: Documents = held_out) -> bool:
             curve.append((length, step, *evaluate(model, held_out, setup.data)))
@@ -357,18 +230,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--full", nargs="*", help="values of attention.full_layers, see docs/config.md")
     parser.add_argument("--controls", nargs="*", default=[], help="the same, for runs with loss on every token")
-    parser.add_argument("--base-steps", type=int)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--base-full", help="full layers of the pretraining; default: none")
-    parser.add_argument("--base-lr", type=float)
-    parser.add_argument("--lr", type=float)
-    parser.add_argument("--minutes", type=float, default=18)
+    parser.add_argument("--base-steps", type=int, help="of each stage of pretraining, at most")
+    parser.add_argument("--steps", type=int, help="of fine-tuning")
+    parser.add_argument("--minutes", type=float, default=18, help="then runs in progress are dropped")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
     clock = Clock(time.monotonic() + 60 * arguments.minutes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    given = {key: getattr(arguments, key) for key in ("base_steps", "steps", "base_full", "base_lr", "lr")}
+    given = {key: getattr(arguments, key) for key in ("base_steps", "steps")}
     setup = SETUPS[arguments.size]
     setup = replace(setup, **{key: value for key, value in given.items() if value is not None})
     half = setup.model.layers // 2

@@ -12,13 +12,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.attention_plot import GREY, stamp
+from benchmarks.plotting import GREY, STYLE, plain, stamp
 
 COLOURS = ["#d9480f", "#c2850c", "#2b8a3e", "#1098ad", "#1c7ed6", "#9c5fd1", "#797979"]
 _NAMES = {"none": "MoBA everywhere", "all": "full everywhere"}
@@ -34,7 +31,7 @@ def draw(source: Path, picture: Path) -> None:
         raise ValueError(f"{source} holds no run to draw; run python -m benchmarks.sft_layers")
     layers = data["settings"]["model"]["layers"]
     colours = {row["full_layers"]: colour for row, colour in zip(rows, COLOURS, strict=False)}
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moba", "font.family": "sans-serif", "font.size": 10}):
+    with plt.rc_context(STYLE):
         figure, panels = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
         _draw_losses(panels[0], rows, runs)
         for row in rows:
@@ -51,7 +48,7 @@ def draw(source: Path, picture: Path) -> None:
         panels[2].set_xlabel("layer", color=GREY)
         panels[2].set_yscale("log")
         for panel in panels:
-            _decorate(panel)
+            plain(panel)
         figure.savefig(picture, transparent=True, metadata={"Date": None, "Description": stamp(text)})
         plt.close(figure)
 
@@ -65,15 +62,6 @@ def _draw_losses(axes: Axes, rows: list[dict[str, Any]], runs: list[dict[str, An
     axes.set_xticks(range(len(rows)), [row["full_layers"] for row in rows])
     axes.set_xlabel("layers with full attention", color=GREY)
     axes.set_title("loss of the answers, nats per token", color=GREY, fontsize=10, loc="left")
-
-
-def _decorate(axes: Axes) -> None:
-    axes.tick_params(colors=GREY, length=3, which="both")
-    axes.grid(color=GREY, alpha=0.3, lw=0.5)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(GREY)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
     python -m benchmarks.smollm2_prepare corpus --tokenizer runs/smollm2/hf/tokenizer.json --output runs/smollm2/data
 
 The weights are dequantised to float32, exactly: what `transformers` makes of the same file. Needs the packages `gguf`
-and, but for --weights-only, `tokenizers`. A document is a Python package, its modules one after the other: long, real,
+and `tokenizers`. A document is a Python package, its modules one after the other: long, real,
 and with names that return after tens of thousands of tokens.
 """
 
@@ -44,8 +44,7 @@ def main() -> None:
     weights = commands.add_parser("weights", help="GGUF to a Hugging Face folder")
     weights.add_argument("--gguf", type=Path, required=True)
     weights.add_argument("--output", type=Path, required=True)
-    weights.add_argument("--weights-only", action="store_true", help="leave out the tokenizer")
-    weights.set_defaults(run=lambda given: convert_gguf(given.gguf, given.output, not given.weights_only))
+    weights.set_defaults(run=lambda given: convert_gguf(given.gguf, given.output))
     corpus = commands.add_parser("corpus", help="installed Python packages to train.bin and valid.bin")
     corpus.add_argument("--tokenizer", type=Path, required=True)
     corpus.add_argument("--input", type=Path, nargs="*", help="folders of packages; default: this Python's own")
@@ -57,7 +56,7 @@ def main() -> None:
     given.run(given)
 
 
-def convert_gguf(path: Path, output: Path, with_tokenizer: bool) -> None:
+def convert_gguf(path: Path, output: Path) -> None:
     """Write `output`: config.json, model.safetensors (float32) and the tokenizer."""
     from gguf import GGUFReader, dequantize
 
@@ -75,8 +74,7 @@ def convert_gguf(path: Path, output: Path, with_tokenizer: bool) -> None:
     write_safetensors(output, tensors(), shard_bytes=2**40)
     config = hf_config(model, model.rope, length, "float32")
     (output / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if with_tokenizer:
-        write_tokenizer(reader, output)
+    write_tokenizer(reader, output)
 
 
 def model_config(reader: Any) -> ModelConfig:

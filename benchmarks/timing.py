@@ -16,7 +16,8 @@ LONG_MS = 1000.0
 def queued(call: Callable[[], Any], count: int) -> list[float]:
     """Milliseconds from each call's begin to its end on the GPU, `count` calls given to it one after another.
 
-    As in training the GPU does not wait for the host, unless the host takes longer than the GPU.
+    As in training the GPU does not wait for the host, unless the host takes longer than the GPU. The allocator counts
+    what the host holds, and a call's result is dropped before the next begins: peaks of memory are those of one call.
     """
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     torch.cuda.synchronize()

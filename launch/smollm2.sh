@@ -3,7 +3,7 @@
 #
 #   bash launch/smollm2.sh prepare|train|finish
 #
-# `prepare` needs the network (PyPI) and no GPU; copy runs/smollm2 when the GPU is elsewhere.
+# `prepare` needs the network and no GPU; copy runs/smollm2 when the GPU is elsewhere.
 case "${1:-}" in prepare | train | finish) ;; *) sed -n 2,6p "$0" >&2; exit 2 ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"

@@ -21,9 +21,16 @@ def blocks(document: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", document.read_text(), re.DOTALL)
 
 
-def local_links(document: Path) -> list[str]:
-    """Where its links lead inside the repository, relative to it, without the place in the file."""
-    return re.findall(r"\]\(((?!http)[^)#]+)[^)]*\)", document.read_text())
+def links(document: Path) -> list[str]:
+    """Where its links lead inside the repository, relative to it."""
+    return re.findall(r"\]\(((?!http)[^)\s]+)\)", document.read_text())
+
+
+def anchors(document: Path) -> set[str]:
+    """What a link may name after `#`: its headings, as GitHub writes them."""
+    text = re.sub("```.*?```", "", document.read_text(), flags=re.DOTALL)
+    headings = re.findall("^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
 def commands(block: str) -> list[list[str]]:

@@ -1,16 +1,27 @@
-"""What README and the recipes say is true: every example runs."""
+"""README, CHANGELOG, docs/*.md and the packages' lists of their files are true: links, commands and keys exist, tables
+hold the numbers of the result files."""
 
+import ast
+import json
+import re
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from guide import ROOT, blocks, local_links
+from guide import ROOT, anchors, blocks, check_usage, commands, links
 
+from benchmarks.attention_rows import short
 from moba_train.config.load import load_config
+from moba_train.config.schema import RunConfig
 from moba_train.config.validate import validate
 from moba_train.planning.plan import make_plan
 
 README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGES = [path.parent for name in ("moba_train", "data_tools") for path in sorted((ROOT / name).rglob("__init__.py"))]
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 
 
 def test_the_recipe_in_the_readme_is_valid_and_can_be_planned(tmp_path: Path) -> None:
@@ -23,14 +34,212 @@ def test_the_recipe_in_the_readme_is_valid_and_can_be_planned(tmp_path: Path) ->
     assert len(plan.stages) == 2
 
 
-def test_the_python_in_the_readme_runs() -> None:
-    (code,) = blocks(README, "python")
+def test_the_attention_alone_runs_as_shown() -> None:
+    (code,) = blocks(ROOT / "docs" / "kernels.md", "python")
     q, k, v = (torch.randn(600, heads, 16) for heads in (4, 2, 2))
     names = {"q": q, "k": k, "v": v, "cu": torch.tensor([0, 100, 600], dtype=torch.int32)}
     exec(code, names)
     assert names["out"].shape == q.shape
 
 
-@pytest.mark.parametrize("path", local_links(README))
-def test_links_lead_somewhere(path: str) -> None:
-    assert (ROOT / path).exists()
+@documents
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in links(document):
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+
+
+def test_every_document_is_in_the_readmes_table_of_contents() -> None:
+    listed = {path for path in links(README) if path.startswith("docs/")}
+    assert {f"docs/{path.name}" for path in DOCUMENTS if path.parent.name == "docs"} <= listed
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_packages_docstring_lists_its_files(package: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    modules = {path.stem for path in package.glob("*.py") if not path.stem.startswith("__")}
+    modules |= {path.parent.name for path in package.glob("*/__init__.py")}
+    listed = re.findall(r"^([a-z_]\w*) {2,}\S", docstring, re.MULTILINE)
+    assert sorted(listed) == sorted(modules)
+
+
+@documents
+def test_commands_exist(document: Path) -> None:
+    """Programs with their commands and options, launchers, modules with their options."""
+    for command in (words for block in blocks(document, "bash") for words in commands(block)):
+        if command[0] in ("moba-train", "moba-data"):
+            check_usage(command)
+        for launcher in (word for word in command if word.startswith("launch/")):
+            assert (ROOT / launcher).exists(), launcher
+    for module, options in re.findall(
+        r"-m ((?:benchmarks|moba_train|data_tools)[\w.]*)([^`\n#]*)", document.read_text()
+    ):
+        path = ROOT / module.replace(".", "/")
+        source = (path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__main__.py").read_text()
+        if module.startswith("benchmarks"):
+            for option in re.findall(r"--[\w-]+", options):
+                assert f'"{option}"' in source, f"{module} {option}"
+
+
+@cache
+def schema() -> tuple[dict[str, Any], set[str]]:
+    """The recipe's JSON schema, and the name of every key in it."""
+    root = RunConfig.model_json_schema()
+    sections = [root, *root["$defs"].values()]
+    return root, {"extends"} | {key for section in sections for key in section.get("properties", {})}
+
+
+def is_key(path: str) -> bool:
+    """Whether a recipe may have this key, `parallel.timeout` for instance; list indices and free mappings pass."""
+    root, _ = schema()
+
+    def found(node: dict[str, Any], names: list[str]) -> bool:
+        if "$ref" in node:
+            return found(root["$defs"][node["$ref"].rsplit("/", 1)[1]], names)
+        if not names:
+            return True
+        inside = [*node.get("anyOf", []), *node.get("oneOf", []), *node.get("allOf", [])]
+        if isinstance(node.get("items"), dict):
+            inside.append(node["items"])
+        if isinstance(node.get("additionalProperties"), dict) and found(node["additionalProperties"], names[1:]):
+            return True
+        properties = node.get("properties", {})
+        return (names[0] in properties and found(properties[names[0]], names[1:])) or any(
+            found(part, names) for part in inside
+        )
+
+    return found(root, [name for name in path.split(".") if not name.isdigit()])
+
+
+@documents
+def test_the_keys_that_it_names_exist(document: Path) -> None:
+    root, names = schema()
+    for block in blocks(document, "yaml"):
+        for key in re.findall(r"(?:^|[{,\-]) *([a-z]\w*):(?: |$)", re.sub("#.*", "", block), re.MULTILINE):
+            assert key in names, key
+    text = re.sub(r"\[i?\]", "", re.sub("```.*?```", "", document.read_text(), flags=re.DOTALL))
+    for path in re.findall(r"`([a-z]\w+(?:\.\w+)+)(?:[:=][^`]*)?`", text):
+        if path.split(".")[0] in root["properties"] and not path.endswith((".py", ".json", ".sh")):
+            assert is_key(path), path
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())["results"]
+
+
+def rows(document: str) -> set[tuple[str, ...]]:
+    """The rows of a document's tables, emphasis taken off."""
+    lines = (ROOT / document).read_text().splitlines()
+    return {tuple(cell.strip(" *") for cell in line.strip("|").split("|")) for line in lines if line.startswith("|")}
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def test_the_first_screen_of_the_readme_says_what_was_measured() -> None:
+    attention = {entry["row"]: entry["columns"] for entry in results("attention-h200.json") if "columns" in entry}
+
+    def speedup(row: str) -> float:
+        times = {name: column["both_ms"]["median"] for name, column in attention[row].items() if "both_ms" in column}
+        return min(times[name] for name in ("cudnn", "flash2", "flash4") if name in times) / times["auto"]
+
+    smollm2 = {entry["attention"]: entry["mean"][-1] for entry in results("smollm2-32k-h200.json")}
+    text = " ".join(README.read_text().split("## Two commands")[0].split())
+    for claim in (
+        f"is {speedup('256K:128/8'):.0f} times as fast as the fastest dense kernel",
+        f"{speedup('256K:4096/12'):.1f} times with 4096/12",
+        f"is {smollm2['MoBA']:.2f}, with full attention {smollm2['full']:.2f}",
+        f"After {results('chaos.json')['kills']} SIGKILLs",
+    ):
+        assert claim in text, claim
+
+
+def test_the_readme_has_the_trainers_measured_speed() -> None:
+    found = results("training-1b-h200.json").values()
+    columns = [[entry[name]["median"] for name in ("tokens_per_s_per_device", "mfu", "mfu_dense")] for entry in found]
+    told = {row[1:] for row in rows("README.md")}
+    for speed, mfu, dense in columns:
+        assert (f"{speed:,.0f}", percent(mfu, 1), percent(dense, 1)) in told
+
+
+def test_context_parallelism_has_its_measured_times() -> None:
+    measured: dict[tuple[str, ...], dict[str, str]] = {}
+    for entry in results("context-parallel-h200.json"):
+        if "transport" in entry:
+            key = entry["attention"], short(entry["tokens"]), entry["layout"]
+            cell = f"{entry['ms']['median']:.1f} ({percent(entry['efficiency'])})"
+            measured.setdefault(key, {})[entry["transport"]] = cell
+    told = rows("docs/context-parallelism.md")
+    assert len(measured) == 12
+    for key, cells in measured.items():
+        assert (*key, *(cells[name] for name in ("allgather", "ring", "ulysses", "hierarchical"))) in told
+
+
+def test_sft_has_the_measured_losses() -> None:
+    told = {cell for row in rows("docs/sft.md") for cell in row}
+    for entry in results("sft-layers-h200.json")["summary"]:
+        digits = 2 if entry["loss"] > 0.1 else 3
+        assert f"{entry['loss']:.{digits}f} ± {entry['loss_error']:.{digits}f}" in told
+
+
+def test_the_extended_model_has_its_measured_losses() -> None:
+    told = {row[0]: row[1:] for row in rows("docs/huggingface.md")}
+    names = {"as trained": "the model as it was published", "full": "RoPE raised, full attention"}
+    names["MoBA"] = "RoPE raised, MoBA 512/8 but in the last three layers"
+    measured = results("smollm2-32k-h200.json")
+    last = max(entry["tokens"] for entry in measured)
+    for entry in measured:
+        if entry["tokens"] in (0, 4_194_304, last):
+            column = (0, 4_194_304, last).index(entry["tokens"])
+            assert told[names[entry["attention"]]][column] == f"{entry['mean'][-1]:.2f}"
+
+
+def test_durability_has_the_counts_of_the_chaos_test() -> None:
+    found = results("chaos.json")
+    text = (ROOT / "docs" / "durability.md").read_text()
+    counts = [int(cell) for row in rows("docs/durability.md") if len(row) == 5 for cell in row if cell.isdigit()]
+    assert sorted(counts) == sorted([*found["disturbances"].values(), len(found["failures"])])
+    moments = found["moments_of_kills"]
+    assert (
+        f"Of the {found['kills']} kills {moments['in a save']} fell into a save, {moments['starting']} before" in text
+    )
+    assert f"{found['ended_bitwise_equal']} of {found['runs']} runs ended bitwise equal" in " ".join(text.split())
+
+
+def test_data_has_the_measured_packing_and_speed() -> None:
+    told = rows("docs/data.md")
+    for entry in results("packing.json"):
+        padding = percent(entry["best_fit_padding"], 2)
+        assert (f"{entry['seq_len']:,}", percent(entry["concat_cuts"], 1), "0", padding) in told
+    speeds = {row[1].split("** ")[0].split(" (")[0].strip("*"): row[2:4] for row in told if len(row) == 5}
+    for tokenizer in results("tokenize-cpu.json").values():
+        for name, engine in tokenizer.get("engines", {}).items():
+            assert name in speeds, name
+            if name not in ("fastokens", "kitoken"):
+                assert speeds[name][0] == f"{engine['first']['median']:.2f}", name
+
+
+def test_run_health_has_the_measured_alarms() -> None:
+    told = {row[-1] for row in rows("docs/run-health.md")}
+    for curve in results("spike-alarms.json").values():
+        seen = [round(100 * curve["detected_by_sigma"]["grad_norm"][sigma]) for sigma in ("6", "8", "10")]
+        assert f"{' / '.join(map(str, seen))} %" in told
+
+
+def test_kernels_has_the_measured_crossover() -> None:
+    told = rows("docs/kernels.md")
+    measured = {
+        (entry["setting"], str(entry["blocks"])): (
+            entry["moba_ms"]["median"],
+            min(dense["median"] for dense in entry["dense_ms"].values() if "median" in dense),
+        )
+        for entry in results("crossover-h200.json")
+    }
+    found = [row for row in told if len(row) == 4 and (row[0].split(", ")[-1], row[1]) in measured]
+    assert len(found) == 10
+    for setting, count, ours, dense in found:
+        times = measured[setting.split(", ")[-1], count]
+        assert [float(ours), float(dense.split(":")[0])] == pytest.approx(times, rel=0.01)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from guide import ROOT, blocks, check_usage, commands, local_links, run
+from guide import ROOT, blocks, check_usage, commands, run
 
 from moba_train.checkpoint.hf_config import read_model_config
 from moba_train.checkpoint.initial import model_differences
@@ -120,11 +120,6 @@ def test_the_launcher_makes_the_same_documents_as_the_guide() -> None:
         output, sizes = Path(words[5]).stem.removeprefix("sft-"), words[7::2]
         plain = f"--documents {sizes[0]} --characters {sizes[-1]}"
         assert (plain if len(sizes) == 2 else f"conversations {output} {' '.join(sizes)}") in launcher
-
-
-@pytest.mark.parametrize("path", local_links(GUIDE))
-def test_links_of_the_guide_lead_somewhere(path: str) -> None:
-    assert (GUIDE.parent / path).exists()
 
 
 def smaller(recipe: Path) -> list[str]:

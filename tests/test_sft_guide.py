@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from guide import ROOT, blocks, commands, local_links, run
+from guide import ROOT, blocks, commands, run
 
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
@@ -45,8 +45,3 @@ def test_the_keys_of_the_guide_exist() -> None:
     (keys,) = blocks(GUIDE, "yaml")
     for path in re.findall(r"^(?:  )?(\w+):", keys, re.MULTILINE):
         assert path in json.dumps(RunConfig.model_json_schema())
-
-
-@pytest.mark.parametrize("path", local_links(GUIDE))
-def test_its_links_lead_somewhere(path: str) -> None:
-    assert (GUIDE.parent / path).exists()

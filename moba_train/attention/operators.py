@@ -1,5 +1,8 @@
 """Attention as torch custom operators: one forward, one backward, whatever runs them.
 
+Whatever the caller's strides, autocast and current device: an attention is given tensors whose last dimension is
+contiguous, on the current device, and computes in the dtypes it is given; its results come back contiguous.
+
 torch.compile keeps operators whole, and activation checkpointing can keep their results: a recomputed forward pass then
 reuses the saved choice of blocks instead of choosing anew, and repeats no communication (see `SAVED_OPERATORS` and
 parallel/fsdp.py).
@@ -8,6 +11,8 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -35,8 +40,11 @@ class OperatorEngine(ABC):
         """Attention of the given queries, differentiable in q, k and v.
 
         q [T, H, D], k and v [S, K, D] of one floating dtype, K dividing H. Returns out [T, H, D] and lse [H, T]
-        (natural log, no gradient). No gradient flows through `summarize` and `plan`.
+        (natural log, no gradient), contiguous. No gradient flows through `summarize` and `plan`; second derivatives
+        are a NotImplementedError.
         """
+        # Flash kernels refuse other strides of the last dimension.
+        q_THD, k_SKD, v_SKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_SKD, v_SKD))
         where = (layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total)
         out_THD, lse_HT, _ = _attention(q_THD, k_SKD, v_SKD, *where, attention.name, self.name)
         return out_THD, lse_HT
@@ -91,6 +99,13 @@ def _layout(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, 
     return layout
 
 
+@contextmanager
+def _as_the_tensors_are(q: Tensor) -> Iterator[None]:
+    """Triton launches on the current device, and autocast would round the float32 products of the references."""
+    with torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False):
+        yield
+
+
 @torch.library.custom_op("moba_train::attention", mutates_args=())
 def _attention(
     q: Tensor,
@@ -103,9 +118,10 @@ def _attention(
     attention: str,
     engine: str,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
-    out, lse, plan = ENGINES[engine].forward(q, k, v, on_the_clock(ATTENTIONS[attention]), layout)
-    return out, lse, list(plan)
+    with _as_the_tensors_are(q):
+        layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
+        out, lse, plan = ENGINES[engine].forward(q, k, v, on_the_clock(ATTENTIONS[attention]), layout)
+        return out.contiguous(), lse.contiguous(), list(plan)
 
 
 @_attention.register_fake
@@ -123,7 +139,7 @@ def _(
     layout = Layout(cu_seqlens, max_seqlen, total, cu_seqlens_cpu=cu_seqlens_cpu)
     plan = ENGINES[engine].empty_plan(q, k, ATTENTIONS[attention], layout)
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype), list(plan)
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype), list(plan)
 
 
 @torch.library.custom_op("moba_train::attention_backward", mutates_args=())
@@ -142,14 +158,16 @@ def _attention_backward(
     attention: str,
     engine: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
-    timed = on_the_clock(ATTENTIONS[attention])
-    return ENGINES[engine].backward(dout, q, k, v, out, lse, tuple(plan), timed, layout)
+    with _as_the_tensors_are(q):
+        layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
+        timed = on_the_clock(ATTENTIONS[attention])
+        dq, dk, dv = ENGINES[engine].backward(dout, q, k, v, out, lse, tuple(plan), timed, layout)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @_attention_backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
@@ -169,7 +187,12 @@ def _gradients(ctx: Any, dout: Tensor, *_others: Any) -> tuple[Any, ...]:
     return (*grads, *[None] * len(where))
 
 
+def _no_second_derivative(ctx: Any, *_grads: Any) -> None:
+    raise NotImplementedError("attention: gradients have no second derivative (create_graph=True was given)")
+
+
 _attention.register_autograd(_gradients, setup_context=_remember)
+_attention_backward.register_autograd(_no_second_derivative)
 
 SAVED_OPERATORS = (torch.ops.moba_train.attention.default,)
 """Operators whose results activation checkpointing should keep: attention, with the choice of blocks."""

@@ -34,7 +34,9 @@ class Layout:
     """
 
     cu_seqlens: Tensor
-    """int32 [docs + 1]: document boundaries in the packed sequence; first 0, last its length."""
+    """int32 [docs + 1]: document boundaries in the packed sequence; first 0, last its length.
+
+    Not to be edited while the layout is in use: what follows from it is kept."""
     max_seqlen: int
     """An upper bound of the document lengths, known on the host."""
     total: int

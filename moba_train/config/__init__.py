@@ -1,11 +1,18 @@
 """The recipe: its schema (one file a section), loading, and cross-field validation.
 
-base        the strict pydantic base class
-schema      `RunConfig`, the whole recipe
-attention   the per-layer grammar
-stages      what each stage comes to once its defaults are filled in
-load        YAML with `extends:` and command-line overrides, errors in plain words
-mesh        the sizes of the device mesh on so many ranks
-validate    what no single key can know: combinations that cannot work
-reference   docs/config.md and the JSON schema, generated
+base            the strict pydantic base class
+schema          `RunConfig`, the whole recipe
+model           the shape of the Transformer
+attention       the per-layer grammar
+data            where the tokens come from
+optim           optimizer and learning-rate schedule
+run             the sections about running: layout, precision, checkpoints, evaluation, logging, health
+stages          what each stage comes to once its defaults are filled in
+load            YAML with `extends:` and command-line overrides
+explain         what a key accepts, and what is wrong with a recipe, in plain words
+mesh            the sizes of the device mesh on so many ranks
+validate        what no single key can know: combinations that cannot work
+validate_data   the same, about corpora and tokenizer
+validate_gates  the same, about evaluation by position and gates
+reference       docs/config.md and the JSON schema, generated
 """

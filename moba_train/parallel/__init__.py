@@ -1,6 +1,8 @@
 """Parallelism, applied to the model from outside.
 
 world     process group and device of this rank
+attempt   the ranks that torchrun restarts find each other
+run_lock  one run at a time in a run folder
 failures  which rank ended the run, and in what
 mesh      the device mesh that the weights are sharded over
 fsdp      sharding, mixed precision, activation checkpointing and compilation of the model

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, run, run_in_parts
+from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, list_bounds, run, run_in_parts
 
 from moba_train.attention.moba import flash
 from moba_train.attention.moba.blocks import block_bound
@@ -180,7 +180,7 @@ def test_lists_are_packed_in_order_and_filled_up():
     (segment,) = segments(lists, 2, 10**9)
     room = work.room([segment])
     tiles = work.pack(segment, room).last_tile.tolist()
-    begin, end = (x.tolist() for x in lists.bounds())
+    begin, end = (x.tolist() for x in list_bounds(lists))
     assert {0, 2} <= {stop - first for first, stop in zip(begin, end, strict=True)}
     for which, (first, stop) in enumerate(zip(begin, end, strict=True)):
         place = rows * (tiles[which - 1] if which else 0)

@@ -82,12 +82,18 @@ def error(got: Tensor, want: Tensor) -> float:
     )
 
 
+def list_bounds(lists) -> tuple[Tensor, Tensor]:
+    """[lists] each: where every list begins and ends."""
+    edges = lists.starts[:: lists.chunks]
+    return edges[:-1], edges[1:]
+
+
 def check_lists(chosen: Tensor, entries: Tensor, starts: Tensor, kv_heads: int, blocks: int) -> None:
     """Every list holds, in ascending order, exactly the entries that chose its block."""
     from moba_train.attention.moba.triton.lists import Lists  # needs Triton
 
     group = chosen.shape[0] // kv_heads
-    begin, end = Lists.of(entries, starts, chosen, kv_heads, blocks).bounds()
+    begin, end = list_bounds(Lists.of(entries, starts, chosen, kv_heads, blocks))
     for kv_head in range(kv_heads):
         flat = chosen[kv_head * group : (kv_head + 1) * group].transpose(0, 1).flatten()
         for block in range(blocks):

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import run_local
+from moba_train.attention.local import _ENGINE, run_local
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.named import Registry
-from moba_train.attention.operators import SAVED_OPERATORS
+from moba_train.attention.operators import SAVED_OPERATORS, _attention
 from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
 from moba_train.config.model import ModelConfig
 from moba_train.model.build import initialize_weights
@@ -115,3 +115,74 @@ def test_an_attention_replaced_before_the_backward_pass_still_gives_its_own_grad
         return gradient.clone()
 
     assert torch.equal(gradient(replace=True), gradient(replace=False))
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("memory", ["heads first", "every other number"])
+def test_any_strides_are_taken_and_contiguous_results_come_back(kind: LocalAttention, memory: str) -> None:
+    """As the operators tell torch.compile: the code it generates asserts the strides of every result."""
+
+    def strided(x: Tensor) -> Tensor:
+        if memory == "heads first":
+            return x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+        return x.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_()
+
+    layout = packed_layout(LENGTHS)
+    plain, ours = inputs(), [strided(x) for x in inputs()]
+    expected = numbers(lambda *x: run_local(*x, kind, layout), *plain)
+    for got, want in zip(numbers(lambda *x: run_local(*x, kind, layout), *ours), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    results = _attention(*ours, *(layout.cu_seqlens, None, 90, 128), kind.name, _ENGINE.name)
+    grads = torch.autograd.grad(results[0].square().sum(), ours)
+    assert all(x.is_contiguous() for x in (*results[:2], *results[2], *grads))
+
+
+def test_kernels_are_given_heads_whose_numbers_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention and cuDNN take any strides but that of the last dimension."""
+    seen: list[int] = []
+    attend = FullAttention.attend
+
+    def watched(self: FullAttention, *tensors: Tensor, **rest: object) -> tuple[Tensor, Tensor]:
+        seen.extend(x.stride(-1) for x in tensors[:3])
+        return attend(self, *tensors, **rest)  # type: ignore[arg-type]  # the method it replaces
+
+    monkeypatch.setattr(FullAttention, "attend", watched)
+    run_local(*(x.repeat_interleave(2, -1)[..., ::2] for x in inputs()), KINDS["full"], packed_layout([128]))
+    assert seen == [1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_autocast_changes_nothing(kind: LocalAttention) -> None:
+    """Dtypes are the caller's: autocast must not round the float32 sums inside, and less so in one of both passes."""
+    layout = packed_layout(LENGTHS)
+
+    def run(enabled: bool) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            return numbers(
+                lambda *x: run_local(*x, kind, layout), *(x.detach().float().requires_grad_() for x in inputs())
+            )
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+def test_second_derivatives_are_refused_clearly() -> None:
+    q, k, v = inputs()
+    out, _ = run_local(q, k, v, KINDS["moba"], packed_layout(LENGTHS))
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"attention: .*second derivative"):
+        dq.sum().backward()
+
+
+@pytest.mark.gpu
+def test_kernels_run_where_the_tensors_are_not_on_the_current_device() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    kind = MobaAttention(MobaAttention.Options(block_size=64, topk=2), 64)
+
+    def run(device: str) -> list[Tensor]:
+        qkv = [x.detach().repeat(3, 1, 4).to(device, torch.bfloat16).requires_grad_() for x in inputs()]
+        return numbers(lambda *x: run_local(*x, kind, packed_layout([384], device)), *qkv)
+
+    with torch.cuda.device(0):
+        for there, here in zip(run("cuda:1"), run("cuda:0"), strict=True):
+            assert torch.equal(there.cpu(), here.cpu())

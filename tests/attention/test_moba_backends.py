@@ -25,8 +25,8 @@ def q(head_dim=128, dtype=torch.bfloat16) -> SimpleNamespace:
     return SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=dtype, shape=(64, 2, head_dim))
 
 
-def pick(wanted="auto", x=None, block_size=512, topk=3, scale=1.0):
-    return pick_backend(wanted, x or q(), packed([64], "cpu"), block_size=block_size, topk=topk, scale=scale)
+def pick(wanted="auto", x=None, block_size=512, topk=3):
+    return pick_backend(wanted, x or q(), packed([64], "cpu"), block_size=block_size, topk=topk)
 
 
 def test_auto_takes_triton_and_says_so_once(caplog):
@@ -75,7 +75,6 @@ def test_a_measured_rule_prefers_flash_for_long_blocks_and_many_rows(monkeypatch
     [
         ("triton", {"x": q(96)}, "head dim 96"),
         ("flash", {}, "no such kernel"),
-        ("triton", {"scale": -1.0}, "softmax scale -1"),
     ],
 )
 def test_a_backend_that_is_demanded_and_cannot_run_is_refused_with_the_reason(wanted, call, reason, monkeypatch):
@@ -101,3 +100,19 @@ def test_the_plan_of_flash_is_the_choice_alone_and_of_the_shape_that_tracing_is_
     (chosen,) = attention.plan(x, attention.summarize(x, layout), layout)
     (empty,) = attention.empty_plan(x, x, layout)
     assert (empty.shape, empty.dtype) == (chosen.shape, chosen.dtype)
+
+
+def test_the_reference_takes_a_plan_that_the_kernels_made(monkeypatch):
+    """A rank whose queries are one run plans with `triton`, then meets keys in runs that only the reference takes."""
+    layout, options = packed([256], "cpu"), {"block_size": 64, "topk": 3}
+    mine, theirs = layout.part(((96, 160),), None), layout.part(((96, 160),), ((0, 64), (96, 160)))
+    assert pick_backend("auto", q(), mine, **options) == "triton"
+    monkeypatch.setattr(flash, "refuses", lambda *call: "a part of the sequence")
+    with pytest.warns(UserWarning, match="less than block_size 64 apart"):
+        assert pick_backend("auto", q(), theirs, **options) is reference
+    x = torch.zeros(128, 2, 16)
+    chosen, entries, starts = (torch.zeros(shape, dtype=torch.int32) for shape in ((2, 64, 2), (256,), (9,)))
+    call = {"block_size": 64, "scale": 1.0}
+    out, lse = reference.attend(x[:64], x, x, theirs, chosen, entries, starts, **call)
+    assert out.shape == (64, 2, 16)
+    reference.attend_backward(out, x[:64], x, x, out, lse, theirs, chosen, entries, starts, **call)

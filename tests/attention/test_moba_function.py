@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from oracle import full as oracle_full
 from oracle import moba as oracle_moba
 from oracle_checks import assert_equals_oracle
+from torch._dynamo.testing import CompileCounter
 
 from moba_train.attention import masked
 from moba_train.attention.full import FullAttention
@@ -155,6 +156,21 @@ def test_two_runs_are_equal_bit_for_bit(device):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_compiled_it_is_compiled_once():
+    """torch.compile takes the attention's name as a constant: equal options must be one attention."""
+    counter = CompileCounter()
+    compiled = torch.compile(partial(any_moba_attention, block_size=4, topk=2), backend=counter)
+    q, k, v = (x.detach() for x in make_qkv(20, 2, 1, 16))
+    compiled(q, k, v)
+    first = counter.frame_count
+    for _ in range(2):
+        torch.testing.assert_close(compiled(q, k, v), moba_attention(q, k, v, block_size=4, topk=2))
+    assert counter.frame_count == first
+    for head_dim in (8, 32):  # the second one is symbolic in torch 2.11
+        q, k, v = (x.detach() for x in make_qkv(20, 2, 1, head_dim))
+        torch.testing.assert_close(compiled(q, k, v), moba_attention(q, k, v, block_size=4, topk=2))
+
+
 # Line 10: choosing every block is full attention
 
 
@@ -179,6 +195,18 @@ def test_auto_takes_dense_attention_exactly_where_every_block_is_chosen(lengths,
         options = {"block_size": 4, "topk": topk, "cu_seqlens": edges(lengths, device), "return_lse": True}
         got, want = (run(partial(any_moba_attention, backend=b, **options), qkv) for b in ("auto", "reference"))
         assert_all_close(got, want)
+
+
+def test_auto_takes_dense_attention_for_packed_documents_none_of_which_has_more_blocks_than_topk(monkeypatch):
+    """What counts is the longest document, not the length of the sequence."""
+    calls = []
+    attend = FullAttention.attend
+    monkeypatch.setattr(FullAttention, "attend", lambda *x: calls.append("dense") or attend(*x))
+    q, k, v = make_qkv(40, 2, 1, 16)
+    for lengths, want in (([12, 0, 12, 9, 7], ["dense"]), ([13, 12, 12, 3], [])):
+        any_moba_attention(q, k, v, block_size=4, topk=3, cu_seqlens=edges(lengths))
+        assert calls == want
+        calls.clear()
 
 
 def test_choosing_every_block_is_full_attention_in_bf16_within_rounding(device):
@@ -260,6 +288,10 @@ def _bad(argument, message=None, **changes):
         _bad("k", "mixed-devices", k=torch.zeros(8, 2, 16, device="meta")),
         _bad("q", "integers", q=torch.zeros(8, 4, 16, dtype=torch.int64)),
         _bad("q", "dimensions", q=torch.zeros(1, 8, 4, 16)),
+        _bad("q", "float8", **dict.fromkeys("qkv", torch.zeros(8, 2, 16, dtype=torch.float8_e5m2))),
+        _bad("q", "no-heads", q=torch.zeros(8, 0, 16)),
+        _bad("softmax_scale", "scale-0", softmax_scale=0.0),
+        _bad("softmax_scale", "scale-nan", softmax_scale=float("nan")),
         _bad("q", "head-dim-0", q=torch.zeros(8, 4, 0), k=torch.zeros(8, 2, 0), v=torch.zeros(8, 2, 0)),
         _bad("k", "fewer-tokens", k=torch.zeros(7, 2, 16)),
         _bad("v", "other-head-dim", v=torch.zeros(8, 2, 8)),

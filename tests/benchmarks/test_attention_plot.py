@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.attention_plot import COLOURS, GREY, PICTURE, draw, extrapolated, floor, measured, stamp
+from benchmarks.attention_plot import COLOURS, PICTURE, draw, extrapolated, floor, measured
 from benchmarks.attention_table import RESULT
+from benchmarks.plotting import GREY, stamp
 
 
 def some_results(path: Path, *rows: tuple[str, dict[str, float]]) -> Path:

@@ -29,6 +29,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (attention, crossover):
         monkeypatch.setattr(module, "Row", functools.partial(Row, device="cpu", backend="reference"))
         monkeypatch.setattr(module, "compile_ahead", lambda cases: [])
+    monkeypatch.setattr(attention, "need_gpus", lambda parser: None)
     monkeypatch.setattr(attention, "measure", fake_measure)
     monkeypatch.setattr(attention, "kernel_times", lambda call: {"attend": 2.0, "others": 1.0})
     monkeypatch.setattr(crossover, "milliseconds", lambda call, budget: [2.0 for _ in [call()]])

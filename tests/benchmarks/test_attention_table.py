@@ -1,4 +1,4 @@
-"""The README's table is what the result file says, and says nothing that was not measured."""
+"""The tables of README and docs/kernels.md are what the result file says, and say nothing that was not measured."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attention_table import BARS, BEGIN, END, RESULT, insert, render, summary
+from benchmarks.attention_table import BARS, END, RESULT, TABLES, insert, render, render_short, summary
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,11 +29,10 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_the_readme_holds_the_table_of_the_committed_results() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert insert(readme, render(json.loads(RESULT.read_text()))) == readme, (
-        "run python -m benchmarks.attention_table --write README.md"
-    )
+@pytest.mark.parametrize("name", ["README.md", "docs/kernels.md"])
+def test_the_documents_hold_the_tables_of_the_committed_results(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert insert(text, json.loads(RESULT.read_text())) == text, f"python -m benchmarks.attention_table --write {name}"
 
 
 def test_summary_compares_with_cudnn_and_with_the_bar() -> None:
@@ -70,9 +69,29 @@ def test_plain_rows_and_variants_have_a_table_each() -> None:
     assert source == "some GPU, torch 2, commit 0123456: `python`."
 
 
-def test_inserting_replaces_what_was_there_and_needs_both_markers() -> None:
-    once = insert(f"a\n{BEGIN}\nold\n{END}\nb\n", "new")
-    assert re.fullmatch(rf"a\n{re.escape(BEGIN)}\s+new\s+{re.escape(END)}\nb\n", once)
-    assert insert(once, "new") == once
-    with pytest.raises(ValueError, match="no place for the table"):
-        insert(f"{BEGIN} only", "new")
+def test_the_short_table_compares_with_the_fastest_dense_kernel() -> None:
+    text = render_short(
+        file(
+            result(
+                "8K:512/3", auto=column(1, 2, 0.6), cudnn=column(1, 4, 0.5), flash4=column(2, 3), flash2={"error": ""}
+            ),
+            result("1M:4096/12", auto=column(1600, 6700, 57)),
+            result("8K:512/3,routing=sink", auto=column(1, 2, 1)),
+        )
+    )
+    head, _, *rows = map(cells, text.splitlines())
+    first, second = (dict(zip(head, row, strict=True)) for row in rows)
+    assert (first["fastest dense kernel"], first["speed-up"]) == ("2.00 / 3.00", "1.5")
+    assert (second["fastest dense kernel"], second["speed-up"]) == ("not measured", "")
+
+
+@pytest.mark.parametrize("marker", TABLES)
+def test_inserting_replaces_what_was_there_and_needs_both_markers(marker: str) -> None:
+    data = file(result("8K:512/3", auto=column(1, 1.9, 0.6), cudnn=column(1, 3.8, 0.5)))
+    once = insert(f"a\n{marker}\nold\n{END}\nb\n", data)
+    assert re.fullmatch(rf"a\n{re.escape(marker)}\s+\| tokens .*\s+{re.escape(END)}\nb\n", once, re.DOTALL)
+    assert "old" not in once
+    assert insert(once, data) == once
+    for incomplete in (marker, END):
+        with pytest.raises(ValueError, match="no place for"):
+            insert(incomplete, data)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import ACTIONS, KILLS, Chaos, plan
+from benchmarks.chaos import Chaos, plan
+from benchmarks.chaos_disturbances import ACTIONS, KILLS
 
 
 @pytest.mark.slow

@@ -1,18 +1,101 @@
-"""Every benchmark program starts: most need a GPU to run, so nothing else would notice a name that has moved."""
+"""Every benchmark program starts and tells its options anywhere, and every result can be made again by its command."""
 
+import argparse
 import importlib
+import json
 import pkgutil
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import benchmarks
+from benchmarks import record
+
+FOLDER = Path(benchmarks.__file__).parent
+RESULTS = sorted((FOLDER / "results").glob("*.json"))
+MODULES = [module.name for module in pkgutil.iter_modules(benchmarks.__path__)]
+PROGRAMS = [name for name in MODULES if "\ndef main(" in (FOLDER / f"{name}.py").read_text()]
+OF_EARLIER_CODE = {"dkdv-tiles-h200.json"}
+"""Results of kernels that lost and went; their `note` says so."""
 
 
-@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(benchmarks.__path__)])
-def test_it_can_be_imported(name):
-    try:
-        importlib.import_module(f"benchmarks.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        pytest.skip("triton is not installed")
+class ParsedError(Exception):
+    """The program has read its options: enough."""
+
+
+def read_options(monkeypatch: pytest.MonkeyPatch, name: str, options: list[str]) -> None:
+    """Start a program and end it where it has read its options; SystemExit where it does not know them."""
+    real = argparse.ArgumentParser.parse_args
+
+    def parse(self: argparse.ArgumentParser, *arguments: Any) -> None:
+        real(self, *arguments)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    with pytest.raises(ParsedError):
+        importlib.import_module(f"benchmarks.{name}").main()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_it_can_be_imported(name: str) -> None:
+    importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_is_given_without_a_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert "usage:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["attention", "attention_tiles", "context_timeline", "crossover", "full_attention", "training"]
+)
+def test_a_missing_gpu_is_told_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", [name, *(["--output", "unused.json"] if name == "training" else [])])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert "1 GPU(s) needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_result_names_its_commit_and_a_command_of_todays_code(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = json.loads(path.read_text())
+    assert re.fullmatch(r"[0-9a-f]{7,40}", result["commit"])
+    assert not re.search(r"""["' =]/\w+/""", path.read_text()), "a path of the machine it was measured on"
+    launcher, _, command = result["command"].partition("-m benchmarks.")
+    assert re.fullmatch(r"python |torchrun --nproc-per-node \d+ ", launcher)
+    name, *options = shlex.split(command)
+    if path.name in OF_EARLIER_CODE:
+        assert "removed" in result["note"]
+    else:
+        read_options(monkeypatch, name, options)
+
+
+def test_the_contents_list_every_program_and_some_document_cites_every_result() -> None:
+    contents = (FOLDER / "README.md").read_text()
+    assert [name for name in PROGRAMS if f"`{name}`" not in contents] == []
+    assert [path.name for path in RESULTS if path.name not in contents] == []
+    root = FOLDER.parent
+    documents = "".join(path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md")))
+    assert [path.name for path in RESULTS if path.name not in documents] == []
+
+
+def test_a_result_of_several_ranks_says_how_they_were_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["some/folder/context_skew.py", "--tokens", "64K"])
+    assert record.provenance()["command"] == "python -m benchmarks.context_skew --tokens 64K"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert record.provenance()["command"].startswith("torchrun --nproc-per-node 4 -m benchmarks.context_skew ")

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from guide import ROOT, blocks, commands, local_links, run
+from guide import ROOT, blocks, commands, run
 from prose import prose
 
 from moba_train.config.load import load_config
@@ -43,8 +43,3 @@ def test_every_command_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.Mon
         samples = [data.sample(index) for index in range(8)]
         assert all(sum(sample.lengths) == stage.seq_len for sample in samples)
         assert any(sample.padding for sample in samples)
-
-
-@pytest.mark.parametrize("path", local_links(GUIDE))
-def test_links_of_the_guide_lead_somewhere(path: str) -> None:
-    assert (GUIDE.parent / path).exists()

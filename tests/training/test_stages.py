@@ -197,8 +197,3 @@ def test_the_guides_recipe_and_commands_work(undisturbed: Run, tmp_path: Path, m
     for words in lines:
         here = [word.replace("runs/my-run", str(undisturbed.run_dir)).replace("2K", "32") for word in words]
         guide.run(here)
-
-
-@pytest.mark.parametrize("path", guide.local_links(DOCUMENT))
-def test_links_of_the_guide_lead_somewhere(path: str) -> None:
-    assert (DOCUMENT.parent / path).exists()

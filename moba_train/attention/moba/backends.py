@@ -60,18 +60,18 @@ class Backend(Protocol):
         ...
 
 
-def pick_backend(wanted: str, q_THD: Tensor, layout: Layout, *, block_size: int, topk: int, scale: float) -> Backend:
+def pick_backend(wanted: str, q_THD: Tensor, layout: Layout, *, block_size: int, topk: int) -> Backend:
     """The backend for a call, `wanted` or the best one; `flash` gives parts of a sequence to the reference.
 
     Raises ValueError when the one that is wanted cannot do the call. What `auto` picks, and why, is logged once.
     """
     if wanted == "reference" or (wanted == "flash" and not layout.is_whole):
         return cast(Backend, reference)
-    no_flash = flash.refuses(q_THD, layout, block_size, scale) if wanted == "flash" else ""
-    no_triton = _refuses_attention(q_THD, layout, block_size, topk, scale) if wanted == "triton" else ""
+    no_flash = flash.refuses(q_THD, layout, block_size) if wanted == "flash" else ""
+    no_triton = _refuses_attention(q_THD, layout, block_size, topk) if wanted == "triton" else ""
     if reason := no_flash or no_triton:
         raise ValueError(f"attention.moba.backend: {wanted!r} cannot run this call: {reason}; use 'auto'")
-    name = _best(q_THD, layout, block_size, topk, scale) if wanted == "auto" else wanted
+    name = _best(q_THD, layout, block_size, topk) if wanted == "auto" else wanted
     return cast(Backend, triton() if name == "triton" else {"flash": flash, "reference": reference}[name])
 
 
@@ -92,30 +92,30 @@ def triton() -> ModuleType:
     return attention
 
 
-def _best(q_THD: Tensor, layout: Layout, block_size: int, topk: int, scale: float) -> str:
+def _best(q_THD: Tensor, layout: Layout, block_size: int, topk: int) -> str:
     """What `auto` takes."""
     if not q_THD.is_cuda:
         return "reference"
-    no_triton = _refuses_attention(q_THD, layout, block_size, topk, scale)
-    no_flash = flash.refuses(q_THD, layout, block_size, scale) if no_triton else ""
+    no_triton = _refuses_attention(q_THD, layout, block_size, topk)
+    no_flash = flash.refuses(q_THD, layout, block_size) if no_triton else ""
     if no_triton and no_flash:
         message = "MoBA runs on plain PyTorch, which is very much slower than its kernels: "
         warnings.warn(f"{message}{no_triton}; {no_flash}", stacklevel=4)  # shown once per place, Python's default
         return "reference"
     if no_triton:
         return _picked("flash", f"on {flash.kernel_name(q_THD, layout, block_size)}; not triton: {no_triton}")
-    if _flash_pays(q_THD, layout, block_size, scale):
+    if _flash_pays(q_THD, layout, block_size):
         return _picked("flash", f"on {flash.kernel_name(q_THD, layout, block_size)}, faster for blocks of {block_size}")
     return _picked("triton", f"which can do head dim {q_THD.shape[-1]} and block_size {block_size}")
 
 
-def _flash_pays(q_THD: Tensor, layout: Layout, block_size: int, scale: float) -> bool:
+def _flash_pays(q_THD: Tensor, layout: Layout, block_size: int) -> bool:
     """Whether `flash` is faster than `triton` where both can run: a rule from measurements."""
     few = q_THD.shape[0] * q_THD.shape[1] < _FLASH_ROWS
     if few or block_size < min(_FLASH_PAYS_FROM.values(), default=math.inf):
         return False  # without a look at the optional packages, which takes seconds
     pays = block_size >= _FLASH_PAYS_FROM.get(flash.kernel_name(q_THD, layout, block_size), math.inf)
-    return pays and not flash.refuses(q_THD, layout, block_size, scale)
+    return pays and not flash.refuses(q_THD, layout, block_size)
 
 
 @cache
@@ -124,14 +124,12 @@ def _picked(name: str, why: str) -> str:
     return name
 
 
-def _refuses_attention(x: Tensor, layout: Layout, block_size: int, topk: int, scale: float) -> str:
+def _refuses_attention(x: Tensor, layout: Layout, block_size: int, topk: int) -> str:
     """Why the Triton kernels cannot attend for tensors like `x`; empty when they can."""
     if reason := _refuses_selection(x, layout, block_size, topk):
         return reason
     if block_size % 16 or not 64 <= block_size <= 16384:
         return f"block_size {block_size}, a multiple of 16 from 64 to 16384 needed"
-    if scale <= 0:
-        return f"softmax scale {scale}, a positive one needed"
     return ""
 
 

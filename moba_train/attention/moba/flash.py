@@ -31,12 +31,10 @@ _MOST_ELEMENTS = 2**30
 """Of a tensor in a backward call: kernels index some of theirs, padded, with 32 bits."""
 
 
-def refuses(q_THD: Tensor, layout: Layout, block_size: int, scale: float) -> str:
+def refuses(q_THD: Tensor, layout: Layout, block_size: int) -> str:
     """Why this cannot be done here; empty when it can."""
     if not layout.is_whole:
         return "a part of the sequence"
-    if scale <= 0:
-        return f"softmax scale {scale}, a positive one needed"
     return "" if _kernel(q_THD, layout, block_size) else refusals(q_THD, block_bound(layout, block_size))
 
 

@@ -1,7 +1,9 @@
 """The public function: MoBA on plain tensors, without a model around it."""
 
+from functools import cache
 from itertools import pairwise
-from typing import Literal
+from operator import index
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -9,6 +11,8 @@ from torch import Tensor
 from moba_train.attention.local import run_local
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.protocol import Layout
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def moba_attention(
@@ -33,12 +37,12 @@ def moba_attention(
     (Moonshot's fast code turns it into full attention).
 
     Args:
-        q: [T, H, D], floating point, any device.
+        q: [T, H, D], float16, bfloat16, float32 or float64, any device.
         k, v: [T, K, D], same dtype and device; K divides H and keys are never repeated in memory. Keys carry RoPE.
         block_size: tokens per block, >= 1. Blocks start at each document's start; the last one may be short.
         topk: blocks per query, the own block included, >= 1.
         cu_seqlens: int32 [docs + 1], document boundaries: first 0, last T, not decreasing. None: one document.
-        softmax_scale: factor on the scores; default D ** -0.5.
+        softmax_scale: factor on the scores, positive; default D ** -0.5.
         return_lse: also return the natural log-sum-exp of the scaled scores, [H, T], float32 (float64 for float64
             input), without gradient.
         select: "head" chooses per query head, "group" once for the H / K query heads that share a key/value head
@@ -51,38 +55,47 @@ def moba_attention(
             "flash" on CUDA, else "reference".
 
     Returns:
-        out [T, H, D] in q's dtype, differentiable in q, k and v (no gradient passes the gate); with `return_lse`, the
-        pair (out, lse).
+        out [T, H, D] in q's dtype, differentiable once in q, k and v (no gradient passes the gate); with `return_lse`,
+        the pair (out, lse).
 
     Raises:
         ValueError: names the argument, what was given and what is allowed.
     """
-    cu_seqlens = _check(q, k, v, block_size, topk, cu_seqlens, always)
-    options = MobaAttention.Options(block_size=block_size, topk=topk, select=select, always=always, backend=backend)
-    attention = MobaAttention(options, q.shape[-1], softmax_scale)
-    out, lse = run_local(q, k, v, attention, Layout(cu_seqlens, max_seqlen=q.shape[0], total=q.shape[0]))
+    _check(q, k, v, block_size, topk, always)
+    layout = _documents(q, cu_seqlens)
+    options = {"block_size": block_size, "topk": topk, "select": select, "always": always, "backend": backend}
+    head_dim = index(q.shape[-1])  # a number, also where torch.compile made the sizes symbolic
+    attention = _attention(options, head_dim, softmax_scale)
+    out, lse = run_local(q, k, v, attention, layout)
     return (out, lse) if return_lse else out
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, block_size: int, topk: int, cu_seqlens: Tensor | None, always: tuple[str, ...]
-) -> Tensor:
-    """Refuse what `moba_attention` cannot do; returns the document boundaries to use."""
+@torch.compiler.assume_constant_result
+def _attention(options: dict[str, Any], head_dim: int, softmax_scale: float | None) -> MobaAttention:
+    """The one for these settings: operators refer to it by its name, and a new name would be compiled anew."""
+    return _made(MobaAttention.Options(**options), head_dim, softmax_scale)
+
+
+_made = cache(MobaAttention)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, block_size: int, topk: int, always: tuple[str, ...]) -> None:
+    """Refuse what `moba_attention` cannot do, but for the documents and what `MobaAttention` refuses itself."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name}: shape {tuple(x.shape)} given, [tokens, heads, head dim] needed")
-        if not x.is_floating_point():
-            raise ValueError(f"{name}: dtype {x.dtype} given, a floating-point dtype needed")
+        if x.dtype not in _DTYPES:
+            raise ValueError(f"{name}: dtype {x.dtype} given, one of {', '.join(map(str, _DTYPES))} needed")
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name}: {x.dtype} on {x.device} given, q is {q.dtype} on {q.device}; all must agree")
         if x.shape[0] != q.shape[0] or x.shape[2] != q.shape[2]:
             raise ValueError(f"{name}: shape {tuple(x.shape)} does not fit q's {tuple(q.shape)} in tokens and head dim")
     if k.shape != v.shape:
         raise ValueError(f"v: shape {tuple(v.shape)} given, k has {tuple(k.shape)}; they must agree")
+    if q.shape[1] == 0 or q.shape[2] == 0:
+        raise ValueError(f"q: shape {tuple(q.shape)} given, at least one head and head dim 1 needed")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"k: {k.shape[1]} key/value heads do not divide q's {q.shape[1]} heads")
-    if q.shape[2] == 0:
-        raise ValueError("q: head dim 0 given, at least 1 needed")
     if block_size < 1:
         raise ValueError(f"block_size: {block_size} given, at least 1 needed")
     if topk < 1:
@@ -90,13 +103,13 @@ def _check(
     strange = [name for name in always if name not in ("current", "previous", "first")]
     if strange:
         raise ValueError(f"always: {strange[0]!r} given, allowed: current, previous, first")
-    return _check_documents(q, cu_seqlens)
 
 
-def _check_documents(q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _documents(q: Tensor, cu_seqlens: Tensor | None) -> Layout:
+    """The layout of these document boundaries, which are read here."""
     tokens = q.shape[0]
     if cu_seqlens is None:
-        return torch.tensor([0, tokens], dtype=torch.int32, device=q.device)
+        return Layout(torch.tensor([0, tokens], dtype=torch.int32, device=q.device), tokens, tokens)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise ValueError(
             f"cu_seqlens: {cu_seqlens.dtype} {tuple(cu_seqlens.shape)} given, int32 [documents + 1] with at least one "
@@ -109,7 +122,11 @@ def _check_documents(q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         raise ValueError(f"cu_seqlens: starts at {edges[0]}, must start at 0")
     if edges[-1] != tokens:
         raise ValueError(f"cu_seqlens: ends at {edges[-1]}, must end at the number of tokens, {tokens}")
-    if any(stop < start for start, stop in pairwise(edges)):
-        raise ValueError("cu_seqlens: decreases; document boundaries must not decrease")
+    lengths = [stop - start for start, stop in pairwise(edges)]
+    if min(lengths) < 0:
+        first = next(i for i, length in enumerate(lengths) if length < 0)
+        raise ValueError(
+            f"cu_seqlens: {edges[first]} is followed by {edges[first + 1]}; document boundaries must not decrease"
+        )
     # The backward pass reads the boundaries again; by then the caller may have refilled the buffer.
-    return cu_seqlens.clone()
+    return Layout(cu_seqlens.clone(), max(lengths), tokens)

@@ -1,5 +1,6 @@
 """MoBA as a LocalAttention: the gate summarises, the selection plans, a backend attends."""
 
+import math
 from types import ModuleType
 from typing import Literal
 
@@ -49,6 +50,8 @@ class MobaAttention(LocalAttention):
         self.alignment = options.block_size
         self.couples_heads = options.select == "group"
         self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        if not 0 < self.scale < math.inf:  # flash kernels find a row's maximum before they scale it
+            raise ValueError(f"softmax_scale: {softmax_scale} given, a positive, finite number needed")
         self.dense = FullAttention(FullAttention.Options(), head_dim, self.scale)
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
@@ -120,7 +123,7 @@ class MobaAttention(LocalAttention):
 
     def _backend(self, q_THD: Tensor, layout: Layout) -> Backend:
         block_size, topk = self.options.block_size, self.options.topk
-        return pick_backend(self.options.backend, q_THD, layout, block_size=block_size, topk=topk, scale=self.scale)
+        return pick_backend(self.options.backend, q_THD, layout, block_size=block_size, topk=topk)
 
     def _selector(self, x: Tensor, layout: Layout) -> ModuleType | None:
         return pick_selector(

@@ -1,5 +1,8 @@
 """The reference backend: MoBA as a mask over dense attention. Clear before fast.
 
+A mask needs the choice alone. Lists beside it are passed over: kernels may have planned for queries that then meet keys
+which the kernels cannot take (backends.py).
+
 Shape suffixes: T queries, t a chunk of them, S keys, s a range of them, N blocks, H query heads, C choices.
 """
 
@@ -12,7 +15,7 @@ from moba_train.attention.protocol import Layout, Plan
 
 
 def invert_choice(chosen_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Plan:
-    """Nothing: a mask needs the choice alone."""
+    """Nothing."""
     return ()
 
 
@@ -20,7 +23,14 @@ empty_lists = invert_choice
 
 
 def attend(
-    q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, chosen_HTC: Tensor, *, block_size: int, scale: float
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    layout: Layout,
+    chosen_HTC: Tensor,
+    *lists: Tensor,
+    block_size: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H, D] and lse [H, T] of any queries over those of the given keys that are chosen or their own block's."""
     mask = chosen_mask(chosen_HTC, layout, block_size)
@@ -36,7 +46,7 @@ def attend_backward(
     lse_HT: Tensor,
     layout: Layout,
     chosen_HTC: Tensor,
-    *,
+    *lists: Tensor,
     block_size: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.moba.blocks import block_bound
-from moba_train.attention.moba.triton.call import Call, rows
+from moba_train.attention.moba.triton.call import Call, heads_side_by_side
 from moba_train.attention.moba.triton.lists import Lists, empty_inverse, invert
 from moba_train.attention.moba.triton.long_blocks import LongBlocks
 from moba_train.attention.moba.triton.pool import pool_keys
@@ -23,7 +23,7 @@ from moba_train.attention.protocol import Layout
 
 def summarize(k_SKD: Tensor, layout: Layout, block_size: int) -> Tensor:
     """Mean key of every block, [blocks, K, D]; zeros for those of which nothing is here."""
-    return pool_keys(rows(k_SKD.detach()), block_tables(layout, block_size))
+    return pool_keys(heads_side_by_side(k_SKD.detach()), block_tables(layout, block_size))
 
 
 def choose(
@@ -37,8 +37,9 @@ def choose(
     always: tuple[str, ...],
 ) -> Tensor:
     """The chosen history blocks of the layout's queries, int32 [H, T, C] as `selection.select_blocks`."""
-    tables, q_THD, pooled_NKD = block_tables(layout, block_size), rows(q_THD.detach()), pooled_NKD.contiguous()
-    return select_blocks(q_THD, pooled_NKD, tables.own_T, tables.first_T, topk=topk, select=select, always=always)
+    tables = block_tables(layout, block_size)
+    tensors = (heads_side_by_side(q_THD.detach()), pooled_NKD.contiguous(), tables.own_T, tables.first_T)
+    return select_blocks(*tensors, topk=topk, select=select, always=always)
 
 
 def invert_choice(chosen_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moba_train.attention.moba.triton import backward
+from moba_train.attention.moba.triton.lists import Lists
 from moba_train.attention.moba.triton.tables import BlockTables, block_tables
-from moba_train.attention.moba.triton.tiles import Segment, Shape, Shapes, shapes
+from moba_train.attention.moba.triton.tiles import Segment, Shape, Shapes, TileTable, shapes
 from moba_train.attention.protocol import Layout
 
 LOG2_E = 1.4426950408889634
@@ -37,7 +38,8 @@ class Call:
         cls, q: Tensor, k: Tensor, v: Tensor, layout: Layout, chosen_HTC: Tensor, block_size: int, scale: float
     ) -> "Call":
         tables, tile_shapes = block_tables(layout, block_size), shapes(q.shape[-1], block_size)
-        return cls(rows(q), rows(k), rows(v), chosen_HTC, layout, tables, tile_shapes, block_size, scale)
+        q, k, v = (heads_side_by_side(x) for x in (q, k, v))
+        return cls(q, k, v, chosen_HTC, layout, tables, tile_shapes, block_size, scale)
 
     @property
     def choices(self) -> int:
@@ -99,13 +101,17 @@ class Call:
         """[tokens, heads, D] for bulk copies of `many` tokens of one head."""
         return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [_token_stride(x), 1], [many, self.head_dim])
 
+    def in_lists(self, lists: Lists, table: TileTable) -> tuple[Any, ...]:
+        """What a kernel over the tiles of some lists needs to find its rows and its block."""
+        return lists.entries, *table.arguments, self.tables.bounds, table.begin.numel(), self.tables.blocks
+
     def own_tiles(self, shape: Shape) -> int:
         """Row tiles of a block's own rows, at most."""
         return triton.cdiv(self.longest * self.group, shape.rows)
 
     def buffer(self, parts: list[Segment]) -> Tensor:
         """Room for the partial results of any of these segments: [entries, D]."""
-        entries = max((part.kv_heads.stop - part.kv_heads.start) * part.entries for part in parts)
+        entries = max(part.heads * part.entries for part in parts)
         return torch.empty(entries, self.head_dim, dtype=self.q_THD.dtype, device=self.q_THD.device)
 
     def stats(self, dout_THD: Tensor, out_THD: Tensor, lse_HT: Tensor) -> Tensor:
@@ -132,8 +138,7 @@ class Call:
         """
         row_entries = self.group * self.choices
         first, tokens = segment.first_entry // row_entries, segment.entries // row_entries
-        kv_heads = segment.kv_heads.stop - segment.kv_heads.start
-        kernel[(triton.cdiv(tokens * self.group, _COMBINE_ROWS), kv_heads)](
+        kernel[(triton.cdiv(tokens * self.group, _COMBINE_ROWS), segment.heads)](
             *tensors,
             self.chosen_HTC if place is None else place,
             self.chosen_HTC,
@@ -156,8 +161,8 @@ def _token_stride(x: Tensor) -> int:
     return x.stride(0) if x.shape[0] > 1 else x.shape[1] * x.shape[2]
 
 
-def rows(x: Tensor) -> Tensor:
-    """[tokens, heads, D] with the heads of a token side by side, as kernels and bulk copies need it."""
+def heads_side_by_side(x: Tensor) -> Tensor:
+    """[tokens, heads, D] with the heads of a token contiguous and tokens 16 bytes aligned, as bulk copies need it."""
     beside = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
     aligned = _token_stride(x) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     if beside and aligned:

@@ -75,10 +75,10 @@ def gathered_parts(
     work = zip(cut, tables, most_rows, strict=True)
     for _, mine in groupby(work, key=lambda one: one[0].kv_heads.start):
         several = list(mine)
-        kv_heads = several[0][0].kv_heads
-        keys = keys_below(edges, kv_heads.stop - kv_heads.start, call.k_SKD.shape[0])
+        first = several[0][0]
+        keys = keys_below(edges, first.heads, call.k_SKD.shape[0])
         yield (
-            kv_heads,
+            first.kv_heads,
             (
                 _part(call, lists, segment, table, Segments(_rows(table), keys, most, longest, causal=False))
                 for segment, table, most in several
@@ -93,8 +93,7 @@ def _rows(table: TileTable) -> Tensor:
 
 def _part(call: Call, lists: Lists, segment: Segment, table: TileTable, ranges: Segments) -> GatheredPart:
     row_E = torch.empty(table.bound * _TILE, dtype=torch.int32, device=lists.entries.device)
-    heads = segment.kv_heads.stop - segment.kv_heads.start
-    place = torch.empty(heads, segment.entries, dtype=torch.int32, device=row_E.device)
+    place = torch.empty(segment.heads, segment.entries, dtype=torch.int32, device=row_E.device)
     _place_rows[(table.bound,)](
         row_E,
         place,

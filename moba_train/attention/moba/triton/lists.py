@@ -37,11 +37,6 @@ class Lists:
         lists = kv_heads * blocks
         return cls(entries, starts, *chunking(tokens, heads // kv_heads * choices, lists), lists)
 
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        """int [lists] each: where every list begins and ends."""
-        edges = self.starts[:: self.chunks]
-        return edges[:-1].contiguous(), edges[1:].contiguous()
-
 
 def chunking(tokens: int, row_entries: int, lists: int) -> tuple[int, int]:
     """(chunks, entries per chunk) of one key/value head; a chunk is whole tokens, `row_entries` = G * C entries each.
@@ -70,7 +65,10 @@ def invert(chosen_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Tens
     group = heads // kv_heads
     per_head, lists = tokens * group * choices, kv_heads * blocks
     if per_head >= 2**31:
-        raise ValueError(f"moba: {tokens} tokens x {group} heads x {choices} choices give more than 2**31 entries")
+        raise ValueError(
+            f"attention.moba.topk: {choices + 1} given, whose {choices} choices for each of {tokens} tokens and "
+            f"{group} query heads of a key/value head are {per_head} entries; fewer than {2**31} allowed"
+        )
     entries, starts = empty_inverse(chosen_HTC, kv_heads, blocks)
     starts[0] = 0
     if choices == 0 or tokens == 0:

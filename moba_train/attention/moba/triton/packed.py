@@ -292,10 +292,7 @@ class PackedDkdv:
     def room(self, parts: list[Segment]) -> Packed:
         """Enough for any of these segments."""
         call, rows = self.call, self.call.shapes.dkdv.rows
-        tiles = max(
-            (part.kv_heads.stop - part.kv_heads.start) * (triton.cdiv(part.entries, rows) + call.tables.blocks)
-            for part in parts
-        )
+        tiles = max(part.heads * (triton.cdiv(part.entries, rows) + call.tables.blocks) for part in parts)
         q, dout = (self.dout.new_empty(tiles * rows, call.head_dim) for _ in range(2))
         lse, delta = (self.stats.new_empty(tiles * rows) for _ in range(2))
         return Packed(q, dout, lse, delta)
@@ -331,11 +328,7 @@ class PackedDkdv:
             room.dout,
             room.lse,
             room.delta,
-            self.lists.entries,
-            *table.arguments,
-            call.tables.bounds,
-            table.begin.numel(),
-            call.tables.blocks,
+            *call.in_lists(self.lists, table),
             call.heads,
             segment.kv_heads.start,
             call.q_THD.stride(0),

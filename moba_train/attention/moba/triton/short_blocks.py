@@ -48,7 +48,7 @@ class ShortBlocks:
                 lse_HT,
                 partial_out,
                 partial_lse,
-                *self.tables(table),
+                *call.in_lists(self.lists, table),
                 segment.kv_heads.start,
                 call.heads,
                 call.tokens,
@@ -73,7 +73,7 @@ class ShortBlocks:
         dq, dk, dv = call.like_q(), call.like_k(), call.like_k()
         parts = list(segments(self.lists, call.kv_heads, call.limit))
         partial_dq = call.buffer(parts)
-        slots = 2 * max((part.kv_heads.stop - part.kv_heads.start) * part.entries for part in parts) // _SPAN
+        slots = 2 * max(part.heads * part.entries for part in parts) // _SPAN
         part_dk, part_dv = (stats.new_empty(slots * shape.keys, call.head_dim) for _ in range(2))
         for segment in parts:
             table = self.spans(segment)
@@ -91,7 +91,7 @@ class ShortBlocks:
                 part_dk,
                 part_dv,
                 first_slot,
-                *self.tables(table),
+                *call.in_lists(self.lists, table),
                 segment.kv_heads.start,
                 call.heads,
                 segment.entries,
@@ -123,16 +123,6 @@ class ShortBlocks:
     def spans(self, segment: Segment) -> TileTable:
         """At least one for each list: the block's own rows go with it."""
         return tile_table(self.lists, segment, self.call.kv_heads, _SPAN, at_least=1)
-
-    def tables(self, table: TileTable) -> tuple[Any, ...]:
-        """What the kernels need to find their span."""
-        return (
-            self.lists.entries,
-            *table.arguments,
-            self.call.tables.bounds,
-            table.begin.numel(),
-            self.call.tables.blocks,
-        )
 
     def sizes(self, shape: Shape) -> dict[str, Any]:
         """Compile-time sizes."""

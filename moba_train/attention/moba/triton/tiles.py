@@ -64,6 +64,11 @@ class Segment:
     entries: int
     """Entries of each key/value head in these chunks, a multiple of G * C."""
 
+    @property
+    def heads(self) -> int:
+        """Key/value heads."""
+        return self.kv_heads.stop - self.kv_heads.start
+
 
 def segments(lists: Lists, kv_heads: int, limit: int) -> Iterator[Segment]:
     """Cut the work so that at most about `limit` entries are under way: by key/value heads, then by queries."""
@@ -112,8 +117,7 @@ def tile_table(lists: Lists, segment: Segment, kv_heads: int, rows: int, at_leas
         end = lists.starts[1:].view(lists.lists, lists.chunks)[mine, segment.chunks.stop - 1].contiguous()
     else:
         begin = end = torch.zeros(mine.stop - mine.start, dtype=torch.int32, device=lists.entries.device)
-    heads = segment.kv_heads.stop - segment.kv_heads.start
-    bound = triton.cdiv(heads * segment.entries, rows) + heads * blocks
+    bound = triton.cdiv(segment.heads * segment.entries, rows) + segment.heads * blocks
     last_tile = torch.cumsum(((end - begin + (rows - 1)) // rows).clamp(min=at_least), 0, dtype=torch.int32)
     return TileTable(bound, _list_of(last_tile, bound), last_tile, begin, end)
 

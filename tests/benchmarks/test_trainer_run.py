@@ -1,0 +1,57 @@
+"""The recipes that benchmarks give to the trainer are ones it takes, and say what the options ask for."""
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks import checkpoint_stall, determinism, training
+from moba_train.config.load import load_config
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
+
+OPTIONS = argparse.Namespace(
+    model="tiny",
+    gpus=2,
+    seq_len=2048,
+    sequences_per_gpu=3,
+    sequences_per_rank=3,
+    steps=7,
+    every=7,
+    saves=1,
+    layers=None,
+)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
+    """What would have been trained."""
+    found = []
+
+    def launch(content: dict[str, Any], file: Path, ranks: int, **how: Any) -> SimpleNamespace:
+        file.write_text(yaml.safe_dump(content))
+        found.append(load_config(file))
+        return SimpleNamespace(returncode=1, stderr="an Error")
+
+    for module in (checkpoint_stall, determinism, training):
+        monkeypatch.setattr(module, "launch", launch)
+    for module in (checkpoint_stall, training):
+        monkeypatch.setattr(module, "read_records", lambda path: [])
+    monkeypatch.setattr(checkpoint_stall, "write_corpus", lambda *sizes: None)
+    return found
+
+
+def test_programs_train_as_many_steps_as_asked(launched: list[RunConfig], tmp_path: Path) -> None:
+    checkpoint_stall.train(tmp_path, OPTIONS)
+    determinism.train(tmp_path / "one", True, OPTIONS)
+    for name in training.VARIANTS:
+        assert training.measure(name, tmp_path, OPTIONS)["error"] == "an Error"
+    assert [resolve_stages(config)[0].steps for config in launched] == [7] * (2 + len(training.VARIANTS))
+    assert {config.batch_tokens for config in launched} == {2 * 3 * 2048}
+    stall, deterministic, *variants = launched
+    assert stall.checkpoint.every == 7
+    assert deterministic.deterministic
+    assert [config.compile for config in variants] == ["compiled" in name for name in training.VARIANTS]
