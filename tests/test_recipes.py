@@ -227,8 +227,9 @@ def test_the_conversations_carry_loss_on_their_answers_alone(printed: dict[str, 
     assert name is not None
     asked = re.escape(question).replace(re.escape(name[1]), r"\w+ \w+ \d+")
     assert re.search(rf"{asked}\n{re.escape(role)}\n{re.sub(r'[0-9]+', r'[0-9]+', re.escape(answer))}\n", shown)
-    steps = [record for record in records("sft-1m") if record["kind"] == "metrics"]
-    assert {step["stage"] for step in steps} == {"1k", "8k", "32k"}
+    logged = records("sft-1m")
+    assert {record["stage"] for record in logged} >= {"1k", "8k", "32k"}
+    steps = [record for record in logged if record["kind"] == "metrics"]  # none where no token carries loss
     assert all(0 < step["loss_token_fraction"] < 0.3 for step in steps)
 
 

@@ -84,6 +84,7 @@ def test_recomputed_activations_do_not_change_the_loss(run: Run, ranks: Ranks, f
 
 def train_within_the_recompile_limit(recipe: str) -> int:
     """Fails where torch would give up compiling the same code again and only warn."""
+    torch._dynamo.reset()  # runs before in this process count too
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         return main([recipe])
 

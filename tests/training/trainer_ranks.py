@@ -30,7 +30,17 @@ class Ranks:
     def work(
         self, program: Callable[..., int | None], arguments: Sequence[Any], ranks: int, per_node: int | None = None
     ) -> None:
-        """Call `program(*arguments)`, a module's function, on so many ranks. Fails when one raises or gives not 0."""
+        """Call `program(*arguments)`, a module's function, on so many ranks. Fails when one raises or gives not 0; the
+        next call then has new processes."""
+        try:
+            self._call(program, arguments, ranks, per_node)
+        except BaseException:
+            self.close()
+            raise
+
+    def _call(
+        self, program: Callable[..., int | None], arguments: Sequence[Any], ranks: int, per_node: int | None
+    ) -> None:
         self.start(ranks)
         port = _free_port()
         for rank in range(ranks):
@@ -62,6 +72,7 @@ class Ranks:
         for process in self.processes:
             process.kill()  # SIGTERM would only ask the trainer to stop
             process.join()
+        self.processes, self.pipes = [], []
 
 
 def run_training(*command: str) -> int:
