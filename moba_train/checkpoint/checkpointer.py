@@ -75,9 +75,9 @@ class Checkpointer:
         """Copies `tensors` (plain ones and DTensors, by name) and `meta` and writes them in the background.
 
         `meta` is JSON-able and the one of rank 0 counts. A name that several ranks give holds the same value on all of
-        them, or the shards of one DTensor. When it is published, old ones go, but not the newest
-        whose meta `protect` agrees to. Waits first for the save before, if that still runs. Tensors on a GPU must
-        not change before `before_update` was called.
+        them, or the shards of one DTensor. When it is published, old ones go, but not the newest whose meta `protect`
+        agrees to. Waits first for the save before, if that still runs. Tensors on a GPU must not change before
+        `before_update` was called.
         """
         self.wait()
         planner = _StagedSavePlanner(self._stage(tensors))
