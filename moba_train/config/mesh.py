@@ -8,11 +8,12 @@ from moba_train.errors import ConfigError
 
 
 class MeshSizes(NamedTuple):
-    """The mesh (dp_replicate, dp_shard, cp), nothing left to fill."""
+    """The mesh (dp_replicate, dp_shard, cp, tp), nothing left to fill."""
 
     dp_replicate: int
     dp_shard: int
     cp: int
+    tp: int = 1
 
     @property
     def dp(self) -> int:
@@ -21,7 +22,8 @@ class MeshSizes(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of the parameters."""
+        """Ranks that share one copy of the parameters, or, with tp, of the part of them that their heads and columns
+        make up."""
         return self.dp_shard * self.cp
 
 
@@ -50,11 +52,14 @@ def fit_mesh(
     if problems or world_size is None:
         return None, problems
 
-    cp = parallel.cp
-    if world_size % cp:
-        return None, [f"{cp_key}: given {cp}, which does not divide the {world_size} ranks; {divisors(world_size)}"]
-    dp = world_size // cp
-    sharing = f", {cp} to a sequence ({cp_key})" if cp > 1 else ""
+    cp, tp = parallel.cp, parallel.tp
+    if world_size % tp:
+        return None, [f"parallel.tp: given {tp}, which does not divide the {world_size} ranks; {divisors(world_size)}"]
+    groups, each = world_size // tp, f" in groups of {tp} (parallel.tp)" if tp > 1 else ""
+    if groups % cp:
+        return None, [f"{cp_key}: given {cp}, which does not divide the {world_size} ranks{each}; {divisors(groups)}"]
+    dp = groups // cp
+    sharing = each + (f", {cp * tp} to a sequence ({cp_key})" if cp > 1 else "")
     fixed = abs(parallel.dp_replicate * parallel.dp_shard)
     if free and dp % fixed == 0:
         given[free[0]] = dp // fixed
@@ -66,9 +71,10 @@ def fit_mesh(
         side = "more ranks than the layout uses" if dp > fixed else "fewer ranks than the layout needs"
         replicate = parallel.dp_replicate if dp % parallel.dp_replicate == 0 else 1
         layout = f"dp_replicate {parallel.dp_replicate}, dp_shard {parallel.dp_shard}" + f", cp {cp}" * (cp > 1)
-        fits = f"start {fixed * cp} ranks, or set parallel: {{dp_replicate: {replicate}, dp_shard: -1}}"
-        return None, [f"parallel: {layout} make {fixed * cp} ranks, {world_size} were started{sharing}: {side}; {fits}"]
-    return MeshSizes(given["dp_replicate"], given["dp_shard"], cp), []
+        layout, needed = layout + f", tp {tp}" * (tp > 1), fixed * cp * tp
+        fits = f"start {needed} ranks, or set parallel: {{dp_replicate: {replicate}, dp_shard: -1}}"
+        return None, [f"parallel: {layout} make {needed} ranks, {world_size} were started{sharing}: {side}; {fits}"]
+    return MeshSizes(given["dp_replicate"], given["dp_shard"], cp, tp), []
 
 
 def divisors(number: int) -> str:

@@ -29,12 +29,19 @@ class ContextParallelConfig(Section):
 
 
 class ParallelConfig(ContextParallelConfig):
-    """The device mesh. Batches differ over dp_replicate x dp_shard, the tokens of a sequence over cp. Parameters,
-    gradients and optimizer state are sharded over dp_shard x cp (FSDP2) and replicated over dp_replicate (HSDP). One of
-    the dp sizes may be -1: it fills the rest. Ranks of one cp group are neighbours."""
+    """The device mesh. Batches differ over dp_replicate x dp_shard, the tokens of a sequence over cp, heads and hidden
+    columns over tp. Parameters, gradients and optimizer state are sharded over dp_shard x cp (FSDP2) and over tp, and
+    replicated over dp_replicate (HSDP). One of the dp sizes may be -1: it fills the rest. Ranks of one tp group are
+    neighbours, and so are the tp groups of one cp group."""
 
     dp_replicate: int = Field(1, ge=-1, description="replicas of the sharded model; -1 fills the world")
     dp_shard: int = Field(-1, ge=-1, description="with cp, ranks that share one copy of the parameters; -1 fills")
+    tp: int = Field(
+        1,
+        ge=1,
+        description="ranks of one node that share each layer's heads and columns (tensor parallelism); the same in all "
+        "stages. See docs/tensor-parallelism.md",
+    )
     timeout: int = Field(600, ge=1, description="seconds a rank waits for others before it ends the run")
 
 

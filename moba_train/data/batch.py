@@ -26,7 +26,7 @@ class Batch:
     """Document boundaries: every document piece attends to itself alone."""
     loss_index: Tensor
     """int64 [n]: the tokens whose prediction counts. Never empty, so that every rank runs the same graph: without any,
-    it is [0] with weight 0."""
+    it is [first_row] with weight 0."""
     loss_weight: Tensor
     """float32 [n]: weight of each of these predictions."""
     loss_weight_sum: float
@@ -39,11 +39,30 @@ class Batch:
     """Its number among the layout's documents, of which some are padding."""
     padding: int
     """How many of the T tokens are no document's; they are pieces of their own, without loss."""
+    first_row: int = 0
+    """The first of the T that the model returns on this rank: under tensor parallelism, each rank has a stretch of
+    them. `loss_index` counts from the first of all."""
 
     @property
     def loss_on(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What the model needs for the loss: labels int64 [n], their rows int64 [n], their weights float32 [n]."""
-        return self.labels[self.loss_index], self.loss_index, self.loss_weight
+        """What the model needs for the loss: labels int64 [n], their rows among those that it returns int64 [n], their
+        weights float32 [n]."""
+        return self.labels[self.loss_index], self.loss_index - self.first_row, self.loss_weight
+
+    def with_loss_on(self, index: Tensor, weight: Tensor, first_row: int = 0) -> "Batch":
+        """The same tokens with loss on those of `index` alone, int64 [n], by `weight`, float32 [n], on the CPU; n may
+        be 0. `first_row`: as in the result."""
+        weight_sum, tokens = float(weight.sum(dtype=torch.float64)), int(weight.count_nonzero())
+        if not index.numel():
+            index, weight = torch.tensor([first_row]), torch.zeros(1)
+        return dataclasses.replace(
+            self,
+            loss_index=index,
+            loss_weight=weight,
+            loss_weight_sum=weight_sum,
+            loss_tokens=tokens,
+            first_row=first_row,
+        )
 
     def to(self, device: torch.device | str) -> "Batch":
         """This batch on `device`; copies to a GPU are asynchronous, from pinned memory."""

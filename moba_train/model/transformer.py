@@ -85,6 +85,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.output = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.whole: Callable[[Tensor], Tensor] | None = None
 
     def set_attention(self, kinds: Iterable[LocalAttention]) -> None:
         """Choose the attention of every block, first to last; may change between steps."""
@@ -98,6 +99,10 @@ class Transformer(nn.Module):
 
     def _attentions(self) -> Iterator[Attention]:
         return (module for module in self.modules() if isinstance(module, Attention))
+
+    def set_whole(self, whole: Callable[[Tensor], Tensor]) -> None:
+        """Choose what makes the output projection's whole weight of the part that is here."""
+        self.whole = whole
 
     def set_rope(self, rope: RopeConfig) -> None:
         """Choose the rotary embedding of all blocks; may change between steps."""
@@ -114,7 +119,8 @@ class Transformer(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """Weight of the output projection, [V, D]; the embedding's own when tied."""
-        return self.embedding.weight if self.output is None else self.output.weight
+        weight_VD = self.embedding.weight if self.output is None else self.output.weight
+        return weight_VD if self.whole is None else self.whole(weight_VD)
 
     def forward(
         self,

@@ -14,7 +14,14 @@ def gradient_norm(module: nn.Module) -> Tensor:
     """The L2 norm of all gradients of a module on all ranks, a float32 scalar; 0 without any. A collective."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if not isinstance(norm, DTensor):
+        return norm
+    if "tp" not in (norm.device_mesh.mesh_dim_names or ()):
+        return norm.full_tensor()
+    # In one sum over all ranks: those that hold copies of a norm weight must clip its gradient by the same bits.
+    square = _square_here(norm)
+    dist.all_reduce(square)
+    return square.sqrt()
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None, norm: Tensor) -> None:
@@ -50,6 +57,6 @@ def _square_here(gradient: Tensor) -> Tensor:
     mesh = gradient.device_mesh
     copies = 1
     for dimension, placement in enumerate(gradient.placements):
-        if not placement.is_shard():
+        if placement.is_replicate():
             copies *= mesh.size(dimension)
     return gradient.to_local().square().sum() / copies

@@ -13,6 +13,7 @@ from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.config.schema import RunConfig
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
+from moba_train.parallel.tensor import share_layers
 
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
@@ -24,7 +25,7 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
 
 
 def sharded_model(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> Transformer:
-    """The recipe's model with its initial weights, sharded over `mesh` (replicas, shards).
+    """The recipe's model with its initial weights, sharded over `mesh` (see `build_mesh`).
 
     No rank ever holds the whole model: it is built without storage, cut, and filled one parameter at a time. Gradients
     are summed over ranks, never averaged, because the loss is already divided by the global number of loss tokens.
@@ -33,6 +34,9 @@ def sharded_model(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> 
         model = Transformer(config.model)
     for block in model.blocks:
         block.forward = _block_forward(block.forward, config)
+    if "tp" in (mesh.mesh_dim_names or ()):
+        share_layers(model, mesh["tp"])
+        mesh = mesh["dp_replicate", "shard"]
     # Inputs are not cast: cos and sin stay float32 when the layers compute in bf16.
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(config, device), reduce_dtype=torch.float32, cast_forward_inputs=False

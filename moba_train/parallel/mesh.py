@@ -9,15 +9,18 @@ from moba_train.parallel.world import World
 
 
 def build_mesh(sizes: MeshSizes, world: World) -> DeviceMesh:
-    """The mesh (dp_replicate, shard), where shard is dp_shard x cp, cp innermost.
+    """The mesh (dp_replicate, shard), where shard is dp_shard x cp, cp innermost; with tp, (dp_replicate, shard, tp).
 
     The weights know nothing of cp, so stages may differ in it: dp_shard gives way, and every rank keeps its shards.
     The groups of cp are made by `parallel.stage`.
     """
-    ranks = torch.arange(world.size).view(sizes.dp_replicate, sizes.shards)
+    shape, names = [sizes.dp_replicate, sizes.shards], ["dp_replicate", "shard"]
+    if sizes.tp > 1:
+        shape, names = [*shape, sizes.tp], [*names, "tp"]
+    ranks = torch.arange(world.size).view(shape)
     # Made here, not by init_device_mesh, whose groups would have torch's default timeout.
-    groups = [_group(ranks.T.tolist(), world), _group(ranks.tolist(), world)]
-    return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=("dp_replicate", "shard"))
+    groups = [_group(ranks.movedim(axis, -1).flatten(0, -2).tolist(), world) for axis in range(len(shape))]
+    return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=tuple(names))
 
 
 def _group(all_members: list[list[int]], world: World) -> dist.ProcessGroup:

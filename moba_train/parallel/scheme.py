@@ -14,8 +14,8 @@ def stage_shape(config: RunConfig, stage: Stage, element_bytes: int = 2) -> Shap
     model = config.model
     return Shape(
         tokens=stage.micro_batch_size * stage.seq_len,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
+        heads=model.heads // stage.parallel.tp,
+        kv_heads=model.kv_heads // stage.parallel.tp,
         head_dim=model.head_width,
         element_bytes=element_bytes,
         couples_heads=any(_couples_heads(layer, model.head_width) for layer in set(stage.attention)),
@@ -31,12 +31,13 @@ def stage_scheme(
     Raises ValueError, naming the key, for what the transport asked for cannot do.
     """
     parallel = stage.parallel
+    per_node = ranks_per_node // parallel.tp  # of the ranks that hold the same heads
     return choose(
         parallel.cp_transport,
         parallel.cp_layout,
         stage_shape(config, stage, element_bytes),
         ranks=parallel.cp,
-        node=math.gcd(parallel.cp, ranks_per_node),  # the longest runs of neighbours that never leave a node
+        node=math.gcd(parallel.cp, per_node),  # the longest runs of neighbours that never leave a node
         work_grows=any(KINDS[layer.kind].work_grows for layer in stage.attention),
         memory_bytes=memory_bytes,
         ring_depth=parallel.cp_ring_depth,

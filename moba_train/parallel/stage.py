@@ -29,6 +29,9 @@ class Share:
     dp_size: int = 1
     engine: ContextParallel | None = None
     """Runs the attention and says which tokens are here; None: whole sequences are."""
+    tp_rank: int = 0
+    """Which stretch of these tokens' rows is its own between the layers, and for the loss."""
+    tp_size: int = 1
 
     def batches(self, data: StageData, stage: Stage, step: int) -> list[Batch]:
         """What this rank has of the micro-batches of the step that follows on `step` steps, of `stage` and its data."""
@@ -37,10 +40,16 @@ class Share:
         return [self.of(batch) for batch in micro_batches]
 
     def of(self, batch: Batch) -> Batch:
-        """This rank's tokens of a micro-batch of its `dp_rank`."""
-        if self.engine is None:
+        """This rank's tokens of a micro-batch of its `dp_rank`; with tensor parallelism, the tokens that its group
+        shares, with the loss of its own."""
+        if self.engine is not None:
+            batch = shard_batch(batch, self.engine.sequence(batch.layout.total), self.engine.rank)
+        if self.tp_size == 1:
             return batch
-        return shard_batch(batch, self.engine.sequence(batch.layout.total), self.engine.rank)
+        rows = len(batch.tokens) // self.tp_size
+        first = self.tp_rank * rows
+        here = (first <= batch.loss_index) & (batch.loss_index < first + rows)
+        return batch.with_loss_on(batch.loss_index[here], batch.loss_weight[here], first)
 
 
 class ContextEngines:
@@ -56,20 +65,23 @@ class ContextEngines:
 
         Called on all ranks together.
         """
-        cp, world = sizes.cp, self._world
+        cp, tp, world = sizes.cp, sizes.tp, self._world
+        readers = cp * tp  # of the same sequences
+        dp_rank, dp_size = world.rank // readers, world.size // readers
         if cp == 1:
-            return Share(world.rank, world.size), ""
+            return Share(dp_rank, dp_size, None, world.rank % tp, tp), ""
         width = compute_dtype(self._config, world.device).itemsize
         memory = self._memory_for_buffers(stage, sizes)
         scheme, why = stage_scheme(self._config, stage, world.ranks_per_node, width, memory)
         if cp not in self._groups:
-            # Neighbours, so that a group spans as few nodes as it can.
-            group, _ = dist.new_subgroups(cp, timeout=world.timeout)
+            # Neighbours, so that a group spans as few nodes as it can; tensor parallelism's stand closer still.
+            ranks = torch.arange(world.size).view(-1, cp, tp).mT.reshape(-1, cp)
+            group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=world.timeout)
             assert group is not None
             self._groups[cp] = group
         if scheme not in self._engines:
             self._engines[scheme] = context_engine(scheme, self._groups[cp], world.device, world.timeout)
-        return Share(world.rank // cp, world.size // cp, self._engines[scheme]), why
+        return Share(dp_rank, dp_size, self._engines[scheme], world.rank % tp, tp), why
 
     def _memory_for_buffers(self, stage: Stage, sizes: MeshSizes) -> float | None:
         """Bytes, the same on every rank; None on a CPU, which is not asked."""
@@ -77,4 +89,4 @@ class ContextEngines:
             return None
         total = torch.cuda.get_device_properties(self._world.device).total_memory
         tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)
-        return least_over_ranks(USABLE * total - estimate_memory(self._config, sizes.shards, tokens).total)
+        return least_over_ranks(USABLE * total - estimate_memory(self._config, sizes, tokens).total)

@@ -6,6 +6,7 @@ Assumed: FSDP2 with one unit a block, fp32 master weights and gradients, AdamW. 
 
 from dataclasses import dataclass, fields
 
+from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.model.loss import CHUNK_TOKENS
@@ -45,38 +46,41 @@ def element_bytes(config: RunConfig) -> int:
     return 4 if config.precision.compute == "fp32" else 2
 
 
-def estimate_memory(config: RunConfig, shards: int, tokens: int, transport: float = 0) -> Memory:
-    """Memory of a rank that holds `tokens` tokens of each micro-batch, weights sharded over `shards` ranks.
+def estimate_memory(config: RunConfig, sizes: MeshSizes, tokens: int, transport: float = 0) -> Memory:
+    """Memory of a rank on a mesh of these sizes that holds, together with its tp group, `tokens` tokens of each
+    micro-batch.
 
     `transport`: bytes of its buffers for context parallelism.
     """
+    tp = sizes.tp
     model = config.model
     counts = count_parameters(model)
     width = element_bytes(config)
-    shard = -(-counts.total // shards)
+    shard = -(-counts.total // (sizes.shards * tp))
     blocks = min(2, model.layers) * counts.without_embeddings // model.layers
     return Memory(
         parameters=4 * shard,
         gradients=4 * shard,
         optimizer=8 * shard,
-        unsharded=width * (blocks + counts.embedding + counts.output),
-        activations=_activations(model, config.activation_checkpointing == "full", width) * tokens,
+        # the loss takes the whole output weight, whichever part of it the rank holds
+        unsharded=width * ((blocks + counts.embedding + counts.output) // tp + (counts.embedding if tp > 1 else 0)),
+        activations=_activations(model, config.activation_checkpointing == "full", width, tp) * tokens // tp,
         # logits in the compute dtype, and three fp32 tensors: their copy, log-softmax, gradient
-        logits=min(CHUNK_TOKENS, tokens) * model.vocab_size * (width + 12),
+        logits=min(CHUNK_TOKENS, tokens // tp) * model.vocab_size * (width + 12),
         transport=round(transport),
     )
 
 
-def _activations(model: ModelConfig, checkpointing: bool, width: int) -> int:
-    """Bytes per token that all layers keep, `width` bytes an element.
+def _activations(model: ModelConfig, checkpointing: bool, width: int, tp: int) -> int:
+    """Bytes per token that all layers keep, `width` bytes an element, over all ranks of a tp group.
 
     One block keeps the inputs of both norms and of the projections behind them (4 D), rotated queries and keys,
     values and the attention's output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of
-    the SwiGLU. With checkpointing every block keeps its input and its attention's output and LSE, and one block at a
+    the SwiGLU. Each rank of a tp group keeps the gathered inputs of the projections (2 D of the 4 D). With checkpointing every block keeps its input and its attention's output and LSE, and one block at a
     time everything.
     """
     queries, keys = model.heads * model.head_width, model.kv_heads * model.head_width
     heads = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
-    block = width * (4 * model.hidden_size + heads + 4 * model.intermediate_size) + 4 * model.heads
+    block = width * ((2 + 2 * tp) * model.hidden_size + heads + 4 * model.intermediate_size) + 4 * model.heads
     kept = width * (model.hidden_size + queries) + 4 * model.heads
     return model.layers * kept + block if checkpointing else model.layers * block

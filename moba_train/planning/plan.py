@@ -85,13 +85,13 @@ def make_plan(config: RunConfig, world_size: int, peak_tflops: float, mfu: float
 def _stage_plan(config: RunConfig, stage: Stage, mesh: MeshSizes, rate: float, ranks_per_node: int) -> StagePlan:
     real = real_flops(config.model, stage.attention, stage.seq_len)
     tokens = -(-stage.micro_batch_size * stage.seq_len // mesh.cp)
-    memory = estimate_memory(config, mesh.shards, tokens)
+    memory = estimate_memory(config, mesh, tokens)
     accumulation = stage.batch_sequences // (stage.micro_batch_size * mesh.dp)
-    seconds = real * (stage.end_token - stage.first_token) / (rate * mesh.dp * mesh.cp)
+    seconds = real * (stage.end_token - stage.first_token) / (rate * mesh.dp * mesh.cp * mesh.tp)
     context = None
     if mesh.cp > 1:
         context = _context_plan(config, stage, rate, ranks_per_node, USABLE * GPU_BYTES - memory.total)
-        memory = estimate_memory(config, mesh.shards, tokens, context.cost.memory_bytes)
+        memory = estimate_memory(config, mesh, tokens, context.cost.memory_bytes)
         seconds += stage.steps * accumulation * sum(map(context.exposed_seconds, stage.attention))
     return StagePlan(
         stage=stage,
@@ -112,5 +112,6 @@ def _context_plan(
     scheme, reason = stage_scheme(config, stage, ranks_per_node, width, memory_bytes)
     shape = stage_shape(config, stage, width)
     flops = {layer: layer_flops(config.model, layer, stage.seq_len) for layer in stage.attention}
-    seconds = {layer: count * shape.tokens / scheme.ranks / rate for layer, count in flops.items()}
+    ranks = scheme.ranks * stage.parallel.tp
+    seconds = {layer: count * shape.tokens / ranks / rate for layer, count in flops.items()}
     return ContextPlan(scheme, reason, cost(scheme, shape), seconds)

@@ -42,7 +42,8 @@ def format_duration(seconds: float) -> str:
 
 def _layout(item: StagePlan) -> str:
     text = f"dp_replicate {item.mesh.dp_replicate} x dp_shard {item.mesh.dp_shard}"
-    return f"{text} x cp {item.mesh.cp}" if item.mesh.cp > 1 else text
+    further = {"cp": item.mesh.cp, "tp": item.mesh.tp}
+    return text + "".join(f" x {name} {size}" for name, size in further.items() if size > 1)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import torch
-
 from moba_train.data.batch import Batch
 from moba_train.parallel.context.layout import SequenceLayout
 
@@ -16,17 +14,9 @@ def shard_batch(batch: Batch, sequence: SequenceLayout, rank: int) -> Batch:
     """
     rows_n = sequence.rows_of(batch.loss_index, rank)
     here = rows_n >= 0
-    loss_index, loss_weight = rows_n[here], batch.loss_weight[here]
-    loss_weight_sum, loss_tokens = float(loss_weight.sum(dtype=torch.float64)), int(loss_weight.count_nonzero())
-    if not loss_index.numel():
-        loss_index, loss_weight = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
     return dataclasses.replace(
-        batch,
+        batch.with_loss_on(rows_n[here], batch.loss_weight[here]),
         tokens=sequence.shard(batch.tokens, rank),
         labels=sequence.shard(batch.labels, rank),
         positions=sequence.shard(batch.positions, rank),
-        loss_index=loss_index,
-        loss_weight=loss_weight,
-        loss_weight_sum=loss_weight_sum,
-        loss_tokens=loss_tokens,
     )

@@ -1,0 +1,67 @@
+"""Tensor parallelism: the ranks of a node share every layer's heads and columns, and the rows between the layers.
+
+As in Megatron-LM (Korthikanti et al. 2022, arXiv:2205.05198), with torch's own styles. Of the T rows of a sequence (or of
+its shard, under context parallelism) each of the tp ranks holds T/tp consecutive ones between attention and feed-forward.
+Both gather all rows at their entry, compute with a part of the heads or columns, and sum their outputs over the ranks as
+each gets its rows back. The embedding is cut by its vocabulary. The loss of a rank is that of its own rows, with the whole
+output weight: ranks differ in their loss tokens as those of context parallelism do.
+
+Attention is given all rows of some heads, and so never hears of this.
+"""
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from moba_train.model.transformer import Transformer
+
+
+def share_layers(model: Transformer, mesh: DeviceMesh) -> None:
+    """Cut the parameters of `model` over the ranks of `mesh`, one dimension, and have it compute so, in place.
+
+    From then on the model is called with all rows of tokens and positions, and with the loss of this rank's rows,
+    counted from the first of them. Heads, key/value heads, hidden columns, vocabulary and rows are divisible by the
+    ranks. Norm weights stay whole; their gradients are summed over the ranks.
+    """
+    gathered = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
+    attention: dict[str, ParallelStyle] = {
+        "attention_norm": SequenceParallel(sequence_dim=0),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(0), None, None, None), desired_input_layouts=(Replicate(), None, None, None)
+        ),
+        **{f"attention.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
+        "attention.o_proj": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    if model.config.qk_norm:
+        heads = SequenceParallel(sequence_dim=1, use_local_output=True)
+        attention |= {"attention.q_norm": heads, "attention.k_norm": heads}
+    feed_forward: dict[str, ParallelStyle] = {
+        "feed_forward_norm": SequenceParallel(sequence_dim=0),
+        "feed_forward": PrepareModuleInput(**gathered),
+        "feed_forward.gate_proj": ColwiseParallel(),
+        "feed_forward.up_proj": ColwiseParallel(),
+        "feed_forward.down_proj": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    ends: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
+    }
+    if model.output is not None:
+        ends["output"] = ColwiseParallel()
+    in_blocks = {f"blocks.*.{name}": style for name, style in {**attention, **feed_forward}.items()}
+    parallelize_module(model, mesh, ends | in_blocks, src_data_rank=None)
+    model.set_whole(_whole)
+
+
+def _whole(weight_VD: Tensor) -> Tensor:
+    """Of all ranks' parts; each rank's gradient is for its own rows, so they are summed."""
+    assert isinstance(weight_VD, DTensor)
+    return weight_VD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
