@@ -12,6 +12,7 @@ from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
 from moba_train.config.validate_data import file_problems, length_problems
 from moba_train.config.validate_gates import gate_problems
+from moba_train.config.validate_tensor import row_problems, tensor_problems
 from moba_train.errors import ConfigError
 from moba_train.parallel.scheme import stage_scheme
 
@@ -33,9 +34,10 @@ def validate(
         *_checkpoint_problems(config),
         *_attention_problems(config),
         *length_problems(config),
+        *tensor_problems(config, ranks_per_node),
     ]
     if not problems:  # a stage is resolved from sound parts only
-        problems += [*_context_problems(config, ranks_per_node), *gate_problems(config)]
+        problems += [*_context_problems(config, ranks_per_node), *row_problems(config), *gate_problems(config)]
     meshes, mesh_problems = _meshes(config, world_size)
     problems += mesh_problems
     for index, stage in enumerate(config.stages):
@@ -127,7 +129,7 @@ def _context_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator
         if parallel.cp_transport == "hierarchical" and ranks_per_node is None:
             continue
         try:
-            stage_scheme(config, stage, ranks_per_node or parallel.cp)
+            stage_scheme(config, stage, ranks_per_node or parallel.cp * parallel.tp)
         except ValueError as error:
             key, _, problem = str(error).partition(": ")
             yield f"{_cp_key(config, index, key.removeprefix('parallel.'))}: {where}: {problem}"

@@ -86,13 +86,15 @@ def _evaluate(
 
 
 def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSizes]:
-    """The stage with its sequences over `cp` ranks, and the mesh."""
+    """The stage with its sequences over `cp` ranks, and the mesh: without tensor parallelism, of which the numbers know
+    nothing."""
     if cp is None:
         cp = stage.parallel.cp if ranks % stage.parallel.cp == 0 else 1
     if ranks % cp:
         raise UserError(f"--cp: given {cp}, which does not divide the {ranks} ranks; {divisors(ranks)}")
-    # A transport that the recipe names may not do for another number of ranks.
-    parallel = stage.parallel if cp == stage.parallel.cp else ParallelConfig(cp=cp)
+    # A transport that the recipe names may not do for another number of ranks or heads.
+    same = (cp, 1) == (stage.parallel.cp, stage.parallel.tp)
+    parallel = stage.parallel if same else ParallelConfig(cp=cp)
     return dataclasses.replace(stage, parallel=parallel), MeshSizes(1, ranks // cp, cp)
 
 

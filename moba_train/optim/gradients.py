@@ -1,5 +1,6 @@
 """Gradient norms, over all ranks, and clipping by them."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,13 +14,20 @@ from moba_train.model.transformer import Transformer
 def gradient_norm(module: nn.Module) -> Tensor:
     """The L2 norm of all gradients of a module on all ranks, a float32 scalar; 0 without any. A collective."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    if any(isinstance(gradient, DTensor) and gradient.device_mesh.ndim > 2 for gradient in gradients):
+        return _norm_over_tensor_parallel(gradients)
     norm = torch.nn.utils.get_total_norm(gradients)
-    if not isinstance(norm, DTensor):
-        return norm
-    if "tp" not in (norm.device_mesh.mesh_dim_names or ()):
-        return norm.full_tensor()
-    # In one sum over all ranks: those that hold copies of a norm weight must clip its gradient by the same bits.
-    square = _square_here(norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _norm_over_tensor_parallel(gradients: list[DTensor]) -> Tensor:
+    """In one sum over all ranks. torch's own would be one sum after the other, over the mesh's dimensions, and may differ
+    in the last bit between ranks that hold copies of a norm weight, which they must clip alike."""
+    by_copies: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        by_copies.setdefault(_copies(gradient), []).append(gradient.to_local())
+    squares = [torch.nn.utils.get_total_norm(parts).square() / copies for copies, parts in by_copies.items()]
+    square = torch.stack(squares).sum()
     dist.all_reduce(square)
     return square.sqrt()
 
@@ -54,9 +62,10 @@ def _square_here(gradient: Tensor) -> Tensor:
     """This rank's share of the squared norm: all ranks' shares add up to it."""
     if not isinstance(gradient, DTensor):
         return gradient.square().sum() / dist.get_world_size()
-    mesh = gradient.device_mesh
-    copies = 1
-    for dimension, placement in enumerate(gradient.placements):
-        if placement.is_replicate():
-            copies *= mesh.size(dimension)
-    return gradient.to_local().square().sum() / copies
+    return gradient.to_local().square().sum() / _copies(gradient)
+
+
+def _copies(gradient: DTensor) -> int:
+    """How many ranks hold each of its numbers."""
+    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_replicate())

@@ -1,0 +1,47 @@
+"""What tensor parallelism must be able to divide."""
+
+from collections.abc import Iterator
+from math import gcd
+from typing import get_args
+
+from moba_train.config.mesh import divisors
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.parallel.context.layout import Kind, SequenceLayout
+
+_DIVIDED = ("heads", "kv_heads", "intermediate_size", "vocab_size")
+
+
+def tensor_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator[str]:
+    """Parts of the model, or ranks of a node, that `parallel.tp` does not divide."""
+    tp, sizes = config.parallel.tp, {key: getattr(config.model, key) for key in _DIVIDED}
+    torn = [f"model.{key} {size}" for key, size in sizes.items() if size % tp]
+    if torn:
+        yield f"parallel.tp: given {tp}, which does not divide {', '.join(torn)}; {divisors(gcd(*sizes.values()))}"
+    if ranks_per_node is not None and ranks_per_node % tp:
+        yield (
+            f"parallel.tp: given {tp}, which does not divide the {ranks_per_node} ranks of a node, and must not leave "
+            f"it; {divisors(ranks_per_node)}"
+        )
+
+
+def row_problems(config: RunConfig) -> Iterator[str]:
+    """Stages whose rows `parallel.tp` does not divide, in training or evaluation."""
+    tp = config.parallel.tp
+    for stage in resolve_stages(config) if tp > 1 else ():
+        cp, layout = stage.parallel.cp, stage.parallel.cp_layout
+        passes = {f"seq_len {stage.seq_len} x micro_batch_size {stage.micro_batch_size}": stage.micro_batch_size}
+        if config.evaluation.position_wise is not None:
+            passes[f"seq_len {stage.seq_len} (evaluation.position_wise)"] = 1
+        for text, sequences in passes.items():
+            tokens = stage.seq_len * sequences
+            # `auto` decides between them by the memory it finds
+            kinds = get_args(Kind) if layout == "auto" else (layout,)
+            rows = {SequenceLayout.cut(tokens, cp, kind).rows for kind in kinds} if tokens >= cp else set()
+            if uneven := [str(count) for count in sorted(rows) if count % tp]:
+                over, unit = (f" over cp {cp}", 2 * cp * tp) if cp > 1 else ("", tp)
+                yield (
+                    f"parallel.tp: given {tp}, which does not divide the {' or '.join(uneven)} rows of {text}{over} in "
+                    f"stage {stage.name!r}; make them a multiple of {unit} tokens"
+                )
+                break

@@ -1,0 +1,178 @@
+"""Tensor parallelism changes where the parts of a layer live, not what is computed: the same loss, gradients, choice of
+blocks and weights as the plain model's on one device."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from forked import forked
+from torch import Tensor
+from trainer_ranks import Ranks
+
+from moba_train.attention.full import FullAttention
+from moba_train.attention.local import run_local
+from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.protocol import Layout, LocalAttention
+from moba_train.config.data import DataConfig, SourceConfig
+from moba_train.config.mesh import MeshSizes
+from moba_train.config.model import ModelConfig
+from moba_train.config.schema import RunConfig, StageConfig
+from moba_train.data.batch import Batch, collate
+from moba_train.data.samples import Sample
+from moba_train.model.build import initialize_weights
+from moba_train.model.transformer import Engine, Transformer
+from moba_train.optim.gradients import gradient_norm, norms_by_kind
+from moba_train.parallel.fsdp import sharded_model
+from moba_train.parallel.mesh import build_mesh
+from moba_train.parallel.stage import Share
+from moba_train.parallel.world import joined_world
+
+VOCAB, SEQ_LEN = 36, 48
+MODELS: dict[str, dict[str, bool]] = {
+    "llama": {},
+    "llama, tied": {"tie_embeddings": True},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+Step = dict[str, Tensor]
+
+
+def recipe(**options: bool) -> RunConfig:
+    """14 hidden columns on each of two ranks: three shards of them are unequal."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 28, "layers": 2, "heads": 4, "kv_heads": 2}
+    return RunConfig(
+        name="test",
+        run_dir="unused",
+        model=ModelConfig(**sizes, head_dim=8, **options),
+        data=DataConfig(train=[SourceConfig(path="unused")]),
+        batch_tokens=SEQ_LEN,
+        stages=[StageConfig(name="only", seq_len=SEQ_LEN, tokens=1000)],
+    )
+
+
+def batches() -> list[Batch]:
+    """Sequences of two documents, with loss on some tokens; in the second on none of the last two thirds, in the third
+    on none at all."""
+    rng, made = np.random.default_rng(0), []
+    for weight in (rng.random(SEQ_LEN) < 0.5, np.arange(SEQ_LEN) < SEQ_LEN // 3, np.zeros(SEQ_LEN)):
+        tokens = rng.integers(VOCAB, size=SEQ_LEN + 1)
+        made.append(Sample(tokens[:-1], tokens[1:], weight.astype(np.float32), [30, SEQ_LEN - 30], []))
+    return [collate([sample]) for sample in made]
+
+
+def step(model: Transformer, share: Share, device: torch.device) -> tuple[Step, list[Tensor]]:
+    """This rank's part of a step's loss, with the gradients in place; and the blocks chosen for its heads."""
+    chosen: list[Tensor] = []
+
+    def listening(q: Tensor, k: Tensor, v: Tensor, kind: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:
+        if isinstance(kind, MobaAttention):
+            chosen.append(kind.plan(q.detach(), kind.summarize(k.detach(), layout), layout)[0].cpu())
+        return run_local(q, k, v, kind, layout)
+
+    engines: list[Engine] = [listening] * 2
+    width = model.config.head_width
+    model.set_attention(
+        [
+            MobaAttention(MobaAttention.Options(block_size=4, topk=2, backend="reference"), width),
+            FullAttention(FullAttention.Options(), width),
+        ]
+    )
+    model.set_engines(engines)
+    made, loss = batches(), torch.zeros((), device=device)
+    count = sum(batch.loss_weight_sum for batch in made)
+    for batch in made:
+        own = share.of(batch).to(device)
+        batch_loss = model(own.tokens, own.positions, own.layout, own.loss_on) / count
+        batch_loss.backward()
+        loss += batch_loss.detach()
+    return {"loss": loss}, chosen
+
+
+def on_one_device(options: dict[str, bool], device: torch.device, dtype: torch.dtype = torch.float32) -> Step:
+    """The plain model's step, and the weights it began with."""
+    config = recipe(**options)
+    model = Transformer(config.model).to(device)
+    initialize_weights(model, config.seed)
+    weights = {f"weight {name}": parameter.detach().float().clone() for name, parameter in model.named_parameters()}
+    result, chosen = step(model.to(dtype), Share(), device)
+    for name, parameter in model.named_parameters():
+        result[f"gradient {name}"] = parameter.grad
+    norms = [gradient_norm(block) for block in model.blocks]
+    result |= {"norm": gradient_norm(model), "norm of moba": norms[0], "norm of full": norms[1]}
+    return weights | result | {f"chosen {place}": ids for place, ids in enumerate(chosen)}
+
+
+def worker(options: list[dict[str, bool]], output: str) -> None:
+    """All models' steps on the ranks of this world, which are one tp group."""
+    with joined_world() as world:
+        mesh = build_mesh(MeshSizes(1, 1, 1, world.size), world)
+        share, results = Share(tp_rank=world.rank, tp_size=world.size), []
+        for model_options in options:
+            model = sharded_model(recipe(**model_options), mesh, world.device)
+            weights = {f"weight {name}": whole(parameter) for name, parameter in model.named_parameters()}
+            result, chosen = step(model, share, world.device)
+            dist.all_reduce(result["loss"])
+            by_kind = norms_by_kind(model, ["moba", "full"])
+            result |= {"norm": gradient_norm(model)}
+            result |= {f"norm of {kind}": by_kind[f"grad_norm_{kind}"] for kind in ("moba", "full")}
+            result |= {f"gradient {name}": whole(parameter.grad) for name, parameter in model.named_parameters()}
+            of_ranks: list[Any] = [None] * world.size
+            dist.all_gather_object(of_ranks, chosen)
+            result |= {f"chosen {place}": torch.cat(ids) for place, ids in enumerate(zip(*of_ranks, strict=True))}
+            results.append({name: value.cpu() for name, value in (weights | result).items()})
+        if world.is_main:
+            torch.save(results, output)
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor().detach().clone()
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Step]:
+    output = tmp_path_factory.mktemp("tensor") / "results.pt"
+    ranks.work(worker, (list(MODELS.values()), str(output)), 2)
+    return dict(zip(MODELS, torch.load(output, weights_only=True), strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_compute_what_one_device_does(name: str, on_two_ranks: dict[str, Step]) -> None:
+    """One of the ranks has a micro-batch without loss tokens, and both have one."""
+    got, want = on_two_ranks[name], on_one_device(MODELS[name], torch.device("cpu"))
+    assert got.keys() == want.keys()
+    assert {"gradient blocks.1.attention.q_norm.weight" in got, "gradient blocks.0.attention.q_proj.bias" in got} == {
+        name == "qwen3",
+        name == "qwen2",
+    }
+    for key, value in want.items():
+        exact = key.startswith(("weight", "chosen"))
+        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-7}
+        torch.testing.assert_close(got[key], value, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def gpu_rank(rank: int, port: int, output: str) -> None:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)} | {k: str(v) for k, v in places.items()}
+    worker(list(MODELS.values()), output)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_are_as_exact_as_one(tmp_path: Path, free_port: int) -> None:
+    """NCCL, bf16: gradients are as far from those in float32 as one GPU's, which rounds partial sums once less."""
+    forked()
+    mp.start_processes(gpu_rank, (free_port, str(tmp_path / "results.pt")), 2, start_method="forkserver")
+    device = torch.device("cuda")
+    for options, got in zip(MODELS.values(), torch.load(tmp_path / "results.pt", weights_only=True), strict=True):
+        truth, one = (on_one_device(options, device, dtype) for dtype in (torch.float32, torch.bfloat16))
+        for key, right in truth.items():
+            if key.startswith("weight"):
+                assert torch.equal(got[key], right.cpu()), key
+            elif not key.startswith("chosen"):  # a choice may differ by the rounding of its keys
+                errors = [((x.cpu() - right.cpu()).norm() / right.cpu().norm()).item() for x in (got[key], one[key])]
+                assert errors[0] <= 2 * errors[1] + 1e-2, f"{key}: relative error {errors[0]:.1e}, one GPU {errors[1]:.1e}"
