@@ -288,8 +288,10 @@ def train_with_a_fault_on_rank_1(recipe: str) -> int:
         return main([recipe])
 
 
-def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, ranks: Ranks) -> None:
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}], ids=["dp", "tp"])
+def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, ranks: Ranks, parallel: dict[str, int]) -> None:
     steady(run, "rollback", 6)
+    run.recipe["parallel"] = parallel
     run.recipe["optim"]["schedule"] = {}
     run.recipe["checkpoint"] = {"every": 2, "keep_last": 10}
     ranks.work(train_with_a_fault_on_rank_1, [str(run.write_recipe())], 2)
@@ -298,7 +300,14 @@ def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, ranks: Ranks) -> 
     back, good = (checkpoint_tensors(run.run_dir / "checkpoints" / f"step_{step:08d}") for step in (4, 2))
     for name, tensor in good.items():
         assert torch.equal(back[name], tensor), name
-    assert [math.isnan(rank["loss"]) for rank in dump(run, 4)["ranks"]] == [False, True]
+    seen = dump(run, 4)["ranks"]
+    assert [math.isnan(rank["loss"]) for rank in seen] == [False, True]
+    assert sum(rank["loss_tokens"] for rank in seen) == run.records()[3]["loss_tokens"]
+    for rank in seen:
+        losses = [(p["loss"], p["loss_tokens"]) for m in rank["micro_batches"] for p in m if p["loss_tokens"]]
+        assert sum(tokens for _, tokens in losses) == rank["loss_tokens"]
+        mean = sum(loss * tokens for loss, tokens in losses) / rank["loss_tokens"]
+        assert rank["repeated_loss"] == pytest.approx(mean)
     assert run.records()[-1]["step"] == 6
     assert math.isfinite(run.losses()[-1])
 

@@ -11,13 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from forked import forked
+from safetensors.torch import save_file
 from torch import Tensor
-from trainer_ranks import Ranks
+from trainer_ranks import Ranks, free_port
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import run_local
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.protocol import Layout, LocalAttention
+from moba_train.checkpoint.hf import load_hf_weights
+from moba_train.checkpoint.hf_names import hf_name
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
@@ -43,12 +46,11 @@ Step = dict[str, Tensor]
 
 
 def recipe(**options: bool) -> RunConfig:
-    """14 hidden columns on each of two ranks: three shards of them are unequal."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 28, "layers": 2, "heads": 4, "kv_heads": 2}
     return RunConfig(
         name="test",
         run_dir="unused",
-        model=ModelConfig(**sizes, head_dim=8, **options),
+        model=ModelConfig(**sizes, head_dim=16, **options),
         data=DataConfig(train=[SourceConfig(path="unused")]),
         batch_tokens=SEQ_LEN,
         stages=[StageConfig(name="only", seq_len=SEQ_LEN, tokens=1000)],
@@ -79,7 +81,7 @@ def step(model: Transformer, share: Share, device: torch.device) -> tuple[Step, 
     model.set_attention(
         [
             MobaAttention(MobaAttention.Options(block_size=4, topk=2, backend="reference"), width),
-            FullAttention(FullAttention.Options(), width),
+            FullAttention(FullAttention.Options(backend="reference"), width),
         ]
     )
     model.set_engines(engines)
@@ -145,14 +147,36 @@ def test_two_ranks_compute_what_one_device_does(name: str, on_two_ranks: dict[st
     """One of the ranks has a micro-batch without loss tokens, and both have one."""
     got, want = on_two_ranks[name], on_one_device(MODELS[name], torch.device("cpu"))
     assert got.keys() == want.keys()
-    assert {"gradient blocks.1.attention.q_norm.weight" in got, "gradient blocks.0.attention.q_proj.bias" in got} == {
-        name == "qwen3",
-        name == "qwen2",
-    }
+    assert ("gradient blocks.1.attention.q_norm.weight" in got) == (name == "qwen3")
+    assert ("gradient blocks.0.attention.q_proj.bias" in got) == (name == "qwen2")
     for key, value in want.items():
         exact = key.startswith(("weight", "chosen"))
         tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-7}
         torch.testing.assert_close(got[key], value, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def load_and_collect(folder: str, output: str) -> None:
+    """The weights that four ranks, two by two, read from a Hugging Face folder."""
+    with joined_world() as world:
+        model = sharded_model(recipe(qkv_bias=True), build_mesh(MeshSizes(1, 2, 1, 2), world), world.device)
+        load_hf_weights(model, Path(folder))
+        weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+        if world.is_main:
+            torch.save(weights, output)
+
+
+def test_each_rank_reads_its_part_of_a_hugging_face_model(ranks: Ranks, tmp_path: Path) -> None:
+    """Cut over tp first, then over dp_shard."""
+    want = {
+        name: torch.randn(parameter.shape)
+        for name, parameter in Transformer(recipe(qkv_bias=True).model).named_parameters()
+    }
+    save_file({hf_name(name): tensor for name, tensor in want.items()}, tmp_path / "model.safetensors")
+    ranks.work(load_and_collect, (str(tmp_path), str(tmp_path / "weights.pt")), 4)
+    got = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name
 
 
 def gpu_rank(rank: int, port: int, output: str) -> None:
@@ -163,10 +187,10 @@ def gpu_rank(rank: int, port: int, output: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_are_as_exact_as_one(tmp_path: Path, free_port: int) -> None:
+def test_two_gpus_are_as_exact_as_one(tmp_path: Path) -> None:
     """NCCL, bf16: gradients are as far from those in float32 as one GPU's, which rounds partial sums once less."""
     forked()
-    mp.start_processes(gpu_rank, (free_port, str(tmp_path / "results.pt")), 2, start_method="forkserver")
+    mp.start_processes(gpu_rank, (free_port(), str(tmp_path / "results.pt")), 2, start_method="forkserver")
     device = torch.device("cuda")
     for options, got in zip(MODELS.values(), torch.load(tmp_path / "results.pt", weights_only=True), strict=True):
         truth, one = (on_one_device(options, device, dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -175,4 +199,6 @@ def test_two_gpus_are_as_exact_as_one(tmp_path: Path, free_port: int) -> None:
                 assert torch.equal(got[key], right.cpu()), key
             elif not key.startswith("chosen"):  # a choice may differ by the rounding of its keys
                 errors = [((x.cpu() - right.cpu()).norm() / right.cpu().norm()).item() for x in (got[key], one[key])]
-                assert errors[0] <= 2 * errors[1] + 1e-2, f"{key}: relative error {errors[0]:.1e}, one GPU {errors[1]:.1e}"
+                assert errors[0] <= 2 * errors[1] + 1e-2, (
+                    f"{key}: relative error {errors[0]:.1e}, one GPU {errors[1]:.1e}"
+                )

@@ -42,7 +42,7 @@ class Ranks:
         self, program: Callable[..., int | None], arguments: Sequence[Any], ranks: int, per_node: int | None
     ) -> None:
         self.start(ranks)
-        port = _free_port()
+        port = free_port()
         for rank in range(ranks):
             environment = {
                 "RANK": rank,
@@ -100,7 +100,8 @@ def _work(pipe: Connection) -> None:
             raise
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])

@@ -1,0 +1,119 @@
+"""Training with tensor parallelism: the same curves as on one rank, and checkpoints for any other layout."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import Run, checkpoint_tensors
+from trainer_ranks import Ranks, run_command
+
+from moba_train.checkpoint.publish import latest_checkpoint
+from moba_train.compare import compare
+
+STEPS = 8
+
+
+def short(run: Run, parallel: dict[str, Any]) -> Run:
+    """The tiny run (full attention, then MoBA and full layers mixed; packed documents), also evaluated by position."""
+    run.recipe["parallel"] = parallel
+    for stage in run.recipe["stages"]:
+        stage |= {"tokens": STEPS // 2 * 512, "micro_batch_size": 2}
+    run.recipe["evaluation"] |= {"every": 1000, "position_wise": {"bucket": 32, "sequences": 4}}
+    return run
+
+
+def curves(run: Run) -> dict[str, Any]:
+    """What a user sees of a run, but for times."""
+    keys = ("step", "tokens", "loss_tokens", "loss", "grad_norm", "grad_norm_full")
+    found = {key: [record[key] for record in run.records()] for key in keys}
+    found["eval_loss"] = [record["eval_loss"] for record in run.records("evaluation")]
+    positions = [record["position_wise"]["curves"] for record in run.records("position_wise")]
+    for stage, name in ((0, "full"), (1, "moba"), (1, "full")):
+        found[f"by position, stage {stage}, {name}"] = positions[stage][name]["mean"]
+    return found
+
+
+def assert_same_training(got: dict[str, Any], want: dict[str, Any]) -> None:
+    for key, values in want.items():
+        exact = key in ("step", "tokens", "loss_tokens")
+        assert got[key] == (values if exact else pytest.approx(values, rel=1e-4)), key
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: Ranks) -> dict[str, Any]:
+    run = short(Run(tmp_path_factory.mktemp("alone"), corpora), {})
+    ranks.train(run, 1)
+    return curves(run)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: Ranks) -> Run:
+    """Two ranks that share the layers. Not to be changed."""
+    run = short(Run(tmp_path_factory.mktemp("shared"), corpora), {"tp": 2})
+    ranks.train(run, 2)
+    return run
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: Ranks) -> Path:
+    """The folder of the same run, stopped in its second stage."""
+    run = short(Run(tmp_path_factory.mktemp("half"), corpora), {"tp": 2})
+    ranks.train(run, 2, "--stop-at-step", "5")
+    return run.run_dir
+
+
+def test_two_ranks_that_share_the_layers_train_as_one(shared: Run, alone: dict[str, Any]) -> None:
+    assert_same_training(curves(shared), alone)
+    assert shared.records()[-1]["tokens_per_s"] == 2 * shared.records()[-1]["tokens_per_s_per_device"]
+
+
+def test_with_data_parallelism_then_with_context_parallelism(run: Run, alone: dict[str, Any], ranks: Ranks) -> None:
+    """Four ranks, recomputed activations: (dp_shard 2, tp 2) for five steps, from its checkpoint on (cp 2, tp 2)."""
+    short(run, {"tp": 2, "dp_shard": 2}).recipe["activation_checkpointing"] = "full"
+    ranks.train(run, 4, "--stop-at-step", "5")
+    run.recipe["parallel"] = {"tp": 2, "cp": 2}
+    ranks.train(run, 4)
+    assert_same_training(curves(run), alone)
+    assert {choice["stage"] for choice in run.records("parallel")} == {"long"}
+
+
+def test_resuming_is_bitwise_equal_to_never_stopping(run: Run, shared: Run, half: Path, ranks: Ranks) -> None:
+    shutil.copytree(half, run.run_dir)
+    ranks.train(short(run, {"tp": 2}), 2)
+    assert curves(run) == curves(shared)
+    ours, theirs = (latest_checkpoint(folder / "checkpoints") for folder in (run.run_dir, shared.run_dir))
+    assert ours is not None
+    assert theirs is not None
+    after, expected = checkpoint_tensors(ours), checkpoint_tensors(theirs)
+    assert after.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(after[name], tensor), name
+
+
+def test_one_rank_goes_on_where_two_stopped(
+    run: Run, shared: Run, half: Path, alone: dict[str, Any], ranks: Ranks
+) -> None:
+    shutil.copytree(half, run.run_dir)
+    ranks.train(short(run, {}), 1)
+    assert_same_training(curves(run), alone)
+    assert compare(run.run_dir, shared.run_dir, tolerance=1e-2).differing == []
+
+
+def test_two_ranks_go_on_where_one_stopped(run: Run, alone: dict[str, Any], ranks: Ranks) -> None:
+    ranks.train(short(run, {}), 1, "--stop-at-step", "3")
+    run.recipe["parallel"] = {"tp": 2}
+    ranks.train(run, 2)
+    assert_same_training(curves(run), alone)
+
+
+def test_its_checkpoint_is_evaluated_on_ranks_that_share_sequences_instead(
+    shared: Run, ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.work(run_command, ("eval", str(shared.run_dir), "--output", str(tmp_path), "--cp", "2"), 2)
+    found, want = json.loads((tmp_path / "evaluation.json").read_text()), curves(shared)
+    assert found["validation_loss"]["moba"] == pytest.approx(want["eval_loss"][-1], rel=1e-4)
+    for name, curve in found["position_wise"]["curves"].items():
+        assert curve["mean"] == pytest.approx(want[f"by position, stage 1, {name}"], rel=1e-4)
