@@ -14,15 +14,16 @@ from moba_train.model.transformer import Transformer
 def gradient_norm(module: nn.Module) -> Tensor:
     """The L2 norm of all gradients of a module on all ranks, a float32 scalar; 0 without any. A collective."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    if any(isinstance(gradient, DTensor) and gradient.device_mesh.ndim > 2 for gradient in gradients):
-        return _norm_over_tensor_parallel(gradients)
+    shared = [g for g in gradients if isinstance(g, DTensor) and "tp" in (g.device_mesh.mesh_dim_names or ())]
+    if shared:
+        return _norm_over_all_ranks(shared)
     norm = torch.nn.utils.get_total_norm(gradients)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _norm_over_tensor_parallel(gradients: list[DTensor]) -> Tensor:
-    """In one sum over all ranks. torch's own would be one sum after the other, over the mesh's dimensions, and may differ
-    in the last bit between ranks that hold copies of a norm weight, which they must clip alike."""
+def _norm_over_all_ranks(gradients: list[DTensor]) -> Tensor:
+    """The same, in a single sum. On a mesh with tp, torch sums over one dimension after the other, and the result may
+    differ in the last bit between ranks that hold copies of a norm weight, which they must clip alike."""
     by_copies: dict[int, list[Tensor]] = {}
     for gradient in gradients:
         by_copies.setdefault(_copies(gradient), []).append(gradient.to_local())

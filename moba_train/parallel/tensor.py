@@ -1,17 +1,19 @@
 """Tensor parallelism: the ranks of a node share every layer's heads and columns, and the rows between the layers.
 
-As in Megatron-LM (Korthikanti et al. 2022, arXiv:2205.05198), with torch's own styles. Of the T rows of a sequence (or of
-its shard, under context parallelism) each of the tp ranks holds T/tp consecutive ones between attention and feed-forward.
-Both gather all rows at their entry, compute with a part of the heads or columns, and sum their outputs over the ranks as
-each gets its rows back. The embedding is cut by its vocabulary. The loss of a rank is that of its own rows, with the whole
-output weight: ranks differ in their loss tokens as those of context parallelism do.
+As in Megatron-LM (Korthikanti et al. 2022, arXiv:2205.05198), with torch's own styles. Of the T rows of a sequence (or
+of its shard, under context parallelism) each of the tp ranks holds T/tp consecutive ones between attention and
+feed-forward. Both gather all rows at their entry, compute with a part of the heads or columns, and sum their outputs
+over the ranks as each gets its rows back. The embedding is cut by its vocabulary. The loss of a rank is that of its own
+rows, with the whole output weight: ranks differ in their loss tokens as those of context parallelism do.
 
 Attention is given all rows of some heads, and so never hears of this.
 """
 
-from torch import Tensor
+from typing import Any
+
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -31,7 +33,6 @@ def share_layers(model: Transformer, mesh: DeviceMesh) -> None:
     counted from the first of them. Heads, key/value heads, hidden columns, vocabulary and rows are divisible by the
     ranks. Norm weights stay whole; their gradients are summed over the ranks.
     """
-    gathered = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
     attention: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(sequence_dim=0),
         "attention": PrepareModuleInput(
@@ -45,13 +46,13 @@ def share_layers(model: Transformer, mesh: DeviceMesh) -> None:
         attention |= {"attention.q_norm": heads, "attention.k_norm": heads}
     feed_forward: dict[str, ParallelStyle] = {
         "feed_forward_norm": SequenceParallel(sequence_dim=0),
-        "feed_forward": PrepareModuleInput(**gathered),
+        "feed_forward": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
         "feed_forward.gate_proj": ColwiseParallel(),
         "feed_forward.up_proj": ColwiseParallel(),
         "feed_forward.down_proj": RowwiseParallel(output_layouts=Shard(0)),
     }
     ends: dict[str, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "embedding": _VocabularyParallel(),
         "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
     }
     if model.output is not None:
@@ -59,6 +60,28 @@ def share_layers(model: Transformer, mesh: DeviceMesh) -> None:
     in_blocks = {f"blocks.*.{name}": style for name, style in {**attention, **feed_forward}.items()}
     parallelize_module(model, mesh, ends | in_blocks, src_data_rank=None)
     model.set_whole(_whole)
+
+
+class _VocabularyParallel(ParallelStyle):
+    """An embedding cut by its vocabulary, which gives each rank its rows.
+
+    Not RowwiseParallel: its result is still on its way, and a compiled block (torch 2.13) gives such an input no
+    gradient.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(_name: str, embedding: nn.Module, mesh: DeviceMesh) -> None:
+            for name, whole in list(embedding.named_parameters(recurse=False)):
+                part = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+                embedding.register_parameter(name, nn.Parameter(part))
+
+        def all_tokens(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
+            return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+
+        def own_rows(_module: nn.Module, sums: DTensor, _mesh: DeviceMesh) -> Any:
+            return sums.redistribute(placements=[Shard(0)]).to_local()
+
+        return distribute_module(module, device_mesh, cut, all_tokens, own_rows)
 
 
 def _whole(weight_VD: Tensor) -> Tensor:

@@ -76,8 +76,8 @@ def _activations(model: ModelConfig, checkpointing: bool, width: int, tp: int) -
 
     One block keeps the inputs of both norms and of the projections behind them (4 D), rotated queries and keys,
     values and the attention's output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of
-    the SwiGLU. Each rank of a tp group keeps the gathered inputs of the projections (2 D of the 4 D). With checkpointing every block keeps its input and its attention's output and LSE, and one block at a
-    time everything.
+    the SwiGLU; the inputs of the projections, 2 D, are gathered, and so on each rank of a tp group. With checkpointing
+    every block keeps its input and its attention's output and LSE, and one block at a time everything.
     """
     queries, keys = model.heads * model.head_width, model.kv_heads * model.head_width
     heads = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
