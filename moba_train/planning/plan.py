@@ -6,7 +6,7 @@ from moba_train.config.attention import LayerAttention
 from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.parallel.context.choose import Cost, Scheme, cost
+from moba_train.parallel.context.choose import NODE_RATE, Cost, Scheme, cost
 from moba_train.parallel.scheme import stage_scheme, stage_shape
 from moba_train.planning.flops import dense_flops, layer_flops, real_flops
 from moba_train.planning.memory import USABLE, Memory, element_bytes, estimate_memory
@@ -43,11 +43,13 @@ class StagePlan:
     memory: Memory
     context: ContextPlan | None
     """None where no sequence is shared."""
+    tensor_seconds: float
+    """Communication of tensor parallelism in one optimizer step, none of it hidden."""
     accumulation: int
     """Micro-batches per rank and optimizer step."""
     seconds: float
-    """Time of the whole stage at the plan's rate, counted by the real FLOPs, and the communication of context
-    parallelism that attention cannot hide."""
+    """Time of the whole stage at the plan's rate, counted by the real FLOPs, the communication of context parallelism
+    that attention cannot hide, and that of tensor parallelism."""
 
     @property
     def tokens(self) -> int:
@@ -93,6 +95,8 @@ def _stage_plan(config: RunConfig, stage: Stage, mesh: MeshSizes, rate: float, r
         context = _context_plan(config, stage, rate, ranks_per_node, USABLE * GPU_BYTES - memory.total)
         memory = estimate_memory(config, mesh, tokens, context.cost.memory_bytes)
         seconds += stage.steps * accumulation * sum(map(context.exposed_seconds, stage.attention))
+    tensor_seconds = accumulation * _tensor_seconds(config, tokens, mesh.tp)
+    seconds += stage.steps * tensor_seconds
     return StagePlan(
         stage=stage,
         mesh=mesh,
@@ -100,9 +104,21 @@ def _stage_plan(config: RunConfig, stage: Stage, mesh: MeshSizes, rate: float, r
         real_flops=real,
         memory=memory,
         context=context,
+        tensor_seconds=tensor_seconds,
         accumulation=accumulation,
         seconds=seconds,
     )
+
+
+def _tensor_seconds(config: RunConfig, tokens: int, tp: int) -> float:
+    """Of a micro-batch's forward and backward pass on a tp group that holds `tokens` tokens of it.
+
+    All rows are gathered, and outputs summed, once for each half of a block, and the other way round for the gradients;
+    recomputation gathers both times again and sums the first half's output.
+    """
+    transfers = config.model.layers * (11 if config.activation_checkpointing == "full" else 8)
+    received = tokens * (1 - 1 / tp) * config.model.hidden_size * element_bytes(config)
+    return transfers * received / NODE_RATE
 
 
 def _context_plan(

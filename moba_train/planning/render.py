@@ -72,20 +72,19 @@ def _by_stage(plan: Plan, title: str, rows: dict[str, Callable[[StagePlan], str]
 
 
 def _stages(plan: Plan) -> Table:
-    return _by_stage(
-        plan,
-        "Stages",
-        {
-            "sequence length": lambda item: f"{item.stage.seq_len:,}",
-            "attention (layers)": _attention,
-            "tokens": _tokens,
-            "steps": _steps,
-            "tokens per step": lambda item: f"{item.stage.batch_tokens:,}",
-            "layout": _layout,
-            "micro-batches per step": lambda item: str(item.accumulation),
-            "time (estimate)": lambda item: ("at most " if item.stage.gate else "") + format_duration(item.seconds),
-        },
-    )
+    rows: dict[str, Callable[[StagePlan], str]] = {
+        "sequence length": lambda item: f"{item.stage.seq_len:,}",
+        "attention (layers)": _attention,
+        "tokens": _tokens,
+        "steps": _steps,
+        "tokens per step": lambda item: f"{item.stage.batch_tokens:,}",
+        "layout": _layout,
+        "micro-batches per step": lambda item: str(item.accumulation),
+        "time (estimate)": lambda item: ("at most " if item.stage.gate else "") + format_duration(item.seconds),
+    }
+    if any(item.mesh.tp > 1 for item in plan.stages):
+        rows["tp's communication per step, ms"] = lambda item: f"{1e3 * item.tensor_seconds:.0f}"
+    return _by_stage(plan, "Stages", rows)
 
 
 def _tokens(item: StagePlan) -> str:

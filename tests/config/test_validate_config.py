@@ -159,7 +159,7 @@ def test_a_stage_that_mends_the_recipes_attention_is_not_blamed(load):
 )
 def test_minus_one_fills_the_world(load, replicate, shard, world_size, sizes):
     config = load(f"parallel.dp_replicate={replicate}", f"parallel.dp_shard={shard}")
-    assert mesh_sizes(config.parallel, world_size) == (*sizes, 1)
+    assert mesh_sizes(config.parallel, world_size) == (*sizes, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -222,11 +222,77 @@ def test_stages_may_share_sequences_among_different_numbers_of_ranks(load):
     config = load("stages.1.parallel={cp: 4, cp_transport: ring}", "parallel.dp_replicate=2")
     validate(config, 16, ranks_per_node=8)
     short, long = (stage.parallel for stage in resolve_stages(config))
-    assert mesh_sizes(short, 16) == (2, 8, 1)
-    assert mesh_sizes(long, 16) == (2, 2, 4)
+    assert mesh_sizes(short, 16) == (2, 8, 1, 1)
+    assert mesh_sizes(long, 16) == (2, 2, 4, 1)
     assert mesh_sizes(short, 16).shards == mesh_sizes(long, 16).shards
     # What is read at the same time is divided by cp, so a batch for 8 ranks of 8K tokens now fits on 32.
     validate(load("stages.1.parallel.cp=4"), 32, ranks_per_node=8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "problem"),
+    [
+        (
+            ["parallel.tp=4", "model.vocab_size=2050"],
+            8,
+            "parallel.tp: given 4, which does not divide model.kv_heads 2, model.vocab_size 2050; allowed: 1, 2",
+        ),
+        (
+            ["parallel.tp=2", "model.intermediate_size=385"],
+            8,
+            "parallel.tp: given 2, which does not divide model.inter",
+        ),
+        (
+            ["parallel.tp=16", "model.heads=16", "model.kv_heads=16"],
+            16,
+            "parallel.tp: given 16, which does not divide the 8 ranks of a node, and must not leave it; allowed: 1, 2,",
+        ),
+        (["parallel.tp=2"], 5, "parallel.tp: given 2, which does not divide the 5 ranks; allowed: 1, 5"),
+        (
+            ["parallel={tp: 2, cp: 2}"],
+            6,
+            "parallel.cp: given 2, which does not divide the 6 ranks in groups of 2 (parallel.tp); allowed: 1, 3",
+        ),
+        (
+            ["parallel={tp: 2, cp: 2, dp_shard: 1}"],
+            8,
+            "parallel: dp_replicate 1, dp_shard 1, cp 2, tp 2 make 4 ranks, 8 were started",
+        ),
+        (
+            ["parallel={tp: 2, cp: 2, cp_transport: ulysses}", "model.heads=2"],
+            8,
+            "parallel.cp_transport: in stage 'short': 'ulysses' cannot share 1 query heads among 2 ranks",
+        ),
+        (
+            ["parallel={tp: 2, cp: 3}"],
+            6,
+            "parallel.tp: given 2, which does not divide the 683 rows of seq_len 2048 x micro_batch_size 1 over cp 3 "
+            "in stage 'short'; make them a multiple of 12 tokens",
+        ),
+        (
+            [
+                "parallel.tp=2",
+                "stages.0.seq_len=2049",
+                "stages.0.micro_batch_size=2",
+                "data.validation=[{path: corpora/a}]",
+                "evaluation.position_wise={bucket: 1}",
+            ],
+            8,
+            "parallel.tp: given 2, which does not divide the 2049 rows of seq_len 2049 (evaluation.position_wise) in",
+        ),
+    ],
+)
+def test_a_sharing_of_layers_that_does_not_fit_is_refused(load, overrides, world_size, problem):
+    found = problems(load(*overrides), world_size, ranks_per_node=8)
+    assert any(text.startswith(problem) for text in found), found
+
+
+def test_shared_layers_are_of_the_run_not_of_a_stage(load):
+    config = load("parallel={tp: 2, dp_replicate: 2}", "stages.1.parallel={cp: 4}")
+    validate(config, 16, ranks_per_node=8)
+    assert [mesh_sizes(stage.parallel, 16) for stage in resolve_stages(config)] == [(2, 4, 1, 2), (2, 1, 4, 2)]
+    with pytest.raises(ConfigError, match=r"stages\[1\]\.parallel\.tp: unknown key; .* at parallel\.tp"):
+        load("parallel.tp=2", "stages.1.parallel.tp=1")
 
 
 def test_the_batch_must_divide_over_the_ranks(load):

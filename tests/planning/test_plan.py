@@ -34,7 +34,7 @@ def config(**changes) -> RunConfig:
 def test_a_plan_adds_up():
     plan = make_plan(config(parallel={"dp_replicate": 2}), world_size=8, peak_tflops=989, mfu=0.4)
     short, long = plan.stages
-    assert short.mesh == long.mesh == (2, 4, 1)
+    assert short.mesh == long.mesh == (2, 4, 1, 1)
     assert (short.accumulation, long.accumulation) == (16, 1)
     assert short.tokens == short.stage.steps * 2**20 >= 10**9
     assert short.seconds == pytest.approx(short.dense_flops * short.tokens / (8 * 989e12 * 0.4))
@@ -46,7 +46,7 @@ def test_a_shared_sequence_divides_activations_and_costs_communication():
     alone = make_plan(config(activation_checkpointing="full"), 16, 989, 0.4).stages[1]
     sharing = {"parallel": {"cp": 8}, "activation_checkpointing": "full"}
     (short, long), tables = make_plan(config(**sharing), 16, 989, 0.4).stages, io.StringIO()
-    assert long.mesh == (1, 2, 8)
+    assert long.mesh == (1, 2, 8, 1)
     assert long.memory.activations == alone.memory.activations / 8
     assert long.memory.parameters == alone.memory.parameters
     assert long.memory.transport > short.memory.transport > alone.memory.transport == 0
@@ -67,6 +67,31 @@ def test_a_shared_sequence_divides_activations_and_costs_communication():
     print_plan(across, Console(file=tables, width=100))
     for part in ("dp_shard 2 x cp 8", "hierarchical", "400 Gbit/s", "auto takes", "of it exposed", "transport"):
         assert part in tables.getvalue(), part
+
+
+def test_shared_layers_divide_weights_activations_and_heads_and_cost_communication():
+    alone = make_plan(config(batch_tokens="2M"), 16, 989, 0.4).stages[0]
+    plan, tables = (
+        make_plan(config(batch_tokens="2M", parallel={"tp": 8, "dp_replicate": 2}), 16, 989, 0.4),
+        io.StringIO(),
+    )
+    shared = plan.stages[0]
+    assert shared.mesh == (2, 1, 1, 8)
+    assert shared.memory.parameters == pytest.approx(4 * 8_030_261_248 / 8)
+    # The gathered inputs of the projections, 2 x 4096 numbers a token, are on all ranks.
+    gathered = 32 * 2 * 2 * 4096 * 8192
+    assert shared.memory.activations - gathered == pytest.approx((alone.memory.activations - gathered) / 8)
+    assert shared.memory.logits == alone.memory.logits / 4  # 1,024 rows, where a chunk has 4,096
+    # A micro-batch of 8192 rows: 8 transfers of 7/8 of 64 MiB in each of 32 layers, at 300 GB/s.
+    assert shared.tensor_seconds == pytest.approx(shared.accumulation * 32 * 8 * 7 / 8 * 2**26 / 300e9)
+    assert shared.seconds == pytest.approx(alone.seconds + shared.stage.steps * shared.tensor_seconds)
+    print_plan(plan, Console(file=tables, width=100))
+    for part in ("dp_shard 1 x tp 8", "tp's communication"):
+        assert part in tables.getvalue(), part
+
+    both = make_plan(config(parallel={"tp": 2, "cp": 8}), 16, 989, 0.4).stages[1].context
+    assert both is not None
+    assert (both.scheme.ranks, both.scheme.node) == (8, 4), "a node's 8 GPUs hold 4 of a context group's 8 ranks"
 
 
 def test_moba_layers_of_several_sizes_take_their_own_time():
