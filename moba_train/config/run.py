@@ -40,7 +40,7 @@ class ParallelConfig(ContextParallelConfig):
         1,
         ge=1,
         description="ranks of one node that share each layer's heads and columns (tensor parallelism); the same in all "
-        "stages. See docs/tensor-parallelism.md",
+        "stages. See docs/context-parallelism.md",
     )
     timeout: int = Field(600, ge=1, description="seconds a rank waits for others before it ends the run")
 
