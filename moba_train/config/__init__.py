@@ -14,5 +14,6 @@ mesh            the sizes of the device mesh on so many ranks
 validate        what no single key can know: combinations that cannot work
 validate_data   the same, about corpora and tokenizer
 validate_gates  the same, about evaluation by position and gates
+validate_tp     the same, about tensor parallelism
 reference       docs/config.md and the JSON schema, generated
 """

@@ -12,7 +12,7 @@ from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
 from moba_train.config.validate_data import file_problems, length_problems
 from moba_train.config.validate_gates import gate_problems
-from moba_train.config.validate_tensor import row_problems, tensor_problems
+from moba_train.config.validate_tp import row_problems, tensor_problems
 from moba_train.errors import ConfigError
 from moba_train.parallel.scheme import stage_scheme
 
