@@ -13,7 +13,7 @@ from trainer_ranks import Ranks, run_command
 from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.compare import compare
 
-STEPS = 8
+STEPS = 4
 
 
 def short(run: Run, parallel: dict[str, Any]) -> Run:
@@ -61,7 +61,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: Ranks
 def half(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: Ranks) -> Path:
     """The folder of the same run, stopped in its second stage."""
     run = short(Run(tmp_path_factory.mktemp("half"), corpora), {"tp": 2})
-    ranks.train(run, 2, "--stop-at-step", "5")
+    ranks.train(run, 2, "--stop-at-step", "3")
     return run.run_dir
 
 
@@ -70,14 +70,16 @@ def test_two_ranks_that_share_the_layers_train_as_one(shared: Run, alone: dict[s
     assert shared.records()[-1]["tokens_per_s"] == 2 * shared.records()[-1]["tokens_per_s_per_device"]
 
 
-def test_with_data_parallelism_then_with_context_parallelism(run: Run, alone: dict[str, Any], ranks: Ranks) -> None:
-    """Four ranks, recomputed activations: (dp_shard 2, tp 2) for five steps, from its checkpoint on (cp 2, tp 2)."""
-    short(run, {"tp": 2, "dp_shard": 2}).recipe["activation_checkpointing"] = "full"
-    ranks.train(run, 4, "--stop-at-step", "5")
-    run.recipe["parallel"] = {"tp": 2, "cp": 2}
+def test_a_run_that_goes_from_layout_to_layout(run: Run, alone: dict[str, Any], ranks: Ranks) -> None:
+    """A step on one rank, one on (dp_shard 2, tp 2), two on (cp 2, tp 2), with recomputed activations."""
+    short(run, {}).recipe["activation_checkpointing"] = "full"
+    ranks.train(run, 1, "--stop-at-step", "1")
+    run.recipe["parallel"] = {"dp_shard": 2, "tp": 2}
+    ranks.train(run, 4, "--stop-at-step", "2")
+    run.recipe["parallel"] = {"cp": 2, "tp": 2}
     ranks.train(run, 4)
     assert_same_training(curves(run), alone)
-    assert {choice["stage"] for choice in run.records("parallel")} == {"long"}
+    assert [choice["step"] for choice in run.records("parallel")] == [2]
 
 
 def test_resuming_is_bitwise_equal_to_never_stopping(run: Run, shared: Run, half: Path, ranks: Ranks) -> None:
@@ -102,13 +104,6 @@ def test_one_rank_goes_on_where_two_stopped(
     assert compare(run.run_dir, shared.run_dir, tolerance=1e-2).differing == []
 
 
-def test_two_ranks_go_on_where_one_stopped(run: Run, alone: dict[str, Any], ranks: Ranks) -> None:
-    ranks.train(short(run, {}), 1, "--stop-at-step", "3")
-    run.recipe["parallel"] = {"tp": 2}
-    ranks.train(run, 2)
-    assert_same_training(curves(run), alone)
-
-
 def test_its_checkpoint_is_evaluated_on_ranks_that_share_sequences_instead(
     shared: Run, ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -130,7 +125,7 @@ def test_two_gpus_share_the_layers_and_repeat_bit_by_bit(run: Run, compiled: boo
     alone = curves(run)
     shared = []
     run.recipe["parallel"] = {"tp": 2}
-    for stops in ([], [["--stop-at-step", "5"]]):
+    for stops in ([], [["--stop-at-step", "3"]]):
         shutil.rmtree(run.run_dir)
         for arguments in (*stops, []):
             code, output = run.train(2, *arguments, gpu=True)
