@@ -17,8 +17,10 @@ STEPS = 4
 
 
 def short(run: Run, parallel: dict[str, Any]) -> Run:
-    """The tiny run (full attention, then MoBA and full layers mixed; packed documents), also evaluated by position."""
+    """The tiny run (full attention, then MoBA; packed documents), of one layer, also evaluated by position."""
     run.recipe["parallel"] = parallel
+    run.recipe["model"]["layers"], run.recipe["attention"]["full_layers"] = 1, "none"
+    run.recipe["checkpoint"]["every"] = 3
     for stage in run.recipe["stages"]:
         stage |= {"tokens": STEPS // 2 * 512, "micro_batch_size": 2}
     run.recipe["evaluation"] |= {"every": 1000, "position_wise": {"bucket": 32, "sequences": 4}}
@@ -27,7 +29,7 @@ def short(run: Run, parallel: dict[str, Any]) -> Run:
 
 def curves(run: Run) -> dict[str, Any]:
     """What a user sees of a run, but for times."""
-    keys = ("step", "tokens", "loss_tokens", "loss", "grad_norm", "grad_norm_full")
+    keys = ("step", "tokens", "loss_tokens", "loss", "grad_norm")
     found = {key: [record[key] for record in run.records()] for key in keys}
     found["eval_loss"] = [record["eval_loss"] for record in run.records("evaluation")]
     positions = [record["position_wise"]["curves"] for record in run.records("position_wise")]
@@ -57,12 +59,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: Ranks
     return run
 
 
-@pytest.fixture(scope="module")
-def half(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: Ranks) -> Path:
-    """The folder of the same run, stopped in its second stage."""
-    run = short(Run(tmp_path_factory.mktemp("half"), corpora), {"tp": 2})
-    ranks.train(run, 2, "--stop-at-step", "3")
-    return run.run_dir
+@pytest.fixture
+def half(run: Run, shared: Run) -> Run:
+    """The same run, as it was after three of four steps."""
+    shutil.copytree(shared.run_dir, run.run_dir)
+    shutil.rmtree(run.run_dir / "checkpoints" / "step_00000004")
+    return run
 
 
 def test_two_ranks_that_share_the_layers_train_as_one(shared: Run, alone: dict[str, Any]) -> None:
@@ -70,23 +72,22 @@ def test_two_ranks_that_share_the_layers_train_as_one(shared: Run, alone: dict[s
     assert shared.records()[-1]["tokens_per_s"] == 2 * shared.records()[-1]["tokens_per_s_per_device"]
 
 
-def test_a_run_that_goes_from_layout_to_layout(run: Run, alone: dict[str, Any], ranks: Ranks) -> None:
-    """A step on one rank, one on (dp_shard 2, tp 2), two on (cp 2, tp 2), with recomputed activations."""
+def test_four_ranks_go_on_where_one_stopped(run: Run, alone: dict[str, Any], ranks: Ranks) -> None:
+    """A step on one rank, one on (dp_shard 2, tp 2), then the second stage on (cp 2, tp 2); recomputed activations."""
     short(run, {}).recipe["activation_checkpointing"] = "full"
     ranks.train(run, 1, "--stop-at-step", "1")
-    run.recipe["parallel"] = {"dp_shard": 2, "tp": 2}
-    ranks.train(run, 4, "--stop-at-step", "2")
-    run.recipe["parallel"] = {"cp": 2, "tp": 2}
+    run.recipe["parallel"] = {"tp": 2}
+    run.recipe["stages"][1]["parallel"] = {"cp": 2}
     ranks.train(run, 4)
     assert_same_training(curves(run), alone)
     assert [choice["step"] for choice in run.records("parallel")] == [2]
 
 
-def test_resuming_is_bitwise_equal_to_never_stopping(run: Run, shared: Run, half: Path, ranks: Ranks) -> None:
-    shutil.copytree(half, run.run_dir)
-    ranks.train(short(run, {"tp": 2}), 2)
-    assert curves(run) == curves(shared)
-    ours, theirs = (latest_checkpoint(folder / "checkpoints") for folder in (run.run_dir, shared.run_dir))
+def test_resuming_is_bitwise_equal_to_never_stopping(half: Run, shared: Run, ranks: Ranks) -> None:
+    ranks.train(short(half, {"tp": 2}), 2)
+    assert [event["step"] for event in half.records("resume")] == [3]
+    assert curves(half) == curves(shared)
+    ours, theirs = (latest_checkpoint(run.run_dir / "checkpoints") for run in (half, shared))
     assert ours is not None
     assert theirs is not None
     after, expected = checkpoint_tensors(ours), checkpoint_tensors(theirs)
@@ -95,13 +96,11 @@ def test_resuming_is_bitwise_equal_to_never_stopping(run: Run, shared: Run, half
         assert torch.equal(after[name], tensor), name
 
 
-def test_one_rank_goes_on_where_two_stopped(
-    run: Run, shared: Run, half: Path, alone: dict[str, Any], ranks: Ranks
-) -> None:
-    shutil.copytree(half, run.run_dir)
-    ranks.train(short(run, {}), 1)
-    assert_same_training(curves(run), alone)
-    assert compare(run.run_dir, shared.run_dir, tolerance=1e-2).differing == []
+def test_one_rank_goes_on_where_two_stopped(half: Run, shared: Run, alone: dict[str, Any], ranks: Ranks) -> None:
+    ranks.train(short(half, {}), 1)
+    assert [event["step"] for event in half.records("resume")] == [3]
+    assert_same_training(curves(half), alone)
+    assert compare(half.run_dir, shared.run_dir, tolerance=1e-2).differing == []
 
 
 def test_its_checkpoint_is_evaluated_on_ranks_that_share_sequences_instead(
