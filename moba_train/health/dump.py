@@ -12,8 +12,8 @@
                       most that + ln(keys)
       gate            by layer, how the chosen blocks are spread: {choices, load_imbalance, entropy, first_block_share,
                       distance}, see attention/moba/statistics.py; null where nothing was chosen: full attention, or
-                      every block. They cover this rank's own choices: under context parallelism those of its own
-                      queries, or (ulysses) of all queries with its own heads
+                      every block. They cover what this rank chose: under context parallelism for its own queries, with
+                      ulysses and hierarchical for those of all ranks or of its node, with its own heads
       micro_batches   [[{source, document, start, stop, loss, loss_tokens}]]: the document pieces in their order; loss
                       is the mean over their loss tokens on this rank, from the repeated pass
 

@@ -103,6 +103,24 @@ def test_the_dump_holds_the_batch_and_the_numbers_of_its_step(skipping: tuple[Ru
         assert all(0 < lse < 20 for lse in rank["max_lse"])
 
 
+def test_the_dump_and_the_log_say_how_the_chosen_blocks_are_spread(
+    skipping: tuple[Run, list[tuple[int, bool]]],
+) -> None:
+    run, _ = skipping
+    moba, full = dump(run, POISONED)["ranks"][0]["gate"]
+    assert full is None
+    assert moba["choices"] > 0
+    spike = run.records("spike")[-1]
+    assert {name: moba[name] for name in moba if name != "choices"} == {
+        name.removeprefix("gate_"): value for name, value in spike.items() if name.startswith("gate_")
+    }
+    code, output = invoke("inspect-spike", str(run.run_dir))
+    assert code == 0, output
+    (row,) = re.findall(r"^ *0 +moba .*$", output, re.MULTILINE)
+    shown = [f"{moba[name]:.4g}" for name in ("load_imbalance", "entropy", "first_block_share", "distance")]
+    assert row.split()[-4:] == shown
+
+
 def test_a_fault_of_the_machine_is_told_from_one_of_the_data(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
     """The same batch through the same weights once more: the poison stays, what was put into the step does not."""
     run, _ = skipping
@@ -289,7 +307,9 @@ def train_with_a_fault_on_rank_1(recipe: str) -> int:
 
 
 def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, ranks: Ranks) -> None:
+    """Two ranks that share every sequence."""
     steady(run, "rollback", 6)
+    run.recipe["parallel"] = {"cp": 2}
     run.recipe["optim"]["schedule"] = {}
     run.recipe["checkpoint"] = {"every": 2, "keep_last": 10}
     ranks.work(train_with_a_fault_on_rank_1, [str(run.write_recipe())], 2)
@@ -298,7 +318,10 @@ def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, ranks: Ranks) -> 
     back, good = (checkpoint_tensors(run.run_dir / "checkpoints" / f"step_{step:08d}") for step in (4, 2))
     for name, tensor in good.items():
         assert torch.equal(back[name], tensor), name
-    assert [math.isnan(rank["loss"]) for rank in dump(run, 4)["ranks"]] == [False, True]
+    one, two = dump(run, 4)["ranks"]
+    assert [math.isnan(rank["loss"]) for rank in (one, two)] == [False, True]
+    assert one["gate"][0] != two["gate"][0]
+    assert all(math.isfinite(value) for rank in (one, two) for value in rank["gate"][0].values())
     assert run.records()[-1]["step"] == 6
     assert math.isfinite(run.losses()[-1])
 
