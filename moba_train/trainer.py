@@ -247,9 +247,10 @@ class Trainer:
         facts: dict[str, object] = {"stage": self.stage.name, "good": self.spikes.is_calm(step)}
         if self.evaluation.validated_step == step:
             facts["eval_loss"] = self.evaluation.validation_loss
-        self.checkpoints.save(self.progress, facts, self.recovery.protect())
+        waited = self.checkpoints.save(self.progress, facts, self.recovery.protect())
         stall = time.perf_counter() - began
-        self._event("checkpoint", f"saving the checkpoint of step {step}", checkpoint_stall_s=stall)
+        late = f", {waited:.1f} s late: the one before was still being written" if waited > 1 else ""
+        self._event("checkpoint", f"saving the checkpoint of step {step}{late}", checkpoint_stall_s=stall)
 
     def _report_boundary(self, losses: tuple[float, float] | None) -> None:
         if losses is None:

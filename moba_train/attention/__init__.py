@@ -5,6 +5,7 @@ registry    the kinds a recipe may name
 operators   attention as torch operators, and the engines that run them
 named       objects that these operators refer to by name
 clock       how long attention computes, measured only while somebody asks
+choices     what attention chose, as numbers for people
 local       the engine of one device
 merge       partial results (out, lse) joined by online softmax
 masked      exact attention under any mask, a chunk of queries at a time: what the references are built from

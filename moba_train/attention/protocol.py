@@ -153,6 +153,13 @@ class LocalAttention(Protocol):
         """Choose, for each query, what it will attend to, given all summaries."""
         ...
 
+    def describe_plan(self, plan: Plan, layout: Layout) -> dict[str, float]:
+        """What the choices in a plan for the layout's queries are like, for people to read; {} without any.
+
+        `choices` is how many there are, every other number the mean of something over them; all are finite.
+        """
+        return {}
+
     def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Plan:
         """Tensors of the shapes and dtypes of `plan`'s result, contents undefined: for torch.compile's tracing."""
         ...

@@ -71,15 +71,17 @@ class Checkpointer:
         tensors: dict[str, Tensor],
         meta: dict[str, Any],
         protect: publish.Accept = publish.is_good,
-    ) -> None:
+    ) -> float:
         """Copies `tensors` (plain ones and DTensors, by name) and `meta` and writes them in the background.
 
         `meta` is JSON-able and the one of rank 0 counts. A name that several ranks give holds the same value on all of
         them, or the shards of one DTensor. When it is published, old ones go, but not the newest whose meta `protect`
-        agrees to. Waits first for the save before, if that still runs. Tensors on a GPU must not change before
-        `before_update` was called.
+        agrees to. Waits first for the save before, if that still runs, and returns for how many seconds. Tensors
+        on a GPU must not change before `before_update` was called.
         """
+        began = time.perf_counter()
         self.wait()
+        waited = time.perf_counter() - began
         planner = _StagedSavePlanner(self._stage(tensors))
         # The live tensors go along for their shapes and placements only: no value of theirs is read in the thread.
         self._thread = threading.Thread(
@@ -89,6 +91,7 @@ class Checkpointer:
             daemon=True,
         )
         self._thread.start()
+        return waited
 
     def reserve(self, tensors: dict[str, Tensor]) -> None:
         """Makes the memory for the copies now, so that the first `save` need not: page-locking takes about a second for

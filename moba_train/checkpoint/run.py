@@ -80,13 +80,14 @@ class RunCheckpoints:
         load_model_and_optimizer(self._model, self._optimizer, path)
         return progress
 
-    def save(self, progress: Progress, facts: dict[str, object], protect: Accept) -> None:
+    def save(self, progress: Progress, facts: dict[str, object], protect: Accept) -> float:
         """Begin to save the weights of `progress.step`, with `facts` in the meta. Of the old ones the newest that
-        `protect` agrees to stays."""
+        `protect` agrees to stays. Returns the seconds for which it waited for the save before."""
         progress.data_plan = data_plan(self._config, progress)
         meta = {"progress": progress.to_meta(), "config": dump_config(self._config), **facts}
-        self._checkpointer.save(progress.step, self._tensors(), meta, protect)
+        waited = self._checkpointer.save(progress.step, self._tensors(), meta, protect)
         self.saved_step = progress.step
+        return waited
 
     def before_update(self) -> None:
         """To be called before the weights change."""

@@ -10,6 +10,10 @@
       loss_tokens     how many there are
       max_lse         by layer, the largest log-sum-exp of a query's attention scores: at least its largest logit, at
                       most that + ln(keys)
+      gate            by layer, how the chosen blocks are spread: {choices, load_imbalance, entropy, first_block_share,
+                      distance}, see attention/moba/statistics.py; null where nothing was chosen: full attention, or
+                      every block. They cover what this rank chose: under context parallelism for its own queries, with
+                      ulysses and hierarchical for those of all ranks or of its node, with its own heads
       micro_batches   [[{source, document, start, stop, loss, loss_tokens}]]: the document pieces in their order; loss
                       is the mean over their loss tokens on this rank, from the repeated pass
 
@@ -21,6 +25,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from moba_train.attention.choices import described, mean_choices
 from moba_train.attention.local import run_local
 from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.data.batch import Batch
@@ -52,12 +58,14 @@ def write_dump(
     share: Share,
     batches: list[Batch],
     loss_sum: Tensor,
-) -> None:
+) -> dict[str, float]:
     """Look into a step before it is applied, and write what is there, on rank 0, behind `head`, which names the `step`.
 
     Called on all ranks together, with the step's gradients in place and not clipped. `kinds`: of the layers' attention;
     `batches`: this rank's part of the step; `loss_sum`: what its losses added up to, a scalar. Costs a forward pass and
     many reads of the device. A file that cannot be written is a warning.
+
+    Returns, for the log, `gate_load_imbalance` and so on: means over the choices of all layers and ranks, if any.
     """
     norms = _gradient_norms(model, kinds)
     own = _look_at(model, share, batches, loss_sum)
@@ -66,6 +74,8 @@ def write_dump(
     if dist.get_rank() == 0:
         path = dump_folder(run_dir) / f"step_{head['step']:08d}.json"
         _write(path, {**head, "gradient_norms": norms, "ranks": ranks})
+    gate = mean_choices(layer for rank in ranks for layer in rank["gate"])
+    return {f"gate_{name}": value for name, value in (gate or {}).items() if name != "choices"}
 
 
 def _write(path: Path, dump: dict[str, Any]) -> None:
@@ -94,7 +104,7 @@ def _gradient_norms(model: Transformer, kinds: Sequence[str]) -> dict[str, Any]:
 def _look_at(model: Transformer, share: Share, batches: list[Batch], loss_sum: Tensor) -> dict[str, Any]:
     """This rank's entry."""
     repeated, micro_batches = 0.0, []
-    with _largest_lse(model, share.engine or run_local) as max_lse:
+    with _listening(model, share.engine or run_local) as layers:
         for batch in batches:
             losses_n = model(batch.tokens, batch.positions, batch.layout, batch.loss_on, per_token=True)
             repeated += (losses_n * batch.loss_weight).sum().item()
@@ -106,33 +116,43 @@ def _look_at(model: Transformer, share: Share, batches: list[Batch], loss_sum: T
         "loss": loss_sum.item() / weight if weight else None,
         "repeated_loss": repeated / weight if weight else None,
         "loss_tokens": sum(batch.loss_tokens for batch in batches),
-        "max_lse": [lse.item() for lse in max_lse],
+        "max_lse": [layer.max_lse.item() for layer in layers],
+        "gate": [mean_choices(layer.choices) for layer in layers],
         "micro_batches": micro_batches,
     }
 
 
+@dataclass
+class _Heard:
+    """Of one layer's attention."""
+
+    max_lse: Tensor
+    choices: list[dict[str, float]]
+
+
 @contextmanager
-def _largest_lse(model: Transformer, engine: Engine) -> Iterator[list[Tensor]]:
-    """Inside, every layer's attention also keeps its largest log-sum-exp, and compiled blocks run as they are written.
+def _listening(model: Transformer, engine: Engine) -> Iterator[list[_Heard]]:
+    """Inside, every layer's attention is listened to, and compiled blocks run as they are written.
 
     `engine` runs the attention of all layers.
     """
-    largest = [torch.tensor(-torch.inf, device=model.embedding.weight.device) for _ in model.blocks]
+    device = model.embedding.weight.device
+    layers = [_Heard(torch.tensor(-torch.inf, device=device), []) for _ in model.blocks]
 
-    def listening(layer: int) -> Engine:
+    def listening(heard: _Heard) -> Engine:
         def run(q: Tensor, k: Tensor, v: Tensor, kind: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:
-            out, lse_HT = engine(q, k, v, kind, layout)
-            largest[layer] = torch.maximum(largest[layer], lse_HT.max())
+            out, lse_HT = engine(q, k, v, described(kind, heard.choices), layout)
+            heard.max_lse = torch.maximum(heard.max_lse, lse_HT.max())
             return out, lse_HT
 
         return run
 
-    model.set_engines([listening(layer) for layer in range(len(largest))])
+    model.set_engines([listening(heard) for heard in layers])
     try:
         with torch.compiler.set_stance("force_eager"):
-            yield largest
+            yield layers
     finally:
-        model.set_engines([engine] * len(largest))
+        model.set_engines([engine] * len(layers))
 
 
 def _pieces(batch: Batch, share: Share, losses_n: Tensor) -> list[dict[str, Any]]:

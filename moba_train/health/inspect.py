@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moba_train.attention.choices import mean_choices
 from moba_train.config.load import load_config
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.samples import Span
@@ -42,7 +43,7 @@ def print_spike(run_dir: Path, step: int | None, documents: int, console: Consol
     console.print()
     numbers = ("loss", "spike_z_loss", "grad_norm", "spike_z_grad", "lr")
     console.print(_table(numbers, [[dump[name] for name in numbers]]))
-    console.print(_table(("layer", "kind", "gradient norm", "max lse"), _layer_rows(dump)))
+    console.print(_layer_table(dump))
     columns = ("loss", "repeated_loss", "loss_tokens")
     ranks = [(number, *(rank[name] for name in columns)) for number, rank in enumerate(dump["ranks"])]
     console.print(_table(("rank", *columns), ranks))
@@ -73,12 +74,20 @@ def _read_dump(run_dir: Path, step: int | None) -> tuple[dict[str, Any], list[in
     return json.loads(dumps.pop(chosen).read_text(encoding="utf-8")), list(dumps)
 
 
-def _layer_rows(dump: dict[str, Any]) -> list[tuple[Any, ...]]:
-    norms = dump["gradient_norms"]
-    max_lse = [max(lse) for lse in zip(*(rank["max_lse"] for rank in dump["ranks"]), strict=True)]
-    rows = [(layer["layer"], layer["kind"], layer["norm"], max_lse[layer["layer"]]) for layer in norms["layers"]]
-    rows += [(f"all {kind} layers", "", norm, "") for kind, norm in norms["kinds"].items()]
-    return rows + [(name, "", norm, "") for name, norm in norms.items() if name not in ("layers", "kinds")]
+def _layer_table(dump: dict[str, Any]) -> Table:
+    """Over all ranks: the largest max lse, and how the chosen blocks are spread."""
+    norms, ranks = dump["gradient_norms"], dump["ranks"]
+    max_lse = [max(lse) for lse in zip(*(rank["max_lse"] for rank in ranks), strict=True)]
+    gate = [mean_choices(layer) or {} for layer in zip(*(rank["gate"] for rank in ranks), strict=True)]
+    names = [name for name in dict.fromkeys(name for layer in gate for name in layer) if name != "choices"]
+    rows = [
+        [layer["layer"], layer["kind"], layer["norm"], lse, *(chosen.get(name, "") for name in names)]
+        for layer, lse, chosen in zip(norms["layers"], max_lse, gate, strict=True)
+    ]
+    rest = [""] * (1 + len(names))
+    rows += [[f"all {kind}", "", norm, *rest] for kind, norm in norms["kinds"].items()]
+    rows += [[name, "", norm, *rest] for name, norm in norms.items() if name not in ("layers", "kinds")]
+    return _table(("layer", "kind", "gradient norm", "max lse", *(name.replace("_", " ") for name in names)), rows)
 
 
 def _documents(dump: dict[str, Any]) -> list[Document]:

@@ -1,6 +1,7 @@
 """Acting on a spike: it is written down, and the step left out, the run taken back to a good checkpoint, or ended."""
 
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -54,10 +55,10 @@ class Recovery:
         tokens = stage.tokens_after(step)
         reaction = react(self._config.health.spike, report, step, progress.skipped, progress.rollbacks)
         text = "; ".join(filter(None, (report.message, reaction.message)))
-        facts = {"level": report.level, "action": reaction.action}
+        facts: dict[str, Any] = {"level": report.level, "action": reaction.action}
         if report.level != "warn" or not report.continues:
             head = {"step": step, "stage": stage.name, "tokens": tokens, "message": report.message, **facts, **metrics}
-            write_dump(run_dir, head, self._model, stage.kinds, share, batches, loss_sum)
+            facts |= write_dump(run_dir, head, self._model, stage.kinds, share, batches, loss_sum)
         self._telemetry.event(step, tokens, "spike", text, **facts)
         self._telemetry.alert(f"{report.level} at step {step}", text, f"spike_{report.level}")
         match reaction.action:

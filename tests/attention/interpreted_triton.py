@@ -44,7 +44,9 @@ def test_choice_lists_output_and_gradients_equal_the_reference(lengths, heads, k
     pooled = ours.summarize(k, layout)
     assert torch.equal(pooled, pool_keys(k, layout, options["block_size"]))
     got, (chosen, entries, starts) = run(ours, tensors, layout)
-    assert torch.equal(chosen, reference.plan(q, pooled, layout)[0])
+    plan = reference.plan(q, pooled, layout)
+    assert torch.equal(chosen, plan[0])
+    assert ours.describe_plan((chosen, entries, starts), layout) == reference.describe_plan(plan, layout)
     if chosen.numel():
         check_lists(chosen, entries, starts, kv_heads, block_bound(layout, options["block_size"]))
     want = exact(tensors, layout, chosen, options["block_size"], ours.scale)

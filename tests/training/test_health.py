@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -120,6 +121,24 @@ def test_a_disk_that_is_full_costs_a_checkpoint_but_the_last_one_must_be_saved(
     events = run.records("checkpoint")
     assert [event["step"] for event in events if event.get("checkpoint_stall_s", 0) > 0] == [4, 8, 12]
     assert any(event.get("checkpoint_save_s", 0) > 0 for event in events)
+
+
+def test_the_log_says_when_a_save_had_to_wait_for_the_one_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, hash_file = iter([True]), manifest.hash_file
+
+    def hash_slowly(path: Path) -> manifest.FileEntry:
+        if next(slow, False):
+            time.sleep(1.5)
+        return hash_file(path)
+
+    monkeypatch.setattr(manifest, "hash_file", hash_slowly)
+    run.recipe["checkpoint"]["every"] = 1
+    assert run.train_here("--stop-at-step", "3") == 0
+    first, second, third = [event for event in run.records("checkpoint") if "checkpoint_stall_s" in event]
+    assert second["message"].startswith("saving the checkpoint of step 2, 1.")
+    assert "s late: the one before was still being written" in second["message"]
+    assert second["checkpoint_stall_s"] > 1
+    assert (first["message"], third["message"]) == tuple(f"saving the checkpoint of step {step}" for step in (1, 3))
 
 
 def test_the_best_checkpoint_stays_and_holds_its_validation_loss(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

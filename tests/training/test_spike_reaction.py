@@ -103,6 +103,24 @@ def test_the_dump_holds_the_batch_and_the_numbers_of_its_step(skipping: tuple[Ru
         assert all(0 < lse < 20 for lse in rank["max_lse"])
 
 
+def test_the_dump_and_the_log_say_how_the_chosen_blocks_are_spread(
+    skipping: tuple[Run, list[tuple[int, bool]]],
+) -> None:
+    run, _ = skipping
+    moba, full = dump(run, POISONED)["ranks"][0]["gate"]
+    assert full is None
+    assert moba["choices"] > 0
+    spike = run.records("spike")[-1]
+    assert {name: moba[name] for name in moba if name != "choices"} == {
+        name.removeprefix("gate_"): value for name, value in spike.items() if name.startswith("gate_")
+    }
+    code, output = invoke("inspect-spike", str(run.run_dir))
+    assert code == 0, output
+    (row,) = re.findall(r"^ *0 +moba .*$", output, re.MULTILINE)
+    shown = [f"{moba[name]:.4g}" for name in ("load_imbalance", "entropy", "first_block_share", "distance")]
+    assert row.split()[-4:] == shown
+
+
 def test_a_fault_of_the_machine_is_told_from_one_of_the_data(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
     """The same batch through the same weights once more: the poison stays, what was put into the step does not."""
     run, _ = skipping
@@ -121,7 +139,7 @@ def test_looking_at_a_step_does_not_change_the_training(run: Run, monkeypatch: p
     assert dump(run, 18)["action"] == "apply"
     losses = run.losses()
     shutil.rmtree(run.run_dir)
-    monkeypatch.setattr("moba_train.health.recovery.write_dump", lambda *_: None)
+    monkeypatch.setattr("moba_train.health.recovery.write_dump", lambda *_: {})
     assert run.train_here() == 0
     assert run.losses() == losses
 
@@ -288,8 +306,9 @@ def train_with_a_fault_on_rank_1(recipe: str) -> int:
         return main([recipe])
 
 
-@pytest.mark.parametrize("parallel", [{}, {"tp": 2}], ids=["dp", "tp"])
+@pytest.mark.parametrize("parallel", [{"cp": 2}, {"tp": 2}], ids=["cp", "tp"])
 def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, ranks: Ranks, parallel: dict[str, int]) -> None:
+    """Two ranks that share every sequence, or every layer."""
     steady(run, "rollback", 6)
     run.recipe["parallel"] = parallel
     run.recipe["optim"]["schedule"] = {}
@@ -302,8 +321,10 @@ def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, ranks: Ranks, par
         assert torch.equal(back[name], tensor), name
     seen = dump(run, 4)["ranks"]
     assert [math.isnan(rank["loss"]) for rank in seen] == [False, True]
+    assert seen[0]["gate"][0] != seen[1]["gate"][0]
     assert sum(rank["loss_tokens"] for rank in seen) == run.records()[3]["loss_tokens"]
     for rank in seen:
+        assert all(math.isfinite(value) for value in rank["gate"][0].values())
         losses = [(p["loss"], p["loss_tokens"]) for m in rank["micro_batches"] for p in m if p["loss_tokens"]]
         assert sum(tokens for _, tokens in losses) == rank["loss_tokens"]
         mean = sum(loss * tokens for loss, tokens in losses) / rank["loss_tokens"]

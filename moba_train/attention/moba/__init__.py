@@ -3,6 +3,7 @@
 blocks        which block a token is in
 gate          mean key of each block, query . mean key
 selection     top-k with a fixed order among ties
+statistics    how the chosen blocks are spread
 reference     attention to the chosen blocks, in plain PyTorch
 flash         the same, composed of calls of a varlen flash kernel
 sorted_parts  what flash sorts, gathers and joins, in plain PyTorch (triton.gathered has kernels for it)

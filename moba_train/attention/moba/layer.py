@@ -13,6 +13,7 @@ from moba_train.attention.moba.backends import Backend, pick_backend, pick_selec
 from moba_train.attention.moba.blocks import block_bound
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.selection import select_blocks
+from moba_train.attention.moba.statistics import choice_statistics
 from moba_train.attention.protocol import Layout, LocalAttention, Plan
 from moba_train.config.base import Section
 from moba_train.units import Length
@@ -81,6 +82,16 @@ class MobaAttention(LocalAttention):
             always=options.always,
         )
         return (chosen_HTC, *backend.invert_choice(chosen_HTC, layout, summaries.shape[1], options.block_size))
+
+    def describe_plan(self, plan: Plan, layout: Layout) -> dict[str, float]:
+        """How the chosen blocks are spread, see `choice_statistics`; {} where every block is chosen."""
+        if not plan:
+            return {}
+        options = self.options
+        chosen_HTC, *_ = plan
+        return choice_statistics(
+            chosen_HTC, layout, block_size=options.block_size, topk=options.topk, always=options.always
+        )
 
     def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Plan:
         """See `LocalAttention.empty_plan`."""

@@ -1,6 +1,7 @@
 """Attention over a cut sequence is attention on one device: ranks are threads, numbers are float64."""
 
 import threading
+from functools import partial
 from itertools import product
 
 import pytest
@@ -9,7 +10,9 @@ from context_cases import Case, ThreadPeers, assert_same, for_the_same_choice, o
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moba_train.attention.choices import described, mean_choices
 from moba_train.attention.full import FullAttention
+from moba_train.attention.protocol import LocalAttention
 from moba_train.parallel.context.choose import Scheme
 
 TRANSPORTS = ("allgather", "ring", "ulysses", "hierarchical")
@@ -72,6 +75,25 @@ def test_equal_to_one_device_at_random_sizes(data):
     how = Scheme(ranks, transport, data.draw(st.sampled_from(KINDS)), node, depth)
     options = {"slices": data.draw(st.integers(1, 4))} if transport == "allgather" else {}
     check(how, case, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_the_ranks_tell_of_their_choices_is_what_one_device_tells(transport, kind):
+    """Load and entropy are left out: a rank has them for its own queries."""
+
+    class Described(Case):
+        def attention(self) -> LocalAttention:
+            return described(super().attention(), told)
+
+    case = Described((60, 3, 37), options={"always": ("current", "first")}, topk=4)
+    means = []
+    for run in (on_one_device, partial(on_threads, scheme(transport, kind))):
+        told: list[dict[str, float]] = []
+        run(case, case.inputs())
+        means.append(mean_choices(told))
+    one, ranks = ({name: mean[name] for name in ("choices", "first_block_share", "distance")} for mean in means)
+    assert ranks == pytest.approx(one)
 
 
 def test_every_block_chosen_is_dense_attention():
