@@ -46,7 +46,8 @@ class Share:
             batch = shard_batch(batch, self.engine.sequence(batch.layout.total), self.engine.rank)
         if self.tp_size == 1:
             return batch
-        rows = len(batch.tokens) // self.tp_size
+        rows, rest = divmod(len(batch.tokens), self.tp_size)
+        assert not rest, "config.validate_tp lets no such lengths through"
         first = self.tp_rank * rows
         here = (first <= batch.loss_index) & (batch.loss_index < first + rows)
         return batch.with_loss_on(batch.loss_index[here], batch.loss_weight[here], first)
