@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def measure(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train a few steps and summarise them."""
     sequences, run_dir = arguments.gpus * arguments.sequences_per_gpu, folder / "run"
-    own = {"micro_batch_size": arguments.sequences_per_gpu, **VARIANTS[name]}
+    own = {"micro_batch_size": arguments.sequences_per_gpu, "parallel": {"tp": arguments.tp}, **VARIANTS[name]}
     variant = recipe(arguments.model, folder / "corpus", run_dir, arguments.seq_len, sequences, arguments.steps, **own)
     done = launch(variant, folder / "recipe.yaml", arguments.gpus, capture_output=True)
     records = read_records(run_dir / "metrics.jsonl") if done.returncode == 0 else []
@@ -56,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-1b", help="a file of configs/models")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share each layer; the others, sequences")
     parser.add_argument("--seq-len", type=length, default=8192)
     parser.add_argument("--sequences-per-gpu", type=int, default=2, help="sequences per GPU and optimizer step")
     parser.add_argument("--steps", type=int, default=16)
