@@ -12,6 +12,7 @@ import pytest
 import torch
 from guide import ROOT, anchors, blocks, check_usage, commands, links
 
+from benchmarks import miniatures
 from benchmarks.attention_rows import short
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
@@ -195,6 +196,19 @@ def test_the_extended_model_has_its_measured_losses() -> None:
         if entry["tokens"] in (0, 4_194_304, last):
             column = (0, 4_194_304, last).index(entry["tokens"])
             assert told[names[entry["attention"]]][column] == f"{entry['mean'][-1]:.2f}"
+
+
+def test_recipes_has_what_the_miniatures_came_to() -> None:
+    told = rows("docs/recipes.md")
+    for line in miniatures.table(results("miniatures-h200.json")).splitlines():
+        assert tuple(cell.strip() for cell in line.strip("|").split("|")) in told
+
+
+def test_run_health_has_the_measured_cost_of_determinism() -> None:
+    told = {row[1:] for row in rows("docs/run-health.md") if len(row) == 3}
+    runs = [results("determinism-h200.json")["runs"][name] for name in ("as it is", "deterministic")]
+    assert tuple(f"{run['tokens_per_s']['median']:,.0f}" for run in runs) in told
+    assert tuple(f"{run['tensors_that_differ']} of {run['tensors']}" for run in runs) in told
 
 
 def test_durability_has_the_counts_of_the_chaos_test() -> None:

@@ -1,0 +1,88 @@
+"""What the miniatures of the recipes came to, one row a stage, read from the runs that launch/miniature.sh left.
+
+    for name in short-then-long continue-1m hybrid-90-10 sft-1m; do bash launch/miniature.sh $name; done
+    python -m benchmarks.miniatures runs/mini --output benchmarks/results/miniatures-h200.json
+
+To be run on the machine that trained them: the file says what machine that was.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import markdown, save
+from moba_train.telemetry.jsonl import read_records
+from moba_train.units import format_count
+
+RECIPES = ("short-then-long", "continue-1m", "hybrid-90-10", "sft-1m")
+
+
+def run_results(folder: Path) -> dict[str, Any]:
+    """A run's training time in seconds, its stages, and the evaluation of its last checkpoint."""
+    records = read_records(folder / "metrics.jsonl")
+    evaluation = json.loads((folder / "evaluation" / "evaluation.json").read_text())
+    curves = evaluation["position_wise"].get("curves", {})
+    return {
+        "seconds": records[-1]["time"] - records[0]["time"],
+        "tokens": records[-1]["tokens"],
+        "stages": [
+            stage_results(start, [record for record in records if record["stage"] == start["stage"]])
+            for start in records
+            if start["kind"] == "stage"
+        ],
+        "validation_loss": evaluation["validation_loss"],
+        "trailing_loss": {name: curve["mean"][-1] for name, curve in curves.items()},
+        "trailing_loss_error": {name: curve["standard_error"][-1] for name, curve in curves.items()},
+    }
+
+
+def stage_results(start: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
+    """A stage's length, steps, speed and losses (nats per token), None where the recipe does not ask for them."""
+    metrics = [record for record in records if record["kind"] == "metrics"]
+    rates = sorted(record["tokens_per_s"] for record in metrics)
+    return {
+        "name": start["stage"],
+        "message": start["message"],
+        "seq_len": start["seq_len"],
+        "steps": records[-1]["step"] - start["step"],
+        "tokens_per_s": rates[len(rates) // 2],
+        "loss_step": last(records, "loss_step"),
+        "validation_loss": last(records, "eval_loss"),
+        "trailing_loss": last(records, "trailing_loss"),
+        "trailing_gap": last(records, "trailing_gap"),
+        "spikes": sum(record["kind"] == "spike" for record in records),
+        "gate": next((record["message"] for record in records if record["kind"] == "gate"), None),
+    }
+
+
+def last(records: list[dict[str, Any]], key: str) -> Any:
+    return next((record[key] for record in reversed(records) if key in record), None)
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    rows = [["recipe", "stage", "length", "steps", "tokens/s", "loss step", "validation loss", "trailing loss"]]
+    for name, run in results.items():
+        for stage in run["stages"]:
+            losses = [stage[key] for key in ("loss_step", "validation_loss", "trailing_loss")]
+            step, *others = ("–" if loss is None else f"{loss:.3f}" for loss in losses)
+            signed = step if step.startswith(("-", "–")) else f"+{step}"
+            size = [format_count(stage["seq_len"], base=1024), str(stage["steps"])]
+            rows.append([name, stage["name"], *size, f"{stage['tokens_per_s'] / 1000:.0f}k", signed, *others])
+    return markdown(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the four runs")
+    parser.add_argument("--output", type=Path, required=True)
+    given = parser.parse_args()
+    results = {name: run_results(given.folder / name) for name in RECIPES}
+    print(table(results))
+    for name, run in results.items():
+        print(f"{name}: {run['seconds']:.0f} s of training, trailing loss {run['trailing_loss']}")
+    save(given.output, {"recipes": [f"configs/recipes/mini/{name}.yaml" for name in RECIPES]}, results)
+
+
+if __name__ == "__main__":
+    main()
