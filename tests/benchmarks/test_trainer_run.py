@@ -16,6 +16,7 @@ from moba_train.config.stages import resolve_stages
 OPTIONS = argparse.Namespace(
     model="tiny",
     gpus=2,
+    tp=2,
     seq_len=2048,
     sequences_per_gpu=3,
     sequences_per_rank=3,
@@ -54,4 +55,5 @@ def test_programs_train_as_many_steps_as_asked(launched: list[RunConfig], tmp_pa
     stall, deterministic, *variants = launched
     assert stall.checkpoint.every == 7
     assert deterministic.deterministic
+    assert {config.parallel.tp for config in variants} == {2}
     assert [config.compile for config in variants] == ["compiled" in name for name in training.VARIANTS]
