@@ -220,6 +220,8 @@ class Trainer:
             progress.stage, progress.starts = stage.index, self.next_starts
             progress.trailing_loss_before = progress.trailing_loss
             self.spikes.rebaseline()
+        if config.compile:
+            torch.compiler.reset()  # else lengths that differ between stages become variables, in slower code
         self.model.set_attention(build_attention(stage.attention, config.model.head_width))
         self.model.set_rope(stage.rope)
         self.share, choice = self.context_engines.share(stage, mesh_sizes(stage.parallel, self.world.size))

@@ -15,6 +15,10 @@ from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.tensor import share_layers
 
+COMPILED_FORMS = 64
+"""So often torch may compile the blocks' code in one stage: for each kind of attention and sequence length, with
+gradients and without. What comes after its own limit, 8, it runs uncompiled, with no more than a warning."""
+
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     """The dtype the layers compute in: `precision.compute`, where auto means bf16 on a GPU and float32 on a CPU."""
@@ -52,6 +56,7 @@ def sharded_model(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> 
 
 def _block_forward(forward: Callable[..., Any], config: RunConfig) -> Callable[..., Any]:
     if config.compile:
+        torch._dynamo.config.recompile_limit = COMPILED_FORMS
         forward = torch.compile(forward)
     if config.activation_checkpointing == "full":
         contexts = partial(create_selective_checkpoint_contexts, list(SAVED_OPERATORS))

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +198,20 @@ def test_the_guides_recipe_and_commands_work(undisturbed: Run, tmp_path: Path, m
     for words in lines:
         here = [word.replace("runs/my-run", str(undisturbed.run_dir)).replace("2K", "32") for word in words]
         guide.run(here)
+
+
+def test_every_stage_runs_compiled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many were compiled before: torch compiles the same code only so often, then it gives up and warns."""
+    run.recipe |= {
+        "compile": True,
+        "evaluation": {"every": 100, "sequences": 2, "position_wise": {"bucket": 16, "sequences": 2}},
+        "stages": [
+            {"name": f"of-{length}", "seq_len": length, "tokens": STEP, "micro_batch_size": STEP // 2 // length}
+            for length in (64, 128, 256)
+        ],
+    }
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
+        assert run.train_here() == 0
+    assert [record["stage"] for record in run.records()] == ["of-64", "of-128", "of-256"]

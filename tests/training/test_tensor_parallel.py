@@ -123,6 +123,7 @@ def on_one_device(options: dict[str, bool], device: torch.device, dtype: torch.d
 
 def worker(options: list[dict[str, bool]], output: str) -> None:
     """All models' steps on the ranks of this world, which are one tp group."""
+    torch.compiler.reset()  # runs before in this process have compiled for other lengths
     without_code_generation = partial(torch.compile, backend="aot_eager")  # which takes long on the CPU
     with joined_world() as world, patch.object(torch, "compile", without_code_generation):
         mesh = build_mesh(MeshSizes(1, 1, 1, world.size), world)

@@ -1,0 +1,127 @@
+"""Training on two nodes: network namespaces with addresses, host names and launchers of their own, and one cable.
+
+Takes two minutes and root: MOBA_NODES=1 python -m pytest tests/training/test_two_nodes.py
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import Run, checkpoint_tensors
+from trainer_ranks import Ranks
+
+from moba_train.checkpoint.publish import latest_checkpoint
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif("MOBA_NODES" not in os.environ, reason="MOBA_NODES=1 asks for it")
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+class Nodes:
+    """Two hosts, node0 and node1, with `ranks` ranks each, that share the file system."""
+
+    def __init__(self) -> None:
+        self.names = [f"moba{os.getpid()}-{number}" for number in (0, 1)]
+
+    def plug_in(self) -> None:
+        for name in self.names:
+            ip("netns", "add", name)
+        ends = [f"mt{os.getpid()}{letter}" for letter in "ab"]
+        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for number, (name, end) in enumerate(zip(self.names, ends, strict=True)):
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "addr", "add", f"10.213.77.{number + 1}/24", "dev", end)
+            for device in ("lo", end):
+                ip("-n", name, "link", "set", device, "up")
+            hosts = Path("/etc/netns", name, "hosts")  # `ip netns exec` puts it in the place of /etc/hosts
+            hosts.parent.mkdir(parents=True)
+            hosts.write_text("127.0.0.1 localhost\n10.213.77.1 node0\n10.213.77.2 node1\n")
+
+    def unplug(self) -> None:
+        for name in self.names:
+            with suppress(subprocess.CalledProcessError):
+                ip("netns", "delete", name)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+
+    def launch(self, number: int, recipe: Path, *overrides: str) -> subprocess.Popen[str]:
+        """`launch/multinode.sh` as a user gives it on that node, two ranks on the CPU."""
+        places = {"NODES": "2", "NODE_RANK": str(number), "MASTER": "node0", "GPUS": "2", "RESTARTS": "3"}
+        launcher = f"hostname node{number} && exec bash launch/multinode.sh {recipe} {' '.join(overrides)}"
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.names[number], "unshare", "--uts", "bash", "-c", launcher],
+            cwd=ROOT,
+            env=os.environ | places | {"MOBA_PYTHON": shutil.which("python") or "python3", "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    made = Nodes()
+    try:
+        made.plug_in()
+    except (subprocess.CalledProcessError, OSError) as error:
+        made.unplug()
+        pytest.skip(f"no network namespaces here: {error}")
+    yield made
+    made.unplug()
+
+
+def rank_of(launcher: subprocess.Popen[str], rank: int) -> int:
+    """Process id of a rank below the launcher, which has become torchrun."""
+    for child in map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()):
+        with suppress(OSError):
+            if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                return child
+    raise AssertionError(f"rank {rank} does not run")
+
+
+def test_two_nodes_train_as_one_and_go_on_after_one_lost_a_rank(
+    run: Run, corpora: Path, tmp_path: Path, nodes: Nodes, ranks: Ranks
+) -> None:
+    """A sequence over all four ranks, heads exchanged inside a node and keys between them."""
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = Run(tmp_path / "undisturbed", corpora)
+    for one in (run, undisturbed):
+        one.recipe["parallel"] = {"cp": 4, "cp_transport": "hierarchical", "timeout": 15}
+        one.recipe["checkpoint"]["every"] = 2
+        one.recipe["stages"][1]["tokens"] = "20K"
+    ranks.train(undisturbed, 4, per_node=2)
+
+    launchers = [nodes.launch(number, run.write_recipe()) for number in (0, 1)]
+    try:
+        deadline = time.monotonic() + 120
+        while latest_checkpoint(run.run_dir / "checkpoints") is None:
+            assert time.monotonic() < deadline, "no checkpoint in 120 s"
+            assert all(launcher.poll() is None for launcher in launchers)
+            time.sleep(0.05)
+        os.kill(rank_of(launchers[1], 3), signal.SIGKILL)
+        outputs = [launcher.communicate(timeout=150)[0] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            with suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+    assert [launcher.returncode for launcher in launchers] == [0, 0], "\n".join(outputs)[-6000:]
+    assert len(run.records("resume")) == 1
+    losses = {record["step"]: record["loss"] for record in run.records()}
+    assert list(losses.values()) == undisturbed.losses()
+    ours, theirs = (latest_checkpoint(one.run_dir / "checkpoints") for one in (run, undisturbed))
+    assert ours is not None
+    assert theirs is not None
+    after, expected = checkpoint_tensors(ours), checkpoint_tensors(theirs)
+    assert after.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(after[name], tensor), name
