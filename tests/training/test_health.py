@@ -13,7 +13,6 @@ from tiny_run import VOCAB, Run
 
 from moba_train.checkpoint import manifest
 from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
-from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.data.indexed import IndexedDatasetWriter
 
 
@@ -36,10 +35,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_touches_the_weights(
     assert "optim.lr" in printed
     alerts = run.records("alert")
     assert any("fatal" in alert["title"] for alert in alerts)
-    saved = latest_checkpoint(run.run_dir / "checkpoints")
-    assert saved is not None
-    verify_checkpoint(saved)
-    assert read_meta(saved)["progress"]["step"] < run.records("spike")[-1]["step"]
+    verify_checkpoint(run.newest_checkpoint)
+    assert read_meta(run.newest_checkpoint)["progress"]["step"] < run.records("spike")[-1]["step"]
 
 
 def test_a_step_without_any_loss_token_is_skipped_with_a_warning(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,9 +49,7 @@ def test_a_step_without_any_loss_token_is_skipped_with_a_warning(run: Run, capsy
     assert code == 0, printed
     assert not run.records()
     assert len(run.records("warning")) == 12
-    saved = latest_checkpoint(run.run_dir / "checkpoints")
-    assert saved is not None
-    assert read_meta(saved)["progress"]["step"] == 12
+    assert read_meta(run.newest_checkpoint)["progress"]["step"] == 12
 
 
 def test_a_full_disk_is_refused_before_training(

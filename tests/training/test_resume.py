@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import forked
-from tiny_run import Run, checkpoint_tensors
-from torch import Tensor
+from tiny_run import Run, assert_same_tensors
 from trainer_ranks import Ranks
 
 from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
@@ -19,25 +18,13 @@ from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.train import main
 
 
-def saved_tensors(run: Run) -> dict[str, Tensor]:
-    """Every tensor of the newest checkpoint."""
-    path = latest_checkpoint(run.run_dir / "checkpoints")
-    assert path is not None
-    return checkpoint_tensors(path)
-
-
 def test_stopping_and_resuming_is_bitwise_equal_to_never_stopping(run: Run, ranks: Ranks, finished_run: Run) -> None:
     """Stops in the middle of either stage: weights, optimizer, random state, losses and counters are the same bits."""
     for arguments in (["--stop-at-step", "3"], ["--stop-at-step", "8"], []):
         ranks.train(run, 2, *arguments)
     assert run.losses() == finished_run.losses()
-    ours, theirs = saved_tensors(run), saved_tensors(finished_run)
-    assert ours.keys() == theirs.keys()
-    assert any(name.startswith("optim.") for name in ours)
-    assert any(name.startswith("rng.") for name in ours)
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
-    step, other = (read_meta(latest_checkpoint(r.run_dir / "checkpoints"))["progress"] for r in (run, finished_run))
+    assert_same_tensors(run.newest_checkpoint, finished_run.newest_checkpoint)
+    step, other = (read_meta(one.newest_checkpoint)["progress"] for one in (run, finished_run))
     assert (step["step"], step["starts"], step["stage"]) == (other["step"], other["starts"], other["stage"])
     begun = [(record["step"], record["tokens"]) for record in run.records("stage")]
     assert begun == [(step, 512 * step) for step in (0, 3, 6, 8)], "tokens consumed so far, also where it resumes"
@@ -53,9 +40,7 @@ def test_resuming_on_a_gpu_is_bitwise_equal_to_never_stopping(run: Run, tmp_path
         code, output = run.train(1, *arguments, gpu=True)
         assert code == 0, output
     assert run.losses() == undisturbed.losses()
-    ours, theirs = saved_tensors(run), saved_tensors(undisturbed)
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
+    assert_same_tensors(run.newest_checkpoint, undisturbed.newest_checkpoint)
 
 
 def test_another_world_size_sees_the_same_tokens(run: Run, ranks: Ranks, finished_run: Run) -> None:

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import sentencepiece
-import torch
 import yaml
 from faults import inject, not_a_number, not_a_number_on_rank_1, overflow, scaled_gradient, steady
-from tiny_run import VOCAB, Run, checkpoint_tensors
+from tiny_run import VOCAB, Run, assert_same_tensors
 from trainer_ranks import Ranks
 from typer.testing import CliRunner
 
 from moba_train.checkpoint.manifest import read_meta
-from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.cli import app
 from moba_train.config.load import load_config
 from moba_train.config.run import HealthConfig, SpikeConfig
@@ -35,12 +33,6 @@ from moba_train.train import main
 FAULTS = {22: scaled_gradient, 26: overflow, 30: not_a_number}
 POISONED = 36
 STEPS = 40
-
-
-def newest(run: Run) -> Path:
-    path = latest_checkpoint(run.run_dir / "checkpoints")
-    assert path is not None
-    return path
 
 
 def dump(run: Run, step: int) -> dict[str, Any]:
@@ -62,7 +54,7 @@ def test_every_fault_is_seen_and_changes_nothing(skipping: tuple[Run, list[tuple
     faulty = [*FAULTS, POISONED]
     assert [(spike["step"], spike["action"]) for spike in run.records("spike")] == [(step, "skip") for step in faulty]
     assert [step for step, touched in changed if not touched] == faulty
-    assert read_meta(newest(run))["progress"]["skipped"] == faulty
+    assert read_meta(run.newest_checkpoint)["progress"]["skipped"] == faulty
 
 
 def test_skipped_tokens_count_as_consumed_and_the_schedule_goes_on(
@@ -258,11 +250,9 @@ def test_a_rollback_returns_to_the_last_checkpoint_from_before_the_spike(rolled_
     assert (event["step"], event["step_from"], event["step_to"]) == (26, 26, 20)
     assert f"{6 * 512} tokens" in event["message"]
     folder = rolled_back.run_dir / "checkpoints"
-    back, good = (checkpoint_tensors(folder / f"step_{step:08d}") for step in (26, 20))
-    for name, tensor in good.items():
-        assert torch.equal(back[name], tensor), name
+    assert_same_tensors(folder / "step_00000026", folder / "step_00000020")
     assert [read_meta(folder / f"step_{step:08d}")["good"] for step in (20, 24, 26)] == [True, False, True]
-    progress = read_meta(newest(rolled_back))["progress"]
+    progress = read_meta(rolled_back.newest_checkpoint)["progress"]
     assert (progress["skipped"], progress["rollbacks"]) == ([], [[26, 20]])
     assert rolled_back.losses()[-1] < rolled_back.losses()[19]
 
@@ -271,11 +261,9 @@ def test_resuming_before_and_after_a_rollback_is_bitwise_equal(rolled_back: Run,
     resumed = rolling_back(tmp_path, corpora, "24", "26")
     assert [record["step"] for record in resumed.records()] == list(range(1, 31))
     assert [json.dumps(loss) for loss in resumed.losses()] == [json.dumps(loss) for loss in rolled_back.losses()]
-    ours, theirs = newest(resumed), newest(rolled_back)
+    ours, theirs = resumed.newest_checkpoint, rolled_back.newest_checkpoint
     assert read_meta(ours)["progress"]["rollbacks"] == read_meta(theirs)["progress"]["rollbacks"]
-    after, expected = checkpoint_tensors(ours), checkpoint_tensors(theirs)
-    for name, tensor in expected.items():
-        assert torch.equal(after[name], tensor), name
+    assert_same_tensors(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -316,9 +304,8 @@ def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, ranks: Ranks, par
     ranks.work(train_with_a_fault_on_rank_1, [str(run.write_recipe())], 2)
 
     assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(4, 2)]
-    back, good = (checkpoint_tensors(run.run_dir / "checkpoints" / f"step_{step:08d}") for step in (4, 2))
-    for name, tensor in good.items():
-        assert torch.equal(back[name], tensor), name
+    folder = run.run_dir / "checkpoints"
+    assert_same_tensors(folder / "step_00000004", folder / "step_00000002")
     seen = dump(run, 4)["ranks"]
     assert [math.isnan(rank["loss"]) for rank in seen] == [False, True]
     assert seen[0]["gate"][0] != seen[1]["gate"][0]
@@ -340,7 +327,7 @@ def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
 
     def damage_first(recovery: Recovery, stage: Stage) -> None:
         recovery._checkpoints._checkpointer.wait()
-        shard = newest(run) / "__0_0.distcp"
+        shard = run.newest_checkpoint / "__0_0.distcp"
         shard.write_bytes(bytes(shard.stat().st_size))
         roll_back(recovery, stage)
 

@@ -10,8 +10,7 @@ from typing import Any
 import guide
 import pytest
 import torch
-from test_resume import saved_tensors
-from tiny_run import Run
+from tiny_run import Run, assert_same_tensors
 from trainer_ranks import Ranks, run_command
 from typer.testing import CliRunner
 
@@ -107,9 +106,7 @@ def test_stops_around_the_gate_change_nothing(tmp_path: Path, corpora: Path, und
         assert run.train_here("--stop-at-step", str(step)) == 0
     assert run.train_here() == 0
     assert history(run) == history(undisturbed)
-    ours, theirs = saved_tensors(run), saved_tensors(undisturbed)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_tensors(run.newest_checkpoint, undisturbed.newest_checkpoint)
 
 
 def test_boundaries_show_in_every_log_and_picture(undisturbed: Run) -> None:
