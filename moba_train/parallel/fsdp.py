@@ -36,6 +36,9 @@ def sharded_model(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> 
     """
     with torch.device("meta"):
         model = Transformer(config.model)
+    if config.compile:
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, COMPILED_FORMS)
     for block in model.blocks:
         block.forward = _block_forward(block.forward, config)
     if "tp" in (mesh.mesh_dim_names or ()):
@@ -56,7 +59,6 @@ def sharded_model(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> 
 
 def _block_forward(forward: Callable[..., Any], config: RunConfig) -> Callable[..., Any]:
     if config.compile:
-        torch._dynamo.config.recompile_limit = COMPILED_FORMS
         forward = torch.compile(forward)
     if config.activation_checkpointing == "full":
         contexts = partial(create_selective_checkpoint_contexts, list(SAVED_OPERATORS))
