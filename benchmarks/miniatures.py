@@ -51,6 +51,7 @@ def stage_results(start: dict[str, Any], records: list[dict[str, Any]]) -> dict[
         "validation_loss": last(records, "eval_loss"),
         "trailing_loss": last(records, "trailing_loss"),
         "trailing_gap": last(records, "trailing_gap"),
+        "trailing_gap_error": last(records, "trailing_gap_error"),
         "spikes": sum(record["kind"] == "spike" for record in records),
         "gate": next((record["message"] for record in records if record["kind"] == "gate"), None),
     }
