@@ -11,8 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.chaos_run import EVERY, ChaosRun, is_running, ranks_of
+from benchmarks.chaos_run import EVERY, ChaosRun
 from benchmarks.record import spread
+from benchmarks.trainer_run import is_running, ranks_of
 from moba_train.checkpoint.manifest import MANIFEST
 from moba_train.checkpoint.publish import published
 

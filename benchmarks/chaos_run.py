@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.trainer_run import write_corpus
+from benchmarks.trainer_run import ranks_of, write_corpus
 from moba_train.checkpoint.manifest import read_manifest
 from moba_train.checkpoint.publish import latest_checkpoint, published
 
@@ -183,21 +183,6 @@ class ChaosRun:
             with suppress(ProcessLookupError):
                 os.kill(process, 9)
         self.launcher.wait()
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """Process ids of the ranks that a torchrun process started and that still run, in the order of ranks."""
-    with suppress(ProcessLookupError, FileNotFoundError):  # torchrun itself has ended
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        return [child for child in map(int, children) if is_running(child)]
-    return []
-
-
-def is_running(process: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    with suppress(ProcessLookupError, FileNotFoundError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def _obey_permissions() -> None:

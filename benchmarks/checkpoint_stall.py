@@ -2,11 +2,11 @@
 
     python -m benchmarks.checkpoint_stall --output benchmarks/results/checkpoint-stall-cpu.json
     python -m benchmarks.checkpoint_stall --model llama3-8b --gpus 4 --seq-len 8192 --sequences-per-rank 1 \\
-        --every 60 --output benchmarks/results/checkpoint-stall-8b-h200-x4.json
+        --every 200 --saves 2 --output benchmarks/results/checkpoint-stall-8b-h200-x4.json
 
-The real trainer under torchrun, from a recipe of random tokens; the numbers are read from its metrics.jsonl. The first
-form is the quick start's model and batch on two CPU ranks. Two checkpoints at a time must fit on the disk of $TMPDIR
-(8B: 2 x 90 GiB).
+The real trainer under torchrun, from a recipe of random tokens, killed after the last save; the numbers are read from
+its metrics.jsonl. The first form is the quick start's model and batch on two CPU ranks. The disk of $TMPDIR must hold
+two checkpoints (8B: 2 x 90 GiB), or one where --saves is 1.
 """
 
 import argparse
@@ -20,16 +20,21 @@ import torch
 
 from benchmarks.options import length
 from benchmarks.record import save, spread
-from benchmarks.trainer_run import WARM_UP_STEPS, launch, model_shape, recipe, write_corpus
+from benchmarks.trainer_run import WARM_UP_STEPS, launch_until, model_shape, recipe, write_corpus
 from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.telemetry.jsonl import read_records
 
 
 def train(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train with `saves` saves; returns the run's records."""
-    sequences, steps = arguments.gpus * arguments.sequences_per_rank, arguments.every * arguments.saves
-    model = model_shape(arguments.model)
+    """Train until `saves` saves are done; returns the run's records."""
+    sequences, steps = arguments.gpus * arguments.sequences_per_rank, arguments.every * (arguments.saves + 1)
+    model, metrics = model_shape(arguments.model), folder / "run" / "metrics.jsonl"
     write_corpus(folder / "corpus", 2 * steps * sequences * arguments.seq_len, model["vocab_size"])
+
+    def all_saved() -> bool:
+        records = read_records(metrics) if metrics.exists() else []
+        return sum("checkpoint_save_s" in record for record in records) >= arguments.saves
+
     own = {
         "model": {"layers": arguments.layers or model["layers"]},
         "attention": {"default": "full"},
@@ -37,13 +42,9 @@ def train(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         "micro_batch_size": arguments.sequences_per_rank,
         "checkpoint": {"every": arguments.every, "keep_last": 1},
     }
-    launch(
-        recipe(arguments.model, folder / "corpus", folder / "run", arguments.seq_len, sequences, steps, **own),
-        folder / "recipe.yaml",
-        arguments.gpus,
-        check=True,
-    )
-    return read_records(folder / "run" / "metrics.jsonl")
+    content = recipe(arguments.model, folder / "corpus", folder / "run", arguments.seq_len, sequences, steps, **own)
+    launch_until(all_saved, content, folder / "recipe.yaml", arguments.gpus)
+    return read_records(metrics)
 
 
 def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:

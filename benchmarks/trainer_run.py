@@ -1,7 +1,12 @@
 """The real trainer as benchmarks run it: a recipe of random tokens, launched by torchrun like any other."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +54,40 @@ def recipe(
 
 def launch(content: dict[str, Any], file: Path, ranks: int, **how: Any) -> subprocess.CompletedProcess[str]:
     """Write the recipe `content` to `file` and train it on so many ranks; `how` goes to `subprocess.run`."""
+    return subprocess.run(_command(content, file, ranks), text=True, **how)
+
+
+def launch_until(enough: Callable[[], bool], content: dict[str, Any], file: Path, ranks: int) -> None:
+    """The same, killed once there is `enough`. Raises RuntimeError when it ends before."""
+    launcher = subprocess.Popen(_command(content, file, ranks))
+    while not enough():
+        if launcher.poll() is not None:
+            raise RuntimeError(f"training ended with status {launcher.returncode} before there was enough to measure")
+        time.sleep(0.5)
+    processes = [launcher.pid, *ranks_of(launcher.pid)]
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+    launcher.wait()
+    while any(map(is_running, processes)):
+        time.sleep(0.1)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Process ids of the ranks that a torchrun process started and that still run, in the order of ranks."""
+    with suppress(ProcessLookupError, FileNotFoundError):  # torchrun itself has ended
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        return [child for child in map(int, children) if is_running(child)]
+    return []
+
+
+def is_running(process: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    with suppress(ProcessLookupError, FileNotFoundError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def _command(content: dict[str, Any], file: Path, ranks: int) -> list[str]:
     file.write_text(yaml.safe_dump(content))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run([*torchrun, "-m", "moba_train.train", str(file)], text=True, **how)
+    return [*torchrun, "-m", "moba_train.train", str(file)]

@@ -1,6 +1,7 @@
 """The recipes that benchmarks give to the trainer are ones it takes, and say what the options ask for."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,15 +33,22 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]
     """What would have been trained."""
     found = []
 
+    def launch_until(enough: Callable[[], bool], *arguments: Any) -> None:
+        assert not enough()
+        launch(*arguments)
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 7, "kind": "checkpoint", "checkpoint_save_s": 1.5}')
+        assert enough()
+
     def launch(content: dict[str, Any], file: Path, ranks: int, **how: Any) -> SimpleNamespace:
         file.write_text(yaml.safe_dump(content))
         found.append(load_config(file))
         return SimpleNamespace(returncode=1, stderr="an Error")
 
-    for module in (checkpoint_stall, determinism, training):
+    for module in (determinism, training):
         monkeypatch.setattr(module, "launch", launch)
-    for module in (checkpoint_stall, training):
-        monkeypatch.setattr(module, "read_records", lambda path: [])
+    monkeypatch.setattr(training, "read_records", lambda path: [])
+    monkeypatch.setattr(checkpoint_stall, "launch_until", launch_until)
     monkeypatch.setattr(checkpoint_stall, "write_corpus", lambda *sizes: None)
     return found
 
@@ -50,7 +58,7 @@ def test_programs_train_as_many_steps_as_asked(launched: list[RunConfig], tmp_pa
     determinism.train(tmp_path / "one", True, OPTIONS)
     for name in training.VARIANTS:
         assert training.measure(name, tmp_path, OPTIONS)["error"] == "an Error"
-    assert [resolve_stages(config)[0].steps for config in launched] == [7] * (2 + len(training.VARIANTS))
+    assert [resolve_stages(config)[0].steps for config in launched] == [14] + [7] * (1 + len(training.VARIANTS))
     assert {config.batch_tokens for config in launched} == {2 * 3 * 2048}
     stall, deterministic, *variants = launched
     assert stall.checkpoint.every == 7

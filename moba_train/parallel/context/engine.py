@@ -14,6 +14,7 @@ from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import Job, Transport
 from moba_train.parallel.context.transport.ring import Ring
+from moba_train.parallel.context.transport.slices import SWAP_SLICES
 from moba_train.parallel.context.transport.ulysses import Ulysses, Whole
 
 
@@ -94,8 +95,8 @@ def context_engine(
     elif scheme.transport == "allgather":
         transport = AllGather(Peers(group, device))
     elif scheme.transport == "ulysses":
-        transport = Ulysses(Peers(group, device), Whole())
+        transport = Ulysses(Peers(group, device), Whole(), SWAP_SLICES)
     else:
         node, across = nested_groups(group, scheme.node, timeout)
-        transport = Ulysses(Peers(node, device), AllGather(Peers(across, device)))
+        transport = Ulysses(Peers(node, device), AllGather(Peers(across, device)), slices=1)
     return ContextParallel(scheme, transport)

@@ -1,6 +1,7 @@
 """What ranks check in processes of their own: all checks run in one set of processes, because starting them is slow."""
 
 import json
+import os
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -250,8 +251,12 @@ def run_checks(world: int, checks: dict[str, Check], folder: Path, device: str =
 
 def _rank(rank: int, world: int, checks: dict[str, Check], folder: str, device: str) -> None:
     torch.set_num_threads(1)
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    where = torch.device(device)
     if device == "cuda":
+        host, number = divmod(rank, torch.cuda.device_count())
+        if world > torch.cuda.device_count():
+            os.environ["NCCL_HOSTID"] = str(host)  # it refuses two ranks of one host on the same GPU
+        where = torch.device(device, number)
         torch.cuda.set_device(where)
     errors = {}
     with deterministic(device == "cuda"):  # two runs are compared bit by bit

@@ -1,6 +1,7 @@
 """Context parallelism between GPUs, over NCCL: the checks of the CPU with kernels, longer and of random sizes.
 
 python -m pytest tests/parallel/context/test_context_gpu.py             # as many GPUs as there are, up to 4
+MOBA_RANKS=4 python -m pytest tests/parallel/context/test_context_gpu.py    # on two GPUs: NCCL sees two hosts of two
 MOBA_SOAK=200 python -m pytest tests/parallel/context/test_context_gpu.py -k soak
 """
 
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
     pytest.mark.timeout(1200),
 ]
-WORLD = 4 if torch.cuda.device_count() >= 4 else 2
+WORLD = int(os.environ.get("MOBA_RANKS", 4 if torch.cuda.device_count() >= 4 else 2))
 BIG = Case((3000, 0, 1, 5191), 16, 4, block_size=128, topk=4, dtype=torch.bfloat16, backend="auto", head_dim=128)
 CASES = {
     "MoBA": BIG,
