@@ -48,7 +48,8 @@ def train(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of steps with and without a save beside them, and of the stalls; stalls also as shares of a step."""
+    """Seconds of steps with and without a save beside them, of the stalls, and of the delays: a stall and what the step
+    after it, whose update waits for the copies, took longer than others. Stalls and delays also as shares of a step."""
     steps = {record["step"]: record["step_s"] for record in records if record["kind"] == "metrics"}
     events = [record for record in records if record["kind"] == "checkpoint"]
     begun = {record["step"]: record["checkpoint_stall_s"] for record in events if "checkpoint_stall_s" in record}
@@ -58,6 +59,8 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
     stalls = list(begun.values())
     busy = [steps[step] for step in sorted(beside & steps.keys())]
     step_s = statistics.median(quiet)
+    after = [(steps[step + 1], stall) for step, stall in begun.items() if step + 1 in steps]
+    delays = [stall + next_s - step_s for next_s, stall in after]
     return {
         "step_s": spread(quiet),
         "step_beside_save_s": spread(busy) if busy else None,
@@ -66,6 +69,9 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
         "stall_s": spread(stalls),
         "stall_share_of_step": statistics.median(stalls) / step_s,
         "first_stall_share_of_step": stalls[0] / step_s,
+        "step_after_save_s": spread([next_s for next_s, _ in after]),
+        "first_delay_s": delays[0],
+        "first_delay_share_of_step": delays[0] / step_s,
     }
 
 

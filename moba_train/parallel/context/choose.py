@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from moba_train.parallel.context.layout import Kind
-from moba_train.parallel.context.transport.slices import GATHER_SLICES, SWAP_SLICES, head_slices
 
 TransportKind = Literal["allgather", "ulysses", "hierarchical", "ring"]
 
@@ -24,6 +23,8 @@ NETWORK_RATE = 50e9
 COPY_RATE = 2500e9
 """Bytes per second that are read and written in a GPU's memory when rows are put in order, merged and summed: fitted
 to transfers measured on H200 (see above)."""
+_SLICES = 4
+"""That keys and values are gathered in, if there are so many heads; two of them are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -143,17 +144,12 @@ def cost(scheme: Scheme, shape: Shape) -> Cost:
 
 def _allgather_cost(scheme: Scheme, shape: Shape) -> Cost:
     received = 3 * _others_tokens(scheme, shape) * shape.kv_bytes  # keys and values twice, their gradients once
-    slices = _slices(shape.kv_heads, GATHER_SLICES)
+    slices = min(_SLICES, shape.kv_heads)
     buffers = 2 * min(1, 2 / slices) * shape.tokens * shape.kv_bytes
     copied = _gather_copies(scheme, shape.tokens / scheme.ranks * shape.q_bytes, shape.kv_bytes, shape.tokens)
     # NCCL's rings enter a node through all of its adapters.
     network = 0 if scheme.node == scheme.ranks else received / scheme.node
     return Cost(received, network, copied, buffers, upfront=1 / slices)
-
-
-def _slices(kv_heads: int, slices: int) -> int:
-    """How many slices a rank's key/value heads make."""
-    return len(head_slices(kv_heads, kv_heads, slices))
 
 
 def _gather_copies(scheme: Scheme, q_bytes: float, kv_bytes: float, tokens: int) -> float:
@@ -176,8 +172,7 @@ def _ring_cost(scheme: Scheme, shape: Shape) -> Cost:
 def _ulysses_cost(scheme: Scheme, shape: Shape) -> Cost:
     swapped, copied, buffers = _swap_cost(scheme, shape, scheme.ranks)
     within = scheme.node / scheme.ranks
-    slices = _slices(max(1, shape.kv_heads // scheme.ranks), SWAP_SLICES)
-    return Cost(swapped * within, swapped * (1 - within), copied, buffers, upfront=1 / slices)
+    return Cost(swapped * within, swapped * (1 - within), copied, buffers, upfront=1)
 
 
 def _hierarchical_cost(scheme: Scheme, shape: Shape) -> Cost:
@@ -186,7 +181,7 @@ def _hierarchical_cost(scheme: Scheme, shape: Shape) -> Cost:
     gathered = 3 * (1 - scheme.node / scheme.ranks) * shape.tokens * kv_bytes
     copied += _gather_copies(scheme, shape.tokens / scheme.ranks * shape.q_bytes, kv_bytes, shape.tokens)
     within, across = swapped / NODE_RATE, gathered / NETWORK_RATE
-    slices = _slices(max(1, shape.kv_heads // scheme.node), GATHER_SLICES)
+    slices = min(_SLICES, max(1, shape.kv_heads // scheme.node))
     upfront = (within + across / slices) / (within + across)
     gathering = 2 * min(1, 2 / slices) * shape.tokens * kv_bytes
     return Cost(swapped, gathered, copied, buffers + gathering, upfront)

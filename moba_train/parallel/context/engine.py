@@ -14,7 +14,6 @@ from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import Job, Transport
 from moba_train.parallel.context.transport.ring import Ring
-from moba_train.parallel.context.transport.slices import SWAP_SLICES
 from moba_train.parallel.context.transport.ulysses import Ulysses, Whole
 
 
@@ -95,8 +94,8 @@ def context_engine(
     elif scheme.transport == "allgather":
         transport = AllGather(Peers(group, device))
     elif scheme.transport == "ulysses":
-        transport = Ulysses(Peers(group, device), Whole(), SWAP_SLICES)
+        transport = Ulysses(Peers(group, device), Whole())
     else:
         node, across = nested_groups(group, scheme.node, timeout)
-        transport = Ulysses(Peers(node, device), AllGather(Peers(across, device)), slices=1)
+        transport = Ulysses(Peers(node, device), AllGather(Peers(across, device)))
     return ContextParallel(scheme, transport)

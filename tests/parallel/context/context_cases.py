@@ -19,7 +19,6 @@ from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import Transport
 from moba_train.parallel.context.transport.ring import Ring
-from moba_train.parallel.context.transport.slices import SWAP_SLICES
 from moba_train.parallel.context.transport.ulysses import Ulysses, Whole
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -185,7 +184,7 @@ def thread_transports(scheme: Scheme, **options) -> tuple[list[Transport], list[
         nodes, places = scheme.ranks // scheme.node, scheme.node
         inner, outer = [Board(places) for _ in range(nodes)], [Board(nodes) for _ in range(places)]
         made = [
-            Ulysses(ThreadPeers(rank % places, inner[rank // places]), AllGather(ThreadPeers(rank // places, board)), 1)
+            Ulysses(ThreadPeers(rank % places, inner[rank // places]), AllGather(ThreadPeers(rank // places, board)))
             for rank in range(scheme.ranks)
             for board in [outer[rank % places]]
         ]
@@ -195,7 +194,7 @@ def thread_transports(scheme: Scheme, **options) -> tuple[list[Transport], list[
     make = {
         "ring": lambda p: Ring(p, scheme.ring_depth),
         "allgather": lambda p: AllGather(p, **options),
-        "ulysses": lambda p: Ulysses(p, Whole(), **{"slices": SWAP_SLICES, **options}),
+        "ulysses": lambda p: Ulysses(p, Whole()),
     }[scheme.transport]
     return [make(p) for p in peers], [board]
 

@@ -69,6 +69,13 @@ def test_bytes_of_a_known_case():
     assert cost(Scheme(4, "ulysses", "contiguous", 4), LLAMA_8B).node_bytes == 0.75 * (6 * 256 + 3 * 128) * 2**20
 
 
+def test_one_head_cannot_be_gathered_in_slices():
+    """The attention waits for all of it, and all of it is in memory at once, keys and values and their gradients."""
+    found = cost(Scheme(4, "allgather", "contiguous", 4), replace(LLAMA_8B, kv_heads=1))
+    assert found.upfront == 1
+    assert found.memory_bytes == 2 * replace(LLAMA_8B, kv_heads=1).kv_bytes * LLAMA_8B.tokens
+
+
 def test_predicted_seconds_agree_with_those_measured_inside_a_node():
     """Where transfers, not launches, take the time; hierarchical as two nodes of two, over the same links."""
     path = Path(__file__).parents[3] / "benchmarks" / "results" / "context-parallel-h200.json"

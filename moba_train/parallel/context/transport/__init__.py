@@ -3,6 +3,5 @@
 base       the contract: shards in, shards out
 allgather  keys and values of all ranks gathered by slices of heads
 ring       keys and values passed around, results merged
-slices     the heads of one rank, cut so that some travel while others are attended to
 ulysses    tokens exchanged for heads; inside a node with all-gather across nodes: `hierarchical`
 """

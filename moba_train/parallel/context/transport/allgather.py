@@ -1,7 +1,8 @@
 """Every rank gathers the keys and values of all, some key/value heads at a time.
 
-The heads of one slice are attended to while the next slice is on its way; two slices are in memory at once. The
-backward pass gathers again and sends the gradients of keys and values to their owners, who add them up in float32.
+Gate, choice and attention of a key/value head touch no other head, so the heads of one slice are attended to while the
+next slice is on its way; two slices are in memory at once. The backward pass gathers again and sends the gradients of
+keys and values to their owners, who add them up in float32.
 
 Shape suffixes as in base.py; T tokens of the sequence, R ranks.
 """
@@ -15,15 +16,17 @@ from moba_train.attention.protocol import Plan
 from moba_train.parallel.context.comm import Arrival, Peers
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.transport.base import Job, Transport, padded_lse, sum_dtype
-from moba_train.parallel.context.transport.slices import GATHER_SLICES, Heads, head_slices, plan_slices
 from moba_train.parallel.context.units import all_summaries
+
+Heads = tuple[slice, slice]
+"""A slice of the key/value heads, and the query heads that share them."""
 
 
 class AllGather(Transport):
     """See above."""
 
-    def __init__(self, peers: Peers, slices: int = GATHER_SLICES) -> None:
-        """`slices`: of the key/value heads, at most."""
+    def __init__(self, peers: Peers, slices: int = 4) -> None:
+        """`slices`: all but the first of so many transfers can hide behind attention; more of them are smaller."""
         self.peers, self.rank, self.slices = peers, peers.rank, slices
 
     def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
@@ -59,6 +62,8 @@ class AllGather(Transport):
         """See `Transport.backward`."""
         tokens, part = job.sequence.tokens(self.rank), job.part(self.rank)
         slices = self._slices(q_LHD, k_LKD)
+        length = len(plan) // len(slices)
+        plans = [plan[i * length : (i + 1) * length] for i in range(len(slices))]
         dq_LHD, dk_LKD, dv_LKD = _zero_behind(q_LHD, tokens), torch.empty_like(k_LKD), torch.empty_like(v_LKD)
         on_their_way: tuple[slice, Arrival] | None = None
 
@@ -69,7 +74,7 @@ class AllGather(Transport):
 
         first = self._gather(k_LKD, v_LKD, slices[0])
         arriving = self._arriving(k_LKD, v_LKD, slices, first, job.sequence)
-        for chosen, ((kv, of), k_TKD, v_TKD) in zip(plan_slices(plan, len(slices)), arriving, strict=True):
+        for chosen, ((kv, of), k_TKD, v_TKD) in zip(plans, arriving, strict=True):
             if tokens:
                 dout, q, out = (x[:tokens, of].contiguous() for x in (dout_LHD, q_LHD, out_LHD))
                 lse = lse_HL[of, :tokens].contiguous()
@@ -95,10 +100,13 @@ class AllGather(Transport):
         return tuple(tensor for plan in plans for tensor in plan)
 
     def _slices(self, q_LHD: Tensor, k_LKD: Tensor) -> list[Heads]:
-        return head_slices(q_LHD.shape[1], k_LKD.shape[1], self.slices)
+        kv_heads = k_LKD.shape[1]
+        group, width = q_LHD.shape[1] // kv_heads, -(-kv_heads // self.slices)
+        slices = [slice(first, min(first + width, kv_heads)) for first in range(0, kv_heads, width)]
+        return [(kv, slice(kv.start * group, kv.stop * group)) for kv in slices]
 
     def _gather(self, k_LKD: Tensor, v_LKD: Tensor, heads: Heads) -> Arrival:
-        return self.peers.all_gather(*(x[:, heads.kv].contiguous() for x in (k_LKD, v_LKD)))
+        return self.peers.all_gather(*(x[:, heads[0]].contiguous() for x in (k_LKD, v_LKD)))
 
     def _arriving(
         self, k_LKD: Tensor, v_LKD: Tensor, slices: list[Heads], first: Arrival, sequence: SequenceLayout
