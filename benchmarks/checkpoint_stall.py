@@ -47,14 +47,16 @@ def train(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return read_records(metrics)
 
 
-def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of steps with and without a save beside them, of the stalls, and of the delays: a stall and what the step
-    after it, whose update waits for the copies, took longer than others. Stalls and delays also as shares of a step."""
+def summarise(records: list[dict[str, Any]], saves: int) -> dict[str, Any]:
+    """Of the first `saves` saves: seconds of steps with and without one beside them, of the stalls, and of the delays: a
+    stall and what the step after it, whose update waits for the copies, took longer than others. Stalls and delays also
+    as shares of a step."""
     steps = {record["step"]: record["step_s"] for record in records if record["kind"] == "metrics"}
     events = [record for record in records if record["kind"] == "checkpoint"]
-    begun = {record["step"]: record["checkpoint_stall_s"] for record in events if "checkpoint_stall_s" in record}
-    ended = [record["step"] for record in events if "checkpoint_save_s" in record]
-    beside = {step for first, last in zip(begun, ended, strict=False) for step in range(first + 1, last + 1)}
+    all_begun = [(record["step"], record["checkpoint_stall_s"]) for record in events if "checkpoint_stall_s" in record]
+    ended = [record["step"] for record in events if "checkpoint_save_s" in record][:saves]
+    begun = dict(all_begun[:saves])  # it may have begun another before it was killed
+    beside = {step for first, last in zip(begun, ended, strict=True) for step in range(first + 1, last + 1)}
     quiet = [seconds for step, seconds in steps.items() if step > WARM_UP_STEPS and step not in beside]
     stalls = list(begun.values())
     busy = [steps[step] for step in sorted(beside & steps.keys())]
@@ -87,7 +89,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        results = summarise(train(Path(temporary), arguments))
+        results = summarise(train(Path(temporary), arguments), arguments.saves)
         path = latest_checkpoint(Path(temporary) / "run" / "checkpoints")
         assert path is not None
         results["checkpoint_gib"] = sum(file.stat().st_size for file in path.iterdir()) / 2**30

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_run import VOCAB, Run, assert_like_one_gpu, curves
+from tiny_run import VOCAB, Run, assert_like_one_gpu
 from trainer_ranks import Ranks
 
 from moba_train.data.batch import collate
@@ -23,6 +23,15 @@ def lengthened(run: Run, steps: int) -> Run:
         stage["tokens"] = share * 512
     run.recipe["evaluation"]["every"] = run.recipe["checkpoint"]["every"] = 1000
     return run
+
+
+def curves(run: Run) -> dict[str, list[Any]]:
+    """What a user sees of a run, but for times."""
+    metrics = run.records()
+    keys = ("step", "tokens", "loss", "grad_norm", "lr", "loss_tokens")
+    return {key: [record[key] for record in metrics] for key in keys} | {
+        "eval_loss": [record["eval_loss"] for record in run.records("evaluation")]
+    }
 
 
 def assert_same_training(got: dict[str, list[Any]], want: dict[str, list[Any]]) -> None:

@@ -173,12 +173,3 @@ class Run:
     def losses(self) -> list[float]:
         """Training loss of every step."""
         return [record["loss"] for record in self.records()]
-
-
-def curves(run: Run) -> dict[str, list[Any]]:
-    """What a user sees of a run, but for times."""
-    metrics = run.records()
-    keys = ("step", "tokens", "loss", "grad_norm", "lr", "loss_tokens")
-    return {key: [record[key] for record in metrics] for key in keys} | {
-        "eval_loss": [record["eval_loss"] for record in run.records("evaluation")]
-    }
