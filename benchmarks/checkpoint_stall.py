@@ -4,13 +4,12 @@
     python -m benchmarks.checkpoint_stall --model llama3-8b --gpus 4 --seq-len 8192 --sequences-per-rank 1 \\
         --every 200 --saves 2 --output benchmarks/results/checkpoint-stall-8b-h200-x4.json
 
-The real trainer under torchrun, from a recipe of random tokens, killed after the last save; the numbers are read from
-its metrics.jsonl. The first form is the quick start's model and batch on two CPU ranks. The disk of $TMPDIR must hold
-two checkpoints (8B: 2 x 90 GiB), or one where --saves is 1.
+The real trainer under torchrun, from a recipe of random tokens, killed after the last save, or --beside steps after it
+began; the numbers are read from its metrics.jsonl. The first form is the quick start's model and batch on two ranks of
+a CPU. The disk of $TMPDIR must hold two checkpoints (8B: 2 x 90 GiB), or one where --saves is 1.
 """
 
 import argparse
-import shutil
 import statistics
 import tempfile
 from pathlib import Path
@@ -26,14 +25,19 @@ from moba_train.telemetry.jsonl import read_records
 
 
 def train(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train until `saves` saves are done; returns the run's records."""
+    """Train until `saves` saves are done, or the last of them was long enough under way; returns the run's records."""
     sequences, steps = arguments.gpus * arguments.sequences_per_rank, arguments.every * (arguments.saves + 1)
     model, metrics = model_shape(arguments.model), folder / "run" / "metrics.jsonl"
     write_corpus(folder / "corpus", 2 * steps * sequences * arguments.seq_len, model["vocab_size"])
 
-    def all_saved() -> bool:
+    def enough() -> bool:
         records = read_records(metrics) if metrics.exists() else []
-        return sum("checkpoint_save_s" in record for record in records) >= arguments.saves
+        begun = [record["step"] for record in records if "checkpoint_stall_s" in record]
+        if len(begun) < arguments.saves:
+            return False
+        beside = records[-1]["step"] - begun[arguments.saves - 1]
+        done = sum("checkpoint_save_s" in record for record in records)
+        return done >= arguments.saves or (arguments.beside is not None and beside >= arguments.beside)
 
     own = {
         "model": {"layers": arguments.layers or model["layers"]},
@@ -43,21 +47,25 @@ def train(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         "checkpoint": {"every": arguments.every, "keep_last": 1},
     }
     content = recipe(arguments.model, folder / "corpus", folder / "run", arguments.seq_len, sequences, steps, **own)
-    launch_until(all_saved, content, folder / "recipe.yaml", arguments.gpus)
+    launch_until(enough, content, folder / "recipe.yaml", arguments.gpus)
     return read_records(metrics)
 
 
 def summarise(records: list[dict[str, Any]], saves: int) -> dict[str, Any]:
-    """Of the first `saves` saves: seconds of steps with and without one beside them, of the stalls, and of the delays: a
-    stall and what the step after it, whose update waits for the copies, took longer than others. Stalls and delays also
-    as shares of a step."""
+    """Of the first `saves` saves: seconds of steps with and without one beside them, of the stalls, and of the delays.
+
+    A delay is a stall and what the step after it, whose update waits for the copies, took longer than others. Stalls
+    and delays also as shares of a step.
+    """
     steps = {record["step"]: record["step_s"] for record in records if record["kind"] == "metrics"}
     events = [record for record in records if record["kind"] == "checkpoint"]
     all_begun = [(record["step"], record["checkpoint_stall_s"]) for record in events if "checkpoint_stall_s" in record]
     ended = [record["step"] for record in events if "checkpoint_save_s" in record][:saves]
     begun = dict(all_begun[:saves])  # it may have begun another before it was killed
+    ended += [max(steps)] * (len(begun) - len(ended))
     beside = {step for first, last in zip(begun, ended, strict=True) for step in range(first + 1, last + 1)}
     quiet = [seconds for step, seconds in steps.items() if step > WARM_UP_STEPS and step not in beside]
+    saved = [record["checkpoint_save_s"] for record in events if "checkpoint_save_s" in record]
     stalls = list(begun.values())
     busy = [steps[step] for step in sorted(beside & steps.keys())]
     step_s = statistics.median(quiet)
@@ -66,7 +74,7 @@ def summarise(records: list[dict[str, Any]], saves: int) -> dict[str, Any]:
     return {
         "step_s": spread(quiet),
         "step_beside_save_s": spread(busy) if busy else None,
-        "save_s": spread([record["checkpoint_save_s"] for record in events if "checkpoint_save_s" in record]),
+        "save_s": spread(saved) if saved else None,
         "first_stall_s": stalls[0],
         "stall_s": spread(stalls),
         "stall_share_of_step": statistics.median(stalls) / step_s,
@@ -86,14 +94,13 @@ def main() -> None:
     parser.add_argument("--sequences-per-rank", type=int, default=8)
     parser.add_argument("--every", type=int, default=20, help="steps between saves; a save must not take longer")
     parser.add_argument("--saves", type=int, default=4)
+    parser.add_argument("--beside", type=int, help="so many steps beside the last save are enough")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         results = summarise(train(Path(temporary), arguments), arguments.saves)
-        path = latest_checkpoint(Path(temporary) / "run" / "checkpoints")
-        assert path is not None
-        results["checkpoint_gib"] = sum(file.stat().st_size for file in path.iterdir()) / 2**30
-        shutil.rmtree(path)
+        if path := latest_checkpoint(Path(temporary) / "run" / "checkpoints"):
+            results["checkpoint_gib"] = sum(file.stat().st_size for file in path.iterdir()) / 2**30
     save(arguments.output, {key: value for key, value in vars(arguments).items() if key != "output"}, results)
     print({key: value["median"] if isinstance(value, dict) else value for key, value in results.items()})
 

@@ -1,10 +1,10 @@
 """Saving a checkpoint of a distributed run in the background.
 
-`save` starts copying the tensors to CPU memory and returns; one thread per rank then writes them with
-torch.distributed.checkpoint and publishes the result. From a GPU the copies are made beside the next forward and
-backward pass, and only the update of the weights has to wait for them (`before_update`). The threads talk over a gloo
-group of their own, because NCCL collectives must all be issued from one thread in one order, and that thread is busy
-training.
+`save` returns at once; one thread per rank copies the tensors to CPU memory, writes them with
+torch.distributed.checkpoint and publishes the result. The copies are made beside the next forward and backward pass,
+and only the update of the weights has to wait for them (`before_update`). The thread asks for them, because a GPU's
+queue takes about a thousand: who asks for more has to wait. The threads talk over a gloo group of their own, because
+NCCL collectives must all be issued from one thread in one order, and that thread is busy training.
 """
 
 import copy
@@ -56,6 +56,8 @@ class Checkpointer:
         self._retention = retention
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._copied: torch.cuda.Event | None = None
+        self._asked_for_copies = threading.Event()
+        self._asked_for_copies.set()
         self._group = dist.new_group(backend="gloo", timeout=RANKS_APART)
         self._rank = dist.get_rank()
         self._buffers: dict[str, Tensor] = {}
@@ -72,21 +74,21 @@ class Checkpointer:
         meta: dict[str, Any],
         protect: publish.Accept = publish.is_good,
     ) -> float:
-        """Copies `tensors` (plain ones and DTensors, by name) and `meta` and writes them in the background.
+        """Copies `tensors` (plain ones and DTensors, by name) and `meta` and writes them, in the background.
 
         `meta` is JSON-able and the one of rank 0 counts. A name that several ranks give holds the same value on all of
         them, or the shards of one DTensor. When it is published, old ones go, but not the newest whose meta `protect`
-        agrees to. Waits first for the save before, if that still runs, and returns for how many seconds. Tensors
-        on a GPU must not change before `before_update` was called.
+        agrees to. Waits first for the save before, if that still runs, and returns for how many seconds. The
+        tensors must not change before `before_update` was called.
         """
         began = time.perf_counter()
         self.wait()
         waited = time.perf_counter() - began
-        planner = _StagedSavePlanner(self._stage(tensors))
-        # The live tensors go along for their shapes and placements only: no value of theirs is read in the thread.
+        ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
+        self._asked_for_copies.clear()
         self._thread = threading.Thread(
             target=self._write,
-            args=(step, tensors, planner, self._copied, copy.deepcopy(meta), protect),
+            args=(step, tensors, ready, copy.deepcopy(meta), protect),
             name=f"checkpoint-{step}",
             daemon=True,
         )
@@ -99,7 +101,9 @@ class Checkpointer:
         self._buffers = {name: self._buffer(name, local_part(tensor)) for name, tensor in tensors.items()}
 
     def before_update(self) -> None:
-        """Lets the GPU finish the copies of the last `save` before the work that is given to it from now on."""
+        """Waits until the copies of the last `save` are made; a GPU only makes them before what it is given from now
+        on, and nobody waits here."""
+        self._asked_for_copies.wait()
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
             self._copied = None
@@ -115,17 +119,22 @@ class Checkpointer:
         self.wait(timeout_s)
         self._buffers = {}  # not cleared: a save that takes longer still writes from it
 
-    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """CPU copies of this rank's shards: complete, except those from a GPU, which `_copied` announces."""
-        shards = {name: local_part(tensor) for name, tensor in tensors.items()}
-        self._buffers = {name: self._buffer(name, shard) for name, shard in shards.items()}
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for name, shard in shards.items():
-                self._buffers[name].copy_(shard, non_blocking=True)
-        self._copied = self._stream.record_event() if self._stream is not None else None
-        return self._buffers
+    def _stage(self, tensors: dict[str, Tensor], ready: torch.cuda.Event | None) -> dict[str, Tensor]:
+        """CPU copies of this rank's shards as they were at `ready`."""
+        try:
+            with torch.cuda.stream(self._stream):  # its device as well, which is another thread's to begin with
+                if ready is not None:
+                    ready.wait()
+                shards = {name: local_part(tensor) for name, tensor in tensors.items()}
+                buffers = self._buffers = {name: self._buffer(name, shard) for name, shard in shards.items()}
+                for name, shard in shards.items():
+                    buffers[name].copy_(shard, non_blocking=True)
+                copied = self._copied = self._stream.record_event() if self._stream is not None else None
+        finally:
+            self._asked_for_copies.set()
+        if copied is not None:
+            copied.synchronize()
+        return buffers
 
     def _buffer(self, name: str, shard: Tensor) -> Tensor:
         """Memory for a copy of `shard`: what the last save used, if it fits."""
@@ -138,8 +147,7 @@ class Checkpointer:
         self,
         step: int,
         tensors: dict[str, Tensor],
-        planner: dcp.SavePlanner,
-        copied: torch.cuda.Event | None,
+        ready: torch.cuda.Event | None,
         meta: dict[str, Any],
         protect: publish.Accept,
     ) -> None:
@@ -147,11 +155,12 @@ class Checkpointer:
         began = time.perf_counter()
         temporary: Path | None = None
         try:
+            staged: dict[str, Tensor] = {}
+            self._on_every_rank(lambda: staged.update(self._stage(tensors, ready)))
             temporary = self._from_rank_0(lambda: publish.make_temporary_folder(self.folder, step))
-            if copied is not None:
-                copied.synchronize()
-            writer = dcp.FileSystemWriter(temporary)
+            writer, planner = dcp.FileSystemWriter(temporary), _StagedSavePlanner(staged)
             try:
+                # The live tensors go along for their shapes and placements only.
                 dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
             except CheckpointException as error:  # raised on every rank if on one
                 causes = [f"rank {rank}: {cause!r}" for rank, (cause, _) in error.failures.items()]

@@ -44,7 +44,7 @@ class RunCheckpoints:
         self.saved_step = 0
         """Of the newest one, complete or on its way; 0: none."""
         self._config, self._model, self._optimizer, self._device = config, model, optimizer, world.device
-        self._tensors = TrainingTensors(model, optimizer)
+        self._tensors, self._collected = TrainingTensors(model, optimizer), False
         self._checkpointer = Checkpointer(self.folder, Retention(keep.keep_last, keep.keep_every, keep.keep_best))
         self._reported: tuple[int, float] | None = None
         self._failed: str | None = None
@@ -90,7 +90,10 @@ class RunCheckpoints:
         return waited
 
     def before_update(self) -> None:
-        """To be called before the weights change."""
+        """To be called before the weights change, after the first forward pass."""
+        if not self._collected and self._device.type == "cuda":
+            self._tensors()  # that pass has moved them: collected now, they need not be in the first save
+        self._collected = True
         self._checkpointer.before_update()
 
     def report(self, telemetry: Telemetry, step: int, tokens: int) -> None:

@@ -1,6 +1,7 @@
 """The recipes that benchmarks give to the trainer are ones it takes, and say what the options ask for."""
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ OPTIONS = argparse.Namespace(
     every=7,
     saves=1,
     layers=None,
+    beside=3,
 )
 
 
@@ -37,7 +39,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]
         assert not enough()
         launch(*arguments)
         (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 7, "kind": "checkpoint", "checkpoint_save_s": 1.5}')
+        save, lines = {"kind": "checkpoint", "checkpoint_stall_s": 0.1}, []
+        for record in ({"step": 7} | save, {"step": 8, "kind": "metrics"}, {"step": 9, "checkpoint_save_s": 1} | save):
+            assert not enough()
+            lines.append(json.dumps(record))
+            (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines))
         assert enough()
 
     def launch(content: dict[str, Any], file: Path, ranks: int, **how: Any) -> SimpleNamespace:

@@ -38,6 +38,7 @@ def save_and_resume(folder: Path, tp: int = 1) -> None:
     assert_equal(full_values(tensors()), at_save)
     checkpointer = Checkpointer(folder, Retention(1))
     checkpointer.save(3, tensors(), {"consumed_tokens": 12345})
+    checkpointer.before_update()
     train(model, optimizer, 2)
     at_end = full_values(model_and_optimizer_tensors(model, optimizer))
     checkpointer.close()
@@ -111,9 +112,9 @@ def test_saving_before_the_first_step_changes_nothing(tmp_path: Path, one_rank: 
 def test_later_updates_do_not_reach_the_saved_copy(
     tmp_path: Path, one_rank: None, device: torch.device, reserved: bool
 ) -> None:
-    """Twice, because the second save reuses the memory of the first. On a GPU the copy is still under way when `save`
-    returns: the work before it is long, and the update comes at once."""
-    size = 1_000_000 if device.type == "cpu" else 200_000_000
+    """Twice, because the second save reuses the memory of the first. The copy is still under way when `save` returns:
+    it is large, on a GPU the work before it is long, and the update comes at once."""
+    size = 20_000_000 if device.type == "cpu" else 200_000_000
     weight, meta = torch.zeros(size, device=device), {"step": 0}
     checkpointer = Checkpointer(tmp_path / "checkpoints", Retention(2))
     if reserved:
