@@ -2,6 +2,8 @@
 
 run                 the checkpoints of one run: saved, resumed from, gone back to
 checkpointer        saving one in the background
+planned             its tensors written by DCP, planned once for all saves
+together            the ranks of a save, and their errors
 state               which tensors a run consists of
 publish             how a checkpoint becomes visible, and how one is found again
 manifest            sizes and hashes of its files

@@ -1,36 +1,32 @@
 """Saving a checkpoint of a distributed run in the background.
 
 `save` returns at once; one thread per rank copies the tensors to CPU memory, writes them with
-torch.distributed.checkpoint and publishes the result. The copies are made beside the next forward and backward pass,
-and only the update of the weights has to wait for them (`before_update`). The thread asks for them, because a GPU's
-queue takes about a thousand: who asks for more has to wait. The threads talk over a gloo group of their own, because
-NCCL collectives must all be issued from one thread in one order, and that thread is busy training.
+torch.distributed.checkpoint (planned.py) and publishes the result. The copies are made beside the next forward and
+backward pass, and only the update of the weights has to wait for them (`before_update`). The thread asks for them,
+because a GPU's queue takes about a thousand: who asks for more has to wait. The threads talk over a gloo group of their
+own, because NCCL collectives must all be issued from one thread in one order, and that thread is busy training.
 """
 
 import copy
 import logging
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from moba_train.checkpoint import manifest, publish
+from moba_train.checkpoint.planned import PlannedWriter
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import local_part
+from moba_train.checkpoint.together import SaveFailedError, Together
 from moba_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 RANKS_APART = timedelta(minutes=30)
 """So long a rank that has written its part of a checkpoint waits for the others before the save counts as failed. Not
@@ -58,13 +54,13 @@ class Checkpointer:
         self._copied: torch.cuda.Event | None = None
         self._asked_for_copies = threading.Event()
         self._asked_for_copies.set()
-        self._group = dist.new_group(backend="gloo", timeout=RANKS_APART)
-        self._rank = dist.get_rank()
+        self._together = Together(dist.new_group(backend="gloo", timeout=RANKS_APART))
+        self._writer = PlannedWriter(self._together)
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         try:
-            self._from_rank_0(lambda: publish.prepare(folder))
-        except _SaveFailedError as error:
+            self._together.from_rank_0(lambda: publish.prepare(folder))
+        except SaveFailedError as error:
             raise CheckpointError(f"{folder} cannot be used for checkpoints: {error}; change run_dir") from error
 
     def save(
@@ -96,9 +92,10 @@ class Checkpointer:
         return waited
 
     def reserve(self, tensors: dict[str, Tensor]) -> None:
-        """Makes the memory for the copies now, so that the first `save` need not: page-locking takes about a second for
-        every few GB. `tensors` are those that will be saved."""
+        """Plans and makes the memory for the copies now, so that the first `save` need not: page-locking takes about a
+        second for every few GB. `tensors` are those that will be saved."""
         self._buffers = {name: self._buffer(name, local_part(tensor)) for name, tensor in tensors.items()}
+        self._writer.plan(tensors, self._buffers)
 
     def before_update(self) -> None:
         """Waits until the copies of the last `save` are made; a GPU only makes them before what it is given from now
@@ -155,30 +152,23 @@ class Checkpointer:
         began = time.perf_counter()
         temporary: Path | None = None
         try:
-            staged: dict[str, Tensor] = {}
-            self._on_every_rank(lambda: staged.update(self._stage(tensors, ready)))
-            temporary = self._from_rank_0(lambda: publish.make_temporary_folder(self.folder, step))
-            writer, planner = dcp.FileSystemWriter(temporary), _StagedSavePlanner(staged)
-            try:
-                # The live tensors go along for their shapes and placements only.
-                dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
-            except CheckpointException as error:  # raised on every rank if on one
-                causes = [f"rank {rank}: {cause!r}" for rank, (cause, _) in error.failures.items()]
-                raise _SaveFailedError("; ".join(causes)) from None
-            hashes = self._on_every_rank(lambda: self._finish_own_files(temporary, meta))
+            copies = self._together.each(lambda: self._stage(tensors, ready))
+            temporary = self._together.from_rank_0(lambda: publish.make_temporary_folder(self.folder, step))
+            self._writer.write(temporary, tensors, copies)
+            hashes = self._together.on_every_rank(lambda: self._finish_own_files(temporary, meta))
             files = {name: entry for own in hashes for name, entry in own.items()}
-            self._from_rank_0(lambda: self._publish(temporary, step, files, protect))
+            self._together.from_rank_0(lambda: self._publish(temporary, step, files, protect))
             self.last_error, self.last_saved = None, (step, time.perf_counter() - began)
         except Exception as error:
             self.last_error = f"the checkpoint of step {step} was not saved: {error}"
             logger.error("%s; the run goes on with the checkpoints it has", self.last_error)
-            if self._rank == 0 and temporary is not None and temporary.exists():
+            if self._together.rank == 0 and temporary is not None and temporary.exists():
                 publish.remove(temporary)
 
     def _finish_own_files(self, temporary: Path, meta: dict[str, Any]) -> dict[str, manifest.FileEntry]:
         """Hashes the files that this rank wrote; rank 0 adds meta.json and DCP's index."""
-        own = list(temporary.glob(f"__{self._rank}_*.distcp"))
-        if self._rank == 0:
+        own = list(temporary.glob(f"__{self._together.rank}_*.distcp"))
+        if self._together.rank == 0:
             manifest.write_json(temporary / manifest.META, meta)
             own += [temporary / manifest.META, temporary / ".metadata"]
         return {path.name: manifest.hash_file(path) for path in own}
@@ -191,37 +181,3 @@ class Checkpointer:
             self._retention.apply(self.folder, protect)
         except OSError as error:
             logger.warning("the checkpoint of step %d is saved, but an old one could not be removed: %s", step, error)
-
-    def _from_rank_0(self, action: Callable[[], T]) -> T:
-        """Runs `action` on rank 0 and returns its result on every rank."""
-        results: list[Any] = self._on_every_rank(lambda: action() if self._rank == 0 else None)
-        return results[0]
-
-    def _on_every_rank(self, action: Callable[[], T]) -> list[T]:
-        """Runs `action` and returns every rank's result. An error on any rank is raised on all, and none is left
-        waiting in a collective."""
-        outcome: tuple[T | None, str | None]
-        try:
-            outcome = action(), None
-        except Exception as error:
-            outcome = None, f"rank {self._rank}: {error!r}"
-        outcomes: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(outcomes, outcome, group=self._group)
-        if errors := [error for _, error in outcomes if error is not None]:
-            raise _SaveFailedError("; ".join(errors))
-        return [result for result, _ in outcomes]
-
-
-class _SaveFailedError(Exception):
-    """A step of a save failed on at least one rank."""
-
-
-class _StagedSavePlanner(dcp.DefaultSavePlanner):
-    """Plans from the live tensors' shapes and placements, writes the staged copies."""
-
-    def __init__(self, staged: dict[str, Tensor]) -> None:
-        super().__init__()
-        self._staged = staged
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._staged[index.fqn]

@@ -43,7 +43,7 @@ class RunCheckpoints:
         self.folder = run_dir / "checkpoints"
         self.saved_step = 0
         """Of the newest one, complete or on its way; 0: none."""
-        self._config, self._model, self._optimizer, self._device = config, model, optimizer, world.device
+        self._config, self._model, self._optimizer = config, model, optimizer
         self._tensors, self._collected = TrainingTensors(model, optimizer), False
         self._checkpointer = Checkpointer(self.folder, Retention(keep.keep_last, keep.keep_every, keep.keep_best))
         self._reported: tuple[int, float] | None = None
@@ -60,8 +60,7 @@ class RunCheckpoints:
             if self._config.init_from is not None:
                 load_initial_weights(self._model, Path(self._config.init_from))
             progress = Progress(run_id=of_main(uuid.uuid4().hex[:8]))
-        if self._device.type == "cuda":
-            self._checkpointer.reserve(self._tensors())
+        self._checkpointer.reserve(self._tensors())
         return progress
 
     def newest(self, accept: Accept) -> Path:
@@ -91,9 +90,9 @@ class RunCheckpoints:
 
     def before_update(self) -> None:
         """To be called before the weights change, after the first forward pass."""
-        if not self._collected and self._device.type == "cuda":
+        if not self._collected:
             self._tensors()  # that pass has moved them: collected now, they need not be in the first save
-        self._collected = True
+            self._collected = True
         self._checkpointer.before_update()
 
     def report(self, telemetry: Telemetry, step: int, tokens: int) -> None:
