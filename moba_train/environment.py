@@ -26,11 +26,11 @@ OPTIONAL_PACKAGES = (
     OptionalPackage(
         "flash-attn", (("flash_attn", "flash_attn_varlen_func"),), "pip install flash-attn --no-build-isolation"
     ),
-    # Pre-releases only, in the same name space as flash-attn.
+    # Pre-releases only, in the same name space as flash-attn; what it compiles with, as it ran here.
     OptionalPackage(
         "flash-attn-4",
         (("flash_attn.cute.interface", "_flash_attn_fwd"), ("flash_attn.cute.interface", "_flash_attn_bwd")),
-        "pip install flash-attn-4==4.0.0b18",
+        "pip install flash-attn-4==4.0.0b18 'nvidia-cutlass-dsl[cu13]==4.5.2' quack-kernels==0.5.0",
     ),
     OptionalPackage(
         "transformer-engine",
