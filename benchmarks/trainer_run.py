@@ -66,7 +66,8 @@ def launch_until(enough: Callable[[], bool], content: dict[str, Any], file: Path
         time.sleep(0.5)
     processes = [launcher.pid, *ranks_of(launcher.pid)]
     for process in processes:
-        os.kill(process, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
     launcher.wait()
     while any(map(is_running, processes)):
         time.sleep(0.1)

@@ -71,3 +71,20 @@ def test_programs_train_as_many_steps_as_asked(launched: list[RunConfig], tmp_pa
     assert deterministic.deterministic
     assert {config.parallel.tp for config in variants} == {2}
     assert [config.compile for config in variants] == ["compiled" in name for name in training.VARIANTS]
+
+
+def test_a_delay_is_the_stall_and_what_the_next_step_takes_longer() -> None:
+    """One save is done, the second was killed on its way, a third is none that was asked for."""
+    seconds = [5.0] * 5 + [1.0, 1.0, 1.5, 1.2, 1.0, 1.0, 2.0, 1.0]  # 5 steps to warm up; saves after 7, 11 and 13
+    records: list[dict[str, Any]] = [
+        {"step": step, "kind": "metrics", "step_s": taken} for step, taken in enumerate(seconds, 1)
+    ]
+    records += [{"step": step, "kind": "checkpoint", "checkpoint_stall_s": 0.1 * step} for step in (7, 11, 13)]
+    records += [{"step": 9, "kind": "checkpoint", "checkpoint_save_s": 30.0}]
+    found = checkpoint_stall.summarise(records, saves=2)
+    assert found["step_s"]["median"] == 1.0
+    assert found["step_beside_save_s"] == {"median": 1.35, "min": 1.0, "max": 2.0, "count": 4}
+    assert found["stall_s"]["max"] == pytest.approx(1.1)
+    assert found["first_delay_s"] == pytest.approx(0.7 + 0.5)
+    assert found["step_after_save_s"]["max"] == 2.0
+    assert found["save_s"]["median"] == 30.0
