@@ -75,6 +75,9 @@ def test_it_writes_what_torch_does_and_plans_when_tensors_change(tmp_path: Path,
         assert torch.equal(ours["sharded"], torch.arange(rows * 3.0).view(rows, 3) + number)
         names = [sorted(file.name for file in (tmp_path / f"{kind}{number}").iterdir()) for kind in ("ours", "torch")]
         assert names[0] == names[1]
+    new = {"new": torch.empty(1)}
+    dcp.load(new, storage_reader=dcp.FileSystemReader(tmp_path / "ours3"), no_dist=True)
+    assert new["new"] == 1
 
 
 def fail_once(folder: Path) -> None:

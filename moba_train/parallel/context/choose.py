@@ -144,12 +144,22 @@ def cost(scheme: Scheme, shape: Shape) -> Cost:
 
 def _allgather_cost(scheme: Scheme, shape: Shape) -> Cost:
     received = 3 * _others_tokens(scheme, shape) * shape.kv_bytes  # keys and values twice, their gradients once
-    slices = min(_SLICES, shape.kv_heads)
-    buffers = 2 * min(1, 2 / slices) * shape.tokens * shape.kv_bytes
+    slices = _slices(shape.kv_heads)
+    buffers = _gather_buffers(slices, shape.tokens * shape.kv_bytes)
     copied = _gather_copies(scheme, shape.tokens / scheme.ranks * shape.q_bytes, shape.kv_bytes, shape.tokens)
     # NCCL's rings enter a node through all of its adapters.
     network = 0 if scheme.node == scheme.ranks else received / scheme.node
     return Cost(received, network, copied, buffers, upfront=1 / slices)
+
+
+def _slices(kv_heads: int) -> int:
+    """How many a rank's key/value heads make: equally wide ones, but for the last."""
+    return -(-kv_heads // -(-kv_heads // _SLICES))
+
+
+def _gather_buffers(slices: int, kv_bytes: float) -> float:
+    """Of two slices of all keys and values, which have so many bytes, and of their gradients."""
+    return 2 * min(1, 2 / slices) * kv_bytes
 
 
 def _gather_copies(scheme: Scheme, q_bytes: float, kv_bytes: float, tokens: int) -> float:
@@ -181,10 +191,9 @@ def _hierarchical_cost(scheme: Scheme, shape: Shape) -> Cost:
     gathered = 3 * (1 - scheme.node / scheme.ranks) * shape.tokens * kv_bytes
     copied += _gather_copies(scheme, shape.tokens / scheme.ranks * shape.q_bytes, kv_bytes, shape.tokens)
     within, across = swapped / NODE_RATE, gathered / NETWORK_RATE
-    slices = min(_SLICES, max(1, shape.kv_heads // scheme.node))
+    slices = _slices(max(1, shape.kv_heads // scheme.node))
     upfront = (within + across / slices) / (within + across)
-    gathering = 2 * min(1, 2 / slices) * shape.tokens * kv_bytes
-    return Cost(swapped, gathered, copied, buffers + gathering, upfront)
+    return Cost(swapped, gathered, copied, buffers + _gather_buffers(slices, shape.tokens * kv_bytes), upfront)
 
 
 def _others_tokens(scheme: Scheme, shape: Shape) -> float:

@@ -5,8 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from context_cases import Board, ThreadPeers
 
 from moba_train.parallel.context.choose import Scheme, Shape, check_heads, check_sizes, choose, cost
+from moba_train.parallel.context.transport.allgather import AllGather
 
 LLAMA_8B = Shape(tokens=2**17, heads=32, kv_heads=8, head_dim=128)
 
@@ -74,6 +77,13 @@ def test_one_head_cannot_be_gathered_in_slices():
     found = cost(Scheme(4, "allgather", "contiguous", 4), replace(LLAMA_8B, kv_heads=1))
     assert found.upfront == 1
     assert found.memory_bytes == 2 * replace(LLAMA_8B, kv_heads=1).kv_bytes * LLAMA_8B.tokens
+
+
+@pytest.mark.parametrize(("kv_heads", "slices"), [(1, 1), (2, 2), (4, 4), (6, 3), (8, 4)])
+def test_predicted_slices_are_those_that_are_gathered(kv_heads, slices):
+    assert cost(Scheme(4, "allgather", "contiguous", 4), replace(LLAMA_8B, kv_heads=kv_heads)).upfront == 1 / slices
+    made = AllGather(ThreadPeers(0, Board(1)))._slices(torch.empty(1, kv_heads, 8), torch.empty(1, kv_heads, 8))
+    assert len(made) == slices
 
 
 def test_predicted_seconds_agree_with_those_measured_inside_a_node():

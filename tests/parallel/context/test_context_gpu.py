@@ -66,7 +66,7 @@ def soak(member: Member) -> None:
 
 @pytest.fixture(scope="module")
 def errors(request, tmp_path_factory) -> dict[str, str]:
-    """Of the checks that were asked for: `-k "4 ranks"` runs those alone."""
+    """Of the checks that were asked for: `-k "4 and ranks"` runs those alone."""
     asked = {item.callspec.params["check"] for item in request.session.items if item.function is test_between_gpus}
     checks = {name: check for name, check in CHECKS.items() if name in asked}
     return run_checks(WORLD, checks, tmp_path_factory.mktemp("context"), "cuda")
