@@ -6,8 +6,9 @@
 Forward and backward of one layer of Llama-3-8B's shape, bf16, one document of random data. The time of a call is that
 of its slowest rank. Its efficiency is its rate, in pairs of query and key per second and rank, over that of one rank
 alone with its own sequence of up to --alone-up-to tokens. Communication alone is the transport with an attention that
-does nothing; attention alone is a rank's share with all keys at hand. On a CPU sizes are tiny and only ratios mean
-anything.
+does nothing; attention alone is a rank's share with all keys at hand. Results are compared row by row: with those of one
+rank that has the whole sequence, up to --alone-up-to tokens, and beyond with those of the first transport. On a CPU
+sizes are tiny and only ratios mean anything.
 """
 
 import argparse
@@ -42,8 +43,8 @@ TOY_HEADS, TOY_KV_HEADS, TOY_HEAD_DIM = 8, 4, 16
 class Setting:
     """What does not change during a run: ranks, shapes, repetitions."""
 
-    def __init__(self, world: World, repeats: int) -> None:
-        self.world, self.device, self.repeats = world, world.device, repeats
+    def __init__(self, world: World, repeats: int, warm_ups: int = 2) -> None:
+        self.world, self.device, self.repeats, self.warm_ups = world, world.device, repeats, warm_ups
         self.is_gpu = world.device.type == "cuda"
         sizes = (HEADS, KV_HEADS, HEAD_DIM) if self.is_gpu else (TOY_HEADS, TOY_KV_HEADS, TOY_HEAD_DIM)
         self.heads, self.kv_heads, self.head_dim = sizes
@@ -72,8 +73,9 @@ class Setting:
         ]
 
     def milliseconds(self, call: Callable[[], Any]) -> list[float]:
-        """This rank's times of single calls that all ranks begin together, after two to warm up."""
-        call(), call()
+        """This rank's times of single calls that all ranks begin together, after some to warm up."""
+        for _ in range(self.warm_ups):
+            call()
         times = []
         for _ in range(self.repeats):
             dist.barrier()
@@ -110,11 +112,33 @@ class Nothing(FullAttention):
         return torch.empty_like(q_THD), torch.empty_like(k_SKD), torch.empty_like(v_SKD)
 
 
-def both_passes(engine: OperatorEngine, attention: LocalAttention, inputs: list[Tensor], layout: Layout) -> None:
-    """Forward and backward."""
+def both_passes(
+    engine: OperatorEngine, attention: LocalAttention, inputs: list[Tensor], layout: Layout
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Forward and backward: out, dq, dk, dv."""
     q, k, v, dout = inputs
     out, lse, plan = engine.forward(q, k, v, attention, layout)
-    engine.backward(dout, q, k, v, out, lse, plan, attention, layout)
+    return out, *engine.backward(dout, q, k, v, out, lse, plan, attention, layout)
+
+
+def row_lengths(results: tuple[Tensor, ...]) -> list[Tensor]:
+    """The Euclidean length of every row of each of them."""
+    return [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in results]
+
+
+def differing_rows(
+    setting: Setting, results: tuple[Tensor, ...], sequence: SequenceLayout, other: list[Tensor]
+) -> float:
+    """The share of all ranks' rows that are not as long as those of `other`, within 5 %; when `other` is empty it
+    becomes these. In the order of the sequence."""
+    whole = []
+    for mine in row_lengths(results):
+        shards = mine.new_empty(setting.world.size * len(mine), *mine.shape[1:])
+        dist.all_gather_into_tensor(shards, mine.contiguous())
+        whole.append(sequence.to_packed(shards))
+    other[:] = other or whole
+    off = [((a - b).abs() > 0.05 * torch.maximum(a, b)).double().mean() for a, b in zip(whole, other, strict=True)]
+    return max(off).item()
 
 
 def one_share(
@@ -139,8 +163,10 @@ def pairs(name: str, tokens: int) -> float:
     return history + (token % block_size + 1).sum().item()
 
 
-def measure(setting: Setting, scheme: Scheme, name: str, tokens: int, alone: dict[str, float]) -> dict[str, Any]:
-    """One transport and layout with one attention at one length."""
+def measure(
+    setting: Setting, scheme: Scheme, name: str, tokens: int, alone: dict[str, float], rows: list[Tensor]
+) -> dict[str, Any]:
+    """One transport and layout with one attention at one length. `rows`: see `differing_rows`."""
     engine = setting.engine(scheme)
     layout, attention, sequence = (
         packed_layout([tokens], setting.device),
@@ -154,6 +180,7 @@ def measure(setting: Setting, scheme: Scheme, name: str, tokens: int, alone: dic
         before = torch.cuda.memory_allocated()
     total = setting.slowest(lambda: both_passes(engine, attention, shard, layout))
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if setting.is_gpu else 0.0
+    differing = differing_rows(setting, both_passes(engine, attention, shard, layout), sequence, rows)
     communication = setting.slowest(lambda: both_passes(engine, Nothing(Nothing.Options(), HEAD_DIM), shard, layout))
     group = {"ulysses": scheme.ranks, "hierarchical": scheme.node}.get(scheme.transport, 1)
     sequence, rank = sequence.in_groups(group), engine.rank // group
@@ -172,6 +199,7 @@ def measure(setting: Setting, scheme: Scheme, name: str, tokens: int, alone: dic
         "attention_ms": attention_alone,
         "hidden_share": max(0.0, min(1.0, hidden / communication["median"])) if scheme.ranks > 1 else 1.0,
         "peak_gib": max(setting.of_all_ranks(peak)),
+        "differing_rows": differing,
         "predicted_communication_ms": 1000 * predicted(setting, scheme, tokens),
     }
 
@@ -183,13 +211,15 @@ def predicted(setting: Setting, scheme: Scheme, tokens: int) -> float:
     return replace(found, node_bytes=found.node_bytes + found.network_bytes, network_bytes=0).seconds
 
 
-def alone_rate(setting: Setting, name: str, tokens: int, limit: int) -> dict[str, float]:
-    """Every rank by itself with a whole sequence: its length and the slowest rank's median time."""
-    tokens = min(tokens, limit)
+def alone_rate(setting: Setting, name: str, tokens: int, limit: int) -> tuple[dict[str, float], list[Tensor]]:
+    """Every rank by itself with a whole sequence: its length and the slowest rank's median time, and its
+    `row_lengths`, none when it had to be shorter than `tokens`."""
+    whole, tokens = tokens <= limit, min(tokens, limit)
     layout, attention, inputs = packed_layout([tokens], setting.device), setting.attention(name), setting.inputs(tokens)
     engine = LocalEngine()
     times = setting.milliseconds(lambda: both_passes(engine, attention, inputs, layout))
-    return {"tokens": tokens, "ms": max(setting.of_all_ranks(statistics.median(times)))}
+    rows = row_lengths(both_passes(engine, attention, inputs, layout)) if whole else []
+    return {"tokens": tokens, "ms": max(setting.of_all_ranks(statistics.median(times)))}, rows
 
 
 def schemes(setting: Setting, transports: list[str], layouts: list[str], node: int) -> list[Scheme]:
@@ -216,7 +246,7 @@ def report(result: dict[str, Any]) -> None:
         f"{result['ms']['median']:9.2f} ms, {100 * result['efficiency']:5.1f} % of one rank's rate; communication "
         f"alone {result['communication_ms']['median']:8.2f} (predicted {result['predicted_communication_ms']:.2f}), "
         f"attention alone {result['attention_ms']['median']:9.2f}, hidden {100 * result['hidden_share']:3.0f} %; "
-        f"peak {result['peak_gib']:.2f} GiB",
+        f"peak {result['peak_gib']:.2f} GiB; rows that differ {100 * result['differing_rows']:.4f} %",
         flush=True,
     )
 
@@ -230,18 +260,19 @@ def main() -> None:
     parser.add_argument("--alone-up-to", type=length, default=2**18, help="longest sequence for one rank alone")
     parser.add_argument("--ranks-per-node", type=int, help="ranks in a node, for hierarchical; default: all")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warm-ups", type=int, default=2)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with joined_world() as world:
-        setting = Setting(world, arguments.repeats)
+        setting = Setting(world, arguments.repeats, arguments.warm_ups)
         lengths = arguments.tokens or ([2**16, 2**17, 2**18] if setting.is_gpu else [1024])
         node = arguments.ranks_per_node or world.size
         results = []
         for name in arguments.attention:
             for tokens in lengths:
-                alone = alone_rate(setting, name, tokens, arguments.alone_up_to)
+                alone, rows = alone_rate(setting, name, tokens, arguments.alone_up_to)
                 for scheme in schemes(setting, arguments.transports, arguments.layouts, node):
-                    results.append(measure(setting, scheme, name, tokens, alone))
+                    results.append(measure(setting, scheme, name, tokens, alone, rows))
                     if world.is_main:
                         report(results[-1])
                         if arguments.output:
