@@ -16,21 +16,13 @@ def gradient_norm(module: nn.Module) -> Tensor:
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     shared = [g for g in gradients if isinstance(g, DTensor) and "tp" in (g.device_mesh.mesh_dim_names or ())]
     if shared:
-        return _norm_over_all_ranks(shared)
+        # On a mesh with tp, torch sums over one dimension after the other, and the result may differ in the last bit
+        # between ranks that hold copies of a norm weight, which they must clip alike.
+        square = _square_here(shared)
+        dist.all_reduce(square)
+        return square.sqrt()
     norm = torch.nn.utils.get_total_norm(gradients)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _norm_over_all_ranks(gradients: list[DTensor]) -> Tensor:
-    """The same, in a single sum. On a mesh with tp, torch sums over one dimension after the other, and the result may
-    differ in the last bit between ranks that hold copies of a norm weight, which they must clip alike."""
-    by_copies: dict[int, list[Tensor]] = {}
-    for gradient in gradients:
-        by_copies.setdefault(_copies(gradient), []).append(gradient.to_local())
-    squares = [torch.nn.utils.get_total_norm(parts).square() / copies for copies, parts in by_copies.items()]
-    square = torch.stack(squares).sum()
-    dist.all_reduce(square)
-    return square.sqrt()
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None, norm: Tensor) -> None:
@@ -49,24 +41,28 @@ def norms_by_kind(model: Transformer, kinds: Sequence[str]) -> dict[str, Tensor]
 
     A collective over all ranks, one whatever the number of layers and kinds.
     """
-    names = sorted(set(kinds))
-    squares = torch.zeros(len(names), device=next(model.parameters()).device)
+    gradients: dict[str, list[Tensor]] = {name: [] for name in sorted(set(kinds))}
     for block, kind in zip(model.blocks, kinds, strict=True):
-        for parameter in block.parameters():
-            if parameter.grad is not None:
-                squares[names.index(kind)] += _square_here(parameter.grad)
+        gradients[kind] += [parameter.grad for parameter in block.parameters() if parameter.grad is not None]
+    none = torch.zeros((), device=next(model.parameters()).device)
+    squares = torch.stack([_square_here(own) if own else none for own in gradients.values()])
     dist.all_reduce(squares)
-    return {f"grad_norm_{name}": square.sqrt() for name, square in zip(names, squares, strict=True)}
+    return {f"grad_norm_{name}": square.sqrt() for name, square in zip(gradients, squares, strict=True)}
 
 
-def _square_here(gradient: Tensor) -> Tensor:
-    """This rank's share of the squared norm: all ranks' shares add up to it."""
-    if not isinstance(gradient, DTensor):
-        return gradient.square().sum() / dist.get_world_size()
-    return gradient.to_local().square().sum() / _copies(gradient)
+def _square_here(gradients: Sequence[Tensor]) -> Tensor:
+    """This rank's share of their squared norm: all ranks' shares add up to it."""
+    by_copies: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        by_copies.setdefault(_copies(gradient), []).append(part)
+    squares = [torch.nn.utils.get_total_norm(parts).square() / copies for copies, parts in by_copies.items()]
+    return torch.stack(squares).sum()
 
 
-def _copies(gradient: DTensor) -> int:
+def _copies(gradient: Tensor) -> int:
     """How many ranks hold each of its numbers."""
+    if not isinstance(gradient, DTensor):
+        return dist.get_world_size()
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
     return math.prod(size for size, placement in sizes if placement.is_replicate())

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint_ranks import assert_equal, build, full_values, process_group, run_ranks, train
 from torch import nn
 
@@ -95,6 +96,23 @@ def test_resume_is_bitwise_over_nccl_and_loads_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_resume_is_bitwise_on_one_gpu(tmp_path: Path) -> None:
     run_ranks(1, save_and_resume, tmp_path / "store", tmp_path / "checkpoints", device="cuda")
+
+
+def save_and_look_for_contexts(folder: Path) -> None:
+    checkpointer = Checkpointer(folder, Retention(1))
+    checkpointer.save(1, {"weight": torch.ones(1000, device="cuda")}, {})
+    checkpointer.before_update()
+    checkpointer.close()
+    assert checkpointer.last_error is None
+    gpus = range(torch.cuda.device_count())
+    assert [gpu for gpu in gpus if torch._C._cuda_hasPrimaryContext(gpu)] == [dist.get_rank()]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_rank_saves_without_a_context_on_the_gpu_of_another(tmp_path: Path) -> None:
+    """To make one takes seconds in which the rank's training thread can launch nothing, and memory on GPU 0."""
+    run_ranks(2, save_and_look_for_contexts, tmp_path / "store", tmp_path / "checkpoints", device="cuda")
 
 
 def test_saving_before_the_first_step_changes_nothing(tmp_path: Path, one_rank: None) -> None:
