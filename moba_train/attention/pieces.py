@@ -18,7 +18,7 @@ from torch import Tensor
 from moba_train.attention.dense import DenseBackend, nothing_seen
 from moba_train.attention.masked import accumulation_dtype
 from moba_train.attention.merge import merge
-from moba_train.attention.protocol import Layout, Runs
+from moba_train.attention.protocol import Layout, Runs, joined
 from moba_train.attention.varlen import Gradients, Segments
 
 
@@ -47,7 +47,7 @@ class Strip:
 
 def strips(q_runs: Runs, k_runs: Runs) -> list[Strip]:
     """The fewest strips that make up the queries, in order. A strip that sees no keys has `earlier` 0 and not `own`."""
-    q_runs, k_runs = _joined(q_runs), _joined(k_runs)
+    q_runs, k_runs = joined(q_runs), joined(k_runs)
     edges = {edge for run in k_runs for edge in run}
     result: list[Strip] = []
     row = 0
@@ -67,17 +67,6 @@ def strips(q_runs: Runs, k_runs: Runs) -> list[Strip]:
             else:
                 result.append(strip)
     return result
-
-
-def _joined(runs: Runs) -> Runs:
-    """The same tokens without empty runs and runs that touch."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        elif start < stop:
-            joined.append((start, stop))
-    return tuple(joined)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ partial results by online softmax, see merge.py), and `attend_backward` with the
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self
@@ -23,6 +24,19 @@ Plan = tuple[Tensor, ...]
 
 Runs = tuple[tuple[int, int], ...]
 """Half-open ranges (start, stop) of indices in the packed sequence, ascending and disjoint: what a shard is made of."""
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> Runs:
+    """The same tokens as ascending ranges, adjacent ones merged, empty ones dropped."""
+    runs: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if start == stop:
+            continue
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((start, stop))
+    return tuple(runs)
 
 
 @dataclass(frozen=True)

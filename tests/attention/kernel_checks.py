@@ -31,24 +31,30 @@ def run(attention: MobaAttention, tensors: list[Tensor], layout: Layout, plan=No
 
 
 def run_in_parts(
-    attention: MobaAttention, tensors: list[Tensor], layout: Layout, shards: list[Runs]
+    attention: MobaAttention, tensors: list[Tensor], layout: Layout, shards: list[Runs], *, all_keys: bool = False
 ) -> tuple[list[Tensor], Tensor]:
-    """[out, lse, dq, dk, dv] and the choice as a ring computes them: each shard's queries meet each shard's keys."""
+    """[out, lse, dq, dk, dv] and the choice as a ring computes them: each shard's queries meet each shard's keys; with
+    `all_keys`, all keys at once."""
     q, k, v, dout = tensors
     summaries = attention.summarize(k, layout)
     rows = [Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, runs).q_tokens for runs in shards]
-    outs, lses, plans = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], device=q.device), []
-    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    wide = torch.promote_types(torch.float32, q.dtype)
+    outs, lses, plans = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device), []
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    key_shards = list(zip(shards, rows, strict=True)) if not all_keys else [(None, slice(None))]
     for mine, at in zip(shards, rows, strict=True):
         here = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, mine)
         plan = attention.plan(q[at], summaries, here)
         plans.append(plan[0])
-        parts = [Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, mine, theirs) for theirs in shards]
-        out, lse = torch.zeros_like(q[at]), torch.full((q.shape[1], len(at)), -torch.inf, device=q.device)
-        for part, keys in zip(parts, rows, strict=True):
+        parts = [
+            (Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, mine, theirs), keys)
+            for theirs, keys in key_shards
+        ]
+        out, lse = torch.zeros_like(q[at]), torch.full_like(lses[:, at], -torch.inf)
+        for part, keys in parts:
             out, lse = merge(out, lse, *attention.attend(q[at], k[keys], v[keys], part, plan))
         outs[at], lses[:, at] = out, lse
-        for part, keys in zip(parts, rows, strict=True):
+        for part, keys in parts:
             grads = attention.attend_backward(dout[at], q[at], k[keys], v[keys], out, lse, part, plan)
             for total, where, grad in zip((dq, dk, dv), (at, keys, keys), grads, strict=True):
                 total[where] += grad

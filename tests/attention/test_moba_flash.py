@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers import make_qkv
-from kernel_checks import PACKED, build, error, exact, inputs, layout_of, naive, run
+from kernel_checks import PACKED, build, error, exact, inputs, layout_of, naive, run, run_in_parts
 from oracle_checks import assert_equals_oracle
 
 from moba_train.attention import varlen
@@ -140,16 +140,43 @@ def check_errors(got, tensors, layout, chosen, block_size, scale, slack=0.0):
         assert error(a, b) <= 1.1 * error(c, b) + slack, f"{name}: {error(a, b):.2e}, written plainly {error(c, b):.2e}"
 
 
-def test_a_part_of_the_sequence_is_left_to_the_reference():
-    """Decoding: one query against the cache."""
-    q, k, v = (x.detach() for x in make_qkv(21, 4, 2, 16))
-    layout = layout_of([21], "cpu")
-    last = Layout(layout.cu_seqlens, 21, 21, q_runs=((20, 21),))
-    rows = []
+@pytest.mark.parametrize(
+    "shards",
+    [
+        pytest.param([((0, 10),), ((10, 30),), ((30, 37),)], id="edges inside blocks"),
+        pytest.param([((0, 6), (30, 37)), ((6, 12), (23, 30)), ((12, 23),)], id="zigzag"),
+        pytest.param([((0, 5), (5, 10)), ((10, 10), (10, 37))], id="runs that touch"),
+        pytest.param([((0, 36),), ((36, 37),), ()], id="one query and none"),
+    ],
+)
+def test_shards_of_queries_that_meet_all_keys_are_composed(shards, monkeypatch):
+    """As all-gather has them; 25 and 9 tokens end in short blocks."""
+    lengths = [25, 3, 0, 9]
+    tensors, layout = inputs(lengths, 4, 2, 16, torch.float64, "cpu"), layout_of(lengths, "cpu")
+    want, (chosen,) = run(build("reference", 16, block_size=4, topk=3), tensors, layout)
+    calls = watch(monkeypatch)
+    got, parts_chosen = run_in_parts(build("flash", 16, block_size=4, topk=3), tensors, layout, shards, all_keys=True)
+    assert torch.equal(parts_chosen, chosen)
+    torch.testing.assert_close(got, want, atol=1e-13, rtol=0)
+    assert len([call for call in calls if call.causal]) == 2 * len([shard for shard in shards if shard])
+
+
+@pytest.mark.parametrize(
+    ("q_runs", "k_runs"),
+    [pytest.param(((20, 30),), ((10, 30),), id="some keys"), pytest.param(((20, 22), (23, 30)), None, id="a gap")],
+)
+def test_what_cannot_be_composed_is_left_to_the_reference(q_runs, k_runs, monkeypatch):
+    calls = watch(monkeypatch)
+    q, k, v = (x.detach() for x in make_qkv(30, 4, 2, 16))
+    layout = layout_of([30], "cpu")
+    mine, part = (Layout(layout.cu_seqlens, 30, 30, q_runs, runs) for runs in (None, k_runs))
+    results = []
     for backend in ("flash", "reference"):
         ours = build(backend, 16, block_size=4, topk=3)
-        rows.append(ours.attend(q[20:], k, v, last, ours.plan(q[20:], ours.summarize(k, layout), last)))
-    torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=0)
+        plan = ours.plan(q[mine.q_tokens], ours.summarize(k, layout), mine)
+        results.append(ours.attend(q[mine.q_tokens], k[part.k_tokens], v[part.k_tokens], part, plan))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    assert not calls
 
 
 # On a GPU, with every kernel that is installed
@@ -194,6 +221,27 @@ def test_gpu_outputs_and_gradients(kernel, lengths, heads, kv_heads, head_dim, d
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True)), "not deterministic"
     if sum(lengths):
         check_errors(got, tensors, layout, plan[0], options["block_size"], ours.scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [k for k in varlen.KERNELS if k is not varlen.Cpu], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(("block_size", "topk"), [(128, 4), (512, 3), (1040, 2)])
+def test_gpu_shards_of_queries_that_meet_all_keys(kernel, block_size, topk, monkeypatch):
+    lengths = [2900, 0, 1, 1195]
+    tensors, layout = inputs(lengths, 4, 2, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
+    if reason := kernel.refuses(tensors[0]):
+        pytest.skip(reason)
+    monkeypatch.setattr(varlen, "KERNELS", (kernel,))
+    ours = build("flash", 128, block_size=block_size, topk=topk)
+    want, (chosen, *_) = run(ours, tensors, layout)
+    true = exact(tensors, layout, chosen, block_size, ours.scale)
+    for shards in ([((0, 1500),), ((1500, 4096),)], [((0, 700), (3000, 4096)), ((700, 3000),)]):
+        got, parts_chosen = run_in_parts(ours, tensors, layout, shards, all_keys=True)
+        again, _ = run_in_parts(ours, tensors, layout, shards, all_keys=True)
+        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True)), "not deterministic"
+        assert torch.equal(parts_chosen, chosen)
+        for name, a, b, c in zip(("out", "lse", "dq", "dk", "dv"), got, true, want, strict=True):
+            assert error(a, b) <= 1.5 * error(c, b) + 1e-4, name
 
 
 @pytest.mark.gpu

@@ -16,6 +16,8 @@ UNEVEN = [(5, 7), (0, 4), (3, 0), (0, 0), (1, 1), (9, 2)]
 LONG = [(300, 513), (0, 100), (70, 0), (0, 0), (1, 1), (129, 700), (2000, 64)]
 SQUARE = [(5, 5), (0, 0), (1, 1), (9, 9)]
 LONG_SQUARE = [(300, 300), (0, 0), (1, 1), (700, 700)]
+DEEP = [(3, 7), (0, 4), (5, 5), (1, 6), (0, 0), (2, 2)]
+LONG_DEEP = [(300, 513), (0, 100), (70, 70), (1, 600), (0, 0), (129, 700)]
 
 
 def segments_of(lengths, causal, device="cpu") -> Segments:
@@ -39,7 +41,8 @@ def plainly(q, k, v, segments, scale) -> tuple[Tensor, Tensor]:
     k_segment = torch.searchsorted(segments.cu_k[1:], keys, right=True)
     seen = q_segment[:, None] == k_segment[None]
     if segments.causal:
-        seen &= keys[None] <= rows[:, None]  # as many keys as queries everywhere: the same places
+        key_of_row = segments.cu_k[1:][q_segment] - segments.cu_q[1:][q_segment] + rows  # the last of both are together
+        seen &= keys[None] <= key_of_row[:, None]
     group = q.shape[1] // k.shape[1]
     scores = torch.einsum("nhd,shd->hns", q, k.repeat_interleave(group, 1)) * scale
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -62,7 +65,7 @@ def exactly(tensors, segments, scale=0.3) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1)])
-@pytest.mark.parametrize(("lengths", "causal"), [(UNEVEN, False), (SQUARE, False), (SQUARE, True)])
+@pytest.mark.parametrize(("lengths", "causal"), [(UNEVEN, False), (SQUARE, False), (SQUARE, True), (DEEP, True)])
 def test_cpu_kernel_equals_one_softmax_per_segment(lengths, causal, heads, kv_heads):
     tensors, segments = inputs(lengths, heads, kv_heads, 16), segments_of(lengths, causal)
     for name, got, want in zip(
@@ -94,7 +97,7 @@ def check_against_exact(kernel, lengths, causal, heads, kv_heads, head_dim, dtyp
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(64, torch.bfloat16), (96, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)]
 )
-@pytest.mark.parametrize(("lengths", "causal"), [(LONG, False), (LONG_SQUARE, True)])
+@pytest.mark.parametrize(("lengths", "causal"), [(LONG, False), (LONG_SQUARE, True), (LONG_DEEP, True)])
 def test_gpu_kernels_are_exact_deterministic_and_mark_rows_without_keys(kernel, lengths, causal, head_dim, dtype):
     check_against_exact(kernel, lengths, causal, 1, 1, head_dim, dtype)
 
@@ -102,7 +105,9 @@ def test_gpu_kernels_are_exact_deterministic_and_mark_rows_without_keys(kernel, 
 @pytest.mark.gpu
 @gpu_kernels
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 1)])
-@pytest.mark.parametrize(("lengths", "causal"), [(LONG, False), (LONG_SQUARE, True), ([(1, 1), (0, 0), (1, 1)], True)])
+@pytest.mark.parametrize(
+    ("lengths", "causal"), [(LONG, False), (LONG_SQUARE, True), (LONG_DEEP, True), ([(1, 1), (0, 0), (1, 1)], True)]
+)
 def test_gpu_kernels_with_several_heads(kernel, lengths, causal, heads, kv_heads):
     check_against_exact(kernel, lengths, causal, heads, kv_heads, 128, torch.bfloat16)
 

@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 _FLASH_PAYS_FROM = {"flash-attn-4": 2048}
 """Block size from which `flash` on a varlen kernel of this name is faster than `triton` (docs/performance-log.md)."""
 _FLASH_ROWS = 2**21
-"""Query rows (tokens x heads) from which its partial results are small beside what dense attention takes."""
+"""Rows (tokens of the sequence x query heads) from which its partial results are small beside what dense attention
+takes; of a shard of queries, too, all keys are there."""
+_FLASH_QUERIES = 2**19
+"""The fewest query rows (tokens of a shard x query heads) that it was measured with."""
 
 
 class Backend(Protocol):
@@ -61,11 +64,11 @@ class Backend(Protocol):
 
 
 def pick_backend(wanted: str, q_THD: Tensor, layout: Layout, *, block_size: int, topk: int) -> Backend:
-    """The backend for a call, `wanted` or the best one; `flash` gives parts of a sequence to the reference.
+    """The backend for a call, `wanted` or the best one; what `flash` cannot compose it gives to the reference.
 
     Raises ValueError when the one that is wanted cannot do the call. What `auto` picks, and why, is logged once.
     """
-    if wanted == "reference" or (wanted == "flash" and not layout.is_whole):
+    if wanted == "reference" or (wanted == "flash" and not flash.composes(layout, block_size)):
         return cast(Backend, reference)
     no_flash = flash.refuses(q_THD, layout, block_size) if wanted == "flash" else ""
     no_triton = _refuses_attention(q_THD, layout, block_size, topk) if wanted == "triton" else ""
@@ -111,7 +114,8 @@ def _best(q_THD: Tensor, layout: Layout, block_size: int, topk: int) -> str:
 
 def _flash_pays(q_THD: Tensor, layout: Layout, block_size: int) -> bool:
     """Whether `flash` is faster than `triton` where both can run: a rule from measurements."""
-    few = q_THD.shape[0] * q_THD.shape[1] < _FLASH_ROWS
+    tokens, heads, _ = q_THD.shape
+    few = layout.total * heads < _FLASH_ROWS or tokens * heads < _FLASH_QUERIES
     if few or block_size < min(_FLASH_PAYS_FROM.values(), default=math.inf):
         return False  # without a look at the optional packages, which takes seconds
     pays = block_size >= _FLASH_PAYS_FROM.get(flash.kernel_name(q_THD, layout, block_size), math.inf)

@@ -1,16 +1,17 @@
 """MoBA as its paper composes it: varlen flash attention over the queries that chose each block, then a merge
 (Lu et al. 2025, arXiv:2502.13189, algorithm 1), forward and backward.
 
-Own blocks are causal segments. For the history, the *entries* (token, head, choice) are sorted by block, stably: the
-entries of a list and their block are a segment of a second call. Results do not depend on timing, whatever the kernel:
-a row is joined in a fixed order, own block first, then choice by choice, in float32 (float64 for float64).
+Own blocks are causal segments, in a shard of queries as in a whole sequence. For the history, the *entries* (token,
+head, choice) are sorted by block, stably: the entries of a list and their block are a segment of a second call. Results
+do not depend on timing, whatever the kernel: a row is joined in a fixed order, own block first, then choice by choice,
+in float32 (float64 for float64).
 
 Partial results exist for a part of the work at a time: some key/value heads or, where one head's are too many, a range
 of its tokens (`entries_at_once`). Sorting, gathering and joining have Triton kernels (triton/gathered.py) and, for
 other devices and head dims, PyTorch (sorted_parts.py). Either waits for the GPU: how long the longest list is.
 
-Shape suffixes: T tokens, H query heads, h some of them, K key/value heads, k some of them, C choices, E entries of a
-part, D head width.
+Shape suffixes: T queries, S keys, H query heads, h some of them, K key/value heads, k some of them, C choices, E
+entries of a part, D head width.
 """
 
 from collections.abc import Iterator
@@ -22,20 +23,25 @@ from torch import Tensor
 
 from moba_train.attention.masked import accumulation_dtype
 from moba_train.attention.moba.available import triton_runs_on
-from moba_train.attention.moba.blocks import block_bound, block_edges
+from moba_train.attention.moba.blocks import block_bound, block_edges, in_one_run
 from moba_train.attention.moba.sorted_parts import sorted_parts
-from moba_train.attention.protocol import Layout, Plan
+from moba_train.attention.protocol import Layout, Plan, joined
 from moba_train.attention.varlen import Gradients, Segments, VarlenKernel, best_kernel, refusals
 
 _MOST_ELEMENTS = 2**30
 """Of a tensor in a backward call: kernels index some of theirs, padded, with 32 bits."""
 
 
+def composes(layout: Layout, block_size: int) -> bool:
+    """Whether the own blocks of these queries are segments: all keys are there, and no block's queries have a gap."""
+    return layout.k_runs is None and in_one_run(layout.q_runs, block_size)
+
+
 def refuses(q_THD: Tensor, layout: Layout, block_size: int) -> str:
     """Why this cannot be done here; empty when it can."""
-    if not layout.is_whole:
-        return "a part of the sequence"
-    return "" if _kernel(q_THD, layout, block_size) else refusals(q_THD, block_bound(layout, block_size))
+    if not composes(layout, block_size):
+        return "some of the keys, or queries of one block with a gap between"
+    return "" if _kernel(q_THD, layout, block_size) else refusals(q_THD, _most_segments(layout, block_size))
 
 
 def kernel_name(q_THD: Tensor, layout: Layout, block_size: int) -> str:
@@ -45,7 +51,34 @@ def kernel_name(q_THD: Tensor, layout: Layout, block_size: int) -> str:
 
 
 def _kernel(q_THD: Tensor, layout: Layout, block_size: int) -> type[VarlenKernel] | None:
-    return best_kernel(q_THD, block_bound(layout, block_size))
+    return best_kernel(q_THD, _most_segments(layout, block_size))
+
+
+def _most_segments(layout: Layout, block_size: int) -> int:
+    return block_bound(layout, block_size) + len(layout.q_runs or ())
+
+
+def _own_segments(layout: Layout, block_size: int) -> Segments:
+    """The queries of each block and its keys, up to that of the last query; kept with the layout.
+
+    Where a run of queries ends inside a block, the block's other keys are a segment without queries.
+    """
+    longest = min(block_size, layout.max_seqlen)
+    if layout.q_runs is None:
+        edges = block_edges(layout, block_size)
+        return Segments(edges, edges, longest, longest, causal=True)
+    key = ("moba own segments", block_size)
+    if key not in layout.cache:
+        runs = joined(layout.q_runs)
+        edges = block_edges(layout, block_size)
+        cu_k = torch.cat([edges, edges.new_tensor([stop for _, stop in runs])]).sort().values
+        cu_q = torch.zeros_like(cu_k)
+        for start, stop in runs:
+            cu_q += (cu_k - start).clamp_(0, stop - start)
+        layout.cache[key] = Segments(cu_q, cu_k, longest, longest, causal=True)
+    segments = layout.cache[key]
+    assert isinstance(segments, Segments)
+    return segments
 
 
 def invert_choice(chosen_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Plan:
@@ -68,8 +101,8 @@ def empty_lists(chosen_HTC: Tensor, layout: Layout, kv_heads: int, block_size: i
 
 def attend(
     q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
     layout: Layout,
     chosen_HTC: Tensor,
     *lists: Tensor,
@@ -77,13 +110,13 @@ def attend(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H, D] and lse [H, T] over the own blocks and the chosen ones (int32 [H, T, C], -1 = none)."""
-    if layout.total == 0:
+    if q_THD.shape[0] == 0:
         return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[1], 0, dtype=accumulation_dtype(q_THD.dtype))
-    call = _Call.of(q_THD, k_TKD, v_TKD, layout, (chosen_HTC, *lists), block_size, scale)
-    out_THD, lse_HT = call.kernel.forward(q_THD, k_TKD, v_TKD, call.own, scale)
+    call = _Call.of(q_THD, k_SKD, v_SKD, layout, (chosen_HTC, *lists), block_size, scale)
+    out_THD, lse_HT = call.kernel.forward(q_THD, k_SKD, v_SKD, call.own, scale)
     q_rows = q_THD.reshape(-1, call.head_dim)
     for kv_heads, parts in call.parts():
-        k, v = (_one_below_the_other(x, kv_heads) for x in (k_TKD, v_TKD))
+        k, v = (_one_below_the_other(x, kv_heads) for x in (k_SKD, v_SKD))
         for part in parts:
             part_E1D, part_1E = call.kernel.forward(part.gather(q_rows), k, v, part.segments, scale)
             part.merge(out_THD, lse_HT, part_E1D.squeeze(1), part_1E.squeeze(0))
@@ -93,8 +126,8 @@ def attend(
 def attend_backward(
     dout_THD: Tensor,
     q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
     out_THD: Tensor,
     lse_HT: Tensor,
     layout: Layout,
@@ -104,22 +137,22 @@ def attend_backward(
     scale: float,
 ) -> Gradients:
     """(dq, dk, dv) of `attend`; `out` and `lse` are the merged ones."""
-    dq_THD, dk_TKD, dv_TKD = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_TKD, v_TKD))
-    if layout.total == 0:
-        return dq_THD, dk_TKD, dv_TKD
-    call = _Call.of(q_THD, k_TKD, v_TKD, layout, (chosen_HTC, *lists), block_size, scale)
+    if q_THD.shape[0] == 0:
+        return torch.empty_like(q_THD), torch.zeros_like(k_SKD), torch.zeros_like(v_SKD)
+    dq_THD, dk_SKD, dv_SKD = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_SKD, v_SKD))
+    call = _Call.of(q_THD, k_SKD, v_SKD, layout, (chosen_HTC, *lists), block_size, scale)
     wide = accumulation_dtype(q_THD.dtype)
     rows = [x.reshape(-1, call.head_dim) for x in (dout_THD, q_THD, out_THD)]
     lse_rows = lse_HT.T.reshape(-1)
-    rows_of_k = k_TKD.shape[0], k_TKD.shape[2]
+    rows_of_k = k_SKD.shape[0], k_SKD.shape[2]
     for kv_heads, parts in call.parts():
-        dk_kTD, dv_kTD = (x.new_zeros(kv_heads.stop - kv_heads.start, *rows_of_k, dtype=wide) for x in (k_TKD, v_TKD))
+        dk_kSD, dv_kSD = (x.new_zeros(kv_heads.stop - kv_heads.start, *rows_of_k, dtype=wide) for x in (k_SKD, v_SKD))
         for some, shared in call.own_heads(kv_heads):
-            dq_THD[:, some], dk_TkD, dv_TkD = call.kernel.backward(
+            dq_THD[:, some], dk_SkD, dv_SkD = call.kernel.backward(
                 dout_THD[:, some],
                 q_THD[:, some],
-                k_TKD[:, shared],
-                v_TKD[:, shared],
+                k_SKD[:, shared],
+                v_SKD[:, shared],
                 out_THD[:, some],
                 lse_HT[some],
                 call.own,
@@ -127,18 +160,18 @@ def attend_backward(
                 deterministic=True,
             )
             where = slice(shared.start - kv_heads.start, shared.stop - kv_heads.start)
-            dk_kTD[where] += dk_TkD.transpose(0, 1)
-            dv_kTD[where] += dv_TkD.transpose(0, 1)
-        k, v = (_one_below_the_other(x, kv_heads) for x in (k_TKD, v_TKD))
+            dk_kSD[where] += dk_SkD.transpose(0, 1)
+            dv_kSD[where] += dv_SkD.transpose(0, 1)
+        k, v = (_one_below_the_other(x, kv_heads) for x in (k_SKD, v_SKD))
         for part in parts:
             dout, q, out = (part.gather(x) for x in rows)
             lse = part.gather_lse(lse_rows)
             dq, dk, dv = call.kernel.backward(dout, q, k, v, out, lse, part.segments, scale, deterministic=True)
             part.add(dq_THD, dq.squeeze(1))
-            dk_kTD += dk.view_as(dk_kTD)
-            dv_kTD += dv.view_as(dv_kTD)
-        dk_TKD[:, kv_heads], dv_TKD[:, kv_heads] = dk_kTD.transpose(0, 1), dv_kTD.transpose(0, 1)
-    return dq_THD, dk_TKD, dv_TKD
+            dk_kSD += dk.view_as(dk_kSD)
+            dv_kSD += dv.view_as(dv_kSD)
+        dk_SKD[:, kv_heads], dv_SKD[:, kv_heads] = dk_kSD.transpose(0, 1), dv_kSD.transpose(0, 1)
+    return dq_THD, dk_SKD, dv_SKD
 
 
 def entries_at_once(rows: int, head_dim: int) -> int:
@@ -193,9 +226,7 @@ class _Call:
     def of(cls, q: Tensor, k: Tensor, v: Tensor, layout: Layout, plan: Plan, block_size: int, scale: float) -> "_Call":
         kernel = _kernel(q, layout, block_size)
         assert kernel, "ask `refuses` first"
-        edges, longest = block_edges(layout, block_size), min(block_size, layout.max_seqlen)
-        own = Segments(edges, edges, longest, longest, causal=True)
-        return cls(kernel, own, (q, k, v), plan, layout, block_size, scale)
+        return cls(kernel, _own_segments(layout, block_size), (q, k, v), plan, layout, block_size, scale)
 
     @property
     def head_dim(self) -> int:
@@ -210,8 +241,8 @@ class _Call:
 
         All, as long as kernels can index their rows with 32 bits; else one key/value head and some of its queries.
         """
-        tokens, heads, _ = self.tensors[0].shape
-        group, most = heads // self.kv_heads, max(1, _MOST_ELEMENTS // (tokens * self.head_dim))
+        heads, rows = self.tensors[0].shape[1], max(self.tensors[0].shape[0], self.tensors[1].shape[0])
+        group, most = heads // self.kv_heads, max(1, _MOST_ELEMENTS // (rows * self.head_dim))
         if (kv_heads.stop - kv_heads.start) * group <= most:
             yield slice(kv_heads.start * group, kv_heads.stop * group), kv_heads
             return
@@ -223,14 +254,15 @@ class _Call:
         """(key/value heads, their parts); all heads are named, even if there is no history."""
         chosen_HTC, *lists = self.plan
         heads, tokens, choices = chosen_HTC.shape
-        blocks = self.own.cu_k.numel() - 1
+        edges, longest = block_edges(self.layout, self.block_size), self.own.max_k
+        blocks = edges.numel() - 1
         buffers = self.kernel.dq_buffers(blocks, chosen_HTC.device)
         limit = max(1, entries_at_once(tokens * heads, self.head_dim) // buffers)
         if choices == 0:
             return iter([(slice(0, self.kv_heads), iter(()))])
-        edges, longest = self.own.cu_k, self.own.max_k
         if not lists or self.head_dim & (self.head_dim - 1):
-            return sorted_parts(chosen_HTC, self.kv_heads, limit, self.kernel.most_segments, edges, longest)
+            total, most = self.layout.total, self.kernel.most_segments
+            return sorted_parts(chosen_HTC, self.kv_heads, limit, most, edges, longest, total)
         from moba_train.attention.moba.triton.call import Call
         from moba_train.attention.moba.triton.gathered import gathered_parts
         from moba_train.attention.moba.triton.lists import Lists
@@ -241,6 +273,6 @@ class _Call:
         return gathered_parts(call, found, limit, self.kernel.most_segments, edges, longest)
 
 
-def _one_below_the_other(x_TKD: Tensor, kv_heads: slice) -> Tensor:
-    """[T, K, D] -> [k * T, 1, D]: all tokens of one key/value head, then all of the next, as if of one head."""
-    return x_TKD[:, kv_heads].transpose(0, 1).reshape(-1, 1, x_TKD.shape[2])
+def _one_below_the_other(x_SKD: Tensor, kv_heads: slice) -> Tensor:
+    """[S, K, D] -> [k * S, 1, D]: all tokens of one key/value head, then all of the next, as if of one head."""
+    return x_SKD[:, kv_heads].transpose(0, 1).reshape(-1, 1, x_SKD.shape[2])

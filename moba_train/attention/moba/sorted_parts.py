@@ -62,12 +62,12 @@ class SortedPart:
 
 
 def sorted_parts(
-    chosen_HTC: Tensor, kv_heads: int, limit: int, most_lists: int, edges: Tensor, longest: int
+    chosen_HTC: Tensor, kv_heads: int, limit: int, most_lists: int, edges: Tensor, longest: int, total: int
 ) -> Iterator[tuple[slice, Iterator[SortedPart]]]:
     """(key/value heads, their parts), of at most about `limit` entries and `most_lists` lists each. Waits for the GPU
     once for each part.
 
-    `edges` int32 [blocks + 1]: where blocks begin; `longest`: keys of a block at most.
+    `edges` int32 [blocks + 1]: where blocks begin; `longest`: keys of a block at most; `total`: keys.
     """
     heads, tokens, choices = chosen_HTC.shape
     group, blocks = heads // kv_heads, edges.numel() - 1
@@ -77,11 +77,13 @@ def sorted_parts(
     for first in range(0, kv_heads, together):
         some = slice(first, min(first + together, kv_heads))
         ranges = [slice(first, min(first + size, tokens)) for first in range(0, tokens, size)]
-        parts = (_part(chosen_HTC, some, group, where, edges, longest) for where in ranges)
+        parts = (_part(chosen_HTC, some, group, where, edges, longest, total) for where in ranges)
         yield some, (part for part in parts if part.entries)
 
 
-def _part(chosen_HTC: Tensor, kv_heads: slice, group: int, tokens: slice, edges: Tensor, longest: int) -> SortedPart:
+def _part(
+    chosen_HTC: Tensor, kv_heads: slice, group: int, tokens: slice, edges: Tensor, longest: int, total: int
+) -> SortedPart:
     heads = slice(kv_heads.start * group, kv_heads.stop * group)
     chosen_thC = chosen_HTC[heads, tokens].transpose(0, 1)
     device, blocks = chosen_thC.device, edges.numel() - 1
@@ -97,7 +99,7 @@ def _part(chosen_HTC: Tensor, kv_heads: slice, group: int, tokens: slice, edges:
     token_t = torch.arange(tokens.start, tokens.stop, device=device)
     row_th = token_t.view(-1, 1) * chosen_HTC.shape[0] + (heads.start + head_h)
     rows_E = row_th.flatten()[order_E[: entries + 1] // chosen_thC.shape[2]]
-    keys = keys_below(edges, kv_heads.stop - kv_heads.start, chosen_HTC.shape[1])
+    keys = keys_below(edges, kv_heads.stop - kv_heads.start, total)
     segments = Segments(starts, keys, most, longest, causal=False)
     return SortedPart(heads, tokens, entries, rows_E, place_E.clamp_(max=entries).view(chosen_thC.shape), segments)
 

@@ -1,7 +1,7 @@
 """torch's fused CPU kernel, segment by segment: the same interface where there is no GPU, in every dtype."""
 
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +35,9 @@ class Cpu:
         lse_HN = torch.full((heads, q_NHD.shape[0]), -torch.inf, dtype=torch.promote_types(torch.float32, q_NHD.dtype))
         for rows, keys in _rows_and_keys(segments):
             inputs = (_heads_first(x, heads) for x in (q_NHD[rows], k_SKD[keys], v_SKD[keys]))
-            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, segments.causal, scale=scale)
+            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+                *inputs, 0.0, **_masked(rows, keys, segments.causal, q_NHD), scale=scale
+            )
             out_NHD[rows], lse_HN[:, rows] = out[0].transpose(0, 1), lse.reshape(heads, -1)
         return out_NHD, lse_HN
 
@@ -60,7 +62,7 @@ class Cpu:
                 *(_heads_first(x, heads) for x in inputs),
                 lse_HN[:, rows].unsqueeze(0).contiguous(),
                 0.0,
-                segments.causal,
+                **_masked(rows, keys, segments.causal, q_NHD),
                 scale=scale,
             )
             dq_NHD[rows] = dq[0].transpose(0, 1)
@@ -74,6 +76,15 @@ def _rows_and_keys(segments: Segments) -> list[tuple[slice, slice]]:
     """(query rows, key rows) of the segments that have both."""
     edges = zip(pairwise(segments.cu_q.tolist()), pairwise(segments.cu_k.tolist()), strict=True)
     return [(slice(*rows), slice(*keys)) for rows, keys in edges if rows[0] < rows[1] and keys[0] < keys[1]]
+
+
+def _masked(rows: slice, keys: slice, causal: bool, like: Tensor) -> dict[str, Any]:
+    """Arguments: torch's own causal mask begins at the first key, where there are more keys than queries too."""
+    queries, seen = rows.stop - rows.start, keys.stop - keys.start
+    if not causal or queries == seen:
+        return {"is_causal": causal}
+    later = torch.full((queries, seen), -torch.inf, dtype=like.dtype).triu_(seen - queries + 1)
+    return {"is_causal": False, "attn_mask": later}
 
 
 def _heads_first(x_NKD: Tensor, heads: int) -> Tensor:

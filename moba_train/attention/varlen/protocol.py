@@ -35,7 +35,7 @@ class Segments:
     """The same for the keys."""
     causal: bool
     """The last query of a segment sees all of its keys, the one before all but the last, and so on; otherwise all see
-    all. No segment has fewer keys than queries; FlashAttention alone takes more keys than queries."""
+    all. No segment has fewer keys than queries."""
 
     def named(self) -> dict[str, Any]:
         """As the flash-attn packages call them."""

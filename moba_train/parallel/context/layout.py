@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Self, get_args
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import Runs
+from moba_train.attention.protocol import Runs, joined
 
 Kind = Literal["contiguous", "zigzag"]
 
@@ -59,8 +59,8 @@ class SequenceLayout:
         edges = [min(part * size, total) for part in range(parts + 1)]
         ranges = list(pairwise(edges))
         if kind == "contiguous":
-            return cls(total, size, tuple(_joined([part]) for part in ranges))
-        return cls(total, 2 * size, tuple(_joined([ranges[r], ranges[-1 - r]]) for r in range(ranks)))
+            return cls(total, size, tuple(joined([part]) for part in ranges))
+        return cls(total, 2 * size, tuple(joined([ranges[r], ranges[-1 - r]]) for r in range(ranks)))
 
     @property
     def ranks(self) -> int:
@@ -78,7 +78,7 @@ class SequenceLayout:
     @cached_property
     def together(self) -> Runs | None:
         """Where the tokens of all ranks stand."""
-        return self._unless_whole(_joined([run for runs in self.runs for run in runs]))
+        return self._unless_whole(joined([run for runs in self.runs for run in runs]))
 
     def _unless_whole(self, runs: Runs) -> Runs | None:
         return None if runs == ((0, self.total),) else runs
@@ -90,8 +90,8 @@ class SequenceLayout:
     def in_groups(self, size: int) -> "SequenceLayout":
         """The shards of every `size` consecutive ranks joined to one, in ascending order."""
         groups = [self.runs[first : first + size] for first in range(0, self.ranks, size)]
-        joined = tuple(_joined([run for runs in group for run in runs]) for group in groups)
-        return SequenceLayout(self.total, self.rows * size, joined)
+        together = tuple(joined([run for runs in group for run in runs]) for group in groups)
+        return SequenceLayout(self.total, self.rows * size, together)
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -158,16 +158,3 @@ def sees(queries: Runs, keys: Runs, edges: tuple[int, ...]) -> bool:
         if any(first < stop and document < last for first, last in keys):
             return True
     return False
-
-
-def _joined(ranges: list[tuple[int, int]]) -> Runs:
-    """The same tokens as ascending ranges, adjacent ones merged, empty ones dropped."""
-    runs: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if start == stop:
-            continue
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], stop)
-        else:
-            runs.append((start, stop))
-    return tuple(runs)
