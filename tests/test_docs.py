@@ -168,15 +168,48 @@ def test_the_readme_has_the_trainers_measured_speed() -> None:
 
 def test_context_parallelism_has_its_measured_times() -> None:
     measured: dict[tuple[str, ...], dict[str, str]] = {}
-    for entry in results("context-parallel-h200.json"):
-        if "transport" in entry:
+    for part in ("", "-1m", "-dense", "-1m-dense"):
+        for entry in results(f"context-parallel{part}-h200.json"):
             key = entry["attention"], short(entry["tokens"]), entry["layout"]
             cell = f"{entry['ms']['median']:.1f} ({percent(entry['efficiency'])})"
             measured.setdefault(key, {})[entry["transport"]] = cell
     told = rows("docs/context-parallelism.md")
-    assert len(measured) == 12
+    assert len(measured) == 13
     for key, cells in measured.items():
-        assert (*key, *(cells[name] for name in ("allgather", "ring", "ulysses", "hierarchical"))) in told
+        assert (
+            *key,
+            *(cells.get(name, "not run") for name in ("allgather", "ring", "ulysses", "hierarchical")),
+        ) in told
+
+
+def test_context_parallelism_has_what_a_sink_costs() -> None:
+    entries = [*results("context-skew-h200.json"), *results("context-skew-zigzag-h200.json")]
+    measured = {
+        (
+            entry["transport"],
+            entry["layout"],
+            *(f"{entry[routing]['ms']['median']:.1f}" for routing in ("sink", "uniform")),
+            f"{entry['sink_over_uniform']:.2f}",
+            *(f"{entry[routing]['busy_max_over_mean']:.2f}" for routing in ("sink", "uniform")),
+        )
+        for entry in entries
+    }
+    told = {row for row in rows("docs/context-parallelism.md") if row[0] in {entry["transport"] for entry in entries}}
+    assert len(told) == 6
+    assert told <= measured
+
+
+def test_durability_has_the_measured_stall() -> None:
+    found = results("checkpoint-stall-8b-h200-x4.json")
+    step, beside, after = found["step_s"], found["step_beside_save_s"], found["step_after_save_s"]["median"]
+    text = " ".join((ROOT / "docs" / "durability.md").read_text().split())
+    for claim in (
+        f"for {1000 * found['first_stall_s']:.0f} ms, {percent(found['first_stall_share_of_step'], 1)} of a step of "
+        f"{step['median']:.2f} s; the step after it takes {after:.2f} s",
+        f"other steps between {step['min']:.2f} and {step['max']:.2f}",
+        f"beside the writing {beside['median']:.2f}, the slowest {beside['max']:.2f} (",
+    ):
+        assert claim in text, claim
 
 
 def test_sft_has_the_measured_losses() -> None:

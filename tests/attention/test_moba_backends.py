@@ -64,21 +64,19 @@ def test_a_measured_rule_prefers_flash_for_long_blocks_and_many_rows(monkeypatch
     monkeypatch.setattr(backends, "_FLASH_PAYS_FROM", {"some kernel": 2048, "another kernel": 64})
     assert pick(block_size=4096) == "triton"
     monkeypatch.setattr(backends, "_FLASH_ROWS", 128)
-    assert pick(block_size=2048) == "triton"
-    monkeypatch.setattr(backends, "_FLASH_QUERIES", 128)
     assert pick(block_size=1024) == "triton"
     with caplog.at_level(logging.INFO):
         assert pick(block_size=2048) is flash
     assert "faster for blocks of 2048" in caplog.records[0].message
 
 
-def test_of_a_shard_the_whole_sequence_counts_as_its_keys_do(monkeypatch):
+def test_a_shard_of_queries_needs_fewer_rows_for_flash_than_a_whole_sequence(monkeypatch):
     monkeypatch.setattr(backends, "_FLASH_PAYS_FROM", {"some kernel": 2048})
-    monkeypatch.setattr(backends, "_FLASH_ROWS", 2 * 256)
-    monkeypatch.setattr(backends, "_FLASH_QUERIES", 2 * 64)
+    monkeypatch.setattr(backends, "_FLASH_ROWS_OF_A_SHARD", 128)
     shard = packed([256], "cpu").part(((64, 128),), None)
     assert pick_backend("auto", q(), shard, block_size=2048, topk=3) is flash
-    monkeypatch.setattr(backends, "_FLASH_ROWS", 2 * 256 + 1)
+    assert pick(block_size=2048) == "triton"
+    monkeypatch.setattr(backends, "_FLASH_ROWS_OF_A_SHARD", 129)
     assert pick_backend("auto", q(), shard, block_size=2048, topk=3) == "triton"
 
 

@@ -23,10 +23,9 @@ logger = logging.getLogger(__name__)
 _FLASH_PAYS_FROM = {"flash-attn-4": 2048}
 """Block size from which `flash` on a varlen kernel of this name is faster than `triton` (docs/performance-log.md)."""
 _FLASH_ROWS = 2**21
-"""Rows (tokens of the sequence x query heads) from which its partial results are small beside what dense attention
-takes; of a shard of queries, too, all keys are there."""
-_FLASH_QUERIES = 2**19
-"""The fewest query rows (tokens of a shard x query heads) that it was measured with."""
+"""Query rows (tokens x heads) from which its partial results are small beside what dense attention takes."""
+_FLASH_ROWS_OF_A_SHARD = 2**19
+"""The fewest that it was measured with in a shard, beside which all keys are in memory anyway."""
 
 
 class Backend(Protocol):
@@ -114,8 +113,7 @@ def _best(q_THD: Tensor, layout: Layout, block_size: int, topk: int) -> str:
 
 def _flash_pays(q_THD: Tensor, layout: Layout, block_size: int) -> bool:
     """Whether `flash` is faster than `triton` where both can run: a rule from measurements."""
-    tokens, heads, _ = q_THD.shape
-    few = layout.total * heads < _FLASH_ROWS or tokens * heads < _FLASH_QUERIES
+    few = q_THD.shape[0] * q_THD.shape[1] < (_FLASH_ROWS if layout.is_whole else _FLASH_ROWS_OF_A_SHARD)
     if few or block_size < min(_FLASH_PAYS_FROM.values(), default=math.inf):
         return False  # without a look at the optional packages, which takes seconds
     pays = block_size >= _FLASH_PAYS_FROM.get(flash.kernel_name(q_THD, layout, block_size), math.inf)

@@ -4,7 +4,7 @@ Costs are predictions for one layer, forward and backward together: bytes that a
 node and between nodes, and bytes that it copies and sums in its own memory for that; the seconds they take at measured
 rates; and the memory of the buffers. Against transfers measured on 4 x H200 at 64K tokens per GPU (benchmarks/results/
 context-parallel-h200.json) the seconds are within 20 %; at 16K tokens, launching the many small kernels takes longer,
-4-10 ms.
+4-12 ms.
 """
 
 from collections.abc import Callable
@@ -244,8 +244,10 @@ def choose(
     """
 
     def scheme(kind: TransportKind, depth: int | None = ring_depth) -> Scheme:
-        # With every transport but Ulysses a rank's work is that of its own queries.
-        balanced: Kind = "zigzag" if work_grows and kind != "ulysses" else "contiguous"
+        # With every transport but Ulysses a rank's work is that of its own queries; around a ring it is that of the
+        # chunks that they see, too, and later queries see more.
+        unequal = kind == "ring" or (work_grows and kind != "ulysses")
+        balanced: Kind = "zigzag" if unequal else "contiguous"
         return Scheme(ranks, kind, balanced if layout == "auto" else layout, node, depth)
 
     if transport != "auto":
@@ -275,7 +277,8 @@ def _whole_heads(scheme: Scheme, shape: Shape) -> bool:
     """Ulysses inside a node, key/value heads not repeated: the fastest measured, though it may send more.
 
     Ranks attend to whole sequences with some heads, in fewer and fuller launches. On 4 x H200 at 256K tokens, against
-    all-gather: dense 1 % less time, MoBA 4096/12 11 %, 512/8 13 % (benchmarks/results/context-parallel-h200.json).
+    all-gather: dense 1 % less time, MoBA 4096/12 9 %, 512/8 12 % or more (benchmarks/results/context-parallel-h200.json
+    and context-parallel-dense-h200.json).
     """
     return scheme.transport == "ulysses" and scheme.node == scheme.ranks and shape.kv_heads % scheme.ranks == 0
 

@@ -48,7 +48,8 @@ def test_where_nothing_fits_a_ring_with_two_buffers_is_left():
     ("transport", "work_grows", "layout"),
     [
         ("ring", True, "zigzag"),
-        ("ring", False, "contiguous"),
+        ("ring", False, "zigzag"),
+        ("allgather", False, "contiguous"),
         ("allgather", True, "zigzag"),
         ("ulysses", True, "contiguous"),
     ],
