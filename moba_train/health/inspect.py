@@ -33,21 +33,26 @@ class Document(NamedTuple):
 def print_spike(run_dir: Path, step: int | None, documents: int, console: Console) -> None:
     """Print the dump of `step`, by default the newest, with the beginnings of its `documents` of highest loss.
 
-    Text where the run has a tokenizer, else token ids. Raises UserError when there is no such dump.
+    Text where the run has a tokenizer, else token ids. Raises UserError when there is no such dump, or none that this
+    version can read.
     """
-    dump, others = _read_dump(run_dir, step)
-    console.print(f"step {dump['step']}, stage {dump['stage']}, {dump['tokens']} tokens: {dump['level']}", style="bold")
-    console.print(f"{dump['message']}; reaction: {dump['action']}")
+    path, others = _find_dump(run_dir, step)
+    try:
+        dump = json.loads(path.read_text(encoding="utf-8"))
+        head = f"step {dump['step']}, stage {dump['stage']}, {dump['tokens']} tokens: {dump['level']}"
+        what = f"{dump['message']}; reaction: {dump['action']}"
+        tables, found = [_step_table(dump), _layer_table(dump), _rank_table(dump)], _documents(dump)
+    except KeyError as error:
+        raise UserError(f"{path} lacks {error}: it was not written by this version of moba_train") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is no dump of a spike: {error}") from error
+    console.print(head, style="bold")
+    console.print(what)
     if others:
         console.print(f"other dumps of this run: {', '.join(map(str, others))}")
     console.print()
-    numbers = ("loss", "spike_z_loss", "grad_norm", "spike_z_grad", "lr")
-    console.print(_table(numbers, [[dump[name] for name in numbers]]))
-    console.print(_layer_table(dump))
-    columns = ("loss", "repeated_loss", "loss_tokens")
-    ranks = [(number, *(rank[name] for name in columns)) for number, rank in enumerate(dump["ranks"])]
-    console.print(_table(("rank", *columns), ranks))
-    found = _documents(dump)
+    for table in tables:
+        console.print(table)
     console.print(f"{len(found)} document pieces, highest loss first:")
     decode = _decoder(run_dir)
     for document in found[:documents]:
@@ -62,16 +67,28 @@ def print_spike(run_dir: Path, step: int | None, documents: int, console: Consol
         console.print(f"\n{len(found) - documents} more: --documents {len(found)}")
 
 
-def _read_dump(run_dir: Path, step: int | None) -> tuple[dict[str, Any], list[int]]:
+def _find_dump(run_dir: Path, step: int | None) -> tuple[Path, list[int]]:
     """The dump of `step` or the newest, and the steps of the other ones."""
     folder = dump_folder(run_dir)
-    dumps = {int(path.stem.removeprefix("step_")): path for path in sorted(folder.glob("step_*.json"))}
+    found = ((path.stem.removeprefix("step_"), path) for path in sorted(folder.glob("step_*.json")))
+    dumps = {int(number): path for number, path in found if number.isdecimal()}
     if not dumps:
         raise UserError(f"{folder} holds no dumps: RUN must be the run_dir of a run that had a spike")
     chosen = max(dumps) if step is None else step
     if chosen not in dumps:
         raise UserError(f"--step: {chosen} given; {run_dir} has dumps of steps {', '.join(map(str, dumps))}")
-    return json.loads(dumps.pop(chosen).read_text(encoding="utf-8")), list(dumps)
+    return dumps.pop(chosen), list(dumps)
+
+
+def _step_table(dump: dict[str, Any]) -> Table:
+    numbers = ("loss", "spike_z_loss", "grad_norm", "spike_z_grad", "lr")
+    return _table(numbers, [[dump[name] for name in numbers]])
+
+
+def _rank_table(dump: dict[str, Any]) -> Table:
+    columns = ("loss", "repeated_loss", "loss_tokens")
+    rows = [(number, *(rank[name] for name in columns)) for number, rank in enumerate(dump["ranks"])]
+    return _table(("rank", *columns), rows)
 
 
 def _layer_table(dump: dict[str, Any]) -> Table:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,28 @@ def test_a_dump_that_is_not_there_is_refused(skipping: tuple[Run, list[tuple[int
     code, output = invoke("inspect-spike", str(tmp_path))
     assert code == 2
     assert "spikes" in output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace('"gate"', '"other"'), "lacks 'gate': it was not written by this version"),
+        (lambda text: text[: len(text) // 2], "is no dump of a spike"),
+        (lambda text: "[1]", "is no dump of a spike"),
+    ],
+    ids=["older", "cut short", "a list"],
+)
+def test_a_dump_that_cannot_be_read_is_named_with_what_is_wrong(
+    skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path, change: Callable[[str], str], message: str
+) -> None:
+    run, _ = skipping
+    shutil.copytree(dump_folder(run.run_dir), dump_folder(tmp_path))
+    path = dump_folder(tmp_path) / f"step_{POISONED:08d}.json"
+    path.write_text(change(path.read_text()))
+    (path.parent / "step_of_mine.json").write_text("{}")
+    code, output = invoke("inspect-spike", str(tmp_path))
+    assert code == 2
+    assert f"{path.name} {message}" in output
 
 
 def test_a_disk_that_fills_up_leaves_no_half_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
