@@ -6,8 +6,8 @@
 Forward and backward of one layer of Llama-3-8B's shape, bf16, one document of random data. The time of a call is that
 of its slowest rank. Its efficiency is its rate, in pairs of query and key per second and rank, over that of one rank
 alone with its own sequence of up to --alone-up-to tokens. Communication alone is the transport with an attention that
-does nothing; attention alone is a rank's share with all keys at hand. Results are compared row by row: with those of one
-rank that has the whole sequence, up to --alone-up-to tokens, and beyond with those of the first transport. On a CPU
+does nothing; attention alone is a rank's share with all keys at hand. Results are compared row by row: with those of
+one rank that has the whole sequence, up to --alone-up-to tokens, and beyond with those of the first transport. On a CPU
 sizes are tiny and only ratios mean anything.
 """
 
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
 from moba_train.parallel.context.choose import Scheme, Shape, check_heads, check_sizes, cost
+from moba_train.parallel.context.comm import Peers
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.world import World, joined_world
@@ -50,6 +52,11 @@ class Setting:
         self.heads, self.kv_heads, self.head_dim = sizes
         self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
         self._engines: dict[Scheme, ContextParallel] = {}
+
+    @cached_property
+    def peers(self) -> Peers:
+        """All ranks."""
+        return Peers(dist.group.WORLD, self.device)
 
     def engine(self, scheme: Scheme) -> ContextParallel:
         """The same for the same scheme: communicators take memory."""
@@ -133,8 +140,7 @@ def differing_rows(
     becomes these. In the order of the sequence."""
     whole = []
     for mine in row_lengths(results):
-        shards = mine.new_empty(setting.world.size * len(mine), *mine.shape[1:])
-        dist.all_gather_into_tensor(shards, mine.contiguous())
+        (shards,) = setting.peers.all_gather(mine.contiguous()).wait()
         whole.append(sequence.to_packed(shards))
     other[:] = other or whole
     off = [((a - b).abs() > 0.05 * torch.maximum(a, b)).double().mean() for a, b in zip(whole, other, strict=True)]

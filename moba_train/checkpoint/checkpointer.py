@@ -119,6 +119,10 @@ class Checkpointer:
     def _stage(self, tensors: dict[str, Tensor], ready: torch.cuda.Event | None) -> dict[str, Tensor]:
         """CPU copies of this rank's shards as they were at `ready`."""
         try:
+            if self._stream is not None:
+                # A thread is on GPU 0 to begin with. To come back there, if only from another stream, makes a context
+                # there, and for seconds nobody else in the process can launch anything.
+                torch.cuda.set_device(self._stream.device)
             with torch.cuda.stream(self._stream):
                 if ready is not None:
                     ready.wait()
@@ -152,10 +156,6 @@ class Checkpointer:
         began = time.perf_counter()
         temporary: Path | None = None
         try:
-            if self._stream is not None:
-                # A thread is on GPU 0 to begin with. To come back there, if only from another stream, makes a context
-                # there, and for seconds nobody else in the process can launch anything.
-                torch.cuda.set_device(self._stream.device)
             copies = self._together.each(lambda: self._stage(tensors, ready))
             temporary = self._together.from_rank_0(lambda: publish.make_temporary_folder(self.folder, step))
             self._writer.write(temporary, tensors, copies)
