@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from moba_train.parallel.world import World, joined_world
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 TOY_HEADS, TOY_KV_HEADS, TOY_HEAD_DIM = 8, 4, 16
+GATHERING = ("allgather", "hierarchical")
+"""Transports with slices."""
 
 
 class Setting:
@@ -199,6 +202,7 @@ def measure(
         "tokens": tokens,
         "transport": scheme.transport,
         "layout": scheme.layout,
+        "slices": scheme.slices if scheme.transport in GATHERING else None,
         "ms": total,
         "efficiency": rate / (pairs(name, int(alone["tokens"])) / alone["ms"]),
         "communication_ms": communication,
@@ -228,12 +232,12 @@ def alone_rate(setting: Setting, name: str, tokens: int, limit: int) -> tuple[di
     return {"tokens": tokens, "ms": max(setting.of_all_ranks(statistics.median(times)))}, rows
 
 
-def schemes(setting: Setting, transports: list[str], layouts: list[str], node: int) -> list[Scheme]:
-    """Those that these ranks and heads can do."""
+def schemes(setting: Setting, transports: list[str], layouts: list[str], node: int, slices: list[int]) -> list[Scheme]:
+    """Those that these ranks and heads can do; `slices` of transports that have any."""
     found = []
-    for transport in transports:
-        for layout in layouts:
-            scheme = Scheme(setting.world.size, transport, layout, node)  # type: ignore[arg-type]  # checked below
+    for transport, layout in product(transports, layouts):
+        for number in slices if transport in GATHERING else slices[:1]:
+            scheme = Scheme(setting.world.size, transport, layout, node, slices=number)  # type: ignore[arg-type]
             try:
                 check_sizes(scheme)
                 check_heads(scheme, setting.heads, setting.kv_heads, couples_heads=False)
@@ -247,8 +251,9 @@ def schemes(setting: Setting, transports: list[str], layouts: list[str], node: i
 
 def report(result: dict[str, Any]) -> None:
     """One line."""
+    name = f"{result['transport']}:{result['slices'] or ''}".rstrip(":")
     print(
-        f"{result['attention']:>8} {result['tokens']:>8} {result['transport']:>12} {result['layout']:>10}: "
+        f"{result['attention']:>8} {result['tokens']:>8} {name:>14} {result['layout']:>10}: "
         f"{result['ms']['median']:9.2f} ms, {100 * result['efficiency']:5.1f} % of one rank's rate; communication "
         f"alone {result['communication_ms']['median']:8.2f} (predicted {result['predicted_communication_ms']:.2f}), "
         f"attention alone {result['attention_ms']['median']:9.2f}, hidden {100 * result['hidden_share']:3.0f} %; "
@@ -265,6 +270,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=length, help="whole sequences; default 64K 128K 256K, CPU 1K")
     parser.add_argument("--alone-up-to", type=length, default=2**18, help="longest sequence for one rank alone")
     parser.add_argument("--ranks-per-node", type=int, help="ranks in a node, for hierarchical; default: all")
+    parser.add_argument("--slices", nargs="+", type=int, default=[4], help="of keys and values that are gathered")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warm-ups", type=int, default=2)
     parser.add_argument("--output", type=Path)
@@ -277,7 +283,7 @@ def main() -> None:
         for name in arguments.attention:
             for tokens in lengths:
                 alone, rows = alone_rate(setting, name, tokens, arguments.alone_up_to)
-                for scheme in schemes(setting, arguments.transports, arguments.layouts, node):
+                for scheme in schemes(setting, arguments.transports, arguments.layouts, node, arguments.slices):
                     results.append(measure(setting, scheme, name, tokens, alone, rows))
                     if world.is_main:
                         report(results[-1])

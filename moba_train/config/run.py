@@ -27,6 +27,12 @@ class ContextParallelConfig(Section):
     cp_ring_depth: int | None = Field(
         None, ge=2, description="ring: buffers for the chunks of other ranks; null: one for each"
     )
+    cp_slices: int = Field(
+        4,
+        ge=1,
+        description="allgather, hierarchical: transfers that a layer's key/value heads are gathered in; of more, more "
+        "can hide behind attention and less is in memory, of fewer, the attention's launches are fuller",
+    )
 
 
 class ParallelConfig(ContextParallelConfig):

@@ -41,6 +41,7 @@ def stage_scheme(
         work_grows=any(KINDS[layer.kind].work_grows for layer in stage.attention),
         memory_bytes=memory_bytes,
         ring_depth=parallel.cp_ring_depth,
+        slices=parallel.cp_slices,
     )
 
 

@@ -60,6 +60,10 @@ def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
             "parallel.cp_ring_depth: given 3 in stage 'long', which cp_transport 'allgather' does not use",
         ),
         (
+            ["parallel={cp: 2, cp_slices: 1}", "stages.1.parallel.cp_transport=ulysses"],
+            "parallel.cp_slices: given 1 in stage 'long', which cp_transport 'ulysses' does not use",
+        ),
+        (
             ["evaluation.position_wise={bucket: 3K}", "data.validation=[{path: v}]"],
             "evaluation.position_wise.bucket: given 3072, which does not divide stages[0].seq_len 2048",
         ),

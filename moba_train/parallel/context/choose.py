@@ -23,8 +23,6 @@ NETWORK_RATE = 50e9
 COPY_RATE = 2500e9
 """Bytes per second that are read and written in a GPU's memory when rows are put in order, merged and summed: fitted
 to transfers measured on H200 (see above)."""
-_SLICES = 4
-"""That keys and values are gathered in, if there are so many heads; two of them are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,9 @@ class Scheme:
     """So many consecutive ranks share a node; a divisor of `ranks`, or `ranks` itself."""
     ring_depth: int | None = None
     """Buffers of the ring; None: one for each rank."""
+    slices: int = 4
+    """That all-gather and hierarchical gather keys and values in, if there are so many heads; two are in memory at
+    once."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def cost(scheme: Scheme, shape: Shape) -> Cost:
 
 def _allgather_cost(scheme: Scheme, shape: Shape) -> Cost:
     received = 3 * _others_tokens(scheme, shape) * shape.kv_bytes  # keys and values twice, their gradients once
-    slices = _slices(shape.kv_heads)
+    slices = _slices(scheme, shape.kv_heads)
     buffers = _gather_buffers(slices, shape.tokens * shape.kv_bytes)
     copied = _gather_copies(scheme, shape.tokens / scheme.ranks * shape.q_bytes, shape.kv_bytes, shape.tokens)
     # NCCL's rings enter a node through all of its adapters.
@@ -152,9 +153,9 @@ def _allgather_cost(scheme: Scheme, shape: Shape) -> Cost:
     return Cost(received, network, copied, buffers, upfront=1 / slices)
 
 
-def _slices(kv_heads: int) -> int:
+def _slices(scheme: Scheme, kv_heads: int) -> int:
     """How many a rank's key/value heads make: equally wide ones, but for the last."""
-    return -(-kv_heads // -(-kv_heads // _SLICES))
+    return -(-kv_heads // -(-kv_heads // scheme.slices))
 
 
 def _gather_buffers(slices: int, kv_bytes: float) -> float:
@@ -191,7 +192,7 @@ def _hierarchical_cost(scheme: Scheme, shape: Shape) -> Cost:
     gathered = 3 * (1 - scheme.node / scheme.ranks) * shape.tokens * kv_bytes
     copied += _gather_copies(scheme, shape.tokens / scheme.ranks * shape.q_bytes, kv_bytes, shape.tokens)
     within, across = swapped / NODE_RATE, gathered / NETWORK_RATE
-    slices = _slices(max(1, shape.kv_heads // scheme.node))
+    slices = _slices(scheme, max(1, shape.kv_heads // scheme.node))
     upfront = (within + across / slices) / (within + across)
     return Cost(swapped, gathered, copied, buffers + _gather_buffers(slices, shape.tokens * kv_bytes), upfront)
 
@@ -232,6 +233,7 @@ def choose(
     work_grows: bool,
     memory_bytes: float | None = None,
     ring_depth: int | None = None,
+    slices: int = 4,
 ) -> tuple[Scheme, str]:
     """The scheme to use, and why, in lines to print.
 
@@ -248,7 +250,7 @@ def choose(
         # chunks that they see, too, and later queries see more.
         unequal = kind == "ring" or (work_grows and kind != "ulysses")
         balanced: Kind = "zigzag" if unequal else "contiguous"
-        return Scheme(ranks, kind, balanced if layout == "auto" else layout, node, depth)
+        return Scheme(ranks, kind, balanced if layout == "auto" else layout, node, depth, slices)
 
     if transport != "auto":
         only = scheme(transport)

@@ -92,10 +92,10 @@ def context_engine(
     if scheme.transport == "ring":
         transport = Ring(Peers(group, device), scheme.ring_depth)
     elif scheme.transport == "allgather":
-        transport = AllGather(Peers(group, device))
+        transport = AllGather(Peers(group, device), scheme.slices)
     elif scheme.transport == "ulysses":
         transport = Ulysses(Peers(group, device), Whole())
     else:
         node, across = nested_groups(group, scheme.node, timeout)
-        transport = Ulysses(Peers(node, device), AllGather(Peers(across, device)))
+        transport = Ulysses(Peers(node, device), AllGather(Peers(across, device), scheme.slices))
     return ContextParallel(scheme, transport)

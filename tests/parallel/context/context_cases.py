@@ -178,30 +178,30 @@ class Board:
         return [message for _, message in everyone]
 
 
-def thread_transports(scheme: Scheme, **options) -> tuple[list[Transport], list[Board]]:
+def thread_transports(scheme: Scheme) -> tuple[list[Transport], list[Board]]:
     """The transports of all ranks, and what they talk over."""
     if scheme.transport == "hierarchical":
         nodes, places = scheme.ranks // scheme.node, scheme.node
         inner, outer = [Board(places) for _ in range(nodes)], [Board(nodes) for _ in range(places)]
         made = [
-            Ulysses(ThreadPeers(rank % places, inner[rank // places]), AllGather(ThreadPeers(rank // places, board)))
+            Ulysses(ThreadPeers(rank % places, inner[rank // places]), AllGather(outside, scheme.slices))
             for rank in range(scheme.ranks)
-            for board in [outer[rank % places]]
+            for outside in [ThreadPeers(rank // places, outer[rank % places])]
         ]
         return made, inner + outer
     board = Board(scheme.ranks)
     peers = [ThreadPeers(rank, board) for rank in range(scheme.ranks)]
     make = {
         "ring": lambda p: Ring(p, scheme.ring_depth),
-        "allgather": lambda p: AllGather(p, **options),
+        "allgather": lambda p: AllGather(p, scheme.slices),
         "ulysses": lambda p: Ulysses(p, Whole()),
     }[scheme.transport]
     return [make(p) for p in peers], [board]
 
 
-def on_threads(scheme: Scheme, case: Case, inputs: list[Tensor], **options) -> Result:
+def on_threads(scheme: Scheme, case: Case, inputs: list[Tensor]) -> Result:
     """The result of all ranks put together."""
-    transports, boards = thread_transports(scheme, **options)
+    transports, boards = thread_transports(scheme)
     engines = [ContextParallel(scheme, transport) for transport in transports]
 
     def run(engine: ContextParallel) -> tuple[Result, Plan]:

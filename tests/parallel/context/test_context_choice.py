@@ -80,11 +80,19 @@ def test_one_head_cannot_be_gathered_in_slices():
     assert found.memory_bytes == 2 * replace(LLAMA_8B, kv_heads=1).kv_bytes * LLAMA_8B.tokens
 
 
-@pytest.mark.parametrize(("kv_heads", "slices"), [(1, 1), (2, 2), (4, 4), (6, 3), (8, 4)])
-def test_predicted_slices_are_those_that_are_gathered(kv_heads, slices):
-    assert cost(Scheme(4, "allgather", "contiguous", 4), replace(LLAMA_8B, kv_heads=kv_heads)).upfront == 1 / slices
-    made = AllGather(ThreadPeers(0, Board(1)))._slices(torch.empty(1, kv_heads, 8), torch.empty(1, kv_heads, 8))
+@pytest.mark.parametrize(
+    ("kv_heads", "asked", "slices"), [(1, 4, 1), (2, 4, 2), (4, 4, 4), (6, 4, 3), (8, 4, 4), (8, 1, 1), (8, 3, 3)]
+)
+def test_predicted_slices_are_those_that_are_gathered(kv_heads, asked, slices):
+    scheme = Scheme(4, "allgather", "contiguous", 4, slices=asked)
+    assert cost(scheme, replace(LLAMA_8B, kv_heads=kv_heads)).upfront == 1 / slices
+    made = AllGather(ThreadPeers(0, Board(1)), asked)._slices(torch.empty(1, kv_heads, 8), torch.empty(1, kv_heads, 8))
     assert len(made) == slices
+
+
+def test_fewer_slices_need_more_memory():
+    bytes_of = [cost(Scheme(4, "allgather", "zigzag", 4, slices=n), LLAMA_8B).memory_bytes for n in (1, 2, 4, 8)]
+    assert bytes_of[0] == bytes_of[1] == 2 * bytes_of[2] == 4 * bytes_of[3]
 
 
 def test_predicted_seconds_agree_with_those_measured_inside_a_node():

@@ -23,9 +23,9 @@ def scheme(transport: str, kind: str, ranks: int = 4, depth: int | None = None) 
     return Scheme(ranks, transport, kind, node=2 if transport == "hierarchical" else ranks, ring_depth=depth)
 
 
-def check(how: Scheme, case: Case, **options) -> None:
+def check(how: Scheme, case: Case) -> None:
     inputs = case.inputs()
-    want, got = on_one_device(case, inputs), on_threads(how, case, inputs, **options)
+    want, got = on_one_device(case, inputs), on_threads(how, case, inputs)
     assert_same(got.tensors, want.tensors)
     assert (got.chosen is None) == (want.chosen is None)
     assert got.chosen is None or torch.equal(got.chosen, want.chosen)
@@ -72,9 +72,8 @@ def test_equal_to_one_device_at_random_sizes(data):
         topk=data.draw(st.sampled_from([None, 1, 2, 3, 9])),
     )
     depth = data.draw(st.sampled_from([None, 2, 3])) if transport == "ring" else None
-    how = Scheme(ranks, transport, data.draw(st.sampled_from(KINDS)), node, depth)
-    options = {"slices": data.draw(st.integers(1, 4))} if transport == "allgather" else {}
-    check(how, case, **options)
+    slices = data.draw(st.integers(1, 4))
+    check(Scheme(ranks, transport, data.draw(st.sampled_from(KINDS)), node, depth, slices), case)
 
 
 @pytest.mark.parametrize("kind", KINDS)

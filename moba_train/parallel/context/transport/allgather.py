@@ -25,8 +25,9 @@ Heads = tuple[slice, slice]
 class AllGather(Transport):
     """See above."""
 
-    def __init__(self, peers: Peers, slices: int = 4) -> None:
-        """`slices`: all but the first of so many transfers can hide behind attention; more of them are smaller."""
+    def __init__(self, peers: Peers, slices: int) -> None:
+        """`slices`: all but the first of so many transfers can hide behind attention; more of them are smaller, and so
+        are the attention's launches."""
         self.peers, self.rank, self.slices = peers, peers.rank, slices
 
     def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
