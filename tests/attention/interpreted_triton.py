@@ -206,8 +206,12 @@ def test_the_composition_gathers_and_joins_with_kernels(lengths, limit, kv_heads
         monkeypatch.setattr(flash, "entries_at_once", lambda rows, head_dim: limit)
     tensors, layout = inputs(lengths, 4, kv_heads, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     ours = build("flash", 64, block_size=block_size, topk=topk)
-    got, plan = run(ours, tensors, layout)
+    whole, plan = run(ours, tensors, layout)
     assert len(plan) == 3, "no lists from the kernels"
+    shards = [((0, 37), (180, sum(lengths))), ((37, 180),)]
+    sharded, chosen = run_in_parts(ours, tensors, layout, shards, all_keys=True)
+    assert torch.equal(chosen, plan[0])
     want = exact(tensors, layout, plan[0], block_size, ours.scale)
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
-        assert error(a, b) < 2e-6, name
+    for got in (whole, sharded):
+        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+            assert error(a, b.double()) < 2e-6, name

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ HERE = Path(__file__).parent
 
 def run_pytest(file: str, **environment: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / file)]
+    if find_spec("xdist"):
+        command += ["-n", str(min(4, os.cpu_count() or 1))]  # processes of one thread each
     root = HERE.parents[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), **environment}
     result = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=False)
@@ -22,5 +25,5 @@ def run_pytest(file: str, **environment: str) -> None:
 
 @pytest.mark.slow
 def test_kernels_equal_the_reference_in_the_interpreter():
-    """In a process of its own: Triton reads TRITON_INTERPRET when the kernels are imported."""
+    """In processes of their own: Triton reads TRITON_INTERPRET when the kernels are imported."""
     run_pytest("interpreted_triton.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
