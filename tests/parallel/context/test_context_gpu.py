@@ -55,7 +55,7 @@ def soak(member: Member) -> None:
     engines = {name: member.engine(scheme) for name, scheme in SCHEMES.items() if scheme.ranks in member.groups}
     for step in range(int(os.environ.get("MOBA_SOAK", "10"))):
         name = rng.choice([name for name, scheme in SCHEMES.items() if scheme.ranks == WORLD])
-        lengths = [rng.randint(0, 3000) for _ in range(rng.randint(1, 5))] + [rng.randint(WORLD, 3000)]
+        lengths = [rng.randint(0, 1000) for _ in range(rng.randint(1, 5))] + [rng.randint(WORLD, 1000)]
         topk = rng.choice([None, 1, 3, 8])
         case = replace(BIG, lengths=tuple(lengths), block_size=rng.choice([64, 128, 512]), topk=topk)
         try:
