@@ -27,11 +27,11 @@ class ContextParallelConfig(Section):
     cp_ring_depth: int | None = Field(
         None, ge=2, description="ring: buffers for the chunks of other ranks; null: one for each"
     )
-    cp_slices: int = Field(
-        4,
+    cp_slices: int | None = Field(
+        None,
         ge=1,
-        description="allgather, hierarchical: transfers that a layer's key/value heads are gathered in; of more, more "
-        "can hide behind attention and less is in memory, of fewer, the attention's launches are fuller",
+        description="allgather, hierarchical: transfers that a layer's key/value heads are gathered in, null: 4; of "
+        "more, more can hide behind attention and less is in memory, of fewer, the attention's launches are fuller",
     )
 
 

@@ -126,7 +126,7 @@ def _context_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator
                 f"{_cp_key(config, index, 'cp_ring_depth')}: given {parallel.cp_ring_depth} {where}, which "
                 f"cp_transport {parallel.cp_transport!r} does not use; remove it or set cp_transport: ring"
             )
-        if "cp_slices" in parallel.model_fields_set and parallel.cp_transport in ("ring", "ulysses"):
+        if parallel.cp_slices is not None and parallel.cp_transport in ("ring", "ulysses"):
             yield (
                 f"{_cp_key(config, index, 'cp_slices')}: given {parallel.cp_slices} {where}, which cp_transport "
                 f"{parallel.cp_transport!r} does not use; remove it or set cp_transport: allgather"

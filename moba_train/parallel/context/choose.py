@@ -233,7 +233,7 @@ def choose(
     work_grows: bool,
     memory_bytes: float | None = None,
     ring_depth: int | None = None,
-    slices: int = 4,
+    slices: int | None = None,
 ) -> tuple[Scheme, str]:
     """The scheme to use, and why, in lines to print.
 
@@ -250,7 +250,7 @@ def choose(
         # chunks that they see, too, and later queries see more.
         unequal = kind == "ring" or (work_grows and kind != "ulysses")
         balanced: Kind = "zigzag" if unequal else "contiguous"
-        return Scheme(ranks, kind, balanced if layout == "auto" else layout, node, depth, slices)
+        return Scheme(ranks, kind, balanced if layout == "auto" else layout, node, depth, slices or Scheme.slices)
 
     if transport != "auto":
         only = scheme(transport)
