@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=length, help="whole sequences; default 64K 128K 256K, CPU 1K")
     parser.add_argument("--alone-up-to", type=length, default=2**18, help="longest sequence for one rank alone")
     parser.add_argument("--ranks-per-node", type=int, help="ranks in a node, for hierarchical; default: all")
-    parser.add_argument("--slices", nargs="+", type=int, default=[4], help="of keys and values that are gathered")
+    parser.add_argument("--slices", nargs="+", type=int, default=[Scheme.slices], help="of keys and values")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warm-ups", type=int, default=2)
     parser.add_argument("--output", type=Path)

@@ -129,7 +129,7 @@ def measure(setting: Setting, name: str, layout_kind: str, tokens: int, block_si
         both_passes(engine, attention, shard, layout)
         attention.busy_ms()
         times = setting.milliseconds(lambda: both_passes(engine, attention, shard, layout))  # noqa: B023  # called at once
-        busy = setting.of_all_ranks(attention.busy_ms() / (setting.repeats + 2))
+        busy = setting.of_all_ranks(attention.busy_ms() / (setting.repeats + setting.warm_ups))
         result[routing] = {
             "ms": spread([max(column) for column in zip(*setting.of_all_ranks(times), strict=True)]),
             "busy_ms": busy,

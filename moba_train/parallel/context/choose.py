@@ -239,8 +239,9 @@ def choose(
 
     `node`: consecutive ranks that share a node. `work_grows`: whether any layer's work grows with a token's position
     (dense attention), so that contiguous shards would be unequal. `memory_bytes`: what the buffers of one layer may
-    take; None: no limit. `auto` takes Ulysses inside a node when ranks share out key/value heads evenly, else the
-    transport with the least transfer time of those that fit; when none does, a ring with two buffers.
+    take; None: no limit. `ring_depth`, `slices`: those of `Scheme`, None: its defaults. `auto` takes Ulysses inside a
+    node when ranks share out key/value heads evenly, else the transport with the least transfer time of those that fit;
+    when none does, a ring with two buffers.
 
     Raises ValueError, naming the key, for a transport that was asked for and cannot do these sizes.
     """
