@@ -7,14 +7,15 @@ keys and values to their owners, who add them up in float32.
 Shape suffixes as in base.py; T tokens of the sequence, R ranks.
 """
 
+from collections import deque
 from collections.abc import Iterator
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from moba_train.attention.protocol import Plan
 from moba_train.parallel.context.comm import Arrival, Peers
-from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.transport.base import Job, Transport, padded_lse, sum_dtype
 from moba_train.parallel.context.units import all_summaries
 
@@ -34,17 +35,19 @@ class AllGather(Transport):
         """See `Transport.forward`."""
         attention, tokens, part = job.attention, job.sequence.tokens(self.rank), job.part(self.rank)
         slices = self._slices(q_LHD, k_LKD)
-        first = self._gather(k_LKD, v_LKD, slices[0])
         summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.peers)
         out_LHD, plan = _zero_behind(q_LHD, tokens), list[Tensor]()
         lse_Hn = q_LHD.new_empty((q_LHD.shape[1], tokens), dtype=sum_dtype(q_LHD.dtype))
-        for (kv, of), k_TKD, v_TKD in self._arriving(k_LKD, v_LKD, slices, first, job.sequence):
+        for (kv, of), coming in self._arriving(k_LKD, v_LKD, slices):
             q_nHD = q_LHD[:tokens, of].contiguous()
-            if tokens:
+            if tokens:  # the choice needs no keys, so even the first slice travels beside work
                 chosen = attention.plan(q_nHD, None if summaries is None else summaries[:, kv], part)
-                out_LHD[:tokens, of], lse_Hn[of] = attention.attend(q_nHD, k_TKD, v_TKD, part, chosen)
             else:
-                chosen = attention.empty_plan(q_nHD, k_TKD, part)
+                chosen = attention.empty_plan(q_nHD, k_LKD[:, kv], part)
+            k_TKD, v_TKD = (job.sequence.to_packed(x) for x in coming.wait())
+            del coming
+            if tokens:
+                out_LHD[:tokens, of], lse_Hn[of] = attention.attend(q_nHD, k_TKD, v_TKD, part, chosen)
             plan += chosen
             del k_TKD, v_TKD  # or three slices are in memory when the next but one is asked for
         return out_LHD, padded_lse(lse_Hn, q_LHD.shape[0]), tuple(plan)
@@ -73,11 +76,12 @@ class AllGather(Transport):
             total = partial.unflatten(0, (self.peers.size, -1)).sum(0, dtype=sum_dtype(partial.dtype))
             dk_LKD[:, kv], dv_LKD[:, kv] = total.chunk(2, dim=1)
 
-        first = self._gather(k_LKD, v_LKD, slices[0])
-        arriving = self._arriving(k_LKD, v_LKD, slices, first, job.sequence)
-        for chosen, ((kv, of), k_TKD, v_TKD) in zip(plans, arriving, strict=True):
+        arriving = self._arriving(k_LKD, v_LKD, slices)
+        for chosen, ((kv, of), coming) in zip(plans, arriving, strict=True):
+            dout, q, out = (x[:tokens, of].contiguous() for x in (dout_LHD, q_LHD, out_LHD))
+            k_TKD, v_TKD = (job.sequence.to_packed(x) for x in coming.wait())
+            del coming
             if tokens:
-                dout, q, out = (x[:tokens, of].contiguous() for x in (dout_LHD, q_LHD, out_LHD))
                 lse = lse_HL[of, :tokens].contiguous()
                 dq, dk, dv = job.attention.attend_backward(dout, q, k_TKD, v_TKD, out, lse, part, chosen)
                 dq_LHD[:tokens, of] = dq
@@ -109,17 +113,13 @@ class AllGather(Transport):
     def _gather(self, k_LKD: Tensor, v_LKD: Tensor, heads: Heads) -> Arrival:
         return self.peers.all_gather(*(x[:, heads[0]].contiguous() for x in (k_LKD, v_LKD)))
 
-    def _arriving(
-        self, k_LKD: Tensor, v_LKD: Tensor, slices: list[Heads], first: Arrival, sequence: SequenceLayout
-    ) -> Iterator[tuple[Heads, Tensor, Tensor]]:
-        """Each slice with the keys and values of all tokens, [T, K, D]; the next one is asked for meanwhile."""
-        coming = first
-        for i, heads in enumerate(slices):
-            k_TKD, v_TKD = (sequence.to_packed(x) for x in coming.wait())
-            if i + 1 < len(slices):
-                coming = self._gather(k_LKD, v_LKD, slices[i + 1])
-            yield heads, k_TKD, v_TKD
-            del k_TKD, v_TKD
+    def _arriving(self, k_LKD: Tensor, v_LKD: Tensor, slices: list[Heads]) -> Iterator[tuple[Heads, Arrival]]:
+        """Each slice with the keys and values of all shards, which are on their way, and so are those of the next."""
+        asked_for = deque([self._gather(k_LKD, v_LKD, slices[0])])
+        for heads, following in zip_longest(slices, slices[1:]):
+            if following:
+                asked_for.append(self._gather(k_LKD, v_LKD, following))
+            yield heads, asked_for.popleft()
 
 
 def _zero_behind(x_LHD: Tensor, tokens: int) -> Tensor:
