@@ -33,7 +33,7 @@ from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
-from moba_train.parallel.context.choose import Scheme, Shape, check_heads, check_sizes, cost
+from moba_train.parallel.context.choose import GATHERING, Scheme, Shape, check_heads, check_sizes, cost
 from moba_train.parallel.context.comm import Peers
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.layout import SequenceLayout
@@ -41,8 +41,6 @@ from moba_train.parallel.world import World, joined_world
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 TOY_HEADS, TOY_KV_HEADS, TOY_HEAD_DIM = 8, 4, 16
-GATHERING = ("allgather", "hierarchical")
-"""Transports with slices."""
 
 
 class Setting:
@@ -83,18 +81,19 @@ class Setting:
         ]
 
     def milliseconds(self, call: Callable[[], Any]) -> list[float]:
-        """This rank's times of single calls that all ranks begin together, after some to warm up."""
+        """This rank's times of single calls, after some to warm up: on a GPU one queued behind the other, as in
+        training; on a CPU all ranks begin each together."""
         for _ in range(self.warm_ups):
             call()
+        dist.barrier()
+        if self.is_gpu:
+            return queued(call, self.repeats)
         times = []
         for _ in range(self.repeats):
             dist.barrier()
-            if self.is_gpu:
-                times += queued(call, 1)
-            else:
-                began = time.perf_counter()
-                call()
-                times.append(1000 * (time.perf_counter() - began))
+            began = time.perf_counter()
+            call()
+            times.append(1000 * (time.perf_counter() - began))
         return times
 
     def of_all_ranks(self, mine: Any) -> list[Any]:

@@ -30,8 +30,9 @@ class ContextParallelConfig(Section):
     cp_slices: int | None = Field(
         None,
         ge=1,
-        description="allgather, hierarchical: transfers that a layer's key/value heads are gathered in, null: 4; of "
-        "more, more can hide behind attention and less is in memory, of fewer, the attention's launches are fuller",
+        description="allgather, hierarchical: transfers that a layer's key/value heads are gathered in; of more, more "
+        "can hide behind attention and less is in memory, of fewer, the attention's launches are fuller; null: one "
+        "inside a node if it fits in memory, else 4",
     )
 
 

@@ -8,12 +8,14 @@ context-parallel-h200.json) the seconds are within 20 %; at 16K tokens, launchin
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from moba_train.parallel.context.layout import Kind
 
 TransportKind = Literal["allgather", "ulysses", "hierarchical", "ring"]
+GATHERING: tuple[TransportKind, ...] = ("allgather", "hierarchical")
+"""Those that gather keys and values, in slices."""
 
 NODE_RATE = 300e9
 """Bytes per second a rank receives from its node: 4 x H200, messages of 256 MiB (ring 302, all-gather 325, all-to-all
@@ -23,6 +25,10 @@ NETWORK_RATE = 50e9
 COPY_RATE = 2500e9
 """Bytes per second that are read and written in a GPU's memory when rows are put in order, merged and summed: fitted
 to transfers measured on H200 (see above)."""
+SEVERAL_SLICES = 4
+"""Slices of keys and values where one does not fit in memory, or where they come over the network. Inside a node one is
+the fastest: narrower launches cost more than what is hidden beside them (benchmarks/results/
+context-slices-h200.json)."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Scheme:
     """So many consecutive ranks share a node; a divisor of `ranks`, or `ranks` itself."""
     ring_depth: int | None = None
     """Buffers of the ring; None: one for each rank."""
-    slices: int = 4
+    slices: int = 1
     """That all-gather and hierarchical gather keys and values in, if there are so many heads; two are in memory at
     once."""
 
@@ -239,9 +245,9 @@ def choose(
 
     `node`: consecutive ranks that share a node. `work_grows`: whether any layer's work grows with a token's position
     (dense attention), so that contiguous shards would be unequal. `memory_bytes`: what the buffers of one layer may
-    take; None: no limit. `ring_depth`, `slices`: those of `Scheme`, None: its defaults. `auto` takes Ulysses inside a
-    node when ranks share out key/value heads evenly, else the transport with the least transfer time of those that fit;
-    when none does, a ring with two buffers.
+    take; None: no limit. `ring_depth`: that of `Scheme`. `slices`: that of `Scheme`, None: one, but several over the
+    network and where one does not fit. `auto` takes Ulysses inside a node when ranks share out key/value heads evenly,
+    else the transport with the least transfer time of those that fit; when none does, a ring with two buffers.
 
     Raises ValueError, naming the key, for a transport that was asked for and cannot do these sizes.
     """
@@ -251,23 +257,27 @@ def choose(
         # chunks that they see, too, and later queries see more.
         unequal = kind == "ring" or (work_grows and kind != "ulysses")
         balanced: Kind = "zigzag" if unequal else "contiguous"
-        return Scheme(ranks, kind, balanced if layout == "auto" else layout, node, depth, slices or Scheme.slices)
+        made = Scheme(ranks, kind, balanced if layout == "auto" else layout, node, depth, slices or 1)
+        _check(made, shape)
+        several = slices is None and kind in GATHERING and (node < ranks or not fits(made))
+        return replace(made, slices=SEVERAL_SLICES) if several else made
+
+    def fits(made: Scheme) -> bool:
+        return memory_bytes is None or cost(made, shape).memory_bytes <= memory_bytes
 
     if transport != "auto":
         only = scheme(transport)
-        _check(only, shape)
         return only, f"context parallelism: {transport} as asked for, {_describe(only, cost(only, shape))}"
 
     lines, fitting = [], []
     for kind in get_args(TransportKind):
-        candidate = scheme(kind)
         try:
-            _check(candidate, shape)
+            candidate = scheme(kind)
         except ValueError as error:
             lines.append(f"  {kind}: {str(error).partition(': ')[2]}")
             continue
         predicted = cost(candidate, shape)
-        if memory_bytes is not None and predicted.memory_bytes > memory_bytes:
+        if memory_bytes is not None and not fits(candidate):
             lines.append(f"  {_describe(candidate, predicted)}: does not fit in {max(0, memory_bytes) / 2**20:.0f} MiB")
         else:
             lines.append(f"  {_describe(candidate, predicted)}")

@@ -83,8 +83,14 @@ class Peers:
         received = tuple(torch.empty_like(x) for x in parts_RL)
 
         def call() -> None:
-            for got, given in zip(received, parts_RL, strict=True):
-                dist.all_to_all_single(got, given, group=self.group)
+            messages = []
+            for whole, given in zip(received, parts_RL, strict=True):
+                from_ranks, to_ranks = whole.chunk(self.size), given.chunk(self.size)
+                from_ranks[self.rank].copy_(to_ranks[self.rank])
+                for distance in range(1, self.size):
+                    ahead, behind = self._neighbours(distance)
+                    messages += self._pair(to_ranks[ahead], ahead, from_ranks[behind], behind)
+            self._exchange(messages)
 
         return self._start("all_to_all", call, parts_RL, received)
 
@@ -110,17 +116,28 @@ class Peers:
         """
 
         def call() -> None:
-            ahead, behind = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            pair = [
-                dist.P2POp(dist.isend, sent, group=self.group, group_peer=ahead),
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=behind),
-            ]
-            for work in dist.batch_isend_irecv(pair):
-                work.wait()
+            ahead, behind = self._neighbours(distance)
+            self._exchange(self._pair(sent, ahead, received, behind))
             if then is not None:
                 then()
 
         return self._start(f"shift by {distance}", call, (sent,), (received,))
+
+    def _neighbours(self, distance: int) -> tuple[int, int]:
+        """The rank so far ahead around the ring, and the one so far behind."""
+        return (self.rank + distance) % self.size, (self.rank - distance) % self.size
+
+    def _pair(self, sent: Tensor, ahead: int, received: Tensor, behind: int) -> list[dist.P2POp]:
+        return [
+            dist.P2POp(dist.isend, sent, group=self.group, group_peer=ahead),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=behind),
+        ]
+
+    @staticmethod
+    def _exchange(messages: list[dist.P2POp]) -> None:
+        """All at once: one launch over NCCL."""
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
 
     def _start(
         self, name: str, call: Callable[[], None], given: tuple[Tensor, ...], received: tuple[Tensor, ...]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.protocol import Runs, joined
+from moba_train.parallel.context.copies import copy_into
 
 Kind = Literal["contiguous", "zigzag"]
 
@@ -146,7 +147,7 @@ class SequenceLayout:
         first = 0
         for start, stop, row in self.pieces:
             for x, column in zip(packed, columns, strict=True):
-                column[row : row + stop - start] = x[first : first + stop - start]
+                copy_into(column[row : row + stop - start], x[first : first + stop - start])
             first += stop - start
         return shards_RL
 

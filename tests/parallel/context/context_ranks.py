@@ -40,7 +40,9 @@ CASES = {
     "shared heads, bf16": Case((41, 6), heads=12, kv_heads=1, dtype=torch.bfloat16),
 }
 SCHEMES = {
-    f"{transport}, {layout}, {ranks} ranks": Scheme(ranks, transport, layout, node, depth)
+    f"{transport}, {layout}, {ranks} ranks": Scheme(
+        ranks, transport, layout, node, depth, slices=4 if layout == "contiguous" else 1
+    )
     for ranks in (1, 2, 3, 4)
     for layout in ("contiguous", "zigzag")
     for transport, node, depth in (

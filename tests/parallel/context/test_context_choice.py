@@ -90,6 +90,25 @@ def test_predicted_slices_are_those_that_are_gathered(kv_heads, asked, slices):
     assert len(made) == slices
 
 
+def test_one_slice_inside_a_node_unless_it_does_not_fit():
+    def slices(transport: str, ranks: int = 4, node: int = 4, **limits) -> int:
+        return choose(transport, "auto", LLAMA_8B, ranks=ranks, node=node, work_grows=True, **limits)[0].slices
+
+    assert slices("allgather") == 1
+    enough = cost(Scheme(4, "allgather", "zigzag", 4), LLAMA_8B).memory_bytes
+    assert slices("allgather", memory_bytes=enough) == 1
+    assert slices("allgather", memory_bytes=enough - 1) == 4
+    assert slices("allgather", ranks=8) == slices("hierarchical", ranks=8) == 4  # over the network
+    assert slices("allgather", ranks=8, slices=2) == slices("allgather", memory_bytes=0, slices=2) == 2
+
+
+def test_several_slices_are_taken_before_a_ring_with_few_buffers():
+    four_heads = Shape(2**17, heads=28, kv_heads=4, head_dim=128)
+    enough = cost(Scheme(8, "allgather", "zigzag", 8, slices=4), four_heads).memory_bytes
+    scheme, _ = auto(four_heads, ranks=8, memory_bytes=enough)
+    assert (scheme.transport, scheme.slices) == ("allgather", 4)
+
+
 def test_fewer_slices_need_more_memory():
     bytes_of = [cost(Scheme(4, "allgather", "zigzag", 4, slices=n), LLAMA_8B).memory_bytes for n in (1, 2, 4, 8)]
     assert bytes_of[0] == bytes_of[1] == 2 * bytes_of[2] == 4 * bytes_of[3]

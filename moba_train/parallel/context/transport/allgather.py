@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moba_train.attention.protocol import Plan
 from moba_train.parallel.context.comm import Arrival, Peers
+from moba_train.parallel.context.copies import contiguous, copy_into
 from moba_train.parallel.context.transport.base import Job, Transport, padded_lse, sum_dtype
 from moba_train.parallel.context.units import all_summaries
 
@@ -39,7 +40,7 @@ class AllGather(Transport):
         out_LHD, plan = _zero_behind(q_LHD, tokens), list[Tensor]()
         lse_Hn = q_LHD.new_empty((q_LHD.shape[1], tokens), dtype=sum_dtype(q_LHD.dtype))
         for (kv, of), coming in self._arriving(k_LKD, v_LKD, slices):
-            q_nHD = q_LHD[:tokens, of].contiguous()
+            q_nHD = contiguous(q_LHD[:tokens, of])
             if tokens:  # the choice needs no keys, so even the first slice travels beside work
                 chosen = attention.plan(q_nHD, None if summaries is None else summaries[:, kv], part)
             else:
@@ -47,7 +48,8 @@ class AllGather(Transport):
             k_TKD, v_TKD = (job.sequence.to_packed(x) for x in coming.wait())
             del coming
             if tokens:
-                out_LHD[:tokens, of], lse_Hn[of] = attention.attend(q_nHD, k_TKD, v_TKD, part, chosen)
+                out_nHD, lse_Hn[of] = attention.attend(q_nHD, k_TKD, v_TKD, part, chosen)
+                copy_into(out_LHD[:tokens, of], out_nHD)
             plan += chosen
             del k_TKD, v_TKD  # or three slices are in memory when the next but one is asked for
         return out_LHD, padded_lse(lse_Hn, q_LHD.shape[0]), tuple(plan)
@@ -78,13 +80,13 @@ class AllGather(Transport):
 
         arriving = self._arriving(k_LKD, v_LKD, slices)
         for chosen, ((kv, of), coming) in zip(plans, arriving, strict=True):
-            dout, q, out = (x[:tokens, of].contiguous() for x in (dout_LHD, q_LHD, out_LHD))
+            dout, q, out = (contiguous(x[:tokens, of]) for x in (dout_LHD, q_LHD, out_LHD))
             k_TKD, v_TKD = (job.sequence.to_packed(x) for x in coming.wait())
             del coming
             if tokens:
                 lse = lse_HL[of, :tokens].contiguous()
                 dq, dk, dv = job.attention.attend_backward(dout, q, k_TKD, v_TKD, out, lse, part, chosen)
-                dq_LHD[:tokens, of] = dq
+                copy_into(dq_LHD[:tokens, of], dq)
             else:
                 dk, dv = torch.zeros_like(k_TKD), torch.zeros_like(v_TKD)
             del k_TKD, v_TKD
@@ -111,7 +113,7 @@ class AllGather(Transport):
         return [(kv, slice(kv.start * group, kv.stop * group)) for kv in slices]
 
     def _gather(self, k_LKD: Tensor, v_LKD: Tensor, heads: Heads) -> Arrival:
-        return self.peers.all_gather(*(x[:, heads[0]].contiguous() for x in (k_LKD, v_LKD)))
+        return self.peers.all_gather(*(contiguous(x[:, heads[0]]) for x in (k_LKD, v_LKD)))
 
     def _arriving(self, k_LKD: Tensor, v_LKD: Tensor, slices: list[Heads]) -> Iterator[tuple[Heads, Arrival]]:
         """Each slice with the keys and values of all shards, which are on their way, and so are those of the next."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moba_train.attention.protocol import Plan
 from moba_train.parallel.context.comm import Peers
+from moba_train.parallel.context.copies import contiguous
 from moba_train.parallel.context.transport.base import Job, Transport, padded, padded_lse, sum_dtype
 
 
@@ -80,7 +81,7 @@ class _Swap:
         for x_LHD in tensors_LHD:
             if x_LHD.shape[1] < self.size:
                 x_LHD = x_LHD.repeat_interleave(self.size // x_LHD.shape[1], dim=1)
-            sent.append(x_LHD.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1).contiguous())
+            sent.append(contiguous(x_LHD.unflatten(1, (self.size, -1)).transpose(0, 1)).flatten(0, 1))
         return [self.joint.to_shards(self.group.to_packed(x)) for x in self.peers.all_to_all(*sent).wait()]
 
     def to_rows(self, *tensors_NhD: Tensor) -> list[Tensor]:
@@ -88,7 +89,7 @@ class _Swap:
         tokens = self.joint.tokens(0)
         sent = [self.group.to_shards(x_NhD[:tokens]).contiguous() for x_NhD in tensors_NhD]
         received = self.peers.all_to_all(*sent).wait()
-        return [x.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2).contiguous() for x in received]
+        return [contiguous(x.unflatten(0, (self.size, -1)).transpose(0, 1)).flatten(1, 2) for x in received]
 
 
 def _sum_copies(x_LPD: Tensor, kv_heads: int) -> Tensor:
