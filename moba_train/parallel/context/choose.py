@@ -22,7 +22,7 @@ NODE_RATE = 300e9
 305 GB/s)."""
 NETWORK_RATE = 50e9
 """The same between nodes: one 400 Gbit/s adapter per GPU, not measured."""
-COPY_RATE = 2500e9
+COPY_RATE = 4000e9
 """Bytes per second that are read and written in a GPU's memory when rows are put in order, merged and summed: fitted
 to transfers measured on H200 (see above)."""
 SEVERAL_SLICES = 4
@@ -153,7 +153,7 @@ def _allgather_cost(scheme: Scheme, shape: Shape) -> Cost:
     received = 3 * _others_tokens(scheme, shape) * shape.kv_bytes  # keys and values twice, their gradients once
     slices = _slices(scheme, shape.kv_heads)
     buffers = _gather_buffers(slices, shape.tokens * shape.kv_bytes)
-    copied = _gather_copies(scheme, shape.tokens / scheme.ranks * shape.q_bytes, shape.kv_bytes, shape.tokens)
+    copied = _gather_copies(scheme, slices, shape.tokens / scheme.ranks * shape.q_bytes, shape.kv_bytes, shape.tokens)
     # NCCL's rings enter a node through all of its adapters.
     network = 0 if scheme.node == scheme.ranks else received / scheme.node
     return Cost(received, network, copied, buffers, upfront=1 / slices)
@@ -169,9 +169,11 @@ def _gather_buffers(slices: int, kv_bytes: float) -> float:
     return 2 * min(1, 2 / slices) * kv_bytes
 
 
-def _gather_copies(scheme: Scheme, q_bytes: float, kv_bytes: float, tokens: int) -> float:
-    """Of slices of heads: `q_bytes` are those of a rank's queries, `kv_bytes` those of a token's keys and values."""
-    own = 12 * q_bytes + 9 * kv_bytes * tokens / scheme.ranks
+def _gather_copies(scheme: Scheme, slices: int, q_bytes: float, kv_bytes: float, tokens: int) -> float:
+    """`q_bytes` are those of a rank's queries, `kv_bytes` those of a token's keys and values."""
+    # Results are put in their place; what several slices are cut from is copied, too.
+    q_copies, kv_copies = (4, 5) if slices == 1 else (12, 9)
+    own = q_copies * q_bytes + kv_copies * kv_bytes * tokens / scheme.ranks
     # The gradients of all keys are laid out for their owners and summed there; zigzag shards are put in order, too.
     return own + (8 if scheme.layout == "zigzag" else 4) * kv_bytes * tokens
 
@@ -196,9 +198,9 @@ def _hierarchical_cost(scheme: Scheme, shape: Shape) -> Cost:
     swapped, copied, buffers = _swap_cost(scheme, shape, scheme.node)
     kv_bytes = shape.kv_bytes * max(1, scheme.node / shape.kv_heads) / scheme.node
     gathered = 3 * (1 - scheme.node / scheme.ranks) * shape.tokens * kv_bytes
-    copied += _gather_copies(scheme, shape.tokens / scheme.ranks * shape.q_bytes, kv_bytes, shape.tokens)
-    within, across = swapped / NODE_RATE, gathered / NETWORK_RATE
     slices = _slices(scheme, max(1, shape.kv_heads // scheme.node))
+    copied += _gather_copies(scheme, slices, shape.tokens / scheme.ranks * shape.q_bytes, kv_bytes, shape.tokens)
+    within, across = swapped / NODE_RATE, gathered / NETWORK_RATE
     upfront = (within + across / slices) / (within + across)
     return Cost(swapped, gathered, copied, buffers + _gather_buffers(slices, shape.tokens * kv_bytes), upfront)
 

@@ -112,6 +112,21 @@ class SequenceLayout:
                 merged.append(piece)
         return tuple(merged)
 
+    @cached_property
+    def _tokens(self) -> int:
+        """Of all ranks."""
+        return sum(self.tokens(rank) for rank in range(self.ranks))
+
+    @cached_property
+    def _is_packed(self) -> bool:
+        """Whether the shards laid end to end are the tokens in ascending order, but for padding at the end."""
+        first = 0
+        for start, stop, row in self.pieces:
+            if row != first:
+                return False
+            first += stop - start
+        return True
+
     def owner(self, token: int) -> int:
         """The rank that holds a token."""
         return next(rank for rank, runs in enumerate(self.runs) if any(start <= token < stop for start, stop in runs))
@@ -132,17 +147,23 @@ class SequenceLayout:
     def to_packed(self, shards_RL: Tensor) -> Tensor:
         """The tokens of all ranks in ascending order, from their shards laid end to end [R * L, ...].
 
-        A view where shards stand in that order already.
+        A view where they stand in that order already.
         """
-        rows = [shards_RL[row : row + stop - start] for start, stop, row in self.pieces]
-        return rows[0] if len(rows) == 1 else torch.cat([shards_RL[:0], *rows])
+        if self._is_packed:
+            return shards_RL[: self._tokens]
+        return torch.cat([shards_RL[row : row + stop - start] for start, stop, row in self.pieces])
 
     def to_shards(self, *packed: Tensor) -> Tensor:
-        """The inverse of `to_packed`, zeros for padding; several tensors are laid side by side along dimension 1."""
-        if len(packed) == 1 and packed[0].shape[0] == self.ranks * self.rows and len(self.pieces) == 1:
+        """The inverse of `to_packed`, zeros for padding; several tensors are laid side by side along dimension 1.
+
+        One tensor that stands in the order of the shards already, and needs no padding, is returned as it is.
+        """
+        if len(packed) == 1 and self._is_packed and self._tokens == self.ranks * self.rows:
             return packed[0]
         side_by_side = sum(x.shape[1] for x in packed), *packed[0].shape[2:]
-        shards_RL = packed[0].new_zeros(self.ranks * self.rows, *side_by_side)
+        shards_RL = packed[0].new_empty(self.ranks * self.rows, *side_by_side)
+        for rank in range(self.ranks):
+            shards_RL[rank * self.rows + self.tokens(rank) : (rank + 1) * self.rows] = 0
         columns = shards_RL.split([x.shape[1] for x in packed], dim=1)
         first = 0
         for start, stop, row in self.pieces:

@@ -32,7 +32,9 @@ CASES = {
     "dense": replace(BIG, topk=None),
 }
 SCHEMES = {
-    f"{transport}, {layout}, {ranks} ranks": Scheme(ranks, transport, layout, node, slices=4 if layout == "contiguous" else 1)
+    f"{transport}, {layout}, {ranks} ranks": Scheme(
+        ranks, transport, layout, node, slices=4 if layout == "contiguous" else 1
+    )
     for ranks in range(2, WORLD + 1)
     for layout in ("contiguous", "zigzag")
     for transport, node in (

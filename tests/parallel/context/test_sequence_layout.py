@@ -77,8 +77,14 @@ def test_zigzag_balances_work_that_grows_with_the_position(ranks):
     assert shares["contiguous"] > 1.4
 
 
-def test_a_whole_contiguous_sequence_is_not_copied():
-    sequence = SequenceLayout.cut(12, 3, "contiguous")
+@pytest.mark.parametrize(
+    "sequence",
+    [
+        SequenceLayout.cut(12, 3, "contiguous"),
+        SequenceLayout.cut(24, 4, "zigzag").in_groups(2).of(range(1, 2)),  # two runs, laid end to end
+    ],
+)
+def test_what_is_in_order_is_not_copied(sequence):
     x = torch.randn(12, 2)
     assert sequence.to_packed(x).data_ptr() == x.data_ptr()
     assert sequence.to_shards(x).data_ptr() == x.data_ptr()
