@@ -11,6 +11,7 @@ is not needed). Beside them runs the attention to one of a rank's two slices of 
 import argparse
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._symmetric_memory import rendezvous
 
 from benchmarks.context_parallel import Setting, both_passes
 from benchmarks.options import length, need_gpus
@@ -44,8 +46,23 @@ def one_after_the_other(calls: list[Callable[[], object]]) -> None:
         call()
 
 
-def symmetric(setting: Setting, shape: torch.Size) -> tuple[dist.ProcessGroup, list[Tensor]]:
+@dataclass(frozen=True)
+class CopyEngines:
     """A group whose transfers take no multiprocessor, and two buffers that it can use."""
+
+    group: dist.ProcessGroup
+    pool: torch.cuda.MemPool
+    """Of the buffers, which live as long as it does."""
+    given: Tensor
+    received: Tensor
+
+    def exchange(self) -> None:
+        """The r-th part of `given` to rank r."""
+        dist.all_to_all_single(self.received, self.given, group=self.group)
+
+
+def copy_engines(setting: Setting, sent: Tensor) -> CopyEngines:
+    """With `sent` in its buffer."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
     ranks = list(range(setting.world.size))
@@ -55,24 +72,25 @@ def symmetric(setting: Setting, shape: torch.Size) -> tuple[dist.ProcessGroup, l
     pool = torch.cuda.MemPool(backend.mem_allocator)
     backend.register_mem_pool(pool, symm=True)
     with torch.cuda.use_mem_pool(pool):
-        return group, [torch.empty(shape, dtype=setting.dtype, device=setting.device) for _ in range(2)]
+        given, received = torch.empty_like(sent), torch.empty_like(sent)
+    for buffer in (given, received):
+        rendezvous(buffer, group=group.group_name)
+    return CopyEngines(group, pool, given.copy_(sent), received)
 
 
-def exchanges(setting: Setting, sent: Tensor) -> dict[str, Callable[[], object]]:
+def exchanges(setting: Setting, sent: Tensor, engines: CopyEngines) -> dict[str, Callable[[], object]]:
     """Ways to send the r-th part of `sent` to rank r, on the current stream."""
     received = torch.empty_like(sent)
-    group, (given, got) = symmetric(setting, sent.shape)
-    given.copy_(sent)
     found = {
         "NCCL all-to-all": lambda: dist.all_to_all_single(received, sent),
         "NCCL messages in a group": lambda: setting.peers.all_to_all(sent).wait(),
-        "copy engines": lambda: dist.all_to_all_single(got, given, group=group),
+        "copy engines": engines.exchange,
     }
     for call in found.values():
         call()
     (wanted,) = setting.peers.all_to_all(sent).wait()
     assert torch.equal(wanted, received)
-    assert torch.equal(wanted, got)
+    assert torch.equal(wanted, engines.received)
     return found
 
 
@@ -124,7 +142,8 @@ def main() -> None:
         sent = setting.inputs(arguments.tokens)[0][:, : setting.heads // world.size].contiguous()
         gigabytes = arguments.times * sent.nbytes * (1 - 1 / world.size) / 1e9
         rows = []
-        for means, call in exchanges(setting, sent).items():
+        engines = copy_engines(setting, sent)
+        for means, call in exchanges(setting, sent, engines).items():
             row = {"means": means, **measure(setting, call, arguments.times, load)}
             rows.append(row | {"gb_per_s": 1000 * gigabytes / row["alone_ms"]["median"]})
             if world.is_main:

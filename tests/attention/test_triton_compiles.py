@@ -29,7 +29,7 @@ from moba_train.attention.moba.triton.tiles import Shape, shapes  # noqa: E402
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
 HALF = "q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
-FLOATS = "partial_lse lse stats packed_lse packed_delta sum_dk sum_dv part_dk part_dv".split()  # noqa: SIM905
+FLOATS = "partial_lse lse own_lse stats packed_lse packed_delta sum_dk sum_dv part_dk part_dv".split()  # noqa: SIM905
 INTEGERS = (
     *("entries", "list_of_tile", "last_tile", "list_of_span", "spans_of", "rank_of_span", "last_span", "slots"),
     *("begin", "end", "bounds", "chosen", "own", "first", "marks", "counts", "cursors", "cu_seqlens", "first_of"),
@@ -53,7 +53,45 @@ def compile_for_hopper(
         signature[name] = "constexpr" if name in constants else kinds.get(name, SCALARS.get(name, "i32"))
         if signature[name].startswith("*") or name == "stride_t":
             attributes[(place,)] = [["tt.divisibility", 16]]
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=HOPPER, options=options)
+    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=HOPPER, options=options)
+    assert shared_in_place(compiled.asm["ttgir"]) <= BEHIND_BARRIERS, kernel.__name__
+    return compiled
+
+
+BEHIND_BARRIERS = {"cursors"}
+"""Read and written by several threads, with barriers between."""
+
+
+def shared_in_place(ttgir: str) -> set[str]:
+    """The arguments of which an element may be read by one thread and written by another.
+
+    Nothing keeps the warps of a program in step: a late one would read what another has written already.
+    """
+    origin = dict(re.findall(r"(%\w+) = (?:tt\.\w+|ttg\.convert_layout) (%\w+)", ttgir))
+    for pairs in re.findall(r"iter_args\((.*?)\)", ttgir):
+        origin |= dict(re.findall(r"(%\w+) = (%\w+)", pairs))
+    layouts = dict(re.findall(r"(#\w+) = #ttg\.blocked<\{(.*?)\}>", ttgir))
+
+    def argument(pointer: str) -> str:
+        while pointer in origin:
+            pointer = origin[pointer]
+        return pointer.removeprefix("%")
+
+    def one_thread_each(kind: str) -> bool:
+        """Whether a tensor of this type has every element in one thread only."""
+        match = re.fullmatch(r"tensor<([\dx]+)x!.*>, (#\w+)>", kind)
+        if not match or match[2] not in layouts:
+            return False
+        lists = [[int(x) for x in found.split(", ")] for found in re.findall(r"\[([\d, ]+)\]", layouts[match[2]])]
+        covered = [per_thread * threads * warps for per_thread, threads, warps in zip(*lists[:3], strict=True)]
+        return all(size >= many for size, many in zip(map(int, match[1].split("x")), covered, strict=True))
+
+    read, written = {}, {}
+    for found, how in ((read, "load"), (written, "store")):
+        for pointer, kind in re.findall(rf"tt\.{how} (%\w+).*? : (\S+<.*?>(?:, #\S+>)?) ", ttgir.replace(" loc(", " ")):
+            found.setdefault(argument(pointer), set()).add(kind)
+    both = read.keys() & written.keys()
+    return {name for name in both if len(read[name] | written[name]) > 1 or not all(map(one_thread_each, read[name]))}
 
 
 def spilled_bytes(compiled: Any, folder: Path) -> int:
@@ -157,6 +195,8 @@ def test_selection_fits(head_dim, choices, levels, grouped, tmp_path):
         (tables._token_tables, {"SIZE": 256}),
         (tables._block_bounds, {"SIZE": 256}),
         (combine.combine_out, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 7, "D": 128, "M": 32}),
+        (combine.combine_out, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 1, "D": 16, "M": 32}),
+        (combine.combine_dq, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 1, "D": 16, "M": 32}),
         (combine.combine_dq, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 7, "D": 128, "M": 32}),
         (combine.combine_out, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 11, "D": 128, "M": 32}),
         (combine.combine_dq, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 11, "D": 128, "M": 32}),

@@ -113,13 +113,14 @@ def attend(
     if q_THD.shape[0] == 0:
         return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[1], 0, dtype=accumulation_dtype(q_THD.dtype))
     call = _Call.of(q_THD, k_SKD, v_SKD, layout, (chosen_HTC, *lists), block_size, scale)
-    out_THD, lse_HT = call.kernel.forward(q_THD, k_SKD, v_SKD, call.own, scale)
+    out_THD, own_lse_HT = call.kernel.forward(q_THD, k_SKD, v_SKD, call.own, scale)
+    lse_HT = own_lse_HT.clone()
     q_rows = q_THD.reshape(-1, call.head_dim)
     for kv_heads, parts in call.parts():
         k, v = (_one_below_the_other(x, kv_heads) for x in (k_SKD, v_SKD))
         for part in parts:
             part_E1D, part_1E = call.kernel.forward(part.gather(q_rows), k, v, part.segments, scale)
-            part.merge(out_THD, lse_HT, part_E1D.squeeze(1), part_1E.squeeze(0))
+            part.merge(out_THD, lse_HT, own_lse_HT, part_E1D.squeeze(1), part_1E.squeeze(0))
     return out_THD, lse_HT
 
 

@@ -36,11 +36,12 @@ class SortedPart:
         """[rows] -> [1, E]."""
         return lse_rows[self.rows].unsqueeze(0)
 
-    def merge(self, out_THD: Tensor, lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
-        """Join the own blocks' results, in place, with those of the entries, by online softmax (attention/merge.py)."""
+    def merge(self, out_THD: Tensor, lse_HT: Tensor, own_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
+        """Join the own blocks' results with those of the entries, by online softmax (attention/merge.py): out in place,
+        lse written."""
         part_ED[self.entries :], part_E[self.entries :] = 0.0, -torch.inf
-        out_thD, lse_ht, place_thC = out_THD[self.tokens, self.heads], lse_HT[self.heads, self.tokens], self.place_thC
-        own_th1, part_thC = lse_ht.T.unsqueeze(-1), part_E[place_thC]
+        out_thD, place_thC = out_THD[self.tokens, self.heads], self.place_thC
+        own_th1, part_thC = own_lse_HT[self.heads, self.tokens].T.unsqueeze(-1), part_E[place_thC]
         lse_th1 = torch.cat([own_th1, part_thC], -1).logsumexp(-1, keepdim=True)
         own_weight_th1, weight_thC = (own_th1 - lse_th1).exp_(), (part_thC - lse_th1).exp_()
         for tokens in _tokens_at_once(out_thD):
@@ -48,7 +49,7 @@ class SortedPart:
             for j in range(place_thC.shape[2]):
                 joined_thD.addcmul_(part_ED[place_thC[tokens, :, j]], weight_thC[tokens, :, j, None])
             out_thD[tokens] = joined_thD
-        lse_ht.copy_(lse_th1.squeeze(-1).T)
+        lse_HT[self.heads, self.tokens] = lse_th1.squeeze(-1).T
 
     def add(self, dq_THD: Tensor, part_ED: Tensor) -> None:
         """Add the entries' parts of dq to the own blocks', in place, rounded once."""

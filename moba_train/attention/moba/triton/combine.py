@@ -40,6 +40,7 @@ def _at(place, entry, used, PLACED: tl.constexpr):
 def combine_out(
     out,
     lse,
+    own_lse,
     partial_out,
     partial_lse,
     place,
@@ -57,13 +58,17 @@ def combine_out(
     D: tl.constexpr,
     M: tl.constexpr,
 ):
-    """out [T, H, D] and lse [H, T] hold the own block's part and receive the whole."""
+    """out [T, H, D] holds the own block's part and receives the whole; lse [H, T] is written, from own_lse and the rest.
+
+    out may be read and written in place, as every element stays with one thread. A row's lse is read by many: written
+    in place, what one warp has stored would be taken for the own block's by one that comes later.
+    """
     row, ok, token, head = _rows(first_token, last_token, first_kv_head, G, M)
     entry = (tl.program_id(1).to(tl.int64) * (last_token - first_token) * G + row) * C
     choice = chosen + (head.to(tl.int64) * tokens + token) * C
     column = tl.arange(0, D)
-    lse_at = lse + head.to(tl.int64) * tokens + token
-    own_M = tl.load(lse_at, mask=ok, other=0.0)
+    lse_at = head.to(tl.int64) * tokens + token
+    own_M = tl.load(own_lse + lse_at, mask=ok, other=0.0)
     top_M = own_M
     for j in tl.range(0, C, loop_unroll_factor=4):
         used = _used(choice + j, ok, bounds, PARTIAL)
@@ -87,7 +92,7 @@ def combine_out(
         lse_M = tl.where(sum_M > 0, lse_M, float("-inf"))
         sum_M = tl.where(sum_M > 0, sum_M, 1.0)
     tl.store(out_at, (total_MD * (1.0 / sum_M)[:, None]).to(out.dtype.element_ty), mask=ok[:, None])
-    tl.store(lse_at, lse_M, mask=ok)
+    tl.store(lse + lse_at, lse_M, mask=ok)
 
 
 @triton.jit(do_not_specialize=["tokens", "first_token", "last_token", "first_kv_head", "heads"])

@@ -48,11 +48,10 @@ class GatheredPart:
         """[rows] -> [1, E]."""
         return lse_rows[self.row_E.clamp(min=0)].masked_fill_(self.row_E < 0, torch.inf).unsqueeze(0)
 
-    def merge(self, out_THD: Tensor, lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
-        """Join the own blocks' results, in place, with those of the lists, by online softmax."""
-        self.call.combine(
-            combine.combine_out, self.segment, out_THD, lse_HT, part_ED, part_E.contiguous(), place=self.place
-        )
+    def merge(self, out_THD: Tensor, lse_HT: Tensor, own_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
+        """Join the own blocks' results with those of the lists, by online softmax: out in place, lse written."""
+        tensors = out_THD, lse_HT, own_lse_HT, part_ED, part_E.contiguous()
+        self.call.combine(combine.combine_out, self.segment, *tensors, place=self.place)
 
     def add(self, dq_THD: Tensor, part_ED: Tensor) -> None:
         """Add the lists' parts of dq to the own blocks', in place, rounded once."""

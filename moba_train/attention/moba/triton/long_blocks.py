@@ -24,11 +24,12 @@ class LongBlocks:
         call, lists, shape = self.call, self.lists, self.call.shapes.forward
         own = call.shapes.own
         tiles = call.own_tiles(own)
+        own_lse_HT = torch.empty_like(lse_HT) if call.choices else lse_HT
         forward.attend_own[(call.tables.blocks * tiles, call.kv_heads)](
             call.q_THD,
             *call.descriptors(own.keys),
             out_THD,
-            lse_HT,
+            own_lse_HT,
             call.tables.bounds,
             call.tokens,
             tiles,
@@ -62,7 +63,7 @@ class LongBlocks:
                 BLOCK=call.block_size,
                 **call.sizes(shape),
             )
-            call.combine(combine.combine_out, segment, out_THD, lse_HT, partial_out, partial_lse)
+            call.combine(combine.combine_out, segment, out_THD, lse_HT, own_lse_HT, partial_out, partial_lse)
 
     def attend_backward(self, dout: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq [T, H, D], dk and dv [S, K, D]."""

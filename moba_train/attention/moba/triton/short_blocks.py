@@ -39,13 +39,14 @@ class ShortBlocks:
         parts = list(segments(self.lists, call.kv_heads, call.limit))
         partial_out = call.buffer(parts)
         partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
+        own_lse_HT = torch.empty_like(lse_HT) if call.choices else lse_HT
         for segment in parts:
             table = self.spans(segment)
             short.attend[(table.bound,)](
                 call.q_THD,
                 *call.descriptors(shape.keys),
                 out_THD,
-                lse_HT,
+                own_lse_HT,
                 partial_out,
                 partial_lse,
                 *call.in_lists(self.lists, table),
@@ -59,7 +60,7 @@ class ShortBlocks:
                 **self.sizes(shape),
             )
             if call.choices:
-                call.combine(combine.combine_out, segment, out_THD, lse_HT, partial_out, partial_lse)
+                call.combine(combine.combine_out, segment, out_THD, lse_HT, own_lse_HT, partial_out, partial_lse)
 
     def pays_backward(self) -> bool:
         """Whether a block's program can have all its rows: one head's partial dq fit into the limit."""
