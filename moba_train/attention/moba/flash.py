@@ -201,8 +201,8 @@ class Part(Protocol):
         """[T * H] -> [1, E]."""
         ...
 
-    def merge(self, out_THD: Tensor, lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
-        """Join the entries' out and lse, in place, with what is there, by online softmax."""
+    def merge(self, out_THD: Tensor, lse_HT: Tensor, own_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
+        """Join the entries' out and lse with the own blocks', by online softmax: out in place, lse written."""
         ...
 
     def add(self, dq_THD: Tensor, part_ED: Tensor) -> None:

@@ -58,7 +58,7 @@ def combine_out(
     D: tl.constexpr,
     M: tl.constexpr,
 ):
-    """out [T, H, D] holds the own block's part and receives the whole; lse [H, T] is written, from own_lse and the rest.
+    """out [T, H, D] holds the own block's part and receives the whole; lse [H, T] is written, from own_lse and theirs.
 
     out may be read and written in place, as every element stays with one thread. A row's lse is read by many: written
     in place, what one warp has stored would be taken for the own block's by one that comes later.
