@@ -21,8 +21,8 @@ class ContextParallelConfig(Section):
     )
     cp_layout: Literal["auto"] | Kind = Field(
         "auto",
-        description="which tokens a rank holds; auto: zigzag for a ring and where work grows with position, else "
-        "contiguous",
+        description="which tokens a rank holds; auto: zigzag for ring and allgather and, except under ulysses, where "
+        "work grows with position; else contiguous",
     )
     cp_ring_depth: int | None = Field(
         None, ge=2, description="ring: buffers for the chunks of other ranks; null: one for each"

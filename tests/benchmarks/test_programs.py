@@ -58,16 +58,7 @@ def test_help_is_given_without_a_gpu(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "attention",
-        "attention_tiles",
-        "context_exchange",
-        "context_timeline",
-        "crossover",
-        "full_attention",
-        "training",
-    ],
+    "name", ["attention", "attention_tiles", "context_timeline", "crossover", "full_attention", "training"]
 )
 def test_a_missing_gpu_is_told_at_once(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

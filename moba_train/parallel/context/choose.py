@@ -4,7 +4,7 @@ Costs are predictions for one layer, forward and backward together: bytes that a
 node and between nodes, and bytes that it copies and sums in its own memory for that; the seconds they take at measured
 rates; and the memory of the buffers. Against transfers measured on 4 x H200 at 64K tokens per GPU (benchmarks/results/
 context-parallel-h200.json) the seconds are within 20 %; at 16K tokens, launching the many small kernels takes longer,
-4-12 ms.
+up to 8 ms.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ COPY_RATE = 4000e9
 to transfers measured on H200 (see above)."""
 SEVERAL_SLICES = 4
 """Slices of keys and values where one does not fit in memory, or where they come over the network. Inside a node one is
-the fastest: narrower launches cost more than what is hidden beside them (benchmarks/results/
-context-slices-h200.json)."""
+the fastest: narrower launches cost more than what is hidden beside them (benchmarks/results/context-slices-h200.json,
+context-slices-dense-h200.json)."""
 
 
 @dataclass(frozen=True)
@@ -246,18 +246,20 @@ def choose(
     """The scheme to use, and why, in lines to print.
 
     `node`: consecutive ranks that share a node. `work_grows`: whether any layer's work grows with a token's position
-    (dense attention), so that contiguous shards would be unequal. `memory_bytes`: what the buffers of one layer may
-    take; None: no limit. `ring_depth`: that of `Scheme`. `slices`: that of `Scheme`, None: one, but several over the
-    network and where one does not fit. `auto` takes Ulysses inside a node when ranks share out key/value heads evenly,
-    else the transport with the least transfer time of those that fit; when none does, a ring with two buffers.
+    to the end (dense attention), so that contiguous shards would be unequal. `memory_bytes`: what the buffers of one
+    layer may take; None: no limit. `ring_depth`: that of `Scheme`. `slices`: that of `Scheme`, None: one, but several
+    over the network and where one does not fit. `auto` takes Ulysses inside a node when ranks share out key/value heads
+    evenly, else the transport with the least transfer time of those that fit; when none does, a ring with two buffers.
 
     Raises ValueError, naming the key, for a transport that was asked for and cannot do these sizes.
     """
 
     def scheme(kind: TransportKind, depth: int | None = ring_depth) -> Scheme:
         # With every transport but Ulysses a rank's work is that of its own queries; around a ring it is that of the
-        # chunks that they see, too, and later queries see more.
-        unequal = kind == "ring" or (work_grows and kind != "ulysses")
+        # chunks that they see, too, and later queries see more. So do MoBA's until they have topk blocks behind them:
+        # zigzag shards are up to 27 % faster under all-gather at 64K tokens, and never slower
+        # (benchmarks/results/context-parallel-h200.json); under hierarchical they cost a copy.
+        unequal = kind in ("ring", "allgather") or (work_grows and kind != "ulysses")
         balanced: Kind = "zigzag" if unequal else "contiguous"
         made = Scheme(ranks, kind, balanced if layout == "auto" else layout, node, depth, slices or 1)
         _check(made, shape)
@@ -291,9 +293,9 @@ def choose(
 def _whole_heads(scheme: Scheme, shape: Shape) -> bool:
     """Ulysses inside a node, key/value heads not repeated: the fastest measured, though it may send more.
 
-    Ranks attend to whole sequences with some heads, in fewer and fuller launches. On 4 x H200 at 256K tokens, against
-    all-gather: dense 1 % less time, MoBA 4096/12 9 %, 512/8 12 % or more (benchmarks/results/context-parallel-h200.json
-    and context-parallel-dense-h200.json).
+    Ranks attend to whole sequences with some heads, in fuller launches and a quarter less memory. On 4 x H200 at 256K
+    tokens, against all-gather: dense 1 % less time, MoBA 4096/12 9 %, 512/8 the same (benchmarks/results/
+    context-slices-dense-h200.json, context-parallel-h200.json).
     """
     return scheme.transport == "ulysses" and scheme.node == scheme.ranks and shape.kv_heads % scheme.ranks == 0
 
