@@ -306,8 +306,9 @@ def _check(scheme: Scheme, shape: Shape) -> None:
 
 
 def _describe(scheme: Scheme, predicted: Cost) -> str:
+    slices = f", {scheme.slices} slices" if scheme.transport in GATHERING and scheme.slices > 1 else ""
     return (
-        f"{scheme.transport} over {scheme.ranks} ranks, {scheme.layout}: a layer receives "
+        f"{scheme.transport} over {scheme.ranks} ranks, {scheme.layout}{slices}: a layer receives "
         f"{predicted.node_bytes / 2**20:.0f} MiB in the node and {predicted.network_bytes / 2**20:.0f} MiB from others "
         f"({1e3 * predicted.seconds:.2f} ms unhidden), buffers {predicted.memory_bytes / 2**20:.0f} MiB"
     )

@@ -35,11 +35,11 @@ class Arrival:
         self._tensors, self._event, self._kept = tensors, event, kept
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors, for use on the current stream from now on."""
+        """The tensors, for use on the current stream from now on. To be called once: nothing keeps them here."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
-        self._event, self._kept = None, ()
-        return self._tensors
+        tensors, self._event, self._kept, self._tensors = self._tensors, None, (), ()
+        return tensors
 
 
 class Peers:
@@ -83,7 +83,7 @@ class Peers:
         received = tuple(torch.empty_like(x) for x in parts_RL)
 
         def call() -> None:
-            messages = []
+            messages = []  # one launch for all tensors, and faster than NCCL's all-to-all for each
             for whole, given in zip(received, parts_RL, strict=True):
                 from_ranks, to_ranks = whole.chunk(self.size), given.chunk(self.size)
                 from_ranks[self.rank].copy_(to_ranks[self.rank])
