@@ -291,7 +291,7 @@ def choose(
 
 
 def _whole_heads(scheme: Scheme, shape: Shape) -> bool:
-    """Ulysses inside a node, key/value heads not repeated: the fastest measured, though it may send more.
+    """Ulysses inside a node, key/value heads not repeated: the fastest measured, within 1 %, though it may send more.
 
     Ranks attend to whole sequences with some heads, in fuller launches and a quarter less memory. On 4 x H200 at 256K
     tokens, against all-gather: dense 1 % less time, MoBA 4096/12 9 %, 512/8 the same (benchmarks/results/
