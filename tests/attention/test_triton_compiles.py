@@ -94,6 +94,11 @@ def shared_in_place(ttgir: str) -> set[str]:
     return {name for name in both if len(read[name] | written[name]) > 1 or not all(map(one_thread_each, read[name]))}
 
 
+def test_what_threads_share_is_found():
+    compiled = compile_for_hopper(lists._place, {"G": 4, "C": 7, "TILE": 64})
+    assert shared_in_place(compiled.asm["ttgir"]) == {"cursors"}
+
+
 def spilled_bytes(compiled: Any, folder: Path) -> int:
     """Stack per thread, which is where spilled registers go."""
     cubin = folder / "kernel.cubin"
