@@ -146,7 +146,7 @@ def test_results_repeat_bit_by_bit_beside_another_process(block_size, topk):
     with subprocess.Popen([sys.executable, "-c", BESIDE], stdout=subprocess.PIPE) as other:
         try:
             assert other.stdout is not None
-            other.stdout.readline()
+            assert other.stdout.readline() == b"ready\n"
             end = time.monotonic() + 5
             while time.monotonic() < end:
                 got = [ours.attend(q, k, v, layout, plan) for _ in range(20)]

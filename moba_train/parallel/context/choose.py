@@ -281,20 +281,21 @@ def choose(
             lines.append(f"  {kind}: {str(error).partition(': ')[2]}")
             continue
         predicted = cost(candidate, shape)
-        if memory_bytes is not None and not fits(candidate):
-            lines.append(f"  {_describe(candidate, predicted)}: does not fit in {max(0, memory_bytes) / 2**20:.0f} MiB")
-        else:
-            lines.append(f"  {_describe(candidate, predicted)}")
+        line = f"  {_describe(candidate, predicted)}"
+        if fits(candidate):
             fitting.append(((not _whole_heads(candidate, shape), predicted.seconds), candidate))
+        else:
+            line += f": does not fit in {max(0, memory_bytes or 0) / 2**20:.0f} MiB"
+        lines.append(line)
     chosen = min(fitting, key=lambda pair: pair[0])[1] if fitting else scheme("ring", 2)
     return chosen, "\n".join([f"context parallelism: auto takes {_describe(chosen, cost(chosen, shape))}", *lines])
 
 
 def _whole_heads(scheme: Scheme, shape: Shape) -> bool:
-    """Ulysses inside a node, key/value heads not repeated: the fastest measured, within 1 %, though it may send more.
+    """Ulysses inside a node, key/value heads not repeated: the fastest within 1 % from 64K tokens per GPU on.
 
-    Ranks attend to whole sequences with some heads, in fuller launches and a quarter less memory. On 4 x H200 at 256K
-    tokens, against all-gather: dense 1 % less time, MoBA 4096/12 9 %, 512/8 the same (benchmarks/results/
+    Ranks attend to whole sequences with some heads, in fuller launches and less memory. On 4 x H200 at 256K tokens,
+    against all-gather: dense 1 % less time, MoBA 4096/12 9 %, 512/8 the same (benchmarks/results/
     context-slices-dense-h200.json, context-parallel-h200.json).
     """
     return scheme.transport == "ulysses" and scheme.node == scheme.ranks and shape.kv_heads % scheme.ranks == 0

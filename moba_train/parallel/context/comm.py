@@ -1,7 +1,8 @@
 """What the ranks of context parallelism say to each other: the only file here that calls torch.distributed.
 
-On CUDA, everything runs on one stream beside the computation, in the order it was asked for. A call waits for what the
-current stream was given before it, and for nothing given later; `Arrival.wait` makes the current stream wait for it.
+On CUDA, everything runs beside the computation, in the order it was asked for: collectives on one stream of high
+priority, messages on NCCL's own, each of which waits for the other. A call waits for what the current stream was given
+before it, and for nothing given later; `Arrival.wait` makes the current stream wait for it.
 Every tensor of a call stays alive until then, so no memory is reused too early, and none needs `record_stream`, which
 would hold it back until the host looks again. On the CPU every call is finished when it returns.
 
@@ -52,7 +53,8 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        # Of high priority: the few thread blocks of a transfer would otherwise queue behind those of the attention.
+        # Of high priority: the few thread blocks of a transfer would otherwise queue behind those of the attention, as
+        # those of messages may, which NCCL has a stream of its own for.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._connect()
 

@@ -1,7 +1,8 @@
 """Rows copied in words of 16 bytes.
 
 torch copies a tensor whose rows do not lie side by side element by element, however small those are: on an H200 at 1.7
-TB/s in bfloat16. The same bytes as 16-byte elements are copied at 4.2 TB/s, the memory's rate.
+TB/s in bfloat16. The same bytes as 16-byte elements are copied at 4.2 TB/s, the memory's rate (measured once, see
+docs/performance-log.md).
 """
 
 import torch

@@ -7,7 +7,6 @@ keys and values to their owners, who add them up in float32.
 Shape suffixes as in base.py; T tokens of the sequence, R ranks.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from itertools import zip_longest
 
@@ -46,7 +45,6 @@ class AllGather(Transport):
             else:
                 chosen = attention.empty_plan(q_nHD, k_LKD[:, kv], part)
             k_TKD, v_TKD = (job.sequence.to_packed(x) for x in coming.wait())
-            del coming
             if tokens:
                 out_nHD, lse_Hn[of] = attention.attend(q_nHD, k_TKD, v_TKD, part, chosen)
                 copy_into(out_LHD[:tokens, of], out_nHD)
@@ -82,7 +80,6 @@ class AllGather(Transport):
         for chosen, ((kv, of), coming) in zip(plans, arriving, strict=True):
             dout, q, out = (contiguous(x[:tokens, of]) for x in (dout_LHD, q_LHD, out_LHD))
             k_TKD, v_TKD = (job.sequence.to_packed(x) for x in coming.wait())
-            del coming
             if tokens:
                 lse = lse_HL[of, :tokens].contiguous()
                 dq, dk, dv = job.attention.attend_backward(dout, q, k_TKD, v_TKD, out, lse, part, chosen)
@@ -117,11 +114,11 @@ class AllGather(Transport):
 
     def _arriving(self, k_LKD: Tensor, v_LKD: Tensor, slices: list[Heads]) -> Iterator[tuple[Heads, Arrival]]:
         """Each slice with the keys and values of all shards, which are on their way, and so are those of the next."""
-        asked_for = deque([self._gather(k_LKD, v_LKD, slices[0])])
+        coming = self._gather(k_LKD, v_LKD, slices[0])
         for heads, following in zip_longest(slices, slices[1:]):
-            if following:
-                asked_for.append(self._gather(k_LKD, v_LKD, following))
-            yield heads, asked_for.popleft()
+            later = self._gather(k_LKD, v_LKD, following) if following else coming
+            yield heads, coming
+            coming = later
 
 
 def _zero_behind(x_LHD: Tensor, tokens: int) -> Tensor:
