@@ -29,9 +29,9 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.local import run_local
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.protocol import LocalAttention, packed_layout
-from moba_train.compare import compare
-from moba_train.determinism import deterministic
+from moba_train.report.compare import compare
 from moba_train.telemetry.jsonl import read_records
+from moba_train.training.determinism import deterministic
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 REPEATS = 5

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from benchmarks.record import save
 from moba_train.attention.full import FullAttention
 from moba_train.attention.protocol import packed_layout
-from moba_train.checkpoint.hf import load_hf_weights
-from moba_train.checkpoint.hf_config import parse_layer, read_model_config
 from moba_train.config.attention import LayerAttention
+from moba_train.convert.hf_config import parse_layer, read_model_config
+from moba_train.convert.hf_weights import load_hf_weights
 from moba_train.data.indexed import IndexedDataset
 from moba_train.integrations.transformers import register
 from moba_train.model.build import build_attention

@@ -19,18 +19,19 @@ import torch
 
 from benchmarks.record import save
 from moba_train.attention.full import FullAttention
-from moba_train.checkpoint.initial import load_initial_weights
+from moba_train.checkpoint.trained_model import load_trained
 from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
+from moba_train.convert.initial_weights import load_initial_weights
 from moba_train.data.stretches import Stretches
 from moba_train.evals.position_wise import position_wise_loss
-from moba_train.inference.load import load_trained
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.stage import Share
 from moba_train.parallel.world import joined_world
+from moba_train.validation.checkpoints import open_checkpoint
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -78,7 +79,8 @@ def states(run: Path, config: RunConfig, device: torch.device) -> Iterator[tuple
     load_initial_weights(model, Path(config.init_from))
     yield model.to(dtype).eval(), resolve_stages(config)[0], 0
     for path in sorted((run / "checkpoints").glob("step_*")):
-        model, _, stage = load_trained(path, device, dtype)
+        saved = open_checkpoint(path)
+        model, stage = load_trained(saved, device, dtype), saved.stage
         yield model, stage, int(path.name.removeprefix("step_"))
 
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moba_train.checkpoint.hf_config import CONFIG, hf_config
-from moba_train.checkpoint.safetensors_folder import write_safetensors
 from moba_train.config.model import ModelConfig, RopeConfig
+from moba_train.convert.hf_config import CONFIG, hf_config
+from moba_train.convert.safetensors_folder import write_safetensors
 from moba_train.data.indexed import IndexedDatasetWriter, dtype_for
 
 _PARTS = {

@@ -180,7 +180,7 @@ def blend(
 
     from data_tools.blend import blend_table, preview
     from moba_train.config.load import load_config
-    from moba_train.config.validate import validate
+    from moba_train.validation.recipe import validate
 
     config = load_config(recipe, overrides or [])
     validate(config, check_files=True)

@@ -2,8 +2,10 @@
 
 cli           `moba-train`
 train         the program that torchrun starts on every rank
-trainer       the one training loop
-progress      how far a run has come: what a checkpoint stores besides tensors
+training      the one training loop, its progress and checkpoints
+validation    combinations of keys that cannot work
+report        plots of a run, and what differs between two
+convert       Hugging Face in and out
 config        the recipe: schema, loading, validation
 planning      what a recipe costs before it runs
 model         the Transformer on one device
@@ -11,17 +13,14 @@ attention     full attention and MoBA
 parallel      sharding and context parallelism, applied to the model from outside
 data          from corpora on disk to micro-batches
 optim         optimizer, clipping, learning rate
-checkpoint    saving, verifying and resuming; Hugging Face in and out
+checkpoint    saving, verifying and resuming
 health        loss spikes, stalled and slow ranks
 telemetry     metrics and events, and where they go
 evals         loss, and loss by position
 inference     generation
 integrations  our attention inside other programs
-compare       what differs between two runs
-determinism   `deterministic: true`
 environment   `moba-train env`
 commands      what the command-line programs share
-pictures      the pictures of a run
 errors        errors that are the user's to mend
 units         `128K`, `10B`
 

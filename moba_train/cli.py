@@ -65,10 +65,10 @@ def plan(
     from rich.console import Console
 
     from moba_train.config.load import load_config
-    from moba_train.config.validate import validate
     from moba_train.planning.devices import local_peak_tflops
     from moba_train.planning.plan import make_plan
     from moba_train.planning.render import print_plan
+    from moba_train.validation.recipe import validate
 
     config = load_config(recipe, overrides or ())
     per_node = min(gpus, gpus_per_node)
@@ -114,8 +114,8 @@ def compare(
     most: Annotated[int, typer.Option(min=1, help="differences to show")] = 10,
 ) -> None:
     """Name the first tensor, or the first step, that differs between two runs. Exit status 1 if any does."""
-    from moba_train.compare import compare as compared
-    from moba_train.compare import described
+    from moba_train.report.compare import compare as compared
+    from moba_train.report.compare import described
 
     result = compared(a, b, tolerance)
     for line in described(result, most):
@@ -157,10 +157,11 @@ def evaluate(
     if gpus > 1 and "RANK" not in os.environ:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
         os.execv(sys.executable, [*launch, "-m", "moba_train.cli", *sys.argv[1:]])
-    from moba_train.evals.report import EvaluationOptions, evaluate_checkpoint
+    from moba_train.evals.checkpoint import EvaluationOptions, evaluate_checkpoint
+    from moba_train.validation.checkpoints import open_checkpoint
 
     options = EvaluationOptions(attention.value, bucket, sequences, cp, output)
-    evaluate_checkpoint(checkpoint, options, typer.echo)
+    evaluate_checkpoint(open_checkpoint(checkpoint), options, typer.echo)
 
 
 @app.command()
@@ -188,9 +189,30 @@ def generate(
     decode: Annotated[str, typer.Option(help="attention of new tokens: full, or the layers' own (moba)")] = "full",
 ) -> None:
     """Continue a prompt. The prompt is read with each layer's own attention."""
-    from moba_train.inference.text import generate_text
+    import torch
 
-    for piece in generate_text(checkpoint, prompt, max_new_tokens, temperature, top_p, seed, decode):
+    from moba_train.checkpoint.trained_model import load_trained
+    from moba_train.data.tokenizer import load_text_tokenizer
+    from moba_train.errors import UserError
+    from moba_train.inference.text import generate_text
+    from moba_train.validation.checkpoints import open_checkpoint
+
+    saved = open_checkpoint(checkpoint)
+    if saved.config.data.tokenizer is None:
+        raise UserError(f"{saved.path}: its recipe names no data.tokenizer")
+    on_gpu = torch.cuda.is_available()
+    model = load_trained(saved, torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
+    text = generate_text(
+        model,
+        load_text_tokenizer(saved.config.data.tokenizer),
+        prompt,
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        decode=decode,
+    )
+    for piece in text:
         typer.echo(piece, nl=False)
     typer.echo()
 
@@ -210,9 +232,10 @@ def moba_to_hf(
     who ignores it has an ordinary model with full attention."""
     import torch
 
-    from moba_train.checkpoint.hf_export import export_to_hf
+    from moba_train.convert.hf_export import export_to_hf
+    from moba_train.validation.checkpoints import open_checkpoint
 
-    export_to_hf(checkpoint, output, getattr(torch, dtype.value), int(shard_gib * 2**30))
+    export_to_hf(open_checkpoint(checkpoint), output, getattr(torch, dtype.value), int(shard_gib * 2**30))
     typer.echo(f"{output}: written")
 
 
@@ -223,7 +246,7 @@ def hf_to_moba(
 ) -> None:
     """Make a checkpoint of a Hugging Face model, with a recipe to extend, for `eval`, `generate` and `init_from`.
     (`init_from` reads the Hugging Face folder itself as well.)"""
-    from moba_train.checkpoint.hf_import import import_from_hf
+    from moba_train.convert.hf_import import import_from_hf
 
     import_from_hf(folder, output)
     typer.echo(f"{output}: checkpoint, tokenizer and recipe.yaml")

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from moba_train.config.load import dump_config, load_config
 from moba_train.config.schema import RunConfig
-from moba_train.config.validate import validate
-from moba_train.determinism import deterministic
 from moba_train.errors import UserError
 from moba_train.health.watch import stalls_folder
 from moba_train.parallel.failures import end_with_launcher
 from moba_train.parallel.run_lock import run_folder_lock
 from moba_train.parallel.world import World, joined_world
-from moba_train.trainer import Trainer
+from moba_train.training.determinism import deterministic
+from moba_train.training.trainer import Trainer
+from moba_train.validation.recipe import validate
 
 
 def main(arguments: list[str] | None = None) -> int:

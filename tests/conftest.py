@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from moba_train.inference.foreign import ROOTS
+from moba_train.validation.foreign_paths import ROOTS
 
 # HYPOTHESIS_PROFILE=deep: for a night, not for every change.
 settings.register_profile("default", deadline=None)

@@ -3,7 +3,7 @@
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-IMPORTED_LATE = ["torch._dynamo", "moba_train.evals.position_plot"]
+IMPORTED_LATE = ["torch._dynamo", "moba_train.report.position_plot"]
 """By any training run: the first by torch, the second with matplotlib."""
 
 

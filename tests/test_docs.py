@@ -16,8 +16,8 @@ from benchmarks import miniatures
 from benchmarks.attention_rows import short
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
-from moba_train.config.validate import validate
 from moba_train.planning.plan import make_plan
+from moba_train.validation.recipe import validate
 
 README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

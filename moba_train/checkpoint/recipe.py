@@ -1,13 +1,21 @@
-"""The recipe that training wrote into a checkpoint, and how far it had come."""
+"""The recipe that training wrote into a checkpoint, and the stage that it was saved in."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.config.load import parse_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.errors import CheckpointError
-from moba_train.progress import Progress
+
+
+class SavedRun(NamedTuple):
+    """A checkpoint with its own recipe; `validation.checkpoints.open_checkpoint` makes one that is safe to use."""
+
+    path: Path
+    config: RunConfig
+    stage: Stage
 
 
 def saved_recipe(checkpoint: Path) -> RunConfig:
@@ -19,6 +27,13 @@ def saved_recipe(checkpoint: Path) -> RunConfig:
 
 
 def saved_stage(checkpoint: Path, config: RunConfig) -> Stage:
-    """The stage of the recipe that `checkpoint` was saved in. Raises CheckpointError as `Progress.from_meta` does."""
+    """The stage of the recipe that `checkpoint` was saved in. Raises CheckpointError when its meta names none."""
     stages = resolve_stages(config)
-    return stages[Progress.from_meta(read_meta(checkpoint).get("progress"), len(stages)).stage]
+    progress = read_meta(checkpoint).get("progress")
+    index = progress.get("stage") if isinstance(progress, dict) else None
+    if type(index) is not int or not 0 <= index < len(stages):
+        raise CheckpointError(
+            f"{checkpoint}: its meta.json names stage {index!r}, its recipe has {len(stages)} stages; use another "
+            "checkpoint of this run"
+        )
+    return stages[index]

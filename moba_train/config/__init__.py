@@ -1,4 +1,4 @@
-"""The recipe: its schema (one file a section), loading, and cross-field validation.
+"""The recipe: its schema (one file a section), loading.
 
 base            the strict pydantic base class
 schema          `RunConfig`, the whole recipe
@@ -11,9 +11,5 @@ stages          what each stage comes to once its defaults are filled in
 load            YAML with `extends:` and command-line overrides
 explain         what a key accepts, and what is wrong with a recipe, in plain words
 mesh            the sizes of the device mesh on so many ranks
-validate        what no single key can know: combinations that cannot work
-validate_data   the same, about corpora and tokenizer
-validate_gates  the same, about evaluation by position and gates
-validate_tp     the same, about tensor parallelism
 reference       docs/config.md and the JSON schema, generated
 """

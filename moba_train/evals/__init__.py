@@ -2,8 +2,7 @@
 
 loss           mean token loss on held-out text
 position_wise  loss by place in the context
-position_plot  its picture
 stage          what is evaluated while a stage trains, and its gate
 variants       the attentions that the same weights are evaluated with
-report         `moba-train eval`
+checkpoint     `moba-train eval`
 """

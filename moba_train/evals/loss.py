@@ -9,6 +9,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.data.batch import collate
 from moba_train.data.samples import Sample, StageData
 from moba_train.model.transformer import Transformer
+from moba_train.parallel.forward import training_loss
 from moba_train.parallel.stage import Share
 
 
@@ -34,7 +35,7 @@ def validation_loss(
         begin = first + share.dp_rank * micro_batch_size
         samples = [_sample_or_padding(data, index) for index in range(begin, begin + micro_batch_size)]
         batch = share.of(collate(samples)).to(device)
-        totals[0] += model(batch.tokens, batch.positions, batch.layout, batch.loss_on)
+        totals[0] += training_loss(model, batch)
         totals[1] += batch.loss_weight_sum
     dist.all_reduce(totals)
     loss_sum, loss_tokens = totals.tolist()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from moba_train.data.batch import collate
 from moba_train.data.stretches import Stretches
 from moba_train.model.transformer import Transformer
+from moba_train.parallel.forward import token_losses
 from moba_train.parallel.stage import Share
 
 
@@ -69,7 +70,7 @@ def position_wise_loss(
     for first in range(0, sequences, share.dp_size):
         index = first + share.dp_rank
         batch = share.of(collate([stretches.sample(min(index, sequences - 1))])).to(device)
-        losses_n = model(batch.tokens, batch.positions, batch.layout, batch.loss_on, per_token=True)
+        losses_n = token_losses(model, batch)
         if index < sequences:
             # Every place of the sequence is here once at most, so this adds up in one order only.
             loss_T = torch.zeros(stretches.seq_len, dtype=torch.float64, device=device)

@@ -15,8 +15,8 @@ from moba_train.evals.variants import name_of, with_full
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.stage import Share
-from moba_train.progress import Progress
 from moba_train.telemetry.telemetry import Telemetry
+from moba_train.training.progress import Progress
 
 
 class StageEvaluation:

@@ -2,7 +2,6 @@
 
 spike       the score of each step's loss and gradient norm
 reaction    what a run does about a spike: the decision
-recovery    acting on it: leaving a step out, going back to a good checkpoint, ending the run
 dump        what is written down at a spike
 inspect     `moba-train inspect-spike`
 watch       naming the rank that stalls, while the others wait

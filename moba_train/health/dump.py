@@ -40,6 +40,7 @@ from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.data.batch import Batch
 from moba_train.model.transformer import Engine, Transformer
 from moba_train.optim.gradients import gradient_norm
+from moba_train.parallel.forward import token_losses
 from moba_train.parallel.stage import Share
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def _look_at(model: Transformer, share: Share, batches: list[Batch], loss_sum: T
     repeated, micro_batches = 0.0, []
     with _listening(model, share.engine or run_local) as layers:
         for batch in batches:
-            losses_n = model(batch.tokens, batch.positions, batch.layout, batch.loss_on, per_token=True)
+            losses_n = token_losses(model, batch)
             repeated += (losses_n * batch.loss_weight).sum().item()
             micro_batches.append(_pieces(batch, share, losses_n))
     if isinstance(model, FSDPModule):

@@ -17,7 +17,7 @@ from torch import Tensor
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import run_local
 from moba_train.attention.protocol import Layout, LocalAttention
-from moba_train.checkpoint.hf_config import parse_layer
+from moba_train.convert.hf_config import parse_layer
 from moba_train.model.build import build_attention
 
 _decode = "full"

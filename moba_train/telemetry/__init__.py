@@ -8,8 +8,6 @@ wandb_sink        Weights & Biases, in a thread of its own
 wandb_history     what a wandb run already holds, over restarts
 tensorboard_sink  TensorBoard
 numbers           what of a record can be drawn as a curve
-throughput        tokens per second, memory, MFU
 boundary          the step of the loss between two stages
 code_version      which code a run was trained with
-plot              `loss.png`
 """

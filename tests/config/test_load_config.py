@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from moba_train.config.load import apply_overrides, deep_merge, dump_config, load_config, parse_yaml
 from moba_train.config.stages import resolve_stages
-from moba_train.config.validate import validate
 from moba_train.errors import ConfigError
+from moba_train.validation.recipe import validate
 
 ROOT = Path(__file__).parents[2]
 FUZZ = settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=150)

@@ -10,8 +10,8 @@ from prose import prose
 
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
-from moba_train.config.validate import validate
 from moba_train.data.samples import StageData
+from moba_train.validation.recipe import validate
 
 GUIDE = ROOT / "docs" / "data.md"
 

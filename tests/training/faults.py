@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from moba_train.data.batch import Batch
 from moba_train.model.transformer import Transformer
-from moba_train.trainer import Trainer
+from moba_train.training.trainer import Trainer
 
 Fault = Callable[[Tensor], Tensor]
 """From the loss sum of a micro-batch to another one."""

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,7 @@ def test_the_resolved_recipe_in_the_run_folder_is_a_recipe(finished_run: Run) ->
     assert config.stages[0].attention.default == "full"
 
 
-def test_an_unknown_kind_of_decoding_is_refused(finished_run: Run) -> None:
+def test_an_unknown_kind_of_decoding_is_refused() -> None:
+    nothing: Any = None  # refused before model and tokenizer are used
     with pytest.raises(UserError, match="--decode"):
-        next(generate_text(finished_run.run_dir, "x", 1, 1.0, 1.0, 0, "sparse"))
+        next(generate_text(nothing, nothing, "x", 1, temperature=1.0, top_p=1.0, seed=0, decode="sparse"))

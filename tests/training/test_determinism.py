@@ -14,11 +14,11 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.local import run_local
 from moba_train.attention.protocol import packed_layout
 from moba_train.cli import app
-from moba_train.compare import _difference
 from moba_train.config.load import load_config
-from moba_train.config.validate import validate
-from moba_train.determinism import deterministic
 from moba_train.errors import ConfigError
+from moba_train.report.compare import _difference
+from moba_train.training.determinism import deterministic
+from moba_train.validation.recipe import validate
 
 
 def compare(*arguments: object) -> tuple[int, str]:

@@ -105,7 +105,7 @@ def test_the_rank_that_stalls_or_dies_is_named(run: Run, what: signal.Signals) -
 _SLEEPING = """
 import os, sys, time
 from moba_train import train
-from moba_train.trainer import Trainer
+from moba_train.training.trainer import Trainer
 
 step = Trainer._step
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from tiny_run import Run
 
-from moba_train.checkpoint.hf_export import export_to_hf
-from moba_train.checkpoint.hf_import import import_from_hf
 from moba_train.config.load import load_config
-from moba_train.config.validate import validate
+from moba_train.convert.hf_export import export_to_hf
+from moba_train.convert.hf_import import import_from_hf
 from moba_train.errors import CheckpointError, ConfigError
+from moba_train.validation.checkpoints import open_checkpoint
+from moba_train.validation.recipe import validate
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +30,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Path:
     """A folder with a finished run, its export `hf`, and `imported`, a checkpoint made of that."""
     folder = tmp_path_factory.mktemp("source")
     assert Run(folder, corpora).train_here() == 0
-    export_to_hf(folder / "run", folder / "hf", torch.float32, shard_bytes=20_000)
+    export_to_hf(open_checkpoint(folder / "run"), folder / "hf", torch.float32, shard_bytes=20_000)
     import_from_hf(folder / "hf", folder / "imported")
     return folder
 
@@ -72,7 +73,7 @@ def test_weights_with_a_damaged_byte_are_neither_trained_on_nor_exported(source:
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: its SHA-256"):
-        export_to_hf(weights, run.folder / "hf", torch.float32, shard_bytes=20_000)
+        export_to_hf(open_checkpoint(weights), run.folder / "hf", torch.float32, shard_bytes=20_000)
     assert begun_from(run, weights).train_here() == 2
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moba_train.errors import CheckpointError
-from moba_train.progress import Progress
+from moba_train.training.progress import Progress
 
 values = st.recursive(
     st.none() | st.integers() | st.floats() | st.text(max_size=4),

@@ -27,9 +27,9 @@ from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import step_batches
 from moba_train.data.samples import StageData
 from moba_train.health.dump import _write, dump_folder
-from moba_train.health.recovery import Recovery
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.train import main
+from moba_train.training.recovery import Recovery
 
 FAULTS = {22: scaled_gradient, 26: overflow, 30: not_a_number}
 POISONED = 36
@@ -132,7 +132,7 @@ def test_looking_at_a_step_does_not_change_the_training(run: Run, monkeypatch: p
     assert dump(run, 18)["action"] == "apply"
     losses = run.losses()
     shutil.rmtree(run.run_dir)
-    monkeypatch.setattr("moba_train.health.recovery.write_dump", lambda *_: {})
+    monkeypatch.setattr("moba_train.training.recovery.write_dump", lambda *_: {})
     assert run.train_here() == 0
     assert run.losses() == losses
 

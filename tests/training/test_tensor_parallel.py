@@ -21,12 +21,12 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.local import run_local
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.protocol import Layout, LocalAttention
-from moba_train.checkpoint.hf import load_hf_weights
-from moba_train.checkpoint.hf_names import hf_name
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig, StageConfig
+from moba_train.convert.hf_names import hf_name
+from moba_train.convert.hf_weights import load_hf_weights
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
 from moba_train.model.build import initialize_weights

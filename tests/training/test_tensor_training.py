@@ -10,7 +10,7 @@ import torch
 from tiny_run import Run, assert_like_one_gpu, assert_same_tensors
 from trainer_ranks import Ranks, run_command
 
-from moba_train.compare import compare
+from moba_train.report.compare import compare
 
 STEPS = 4
 

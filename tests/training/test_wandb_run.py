@@ -13,7 +13,7 @@ from tiny_run import Run
 from moba_train.config.load import load_config
 from moba_train.telemetry.code_version import code_version
 from moba_train.telemetry.jsonl import read_records
-from moba_train.trainer import Trainer
+from moba_train.training.trainer import Trainer
 
 STEPS = 16
 CRASHES = (7, 15)

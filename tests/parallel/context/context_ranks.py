@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention.operators import SAVED_OPERATORS
-from moba_train.determinism import deterministic
 from moba_train.parallel.context.choose import Scheme
 from moba_train.parallel.context.comm import Peers
 from moba_train.parallel.context.engine import ContextParallel, context_engine
+from moba_train.training.determinism import deterministic
 
 CASES = {
     "moba": Case((12, 0, 1, 33), heads=12, kv_heads=12),

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.publish import Accept, is_good
-from moba_train.checkpoint.run import RunCheckpoints
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.batch import Batch
@@ -17,8 +16,9 @@ from moba_train.health.reaction import Action, good_before, react
 from moba_train.health.spike import SpikeDetector, SpikeReport
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.stage import Share
-from moba_train.progress import Progress
 from moba_train.telemetry.telemetry import Telemetry
+from moba_train.training.checkpoints import RunCheckpoints
+from moba_train.training.progress import Progress
 
 
 class Recovery:

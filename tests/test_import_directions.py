@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "moba_train"
+PACKAGE = Path(__file__).parents[1] / "moba_train"
 
 
 def module_name(path: Path) -> str:
@@ -56,7 +56,7 @@ def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
     for name, text in forms.items():
         (folder / f"{name}.py").write_text(text)
     assert importers("torch.distributed") == {f"moba_train.model.{n}" for n in ("plain", "from_", "inner", "chain")}
-    assert importers("moba_train.trainer") == {"moba_train.model.relative"}
+    assert importers("moba_train.training.trainer") == {"moba_train.model.relative"}
 
 
 def test_attention_knows_nothing_of_ranks():
@@ -76,7 +76,11 @@ def test_the_transformer_knows_the_protocol_and_no_kind_of_attention():
 
 
 def test_only_the_entry_points_import_the_trainer():
-    assert importers("moba_train.trainer") <= {"moba_train.train", "moba_train.cli", "moba_train.trainer"}
+    assert importers("moba_train.training.trainer") <= {
+        "moba_train.train",
+        "moba_train.cli",
+        "moba_train.training.trainer",
+    }
 
 
 def test_context_parallelism_never_hears_of_blocks():

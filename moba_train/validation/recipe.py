@@ -3,18 +3,18 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from moba_train.checkpoint.initial import initial_problems
 from moba_train.config.attention import LayerAttention, merge_attention, resolve_layers
 from moba_train.config.mesh import MeshSizes, divisors, fit_mesh
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import ScheduleConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
-from moba_train.config.validate_data import file_problems, length_problems
-from moba_train.config.validate_gates import gate_problems
-from moba_train.config.validate_tp import row_problems, tensor_problems
+from moba_train.convert.initial_weights import initial_problems
 from moba_train.errors import ConfigError
 from moba_train.parallel.scheme import stage_scheme
+from moba_train.validation.data import file_problems, length_problems
+from moba_train.validation.stage_exit import gate_problems
+from moba_train.validation.tensor_parallel import row_problems, tensor_problems
 
 
 def validate(

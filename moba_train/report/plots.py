@@ -12,8 +12,8 @@ def draw_pictures(run_dir: Path) -> None:
     matplotlib is imported only now: it is a quarter of the time of a restart.
     """
     try:
-        from moba_train.evals.position_plot import plot_position_wise
-        from moba_train.telemetry.plot import plot_run
+        from moba_train.report.loss_plot import plot_run
+        from moba_train.report.position_plot import plot_position_wise
 
         plot_run(run_dir)
         plot_position_wise(run_dir)

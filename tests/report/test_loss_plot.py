@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from moba_train.errors import UserError
+from moba_train.report.loss_plot import plot_run
 from moba_train.telemetry.jsonl import JsonlSink
-from moba_train.telemetry.plot import plot_run
 from moba_train.telemetry.telemetry import Telemetry
 
 

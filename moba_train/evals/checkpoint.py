@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from moba_train.checkpoint.publish import find_checkpoint
+from moba_train.checkpoint.recipe import SavedRun
 from moba_train.checkpoint.state import load_model
 from moba_train.config.mesh import MeshSizes, divisors
 from moba_train.config.run import ParallelConfig
@@ -16,15 +16,14 @@ from moba_train.config.stages import Stage
 from moba_train.data.stretches import Stretches
 from moba_train.errors import DataError, UserError
 from moba_train.evals.loss import validation_data, validation_loss
-from moba_train.evals.position_plot import draw_position_wise
 from moba_train.evals.position_wise import PositionWiseLoss, describe, position_wise_loss
 from moba_train.evals.variants import name_of, variants
-from moba_train.inference.load import read_recipe
 from moba_train.model.build import build_attention
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh
 from moba_train.parallel.stage import ContextEngines
 from moba_train.parallel.world import World, joined_world
+from moba_train.report.position_plot import draw_position_wise
 from moba_train.units import format_count
 
 
@@ -44,15 +43,14 @@ class EvaluationOptions:
     """Folder for `evaluation.json` and `position_wise.png`."""
 
 
-def evaluate_checkpoint(path: Path, options: EvaluationOptions, echo: Callable[[str], object]) -> None:
-    """Evaluate a checkpoint, or a run folder's newest one: mean validation loss, and the loss by position if the recipe
+def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Callable[[str], object]) -> None:
+    """Evaluate a checkpoint: mean validation loss, and the loss by position if the recipe
     or the options ask for it, with each attention on the same weights.
 
     Under torchrun all its ranks work together, and the numbers are those of one up to rounding. `echo` gets the lines
     to print, on the first rank. Raises UserError for data or options that do not fit.
     """
-    checkpoint = find_checkpoint(path)
-    config, stage = read_recipe(checkpoint)
+    checkpoint, config, stage = saved
     if not config.data.validation:
         raise DataError(f"{checkpoint}: its recipe has no data.validation to evaluate on")
     layers = variants(config, stage, options.attention)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from moba_train.config.data import SourceConfig
 from moba_train.config.schema import RunConfig
-from moba_train.config.validate_gates import gate_data_problems
 from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError
+from moba_train.validation.stage_exit import gate_data_problems
 
 
 def length_problems(config: RunConfig) -> Iterator[str]:

@@ -13,16 +13,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from moba_train.checkpoint import manifest, publish
-from moba_train.checkpoint.hf import check_hf_weights, parameter_shapes
-from moba_train.checkpoint.hf_config import CONFIG, read_layers, read_model_config
-from moba_train.checkpoint.hf_names import hf_name
-from moba_train.checkpoint.safetensors_folder import SafetensorsFolder
 from moba_train.config.load import dump_config
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
+from moba_train.convert.hf_config import CONFIG, read_layers, read_model_config
+from moba_train.convert.hf_names import hf_name
+from moba_train.convert.hf_weights import check_hf_weights, parameter_shapes
+from moba_train.convert.safetensors_folder import SafetensorsFolder
 from moba_train.data.tokenizer import tokenizer_files
 from moba_train.errors import CheckpointError
-from moba_train.progress import Progress
 
 RECIPE = "recipe.yaml"
 
@@ -48,7 +47,7 @@ def import_from_hf(folder: Path, output: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), planner=_ReadingPlanner(files), no_dist=True)
-    manifest.write_json(temporary / manifest.META, {"progress": Progress().to_meta(), "config": dump_config(config)})
+    manifest.write_json(temporary / manifest.META, {"progress": {"step": 0, "stage": 0}, "config": dump_config(config)})
     publish.publish(temporary, 0, {path.name: manifest.hash_file(path) for path in temporary.iterdir()})
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.protocol import LocalAttention, packed_layout
-from moba_train.checkpoint.hf import load_hf_weights
-from moba_train.checkpoint.hf_config import read_model_config
+from moba_train.convert.hf_config import read_model_config
+from moba_train.convert.hf_weights import load_hf_weights
 from moba_train.model.transformer import Transformer
 
 VOCAB = 64

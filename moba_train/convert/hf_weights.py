@@ -10,9 +10,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from moba_train.checkpoint.hf_names import hf_name
-from moba_train.checkpoint.safetensors_folder import SafetensorsFolder
 from moba_train.config.model import ModelConfig
+from moba_train.convert.hf_names import hf_name
+from moba_train.convert.safetensors_folder import SafetensorsFolder
 from moba_train.errors import CheckpointError
 from moba_train.model.transformer import Transformer
 

@@ -7,10 +7,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from moba_train.attention.registry import KINDS
-from moba_train.checkpoint.hf_rope import hf_rope, read_rope
 from moba_train.config.attention import LayerAttention
 from moba_train.config.explain import explain
 from moba_train.config.model import ModelConfig, RopeConfig
+from moba_train.convert.hf_rope import hf_rope, read_rope
 from moba_train.errors import CheckpointError
 
 CONFIG = "config.json"

@@ -8,21 +8,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moba_train.checkpoint.hf import parameter_shapes
-from moba_train.checkpoint.hf_config import CONFIG, describe_layer, hf_config
-from moba_train.checkpoint.hf_names import hf_name
 from moba_train.checkpoint.load import load_checkpoint
 from moba_train.checkpoint.manifest import verify_checkpoint
-from moba_train.checkpoint.publish import find_checkpoint
-from moba_train.checkpoint.safetensors_folder import write_safetensors
+from moba_train.checkpoint.recipe import SavedRun
 from moba_train.config.model import ModelConfig
+from moba_train.convert.hf_config import CONFIG, describe_layer, hf_config
+from moba_train.convert.hf_names import hf_name
+from moba_train.convert.hf_weights import parameter_shapes
+from moba_train.convert.safetensors_folder import write_safetensors
 from moba_train.data.tokenizer import tokenizer_files
 from moba_train.errors import CheckpointError
-from moba_train.inference.load import read_recipe
 
 
-def export_to_hf(path: Path, output: Path, dtype: torch.dtype, shard_bytes: int) -> None:
-    """Write `output`, a Hugging Face folder with the model of a checkpoint (or of a run folder's newest one).
+def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+    """Write `output`, a Hugging Face folder with the model of a checkpoint.
 
     Holds the tensors of one file of at most `shard_bytes`. RoPE, sequence length and attention are those of the stage
     the checkpoint was in; config.json keeps the attention of every layer under `moba`, and to whoever ignores that it
@@ -31,8 +30,7 @@ def export_to_hf(path: Path, output: Path, dtype: torch.dtype, shard_bytes: int)
     Raises CheckpointError when `output` is not empty, no Hugging Face architecture has the model's shape, or the
     checkpoint has a byte that is not as it was written.
     """
-    checkpoint = find_checkpoint(path)
-    config, stage = read_recipe(checkpoint)
+    checkpoint, config, stage = saved
     contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."))
     contents["moba"] = {"layers": [describe_layer(layer) for layer in stage.attention]}
     if output.exists() and any(output.iterdir()):

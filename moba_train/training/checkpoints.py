@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.checkpointer import Checkpointer
-from moba_train.checkpoint.initial import load_initial_weights
 from moba_train.checkpoint.load import newest_intact
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import Accept
@@ -19,11 +18,12 @@ from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer
 from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
+from moba_train.convert.initial_weights import load_initial_weights
 from moba_train.errors import CheckpointError, LaunchError, TrainingError
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World, of_main
-from moba_train.progress import Progress, check_resumable, data_plan
 from moba_train.telemetry.telemetry import Telemetry
+from moba_train.training.progress import Progress, check_resumable, data_plan
 
 LAST_SAVE_S = 30.0
 """After an error, so long a running save may take to finish; when a rank is gone, it never does."""

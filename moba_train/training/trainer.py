@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from moba_train.attention.local import run_local
-from moba_train.checkpoint.run import RunCheckpoints
 from moba_train.config.load import dump_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
@@ -22,7 +21,6 @@ from moba_train.data.loader import Prefetcher
 from moba_train.data.samples import StageData
 from moba_train.data.stage_data import training_data
 from moba_train.evals.stage import StageEvaluation
-from moba_train.health.recovery import Recovery
 from moba_train.health.spike import SpikeDetector
 from moba_train.health.stragglers import Stragglers
 from moba_train.health.watch import Watch, stalls_folder
@@ -30,15 +28,18 @@ from moba_train.model.build import build_attention
 from moba_train.optim.adamw import build_optimizer
 from moba_train.optim.gradients import clip_gradients, gradient_norm, norms_by_kind
 from moba_train.optim.schedule import stage_learning_rate
+from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh
 from moba_train.parallel.stage import ContextEngines, Share
 from moba_train.parallel.world import World
-from moba_train.pictures import draw_pictures
+from moba_train.report.plots import draw_pictures
 from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
 from moba_train.telemetry.telemetry import Telemetry
-from moba_train.telemetry.throughput import throughput
+from moba_train.training.checkpoints import RunCheckpoints
+from moba_train.training.recovery import Recovery
+from moba_train.training.throughput import throughput
 
 
 class Trainer:
@@ -172,7 +173,7 @@ class Trainer:
         loss = torch.zeros((), device=self.world.device)
         with self.stragglers.attention(step):
             for batch in batches:
-                batch_loss = self.model(batch.tokens, batch.positions, batch.layout, batch.loss_on) / loss_weight
+                batch_loss = training_loss(self.model, batch) / loss_weight
                 batch_loss.backward()
                 loss += batch_loss.detach()
         self.watch.enter("update", step - 1)

@@ -6,7 +6,7 @@ import pytest
 
 from moba_train.config.schema import RunConfig
 from moba_train.errors import CheckpointError
-from moba_train.inference.foreign import ROOTS, check_paths
+from moba_train.validation.foreign_paths import ROOTS, check_paths
 
 
 def recipe(validation: str, tokenizer: str | None = None) -> RunConfig:

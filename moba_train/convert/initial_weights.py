@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from moba_train.checkpoint.hf import load_hf_weights
-from moba_train.checkpoint.hf_config import CONFIG, read_model_config
 from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.recipe import saved_recipe, saved_stage
 from moba_train.checkpoint.state import load_model
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
+from moba_train.convert.hf_config import CONFIG, read_model_config
+from moba_train.convert.hf_weights import load_hf_weights
 from moba_train.errors import CheckpointError
 from moba_train.model.transformer import Transformer
 

@@ -7,9 +7,9 @@ import pytest
 from moba_train.config.load import dump_config, load_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.stages import resolve_stages
-from moba_train.config.validate import validate
 from moba_train.errors import ConfigError
 from moba_train.parallel.context.choose import TransportKind
+from moba_train.validation.recipe import validate
 
 
 def problems(config, *args, **kwargs) -> list[str]:

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moba_train.checkpoint.hf import load_hf_weights
-from moba_train.checkpoint.hf_config import read_model_config
-from moba_train.checkpoint.safetensors_folder import INDEX
+from moba_train.convert.hf_config import read_model_config
+from moba_train.convert.hf_weights import load_hf_weights
+from moba_train.convert.safetensors_folder import INDEX
 from moba_train.errors import CheckpointError
 from moba_train.model.transformer import Transformer
 

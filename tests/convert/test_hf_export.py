@@ -10,18 +10,19 @@ from hf_models import VOCAB, logits, make_hf_model, our_model, random_tokens
 from safetensors.torch import load_file
 
 from moba_train.checkpoint.checkpointer import Checkpointer
-from moba_train.checkpoint.hf_config import parse_layer, read_model_config
-from moba_train.checkpoint.hf_export import export_to_hf
 from moba_train.checkpoint.retention import Retention
-from moba_train.checkpoint.safetensors_folder import INDEX
 from moba_train.checkpoint.state import model_tensors
 from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
+from moba_train.convert.hf_config import parse_layer, read_model_config
+from moba_train.convert.hf_export import export_to_hf
+from moba_train.convert.safetensors_folder import INDEX
 from moba_train.errors import CheckpointError
 from moba_train.integrations.transformers import register
 from moba_train.model.build import build_attention
 from moba_train.parallel.world import joined_world
-from moba_train.progress import Progress
+from moba_train.training.progress import Progress
+from moba_train.validation.checkpoints import open_checkpoint
 
 LENGTH = 200
 SPARSE = {"block_size": 16, "topk": 3}
@@ -57,7 +58,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / "hf" / name).write_text(f"{name} of {request.param}")
     save_as_checkpoint(folder / "hf", folder / "run", SPARSE)
-    export_to_hf(folder / "run", folder / "out", torch.float32, shard_bytes=40_000)
+    export_to_hf(open_checkpoint(folder / "run"), folder / "out", torch.float32, shard_bytes=40_000)
     return folder / "hf", folder / "out"
 
 
@@ -149,11 +150,11 @@ def test_a_model_without_moba_entry_says_how_to_get_one(exported: tuple[Path, Pa
 
 def test_a_folder_with_files_is_not_overwritten(exported: tuple[Path, Path]) -> None:
     with pytest.raises(CheckpointError, match="not empty"):
-        export_to_hf(exported[1].parent / "run", exported[1], torch.float32, shard_bytes=40_000)
+        export_to_hf(open_checkpoint(exported[1].parent / "run"), exported[1], torch.float32, shard_bytes=40_000)
 
 
 def test_bfloat16_halves_the_file(exported: tuple[Path, Path], tmp_path: Path) -> None:
-    export_to_hf(exported[1].parent / "run", tmp_path / "half", torch.bfloat16, shard_bytes=2**30)
+    export_to_hf(open_checkpoint(exported[1].parent / "run"), tmp_path / "half", torch.bfloat16, shard_bytes=2**30)
     (file,) = (tmp_path / "half").glob("*.safetensors")
     halves, wholes = load_file(file), tensors(exported[1])
     assert all(torch.equal(halves[name], wholes[name].bfloat16()) for name in wholes)
