@@ -50,7 +50,7 @@ def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
         "from_": "from torch import distributed",
         "inner": "def f():\n    from torch.distributed.tensor import DTensor",
         "chain": "import torch\ntorch.distributed.barrier()",
-        "relative": "from ..trainer import train",
+        "relative": "from ..training.trainer import train",
         "none": "import torch",
     }
     for name, text in forms.items():
