@@ -27,7 +27,7 @@ from moba_train.config.stages import Stage, resolve_stages
 from moba_train.convert.initial_weights import load_initial_weights
 from moba_train.data.stretches import Stretches
 from moba_train.evals.position_wise import position_wise_loss
-from moba_train.model.build import build_attention
+from moba_train.model.build import build_attention, build_model
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.stage import Share
 from moba_train.parallel.world import joined_world
@@ -74,7 +74,7 @@ def states(run: Path, config: RunConfig, device: torch.device) -> Iterator[tuple
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     assert config.init_from is not None, "the run must have begun with weights"
     with torch.device("meta"):
-        model = Transformer(config.model)
+        model = build_model(config)
     model.to_empty(device=device)
     load_initial_weights(model, Path(config.init_from))
     yield model.to(dtype).eval(), resolve_stages(config)[0], 0

@@ -6,6 +6,7 @@ training      the one training loop, its progress and checkpoints
 validation    combinations of keys that cannot work
 report        plots of a run, and what differs between two
 convert       Hugging Face in and out
+reference     docs/config.md and the JSON schema, generated
 config        the recipe: schema, loading, validation
 planning      what a recipe costs before it runs
 model         the Transformer on one device

@@ -11,5 +11,4 @@ stages          what each stage comes to once its defaults are filled in
 load            YAML with `extends:` and command-line overrides
 explain         what a key accepts, and what is wrong with a recipe, in plain words
 mesh            the sizes of the device mesh on so many ranks
-reference       docs/config.md and the JSON schema, generated
 """

@@ -35,7 +35,7 @@ def validation_loss(
         begin = first + share.dp_rank * micro_batch_size
         samples = [_sample_or_padding(data, index) for index in range(begin, begin + micro_batch_size)]
         batch = share.of(collate(samples)).to(device)
-        totals[0] += training_loss(model, batch)
+        totals[0] += training_loss(model, batch).loss
         totals[1] += batch.loss_weight_sum
     dist.all_reduce(totals)
     loss_sum, loss_tokens = totals.tolist()

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.config.schema import RunConfig
-from moba_train.model.build import initialize_weights
+from moba_train.model.build import build_model, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.tensor import share_layers
 
@@ -35,7 +35,7 @@ def sharded_model(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> 
     are summed over ranks, never averaged, because the loss is already divided by the global number of loss tokens.
     """
     with torch.device("meta"):
-        model = Transformer(config.model)
+        model = build_model(config)
     if config.compile:
         limits = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, COMPILED_FORMS)
@@ -52,6 +52,8 @@ def sharded_model(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> 
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other reduction with a factor
+    for method in ("loss", "token_losses"):
+        register_fsdp_forward_method(model, method)
     model.to_empty(device=device)
     initialize_weights(model, config.seed)
     return model

@@ -2,10 +2,10 @@
 
 import math
 
-from moba_train.attention.registry import KINDS
-from moba_train.config.attention import LayerAttention
+from moba_train.attention.protocol import LocalAttention
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
+from moba_train.model.build import build_attention
 from moba_train.parallel.context.choose import Scheme, Shape, choose
 
 
@@ -18,7 +18,7 @@ def stage_shape(config: RunConfig, stage: Stage, element_bytes: int = 2) -> Shap
         kv_heads=model.kv_heads // stage.parallel.tp,
         head_dim=model.head_width,
         element_bytes=element_bytes,
-        couples_heads=any(_couples_heads(layer, model.head_width) for layer in set(stage.attention)),
+        couples_heads=any(attention.couples_heads for attention in _attentions(config, stage)),
     )
 
 
@@ -38,12 +38,14 @@ def stage_scheme(
         stage_shape(config, stage, element_bytes),
         ranks=parallel.cp,
         node=math.gcd(parallel.cp, per_node),  # the longest runs of neighbours that never leave a node
-        work_grows=any(KINDS[layer.kind].work_grows for layer in stage.attention),
+        work_grows=any(attention.work_grows for attention in _attentions(config, stage)),
         memory_bytes=memory_bytes,
         ring_depth=parallel.cp_ring_depth,
         slices=parallel.cp_slices,
     )
 
 
-def _couples_heads(layer: LayerAttention, head_dim: int) -> bool:
-    return KINDS[layer.kind](layer.options, head_dim).couples_heads
+def _attentions(config: RunConfig, stage: Stage) -> set[LocalAttention]:
+    """The local attentions of all layers."""
+    kinds = build_attention(stage.attention, config.model.head_width)
+    return {attention for kind in kinds for attention in kind.attentions}

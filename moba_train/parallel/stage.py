@@ -89,5 +89,4 @@ class ContextEngines:
         if self._world.device.type != "cuda":
             return None
         total = torch.cuda.get_device_properties(self._world.device).total_memory
-        tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)
-        return least_over_ranks(USABLE * total - estimate_memory(self._config, sizes, tokens).total)
+        return least_over_ranks(USABLE * total - estimate_memory(self._config, stage, sizes).total)

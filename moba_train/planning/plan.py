@@ -10,7 +10,7 @@ from moba_train.parallel.context.choose import NODE_RATE, Cost, Scheme, cost
 from moba_train.parallel.scheme import stage_scheme, stage_shape
 from moba_train.planning.flops import dense_flops, layer_flops, real_flops
 from moba_train.planning.memory import USABLE, Memory, element_bytes, estimate_memory
-from moba_train.planning.parameters import ParameterCounts, count_parameters
+from moba_train.planning.parameters import ParameterCounts, count_recipe_parameters
 
 GPU_BYTES = 141e9
 """An H200's memory."""
@@ -81,19 +81,26 @@ def make_plan(config: RunConfig, world_size: int, peak_tflops: float, mfu: float
         _stage_plan(config, stage, mesh_sizes(stage.parallel, world_size), rate, ranks_per_node)
         for stage in resolve_stages(config)
     )
-    return Plan(world_size, ranks_per_node, peak_tflops, mfu, count_parameters(config.model), stages)
+    return Plan(
+        world_size,
+        ranks_per_node,
+        peak_tflops,
+        mfu,
+        count_recipe_parameters(config),
+        stages,
+    )
 
 
 def _stage_plan(config: RunConfig, stage: Stage, mesh: MeshSizes, rate: float, ranks_per_node: int) -> StagePlan:
-    real = real_flops(config.model, stage.attention, stage.seq_len)
+    real = real_flops(config.model, stage.attention, [stage.seq_len]) / stage.seq_len
     tokens = -(-stage.micro_batch_size * stage.seq_len // mesh.cp)
-    memory = estimate_memory(config, mesh, tokens)
+    memory = estimate_memory(config, stage, mesh)
     accumulation = stage.batch_sequences // (stage.micro_batch_size * mesh.dp)
     seconds = real * (stage.end_token - stage.first_token) / (rate * mesh.dp * mesh.cp * mesh.tp)
     context = None
     if mesh.cp > 1:
         context = _context_plan(config, stage, rate, ranks_per_node, USABLE * GPU_BYTES - memory.total)
-        memory = estimate_memory(config, mesh, tokens, context.cost.memory_bytes)
+        memory = estimate_memory(config, stage, mesh, context.cost.memory_bytes)
         seconds += stage.steps * accumulation * sum(map(context.exposed_seconds, stage.attention))
     tensor_seconds = accumulation * _tensor_seconds(config, tokens, mesh.tp)
     seconds += stage.steps * tensor_seconds
@@ -127,7 +134,8 @@ def _context_plan(
     width = element_bytes(config)
     scheme, reason = stage_scheme(config, stage, ranks_per_node, width, memory_bytes)
     shape = stage_shape(config, stage, width)
-    flops = {layer: layer_flops(config.model, layer, stage.seq_len) for layer in stage.attention}
+    flops = {layer: layer_flops(config.model, layer, [stage.seq_len]) for layer in stage.attention}
     ranks = scheme.ranks * stage.parallel.tp
-    seconds = {layer: count * shape.tokens / ranks / rate for layer, count in flops.items()}
+    sequences = stage.micro_batch_size / ranks
+    seconds = {layer: count * sequences / rate for layer, count in flops.items()}
     return ContextPlan(scheme, reason, cost(scheme, shape), seconds)

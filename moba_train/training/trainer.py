@@ -173,7 +173,7 @@ class Trainer:
         loss = torch.zeros((), device=self.world.device)
         with self.stragglers.attention(step):
             for batch in batches:
-                batch_loss = training_loss(self.model, batch) / loss_weight
+                batch_loss = training_loss(self.model, batch).total / loss_weight
                 batch_loss.backward()
                 loss += batch_loss.detach()
         self.watch.enter("update", step - 1)
