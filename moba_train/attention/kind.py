@@ -1,8 +1,8 @@
 """What a kind of attention owns: options, checks, parameters, the layer's mixing, costs, decoding and export.
 
-A kind is one subclass of `AttentionKind` and one line in registry.py. Nothing else in the package asks which kind a layer
-has: it asks the kind. An instance holds the options of one or more layers and no parameters, so that equal layers share
-it (torch.compile compiles once for each instance); the parameters of a layer live in the model, under the kind's name.
+A kind is one subclass of `AttentionKind` and one line in registry.py. Nothing else in the package asks which kind a
+layer has: it asks the kind. An instance holds the options of one or more layers and no parameters, so that equal layers
+share it (torch.compile compiles once for each instance); a layer's parameters live in the model, under the kind's name.
 
 Shape suffixes: T packed tokens of this rank, D hidden size, H query heads, K key/value heads, d head width.
 """

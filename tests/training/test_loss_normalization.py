@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from trainer_ranks import Ranks
 
-from moba_train.attention.full import FullAttention
+from moba_train.attention.full_kind import FullKind
 from moba_train.attention.local import run_local
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.model import ModelConfig
@@ -21,6 +21,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import gradient_norm
 from moba_train.parallel.context.choose import Scheme, TransportKind
 from moba_train.parallel.context.engine import context_engine
+from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.stage import Share
 from moba_train.parallel.world import joined_world
@@ -61,12 +62,12 @@ def step(micro_batches: list[Batch], world_size: int, transport: TransportKind |
         share = Share(engine=context_engine(scheme, world, torch.device("cpu")))
         model.set_engines([share.engine or run_local] * MODEL.layers)
         micro_batches = [share.of(batch) for batch in micro_batches]
-    model.set_attention([FullAttention(FullAttention.Options(), MODEL.head_width)] * MODEL.layers)
+    model.set_attention([FullKind(FullKind.Options(), MODEL.head_width)] * MODEL.layers)
     count = torch.tensor(sum(batch.loss_weight_sum for batch in micro_batches))
     dist.all_reduce(count)
     loss = torch.zeros(())
     for batch in micro_batches:
-        batch_loss = model(batch.tokens, batch.positions, batch.layout, batch.loss_on) / count
+        batch_loss = training_loss(model, batch).total / count
         batch_loss.backward()
         loss += batch_loss.detach()
     dist.all_reduce(loss)
@@ -97,7 +98,7 @@ def expected() -> dict[str, torch.Tensor]:
     model = Transformer(MODEL)
     made, total, count = samples(), torch.zeros(()), 0.0
     initialize_weights(model, CONFIG.seed)
-    model.set_attention([FullAttention(FullAttention.Options(backend="reference"), MODEL.head_width)] * MODEL.layers)
+    model.set_attention([FullKind(FullKind.Options(backend="reference"), MODEL.head_width)] * MODEL.layers)
     for sample in made:
         batch = collate([sample])
         logits = model(batch.tokens, batch.positions, batch.layout)
@@ -134,8 +135,8 @@ def test_a_step_without_any_loss_token_leaves_zero_gradients() -> None:
     batch = collate(samples()[2:])
     assert batch.loss_tokens == 0
     model = Transformer(MODEL)
-    model.set_attention([FullAttention(FullAttention.Options(), MODEL.head_width)] * MODEL.layers)
-    loss = model(batch.tokens, batch.positions, batch.layout, batch.loss_on)
+    model.set_attention([FullKind(FullKind.Options(), MODEL.head_width)] * MODEL.layers)
+    loss = training_loss(model, batch).total
     loss.backward()
     assert loss.item() == 0
     assert all(not parameter.grad.any() for parameter in model.parameters())

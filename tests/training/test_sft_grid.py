@@ -21,6 +21,7 @@ from moba_train.data.samples import StageData
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import norms_by_kind
+from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh
 from moba_train.parallel.stage import ContextEngines
@@ -96,7 +97,7 @@ def one_step(case: dict[str, int], norm: LossNorm, prefix: str, world: World) ->
     weight, tokens, without = sum_over_ranks([sum(b.loss_weight_sum for b in batches), here, here == 0])
     loss = torch.zeros(())
     for batch in batches:
-        batch_loss = model(batch.tokens, batch.positions, batch.layout, batch.loss_on) / weight
+        batch_loss = training_loss(model, batch).total / weight
         batch_loss.backward()
         loss += batch_loss.detach()
     dist.all_reduce(loss)

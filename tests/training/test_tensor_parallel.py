@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from trainer_ranks import Ranks, free_port
 
-from moba_train.attention.full import FullAttention
+from moba_train.attention.full_kind import FullKind
 from moba_train.attention.local import run_local
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.kind import MobaKind
 from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.mesh import MeshSizes
@@ -34,6 +34,7 @@ from moba_train.model.transformer import Engine, Transformer
 from moba_train.optim.gradients import gradient_norm, norms_by_kind
 from moba_train.parallel.context.batch import shard_batch
 from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh
 from moba_train.parallel.stage import Share
@@ -85,15 +86,15 @@ def step(model: Transformer, share: Share, device: torch.device) -> tuple[Step, 
     chosen: list[Tensor] = []
 
     def listening(q: Tensor, k: Tensor, v: Tensor, kind: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:
-        if isinstance(kind, MobaAttention):
+        if isinstance(kind, MobaKind):
             chosen.append(kind.plan(q.detach(), kind.summarize(k.detach(), layout), layout)[0].cpu())
         return run_local(q, k, v, kind, layout)
 
     engines: list[Engine] = [listening] * len(model.blocks)
     width = model.config.head_width
     kinds = [
-        FullAttention(FullAttention.Options(backend="reference"), width),
-        MobaAttention(MobaAttention.Options(block_size=4, topk=2, backend="reference"), width),
+        FullKind(FullKind.Options(backend="reference"), width),
+        MobaKind(MobaKind.Options(block_size=4, topk=2, backend="reference"), width),
     ]
     model.set_attention(kinds[: len(model.blocks)])
     model.set_engines(engines)
@@ -101,7 +102,7 @@ def step(model: Transformer, share: Share, device: torch.device) -> tuple[Step, 
     count = sum(batch.loss_weight_sum for batch in made)
     for batch in made:
         own = share.of(batch).to(device)
-        batch_loss = model(own.tokens, own.positions, own.layout, own.loss_on) / count
+        batch_loss = training_loss(model, own).total / count
         batch_loss.backward()
         loss += batch_loss.detach()
     return {"loss": loss}, chosen
