@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import markdown, save
+from moba_train.config.quantities import format_count
 from moba_train.telemetry.jsonl import read_records
-from moba_train.units import format_count
 
 RECIPES = ("short-then-long", "continue-1m", "hybrid-90-10", "sft-1m")
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.state import load_model
 from moba_train.config.mesh import MeshSizes, divisors
+from moba_train.config.quantities import format_count
 from moba_train.config.run import ParallelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
@@ -25,7 +26,6 @@ from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh
 from moba_train.parallel.stage import ContextEngines
 from moba_train.parallel.world import World, joined_world
-from moba_train.units import format_count
 
 
 @dataclass(frozen=True)
