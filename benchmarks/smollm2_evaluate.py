@@ -25,7 +25,7 @@ from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.convert.initial_weights import load_initial_weights
-from moba_train.data.stretches import Stretches
+from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.evals.position_wise import position_wise_loss
 from moba_train.model.build import build_attention, build_model
 from moba_train.model.transformer import Transformer
@@ -53,7 +53,7 @@ def main() -> None:
     config = load_config(given.run / "config.yaml")
     first, last = resolve_stages(config)[0], resolve_stages(config)[-1]
     vocab_size = config.model.vocab_size
-    stretches = Stretches(config.data.validation, last.seq_len, given.sequences, config.seed, vocab_size)
+    stretches = LongDocumentSamples(config.data.validation, last.seq_len, given.sequences, config.seed, vocab_size)
     settings = {"seq_len": last.seq_len, "trained_seq_len": first.seq_len, "sequences": len(stretches)}
     rows = []
     with joined_world() as world:

@@ -8,8 +8,8 @@ import numpy.typing as npt
 from rich.table import Table
 
 from moba_train.attention.moba.kind import attended_pairs
+from moba_train.data.best_fit import split_documents
 from moba_train.data.indexed import IndexedDataset
-from moba_train.data.packing import cut
 
 QUANTILES = {"min": 0, "5 %": 5, "25 %": 25, "50 %": 50, "75 %": 75, "95 %": 95, "max": 100}
 
@@ -74,7 +74,7 @@ def effective_sparsity(
 ) -> Sparsity:
     """For documents of these lengths, cut at `seq_len` where one is given, as in training."""
     if seq_len is not None:
-        document, start = cut(lengths, seq_len)
+        document, start = split_documents(lengths, seq_len)
         lengths = np.minimum(lengths[document] - start, seq_len)
     values, counts = np.unique(lengths[lengths > 0], return_counts=True)
     if not len(values):

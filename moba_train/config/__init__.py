@@ -1,6 +1,7 @@
 """The recipe: its schema (one file a section), loading.
 
 base            the strict pydantic base class
+quantities      whole numbers with suffixes: `128K`, `10B`
 schema          `RunConfig`, the whole recipe
 model           the shape of the Transformer
 attention       the per-layer grammar

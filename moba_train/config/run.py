@@ -5,9 +5,9 @@ from typing import Literal
 from pydantic import Field
 
 from moba_train.config.base import Section
+from moba_train.config.quantities import Length, TokenBudget
 from moba_train.parallel.context.choose import TransportKind
 from moba_train.parallel.context.layout import Kind
-from moba_train.units import Length, TokenBudget
 
 
 class ContextParallelConfig(Section):

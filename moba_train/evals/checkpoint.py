@@ -10,10 +10,11 @@ from typing import Any, Literal
 from moba_train.checkpoint.recipe import SavedRun
 from moba_train.checkpoint.state import load_model
 from moba_train.config.mesh import MeshSizes, divisors
+from moba_train.config.quantities import format_count
 from moba_train.config.run import ParallelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
-from moba_train.data.stretches import Stretches
+from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.errors import DataError, UserError
 from moba_train.evals.loss import validation_data, validation_loss
 from moba_train.evals.position_wise import PositionWiseLoss, describe, position_wise_loss
@@ -24,7 +25,6 @@ from moba_train.parallel.mesh import build_mesh
 from moba_train.parallel.stage import ContextEngines
 from moba_train.parallel.world import World, joined_world
 from moba_train.report.position_plot import draw_position_wise
-from moba_train.units import format_count
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSize
     return dataclasses.replace(stage, parallel=parallel), MeshSizes(1, ranks // cp, cp)
 
 
-def _stretches(config: RunConfig, stage: Stage, options: EvaluationOptions) -> tuple[Stretches | None, int]:
+def _stretches(config: RunConfig, stage: Stage, options: EvaluationOptions) -> tuple[LongDocumentSamples | None, int]:
     wanted = config.evaluation.position_wise
     bucket = options.bucket
     if bucket is None and wanted is not None:
@@ -106,7 +106,7 @@ def _stretches(config: RunConfig, stage: Stage, options: EvaluationOptions) -> t
     if bucket < 1 or stage.seq_len % bucket:
         raise UserError(f"--bucket: given {bucket}, which does not divide the stage's seq_len {stage.seq_len}")
     sequences = options.sequences or (wanted.sequences if wanted else 32)
-    found = Stretches(config.data.validation, stage.seq_len, sequences, config.seed, config.model.vocab_size)
+    found = LongDocumentSamples(config.data.validation, stage.seq_len, sequences, config.seed, config.model.vocab_size)
     if not len(found):
         raise DataError(f"data.validation: no document is longer than the stage's seq_len {stage.seq_len}")
     return found, bucket

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moba_train.data.batch import collate
-from moba_train.data.stretches import Stretches
+from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import token_losses
 from moba_train.parallel.stage import Share
@@ -58,7 +58,7 @@ class PositionWiseLoss:
 
 @torch.no_grad()
 def position_wise_loss(
-    model: Transformer, stretches: Stretches, bucket: int, share: Share, device: torch.device
+    model: Transformer, stretches: LongDocumentSamples, bucket: int, share: Share, device: torch.device
 ) -> PositionWiseLoss:
     """The model's loss on all `stretches` (at least one), equal on every rank and, up to rounding, for every layout.
 

@@ -7,7 +7,7 @@ import torch
 from moba_train.config.run import GateConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
-from moba_train.data.stretches import Stretches
+from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.errors import CheckpointError
 from moba_train.evals.loss import validation_data, validation_loss
 from moba_train.evals.position_wise import PositionWiseLoss, describe, position_wise_loss
@@ -48,9 +48,9 @@ class StageEvaluation:
         self._validation = validation_data(config, stage.seq_len)
         self.validated_step: int | None = None
         self.validation_loss = math.nan
-        self._stretches: Stretches | None = None
+        self._stretches: LongDocumentSamples | None = None
         if (wanted := self._config.position_wise) is not None:
-            found = Stretches(
+            found = LongDocumentSamples(
                 config.data.validation, stage.seq_len, wanted.sequences, config.seed, config.model.vocab_size
             )
             self._stretches = found if len(found) else None
@@ -77,7 +77,7 @@ class StageEvaluation:
             return False
         return self._positions(self._stretches, config.position_wise.bucket, progress, tokens)
 
-    def _positions(self, stretches: Stretches, bucket: int, progress: Progress, tokens: int) -> bool:
+    def _positions(self, stretches: LongDocumentSamples, bucket: int, progress: Progress, tokens: int) -> bool:
         assert self._config.position_wise is not None
         own, gate = self._stage.attention, self._stage.gate
         kind, variants = name_of(own), with_full(own)

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from moba_train.config.attention import LayerAttention
+from moba_train.config.quantities import format_count
 from moba_train.planning.memory import Memory
 from moba_train.planning.plan import ContextPlan, Plan, StagePlan
-from moba_train.units import format_count
 
 
 def print_plan(plan: Plan, console: Console) -> None:

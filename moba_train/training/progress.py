@@ -68,7 +68,7 @@ def data_plan(config: RunConfig, progress: Progress) -> dict[str, Any]:
     """What must stay the same for a resumed run to see the same tokens in the same order, as JSON values.
 
     It ends with the current stage: later ones may be changed at will, and the current one made longer or shorter
-    (which shuffles anew the windows of its last group, see data/samples.py).
+    (which reshuffles the samples of its last group, see data/packers.py).
     """
     return {
         "seed": config.seed,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from moba_train.config.attention import merge_attention, resolve_layers
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import resolve_stages
-from moba_train.data.stretches import Stretches
+from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.errors import DataError
 from moba_train.optim.schedule import stage_learning_rate
 
@@ -64,7 +64,7 @@ def gate_data_problems(config: RunConfig) -> Iterator[str]:
         if stage.until is None or wanted is None:
             continue
         try:
-            found = Stretches(config.data.validation, stage.seq_len, wanted.sequences, config.seed, 2)
+            found = LongDocumentSamples(config.data.validation, stage.seq_len, wanted.sequences, config.seed, 2)
         except DataError as error:
             yield f"data.validation: {error}"
             return

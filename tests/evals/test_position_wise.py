@@ -17,7 +17,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.config.run import GateConfig
 from moba_train.data.batch import Batch
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.data.stretches import Stretches
+from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.errors import DataError
 from moba_train.evals.position_wise import PositionWiseLoss, describe, position_wise_loss
 from moba_train.evals.stage import judge
@@ -45,8 +45,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[SourceConfig]:
 
 
 def test_only_documents_that_are_long_enough_give_whole_stretches(sources: list[SourceConfig]) -> None:
-    found = Stretches(sources, SEQ_LEN, 100, 0, VOCAB)
-    places = sorted((s.pieces[0].document, s.pieces[0].start) for s in map(found.sample, range(len(found))))
+    found = LongDocumentSamples(sources, SEQ_LEN, 100, 0, VOCAB)
+    places = sorted((s.parts[0].document, s.parts[0].start) for s in map(found.sample, range(len(found))))
     assert places == [(2, 0), (3, 0), (3, 16), (5, 0), (5, 16)]
     for sample in map(found.sample, range(len(found))):
         assert sample.lengths == [SEQ_LEN]
@@ -56,16 +56,16 @@ def test_only_documents_that_are_long_enough_give_whole_stretches(sources: list[
 
 def test_stretches_are_the_same_every_time_and_fewer_are_some_of_them(sources: list[SourceConfig]) -> None:
     def first_tokens(count: int) -> list[int]:
-        found = Stretches(sources, SEQ_LEN, count, 3, VOCAB)
+        found = LongDocumentSamples(sources, SEQ_LEN, count, 3, VOCAB)
         return [int(found.sample(index).tokens[0]) for index in range(len(found))]
 
     assert first_tokens(5) == first_tokens(5)
     assert first_tokens(2) == first_tokens(5)[:2]
-    assert len(Stretches(sources, 64, 5, 3, VOCAB)) == 0
+    assert len(LongDocumentSamples(sources, 64, 5, 3, VOCAB)) == 0
 
 
 def test_a_token_outside_the_vocabulary_is_named(sources: list[SourceConfig]) -> None:
-    found = Stretches(sources, SEQ_LEN, 5, 0, 30)
+    found = LongDocumentSamples(sources, SEQ_LEN, 5, 0, 30)
     with pytest.raises(DataError, match=r"document [35] has token ids .*model.vocab_size is 30"):
         [found.sample(index) for index in range(5)]
 
@@ -83,7 +83,7 @@ def test_losses_are_those_of_the_logits_bucket_by_bucket(sources: list[SourceCon
     initialize_weights(model, 0)
     attention = AttentionConfig.model_validate({"default": kind, "moba": {"block_size": 4, "topk": 2}})
     model.set_attention(build_attention(resolve_layers(attention, 2), 16))
-    found = Stretches(sources, SEQ_LEN, 3, 0, VOCAB)
+    found = LongDocumentSamples(sources, SEQ_LEN, 3, 0, VOCAB)
     got = position_wise_loss(model, found, 4, Share(), world.device)
     for index in range(3):
         sample = found.sample(index)
@@ -126,7 +126,7 @@ def test_a_gate_opens_when_the_trailing_loss_is_back(reference: str, tolerance: 
 
 def test_a_corpus_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere"):
-        Stretches([SourceConfig(path=str(tmp_path / "nowhere"))], SEQ_LEN, 2, 0, VOCAB)
+        LongDocumentSamples([SourceConfig(path=str(tmp_path / "nowhere"))], SEQ_LEN, 2, 0, VOCAB)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def test_ranks_that_share_sequences_add_up_to_one(
     def loss_is_the_label(_tokens: Any, _positions: Any, _layout: Any, loss_on: Any, per_token: bool) -> torch.Tensor:
         return loss_on[0].float()
 
-    model, found = cast(Transformer, loss_is_the_label), Stretches(sources, SEQ_LEN, 2, 0, VOCAB)
+    model, found = cast(Transformer, loss_is_the_label), LongDocumentSamples(sources, SEQ_LEN, 2, 0, VOCAB)
     whole = position_wise_loss(model, found, 4, Share(), world.device)
     sequence = SequenceLayout.cut(SEQ_LEN, ranks, kind)
     shards = [Shard(sequence=sequence, rank=rank) for rank in range(ranks)]
