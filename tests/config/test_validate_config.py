@@ -6,10 +6,10 @@ import pytest
 
 from moba_train.config.load import dump_config, load_config
 from moba_train.config.mesh import mesh_sizes
+from moba_train.config.run import CPTransport
 from moba_train.config.stages import resolve_stages
 from moba_train.config.validate import validate
 from moba_train.errors import ConfigError
-from moba_train.parallel.context.choose import TransportKind
 
 
 def problems(config, *args, **kwargs) -> list[str]:
@@ -23,7 +23,7 @@ def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
         validate(load(), world_size)
 
 
-@pytest.mark.parametrize("transport", ["auto", *get_args(TransportKind)])
+@pytest.mark.parametrize("transport", ["auto", *get_args(CPTransport)])
 def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
     """A checkpoint holds it with every key, and evaluation begins there."""
     config = load("parallel.cp=2", f"stages.1.parallel={{cp_transport: {transport}}}")

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from moba_train.parallel.context.layout import Kind
+from moba_train.config.run import CPLayout, CPTransport
 
-TransportKind = Literal["allgather", "ulysses", "hierarchical", "ring"]
-GATHERING: tuple[TransportKind, ...] = ("allgather", "hierarchical")
+GATHERING: tuple[CPTransport, ...] = ("allgather", "hierarchical")
 """Those that gather keys and values, in slices."""
 
 NODE_RATE = 300e9
@@ -37,8 +36,8 @@ class Scheme:
 
     ranks: int
     """`parallel.cp`"""
-    transport: TransportKind
-    layout: Kind
+    transport: CPTransport
+    layout: CPLayout
     node: int
     """So many consecutive ranks share a node; a divisor of `ranks`, or `ranks` itself."""
     ring_depth: int | None = None
@@ -107,8 +106,8 @@ class Cost:
 def check_sizes(scheme: Scheme) -> None:
     """Raises ValueError for a scheme that no shape can be run with."""
     kind, ranks, node = scheme.transport, scheme.ranks, scheme.node
-    if kind not in get_args(TransportKind):
-        raise ValueError(f"parallel.cp_transport: {kind!r} given, allowed: {', '.join(get_args(TransportKind))}")
+    if kind not in get_args(CPTransport):
+        raise ValueError(f"parallel.cp_transport: {kind!r} given, allowed: {', '.join(get_args(CPTransport))}")
     if ranks < 1:
         raise ValueError(f"parallel.cp: {ranks} given, at least 1 needed")
     if scheme.ring_depth is not None and scheme.ring_depth < 2:
@@ -232,8 +231,8 @@ _COSTS: dict[str, Callable[[Scheme, Shape], Cost]] = {
 
 
 def choose(
-    transport: TransportKind | Literal["auto"],
-    layout: Kind | Literal["auto"],
+    transport: CPTransport | Literal["auto"],
+    layout: CPLayout | Literal["auto"],
     shape: Shape,
     *,
     ranks: int,
@@ -254,13 +253,13 @@ def choose(
     Raises ValueError, naming the key, for a transport that was asked for and cannot do these sizes.
     """
 
-    def scheme(kind: TransportKind, depth: int | None = ring_depth) -> Scheme:
+    def scheme(kind: CPTransport, depth: int | None = ring_depth) -> Scheme:
         # With every transport but Ulysses a rank's work is that of its own queries; around a ring it is that of the
         # chunks that they see, too, and later queries see more. So do MoBA's until they have topk blocks behind them:
         # zigzag shards are up to 27 % faster under all-gather at 64K tokens, and never slower
         # (benchmarks/results/context-parallel-h200.json); under hierarchical they cost a copy.
         unequal = kind in ("ring", "allgather") or (work_grows and kind != "ulysses")
-        balanced: Kind = "zigzag" if unequal else "contiguous"
+        balanced: CPLayout = "zigzag" if unequal else "contiguous"
         made = Scheme(ranks, kind, balanced if layout == "auto" else layout, node, depth, slices or 1)
         _check(made, shape)
         several = slices is None and kind in GATHERING and (node < ranks or not fits(made))
@@ -274,7 +273,7 @@ def choose(
         return only, f"context parallelism: {transport} as asked for, {_describe(only, cost(only, shape))}"
 
     lines, fitting = [], []
-    for kind in get_args(TransportKind):
+    for kind in get_args(CPTransport):
         try:
             candidate = scheme(kind)
         except ValueError as error:

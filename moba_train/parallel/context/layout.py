@@ -7,15 +7,14 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple, Self, get_args
+from typing import NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
 
 from moba_train.attention.protocol import Runs, joined
+from moba_train.config.run import CPLayout
 from moba_train.parallel.context.copies import copy_into
-
-Kind = Literal["contiguous", "zigzag"]
 
 
 class Piece(NamedTuple):
@@ -42,7 +41,7 @@ class SequenceLayout:
     """The tokens of each rank."""
 
     @classmethod
-    def cut(cls, total: int, ranks: int, kind: Kind) -> Self:
+    def cut(cls, total: int, ranks: int, kind: CPLayout) -> Self:
         """A sequence of `total` tokens over `ranks` ranks.
 
         `contiguous`: rank r holds the r-th of R equal parts. `zigzag`: of 2R equal parts, the r-th and the r-th from
@@ -51,8 +50,8 @@ class SequenceLayout:
 
         Raises ValueError when there are fewer tokens than ranks.
         """
-        if kind not in get_args(Kind):
-            raise ValueError(f"parallel.cp_layout: {kind!r} given, allowed: {', '.join(get_args(Kind))}")
+        if kind not in get_args(CPLayout):
+            raise ValueError(f"parallel.cp_layout: {kind!r} given, allowed: {', '.join(get_args(CPLayout))}")
         if not 1 <= ranks <= total:
             raise ValueError(f"parallel.cp: {ranks} given for a sequence of {total} tokens; at least one token a rank")
         parts = ranks if kind == "contiguous" else 2 * ranks
