@@ -24,9 +24,9 @@ from benchmarks.options import length
 from benchmarks.record import save, spread
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.protocol import packed_layout
-from moba_train.parallel.context.choose import Scheme
 from moba_train.parallel.context.comm import Peers
 from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.base import Job
 from moba_train.parallel.context.transport.ring import Ring
 from moba_train.parallel.world import joined_world
@@ -114,12 +114,12 @@ def measure(setting: Setting, name: str, layout_kind: str, tokens: int, block_si
     """All routings over one transport."""
     size = setting.world.size
     if name == "lockstep":
-        scheme = Scheme(size, "ring", layout_kind, size)  # type: ignore[arg-type]  # argparse checks
-        engine = ContextParallel(scheme, LockstepRing(Peers(dist.group.WORLD, setting.device)))
+        strategy = CPStrategy(size, "ring", layout_kind, size)  # type: ignore[arg-type]  # argparse checks
+        engine = ContextParallel(strategy, LockstepRing(Peers(dist.group.WORLD, setting.device)))
     else:
         kind, _, depth = name.partition(":")
-        scheme = Scheme(size, kind, layout_kind, size, int(depth) if depth else None)  # type: ignore[arg-type]
-        engine = setting.engine(scheme)
+        strategy = CPStrategy(size, kind, layout_kind, size, int(depth) if depth else None)  # type: ignore[arg-type]
+        engine = setting.engine(strategy)
     layout, sequence = packed_layout([tokens], setting.device), engine.sequence(tokens)
     result: dict[str, Any] = {"transport": name, "layout": layout_kind}
     for routing in ROUTINGS:

@@ -8,9 +8,10 @@ from torch.distributed import ProcessGroup
 
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, LocalAttention, Plan
-from moba_train.parallel.context.choose import Scheme, check_heads, check_sizes
+from moba_train.parallel.context.checks import check_heads, check_sizes
 from moba_train.parallel.context.comm import Peers, nested_groups
 from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import Job, Transport
 from moba_train.parallel.context.transport.ring import Ring
@@ -25,9 +26,9 @@ class ContextParallel(OperatorEngine):
     padded rows give out = 0, lse = -inf. All ranks must call it alike: same attention, layout and shapes.
     """
 
-    def __init__(self, scheme: Scheme, transport: Transport) -> None:
+    def __init__(self, strategy: CPStrategy, transport: Transport) -> None:
         """Use `context_engine`, unless `transport` is your own."""
-        self.scheme, self.transport = scheme, transport
+        self.strategy, self.transport = strategy, transport
 
     @property
     def rank(self) -> int:
@@ -36,7 +37,7 @@ class ContextParallel(OperatorEngine):
 
     def sequence(self, total: int) -> SequenceLayout:
         """How a packed sequence of `total` tokens is cut."""
-        return SequenceLayout.cut(total, self.scheme.ranks, self.scheme.layout)
+        return SequenceLayout.cut(total, self.strategy.ranks, self.strategy.layout)
 
     def forward(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout
@@ -72,30 +73,30 @@ class ContextParallel(OperatorEngine):
             raise ValueError(
                 f"q: {q_LHD.shape[0]} rows given, {sequence.rows} needed: this rank's shard of {layout.total} tokens"
             )
-        check_heads(self.scheme, q_LHD.shape[1], k_LKD.shape[1], attention.couples_heads)
+        check_heads(self.strategy, q_LHD.shape[1], k_LKD.shape[1], attention.couples_heads)
         return Job(attention, layout, sequence)
 
 
 def context_engine(
-    scheme: Scheme, group: ProcessGroup, device: torch.device, timeout: timedelta | None = None
+    strategy: CPStrategy, group: ProcessGroup, device: torch.device, timeout: timedelta | None = None
 ) -> ContextParallel:
     """The engine for the ranks of `group`, in their order. Sets up all communication. `timeout`: of groups made here.
 
-    Every rank of the world must call it, with the same scheme and its own group. Raises ValueError for sizes that do
+    Every rank of the world must call it, with the same strategy and its own group. Raises ValueError for sizes that do
     not fit.
     """
     size = group.size()
-    if size != scheme.ranks:
-        raise ValueError(f"parallel.cp: {scheme.ranks} given, the group has {size} ranks")
-    check_sizes(scheme)
+    if size != strategy.ranks:
+        raise ValueError(f"parallel.cp: {strategy.ranks} given, the group has {size} ranks")
+    check_sizes(strategy)
     transport: Transport
-    if scheme.transport == "ring":
-        transport = Ring(Peers(group, device), scheme.ring_depth)
-    elif scheme.transport == "allgather":
-        transport = AllGather(Peers(group, device), scheme.slices)
-    elif scheme.transport == "ulysses":
+    if strategy.transport == "ring":
+        transport = Ring(Peers(group, device), strategy.ring_depth)
+    elif strategy.transport == "allgather":
+        transport = AllGather(Peers(group, device), strategy.slices)
+    elif strategy.transport == "ulysses":
         transport = Ulysses(Peers(group, device), Whole())
     else:
-        node, across = nested_groups(group, scheme.node, timeout)
-        transport = Ulysses(Peers(node, device), AllGather(Peers(across, device), scheme.slices))
-    return ContextParallel(scheme, transport)
+        node, across = nested_groups(group, strategy.node_size, timeout)
+        transport = Ulysses(Peers(node, device), AllGather(Peers(across, device), strategy.slices))
+    return ContextParallel(strategy, transport)

@@ -12,10 +12,10 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
-from moba_train.parallel.context.choose import Scheme
 from moba_train.parallel.context.comm import Arrival
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import Transport
 from moba_train.parallel.context.transport.ring import Ring
@@ -107,12 +107,12 @@ def on_a_rank(engine: ContextParallel, case: Case, inputs: list[Tensor]) -> tupl
     return Result([x[:tokens] for x in (out, lse.T, *grads)], None), plan
 
 
-def chosen_of_ranks(plans: list[Plan], scheme: Scheme, sequence: SequenceLayout) -> Tensor:
+def chosen_of_ranks(plans: list[Plan], strategy: CPStrategy, sequence: SequenceLayout) -> Tensor:
     """The choice of the whole sequence [T, H, C], from the opaque plans of all ranks: what they were made of."""
     # One for each slice of the heads, beside whatever else the kernels want to keep.
     plans_HTC = [torch.cat([x for x in plan if x.dim() == 3]) for plan in plans]
-    group = {"ulysses": scheme.ranks, "hierarchical": scheme.node}.get(scheme.transport, 1)
-    by_group = [plans_HTC[first : first + group] for first in range(0, scheme.ranks, group)]
+    group = {"ulysses": strategy.ranks, "hierarchical": strategy.node_size}.get(strategy.transport, 1)
+    by_group = [plans_HTC[first : first + group] for first in range(0, strategy.ranks, group)]
     joined = sequence.in_groups(group)
     shards = [torch.cat(plans).transpose(0, 1) for plans in by_group]
     return joined.to_packed(padded_shards(shards, joined.rows))
@@ -178,31 +178,31 @@ class Board:
         return [message for _, message in everyone]
 
 
-def thread_transports(scheme: Scheme) -> tuple[list[Transport], list[Board]]:
+def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board]]:
     """The transports of all ranks, and what they talk over."""
-    if scheme.transport == "hierarchical":
-        nodes, places = scheme.ranks // scheme.node, scheme.node
+    if strategy.transport == "hierarchical":
+        nodes, places = strategy.ranks // strategy.node_size, strategy.node_size
         inner, outer = [Board(places) for _ in range(nodes)], [Board(nodes) for _ in range(places)]
         made = [
-            Ulysses(ThreadPeers(rank % places, inner[rank // places]), AllGather(outside, scheme.slices))
-            for rank in range(scheme.ranks)
+            Ulysses(ThreadPeers(rank % places, inner[rank // places]), AllGather(outside, strategy.slices))
+            for rank in range(strategy.ranks)
             for outside in [ThreadPeers(rank // places, outer[rank % places])]
         ]
         return made, inner + outer
-    board = Board(scheme.ranks)
-    peers = [ThreadPeers(rank, board) for rank in range(scheme.ranks)]
+    board = Board(strategy.ranks)
+    peers = [ThreadPeers(rank, board) for rank in range(strategy.ranks)]
     make = {
-        "ring": lambda p: Ring(p, scheme.ring_depth),
-        "allgather": lambda p: AllGather(p, scheme.slices),
+        "ring": lambda p: Ring(p, strategy.ring_depth),
+        "allgather": lambda p: AllGather(p, strategy.slices),
         "ulysses": lambda p: Ulysses(p, Whole()),
-    }[scheme.transport]
+    }[strategy.transport]
     return [make(p) for p in peers], [board]
 
 
-def on_threads(scheme: Scheme, case: Case, inputs: list[Tensor]) -> Result:
+def on_threads(strategy: CPStrategy, case: Case, inputs: list[Tensor]) -> Result:
     """The result of all ranks put together."""
-    transports, boards = thread_transports(scheme)
-    engines = [ContextParallel(scheme, transport) for transport in transports]
+    transports, boards = thread_transports(strategy)
+    engines = [ContextParallel(strategy, transport) for transport in transports]
 
     def run(engine: ContextParallel) -> tuple[Result, Plan]:
         try:
@@ -212,7 +212,7 @@ def on_threads(scheme: Scheme, case: Case, inputs: list[Tensor]) -> Result:
                 board.barrier.abort()
             raise
 
-    with ThreadPoolExecutor(scheme.ranks) as pool:
+    with ThreadPoolExecutor(strategy.ranks) as pool:
         futures = [pool.submit(run, engine) for engine in engines]
     errors = [future.exception() for future in futures if future.exception()]
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
@@ -223,5 +223,5 @@ def on_threads(scheme: Scheme, case: Case, inputs: list[Tensor]) -> Result:
         padded_shards(list(tensors), sequence.rows)
         for tensors in zip(*(result.tensors for result in results), strict=True)
     ]
-    chosen = chosen_of_ranks(list(plans), scheme, sequence) if plans[0] else None
+    chosen = chosen_of_ranks(list(plans), strategy, sequence) if plans[0] else None
     return Result([sequence.to_packed(x) for x in shards], chosen)
