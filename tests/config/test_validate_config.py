@@ -61,7 +61,7 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
         ),
         (
             ["stages.1.parallel={cp: 4, cp_transport: ulysses}", "attention.moba.select=group"],
-            "stages[1].parallel.cp_transport: in stage 'long': 'ulysses' would tear the query heads of 2 key/value",
+            "stages[1].parallel.cp_transport: in stage 'long': 'ulysses' would split the query heads of 2 key/value",
         ),
         (
             ["parallel.cp=4096", "batch_tokens=256K"],

@@ -20,8 +20,8 @@ from moba_train.data.samples import Sample
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import gradient_norm
-from moba_train.parallel.context.choose import Scheme
 from moba_train.parallel.context.engine import context_engine
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.stage import Share
 from moba_train.parallel.world import joined_world
@@ -57,9 +57,9 @@ def step(micro_batches: list[Batch], world_size: int, transport: CPTransport | N
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_replicate", "dp_shard"))
     model = sharded_model(CONFIG, mesh, torch.device("cpu"))
     if transport:
-        scheme, world = Scheme(world_size, transport, "zigzag", world_size), dist.group.WORLD
+        strategy, world = CPStrategy(world_size, transport, "zigzag", world_size), dist.group.WORLD
         assert world is not None
-        share = Share(engine=context_engine(scheme, world, torch.device("cpu")))
+        share = Share(engine=context_engine(strategy, world, torch.device("cpu")))
         model.set_engines([share.engine or run_local] * MODEL.layers)
         micro_batches = [share.of(batch) for batch in micro_batches]
     model.set_attention([FullAttention(FullAttention.Options(), MODEL.head_width)] * MODEL.layers)
