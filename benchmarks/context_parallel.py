@@ -34,7 +34,7 @@ from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
 from moba_train.parallel.context.checks import check_heads, check_sizes
-from moba_train.parallel.context.comm import Peers
+from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.costs import predict_cost
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.layout import SequenceLayout
@@ -57,9 +57,9 @@ class Setting:
         self._engines: dict[CPStrategy, ContextParallel] = {}
 
     @cached_property
-    def peers(self) -> Peers:
+    def communicator(self) -> Communicator:
         """All ranks."""
-        return Peers(dist.group.WORLD, self.device)
+        return Communicator(dist.group.WORLD, self.device)
 
     def engine(self, strategy: CPStrategy) -> ContextParallel:
         """The same for the same strategy: communicators take memory."""
@@ -144,7 +144,7 @@ def differing_rows(
     becomes these. In the order of the sequence."""
     whole = []
     for mine in row_lengths(results):
-        (shards,) = setting.peers.all_gather(mine.contiguous()).wait()
+        (shards,) = setting.communicator.all_gather(mine.contiguous()).wait()
         whole.append(sequence.to_packed(shards))
     other[:] = other or whole
     off = [((a - b).abs() > 0.05 * torch.maximum(a, b)).double().mean() for a, b in zip(whole, other, strict=True)]

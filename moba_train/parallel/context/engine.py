@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, LocalAttention, Plan
 from moba_train.parallel.context.checks import check_heads, check_sizes
-from moba_train.parallel.context.comm import Peers, nested_groups
+from moba_train.parallel.context.comm import Communicator, hierarchical_groups
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
@@ -91,12 +91,12 @@ def context_engine(
     check_sizes(strategy)
     transport: Transport
     if strategy.transport == "ring":
-        transport = Ring(Peers(group, device), strategy.ring_depth)
+        transport = Ring(Communicator(group, device), strategy.ring_depth)
     elif strategy.transport == "allgather":
-        transport = AllGather(Peers(group, device), strategy.slices)
+        transport = AllGather(Communicator(group, device), strategy.slices)
     elif strategy.transport == "ulysses":
-        transport = Ulysses(Peers(group, device), Whole())
+        transport = Ulysses(Communicator(group, device), Whole())
     else:
-        node, across = nested_groups(group, strategy.node_size, timeout)
-        transport = Ulysses(Peers(node, device), AllGather(Peers(across, device), strategy.slices))
+        node, across = hierarchical_groups(group, strategy.node_size, timeout)
+        transport = Ulysses(Communicator(node, device), AllGather(Communicator(across, device), strategy.slices))
     return ContextParallel(strategy, transport)

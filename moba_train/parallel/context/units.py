@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.protocol import Layout, LocalAttention, Runs
-from moba_train.parallel.context.comm import Peers
+from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.layout import SequenceLayout
 
 
@@ -63,14 +63,14 @@ def _unit_of(token: int, edges: tuple[int, ...], size: int) -> tuple[int, int]:
 
 
 def all_summaries(
-    k_LKD: Tensor, attention: LocalAttention, layout: Layout, sequence: SequenceLayout, peers: Peers
+    k_LKD: Tensor, attention: LocalAttention, layout: Layout, sequence: SequenceLayout, communicator: Communicator
 ) -> Tensor | None:
     """What `attention.summarize` gives for all keys of the sequence, bit for bit, from each rank's shard of keys."""
     units = _whole_units(layout, sequence, attention.alignment)
-    keys_UKD = _keys_of_own_units(k_LKD, units, sequence, peers)
-    summaries = attention.summarize(keys_UKD, layout.part(None, units.runs[peers.rank]))
+    keys_UKD = _keys_of_own_units(k_LKD, units, sequence, communicator)
+    summaries = attention.summarize(keys_UKD, layout.part(None, units.runs[communicator.rank]))
     if summaries is not None:
-        peers.sum(summaries)  # exact: each row is zero on all ranks but one
+        communicator.all_reduce(summaries)  # exact: each row is zero on all ranks but one
     return summaries
 
 
@@ -85,9 +85,11 @@ def _whole_units(layout: Layout, sequence: SequenceLayout, size: int) -> WholeUn
     return units
 
 
-def _keys_of_own_units(k_LKD: Tensor, units: WholeUnits, sequence: SequenceLayout, peers: Peers) -> Tensor:
+def _keys_of_own_units(
+    k_LKD: Tensor, units: WholeUnits, sequence: SequenceLayout, communicator: Communicator
+) -> Tensor:
     """Keys [U, K, D] of the tokens in `units.runs` of this rank."""
-    rank = peers.rank
+    rank = communicator.rank
     if not units.moves:
         return k_LKD[: sequence.tokens(rank)]
 
@@ -104,13 +106,13 @@ def _keys_of_own_units(k_LKD: Tensor, units: WholeUnits, sequence: SequenceLayou
 
     sent = sorted((move for move in units.moves if move.source == rank), key=lambda m: (m.target, m.start))
     received = sorted((move for move in units.moves if move.target == rank), key=lambda m: (m.source, m.start))
-    sent_rows, received_rows = [0] * peers.size, [0] * peers.size
+    sent_rows, received_rows = [0] * communicator.size, [0] * communicator.size
     for move in sent:
         sent_rows[move.target] += move.stop - move.start
     for move in received:
         received_rows[move.source] += move.stop - move.start
     message = torch.cat([k_LKD[:0], *(between(move.start, move.stop) for move in sent)])
-    answer = peers.all_to_all_uneven(message, sent_rows, received_rows)
+    answer = communicator.all_to_all_uneven(message, sent_rows, received_rows)
 
     parts = {}
     for move in received:

@@ -12,7 +12,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
-from moba_train.parallel.context.comm import Arrival
+from moba_train.parallel.context.comm import Work
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.strategy import CPStrategy
@@ -128,8 +128,8 @@ def assert_same(got: list[Tensor], want: list[Tensor], atol: float = 1e-12) -> N
         torch.testing.assert_close(a, b, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
-class ThreadPeers:
-    """`Peers` for ranks that are threads of this process."""
+class ThreadCommunicator:
+    """`Communicator` for ranks that are threads of this process."""
 
     def __init__(self, rank: int, board: "Board") -> None:
         self.rank, self.size, self.board = rank, board.size, board
@@ -137,13 +137,13 @@ class ThreadPeers:
     def _swap(self, call: str, value: object) -> list:
         return self.board.swap(self.rank, call, value)
 
-    def all_gather(self, *shards: Tensor) -> Arrival:
+    def all_gather(self, *shards: Tensor) -> Work:
         everyone = self._swap("all_gather", [x.clone() for x in shards])
-        return Arrival(tuple(torch.cat([theirs[i] for theirs in everyone]) for i in range(len(shards))))
+        return Work(tuple(torch.cat([theirs[i] for theirs in everyone]) for i in range(len(shards))))
 
-    def all_to_all(self, *parts: Tensor) -> Arrival:
+    def all_to_all(self, *parts: Tensor) -> Work:
         everyone = self._swap("all_to_all", [x.clone().chunk(self.size) for x in parts])
-        return Arrival(tuple(torch.cat([theirs[i][self.rank] for theirs in everyone]) for i in range(len(parts))))
+        return Work(tuple(torch.cat([theirs[i][self.rank] for theirs in everyone]) for i in range(len(parts))))
 
     def all_to_all_uneven(self, x: Tensor, sent_rows: list[int], received_rows: list[int]) -> Tensor:
         everyone = self._swap("all_to_all_uneven", x.clone().split(sent_rows))
@@ -151,15 +151,17 @@ class ThreadPeers:
         assert [part.shape[0] for part in mine] == received_rows
         return torch.cat(mine)
 
-    def sum(self, x: Tensor) -> None:
-        x.copy_(torch.stack(self._swap("sum", x.clone())).sum(0))
+    def all_reduce(self, x: Tensor) -> None:
+        x.copy_(torch.stack(self._swap("all_reduce", x.clone())).sum(0))
 
-    def shift(self, sent: Tensor, received: Tensor, distance: int, then: Callable[[], object] | None = None) -> Arrival:
-        everyone = self._swap(f"shift {distance}", sent.clone())
+    def send_recv(
+        self, sent: Tensor, received: Tensor, distance: int, then: Callable[[], object] | None = None
+    ) -> Work:
+        everyone = self._swap(f"send_recv {distance}", sent.clone())
         received.copy_(everyone[(self.rank - distance) % self.size])
         if then is not None:
             then()
-        return Arrival((received,))
+        return Work((received,))
 
 
 class Board:
@@ -184,19 +186,19 @@ def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board
         nodes, places = strategy.ranks // strategy.node_size, strategy.node_size
         inner, outer = [Board(places) for _ in range(nodes)], [Board(nodes) for _ in range(places)]
         made = [
-            Ulysses(ThreadPeers(rank % places, inner[rank // places]), AllGather(outside, strategy.slices))
+            Ulysses(ThreadCommunicator(rank % places, inner[rank // places]), AllGather(outside, strategy.slices))
             for rank in range(strategy.ranks)
-            for outside in [ThreadPeers(rank // places, outer[rank % places])]
+            for outside in [ThreadCommunicator(rank // places, outer[rank % places])]
         ]
         return made, inner + outer
     board = Board(strategy.ranks)
-    peers = [ThreadPeers(rank, board) for rank in range(strategy.ranks)]
+    communicators = [ThreadCommunicator(rank, board) for rank in range(strategy.ranks)]
     make = {
-        "ring": lambda p: Ring(p, strategy.ring_depth),
-        "allgather": lambda p: AllGather(p, strategy.slices),
-        "ulysses": lambda p: Ulysses(p, Whole()),
+        "ring": lambda communicator: Ring(communicator, strategy.ring_depth),
+        "allgather": lambda communicator: AllGather(communicator, strategy.slices),
+        "ulysses": lambda communicator: Ulysses(communicator, Whole()),
     }[strategy.transport]
-    return [make(p) for p in peers], [board]
+    return [make(communicator) for communicator in communicators], [board]
 
 
 def on_threads(strategy: CPStrategy, case: Case, inputs: list[Tensor]) -> Result:

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.determinism import deterministic
-from moba_train.parallel.context.comm import Peers
+from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.strategy import CPStrategy
 
@@ -83,22 +83,23 @@ Call = tuple[str, int, list[int], list[tuple[int, ...]]]
 
 @contextmanager
 def recorded_calls():
-    """The calls to `Peers` made meanwhile, in order; what must agree on all ranks."""
+    """The calls to `Communicator` made meanwhile, in order; what must agree on all ranks."""
     calls: list[Call] = []
-    methods = {name: getattr(Peers, name) for name in ("all_gather", "all_to_all", "all_to_all_uneven", "sum", "shift")}
+    names = ("all_gather", "all_to_all", "all_to_all_uneven", "all_reduce", "send_recv")
+    methods = {name: getattr(Communicator, name) for name in names}
 
-    def recording(name: str, peers: Peers, *args, **options):
+    def recording(name: str, communicator: Communicator, *args, **options):
         sizes = [] if name == "all_to_all_uneven" else [tuple(x.shape) for x in args if isinstance(x, Tensor)]
-        calls.append((name, peers.size, [x % peers.size for x in args if isinstance(x, int)], sizes))
-        return methods[name](peers, *args, **options)
+        calls.append((name, communicator.size, [x % communicator.size for x in args if isinstance(x, int)], sizes))
+        return methods[name](communicator, *args, **options)
 
     for name in methods:
-        setattr(Peers, name, lambda peers, *args, name=name, **options: recording(name, peers, *args, **options))
+        setattr(Communicator, name, lambda *args, name=name, **options: recording(name, *args, **options))
     try:
         yield calls
     finally:
         for name, method in methods.items():
-            setattr(Peers, name, method)
+            setattr(Communicator, name, method)
 
 
 def equal_to_one_device(

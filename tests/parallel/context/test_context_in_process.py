@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from context_cases import Case, ThreadPeers, assert_same, for_the_same_choice, on_one_device, on_threads
+from context_cases import Case, ThreadCommunicator, assert_same, for_the_same_choice, on_one_device, on_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,18 +145,19 @@ def test_the_ring_sends_chunks_on_before_it_attends(depth, before_each_attention
     """Transfers begun before each chunk's attention, on the rank that sees every chunk: as many as have buffers."""
     begun: dict[int, int] = {}
     counts: list[int] = []
-    shift, attend = ThreadPeers.shift, FullAttention.attend
+    send_recv = ThreadCommunicator.send_recv
+    attend = FullAttention.attend
 
-    def counted_shift(peers, *args, **options):
+    def counted_send_recv(communicator, *args, **options):
         begun[threading.get_ident()] = begun.get(threading.get_ident(), 0) + 1
-        return shift(peers, *args, **options)
+        return send_recv(communicator, *args, **options)
 
     def counted_attend(attention, q, k, v, layout, plan):
         if layout.q_runs == ((24, 32),):
             counts.append(begun[threading.get_ident()])
         return attend(attention, q, k, v, layout, plan)
 
-    monkeypatch.setattr(ThreadPeers, "shift", counted_shift)
+    monkeypatch.setattr(ThreadCommunicator, "send_recv", counted_send_recv)
     monkeypatch.setattr(FullAttention, "attend", counted_attend)
     case = Case((32,), topk=None)
     on_threads(strategy("ring", "contiguous", depth=depth), case, case.inputs())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from context_cases import Board, ThreadPeers
+from context_cases import Board, ThreadCommunicator
 
 from moba_train.parallel.context.costs import predict_cost
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
@@ -39,7 +39,9 @@ def test_one_head_cannot_be_gathered_in_slices():
 def test_predicted_slices_are_those_that_are_gathered(kv_heads, asked, slices):
     strategy = CPStrategy(4, "allgather", "contiguous", 4, slices=asked)
     assert predict_cost(strategy, replace(LLAMA_8B, kv_heads=kv_heads)).upfront_share == 1 / slices
-    made = AllGather(ThreadPeers(0, Board(1)), asked)._slices(torch.empty(1, kv_heads, 8), torch.empty(1, kv_heads, 8))
+    made = AllGather(ThreadCommunicator(0, Board(1)), asked)._slices(
+        torch.empty(1, kv_heads, 8), torch.empty(1, kv_heads, 8)
+    )
     assert len(made) == slices
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.protocol import Plan
-from moba_train.parallel.context.comm import Arrival, Peers
+from moba_train.parallel.context.comm import Communicator, Work
 from moba_train.parallel.context.copies import contiguous, copy_into
 from moba_train.parallel.context.transport.base import Job, Transport, padded_lse, sum_dtype
 from moba_train.parallel.context.units import all_summaries
@@ -26,16 +26,18 @@ Heads = tuple[slice, slice]
 class AllGather(Transport):
     """See above."""
 
-    def __init__(self, peers: Peers, slices: int) -> None:
+    def __init__(self, communicator: Communicator, slices: int) -> None:
         """`slices`: all but the first of so many transfers can hide behind attention; more of them are smaller, and so
         are the attention's launches."""
-        self.peers, self.rank, self.slices = peers, peers.rank, slices
+        self.communicator = communicator
+        self.rank = communicator.rank
+        self.slices = slices
 
     def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
         """See `Transport.forward`."""
         attention, tokens, part = job.attention, job.sequence.tokens(self.rank), job.part(self.rank)
         slices = self._slices(q_LHD, k_LKD)
-        summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.peers)
+        summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.communicator)
         out_LHD, plan = _zero_behind(q_LHD, tokens), list[Tensor]()
         lse_Hn = q_LHD.new_empty((q_LHD.shape[1], tokens), dtype=sum_dtype(q_LHD.dtype))
         for (kv, of), coming in self._arriving(k_LKD, v_LKD, slices):
@@ -69,11 +71,11 @@ class AllGather(Transport):
         length = len(plan) // len(slices)
         plans = [plan[i * length : (i + 1) * length] for i in range(len(slices))]
         dq_LHD, dk_LKD, dv_LKD = _zero_behind(q_LHD, tokens), torch.empty_like(k_LKD), torch.empty_like(v_LKD)
-        on_their_way: tuple[slice, Arrival] | None = None
+        in_flight: tuple[slice, Work] | None = None
 
-        def receive(kv: slice, arrival: Arrival) -> None:
-            (partial,) = arrival.wait()
-            total = partial.unflatten(0, (self.peers.size, -1)).sum(0, dtype=sum_dtype(partial.dtype))
+        def receive(kv: slice, work: Work) -> None:
+            (partial,) = work.wait()
+            total = partial.unflatten(0, (self.communicator.size, -1)).sum(0, dtype=sum_dtype(partial.dtype))
             dk_LKD[:, kv], dv_LKD[:, kv] = total.chunk(2, dim=1)
 
         arriving = self._arriving(k_LKD, v_LKD, slices)
@@ -87,12 +89,12 @@ class AllGather(Transport):
             else:
                 dk, dv = torch.zeros_like(k_TKD), torch.zeros_like(v_TKD)
             del k_TKD, v_TKD
-            sent = self.peers.all_to_all(job.sequence.to_shards(dk, dv))
-            if on_their_way:  # the last slice's: its transfer was hidden behind this one's attention
-                receive(*on_their_way)
-            on_their_way = kv, sent
-        assert on_their_way
-        receive(*on_their_way)
+            sent = self.communicator.all_to_all(job.sequence.to_shards(dk, dv))
+            if in_flight:  # the last slice's: its transfer was hidden behind this one's attention
+                receive(*in_flight)
+            in_flight = kv, sent
+        assert in_flight
+        receive(*in_flight)
         return dq_LHD, dk_LKD, dv_LKD
 
     def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
@@ -109,10 +111,10 @@ class AllGather(Transport):
         slices = [slice(first, min(first + width, kv_heads)) for first in range(0, kv_heads, width)]
         return [(kv, slice(kv.start * group, kv.stop * group)) for kv in slices]
 
-    def _gather(self, k_LKD: Tensor, v_LKD: Tensor, heads: Heads) -> Arrival:
-        return self.peers.all_gather(*(contiguous(x[:, heads[0]]) for x in (k_LKD, v_LKD)))
+    def _gather(self, k_LKD: Tensor, v_LKD: Tensor, heads: Heads) -> Work:
+        return self.communicator.all_gather(*(contiguous(x[:, heads[0]]) for x in (k_LKD, v_LKD)))
 
-    def _arriving(self, k_LKD: Tensor, v_LKD: Tensor, slices: list[Heads]) -> Iterator[tuple[Heads, Arrival]]:
+    def _arriving(self, k_LKD: Tensor, v_LKD: Tensor, slices: list[Heads]) -> Iterator[tuple[Heads, Work]]:
         """Each slice with the keys and values of all shards, which are on their way, and so are those of the next."""
         coming = self._gather(k_LKD, v_LKD, slices[0])
         for heads, following in zip_longest(slices, slices[1:]):

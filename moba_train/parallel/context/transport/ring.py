@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moba_train.attention.merge import merge_into
 from moba_train.attention.protocol import Layout, Plan
-from moba_train.parallel.context.comm import Arrival, Peers
+from moba_train.parallel.context.comm import Communicator, Work
 from moba_train.parallel.context.layout import sees
 from moba_train.parallel.context.transport.base import Job, Transport, padded, padded_lse, sum_dtype
 from moba_train.parallel.context.units import all_summaries
@@ -26,16 +26,17 @@ from moba_train.parallel.context.units import all_summaries
 class Ring(Transport):
     """See above."""
 
-    def __init__(self, peers: Peers, depth: int | None = None) -> None:
+    def __init__(self, communicator: Communicator, depth: int | None = None) -> None:
         """`depth`: buffers for chunks of other ranks, at least 2; None: one for each."""
         assert depth is None or depth >= 2, "one buffer is sent while another is received into"
-        self.peers, self.rank = peers, peers.rank
-        self.depth = min(depth or peers.size, peers.size)
+        self.communicator = communicator
+        self.rank = communicator.rank
+        self.depth = min(depth or communicator.size, communicator.size)
 
     def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
         """See `Transport.forward`."""
         attention, tokens, part = job.attention, job.sequence.tokens(self.rank), job.part(self.rank)
-        summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.peers)
+        summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.communicator)
         q_nHD = q_LHD[:tokens]
         plan = attention.plan(q_nHD, summaries, part) if tokens else self.empty_plan(q_LHD, k_LKD, job)
         out_nHD = torch.zeros_like(q_nHD, dtype=sum_dtype(q_LHD.dtype))
@@ -63,7 +64,7 @@ class Ring(Transport):
         dq_nHD = torch.zeros_like(q, dtype=dtype)
         dkv_2LKD = torch.empty(2, *k_LKD.shape, dtype=dtype, device=k_LKD.device)
         received_2LKD = torch.empty_like(dkv_2LKD, dtype=k_LKD.dtype)
-        returning: deque[Arrival] = deque()
+        returning: deque[Work] = deque()
 
         def add_received() -> None:
             dkv_2LKD.add_(received_2LKD)
@@ -80,9 +81,9 @@ class Ring(Transport):
                 continue
             if len(returning) == self.depth:
                 returning.popleft().wait()
-            returning.append(self.peers.shift(partial_2LKD, received_2LKD, -step, then=add_received))
-        for arrival in returning:
-            arrival.wait()
+            returning.append(self.communicator.send_recv(partial_2LKD, received_2LKD, -step, then=add_received))
+        for work in returning:
+            work.wait()
         dk_LKD, dv_LKD = (
             x.to(k_LKD.dtype, copy=True) for x in dkv_2LKD
         )  # operators may not return views of one tensor
@@ -104,22 +105,22 @@ class Ring(Transport):
 
     def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Every rank with its keys and values, without padding: this one first, then against the ring."""
-        size = self.peers.size
+        size = self.communicator.size
         own_2LKD = torch.stack([k_LKD, v_LKD])
         buffers = [torch.empty_like(own_2LKD) for _ in range(min(self.depth, size - 1))]
         chunks = [own_2LKD, *(buffers[step % len(buffers)] for step in range(size - 1))]
-        arrivals: dict[int, Arrival] = {}
+        receiving: dict[int, Work] = {}
 
-        def ask_for(step: int) -> None:
+        def start_receiving(step: int) -> None:
             if step < size:
-                arrivals[step] = self.peers.shift(chunks[step - 1], chunks[step], 1)
+                receiving[step] = self.communicator.send_recv(chunks[step - 1], chunks[step], 1)
 
         for step in range(1, len(buffers) + 1):
-            ask_for(step)
+            start_receiving(step)
         for step, chunk_2LKD in enumerate(chunks):
             if step:
-                arrivals.pop(step).wait()
+                receiving.pop(step).wait()
             owner = (self.rank - step) % size
             yield owner, *chunk_2LKD[:, : job.sequence.tokens(owner)]
             if step:
-                ask_for(step + len(buffers))  # into the buffer of the chunk that was just attended to
+                start_receiving(step + len(buffers))  # into the buffer of the chunk that was just attended to

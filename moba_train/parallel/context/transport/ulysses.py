@@ -10,7 +10,7 @@ Shape suffixes as in base.py; N rows of all shards of the group, h of the H head
 from torch import Tensor
 
 from moba_train.attention.protocol import Plan
-from moba_train.parallel.context.comm import Peers
+from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.copies import contiguous
 from moba_train.parallel.context.transport.base import Job, Transport, padded, padded_lse, sum_dtype
 
@@ -18,10 +18,11 @@ from moba_train.parallel.context.transport.base import Job, Transport, padded, p
 class Ulysses(Transport):
     """See above."""
 
-    def __init__(self, peers: Peers, across: Transport) -> None:
+    def __init__(self, communicator: Communicator, across: Transport) -> None:
         """`across` runs attention over the group's tokens; its `rank` is the group's place among all groups."""
-        self.peers, self.across = peers, across
-        self.rank = across.rank * peers.size + peers.rank
+        self.communicator = communicator
+        self.across = across
+        self.rank = across.rank * communicator.size + communicator.rank
 
     def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
         """See `Transport.forward`."""
@@ -55,7 +56,7 @@ class Ulysses(Transport):
     def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
         """See `Transport.empty_plan`."""
         swap = _Swap(self, job)
-        shapes = ((self.peers.size * x.shape[0], swap.heads(x.shape[1]), *x.shape[2:]) for x in (q_LHD, k_LKD))
+        shapes = ((self.communicator.size * x.shape[0], swap.heads(x.shape[1]), *x.shape[2:]) for x in (q_LHD, k_LKD))
         q_NhD, k_NhD = (q_LHD.new_empty(shape) for shape in shapes)
         return self.across.empty_plan(q_NhD, k_NhD, swap.job)
 
@@ -64,7 +65,8 @@ class _Swap:
     """The exchange between the ranks of a group, for one job."""
 
     def __init__(self, ulysses: Ulysses, job: Job) -> None:
-        self.peers, self.size = ulysses.peers, ulysses.peers.size
+        self.communicator = ulysses.communicator
+        self.size = self.communicator.size
         place = ulysses.across.rank
         self.group = job.sequence.of(range(place * self.size, (place + 1) * self.size))
         groups = job.sequence.in_groups(self.size)
@@ -82,13 +84,13 @@ class _Swap:
             if x_LHD.shape[1] < self.size:
                 x_LHD = x_LHD.repeat_interleave(self.size // x_LHD.shape[1], dim=1)
             sent.append(contiguous(x_LHD.unflatten(1, (self.size, -1)).transpose(0, 1)).flatten(0, 1))
-        return [self.joint.to_shards(self.group.to_packed(x)) for x in self.peers.all_to_all(*sent).wait()]
+        return [self.joint.to_shards(self.group.to_packed(x)) for x in self.communicator.all_to_all(*sent).wait()]
 
     def to_rows(self, *tensors_NhD: Tensor) -> list[Tensor]:
         """The inverse of `to_heads`, copies of heads not yet summed; padding becomes 0."""
         tokens = self.joint.tokens(0)
         sent = [self.group.to_shards(x_NhD[:tokens]).contiguous() for x_NhD in tensors_NhD]
-        received = self.peers.all_to_all(*sent).wait()
+        received = self.communicator.all_to_all(*sent).wait()
         return [contiguous(x.unflatten(0, (self.size, -1)).transpose(0, 1)).flatten(1, 2) for x in received]
 
 
