@@ -157,7 +157,7 @@ def one_share(
     """A rank's queries against the keys of the whole sequence, all at hand."""
     q, dout = (sequence.shard(inputs[i], rank)[: sequence.tokens(rank)] for i in (0, 3))
     k, v = inputs[1:3]
-    part = layout.part(sequence.place(rank), None)
+    part = layout.part(sequence.ranges_of(rank), None)
     plan = attention.plan(q, attention.summarize(k, layout.part(None, None)), part)
     out, lse = attention.attend(q, k, v, part, plan)
     attention.attend_backward(dout, q, k, v, out, lse, part, plan)
@@ -193,7 +193,7 @@ def measure(
     differing = differing_rows(setting, both_passes(engine, attention, shard, layout), sequence, rows)
     communication = setting.slowest(lambda: both_passes(engine, Nothing(Nothing.Options(), HEAD_DIM), shard, layout))
     group = {"ulysses": strategy.ranks, "hierarchical": strategy.node_size}.get(strategy.transport, 1)
-    sequence, rank = sequence.in_groups(group), engine.rank // group
+    sequence, rank = sequence.merge_ranks(group), engine.rank // group
     inputs = [x[:, : max(1, x.shape[1] // group)].contiguous() for x in inputs]  # Ulysses: some heads, more tokens
     attention_alone = setting.slowest(lambda: one_share(attention, inputs, layout, rank, sequence))
     hidden = communication["median"] + attention_alone["median"] - total["median"]

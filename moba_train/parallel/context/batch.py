@@ -12,7 +12,7 @@ def shard_batch(batch: Batch, sequence: SequenceLayout, rank: int) -> Batch:
     Positions are those of the tokens, not of the rows. Padding is token 0 at position 0 without loss; it is known by
     its place behind the tokens, and no token sees it. The loss tokens of all ranks together are those of the batch.
     """
-    rows_n = sequence.rows_of(batch.loss_index, rank)
+    rows_n = sequence.local_rows(batch.loss_index, rank)
     here = rows_n >= 0
     return dataclasses.replace(
         batch.with_loss_on(rows_n[here], batch.loss_weight[here]),

@@ -37,7 +37,7 @@ class ContextParallel(OperatorEngine):
 
     def sequence(self, total: int) -> SequenceLayout:
         """How a packed sequence of `total` tokens is cut."""
-        return SequenceLayout.cut(total, self.strategy.ranks, self.strategy.layout)
+        return SequenceLayout.split(total, self.strategy.ranks, self.strategy.layout)
 
     def forward(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout

@@ -113,7 +113,7 @@ def chosen_of_ranks(plans: list[Plan], strategy: CPStrategy, sequence: SequenceL
     plans_HTC = [torch.cat([x for x in plan if x.dim() == 3]) for plan in plans]
     group = {"ulysses": strategy.ranks, "hierarchical": strategy.node_size}.get(strategy.transport, 1)
     by_group = [plans_HTC[first : first + group] for first in range(0, strategy.ranks, group)]
-    joined = sequence.in_groups(group)
+    joined = sequence.merge_ranks(group)
     shards = [torch.cat(plans).transpose(0, 1) for plans in by_group]
     return joined.to_packed(padded_shards(shards, joined.rows))
 

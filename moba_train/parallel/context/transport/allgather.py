@@ -16,8 +16,8 @@ from torch import Tensor
 from moba_train.attention.protocol import Plan
 from moba_train.parallel.context.comm import Communicator, Work
 from moba_train.parallel.context.copies import contiguous, copy_into
+from moba_train.parallel.context.summaries import all_summaries
 from moba_train.parallel.context.transport.base import Job, Transport, padded_lse, sum_dtype
-from moba_train.parallel.context.units import all_summaries
 
 Heads = tuple[slice, slice]
 """A slice of the key/value heads, and the query heads that share them."""

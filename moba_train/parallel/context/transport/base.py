@@ -25,7 +25,7 @@ class Job:
 
     def part(self, rank: int) -> Layout:
         """The layout of a rank's queries against the keys of all ranks."""
-        return self.layout.part(self.sequence.place(rank), self.sequence.together)
+        return self.layout.part(self.sequence.ranges_of(rank), self.sequence.all_ranges)
 
 
 class Transport(ABC):

@@ -19,8 +19,8 @@ from moba_train.attention.merge import merge_into
 from moba_train.attention.protocol import Layout, Plan
 from moba_train.parallel.context.comm import Communicator, Work
 from moba_train.parallel.context.layout import sees
+from moba_train.parallel.context.summaries import all_summaries
 from moba_train.parallel.context.transport.base import Job, Transport, padded, padded_lse, sum_dtype
-from moba_train.parallel.context.units import all_summaries
 
 
 class Ring(Transport):
@@ -96,12 +96,12 @@ class Ring(Transport):
 
     def _is_seen(self, owner: int, job: Job) -> bool:
         """Whether any key of that rank's chunk counts here."""
-        runs = job.sequence.runs
-        return sees(runs[self.rank], runs[owner], job.layout.edges)
+        ranges = job.sequence.ranges
+        return sees(ranges[self.rank], ranges[owner], job.layout.edges)
 
     def _pair(self, owner: int, job: Job) -> Layout:
         """The layout of this rank's queries against one chunk."""
-        return job.layout.part(job.sequence.place(self.rank), job.sequence.place(owner))
+        return job.layout.part(job.sequence.ranges_of(self.rank), job.sequence.ranges_of(owner))
 
     def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Every rank with its keys and values, without padding: this one first, then against the ring."""

@@ -68,9 +68,9 @@ class _Swap:
         self.communicator = ulysses.communicator
         self.size = self.communicator.size
         place = ulysses.across.rank
-        self.group = job.sequence.of(range(place * self.size, (place + 1) * self.size))
-        groups = job.sequence.in_groups(self.size)
-        self.joint = groups.of(range(place, place + 1))
+        self.group = job.sequence.select_ranks(range(place * self.size, (place + 1) * self.size))
+        groups = job.sequence.merge_ranks(self.size)
+        self.joint = groups.select_ranks(range(place, place + 1))
         self.job = Job(job.attention, job.layout, groups)
 
     def heads(self, heads: int) -> int:
