@@ -38,7 +38,7 @@ def row_problems(config: RunConfig) -> Iterator[str]:
             tokens = stage.seq_len * sequences
             # `auto` decides between them by the memory it finds
             kinds = get_args(CPLayout) if layout == "auto" else (layout,)
-            rows = {SequenceLayout.cut(tokens, cp, kind).rows for kind in kinds} if tokens >= cp else set()
+            rows = {SequenceLayout.split(tokens, cp, kind).rows for kind in kinds} if tokens >= cp else set()
             if uneven := [str(count) for count in sorted(rows) if count % tp]:
                 over, unit = (f" over cp {cp}", 2 * cp * tp) if cp > 1 else ("", tp)
                 yield (

@@ -152,7 +152,7 @@ def test_ranks_that_share_sequences_add_up_to_one(
 
     model, found = cast(Transformer, loss_is_the_label), Stretches(sources, SEQ_LEN, 2, 0, VOCAB)
     whole = position_wise_loss(model, found, 4, Share(), world.device)
-    sequence = SequenceLayout.cut(SEQ_LEN, ranks, kind)
+    sequence = SequenceLayout.split(SEQ_LEN, ranks, kind)
     shards = [Shard(sequence=sequence, rank=rank) for rank in range(ranks)]
     parts = [position_wise_loss(model, found, 4, shard, world.device).losses for shard in shards]
     assert whole.losses[0] == pytest.approx(found.sample(0).labels.reshape(4, 4).mean(1))

@@ -164,7 +164,7 @@ def test_shards_hold_every_token_once_with_its_own_position_label_and_loss(kind:
     weights[[2, 3]] = 1, 0.5
     sample = Sample(rng.integers(VOCAB, size=13) * (np.arange(13) % 3), np.arange(13), weights, [6, 7], [])
     batch = collate([sample])
-    sequence = SequenceLayout.cut(13, count, kind)
+    sequence = SequenceLayout.split(13, count, kind)
     shards = [shard_batch(batch, sequence, rank) for rank in range(count)]
     for name in ("tokens", "labels", "positions"):
         whole = sequence.to_packed(torch.cat([getattr(shard, name) for shard in shards]))
