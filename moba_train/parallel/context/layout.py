@@ -142,7 +142,7 @@ class SequenceLayout:
         return rows
 
     def shard(self, x_T: Tensor, rank: int, padding: float = 0) -> Tensor:
-        """Whether the concatenated shards have all tokens in ascending order, with padding only at the end."""
+        """A rank's shard [L, ...] of a tensor over the whole sequence [T, ...]; rows after its tokens are `padding`."""
         rows = [x_T[start:stop] for start, stop in self.ranges[rank]]
         return torch.cat([*rows, x_T.new_full((self.rows - self.tokens(rank), *x_T.shape[1:]), padding)])
 
