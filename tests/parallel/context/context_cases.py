@@ -19,7 +19,7 @@ from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import Transport
 from moba_train.parallel.context.transport.ring import Ring
-from moba_train.parallel.context.transport.ulysses import Ulysses, Whole
+from moba_train.parallel.context.transport.ulysses import Local, Ulysses
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 HEAD_DIM = 8
@@ -196,7 +196,7 @@ def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board
     make = {
         "ring": lambda communicator: Ring(communicator, strategy.ring_depth),
         "allgather": lambda communicator: AllGather(communicator, strategy.slices),
-        "ulysses": lambda communicator: Ulysses(communicator, Whole()),
+        "ulysses": lambda communicator: Ulysses(communicator, Local()),
     }[strategy.transport]
     return [make(communicator) for communicator in communicators], [board]
 

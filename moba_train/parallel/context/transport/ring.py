@@ -1,10 +1,10 @@
-"""Keys and values travel around the ring of ranks, chunk by chunk; each rank merges what it attends to.
+"""Ring: chunks of keys and values travel around the ring of ranks; each rank merges its partial results.
 
-A chunk is sent on as soon as it is here, and received as soon as there is a buffer for it; both never wait for the
-attention to a later chunk. With a buffer for every chunk (the default) a rank that is busier than its neighbours at
-some moment holds up nobody: with two buffers and an attention sink, 71-92 % of the time is work, with all of them
-96-98 %, and in lockstep 26-45 % (a model of 8 ranks; measured on 4: docs/context-parallelism.md). In the backward pass
-the gradient of a chunk goes straight to its owner, who adds up in float32, in the order of the ring.
+A rank sends a chunk on when it has arrived, without waiting for its own attention to it, and receives a chunk as soon
+as a buffer is free. With a buffer for every chunk (the default), a rank that is busy for a moment delays no other rank.
+With an attention sink, ranks compute 96-98 % of the time with all buffers, 71-92 % with two and 26-45 % in lockstep (a
+model of 8 ranks; measured on 4: docs/context-parallelism.md). In the backward pass the gradients of a chunk go straight
+to its owner, which sums them in float32, in the order of the ring.
 
 Shape suffixes as in base.py.
 """
@@ -24,10 +24,10 @@ from moba_train.parallel.context.transport.base import Job, Transport, padded, p
 
 
 class Ring(Transport):
-    """See above."""
+    """Passes chunks of keys and values around the ring; see the top of this file."""
 
     def __init__(self, communicator: Communicator, depth: int | None = None) -> None:
-        """`depth`: buffers for chunks of other ranks, at least 2; None: one for each."""
+        """`depth`: number of buffers for chunks of other ranks, at least 2; None: one for each rank."""
         assert depth is None or depth >= 2, "one buffer is sent while another is received into"
         self.communicator = communicator
         self.rank = communicator.rank
@@ -95,16 +95,16 @@ class Ring(Transport):
         return job.attention.empty_plan(q_LHD[:tokens], k_LKD, job.part(self.rank))
 
     def _is_seen(self, owner: int, job: Job) -> bool:
-        """Whether any key of that rank's chunk counts here."""
+        """Whether any of this rank's queries sees any key of rank `owner`."""
         ranges = job.sequence.ranges
         return sees(ranges[self.rank], ranges[owner], job.layout.edges)
 
     def _pair(self, owner: int, job: Job) -> Layout:
-        """The layout of this rank's queries against one chunk."""
+        """The layout of this rank's queries against the keys of rank `owner`."""
         return job.layout.part(job.sequence.ranges_of(self.rank), job.sequence.ranges_of(owner))
 
     def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Every rank with its keys and values, without padding: this one first, then against the ring."""
+        """Yield each rank with its keys and values, without padding: this rank first, then back around the ring."""
         size = self.communicator.size
         own_2LKD = torch.stack([k_LKD, v_LKD])
         buffers = [torch.empty_like(own_2LKD) for _ in range(min(self.depth, size - 1))]
@@ -123,4 +123,4 @@ class Ring(Transport):
             owner = (self.rank - step) % size
             yield owner, *chunk_2LKD[:, : job.sequence.tokens(owner)]
             if step:
-                start_receiving(step + len(buffers))  # into the buffer of the chunk that was just attended to
+                start_receiving(step + len(buffers))  # into the buffer whose chunk attention has just used
