@@ -8,7 +8,7 @@ mesh      the device mesh that the weights are sharded over
 tensor    heads and columns of the layers shared by the ranks of a node
 forward   the only calls of the model, one function for each use
 fsdp      sharding, mixed precision, activation checkpointing and compilation of the model
-scheme    how the sequences of a stage are cut: from the recipe to `context`'s terms
+strategy  the context-parallel strategy of a stage, from the recipe
 stage     a rank's share in a stage: which sequences, which of their tokens, what attends
 context   context parallelism
 """

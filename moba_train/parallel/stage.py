@@ -12,10 +12,10 @@ from moba_train.data.batch import Batch
 from moba_train.data.loader import step_batches
 from moba_train.data.samples import StageData
 from moba_train.parallel.context.batch import shard_batch
-from moba_train.parallel.context.choose import Scheme
 from moba_train.parallel.context.engine import ContextParallel, context_engine
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.fsdp import compute_dtype
-from moba_train.parallel.scheme import stage_scheme
+from moba_train.parallel.strategy import stage_strategy
 from moba_train.parallel.world import World, least_over_ranks
 from moba_train.planning.memory import USABLE, estimate_memory
 
@@ -59,7 +59,7 @@ class ContextEngines:
     def __init__(self, config: RunConfig, world: World) -> None:
         self._config, self._world = config, world
         self._groups: dict[int, dist.ProcessGroup] = {}
-        self._engines: dict[Scheme, ContextParallel] = {}
+        self._engines: dict[CPStrategy, ContextParallel] = {}
 
     def share(self, stage: Stage, sizes: MeshSizes) -> tuple[Share, str]:
         """This rank's share in `stage`, and the choice that was made, to be printed ("" without context parallelism).
@@ -73,16 +73,16 @@ class ContextEngines:
             return Share(dp_rank, dp_size, None, world.rank % tp, tp), ""
         width = compute_dtype(self._config, world.device).itemsize
         memory = self._memory_for_buffers(stage, sizes)
-        scheme, why = stage_scheme(self._config, stage, world.ranks_per_node, width, memory)
+        strategy, why = stage_strategy(self._config, stage, world.ranks_per_node, width, memory)
         if cp not in self._groups:
             # Neighbours, so that a group spans as few nodes as it can; tensor parallelism's stand closer still.
             ranks = torch.arange(world.size).view(-1, cp, tp).mT.reshape(-1, cp)
             group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=world.timeout)
             assert group is not None
             self._groups[cp] = group
-        if scheme not in self._engines:
-            self._engines[scheme] = context_engine(scheme, self._groups[cp], world.device, world.timeout)
-        return Share(dp_rank, dp_size, self._engines[scheme], world.rank % tp, tp), why
+        if strategy not in self._engines:
+            self._engines[strategy] = context_engine(strategy, self._groups[cp], world.device, world.timeout)
+        return Share(dp_rank, dp_size, self._engines[strategy], world.rank % tp, tp), why
 
     def _memory_for_buffers(self, stage: Stage, sizes: MeshSizes) -> float | None:
         """Bytes, the same on every rank; None on a CPU, which is not asked."""

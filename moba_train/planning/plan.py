@@ -6,8 +6,9 @@ from moba_train.config.attention import LayerAttention
 from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.parallel.context.choose import NODE_RATE, Cost, Scheme, cost
-from moba_train.parallel.scheme import stage_scheme, stage_shape
+from moba_train.parallel.context.costs import NODE_BANDWIDTH, TransportCost, predict_cost
+from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.strategy import stage_attention_shape, stage_strategy
 from moba_train.planning.flops import dense_flops, layer_flops, real_flops
 from moba_train.planning.memory import USABLE, Memory, element_bytes, estimate_memory
 from moba_train.planning.parameters import ParameterCounts, count_recipe_parameters
@@ -20,15 +21,15 @@ GPU_BYTES = 141e9
 class ContextPlan:
     """Context parallelism of a stage: forward and backward of one layer and one micro-batch, on one rank."""
 
-    scheme: Scheme
+    strategy: CPStrategy
     reason: str
-    """Why, in lines to print."""
-    cost: Cost
+    """Reason for the strategy, as lines to print."""
+    cost: TransportCost
     attention_seconds: dict[LayerAttention, float]
-    """Of each attention that the stage has, at the plan's rate."""
+    """Seconds of each layer attention of the stage, at the plan's rate."""
 
     def exposed_seconds(self, layer: LayerAttention) -> float:
-        """Communication that such a layer cannot hide, at best."""
+        """Seconds of communication that a layer with this attention cannot overlap, at best."""
         return self.cost.exposed_seconds(self.attention_seconds[layer])
 
 
@@ -125,17 +126,16 @@ def _tensor_seconds(config: RunConfig, tokens: int, tp: int) -> float:
     """
     transfers = config.model.layers * (11 if config.activation_checkpointing == "full" else 8)
     received = tokens * (1 - 1 / tp) * config.model.hidden_size * element_bytes(config)
-    return transfers * received / NODE_RATE
+    return transfers * received / NODE_BANDWIDTH
 
 
 def _context_plan(
     config: RunConfig, stage: Stage, rate: float, ranks_per_node: int, memory_bytes: float
 ) -> ContextPlan:
     width = element_bytes(config)
-    scheme, reason = stage_scheme(config, stage, ranks_per_node, width, memory_bytes)
-    shape = stage_shape(config, stage, width)
+    strategy, reason = stage_strategy(config, stage, ranks_per_node, width, memory_bytes)
+    shape = stage_attention_shape(config, stage, width)
     flops = {layer: layer_flops(config.model, layer, [stage.seq_len]) for layer in stage.attention}
-    ranks = scheme.ranks * stage.parallel.tp
-    sequences = stage.micro_batch_size / ranks
+    sequences = stage.micro_batch_size / (strategy.ranks * stage.parallel.tp)
     seconds = {layer: count * sequences / rate for layer, count in flops.items()}
-    return ContextPlan(scheme, reason, cost(scheme, shape), seconds)
+    return ContextPlan(strategy, reason, predict_cost(strategy, shape), seconds)

@@ -10,7 +10,7 @@ from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
 from moba_train.convert.initial_weights import initial_problems
 from moba_train.errors import ConfigError
-from moba_train.parallel.scheme import stage_scheme
+from moba_train.parallel.strategy import stage_strategy
 from moba_train.validation.attention import attention_problems
 from moba_train.validation.data import file_problems, length_problems
 from moba_train.validation.stage_exit import gate_problems
@@ -134,7 +134,7 @@ def _context_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator
         if parallel.cp_transport == "hierarchical" and ranks_per_node is None:
             continue
         try:
-            stage_scheme(config, stage, ranks_per_node or parallel.cp * parallel.tp)
+            stage_strategy(config, stage, ranks_per_node or parallel.cp * parallel.tp)
         except ValueError as error:
             key, _, problem = str(error).partition(": ")
             yield f"{_cp_key(config, index, key.removeprefix('parallel.'))}: {where}: {problem}"

@@ -14,7 +14,7 @@ from moba_train.attention.protocol import packed_layout
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import ModelConfig
-from moba_train.config.run import GateConfig
+from moba_train.config.run import CPLayout, GateConfig
 from moba_train.data.batch import Batch
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.long_documents import LongDocumentSamples
@@ -24,7 +24,7 @@ from moba_train.evals.stage import judge
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.context.batch import shard_batch
-from moba_train.parallel.context.layout import Kind, SequenceLayout
+from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.stage import Share
 from moba_train.parallel.world import World, joined_world
 
@@ -143,7 +143,7 @@ class Shard(Share):
 
 @pytest.mark.parametrize(("ranks", "kind"), [(2, "contiguous"), (3, "zigzag"), (16, "zigzag")])
 def test_ranks_that_share_sequences_add_up_to_one(
-    sources: list[SourceConfig], world: World, ranks: int, kind: Kind
+    sources: list[SourceConfig], world: World, ranks: int, kind: CPLayout
 ) -> None:
     """Every token counts once, in its own bucket, also where shards have padding, or hold nothing but padding."""
 
@@ -152,7 +152,7 @@ def test_ranks_that_share_sequences_add_up_to_one(
 
     model, found = cast(Transformer, loss_is_the_label), LongDocumentSamples(sources, SEQ_LEN, 2, 0, VOCAB)
     whole = position_wise_loss(model, found, 4, Share(), world.device)
-    sequence = SequenceLayout.cut(SEQ_LEN, ranks, kind)
+    sequence = SequenceLayout.split(SEQ_LEN, ranks, kind)
     shards = [Shard(sequence=sequence, rank=rank) for rank in range(ranks)]
     parts = [position_wise_loss(model, found, 4, shard, world.device).losses for shard in shards]
     assert whole.losses[0] == pytest.approx(found.sample(0).labels.reshape(4, 4).mean(1))

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from moba_train.compare import Comparison, compare
-from moba_train.telemetry.plot import plot_run
 from rich.console import Console
 
 from moba_train.errors import UserError
+from moba_train.report.compare import Comparison, compare
+from moba_train.report.loss_plot import plot_run
 from moba_train.telemetry.console import ConsoleSink
 from moba_train.telemetry.jsonl import JsonlSink, read_records
 from moba_train.telemetry.telemetry import Telemetry

@@ -13,14 +13,15 @@ from moba_train.attention.full_kind import FullKind
 from moba_train.attention.local import run_local
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.model import ModelConfig
+from moba_train.config.run import CPTransport
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import gradient_norm
-from moba_train.parallel.context.choose import Scheme, TransportKind
 from moba_train.parallel.context.engine import context_engine
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.stage import Share
@@ -51,15 +52,15 @@ def samples() -> list[Sample]:
     return made
 
 
-def step(micro_batches: list[Batch], world_size: int, transport: TransportKind | None) -> dict[str, torch.Tensor]:
+def step(micro_batches: list[Batch], world_size: int, transport: CPTransport | None) -> dict[str, torch.Tensor]:
     """Loss, gradient norm and whole gradients of one step, as the trainer forms them; with a `transport`, the ranks
     share every sequence."""
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_replicate", "dp_shard"))
     model = sharded_model(CONFIG, mesh, torch.device("cpu"))
     if transport:
-        scheme, world = Scheme(world_size, transport, "zigzag", world_size), dist.group.WORLD
+        strategy, world = CPStrategy(world_size, transport, "zigzag", world_size), dist.group.WORLD
         assert world is not None
-        share = Share(engine=context_engine(scheme, world, torch.device("cpu")))
+        share = Share(engine=context_engine(strategy, world, torch.device("cpu")))
         model.set_engines([share.engine or run_local] * MODEL.layers)
         micro_batches = [share.of(batch) for batch in micro_batches]
     model.set_attention([FullKind(FullKind.Options(), MODEL.head_width)] * MODEL.layers)
@@ -84,7 +85,7 @@ SPREADS = {
 }
 
 
-def worker(spread: list[list[list[int]]], transport: TransportKind | None, output: str) -> None:
+def worker(spread: list[list[list[int]]], transport: CPTransport | None, output: str) -> None:
     with joined_world() as world:
         made = samples()
         batches = [collate([made[i] for i in indices]) for indices in spread[world.rank]]
@@ -118,7 +119,7 @@ def test_loss_and_gradients_do_not_depend_on_the_spread(
     check(spread, None, ranks, tmp_path / "result.pt")
 
 
-def check(spread: list[list[list[int]]], transport: TransportKind | None, ranks: Ranks, output: Path) -> None:
+def check(spread: list[list[list[int]]], transport: CPTransport | None, ranks: Ranks, output: Path) -> None:
     ranks.work(worker, (spread, transport, str(output)), len(spread))
     result = torch.load(output, weights_only=True)
     for name, value in expected().items():
@@ -126,7 +127,7 @@ def check(spread: list[list[list[int]]], transport: TransportKind | None, ranks:
 
 
 @pytest.mark.parametrize("transport", ["ring", "ulysses"])
-def test_nor_on_the_ranks_that_share_a_sequence(transport: TransportKind, ranks: Ranks, tmp_path: Path) -> None:
+def test_nor_on_the_ranks_that_share_a_sequence(transport: CPTransport, ranks: Ranks, tmp_path: Path) -> None:
     """Of the last three micro-batches, one has a single loss token, on one of the ranks, and two have none."""
     check([[[0], [1], [2, 3]]] * 2, transport, ranks, tmp_path / "result.pt")
 

@@ -222,7 +222,7 @@ def test_two_gpus_are_as_exact_as_one(tmp_path: Path) -> None:
 def test_ranks_that_share_rows_have_every_loss_token_once_with_its_label(cp: int, tp: int) -> None:
     """Among them one without any; tokens, positions and documents stay those of all rows."""
     batch = batches()[1]
-    sequence, found = SequenceLayout.cut(SEQ_LEN, cp, "zigzag"), []
+    sequence, found = SequenceLayout.split(SEQ_LEN, cp, "zigzag"), []
     for cp_rank in range(cp):
         shard = shard_batch(batch, sequence, cp_rank)
         parts = [Share(tp_rank=rank, tp_size=tp).of(shard) for rank in range(tp)]

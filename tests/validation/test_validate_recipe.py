@@ -6,9 +6,9 @@ import pytest
 
 from moba_train.config.load import dump_config, load_config
 from moba_train.config.mesh import mesh_sizes
+from moba_train.config.run import CPTransport
 from moba_train.config.stages import resolve_stages
 from moba_train.errors import ConfigError
-from moba_train.parallel.context.choose import TransportKind
 from moba_train.validation.recipe import validate
 
 
@@ -23,7 +23,7 @@ def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
         validate(load(), world_size)
 
 
-@pytest.mark.parametrize("transport", ["auto", *get_args(TransportKind)])
+@pytest.mark.parametrize("transport", ["auto", *get_args(CPTransport)])
 def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
     """A checkpoint holds it with every key, and evaluation begins there."""
     config = load("parallel.cp=2", f"stages.1.parallel={{cp_transport: {transport}}}")
@@ -61,7 +61,7 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
         ),
         (
             ["stages.1.parallel={cp: 4, cp_transport: ulysses}", "attention.moba.select=group"],
-            "stages[1].parallel.cp_transport: in stage 'long': 'ulysses' would tear the query heads of 2 key/value",
+            "stages[1].parallel.cp_transport: in stage 'long': 'ulysses' would split the query heads of 2 key/value",
         ),
         (
             ["parallel.cp=4096", "batch_tokens=256K"],

@@ -1,4 +1,4 @@
-"""How the sequences of a training stage are cut over ranks: from the recipe to a scheme, without any process group."""
+"""The context-parallel strategy of a training stage, derived from the recipe without any process group."""
 
 import math
 
@@ -6,13 +6,14 @@ from moba_train.attention.protocol import LocalAttention
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
-from moba_train.parallel.context.choose import Scheme, Shape, choose
+from moba_train.parallel.context.policy import choose_strategy
+from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 
 
-def stage_shape(config: RunConfig, stage: Stage, element_bytes: int = 2) -> Shape:
-    """The attention of one layer to one micro-batch, as its transport sees it."""
+def stage_attention_shape(config: RunConfig, stage: Stage, element_bytes: int = 2) -> AttentionShape:
+    """The shape of one layer's attention to one micro-batch, on one rank of a tensor-parallel group."""
     model = config.model
-    return Shape(
+    return AttentionShape(
         tokens=stage.micro_batch_size * stage.seq_len,
         heads=model.heads // stage.parallel.tp,
         kv_heads=model.kv_heads // stage.parallel.tp,
@@ -22,22 +23,24 @@ def stage_shape(config: RunConfig, stage: Stage, element_bytes: int = 2) -> Shap
     )
 
 
-def stage_scheme(
+def stage_strategy(
     config: RunConfig, stage: Stage, ranks_per_node: int, element_bytes: int = 2, memory_bytes: float | None = None
-) -> tuple[Scheme, str]:
-    """The scheme of a stage with `parallel.cp` > 1, and why, in lines to print.
+) -> tuple[CPStrategy, str]:
+    """The strategy of a stage with `parallel.cp` > 1, and the reason as lines to print.
 
-    `ranks_per_node`: consecutive ranks of one machine. `memory_bytes`: what `auto` may spend on a layer's buffers.
-    Raises ValueError, naming the key, for what the transport asked for cannot do.
+    `ranks_per_node`: consecutive ranks of one machine. `memory_bytes`: the most that `auto` may spend on the buffers of
+    a layer; None: no limit. Raises ValueError, naming the YAML key, when the configured transport cannot do these
+    sizes.
     """
     parallel = stage.parallel
-    per_node = ranks_per_node // parallel.tp  # of the ranks that hold the same heads
-    return choose(
+    same_heads_per_node = ranks_per_node // parallel.tp  # ranks of a node that hold the same heads
+    return choose_strategy(
         parallel.cp_transport,
         parallel.cp_layout,
-        stage_shape(config, stage, element_bytes),
+        stage_attention_shape(config, stage, element_bytes),
         ranks=parallel.cp,
-        node=math.gcd(parallel.cp, per_node),  # the longest runs of neighbours that never leave a node
+        # The longest runs of consecutive ranks that stay in a node.
+        node_size=math.gcd(parallel.cp, same_heads_per_node),
         work_grows=any(attention.work_grows for attention in _attentions(config, stage)),
         memory_bytes=memory_bytes,
         ring_depth=parallel.cp_ring_depth,
