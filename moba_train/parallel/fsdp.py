@@ -13,7 +13,7 @@ from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.config.schema import RunConfig
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.tensor import share_layers
+from moba_train.parallel.tensor import apply_tensor_parallel
 
 COMPILED_FORMS = 64
 """So often torch may compile the blocks' code in one stage: for each kind of attention and sequence length, with
@@ -42,7 +42,7 @@ def sharded_model(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> 
     for block in model.blocks:
         block.forward = _block_forward(block.forward, config)
     if "tp" in (mesh.mesh_dim_names or ()):
-        share_layers(model, mesh["tp"])
+        apply_tensor_parallel(model, mesh["tp"])
         mesh = mesh["dp_replicate", "shard"]
     # Inputs are not cast: cos and sin stay float32 when the layers compute in bf16.
     policy = MixedPrecisionPolicy(

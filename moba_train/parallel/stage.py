@@ -16,12 +16,12 @@ from moba_train.parallel.context.choose import Scheme
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.fsdp import compute_dtype
 from moba_train.parallel.scheme import stage_scheme
-from moba_train.parallel.world import World, least_over_ranks
+from moba_train.parallel.world import World, min_over_ranks
 from moba_train.planning.memory import USABLE, estimate_memory
 
 
 @dataclass(frozen=True)
-class Share:
+class DataShard:
     """What of all batches is this rank's."""
 
     dp_rank: int = 0
@@ -37,9 +37,9 @@ class Share:
         """What this rank has of the micro-batches of the step that follows on `step` steps, of `stage` and its data."""
         first, count = (step - stage.first_step) * stage.batch_sequences, stage.batch_sequences
         micro_batches = step_batches(data, first, count, stage.micro_batch_size, self.dp_rank, self.dp_size)
-        return [self.of(batch) for batch in micro_batches]
+        return [self.shard_batch(batch) for batch in micro_batches]
 
-    def of(self, batch: Batch) -> Batch:
+    def shard_batch(self, batch: Batch) -> Batch:
         """This rank's tokens of a micro-batch of its `dp_rank`; with tensor parallelism, the tokens that its group
         shares, with the loss of its own."""
         if self.engine is not None:
@@ -61,7 +61,7 @@ class ContextEngines:
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._engines: dict[Scheme, ContextParallel] = {}
 
-    def share(self, stage: Stage, sizes: MeshSizes) -> tuple[Share, str]:
+    def share(self, stage: Stage, sizes: MeshSizes) -> tuple[DataShard, str]:
         """This rank's share in `stage`, and the choice that was made, to be printed ("" without context parallelism).
 
         Called on all ranks together.
@@ -70,7 +70,7 @@ class ContextEngines:
         readers = cp * tp  # of the same sequences
         dp_rank, dp_size = world.rank // readers, world.size // readers
         if cp == 1:
-            return Share(dp_rank, dp_size, None, world.rank % tp, tp), ""
+            return DataShard(dp_rank, dp_size, None, world.rank % tp, tp), ""
         width = compute_dtype(self._config, world.device).itemsize
         memory = self._memory_for_buffers(stage, sizes)
         scheme, why = stage_scheme(self._config, stage, world.ranks_per_node, width, memory)
@@ -82,7 +82,7 @@ class ContextEngines:
             self._groups[cp] = group
         if scheme not in self._engines:
             self._engines[scheme] = context_engine(scheme, self._groups[cp], world.device, world.timeout)
-        return Share(dp_rank, dp_size, self._engines[scheme], world.rank % tp, tp), why
+        return DataShard(dp_rank, dp_size, self._engines[scheme], world.rank % tp, tp), why
 
     def _memory_for_buffers(self, stage: Stage, sizes: MeshSizes) -> float | None:
         """Bytes, the same on every rank; None on a CPU, which is not asked."""
@@ -90,4 +90,4 @@ class ContextEngines:
             return None
         total = torch.cuda.get_device_properties(self._world.device).total_memory
         tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)
-        return least_over_ranks(USABLE * total - estimate_memory(self._config, sizes, tokens).total)
+        return min_over_ranks(USABLE * total - estimate_memory(self._config, sizes, tokens).total)

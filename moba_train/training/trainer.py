@@ -31,7 +31,7 @@ from moba_train.optim.schedule import stage_learning_rate
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.mesh import build_mesh
-from moba_train.parallel.stage import ContextEngines, Share
+from moba_train.parallel.stage import ContextEngines, DataShard
 from moba_train.parallel.world import World
 from moba_train.report.plots import draw_pictures
 from moba_train.telemetry.code_version import code_version, describe
@@ -45,7 +45,7 @@ from moba_train.training.throughput import throughput
 class Trainer:
     """Takes one model through the stages of a validated recipe, from the newest checkpoint in the run folder if any."""
 
-    share: Share
+    share: DataShard
     """Of this rank in the current stage."""
     evaluation: StageEvaluation
     """Of the current stage."""

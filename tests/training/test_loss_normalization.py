@@ -22,7 +22,7 @@ from moba_train.optim.gradients import gradient_norm
 from moba_train.parallel.context.choose import Scheme, TransportKind
 from moba_train.parallel.context.engine import context_engine
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.stage import Share
+from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import joined_world
 
 VOCAB, SEQ_LEN = 32, 24
@@ -58,9 +58,9 @@ def step(micro_batches: list[Batch], world_size: int, transport: TransportKind |
     if transport:
         scheme, world = Scheme(world_size, transport, "zigzag", world_size), dist.group.WORLD
         assert world is not None
-        share = Share(engine=context_engine(scheme, world, torch.device("cpu")))
+        share = DataShard(engine=context_engine(scheme, world, torch.device("cpu")))
         model.set_engines([share.engine or run_local] * MODEL.layers)
-        micro_batches = [share.of(batch) for batch in micro_batches]
+        micro_batches = [share.shard_batch(batch) for batch in micro_batches]
     model.set_attention([FullAttention(FullAttention.Options(), MODEL.head_width)] * MODEL.layers)
     count = torch.tensor(sum(batch.loss_weight_sum for batch in micro_batches))
     dist.all_reduce(count)

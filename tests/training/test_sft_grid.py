@@ -91,7 +91,7 @@ def one_step(case: dict[str, int], norm: LossNorm, prefix: str, world: World) ->
     sources = [config.data.train[0].model_copy(update={"path": prefix})]
     data = StageData(sources, stage.seq_len, stage.batch_sequences, 0, {}, VOCAB, "best_fit", norm)
     loaded = step_batches(data, 0, stage.batch_sequences, stage.micro_batch_size, share.dp_rank, share.dp_size)
-    batches = [share.of(batch) for batch in loaded]
+    batches = [share.shard_batch(batch) for batch in loaded]
     here = sum(batch.loss_tokens for batch in batches)
     weight, tokens, without = sum_over_ranks([sum(b.loss_weight_sum for b in batches), here, here == 0])
     loss = torch.zeros(())
