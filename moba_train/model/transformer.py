@@ -85,7 +85,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.output = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.whole: Callable[[Tensor], Tensor] | None = None
+        self.gather_output_weight: Callable[[Tensor], Tensor] | None = None
 
     def set_attention(self, kinds: Iterable[LocalAttention]) -> None:
         """Choose the attention of every block, first to last; may change between steps."""
@@ -100,9 +100,9 @@ class Transformer(nn.Module):
     def _attentions(self) -> Iterator[Attention]:
         return (module for module in self.modules() if isinstance(module, Attention))
 
-    def set_whole(self, whole: Callable[[Tensor], Tensor]) -> None:
-        """Choose what makes the output projection's whole weight of the part that is here."""
-        self.whole = whole
+    def set_gather_output_weight(self, gather: Callable[[Tensor], Tensor]) -> None:
+        """Choose what gathers the whole weight of the output projection from this rank's part of it."""
+        self.gather_output_weight = gather
 
     def set_rope(self, rope: RopeConfig) -> None:
         """Choose the rotary embedding of all blocks; may change between steps."""
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
     def output_weight(self) -> Tensor:
         """Weight of the output projection, [V, D]; the embedding's own when tied."""
         weight_VD = self.embedding.weight if self.output is None else self.output.weight
-        return weight_VD if self.whole is None else self.whole(weight_VD)
+        return weight_VD if self.gather_output_weight is None else self.gather_output_weight(weight_VD)
 
     def forward(
         self,
