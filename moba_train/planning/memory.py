@@ -6,9 +6,12 @@ Assumed: FSDP2 with one unit a block, fp32 master weights and gradients, AdamW. 
 
 from dataclasses import dataclass, fields
 
+import torch
+
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
 from moba_train.model.loss import CHUNK_TOKENS
 from moba_train.planning.parameters import count_parameters
 
@@ -69,6 +72,15 @@ def estimate_memory(config: RunConfig, sizes: MeshSizes, tokens: int, transport:
         logits=min(CHUNK_TOKENS, tokens // tp) * model.vocab_size * (width + 12),
         transport=round(transport),
     )
+
+
+def buffer_memory(config: RunConfig, device: torch.device, stage: Stage, sizes: MeshSizes) -> float | None:
+    """Bytes of a GPU's memory that are left for the buffers of context parallelism in `stage`; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)
+    return USABLE * total - estimate_memory(config, sizes, tokens).total
 
 
 def _activations(model: ModelConfig, checkpointing: bool, width: int, tp: int) -> int:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from trainer_ranks import Ranks
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import run_local
 from moba_train.config.data import DataConfig, SourceConfig
+from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.data.batch import Batch, collate
@@ -21,9 +21,10 @@ from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import gradient_norm
 from moba_train.parallel.context.choose import Scheme, TransportKind
 from moba_train.parallel.context.engine import context_engine
+from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.stage import DataShard
-from moba_train.parallel.world import joined_world
+from moba_train.parallel.world import World, joined_world
 
 VOCAB, SEQ_LEN = 32, 24
 MODEL = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, layers=2, heads=2, kv_heads=1)
@@ -50,15 +51,15 @@ def samples() -> list[Sample]:
     return made
 
 
-def step(micro_batches: list[Batch], world_size: int, transport: TransportKind | None) -> dict[str, torch.Tensor]:
+def step(micro_batches: list[Batch], world: World, transport: TransportKind | None) -> dict[str, torch.Tensor]:
     """Loss, gradient norm and whole gradients of one step, as the trainer forms them; with a `transport`, the ranks
     share every sequence."""
-    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_replicate", "dp_shard"))
-    model = sharded_model(CONFIG, mesh, torch.device("cpu"))
+    model = sharded_model(CONFIG, ParallelDims(MeshSizes(dp_shard=world.size), world))
     if transport:
-        scheme, world = Scheme(world_size, transport, "zigzag", world_size), dist.group.WORLD
-        assert world is not None
-        share = DataShard(engine=context_engine(scheme, world, torch.device("cpu")))
+        scheme = Scheme(world.size, transport, "zigzag", world.size)
+        group = dist.group.WORLD
+        assert group is not None
+        share = DataShard(engine=context_engine(scheme, group, world.device))
         model.set_engines([share.engine or run_local] * MODEL.layers)
         micro_batches = [share.shard_batch(batch) for batch in micro_batches]
     model.set_attention([FullAttention(FullAttention.Options(), MODEL.head_width)] * MODEL.layers)
@@ -87,7 +88,7 @@ def worker(spread: list[list[list[int]]], transport: TransportKind | None, outpu
     with joined_world() as world:
         made = samples()
         batches = [collate([made[i] for i in indices]) for indices in spread[world.rank]]
-        result = step(batches, world.size, transport)
+        result = step(batches, world, transport)
         if world.is_main:
             torch.save(result, output)
 

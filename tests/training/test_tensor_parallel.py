@@ -34,8 +34,8 @@ from moba_train.model.transformer import Engine, Transformer
 from moba_train.optim.gradients import gradient_norm, norms_by_kind
 from moba_train.parallel.context.batch import shard_batch
 from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.mesh import build_mesh
 from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import joined_world
 
@@ -126,10 +126,10 @@ def worker(options: list[dict[str, bool]], output: str) -> None:
     torch.compiler.reset()  # runs before in this process have compiled for other lengths
     without_code_generation = partial(torch.compile, backend="aot_eager")  # which takes long on the CPU
     with joined_world() as world, patch.object(torch, "compile", without_code_generation):
-        mesh = build_mesh(MeshSizes(1, 1, 1, world.size), world)
+        dims = ParallelDims(MeshSizes(tp=world.size), world)
         share, results = DataShard(tp_rank=world.rank, tp_size=world.size), []
         for model_options in options:
-            model = sharded_model(recipe(**model_options), mesh, world.device)
+            model = sharded_model(recipe(**model_options), dims)
             weights = {f"weight {name}": whole(parameter) for name, parameter in model.named_parameters()}
             result, chosen = step(model, share, world.device)
             dist.all_reduce(result["loss"])
@@ -172,7 +172,7 @@ def test_two_ranks_compute_what_one_device_does(name: str, on_two_ranks: dict[st
 def load_and_collect(folder: str, output: str) -> None:
     """The weights that two ranks read from a Hugging Face folder."""
     with joined_world() as world:
-        model = sharded_model(recipe(qkv_bias=True), build_mesh(MeshSizes(1, 1, 1, 2), world), world.device)
+        model = sharded_model(recipe(qkv_bias=True), ParallelDims(MeshSizes(tp=2), world))
         load_hf_weights(model, Path(folder))
         weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
         if world.is_main:
