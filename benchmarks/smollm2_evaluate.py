@@ -29,7 +29,7 @@ from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.evals.position_wise import position_wise_loss
 from moba_train.model.build import build_attention, build_model
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.stage import Share
+from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import joined_world
 from moba_train.validation.checkpoints import open_checkpoint
 
@@ -61,7 +61,7 @@ def main() -> None:
             tokens = stage.first_token + (step - stage.first_step) * stage.batch_tokens
             for label in (["as trained"] if stage.index == 0 else []) + ["MoBA", "full"]:
                 choose(model, config, label, first, last)
-                curve = position_wise_loss(model, stretches, last.seq_len // BUCKETS, Share(), world.device)
+                curve = position_wise_loss(model, stretches, last.seq_len // BUCKETS, DataShard(), world.device)
                 rows.append(
                     {"step": step, "tokens": tokens, "stage": stage.name, "attention": label, **curve.to_json()}
                 )

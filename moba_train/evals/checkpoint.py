@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +21,11 @@ from moba_train.evals.loss import validation_data, validation_loss
 from moba_train.evals.position_wise import PositionWiseLoss, describe, position_wise_loss
 from moba_train.evals.variants import name_of, variants
 from moba_train.model.build import build_attention
+from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.mesh import build_mesh
 from moba_train.parallel.stage import ContextEngines
 from moba_train.parallel.world import World, joined_world
+from moba_train.planning.memory import buffer_memory
 from moba_train.report.position_plot import draw_position_wise
 
 
@@ -68,10 +70,12 @@ def _evaluate(
     stretches, bucket = _stretches(config, stage, options)
     validation = validation_data(config, stage.seq_len)
     assert validation is not None
-    model = sharded_model(config, build_mesh(sizes, world), world.device)
+    dims = ParallelDims(sizes, world)
+    model = sharded_model(config, dims)
     load_model(model, checkpoint)
     model.set_rope(stage.rope)
-    share, _ = ContextEngines(config, world).share(stage, sizes)
+    engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
+    share, _ = engines.data_shard(stage, sizes)
     if share.engine is not None:
         model.set_engines([share.engine] * config.model.layers)
     losses, curves = {}, {}
@@ -93,7 +97,7 @@ def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSize
     # A transport that the recipe names may not do for another number of ranks or heads.
     same = (cp, 1) == (stage.parallel.cp, stage.parallel.tp)
     parallel = stage.parallel if same else ParallelConfig(cp=cp)
-    return dataclasses.replace(stage, parallel=parallel), MeshSizes(1, ranks // cp, cp)
+    return dataclasses.replace(stage, parallel=parallel), MeshSizes(dp_shard=ranks // cp, cp=cp)
 
 
 def _stretches(config: RunConfig, stage: Stage, options: EvaluationOptions) -> tuple[LongDocumentSamples | None, int]:

@@ -10,7 +10,7 @@ from moba_train.data.batch import collate
 from moba_train.data.samples import Sample, StageData
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import training_loss
-from moba_train.parallel.stage import Share
+from moba_train.parallel.stage import DataShard
 
 
 def validation_data(config: RunConfig, seq_len: int) -> StageData | None:
@@ -23,7 +23,7 @@ def validation_data(config: RunConfig, seq_len: int) -> StageData | None:
 
 @torch.no_grad()
 def validation_loss(
-    model: Transformer, data: StageData, micro_batch_size: int, share: Share, device: torch.device
+    model: Transformer, data: StageData, micro_batch_size: int, share: DataShard, device: torch.device
 ) -> float:
     """Mean loss in nats per token over all of `data`, equal on every rank and (up to rounding) for every layout.
 
@@ -34,7 +34,7 @@ def validation_loss(
     for first in range(0, data.sequences, per_pass):
         begin = first + share.dp_rank * micro_batch_size
         samples = [_sample_or_padding(data, index) for index in range(begin, begin + micro_batch_size)]
-        batch = share.of(collate(samples)).to(device)
+        batch = share.shard_batch(collate(samples)).to(device)
         totals[0] += training_loss(model, batch).loss
         totals[1] += batch.loss_weight_sum
     dist.all_reduce(totals)

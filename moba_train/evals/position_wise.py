@@ -13,7 +13,7 @@ from moba_train.data.batch import collate
 from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import token_losses
-from moba_train.parallel.stage import Share
+from moba_train.parallel.stage import DataShard
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PositionWiseLoss:
 
 @torch.no_grad()
 def position_wise_loss(
-    model: Transformer, stretches: LongDocumentSamples, bucket: int, share: Share, device: torch.device
+    model: Transformer, stretches: LongDocumentSamples, bucket: int, share: DataShard, device: torch.device
 ) -> PositionWiseLoss:
     """The model's loss on all `stretches` (at least one), equal on every rank and, up to rounding, for every layout.
 
@@ -69,7 +69,7 @@ def position_wise_loss(
     sums = torch.zeros(sequences, buckets, dtype=torch.float64, device=device)
     for first in range(0, sequences, share.dp_size):
         index = first + share.dp_rank
-        batch = share.of(collate([stretches.sample(min(index, sequences - 1))])).to(device)
+        batch = share.shard_batch(collate([stretches.sample(min(index, sequences - 1))])).to(device)
         losses_n = token_losses(model, batch)
         if index < sequences:
             # Every place of the sequence is here once at most, so this adds up in one order only.

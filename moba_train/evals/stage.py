@@ -14,7 +14,7 @@ from moba_train.evals.position_wise import PositionWiseLoss, describe, position_
 from moba_train.evals.variants import name_of, with_full
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.stage import Share
+from moba_train.parallel.stage import DataShard
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.progress import Progress
 
@@ -31,7 +31,7 @@ class StageEvaluation:
         config: RunConfig,
         stage: Stage,
         model: Transformer,
-        share: Share,
+        share: DataShard,
         device: torch.device,
         telemetry: Telemetry,
         trailing_loss_before: float | None,

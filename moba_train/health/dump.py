@@ -41,7 +41,7 @@ from moba_train.data.batch import Batch
 from moba_train.model.transformer import Engine, Transformer
 from moba_train.optim.gradients import gradient_norm
 from moba_train.parallel.forward import token_losses
-from moba_train.parallel.stage import Share
+from moba_train.parallel.stage import DataShard
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def write_dump(
     head: dict[str, Any],
     model: Transformer,
     kinds: Sequence[str],
-    share: Share,
+    share: DataShard,
     batches: list[Batch],
     loss_sum: Tensor,
 ) -> dict[str, float]:
@@ -102,7 +102,7 @@ def _gradient_norms(model: Transformer, kinds: Sequence[str]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _look_at(model: Transformer, share: Share, batches: list[Batch], loss_sum: Tensor) -> dict[str, Any]:
+def _look_at(model: Transformer, share: DataShard, batches: list[Batch], loss_sum: Tensor) -> dict[str, Any]:
     """This rank's entry."""
     repeated, micro_batches = 0.0, []
     with _listening(model, share.engine or run_local) as layers:
@@ -156,7 +156,7 @@ def _listening(model: Transformer, engine: Engine) -> Iterator[list[_Heard]]:
         model.set_engines([engine] * len(layers))
 
 
-def _parts(batch: Batch, share: Share, losses_n: Tensor) -> list[dict[str, Any]]:
+def _parts(batch: Batch, share: DataShard, losses_n: Tensor) -> list[dict[str, Any]]:
     """The document parts of a micro-batch, with the mean of their `losses_n`, which are those of `loss_index`."""
     tokens_T = torch.arange(batch.layout.total, device=losses_n.device)
     if share.engine is not None:

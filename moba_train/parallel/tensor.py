@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from moba_train.model.transformer import Transformer
 
 
-def share_layers(model: Transformer, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     """Cut the parameters of `model` over the ranks of `mesh`, one dimension, and have it compute so, in place.
 
     From then on the model is called with all rows of tokens and positions, and with the loss of this rank's rows,

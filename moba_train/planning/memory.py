@@ -6,6 +6,8 @@ Assumed: FSDP2 with one unit a block, fp32 master weights and gradients, AdamW. 
 
 from dataclasses import dataclass, fields
 
+import torch
+
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
@@ -74,6 +76,14 @@ def estimate_memory(config: RunConfig, stage: Stage, sizes: MeshSizes, transport
         logits=min(CHUNK_TOKENS, tokens // tp) * model.vocab_size * (width + 12),
         transport=round(transport),
     )
+
+
+def buffer_memory(config: RunConfig, device: torch.device, stage: Stage, sizes: MeshSizes) -> float | None:
+    """Bytes of a GPU's memory that are left for the buffers of context parallelism in `stage`; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    return USABLE * total - estimate_memory(config, stage, sizes).total
 
 
 def _activations(model: ModelConfig, checkpointing: bool, width: int, tp: int) -> int:

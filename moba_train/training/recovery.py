@@ -15,7 +15,7 @@ from moba_train.health.dump import write_dump
 from moba_train.health.reaction import Action, good_before, react
 from moba_train.health.spike import SpikeDetector, SpikeReport
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.stage import Share
+from moba_train.parallel.stage import DataShard
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.checkpoints import RunCheckpoints
 from moba_train.training.progress import Progress
@@ -41,7 +41,7 @@ class Recovery:
         self,
         report: SpikeReport,
         stage: Stage,
-        share: Share,
+        share: DataShard,
         batches: list[Batch],
         loss_sum: Tensor,
         metrics: dict[str, float],

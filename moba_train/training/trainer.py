@@ -28,11 +28,12 @@ from moba_train.model.build import build_attention
 from moba_train.optim.adamw import build_optimizer
 from moba_train.optim.gradients import clip_gradients, gradient_norm, norms_by_kind
 from moba_train.optim.schedule import stage_learning_rate
+from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.mesh import build_mesh
-from moba_train.parallel.stage import ContextEngines, Share
+from moba_train.parallel.stage import ContextEngines, DataShard
 from moba_train.parallel.world import World
+from moba_train.planning.memory import buffer_memory
 from moba_train.report.plots import draw_pictures
 from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
@@ -45,7 +46,7 @@ from moba_train.training.throughput import throughput
 class Trainer:
     """Takes one model through the stages of a validated recipe, from the newest checkpoint in the run folder if any."""
 
-    share: Share
+    share: DataShard
     """Of this rank in the current stage."""
     evaluation: StageEvaluation
     """Of the current stage."""
@@ -59,10 +60,10 @@ class Trainer:
         self.stop_at_step, self.stop_requested = stop_at_step, False
 
         torch.manual_seed(config.seed + world.rank)
-        mesh = build_mesh(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
-        self.model = sharded_model(config, mesh, world.device)
+        dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
+        self.model = sharded_model(config, dims)
         self.optimizer = build_optimizer(self.model, config.optim, world.device)
-        self.context_engines = ContextEngines(config, world)
+        self.context_engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
         self.checkpoints = RunCheckpoints(config, self.model, self.optimizer, world)
         self.progress = self.checkpoints.start()
         self.stages = resolve_stages(config, self.progress.gated_steps)
@@ -225,7 +226,7 @@ class Trainer:
             torch.compiler.reset()  # else lengths that differ between stages become variables, in slower code
         self.model.set_attention(build_attention(stage.attention, config.model.head_width))
         self.model.set_rope(stage.rope)
-        self.share, choice = self.context_engines.share(stage, mesh_sizes(stage.parallel, self.world.size))
+        self.share, choice = self.context_engines.data_shard(stage, mesh_sizes(stage.parallel, self.world.size))
         self.model.set_engines([self.share.engine or run_local] * config.model.layers)
         data = training_data(config, stage, progress.starts)
         data.check_fingerprints(progress.fingerprints)

@@ -25,7 +25,7 @@ from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.context.batch import shard_batch
 from moba_train.parallel.context.layout import SequenceLayout
-from moba_train.parallel.stage import Share
+from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import World, joined_world
 
 SEQ_LEN, VOCAB = 16, 200
@@ -84,7 +84,7 @@ def test_losses_are_those_of_the_logits_bucket_by_bucket(sources: list[SourceCon
     attention = AttentionConfig.model_validate({"default": kind, "moba": {"block_size": 4, "topk": 2}})
     model.set_attention(build_attention(resolve_layers(attention, 2), 16))
     found = LongDocumentSamples(sources, SEQ_LEN, 3, 0, VOCAB)
-    got = position_wise_loss(model, found, 4, Share(), world.device)
+    got = position_wise_loss(model, found, 4, DataShard(), world.device)
     for index in range(3):
         sample = found.sample(index)
         tokens = torch.from_numpy(sample.tokens).to(world.device)
@@ -130,13 +130,13 @@ def test_a_corpus_file_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Shard(Share):
+class Shard(DataShard):
     """A rank's part of every sequence, without the other ranks."""
 
     sequence: SequenceLayout | None = None
     rank: int = 0
 
-    def of(self, batch: Batch) -> Batch:
+    def shard_batch(self, batch: Batch) -> Batch:
         assert self.sequence is not None
         return shard_batch(batch, self.sequence, self.rank)
 
@@ -147,11 +147,12 @@ def test_ranks_that_share_sequences_add_up_to_one(
 ) -> None:
     """Every token counts once, in its own bucket, also where shards have padding, or hold nothing but padding."""
 
-    def loss_is_the_label(_tokens: Any, _positions: Any, _layout: Any, loss_on: Any, per_token: bool) -> torch.Tensor:
-        return loss_on[0].float()
+    class LossIsTheLabel:
+        def token_losses(self, _tokens: Any, _positions: Any, _layout: Any, loss_tokens: Any) -> torch.Tensor:
+            return loss_tokens[0].float()
 
-    model, found = cast(Transformer, loss_is_the_label), LongDocumentSamples(sources, SEQ_LEN, 2, 0, VOCAB)
-    whole = position_wise_loss(model, found, 4, Share(), world.device)
+    model, found = cast(Transformer, LossIsTheLabel()), LongDocumentSamples(sources, SEQ_LEN, 2, 0, VOCAB)
+    whole = position_wise_loss(model, found, 4, DataShard(), world.device)
     sequence = SequenceLayout.split(SEQ_LEN, ranks, kind)
     shards = [Shard(sequence=sequence, rank=rank) for rank in range(ranks)]
     parts = [position_wise_loss(model, found, 4, shard, world.device).losses for shard in shards]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moba_train.config.run import WatchConfig
 from moba_train.health.watch import PhaseTimes, Watch
-from moba_train.parallel.failures import Beat
+from moba_train.parallel.failures import Heartbeat
 from moba_train.parallel.world import World
 
 MOST = 480.0
@@ -29,7 +29,7 @@ class Ranks:
     def beat(self, rank: int, entered: int, age_s: float = 9.0, limit_s: float = 1.0, waits: bool = True) -> None:
         count = 1 + int(time.monotonic() * 1000)
         stack = f"  at line {rank}\n"
-        Beat(count, entered, "checkpoint", 7, age_s, limit_s, stack, waits).give(self.store, rank)
+        Heartbeat(count, entered, "checkpoint", 7, age_s, limit_s, stack, waits).publish(self.store, rank)
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from trainer_ranks import Ranks
 
 from moba_train.attention.full_kind import FullKind
 from moba_train.attention.local import run_local
 from moba_train.config.data import DataConfig, SourceConfig
+from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
 from moba_train.config.run import CPTransport
 from moba_train.config.schema import RunConfig, StageConfig
@@ -22,10 +22,11 @@ from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import gradient_norm
 from moba_train.parallel.context.engine import context_engine
 from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.stage import Share
-from moba_train.parallel.world import joined_world
+from moba_train.parallel.stage import DataShard
+from moba_train.parallel.world import World, joined_world
 
 VOCAB, SEQ_LEN = 32, 24
 MODEL = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, layers=2, heads=2, kv_heads=1)
@@ -52,17 +53,17 @@ def samples() -> list[Sample]:
     return made
 
 
-def step(micro_batches: list[Batch], world_size: int, transport: CPTransport | None) -> dict[str, torch.Tensor]:
+def step(micro_batches: list[Batch], world: World, transport: CPTransport | None) -> dict[str, torch.Tensor]:
     """Loss, gradient norm and whole gradients of one step, as the trainer forms them; with a `transport`, the ranks
     share every sequence."""
-    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_replicate", "dp_shard"))
-    model = sharded_model(CONFIG, mesh, torch.device("cpu"))
+    model = sharded_model(CONFIG, ParallelDims(MeshSizes(dp_shard=world.size), world))
     if transport:
-        strategy, world = CPStrategy(world_size, transport, "zigzag", world_size), dist.group.WORLD
-        assert world is not None
-        share = Share(engine=context_engine(strategy, world, torch.device("cpu")))
+        strategy = CPStrategy(world.size, transport, "zigzag", world.size)
+        group = dist.group.WORLD
+        assert group is not None
+        share = DataShard(engine=context_engine(strategy, group, world.device))
         model.set_engines([share.engine or run_local] * MODEL.layers)
-        micro_batches = [share.of(batch) for batch in micro_batches]
+        micro_batches = [share.shard_batch(batch) for batch in micro_batches]
     model.set_attention([FullKind(FullKind.Options(), MODEL.head_width)] * MODEL.layers)
     count = torch.tensor(sum(batch.loss_weight_sum for batch in micro_batches))
     dist.all_reduce(count)
@@ -89,7 +90,7 @@ def worker(spread: list[list[list[int]]], transport: CPTransport | None, output:
     with joined_world() as world:
         made = samples()
         batches = [collate([made[i] for i in indices]) for indices in spread[world.rank]]
-        result = step(batches, world.size, transport)
+        result = step(batches, world, transport)
         if world.is_main:
             torch.save(result, output)
 

@@ -34,10 +34,10 @@ from moba_train.model.transformer import Engine, Transformer
 from moba_train.optim.gradients import gradient_norm, norms_by_kind
 from moba_train.parallel.context.batch import shard_batch
 from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.mesh import build_mesh
-from moba_train.parallel.stage import Share
+from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import joined_world
 
 VOCAB, SEQ_LEN = 36, 48
@@ -81,7 +81,7 @@ def batches() -> list[Batch]:
     return [collate([sample]) for sample in made]
 
 
-def step(model: Transformer, share: Share, device: torch.device) -> tuple[Step, list[Tensor]]:
+def step(model: Transformer, share: DataShard, device: torch.device) -> tuple[Step, list[Tensor]]:
     """This rank's part of a step's loss, with the gradients in place; and the blocks chosen for its heads."""
     chosen: list[Tensor] = []
 
@@ -101,7 +101,7 @@ def step(model: Transformer, share: Share, device: torch.device) -> tuple[Step, 
     made, loss = batches(), torch.zeros((), device=device)
     count = sum(batch.loss_weight_sum for batch in made)
     for batch in made:
-        own = share.of(batch).to(device)
+        own = share.shard_batch(batch).to(device)
         batch_loss = training_loss(model, own).total / count
         batch_loss.backward()
         loss += batch_loss.detach()
@@ -114,7 +114,7 @@ def on_one_device(options: dict[str, bool], device: torch.device, dtype: torch.d
     model = Transformer(config.model).to(device)
     initialize_weights(model, config.seed)
     weights = {f"weight {name}": parameter.detach().float().clone() for name, parameter in model.named_parameters()}
-    result, chosen = step(model.to(dtype), Share(), device)
+    result, chosen = step(model.to(dtype), DataShard(), device)
     for name, parameter in model.named_parameters():
         result[f"gradient {name}"] = parameter.grad
     norms = zip(("norm of full", "norm of moba"), map(gradient_norm, model.blocks), strict=False)
@@ -127,10 +127,10 @@ def worker(options: list[dict[str, bool]], output: str) -> None:
     torch.compiler.reset()  # runs before in this process have compiled for other lengths
     without_code_generation = partial(torch.compile, backend="aot_eager")  # which takes long on the CPU
     with joined_world() as world, patch.object(torch, "compile", without_code_generation):
-        mesh = build_mesh(MeshSizes(1, 1, 1, world.size), world)
-        share, results = Share(tp_rank=world.rank, tp_size=world.size), []
+        dims = ParallelDims(MeshSizes(tp=world.size), world)
+        share, results = DataShard(tp_rank=world.rank, tp_size=world.size), []
         for model_options in options:
-            model = sharded_model(recipe(**model_options), mesh, world.device)
+            model = sharded_model(recipe(**model_options), dims)
             weights = {f"weight {name}": whole(parameter) for name, parameter in model.named_parameters()}
             result, chosen = step(model, share, world.device)
             dist.all_reduce(result["loss"])
@@ -173,7 +173,7 @@ def test_two_ranks_compute_what_one_device_does(name: str, on_two_ranks: dict[st
 def load_and_collect(folder: str, output: str) -> None:
     """The weights that two ranks read from a Hugging Face folder."""
     with joined_world() as world:
-        model = sharded_model(recipe(qkv_bias=True), build_mesh(MeshSizes(1, 1, 1, 2), world), world.device)
+        model = sharded_model(recipe(qkv_bias=True), ParallelDims(MeshSizes(tp=2), world))
         load_hf_weights(model, Path(folder))
         weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
         if world.is_main:
@@ -225,7 +225,7 @@ def test_ranks_that_share_rows_have_every_loss_token_once_with_its_label(cp: int
     sequence, found = SequenceLayout.split(SEQ_LEN, cp, "zigzag"), []
     for cp_rank in range(cp):
         shard = shard_batch(batch, sequence, cp_rank)
-        parts = [Share(tp_rank=rank, tp_size=tp).of(shard) for rank in range(tp)]
+        parts = [DataShard(tp_rank=rank, tp_size=tp).shard_batch(shard) for rank in range(tp)]
         assert sum(part.loss_weight_sum for part in parts) == shard.loss_weight_sum
         for rank, part in enumerate(parts):
             labels, rows, weights = part.loss_on

@@ -175,7 +175,7 @@ def test_a_stage_that_mends_the_recipes_attention_is_not_blamed(load):
 )
 def test_minus_one_fills_the_world(load, replicate, shard, world_size, sizes):
     config = load(f"parallel.dp_replicate={replicate}", f"parallel.dp_shard={shard}")
-    assert mesh_sizes(config.parallel, world_size) == (*sizes, 1, 1)
+    assert mesh_sizes(config.parallel, world_size) == (1, *sizes, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,8 @@ def test_stages_may_share_sequences_among_different_numbers_of_ranks(load):
     config = load("stages.1.parallel={cp: 4, cp_transport: ring}", "parallel.dp_replicate=2")
     validate(config, 16, ranks_per_node=8)
     short, long = (stage.parallel for stage in resolve_stages(config))
-    assert mesh_sizes(short, 16) == (2, 8, 1, 1)
-    assert mesh_sizes(long, 16) == (2, 2, 4, 1)
+    assert mesh_sizes(short, 16) == (1, 2, 8, 1, 1)
+    assert mesh_sizes(long, 16) == (1, 2, 2, 4, 1)
     assert mesh_sizes(short, 16).shards == mesh_sizes(long, 16).shards
     # What is read at the same time is divided by cp, so a batch for 8 ranks of 8K tokens now fits on 32.
     validate(load("stages.1.parallel.cp=4"), 32, ranks_per_node=8)
@@ -306,7 +306,7 @@ def test_a_sharing_of_layers_that_does_not_fit_is_refused(load, overrides, world
 def test_shared_layers_are_of_the_run_not_of_a_stage(load):
     config = load("parallel={tp: 2, dp_replicate: 2}", "stages.1.parallel={cp: 4}")
     validate(config, 16, ranks_per_node=8)
-    assert [mesh_sizes(stage.parallel, 16) for stage in resolve_stages(config)] == [(2, 4, 1, 2), (2, 1, 4, 2)]
+    assert [mesh_sizes(stage.parallel, 16) for stage in resolve_stages(config)] == [(1, 2, 4, 1, 2), (1, 2, 1, 4, 2)]
     with pytest.raises(ConfigError, match=r"stages\[1\]\.parallel\.tp: unknown key; .* at parallel\.tp"):
         load("parallel.tp=2", "stages.1.parallel.tp=1")
 
