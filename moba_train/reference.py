@@ -106,7 +106,7 @@ def _anchor(heading: str) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    default = field.default
+    default = field.get_default(call_default_factory=True)
     if isinstance(default, Section):
         return "its defaults"
     return f"`{json.dumps(default)}`"

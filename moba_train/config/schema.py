@@ -54,7 +54,7 @@ class RunConfig(Section):
         description="where the first weights come from: a Hugging Face folder (Llama, Qwen2, Qwen3, SmolLM2), or a "
         "checkpoint or run folder of ours; ignored once the run has a checkpoint of its own",
     )
-    attention: AttentionConfig = AttentionConfig()
+    attention: AttentionConfig = Field(default_factory=AttentionConfig)
     data: DataConfig
     optim: OptimConfig = OptimConfig()
     batch_tokens: Length = Field(description="tokens per optimizer step over all ranks")
