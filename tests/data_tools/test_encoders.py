@@ -47,7 +47,7 @@ def train(folder: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
 def test_a_leading_space_that_the_model_adds_is_kept(tmp_path: Path) -> None:
     """As in Llama's models."""
     model = train(tmp_path, normalization_rule_name="identity", remove_extra_whitespaces=False)
-    segmented = SegmentedSentencepiece.of(model, np.dtype("u2"))
+    segmented = SegmentedSentencepiece.from_processor(model, np.dtype("u2"))
     assert segmented is not None
     texts = ["", " ", "a", "  fox\n\n jumps  ", "\u2581 the, fox"]
     assert ids(segmented.encode(texts)) == [model.encode(text) for text in texts]
@@ -69,11 +69,11 @@ def test_models_whose_segments_depend_on_each_other_are_left_to_sentencepiece(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     plain = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-    assert SegmentedSentencepiece.of(train(tmp_path, **(plain | options)), np.dtype("u2")) is None
+    assert SegmentedSentencepiece.from_processor(train(tmp_path, **(plain | options)), np.dtype("u2")) is None
 
 
-def test_the_memory_of_segments_is_bounded(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_tools.segments.REMEMBERED", 3)
+def test_the_cache_of_segments_is_bounded(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_tools.segments.CACHED_SEGMENTS", 3)
     encoder = load_encoder(tokenizer)
     assert ids(encoder.encode([TEXT, TEXT])) == ids(encoder.reference([TEXT, TEXT]))
 
@@ -82,7 +82,7 @@ def test_an_engine_that_differs_is_found_by_the_check(tokenizer: str) -> None:
     exact = load_encoder(tokenizer)
     exact.check([TEXT])
     wrong = replace(exact, engine="wrong", encode=lambda texts: [np.zeros(1) for _ in texts])
-    with pytest.raises(DataError, match=r"engine wrong and .* library of tok\.model give other ids.*--engine ref"):
+    with pytest.raises(DataError, match=r"engine wrong and .* library of tok\.model give different ids.*--engine ref"):
         wrong.check([TEXT])
 
 
@@ -119,7 +119,7 @@ def test_tokenizer_json_with_the_end_its_folder_names(hugging_face: Path, fast: 
     assert ids(encoder.encode(texts)) == ids(encoder.reference(texts))
     assert len(encoder.encode(texts)[0]) > 7
     assert encoder.encode(texts)[0].dtype == np.dtype("u2")
-    with pytest.raises(DataError, match=r"--eos '</s>' is no token of tokenizer.json"):
+    with pytest.raises(DataError, match=r"--eos '</s>' is not a token of tokenizer.json"):
         load_encoder(str(hugging_face), fast, "</s>")
 
 
@@ -127,7 +127,7 @@ def test_conversations_and_prompts_get_all_tokens_of_a_tokenizer_json_that_cuts(
     text = prose(1, 400)
     (expected,) = load_encoder(str(hugging_face)).encode([text])
     assert load_text_tokenizer(hugging_face).encode(text) == expected.tolist()
-    with pytest.raises(DataError, match="tiktoken encodings are for `moba-data tokenize` alone"):
+    with pytest.raises(DataError, match="tiktoken encodings work with `moba-data tokenize` only"):
         load_text_tokenizer("tiktoken:o200k_base")
 
 

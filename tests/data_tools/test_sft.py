@@ -96,7 +96,7 @@ BAD = {
     "no key messages": {"text": "plain"},
     "no assistant message": {"messages": MESSAGES[:2]},
     "which ends a turn": {"messages": [{"role": "user", "content": "<|im_end|>"}, MESSAGES[2]]},
-    "not text": {"messages": [{"role": "user", "content": None}]},
+    "must be text": {"messages": [{"role": "user", "content": None}]},
     "entries in loss_mask": {"input_ids": [1, 2], "loss_mask": [1]},
     "carries loss": {"input_ids": [1, 2], "loss_mask": [1, 0]},
     "token id 999": {"input_ids": [1, 999], "loss_mask": [0, 1]},
@@ -138,7 +138,7 @@ def test_a_holdout_splits_conversations_with_their_masks(tokenizer: str, tmp_pat
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     """As templates do that drop the reasoning of turns past: what carried loss would not be in the text."""
     template = ChatTemplate("{{ messages | length }}{% for m in messages %}{{ m.content }}<e>{% endfor %}", "<e>")
-    with pytest.raises(ValueError, match="another text than as a prompt"):
+    with pytest.raises(ValueError, match="before assistant message 2 differently as a prompt"):
         template.segments(MESSAGES)
 
 
@@ -151,7 +151,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     ],
 )
 def test_templates_run_in_a_sandbox(attack: str) -> None:
-    with pytest.raises(ValueError, match="the chat template refuses it"):
+    with pytest.raises(ValueError, match="the chat template refuses the messages"):
         ChatTemplate(attack, "<e>").render(MESSAGES)
 
 
