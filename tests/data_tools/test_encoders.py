@@ -1,4 +1,4 @@
-"""Fast engines give the ids of the tokenizer's own library, for any text; what a tokenizer cannot do is refused."""
+"""Fast engines give the ids of the tokenizer's own library for any text; unsupported requests are refused."""
 
 import json
 from dataclasses import replace
@@ -88,7 +88,7 @@ def test_an_engine_that_differs_is_found_by_the_check(tokenizer: str) -> None:
 
 @pytest.fixture(scope="module")
 def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a byte-level BPE with Llama 3's way of cutting text."""
+    """Folder of a byte-level BPE with Llama 3's pre-tokenization."""
     package: ModuleType = pytest.importorskip("tokenizers")
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -112,7 +112,7 @@ def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_tokenizer_json_with_the_end_its_folder_names(hugging_face: Path, fast: bool) -> None:
+def test_tokenizer_json_with_the_eos_token_of_its_folder(hugging_face: Path, fast: bool) -> None:
     encoder = load_encoder(str(hugging_face), fast)
     texts = [prose(1, 400), "", "naïve ünïcode 12345\n\n  x's"]
     assert (encoder.name, encoder.vocab_size, encoder.eos_id) == ("tokenizer.json", 300, 0)
@@ -123,7 +123,7 @@ def test_tokenizer_json_with_the_end_its_folder_names(hugging_face: Path, fast: 
         load_encoder(str(hugging_face), fast, "</s>")
 
 
-def test_conversations_and_prompts_get_all_tokens_of_a_tokenizer_json_that_cuts(hugging_face: Path) -> None:
+def test_conversations_and_prompts_are_not_truncated_by_a_tokenizer_json(hugging_face: Path) -> None:
     text = prose(1, 400)
     (expected,) = load_encoder(str(hugging_face)).encode([text])
     assert load_text_tokenizer(hugging_face).encode(text) == expected.tolist()

@@ -1,4 +1,4 @@
-"""`moba-data tokenize`: the corpus is the text, byte for byte the same however often the work was interrupted."""
+"""`moba-data tokenize`: the corpus decodes to the text, and its bytes do not depend on interruptions."""
 
 import fcntl
 import json
