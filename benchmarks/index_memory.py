@@ -2,8 +2,8 @@
 
 python -m benchmarks.index_memory [--documents N] [--output JSON]
 
-Each step runs in a process of its own; its peak is what the system says of that process (VmHWM), Python and the
-libraries included. The documents are short (8 tokens on average), since their number is what is looked at.
+Each step runs in a process of its own. Its peak memory is that of the process (VmHWM), which includes Python and the
+libraries. The documents are short (8 tokens on average), because memory depends on their number.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SAMPLES = 1000
 
 
 def write_part(prefix: str, documents: int) -> dict[str, Any]:
-    """One part, document by document, as a tokenizing process writes it."""
+    """Write one part, document by document, as a tokenizing process does."""
     lengths = np.random.default_rng(0).integers(1, 16, documents)
     tokens = np.arange(16, dtype=np.uint16)
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
@@ -39,7 +39,7 @@ def write_part(prefix: str, documents: int) -> dict[str, Any]:
 
 
 def merge(prefix: str, documents: int) -> dict[str, Any]:
-    """The whole corpus from its parts, as `moba-data tokenize` ends."""
+    """Merge the parts into the corpus, which is the last step of `moba-data tokenize`."""
     with IndexedDatasetWriter(f"{prefix}-all", np.uint16, {"vocab_size": 16}) as writer:
         for _ in range(PARTS):
             writer.merge(prefix)
@@ -48,14 +48,14 @@ def merge(prefix: str, documents: int) -> dict[str, Any]:
 
 
 def open_corpus(prefix: str, documents: int) -> dict[str, Any]:
-    """Opening: every table is checked."""
+    """Open the corpus, which checks every table."""
     corpus = IndexedDataset(f"{prefix}-all")
     assert corpus.documents == documents
     return {"tokens": corpus.tokens, "idx_bytes": Path(f"{prefix}-all.idx").stat().st_size}
 
 
 def sample(prefix: str, documents: int, packing: Any = "concat", **source: Any) -> dict[str, Any]:
-    """Samples in order from the middle of the first epoch on, as a resumed run reads them."""
+    """Read samples in order from the middle of the first epoch, as a resumed run does."""
     sources = [SourceConfig(path=f"{prefix}-all", **source)]
     sequences = 8 * documents // SEQ_LEN
     data = StageData(sources, SEQ_LEN, sequences, 0, {}, 16, packing)
@@ -70,23 +70,24 @@ def sample(prefix: str, documents: int, packing: Any = "concat", **source: Any) 
 
 
 def sample_packed(prefix: str, documents: int) -> dict[str, Any]:
-    """The same with best-fit packing: the first sample waits for the packing of all before it."""
+    """Read samples with best-fit packing: the first one waits until all before it are packed."""
     return sample(prefix, documents, "best_fit")
 
 
 def sample_range(prefix: str, documents: int) -> dict[str, Any]:
-    """The same from two ranges of lengths, the longer documents twice as often."""
+    """Read samples from two length buckets, the longer documents twice as often."""
     return sample(prefix, documents, upsample={"min_length": 8, "factor": 2.0})
 
 
 def verify(prefix: str, _documents: int) -> dict[str, Any]:
-    """Every byte."""
+    """Verify every byte of the corpus."""
     verify_corpus(f"{prefix}-all", None)
     return {}
 
 
 def _measured(step: Callable[[str, int], dict[str, Any]], prefix: str, documents: int, results: Any) -> None:
-    begin, processor = time.perf_counter(), time.process_time()
+    begin = time.perf_counter()
+    processor = time.process_time()
     found = step(prefix, documents)
     times = {"seconds": time.perf_counter() - begin, "processor_s": time.process_time() - processor}
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -1,9 +1,9 @@
-"""Synthetic documents that only long-range recall can predict: text from a bigram chain with facts spread over it.
+"""Synthetic documents that can be predicted only by long-range recall: text from a bigram chain with scattered facts.
 
-A fact is a key token and the value tokens after it; keys, values and text have their own token ids. A fact's first
-mention cannot be foreseen, every later one can. There are documents to pretrain on, which mention each fact several
-times, and conversations for supervised fine-tuning: a document that mentions every fact once, then an outline, in which
-the keys come back in another order and the answers to them, the values, are all that carries loss.
+A fact is a key token followed by its value tokens; keys, values and text have separate token ids. The first mention of
+a fact is unpredictable, every later one is predictable. Pretraining documents mention each fact several times.
+Conversations for supervised fine-tuning consist of a document that mentions every fact once, and an outline that
+repeats the keys in another order, each followed by its values. Only these values carry loss.
 """
 
 from dataclasses import dataclass, replace
@@ -12,54 +12,55 @@ import torch
 from torch import Tensor
 
 SUCCESSORS = 8
-"""Each text token is followed by one of so many others: the text's entropy is log(8) = 2.08 nats."""
+"""Number of tokens that can follow a text token; the entropy of the text is log(8) = 2.08 nats per token."""
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Sizes of the documents, in tokens unless said otherwise."""
+    """Sizes of the documents."""
 
     length: int
+    """Tokens in a document or conversation."""
     facts: int
-    """Different facts of a document that is pretrained on."""
+    """Different facts in a pretraining document."""
     mentions: int
-    """How often it mentions each."""
+    """Mentions of each fact in a pretraining document."""
     asked: int
-    """Facts of a conversation, all of them asked for."""
+    """Facts in a conversation; it asks for all of them."""
     values: int
-    """Value tokens of a fact."""
+    """Value tokens in a fact."""
     text_ids: int = 256
-    """Different text tokens there are."""
+    """Number of different text tokens."""
     keys: int = 256
-    """Different keys there are."""
+    """Number of different keys."""
     value_ids: int = 511
-    """Different values there are."""
+    """Number of different values."""
 
     @property
     def vocab_size(self) -> int:
-        """Text, keys, values and the mark that begins the outline."""
+        """Number of token ids: text, keys, values and the marker that begins the outline."""
         return self.text_ids + self.keys + self.value_ids + 1
 
-    def of_length(self, length: int) -> "Recall":
-        """The same for documents of another length, as dense with facts."""
+    def with_length(self, length: int) -> "Recall":
+        """These sizes for documents of another length, with the same density of facts."""
         return replace(self, length=length, facts=max(1, self.facts * length // self.length))
 
     @property
     def loss_tokens(self) -> int:
-        """Of a conversation."""
+        """Tokens in a conversation that carry loss."""
         return self.asked * self.values
 
     @property
     def outline(self) -> int:
-        """Tokens after a conversation's document: the mark, then keys and values."""
+        """Tokens after the document of a conversation: the marker, then keys and values."""
         return 1 + self.asked * (1 + self.values)
 
 
 def pretraining_documents(sizes: Recall, count: int, generator: torch.Generator) -> Tensor:
-    """int64 [count, length].
+    """Token ids of `count` documents, int64 [count, length].
 
-    All mentions of a fact lie within a stretch whose length is drawn between a hundredth of the document and all of it,
-    uniformly in its logarithm: what is far is learnt from what is near.
+    All mentions of a fact lie within an interval whose length is drawn log-uniformly between a hundredth of the
+    document and the whole of it, so that the model can learn distant recall from near recall.
     """
     tokens = _text(sizes, count, generator)
     facts = _facts(sizes, count, sizes.facts, generator)
@@ -74,7 +75,8 @@ def pretraining_documents(sizes: Recall, count: int, generator: torch.Generator)
 
 
 def conversations(sizes: Recall, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """int64 [count, length] and the places of the tokens that carry loss, int64 [loss_tokens]: the same for all."""
+    """Token ids of `count` conversations, int64 [count, length], and the positions of the tokens that carry loss, int64
+    [loss_tokens], which are equal in all conversations."""
     tokens = _text(sizes, count, generator)
     facts = _facts(sizes, count, sizes.asked, generator)
     begin = sizes.length - sizes.outline
@@ -87,7 +89,7 @@ def conversations(sizes: Recall, count: int, generator: torch.Generator) -> tupl
 
 
 def _text(sizes: Recall, count: int, generator: torch.Generator) -> Tensor:
-    """Bigram chains, int64 [count, length]; the bigrams are the same for every generator."""
+    """Bigram chains, int64 [count, length]; the bigrams do not depend on the generator."""
     device = generator.device
     chain = torch.Generator().manual_seed(0)
     following = torch.rand(sizes.text_ids, sizes.text_ids, generator=chain).argsort(1)[:, :SUCCESSORS].to(device)
@@ -99,7 +101,7 @@ def _text(sizes: Recall, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _facts(sizes: Recall, count: int, facts: int, generator: torch.Generator) -> Tensor:
-    """Facts with different keys, int64 [count, facts, 1 + values]."""
+    """Facts with distinct keys, int64 [count, facts, 1 + values]."""
     device = generator.device
     keys = torch.rand(count, sizes.keys, generator=generator, device=device).argsort(1)[:, :facts]
     values = torch.randint(sizes.value_ids, (count, facts, sizes.values), generator=generator, device=device)
@@ -107,7 +109,7 @@ def _facts(sizes: Recall, count: int, facts: int, generator: torch.Generator) ->
 
 
 def _scatter(tokens: Tensor, facts: Tensor, end: int, generator: torch.Generator) -> None:
-    """Write `facts` [count, n, width] in their order over the text before `end`, at places that do not overlap."""
+    """Write `facts` [count, n, width], in order, over the text before `end`, at random disjoint positions."""
     count, number, width = facts.shape
     slots = end // (2 * width)
     if number > slots:

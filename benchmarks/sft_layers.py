@@ -101,7 +101,7 @@ def pretrain(setup: Setup, seed: int, device: torch.device, clock: Clock) -> tup
     initialize_weights(model, seed)
     began, curve = time.monotonic(), []
     for length in (*setup.short, setup.data.length):
-        sizes, batch = setup.data.of_length(length), setup.batch * setup.data.length // length
+        sizes, batch = setup.data.with_length(length), setup.batch * setup.data.length // length
         places = torch.arange(1, length, device=device)
         documents, held_out = (
             Documents.of(pretraining_documents(sizes, count, generator), places, batch)

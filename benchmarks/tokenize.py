@@ -1,13 +1,13 @@
-"""How fast one core tokenizes real text, by engine, and whether the ids are those of the tokenizer's own library.
+"""Tokenization speed of one core on real text, by engine, and whether the ids equal those of the tokenizer's library.
 
 python -m benchmarks.tokenize --input FOLDER [--sentencepiece MODEL] [--output JSON]
 
-The text is .py, .rst, .md and .txt files of the folders. Three kinds of tokenizers: a sentencepiece model (given, or
-trained on the text), a byte-level tokenizer.json with Llama 3's way of cutting (trained on the text), and cl100k as
-tiktoken reads it (where bpe-openai is installed, which ships it). Packages that are not installed are left out. Rates
-are tokens per second of processor time of one thread, each measured several times: `first` for a first pass over the
-text by an engine just loaded, `again` for a second one, whose text engines with a memory have seen. `pipeline` is the
-whole way from JSON lines to a part of a corpus, engines having seen the text.
+The text is the .py, .rst, .md and .txt files of the folders. There are three types of tokenizers: a sentencepiece model
+(given, or trained on the text), a byte-level tokenizer.json with Llama 3's pre-tokenization (trained on the text), and
+tiktoken's cl100k (if bpe-openai is installed, which ships it). Packages that are not installed are left out. Rates are
+tokens per second of processor time of one thread, each measured several times: `first` is a first pass over the text by
+an engine just loaded, `again` a second pass, in which engines with a cache have seen the text. `pipeline` is the
+complete path from JSON lines to a part of a corpus, with text that the engine has seen.
 """
 
 import argparse
@@ -34,11 +34,11 @@ from data_tools.parts import Part, TokenizeOptions, make_part
 from data_tools.train_tokenizer import train_tokenizer
 
 VOCAB_SIZE = 32_000
-LLAMA3_CUT = (
+LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-CL100K_CUT = (
+CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
@@ -49,29 +49,29 @@ Ids = Callable[[str], Any]
 Load = Callable[[], encoders.Encode]
 
 
-def others(kind: str, path: str) -> dict[str, tuple[str, Callable[[Any], Ids]]]:
-    """Further packages that know this kind of tokenizer: import name, and the encoding made from the module."""
+def other_engines(tokenizer_type: str, path: str) -> dict[str, tuple[str, Callable[[Any], Ids]]]:
+    """Other packages for this type of tokenizer: import name, and a function from the module to the encoding."""
 
-    def kitoken(how: str) -> Callable[[Any], Ids]:
+    def kitoken(constructor: str) -> Callable[[Any], Ids]:
         def load(module: Any) -> Ids:
-            tokenizer = getattr(module.Kitoken, how)(path)
+            tokenizer = getattr(module.Kitoken, constructor)(path)
             return lambda text: tokenizer.encode(text, False)
 
         return load
 
-    def ids_of(tokenizer: Any) -> Ids:
+    def encode_ids(tokenizer: Any) -> Ids:
         return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
     def iree(module: Any) -> Ids:
         tokenizer = module.Tokenizer.from_file(path)
         return lambda text: tokenizer.encode_to_array(text, add_special_tokens=False)
 
-    if kind == "sentencepiece":
+    if tokenizer_type == "sentencepiece":
         return {"kitoken": ("kitoken", kitoken("from_sentencepiece_file"))}
-    if kind == "tokenizer.json":
+    if tokenizer_type == "tokenizer.json":
         return {
             "kitoken": ("kitoken", kitoken("from_tokenizers_file")),
-            "tokie": ("tokie", lambda module: ids_of(module.Tokenizer.from_json(path))),
+            "tokie": ("tokie", lambda module: encode_ids(module.Tokenizer.from_json(path))),
             "splintr-rs": ("splintr", lambda module: module.from_json(path).encode_ordinary),
             "iree-tokenizer": ("iree.tokenizer", iree),
         }
@@ -83,8 +83,10 @@ def others(kind: str, path: str) -> dict[str, tuple[str, Callable[[Any], Ids]]]:
 
 
 def measure(name: str, load: Load, texts: Sequence[str], expected: list[Any] | None) -> dict[str, Any]:
-    """Rates of one engine, its ids, and how many texts get the ids `expected` (None: it is the library, which has no
-    memory)."""
+    """Rates of one engine, its ids, and the number of texts with the ids `expected`.
+
+    `expected` is None for the tokenizer's own library, which is the reference and has no cache.
+    """
     rates: dict[str, list[float]] = {"first": []} if expected is None else {"first": [], "again": []}
     for _ in range(REPEATS):
         encode = load()
@@ -95,14 +97,14 @@ def measure(name: str, load: Load, texts: Sequence[str], expected: list[Any] | N
     tokens = sum(map(len, found))
     row: dict[str, Any] = {key: spread([tokens / second / 1e6 for second in seconds]) for key, seconds in rates.items()}
     equal = len(texts) if expected is None else sum(map(np.array_equal, found, expected))
-    told = ", ".join(f"{key} {row[key]['median']:6.2f}" for key in rates)
-    print(f"  {name:16} {told} M tokens/s, equal {equal} of {len(texts)}", flush=True)
+    medians = ", ".join(f"{key} {row[key]['median']:6.2f}" for key in rates)
+    print(f"  {name:16} {medians} M tokens/s, equal {equal} of {len(texts)}", flush=True)
     return row | {"tokens": tokens, "equal": equal, "texts": len(texts), "ids": found}
 
 
-def measure_kind(kind: str, tokenizer: str, texts: Sequence[str]) -> dict[str, Any]:
-    """All engines of one kind of tokenizer; the first is the tokenizer's own library."""
-    print(kind)
+def measure_type(tokenizer_type: str, tokenizer: str, texts: Sequence[str]) -> dict[str, Any]:
+    """Measure all engines for one type of tokenizer; the first is the tokenizer's own library."""
+    print(tokenizer_type)
     loaded = encoders.load_encoder(tokenizer)
     library = encoders.load_encoder(tokenizer, fast=False)
     own = measure(library.engine, lambda: library.reference, texts, None)
@@ -110,13 +112,13 @@ def measure_kind(kind: str, tokenizer: str, texts: Sequence[str]) -> dict[str, A
     rows = {library.engine: own}
     if loaded.encode is not loaded.reference:
         rows[loaded.engine] = measure(loaded.engine, lambda: encoders.load_encoder(tokenizer).encode, texts, expected)
-    for name, (module, load) in others(kind, tokenizer).items():
+    for name, (module, load) in other_engines(tokenizer_type, tokenizer).items():
         if importlib.util.find_spec(module.split(".")[0]) is None:
             continue
         try:
             package = importlib.import_module(module)
             rows[name] = measure(name, functools.partial(one_by_one, load, package), texts, expected)
-        except Exception as error:  # a package that does not know the tokenizer says so in its own way
+        except Exception as error:  # each package raises its own exception for an unsupported tokenizer
             rows[name] = {"error": str(error)[:200]}
             print(f"  {name:16} {error}")
     for row in rows.values():
@@ -127,31 +129,32 @@ def measure_kind(kind: str, tokenizer: str, texts: Sequence[str]) -> dict[str, A
 
 
 def one_by_one(load: Callable[[Any], Ids], package: Any) -> encoders.Encode:
-    """An engine that takes one text, for many."""
+    """Wrap an engine that takes one text so that it takes many."""
     encode = load(package)
     return lambda texts: [encode(text) for text in texts]
 
 
 def train_tokenizer_json(texts: Sequence[str], path: Path) -> None:
-    """A byte-level BPE like Llama 3's."""
+    """Train a byte-level BPE like Llama 3's and write it to `path`."""
     package: Any = importlib.import_module("tokenizers")
-    before = package.pre_tokenizers
+    pre_tokenizers = package.pre_tokenizers
     model = package.Tokenizer(package.models.BPE())
-    split = before.Split(package.Regex(LLAMA3_CUT), "isolated")
-    model.pre_tokenizer = before.Sequence([split, before.ByteLevel(add_prefix_space=False, use_regex=False)])
+    split = pre_tokenizers.Split(package.Regex(LLAMA3_PATTERN), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     trainer = package.trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, initial_alphabet=before.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCAB_SIZE, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     model.train_from_iterator(texts, trainer)
     model.save(str(path))
 
 
 def cl100k(tiktoken: Any) -> Any:
-    """tiktoken's cl100k_base, without the download."""
+    """tiktoken's cl100k_base, from the file that bpe-openai ships, without a download."""
     file = Path(importlib.import_module("bpe_openai").__file__ or "").parent / "data" / "cl100k_base.tiktoken.gz"
     lines = (line.split() for line in gzip.decompress(file.read_bytes()).splitlines())
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    return tiktoken.Encoding("cl100k_base", pat_str=CL100K_CUT, mergeable_ranks=ranks, special_tokens={})
+    return tiktoken.Encoding("cl100k_base", pat_str=CL100K_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
 
 def pipeline(tokenizer: str, texts: Sequence[str], folder: Path) -> dict[str, float]:
@@ -170,7 +173,7 @@ def pipeline(tokenizer: str, texts: Sequence[str], folder: Path) -> dict[str, fl
 
 
 def cpu_name() -> str:
-    """The processor's own name."""
+    """Model name of the processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
 
@@ -178,8 +181,8 @@ def cpu_name() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--input", action="append", required=True)
-    parser.add_argument("--sentencepiece", help="a model; default: one trained on the text")
-    parser.add_argument("--megabytes", type=float, default=40, help="of text, every n-th file (default 40)")
+    parser.add_argument("--sentencepiece", help="sentencepiece model; default: one trained on the text")
+    parser.add_argument("--megabytes", type=float, default=40, help="text to read, as every n-th file (default 40)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/tokenize-cpu.json"))
     args = parser.parse_args()
     os.environ |= {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -196,22 +199,23 @@ def main() -> None:
         model = args.sentencepiece or str(folder / "tok.model")
         if not args.sentencepiece:
             train_tokenizer(files[::every], model, VOCAB_SIZE, "text")
-        results["sentencepiece"] = measure_kind("sentencepiece", model, texts)
+        results["sentencepiece"] = measure_type("sentencepiece", model, texts)
         results["sentencepiece"]["pipeline"] = pipeline(model, texts, folder)
         if importlib.util.find_spec("tokenizers"):
             path = folder / "tokenizer.json"
             train_tokenizer_json(texts, path)
-            results["tokenizer.json"] = measure_kind("tokenizer.json", str(path), texts)
+            results["tokenizer.json"] = measure_type("tokenizer.json", str(path), texts)
             results["tokenizer.json"]["pipeline"] = pipeline(str(path), texts, folder)
         if importlib.util.find_spec("tiktoken") and importlib.util.find_spec("bpe_openai"):
             tiktoken: Any = importlib.import_module("tiktoken")
             encoding = cl100k(tiktoken)
             tiktoken.get_encoding = lambda _name: encoding
-            results["tiktoken"] = measure_kind("tiktoken", "tiktoken:cl100k_base", texts)
+            results["tiktoken"] = measure_type("tiktoken", "tiktoken:cl100k_base", texts)
             results["tiktoken"]["pipeline"] = pipeline("tiktoken:cl100k_base", texts, folder)
-    for kind, result in results.items():
+    for tokenizer_type, result in results.items():
         rate = result["pipeline"]["median"]
-        print(f"{kind}: fastest at first {result['fastest_first']}; from JSON lines to a corpus {rate:.2f} M tokens/s")
+        fastest = result["fastest_first"]
+        print(f"{tokenizer_type}: fastest on a first pass {fastest}; from JSON lines to a corpus {rate:.2f} M tokens/s")
 
     packages = ["sentencepiece", "tokenizers", "tiktoken", "fastokens", "kitoken", "tokie", "splintr-rs"]
     packages += ["iree-tokenizer", "bpe-openai", "rs-bpe", "quicktok-v1"]

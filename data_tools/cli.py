@@ -1,6 +1,6 @@
-"""`moba-data`: from text to training corpora. Parses and prints; the work is done by the modules beside it.
+"""`moba-data`: from text to training corpora. Parses and prints; the other modules of this folder do the work.
 
-Modules are imported when a command runs, so that `--help` answers at once.
+Modules are imported when a command runs, so that `--help` is fast.
 """
 
 import os
@@ -13,7 +13,7 @@ import typer
 from moba_train.commands import command_group, parse_length
 
 SHOWN_RECORDS = 20
-
+"""Bad records that are printed; the others are only counted."""
 
 app = command_group("From text to training corpora in Megatron's .bin/.idx format.")
 
@@ -22,15 +22,17 @@ Inputs = Annotated[
     typer.Option(
         "--input",
         "-i",
-        help="A .jsonl or .parquet file, any other file (one document), or a folder of them; also .gz, .zst",
+        help="A .jsonl or .parquet file, any other file (one document), or a folder of such files; also .gz, .zst",
     ),
 ]
-TextKey = Annotated[str, typer.Option(help="Where the text is in JSON lines and parquet files")]
+TextKey = Annotated[str, typer.Option(help="Key (JSON lines) or column (parquet) that holds the text")]
 Globs = Annotated[
-    list[str] | None, typer.Option("--glob", help="Files to read from folders; default: common text and code suffixes")
+    list[str] | None,
+    typer.Option("--glob", help="Files to read from folders, as a pattern; default: common text and code suffixes"),
 ]
 Excludes = Annotated[
-    list[str] | None, typer.Option("--exclude", help="Files and folders to leave out, e.g. site-packages")
+    list[str] | None,
+    typer.Option("--exclude", help="Pattern of the files and folders to leave out, e.g. site-packages"),
 ]
 
 
@@ -40,19 +42,21 @@ def _files(inputs: Sequence[str], globs: Sequence[str] | None, excludes: Sequenc
     return find_files(inputs, globs or TEXT_GLOBS, excludes or ())
 
 
-def _print_bad(records: Sequence[object], all_in: str | None = None) -> None:
+def _print_bad(records: Sequence[object], list_file: str | None = None) -> None:
+    """Print the records that were skipped, or the first of them; `list_file` has all."""
     for record in records[:SHOWN_RECORDS]:
         typer.echo(f"skipped {record}", err=True)
     if len(records) > SHOWN_RECORDS:
         typer.echo(f"... and {len(records) - SHOWN_RECORDS} more", err=True)
     if records:
-        typer.echo(f"{len(records)} bad records skipped" + (f", all listed in {all_in}" if all_in else ""), err=True)
+        where = f", all listed in {list_file}" if list_file else ""
+        typer.echo(f"{len(records)} bad records skipped{where}", err=True)
 
 
 @app.command()
 def train_tokenizer(
     inputs: Inputs,
-    output: Annotated[str, typer.Option("--output", "-o", help="The model file to write")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Model file to write")],
     vocab_size: Annotated[int, typer.Option(min=2, help="Number of token ids")] = 32000,
     text_key: TextKey = "text",
     globs: Globs = None,
@@ -76,22 +80,21 @@ def tokenize(
     text_key: TextKey = "text",
     globs: Globs = None,
     excludes: Excludes = None,
-    append_eos: Annotated[bool, typer.Option(help="End every document with the tokenizer's eos")] = True,
-    eos: Annotated[str | None, typer.Option(help="The token that ends documents; default: the tokenizer's own")] = None,
-    bos: Annotated[str | None, typer.Option(help="A token for documents to begin with; default: none")] = None,
+    append_eos: Annotated[bool, typer.Option(help="End every document with the end-of-document token")] = True,
+    eos: Annotated[str | None, typer.Option(help="Token that ends documents; default: the tokenizer's own")] = None,
+    bos: Annotated[str | None, typer.Option(help="Token that begins documents; default: none")] = None,
     engine: Annotated[
         Literal["fast", "reference"],
-        typer.Option(help="fast: the fastest that gives the same ids; reference: the tokenizer's own library"),
+        typer.Option(help="fast: the fastest engine that gives the same ids; reference: the tokenizer's own library"),
     ] = "fast",
     holdout: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Fraction of documents for OUTPUT-valid; the rest is OUTPUT-train")
+        float,
+        typer.Option(min=0, max=0.99, help="Fraction of the documents for OUTPUT-valid; the rest goes to OUTPUT-train"),
     ] = 0.0,
-    on_error: Annotated[Literal["skip", "fail"], typer.Option(help="What to do with records that cannot be read")] = (
-        "skip"
-    ),
+    on_error: Annotated[Literal["skip", "fail"], typer.Option(help="What to do with unreadable records")] = ("skip"),
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per CPU")] = None,
 ) -> None:
-    """Tokenize text into a corpus. Run it again after an interruption: it goes on where it stopped."""
+    """Tokenize text into a corpus. After an interruption, the same command continues where it stopped."""
     from data_tools.parts import TokenizeOptions
     from data_tools.tokenize_corpus import tokenize_corpus
 
@@ -112,26 +115,30 @@ def tokenize(
 @app.command()
 def long_range(
     inputs: Inputs,
-    output: Annotated[str, typer.Option("--output", "-o", help="The .jsonl file to write")],
-    documents: Annotated[int, typer.Option(min=1, help="How many documents")] = 1500,
+    output: Annotated[str, typer.Option("--output", "-o", help=".jsonl file to write")],
+    documents: Annotated[int, typer.Option(min=1, help="Number of documents")] = 1500,
     characters: Annotated[
-        int, typer.Option(min=1, help="Length of a document; a token is 2 to 4 characters")
+        int, typer.Option(min=1, help="Minimum length of a document; a token is 2 to 4 characters")
     ] = 150_000,
     questions: Annotated[
-        int, typer.Option(min=0, help="Make conversations for `sft`: each a document and so many questions about it")
+        int,
+        typer.Option(
+            min=0,
+            help="Questions per document, as conversations for `sft`; 0: plain documents",
+        ),
     ] = 0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same documents")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same documents")] = 0,
     text_key: TextKey = "text",
     globs: Globs = None,
     excludes: Excludes = None,
 ) -> None:
-    """Make long documents with repeated passages and questions about earlier notes, for miniatures of long contexts."""
+    """Make long documents with repeated passages and questions about earlier notes, for miniature recipes."""
     from data_tools.long_range import write_long_range
 
     files = _files(inputs, globs, excludes)
     _print_bad(write_long_range(files, output, documents, characters, seed, text_key, questions))
-    kind = f"conversations of {questions} questions about" if questions else "documents of"
-    typer.echo(f"{output}: {documents} {kind} {characters} characters")
+    what = f"conversations with {questions} questions about" if questions else "documents of at least"
+    typer.echo(f"{output}: {documents} {what} {characters} characters")
 
 
 @app.command()
@@ -140,19 +147,21 @@ def stats(
     block_size: Annotated[
         int | None,
         typer.Option(
-            parser=parse_length, metavar="TOKENS", help="MoBA's block size: show what it leaves of full attention"
+            parser=parse_length, metavar="TOKENS", help="Block size of MoBA; shows its sparsity on these documents"
         ),
     ] = None,
-    topk: Annotated[int, typer.Option(min=1, help="MoBA's topk, with --block-size")] = 12,
+    topk: Annotated[int, typer.Option(min=1, help="topk of MoBA, with --block-size")] = 12,
     seq_len: Annotated[
         int | None,
         typer.Option(
-            parser=parse_length, metavar="TOKENS", help="Training length that cuts documents, with --block-size"
+            parser=parse_length,
+            metavar="TOKENS",
+            help="Training length that splits documents, with --block-size",
         ),
     ] = None,
-    picture: Annotated[str | None, typer.Option(help="A .png, .svg or .pdf to draw the lengths into")] = None,
+    picture: Annotated[str | None, typer.Option(help=".png, .svg or .pdf file to draw the lengths into")] = None,
 ) -> None:
-    """Show how many documents and tokens corpora have, and how long the documents are."""
+    """Show the number of documents and tokens in each corpus, and the distribution of document lengths."""
     from rich.console import Console
 
     from data_tools.stats import draw_lengths, histogram_table, sparsity_table, summary_table
@@ -173,9 +182,9 @@ def stats(
 @app.command()
 def blend(
     recipe: Annotated[str, typer.Argument(help="A training recipe")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Keys to change")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Keys to override")] = None,
 ) -> None:
-    """Show what each stage of a recipe reads: tokens, shares, repeats and padding of every source."""
+    """Show what each stage of a recipe reads: tokens, share, repeats and padding of every source."""
     from rich.console import Console
 
     from data_tools.blend import blend_table, preview
@@ -192,15 +201,16 @@ def blend(
 def verify(
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Corpora")],
     vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Token ids must be below this; default: what the corpus was made with")
+        int | None,
+        typer.Option(min=1, help="Token ids must be below this; default: the vocabulary size stored with the corpus"),
     ] = None,
 ) -> None:
-    """Check corpora from the first byte to the last."""
+    """Check every byte of corpora."""
     from data_tools.verify import verify_corpus
 
     for prefix in prefixes:
         corpus, limit = verify_corpus(prefix, vocab_size)
-        checked = f"all ids below {limit}" if limit else "vocabulary unknown, ids not checked; give --vocab-size"
+        checked = f"all ids below {limit}" if limit else "vocabulary size unknown, ids not checked; give --vocab-size"
         typer.echo(f"{prefix}: good, {corpus.documents:,} documents, {corpus.tokens:,} tokens, {checked}")
 
 
@@ -208,7 +218,7 @@ def verify(
 def sft(
     inputs: Annotated[
         list[str],
-        typer.Option("--input", "-i", help="A .jsonl or .json file of conversations, or a folder of them"),
+        typer.Option("--input", "-i", help="A .jsonl or .json file of conversations, or a folder of such files"),
     ],
     tokenizer: Annotated[
         str,
@@ -217,18 +227,22 @@ def sft(
     output: Annotated[str, typer.Option("--output", "-o", help="Corpus prefix: file names without .bin/.idx")],
     template: Annotated[
         str,
-        typer.Option(help="Chat template: chatml, llama3, qwen, a Jinja file, or a model's folder with its own"),
+        typer.Option(help="Chat template: chatml, llama3, qwen, a Jinja file, or a model folder that has one"),
     ] = "chatml",
     end_of_turn: Annotated[
-        str | None, typer.Option(help="Text that ends a turn; default: the built-in template's, else the eos_token")
+        str | None,
+        typer.Option(help="Text that ends a turn; default: that of the built-in template, or the folder's eos_token"),
     ] = None,
     holdout: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Fraction of conversations for OUTPUT-valid, the rest: OUTPUT-train")
+        float,
+        typer.Option(
+            min=0,
+            max=0.99,
+            help="Fraction of the conversations for OUTPUT-valid; the rest goes to OUTPUT-train",
+        ),
     ] = 0.0,
-    on_error: Annotated[Literal["skip", "fail"], typer.Option(help="What to do with records that cannot be used")] = (
-        "skip"
-    ),
-    show: Annotated[int, typer.Option(min=0, help="Print so many conversations, what carries loss highlighted")] = 0,
+    on_error: Annotated[Literal["skip", "fail"], typer.Option(help="What to do with unusable records")] = ("skip"),
+    show: Annotated[int, typer.Option(min=0, help="Conversations to print, with the loss text highlighted")] = 0,
 ) -> None:
     """Turn conversations (messages, ShareGPT, alpaca, or tokens with a loss mask) into a corpus with a loss mask."""
     from data_tools.documents import find_files

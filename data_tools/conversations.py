@@ -1,9 +1,9 @@
-"""Conversations from JSON records in the formats that data sets come in, told apart by their keys.
+"""Conversations from JSON records in the common data set formats, distinguished by their keys.
 
 messages   {"messages": [{"role": "user", "content": "..."}, ...]}
 ShareGPT   {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}
 alpaca     {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [["...", "..."]]}
-raw        {"input_ids": [...], "loss_mask": [...]}: tokens already, 1 where a token carries loss
+raw        {"input_ids": [...], "loss_mask": [...]}: token ids, and 1 for each token that carries loss
 """
 
 import json
@@ -21,7 +21,7 @@ _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assista
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """A record that is tokens already."""
+    """A record that is already tokenized."""
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -31,9 +31,10 @@ Record = list[Message] | TokenRecord
 
 
 def read_records(path: str) -> Iterator[tuple[int, Record | BadRecord]]:
-    """The records of a .jsonl file, or of a .json file with a list, in their order, those that cannot be used included.
+    """Yield the records of a .jsonl file, or of a .json file that holds a list, in order, with unusable ones in place.
 
-    With each its line (.json: its number in the list), from 1 on. Raises DataError when the file cannot be read at all.
+    Each comes with its line number, or its number in the list, counted from 1. Raises DataError when the file as a
+    whole cannot be read.
     """
     try:
         if path.endswith(".jsonl"):
@@ -63,9 +64,9 @@ def _parse(path: str, number: int, record: Any) -> Record | BadRecord:
 
 
 def parse_record(record: Any) -> Record:
-    """Messages, or tokens. Raises ValueError, which says what is missing, when the record is in none of the formats."""
+    """Messages or tokens of a record. Raises ValueError, with what is missing, when it has none of the formats."""
     if not isinstance(record, dict):
-        raise ValueError(f"a record is an object, not {type(record).__name__}")
+        raise ValueError(f"a record must be a JSON object, not {type(record).__name__}")
     if "input_ids" in record:
         return _raw(record)
     if "messages" in record:
@@ -74,7 +75,7 @@ def parse_record(record: Any) -> Record:
         messages = [_message(message, "from", "value") for message in _list(record, "conversations")]
         for message in messages:
             if message["role"] not in _SHAREGPT_ROLES:
-                raise ValueError(f"from {message['role']!r}; known are {', '.join(_SHAREGPT_ROLES)}")
+                raise ValueError(f"from {message['role']!r}; allowed: {', '.join(_SHAREGPT_ROLES)}")
             message["role"] = _SHAREGPT_ROLES[message["role"]]
         return _system(record) + messages
     if "instruction" in record:
@@ -84,7 +85,8 @@ def parse_record(record: Any) -> Record:
 
 
 def _raw(record: dict[str, Any]) -> TokenRecord:
-    ids, mask = _list(record, "input_ids"), _list(record, "loss_mask")
+    ids = _list(record, "input_ids")
+    mask = _list(record, "loss_mask")
     if len(ids) != len(mask):
         raise ValueError(f"{len(ids)} input_ids, but {len(mask)} entries in loss_mask")
     for key, values, allowed in (("input_ids", ids, "whole numbers >= 0"), ("loss_mask", mask, "0 or 1")):
@@ -92,7 +94,7 @@ def _raw(record: dict[str, Any]) -> TokenRecord:
         if not good:
             raise ValueError(f"{key} must hold {allowed}")
     if not any(mask[1:]):
-        raise ValueError("no token behind the first carries loss")
+        raise ValueError("no token after the first carries loss")
     return TokenRecord(ids, [int(value) for value in mask])
 
 
@@ -100,16 +102,16 @@ def _alpaca(record: dict[str, Any]) -> list[Message]:
     messages = _system(record)
     for turn in record.get("history") or []:
         if not isinstance(turn, list) or len(turn) != 2:
-            raise ValueError("history must be pairs of question and answer")
-        messages += [_said("user", turn[0], "history"), _said("assistant", turn[1], "history")]
-    question = _said("user", record["instruction"], "instruction")
+            raise ValueError("history must be a list of [question, answer] pairs")
+        messages += [_text_message("user", turn[0], "history"), _text_message("assistant", turn[1], "history")]
+    question = _text_message("user", record["instruction"], "instruction")
     if record.get("input"):
-        question["content"] += "\n\n" + _said("user", record["input"], "input")["content"]
-    return [*messages, question, _said("assistant", record.get("output"), "output")]
+        question["content"] += "\n\n" + _text_message("user", record["input"], "input")["content"]
+    return [*messages, question, _text_message("assistant", record.get("output"), "output")]
 
 
 def _system(record: dict[str, Any]) -> list[Message]:
-    return [_said("system", record["system"], "system")] if record.get("system") else []
+    return [_text_message("system", record["system"], "system")] if record.get("system") else []
 
 
 def _message(message: Any, role_key: str, content_key: str) -> Message:
@@ -118,12 +120,12 @@ def _message(message: Any, role_key: str, content_key: str) -> Message:
     content = message.get(content_key)
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(part.get("text", "") for part in content)
-    return _said(message[role_key], content, content_key)
+    return _text_message(message[role_key], content, content_key)
 
 
-def _said(role: str, content: Any, key: str) -> Message:
+def _text_message(role: str, content: Any, key: str) -> Message:
     if not isinstance(content, str):
-        raise ValueError(f"{key!r} of a message is {type(content).__name__}, not text")
+        raise ValueError(f"{key!r} of a message must be text, not {type(content).__name__}")
     return {"role": role, "content": content}
 
 

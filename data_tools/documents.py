@@ -1,7 +1,7 @@
-"""Documents from files: JSON lines, parquet, and any other file as one document of text; plain, .gz or .zst.
+"""Documents from files: JSON lines, parquet, and any other file as one text document; plain, .gz or .zst.
 
-Inputs are cut into shards of whole documents, a pure function of the files, so that the same work can be done by any
-number of processes, stopped and continued.
+The input is split into shards of whole documents. The shards are a pure function of the files, so any number of
+processes can do the work, and it can be stopped and continued.
 """
 
 import fnmatch
@@ -26,19 +26,21 @@ _SUFFIXES = (
     "ml jl r sh sql html css yaml yml toml json xml jsonl.gz jsonl.zst txt.gz txt.zst"
 )
 TEXT_GLOBS = tuple(f"*.{suffix}" for suffix in _SUFFIXES.split())
-"""What is read from a folder unless globs are given."""
+"""Files that are read from a folder by default."""
 
 COMPRESSED = (".gz", ".zst")
 OPTIONAL_PACKAGES = {".parquet": "pyarrow", ".zst": "zstandard"}
-"""Packages that files ending in these need."""
+"""Packages that are needed to read files with these suffixes."""
 
 SHARD_BYTES = (256 << 10, 64 << 20)
+"""Smallest and largest target size of a shard."""
 SHARDS = 512
+"""Target number of shards, as far as `SHARD_BYTES` allows."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes [start, stop) of a file: the lines that begin there, or all of a file that is not JSON lines."""
+    """The lines of a JSON lines file that begin in bytes [start, stop); any other file is one chunk."""
 
     path: str
     start: int
@@ -61,10 +63,10 @@ class BadRecord:
 
 
 def find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[str]) -> list[str]:
-    """The files among `inputs`, and in the folders among them the files that match one of `globs`, in sorted order.
+    """Files among `inputs`, and files that match one of `globs` in the folders among them, in sorted order.
 
-    A glob matches a file's name or its path inside the folder; an exclude matches these, or any folder on the way.
-    Raises DataError when an input does not exist, nothing is found, or a package is missing that a file needs.
+    A glob matches a file's name or its path inside the folder; an exclude also matches any folder on that path.
+    Raises DataError when an input does not exist, nothing is found, or a file needs a package that is missing.
     """
     files: list[str] = []
     for given in inputs:
@@ -81,15 +83,15 @@ def find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[s
     for suffix, package in OPTIONAL_PACKAGES.items():
         found = next((file for file in files if file.endswith(suffix)), None)
         if found and importlib.util.find_spec(package) is None:
-            raise DataError(f"{found}: this needs {package}; run `pip install {package}` or --exclude '*{suffix}'")
+            raise DataError(f"{found} needs {package}; run `pip install {package}` or give --exclude '*{suffix}'")
     return list(dict.fromkeys(files))
 
 
 def _walk(folder: str, globs: Sequence[str], excludes: Sequence[str]) -> Iterator[str]:
-    """Paths, inside `folder`, of the files wanted from it. Excluded folders are not entered."""
+    """Paths, relative to `folder`, of the matching files in it. Excluded folders are not entered."""
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"cannot read {error.filename}: {error.strerror}; mend this, or give --exclude")
+        raise DataError(f"cannot read {error.filename}: {error.strerror}; make it readable or give --exclude")
 
     for where, folders, names in os.walk(folder, onerror=refuse):
         inside = os.path.relpath(where, folder)
@@ -110,14 +112,14 @@ def _join(inside: str, name: str) -> str:
 
 
 def cut_shards(files: Sequence[str]) -> list[Shard]:
-    """All of `files` in their order, cut into about `SHARDS` shards of similar size in bytes, within `SHARD_BYTES`."""
+    """Split `files`, in order, into about `SHARDS` shards of similar size in bytes, within the limits `SHARD_BYTES`."""
     sizes = [os.path.getsize(file) for file in files]
     limit = min(max(sum(sizes) // SHARDS, SHARD_BYTES[0]), SHARD_BYTES[1])
     shards: list[Shard] = []
     open_shard: list[Chunk] = []
     room = limit
     for file, size in zip(files, sizes, strict=True):
-        # Only plain lines can be found from the middle of a file on.
+        # Only plain JSON lines can be read from the middle of a file.
         step = limit if file.endswith(".jsonl") else max(size, 1)
         for start in range(0, size, step):
             chunk = Chunk(file, start, min(start + step, size))
@@ -125,7 +127,8 @@ def cut_shards(files: Sequence[str]) -> list[Shard]:
             room -= chunk.stop - chunk.start
             if room <= 0:
                 shards.append(tuple(open_shard))
-                open_shard, room = [], limit
+                open_shard = []
+                room = limit
     return [*shards, tuple(open_shard)] if open_shard else shards
 
 
@@ -135,10 +138,10 @@ def shard_bytes(shard: Shard) -> int:
 
 
 def read_documents(shard: Shard, text_key: str) -> Iterator[bytes | BadRecord]:
-    """The documents of a shard in order, as UTF-8, with those that cannot be read in their places.
+    """Yield the documents of a shard in order, as UTF-8, with unreadable ones in place as `BadRecord`.
 
-    `text_key` is the member of a JSON line, or the column of a parquet file, that holds the text. Raises DataError when
-    a file cannot be read at all.
+    `text_key` is the key of a JSON line, or the column of a parquet file, that holds the text. Raises DataError when a
+    file as a whole cannot be read.
     """
     for chunk in shard:
         name = chunk.path.removesuffix(".gz").removesuffix(".zst")
@@ -156,13 +159,13 @@ def read_documents(shard: Shard, text_key: str) -> Iterator[bytes | BadRecord]:
 
 
 def _damage_errors() -> tuple[type[Exception], ...]:
-    """What decompressing raises, besides OSError; zstandard's where it is in use."""
+    """Exceptions of decompression besides OSError; those of zstandard if it is loaded."""
     zstandard = sys.modules.get("zstandard")
     return (EOFError, zlib.error, *([zstandard.ZstdError] if zstandard else []))
 
 
 def _open(path: str) -> Any:
-    """The (decompressed) bytes of a file, as a binary file."""
+    """Open a file for reading its bytes, decompressed."""
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.endswith(".zst"):
@@ -176,21 +179,21 @@ def _read_json_lines(chunk: Chunk, text_key: str) -> Iterator[bytes | BadRecord]
     stop = math.inf if chunk.path.endswith(COMPRESSED) else chunk.stop
     with _open(chunk.path) as file:
         if chunk.start:
-            # A line that begins before the chunk belongs to the one before.
+            # A line that begins before this chunk belongs to the previous chunk.
             file.seek(chunk.start - 1)
             file.readline()
         at = file.tell() if chunk.start else 0
         while at < stop and (line := file.readline()):
             if line.strip():
                 try:
-                    yield _text_of(line, text_key)
+                    yield _parse_text(line, text_key)
                 except (ValueError, RecursionError) as error:
                     yield BadRecord(chunk.path, _line_number(chunk.path, at), str(error))
             at += len(line)
 
 
-def _text_of(line: bytes, text_key: str) -> bytes:
-    """The text of one JSON line. Raises ValueError (also json's and unicode's own) when there is none."""
+def _parse_text(line: bytes, text_key: str) -> bytes:
+    """Text of one JSON line, as UTF-8. Raises ValueError, or one of its subclasses, when there is none."""
     record = json.loads(line)
     if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
         found = f"keys {', '.join(map(repr, record)) or 'none'}" if isinstance(record, dict) else type(record).__name__
@@ -199,7 +202,7 @@ def _text_of(line: bytes, text_key: str) -> bytes:
 
 
 def _line_number(path: str, offset: int) -> int:
-    """Number, from 1 on, of the line of `path` that holds byte `offset`."""
+    """Number of the line of `path` that holds byte `offset`, counted from 1."""
     line = 1
     with _open(path) as file:
         while offset > 0 and (block := file.read(min(offset, 1 << 20))):
@@ -240,16 +243,16 @@ def _read_parquet(path: str, text_key: str) -> Iterator[bytes | BadRecord]:
 
 
 def splits(holdout: float) -> tuple[str, ...]:
-    """What the names of the corpora made with this `holdout` end in."""
+    """Suffixes of the names of the corpora that this `holdout` makes."""
     return ("-train", "-valid") if holdout else ("",)
 
 
-def split_of(document: bytes, holdout: float) -> int:
-    """Which of the `splits` a document belongs to, by its content."""
+def choose_split(document: bytes, holdout: float) -> int:
+    """Index, among the `splits`, of the corpus that a document belongs to; depends only on its content."""
     return int(holdout > 0 and hash_fraction(document, "holdout") < holdout)
 
 
 def hash_fraction(document: bytes, purpose: str) -> float:
-    """A number in [0, 1) that depends on the document's content alone; each `purpose` draws another one."""
+    """A number in [0, 1) that depends only on the document's content and on `purpose`."""
     digest = hashlib.blake2b(document, digest_size=8, person=purpose.encode()).digest()
     return int.from_bytes(digest, "big") / 2**64

@@ -1,10 +1,10 @@
-"""Text to token ids with any of three kinds of tokenizers, each with a fast engine that gives the very same ids.
+"""Text to token ids with three types of tokenizers, each with a fast engine that gives identical ids.
 
-sentencepiece models    data_tools/segments.py, where the vocabulary proves it exact; else sentencepiece itself
-tokenizer.json files    fastokens where it is installed and knows the model; else Hugging Face's tokenizers
-tiktoken encodings      the same engines' order: fastokens, else tiktoken
+sentencepiece models    data_tools/segments.py if the vocabulary proves that it is exact, else sentencepiece itself
+tokenizer.json files    fastokens if it is installed and supports the model, else Hugging Face's tokenizers
+tiktoken encodings      fastokens if it is installed and supports the encoding, else tiktoken
 
-benchmarks/tokenize.py measures them; a part of the work begins by comparing the engine with the original library.
+benchmarks/tokenize.py measures them. Every part of the work first compares the engine with the tokenizer's own library.
 """
 
 import base64
@@ -35,40 +35,42 @@ class Encoder:
     name: str
     """File name without the folder, or tiktoken:NAME."""
     sha256: str
-    """Of the file or the vocabulary, in hexadecimal."""
+    """SHA-256 of the file or the vocabulary, in hexadecimal."""
     vocab_size: int
     """Token ids are below this."""
     eos_id: int | None
-    """Token id of the end of a document, if the tokenizer says one."""
-    id_of: Callable[[str], int | None]
-    """Token id of a special token, None when there is none."""
+    """Token id of the end of a document, or None if the tokenizer names none."""
+    token_to_id: Callable[[str], int | None]
+    """Token id of a special token, or None if the vocabulary lacks it."""
     reference: Encode
-    """Ids of each text, by the library the tokenizer was made with."""
+    """Encodes each text with the tokenizer's own library."""
     engine: str
-    """Name of what `encode` uses."""
+    """Name of the engine behind `encode`."""
     encode: Encode
-    """The same ids, faster where `engine` is not that library."""
+    """Encodes each text with the engine, which gives the ids of `reference`."""
     bos_id: int | None = None
-    """Token id that documents are to begin with, if any."""
+    """Token id that begins documents, or None."""
 
     def check(self, texts: Sequence[str]) -> None:
-        """Raises DataError when the engine and the original library differ on one of `texts`."""
+        """Raises DataError when the engine and the tokenizer's own library differ on one of `texts`."""
         if self.encode is self.reference:
             return
         for text, found, expected in zip(texts, self.encode(texts), self.reference(texts), strict=True):
             if not np.array_equal(found, expected):
                 raise DataError(
-                    f"engine {self.engine} and the original library of {self.name} give other ids for "
+                    f"engine {self.engine} and the own library of {self.name} give different ids for "
                     f"{text[:60]!r}...; give --engine reference"
                 )
 
 
 def load_encoder(tokenizer: str, fast: bool = True, eos: str | None = None, bos: str | None = None) -> Encoder:
-    """The tokenizer at a path (a sentencepiece model, tokenizer.json, or a folder with it), or tiktoken:NAME.
+    """Load a tokenizer: a sentencepiece model, a tokenizer.json, a folder with one, or tiktoken:NAME.
 
-    fast: use the fastest exact engine at hand. eos: the token to end documents with, in place of the tokenizer's own.
-    bos: the token to begin them with. Raises DataError when it cannot be loaded, a package is missing, or it has no
-    token `eos` or `bos`.
+    fast  use the fastest installed engine that is exact
+    eos   token that ends documents, in place of the tokenizer's own
+    bos   token that begins documents
+
+    Raises DataError when the tokenizer cannot be loaded, a package is missing, or there is no token `eos` or `bos`.
     """
     path = tokenizer_file(tokenizer)
     if tokenizer.startswith(TIKTOKEN):
@@ -76,13 +78,13 @@ def load_encoder(tokenizer: str, fast: bool = True, eos: str | None = None, bos:
     else:
         encoder = _hugging_face(path, fast) if path.suffix == ".json" else _sentencepiece(path, fast)
     if eos is not None:
-        encoder = replace(encoder, eos_id=_known("--eos", eos, encoder))
-    return encoder if bos is None else replace(encoder, bos_id=_known("--bos", bos, encoder))
+        encoder = replace(encoder, eos_id=_require_token("--eos", eos, encoder))
+    return encoder if bos is None else replace(encoder, bos_id=_require_token("--bos", bos, encoder))
 
 
-def _known(option: str, token: str, encoder: Encoder) -> int:
-    if (found := encoder.id_of(token)) is None:
-        raise DataError(f"{option} {token!r} is no token of {encoder.name}")
+def _require_token(option: str, token: str, encoder: Encoder) -> int:
+    if (found := encoder.token_to_id(token)) is None:
+        raise DataError(f"{option} {token!r} is not a token of {encoder.name}")
     return found
 
 
@@ -91,19 +93,24 @@ def _sentencepiece(path: Path, fast: bool) -> Encoder:
     processor = tokenizer.processor
     dtype = dtype_for(tokenizer.vocab_size)
 
-    def id_of(token: str) -> int | None:
+    def token_to_id(token: str) -> int | None:
         found = processor.piece_to_id(token)
         return None if found == processor.unk_id() else found
 
     def reference(texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         return [np.array(processor.encode(text), dtype=dtype) for text in texts]
 
-    engine, encode = "sentencepiece", reference
-    segmented = SegmentedSentencepiece.of(processor, dtype) if fast else None
-    if segmented is not None:
-        engine, encode = "segments", segmented.encode
-    size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
-    return Encoder(tokenizer.name, tokenizer.sha256, size, eos_id, id_of, reference, engine, encode)
+    segmented = SegmentedSentencepiece.from_processor(processor, dtype) if fast else None
+    return Encoder(
+        name=tokenizer.name,
+        sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        token_to_id=token_to_id,
+        reference=reference,
+        engine="segments" if segmented else "sentencepiece",
+        encode=segmented.encode if segmented else reference,
+    )
 
 
 def _hugging_face(path: Path, fast: bool) -> Encoder:
@@ -119,10 +126,16 @@ def _hugging_face(path: Path, fast: bool) -> Encoder:
         return fastokens.Tokenizer.from_json_str(library.to_str())
 
     encode = _fastokens(load, dtype) if fast else None
-    engine = "fastokens" if encode else "tokenizers"
-    encode = encode or reference
-    size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
-    return Encoder(path.name, tokenizer.sha256, size, eos_id, library.token_to_id, reference, engine, encode)
+    return Encoder(
+        name=path.name,
+        sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        token_to_id=library.token_to_id,
+        reference=reference,
+        engine="fastokens" if encode else "tokenizers",
+        encode=encode or reference,
+    )
 
 
 def _tiktoken(name: str, fast: bool) -> Encoder:
@@ -132,11 +145,10 @@ def _tiktoken(name: str, fast: bool) -> Encoder:
         raise DataError(f"{TIKTOKEN}{name} needs the package tiktoken; run `pip install tiktoken`") from error
     try:
         encoding = tiktoken.get_encoding(name)
-    except Exception as error:  # an unknown name, or whatever the download of a known one raises
+    except Exception as error:  # the name is unknown, or the download of its vocabulary fails in any way
         raise DataError(f"tiktoken cannot load the encoding {name!r}: {error}") from error
     dtype = dtype_for(encoding.n_vocab)
     specials = encoding._special_tokens
-    eos_id = specials.get("<|endoftext|>")
 
     def reference(texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         return [np.array(encoding.encode_ordinary(text), dtype=dtype) for text in texts]
@@ -152,13 +164,20 @@ def _tiktoken(name: str, fast: bool) -> Encoder:
             return fastokens.Tokenizer.from_tiktoken(file.name, pattern=encoding._pat_str, special_tokens={})
 
     encode = _fastokens(load, dtype) if fast else None
-    engine = "fastokens" if encode else "tiktoken"
-    full_name, size = f"{TIKTOKEN}{name}", encoding.n_vocab
-    return Encoder(full_name, sha256, size, eos_id, specials.get, reference, engine, encode or reference)
+    return Encoder(
+        name=f"{TIKTOKEN}{name}",
+        sha256=sha256,
+        vocab_size=encoding.n_vocab,
+        eos_id=specials.get("<|endoftext|>"),
+        token_to_id=specials.get,
+        reference=reference,
+        engine="fastokens" if encode else "tiktoken",
+        encode=encode or reference,
+    )
 
 
 def _fastokens(load: Callable[[Any], Any], dtype: npt.DTypeLike) -> Encode | None:
-    """Encoding by the fastokens package, or None where it is not installed or does not know the tokenizer."""
+    """Encoding with the package fastokens, or None if it is not installed or does not support the tokenizer."""
     try:
         tokenizer = load(importlib.import_module("fastokens"))
     except (ImportError, ValueError, RuntimeError, OSError, TypeError):

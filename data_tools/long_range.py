@@ -1,12 +1,12 @@
-"""Long documents in which what comes late depends on what came early, for miniatures of long-context training.
+"""Long documents whose end depends on their beginning, for miniatures of long-context training.
 
-Real text alone is a weak test of it: most of its tokens can be told from the few hundred before them. A document here
-is made of headed pieces: passages of real text, passages of the same document once more (word for word, named by their
-number), notes that give a random number to a random name, and questions that ask for one of the document's notes.
-Repeats and answers refer back uniformly over the document so far, so their distances are as long as the context is.
+Real text alone is a weak test of long context: most of its tokens can be predicted from the few hundred before them. A
+document here consists of sections with headings: passages of real text, verbatim repeats of earlier passages (by
+number), notes that assign a random number to a random name, and questions about the document's notes. Repeats and
+answers refer back uniformly over the document so far, so their distances grow with the context.
 
-Asked for questions, a document becomes a conversation: the user gives it and asks for one of its notes, then for
-others, and what the assistant answers, a few numbers after a long document, is all that fine-tuning puts loss on.
+With `questions`, a document becomes a conversation: the user gives the document and asks for one of its notes, then for
+others. Only the assistant's answers, a few numbers after a long document, carry loss in fine-tuning.
 """
 
 import json
@@ -18,9 +18,9 @@ from data_tools.documents import BadRecord, cut_shards, read_documents
 from moba_train.errors import DataError
 
 PASSAGE = (300, 1500)
-"""Characters of a passage, least and most."""
+"""Minimum and maximum length of a passage, in characters."""
 WEIGHTS = {"passage": 5, "repeat": 3, "note": 3, "question": 4}
-"""How often each kind of piece comes, relative to the others."""
+"""Relative frequency of each section type."""
 _COLOURS = (
     "amber",
     "bronze",
@@ -61,14 +61,15 @@ def write_long_range(
     questions: int = 0,
 ) -> list[BadRecord]:
     """Write `documents` documents of at least `characters` characters as JSON lines, from the text of `files`, and
-    return the records that could not be read. The same arguments give the same file.
+    return the records that could not be read. The output is a pure function of the arguments.
 
-    questions  0: lines with the document under `text_key`; else conversations of so many questions and answers about
-               the document, in the format "messages"
+    questions  0: each line has the document under `text_key`; otherwise each line is a conversation in the format
+               "messages", with this many questions and answers about the document
 
     Raises DataError when no text is long enough to take passages from.
     """
-    texts, bad = [], []
+    texts = []
+    bad = []
     for shard in cut_shards(files):
         for document in read_documents(shard, text_key):
             if isinstance(document, BadRecord):
@@ -91,9 +92,9 @@ def write_long_range(
 def _record(
     texts: Sequence[str], characters: int, questions: int, text_key: str, draw: random.Random
 ) -> dict[str, str | list[dict[str, str]]]:
-    """One line; each of `texts` has at least `PASSAGE[1]` characters."""
+    """One record; each of `texts` must have at least `PASSAGE[1]` characters."""
     notes: dict[str, int] = {}
-    document = _document(_pieces(texts, notes, questions > 0, draw), characters)
+    document = _document(_sections(texts, notes, questions > 0, draw), characters)
     if not questions:
         return {text_key: document}
     messages = []
@@ -104,10 +105,11 @@ def _record(
     return {"messages": messages}
 
 
-def _document(pieces: Iterator[str], characters: int) -> str:
-    taken, length = [], 0
+def _document(sections: Iterator[str], characters: int) -> str:
+    taken = []
+    length = 0
     while length < characters:
-        taken.append(next(pieces))
+        taken.append(next(sections))
         length += len(taken[-1])
     return "".join(taken)
 
@@ -116,23 +118,23 @@ def _question(name: str) -> str:
     return f"what is the number of the {name}?"
 
 
-def _pieces(texts: Sequence[str], notes: dict[str, int], begin_with_note: bool, draw: random.Random) -> Iterator[str]:
-    """Pieces without end; the notes among them are put into `notes`."""
+def _sections(texts: Sequence[str], notes: dict[str, int], begin_with_note: bool, draw: random.Random) -> Iterator[str]:
+    """Yield sections without end, and add each note to `notes`."""
     passages: list[str] = []
     while True:
-        kind = "note" if begin_with_note and not notes else draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-        if kind == "repeat" and passages:
+        section = "note" if begin_with_note and not notes else draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        if section == "repeat" and passages:
             number = draw.randrange(len(passages))
             yield f"\n### passage {number} again\n{passages[number]}\n"
-        elif kind == "note":
+        elif section == "note":
             name = f"{draw.choice(_COLOURS)} {draw.choice(_ANIMALS)} {draw.randrange(100)}"
             if name not in notes:
                 notes[name] = draw.randrange(10**6, 10**7)
                 yield f"\n### note\nthe number of the {name} is {notes[name]}\n"
-        elif kind == "question" and notes:
+        elif section == "question" and notes:
             name = draw.choice(list(notes))
             yield f"\n### question\n{_question(name)} {notes[name]}\n"
-        elif kind == "passage":
+        elif section == "passage":
             text = draw.choice(texts)
             length = draw.randint(*PASSAGE)
             start = draw.randrange(len(text) - length + 1)

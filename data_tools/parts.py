@@ -1,6 +1,6 @@
-"""Tokenizing one shard of the input into a part of the corpus, in any process, once.
+"""Parts of a corpus: each is one shard of the input, tokenized once by any process.
 
-A part is one corpus per split, and a report that is written last: the report makes it a finished part.
+A part consists of one corpus per split and a report. The report is written last, and marks the part as finished.
 """
 
 import contextlib
@@ -18,38 +18,40 @@ from pathlib import Path
 
 import numpy as np
 
-from data_tools.documents import BadRecord, Shard, read_documents, shard_bytes, split_of, splits
+from data_tools.documents import BadRecord, Shard, choose_split, read_documents, shard_bytes, splits
 from data_tools.encoders import Encoder, load_encoder
 from moba_train.data.indexed import IndexedDatasetWriter, dtype_for
 from moba_train.errors import DataError, LaunchError
 
 BATCH_BYTES = 1 << 20
+"""Text that is passed to the engine at a time."""
 CHECKED_CHARACTERS = 1 << 15
+"""Text of each part on which the engine is compared with the tokenizer's own library."""
 
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """What shapes the tokens of a corpus."""
+    """The options that determine the tokens of a corpus. Their names enter the fingerprint of the work: keep them."""
 
     tokenizer: str
-    """What `encoders.load_encoder` takes."""
+    """Argument of `encoders.load_encoder`."""
     text_key: str
     append_eos: bool
     holdout: float
-    """Fraction of the documents, chosen by their content, that goes to the split "valid"; 0: no split."""
+    """Fraction of the documents, selected by their content, that goes to the split "valid"; 0: no split."""
     fail_on_error: bool
-    """Whether a record that cannot be read ends the work instead of being left out."""
+    """Whether an unreadable record stops the work instead of being skipped."""
     eos: str | None = None
-    """The token that documents end with; None: the tokenizer's own."""
+    """Token that ends documents; None: the tokenizer's own."""
     bos: str | None = None
-    """The token that documents begin with; None: they begin with their text."""
+    """Token that begins documents; None: no such token."""
     fast: bool = True
-    """Whether to use the fastest engine that gives the tokenizer's ids, instead of its own library."""
+    """Whether to use the fastest exact engine instead of the tokenizer's own library."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One shard to be tokenized, and where to."""
+    """One shard to tokenize, and the prefix of the files it becomes."""
 
     prefix: str
     shard: Shard
@@ -63,13 +65,13 @@ class Part:
 
 @dataclass(frozen=True)
 class PartReport:
-    """What became of a part."""
+    """Result of a part."""
 
     size: int
-    """Bytes of input."""
+    """Size of the input in bytes."""
     tokens: int
     bad: list[str]
-    """Records left out, as "file:line: reason"."""
+    """Skipped records, as "file:line: reason"."""
 
 
 def read_report(part: Part) -> PartReport:
@@ -80,10 +82,10 @@ def read_report(part: Part) -> PartReport:
 def make_part(part: Part) -> PartReport:
     """Tokenize one shard.
 
-    Raises DataError for a bad record where the options say so, or when the engine is not exact on the first documents.
+    Raises DataError for an unreadable record if `fail_on_error`, or if the engine is not exact on the first documents.
     """
     options = part.options
-    encoder = _loaded_encoder(options.tokenizer, options.fast, options.eos, options.bos)
+    encoder = _cached_encoder(options.tokenizer, options.fast, options.eos, options.bos)
     dtype = dtype_for(encoder.vocab_size)
     bos = np.array([] if encoder.bos_id is None else [encoder.bos_id], dtype=dtype)
     eos = np.array([encoder.eos_id] if options.append_eos else [], dtype=dtype)
@@ -100,7 +102,7 @@ def make_part(part: Part) -> PartReport:
                 encoder.check(_first(texts, CHECKED_CHARACTERS))
                 unchecked = False
             for document, ids in zip(documents, encoder.encode(texts), strict=True):
-                writers[split_of(document, options.holdout)].add_document(np.concatenate((bos, ids, eos)))
+                writers[choose_split(document, options.holdout)].add_document(np.concatenate((bos, ids, eos)))
         report = PartReport(shard_bytes(part.shard), sum(writer.tokens for writer in writers), bad)
     temporary = part.report_file.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
@@ -109,26 +111,30 @@ def make_part(part: Part) -> PartReport:
 
 
 def _batches(part: Part, bad: list[str]) -> Iterator[list[bytes]]:
-    """The good documents of a part, about `BATCH_BYTES` at a time; others are added to `bad`, or raise DataError."""
+    """Yield the readable documents of a part, about `BATCH_BYTES` at a time.
+
+    Unreadable ones are added to `bad`, or raise DataError if `fail_on_error`.
+    """
     batch: list[bytes] = []
     size = 0
     for document in read_documents(part.shard, part.options.text_key):
         if isinstance(document, BadRecord):
             if part.options.fail_on_error:
-                raise DataError(f"{document}; mend the record, or leave such records out with --on-error skip")
+                raise DataError(f"{document}; correct the record, or skip such records with --on-error skip")
             bad.append(str(document))
             continue
         batch.append(document)
         size += len(document)
         if size >= BATCH_BYTES:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
 
 def _first(texts: Sequence[str], characters: int) -> list[str]:
-    """The first of `texts` up to so many characters, the last one cut."""
+    """The first `characters` characters of `texts`, the last text truncated."""
     found = []
     for text in texts:
         found.append(text[:characters])
@@ -139,16 +145,16 @@ def _first(texts: Sequence[str], characters: int) -> list[str]:
 
 
 @functools.cache
-def _loaded_encoder(tokenizer: str, fast: bool, eos: str | None, bos: str | None) -> Encoder:
+def _cached_encoder(tokenizer: str, fast: bool, eos: str | None, bos: str | None) -> Encoder:
     return load_encoder(tokenizer, fast, eos, bos)
 
 
 def make_parts(parts: Sequence[Part], workers: int) -> Iterator[PartReport]:
-    """Tokenize all `parts` in this many processes, giving each report as its part is finished.
+    """Tokenize all `parts` in `workers` processes, and yield the report of each part when it is finished.
 
-    Raises what `make_part` raises, LaunchError when a worker is killed.
+    Raises the exceptions of `make_part`, and LaunchError when a worker is killed.
     """
-    # Threads of the progress bar make fork unsafe.
+    # The progress bar runs threads, which makes fork unsafe.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(parts)) or 1, context, initializer=_end_with_parent) as pool:
         try:
@@ -156,7 +162,7 @@ def make_parts(parts: Sequence[Part], workers: int) -> Iterator[PartReport]:
                 yield finished.result()
         except BrokenProcessPool as error:
             raise LaunchError(
-                "a tokenizing process was killed, perhaps for want of memory; run the same command again, with fewer "
+                "a tokenizing process was killed, perhaps for lack of memory; run the same command again with fewer "
                 "--workers: finished parts are kept"
             ) from error
         finally:
@@ -164,7 +170,7 @@ def make_parts(parts: Sequence[Part], workers: int) -> Iterator[PartReport]:
 
 
 def _end_with_parent() -> None:
-    """Let this worker end at Ctrl-C without a word, and when its parent is killed: it would wait for work for ever."""
+    """Make this worker exit silently at Ctrl-C, and when its parent is killed: it would wait for work forever."""
 
     def wait() -> None:
         parent = multiprocessing.parent_process()
@@ -172,7 +178,7 @@ def _end_with_parent() -> None:
         parent.join()
         os._exit(1)
 
-    # One process per core: engines that bring threads of their own would only get in each other's way.
+    # There is one process per core: threads of the engines would only compete for the cores.
     os.environ |= {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=wait, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Progress of a long command: a bar in a terminal, a line now and then in a log."""
+"""Progress of a long command: a bar in a terminal, a line every few seconds in a log."""
 
 import sys
 import time
@@ -11,14 +11,16 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class ByteProgress:
-    """Counts bytes towards a total, and the tokens in them if any. `done` bytes were finished by an earlier run."""
+    """Counts bytes towards `total`, and tokens if there are any. `done` bytes were finished by an earlier run."""
 
     def __init__(self, what: str, total: int, done: int = 0) -> None:
         self._what = what
         self._total = total
-        self._earlier = self._done = done
+        self._earlier = done
+        self._done = done
         self._tokens = 0
-        self._begin = self._printed = time.monotonic()
+        self._begin = time.monotonic()
+        self._printed = self._begin
         self._bar = Progress(
             TextColumn(what),
             BarColumn(),
@@ -33,7 +35,7 @@ class ByteProgress:
         self._task = self._bar.add_task(what, total=total, completed=done, rate="")
 
     def advance(self, size: int, tokens: int = 0) -> None:
-        """`size` more bytes are done, which are or gave `tokens` tokens."""
+        """Record `size` more bytes as done, with `tokens` tokens."""
         self._done += size
         self._tokens += tokens
         now = time.monotonic()
@@ -54,6 +56,6 @@ class ByteProgress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._bar.stop()

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_tools.conversations import Record, TokenRecord, read_records
-from data_tools.documents import BadRecord, split_of, splits
+from data_tools.documents import BadRecord, choose_split, splits
 from moba_train.data.chat_template import ChatTemplate
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.data.loss_mask import mask_prefix
@@ -21,8 +21,8 @@ from moba_train.data.tokenizer import TextTokenizer, Tokenizer, load_text_tokeni
 from moba_train.errors import DataError
 
 
-class Tokens(NamedTuple):
-    """A conversation as tokens."""
+class TokenizedConversation(NamedTuple):
+    """Token ids and loss mask of a conversation."""
 
     ids: npt.NDArray[np.int64]
     """int64 [T]"""
@@ -32,32 +32,35 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class SftResult:
-    """What `make_sft_corpus` wrote."""
+    """Result of `make_sft_corpus`."""
 
     corpora: dict[str, IndexedDataset]
-    """The corpora, by prefix."""
+    """Corpora that were written, by prefix."""
     loss_tokens: dict[str, int]
-    """Tokens with loss in each."""
+    """Tokens with loss in each corpus, by prefix."""
     bad: list[str]
-    """Records left out, as "file:line: reason"."""
+    """Skipped records, as "file:line: reason"."""
 
 
-def encode_record(record: Record, tokenizer: TextTokenizer, template: ChatTemplate) -> Tokens:
-    """Tokens and loss mask of one record.
+def encode_record(record: Record, tokenizer: TextTokenizer, template: ChatTemplate) -> TokenizedConversation:
+    """Token ids and loss mask of one record.
 
-    Each stretch with or without loss is tokenized on its own, so that no token lies in both: as when the model is used,
+    Each segment with or without loss is tokenized separately, so that no token spans both. This matches inference,
     where the prompt is tokenized before there is an answer. Raises ValueError when the record cannot be used.
     """
     if isinstance(record, TokenRecord):
         ids = np.array(record.input_ids, dtype=np.int64)
         if ids.max() >= tokenizer.vocab_size:
             raise ValueError(f"token id {ids.max()}, but the tokenizer has {tokenizer.vocab_size}")
-        return Tokens(ids, np.array(record.loss_mask, dtype=np.uint8))
-    pieces, masks = [], []
+        return TokenizedConversation(ids, np.array(record.loss_mask, dtype=np.uint8))
+    ids_by_segment = []
+    masks = []
     for segment in template.segments(record):
-        pieces.append(_encode(tokenizer, segment.text))
-        masks.append(np.full(len(pieces[-1]), segment.in_loss, dtype=np.uint8))
-    return Tokens(np.array(list(itertools.chain(*pieces)), dtype=np.int64), np.concatenate(masks))
+        segment_ids = _encode(tokenizer, segment.text)
+        ids_by_segment.append(segment_ids)
+        masks.append(np.full(len(segment_ids), segment.in_loss, dtype=np.uint8))
+    ids = np.array(list(itertools.chain(*ids_by_segment)), dtype=np.int64)
+    return TokenizedConversation(ids, np.concatenate(masks))
 
 
 def make_sft_corpus(
@@ -68,13 +71,14 @@ def make_sft_corpus(
     holdout: float = 0.0,
     fail_on_error: bool = False,
 ) -> SftResult:
-    """Write the conversations of `files` as the corpus `output` and its mask, or with a `holdout` as `output`-train and
-    `output`-valid, each conversation by its content. An earlier corpus is replaced.
+    """Write the conversations of `files` as the corpus `output` with its loss mask. An existing corpus is replaced.
 
     tokenizer_path  a sentencepiece model, a tokenizer.json, or a folder with one
+    holdout         if not 0, the corpora are `output`-train and `output`-valid, and this fraction of the conversations,
+                    selected by content, goes to the second
 
-    Raises DataError when a file or the tokenizer cannot be read, nothing can be used, or at the first bad record if
-    `fail_on_error`.
+    Raises DataError when a file or the tokenizer cannot be read, no record can be used, or a record cannot be used and
+    `fail_on_error` is set.
     """
     tokenizer = load_text_tokenizer(tokenizer_path)
     file = tokenizer_file(tokenizer_path)
@@ -88,29 +92,31 @@ def make_sft_corpus(
     bad: list[str] = []
     loss_tokens = dict.fromkeys(prefixes, 0)
     with contextlib.ExitStack() as stack:
-        # The masks are entered last, so published first: there is never a corpus without its mask.
+        # The masks are entered last and thus published first, so there is never a corpus without its mask.
         corpora = [
             stack.enter_context(IndexedDatasetWriter(prefix, dtype_for(tokenizer.vocab_size), info))
             for prefix in prefixes
         ]
         masks = [stack.enter_context(IndexedDatasetWriter(mask_prefix(prefix), np.uint8)) for prefix in prefixes]
-        for found in _encoded(files, tokenizer, template):
+        for found in _encode_files(files, tokenizer, template):
             if isinstance(found, BadRecord):
                 if fail_on_error:
-                    raise DataError(f"{found}; mend the record, or leave such records out with --on-error skip")
+                    raise DataError(f"{found}; correct the record, or skip such records with --on-error skip")
                 bad.append(str(found))
                 continue
-            split = split_of(found.ids.tobytes(), holdout)
+            split = choose_split(found.ids.tobytes(), holdout)
             corpora[split].add_document(found.ids)
             masks[split].add_document(found.mask)
             loss_tokens[prefixes[split]] += int(found.mask[1:].sum())
         if not any(writer.documents for writer in corpora):
-            reason = f": {bad[0]}" if bad else ", there is none"
+            reason = f": {bad[0]}" if bad else ": there is none"
             raise DataError(f"no conversation in {', '.join(files)} can be used{reason}")
     return SftResult({prefix: IndexedDataset(prefix) for prefix in prefixes}, loss_tokens, bad)
 
 
-def _encoded(files: Sequence[str], tokenizer: TextTokenizer, template: ChatTemplate) -> Iterator[Tokens | BadRecord]:
+def _encode_files(
+    files: Sequence[str], tokenizer: TextTokenizer, template: ChatTemplate
+) -> Iterator[TokenizedConversation | BadRecord]:
     for file in files:
         for number, record in read_records(file):
             if isinstance(record, BadRecord):
@@ -123,10 +129,12 @@ def _encoded(files: Sequence[str], tokenizer: TextTokenizer, template: ChatTempl
 
 
 def show_documents(prefix: str, tokenizer: TextTokenizer, count: int, begin: str, end: str) -> Iterator[str]:
-    """The first `count` conversations of a corpus, decoded from its files; what carries loss is between the marks."""
-    corpus, masks = IndexedDataset(prefix), IndexedDataset(mask_prefix(prefix))
+    """Yield the first `count` conversations, decoded from the corpus; `begin` and `end` enclose text with loss."""
+    corpus = IndexedDataset(prefix)
+    masks = IndexedDataset(mask_prefix(prefix))
     for document in range(min(count, corpus.documents)):
-        ids, mask = corpus.document(document).tolist(), masks.document(document)
+        ids = corpus.document(document).tolist()
+        mask = masks.document(document)
         text = ""
         for in_loss, places in itertools.groupby(range(len(ids)), key=lambda place: bool(mask[place])):
             decoded = _decode(tokenizer, [ids[place] for place in places])
@@ -135,7 +143,7 @@ def show_documents(prefix: str, tokenizer: TextTokenizer, count: int, begin: str
 
 
 def _encode(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """Token ids of `text`, in which special tokens, written out, are these tokens."""
+    """Token ids of `text`; special tokens that are spelt out in it become these tokens."""
     special = _control_tokens(tokenizer) if isinstance(tokenizer, Tokenizer) else {}
     if not special:
         return tokenizer.encode(text)
@@ -146,7 +154,7 @@ def _encode(tokenizer: TextTokenizer, text: str) -> list[int]:
 
 
 def _decode(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
-    """Text of `ids`, control tokens written out."""
+    """Text of `ids`, with control tokens spelt out."""
     special = _control_tokens(tokenizer) if isinstance(tokenizer, Tokenizer) else {}
     names = {token: name for name, token in special.items()}
     text = ""
@@ -158,7 +166,7 @@ def _decode(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
 
 @functools.cache
 def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """The tokens that sentencepiece never makes of text, such as </s>, by name; Hugging Face's tokenizers make them."""
+    """Ids of the control tokens, such as </s>, by name. Sentencepiece never makes them from text."""
     processor = tokenizer.processor
     tokens = [token for token in range(processor.vocab_size()) if processor.is_control(token)]
     return {processor.id_to_piece(token): token for token in tokens}

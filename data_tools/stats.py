@@ -1,4 +1,4 @@
-"""How long the documents of a corpus are, as tables and as a picture, and what that leaves of MoBA's sparsity."""
+"""Distribution of the document lengths of a corpus, as tables and as a plot, and the sparsity of MoBA on it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def length_histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int
 
 
 def histogram_table(corpus: IndexedDataset) -> Table:
-    """How documents and tokens are spread over document lengths, with a bar for the tokens."""
+    """Distribution of documents and tokens over document lengths, with a bar for the tokens."""
     table = Table(title=f"{corpus.prefix}: documents by length")
     for column in ("up to", "documents", "tokens", "share of tokens"):
         table.add_column(column, justify="right")
@@ -59,20 +59,20 @@ def histogram_table(corpus: IndexedDataset) -> Table:
 
 @dataclass(frozen=True)
 class Sparsity:
-    """What MoBA leaves of full attention on documents of these lengths."""
+    """Sparsity of MoBA relative to full attention on documents of given lengths."""
 
     dense_documents: float
-    """Share of the documents that topk blocks hold whole: for them MoBA is full attention."""
+    """Fraction of the documents that fit into topk blocks: for them MoBA equals full attention."""
     dense_tokens: float
-    """Share of the tokens in such documents."""
+    """Fraction of the tokens that lie in such documents."""
     attended: float
-    """Query-key pairs that MoBA computes, as a share of those of full attention within documents."""
+    """Query-key pairs that MoBA computes, as a fraction of those of full attention within documents."""
 
 
 def effective_sparsity(
     lengths: npt.NDArray[np.int64], block_size: int, topk: int, seq_len: int | None = None
 ) -> Sparsity:
-    """For documents of these lengths, cut at `seq_len` where one is given, as in training."""
+    """Sparsity of MoBA on documents of these lengths; as in training, documents longer than `seq_len` are split."""
     if seq_len is not None:
         document, start = split_documents(lengths, seq_len)
         lengths = np.minimum(lengths[document] - start, seq_len)
@@ -90,9 +90,9 @@ def effective_sparsity(
 
 
 def sparsity_table(corpora: Sequence[IndexedDataset], block_size: int, topk: int, seq_len: int | None = None) -> Table:
-    """One row per corpus: how much of it is dense anyway, and how sparse MoBA makes the rest."""
-    cut_at = f", documents cut at {seq_len:,}" if seq_len else ""
-    table = Table(title=f"MoBA with blocks of {block_size:,} and topk {topk}{cut_at}")
+    """One row per corpus: the fraction that is dense in any case, and the sparsity of MoBA."""
+    split_at = f", documents split at {seq_len:,}" if seq_len else ""
+    table = Table(title=f"MoBA with blocks of {block_size:,} and topk {topk}{split_at}")
     table.add_column("corpus", overflow="fold")
     for column in (f"documents <= {block_size * topk:,}", "tokens in them", "pairs computed", "effective sparsity"):
         table.add_column(column, justify="right")
@@ -104,7 +104,7 @@ def sparsity_table(corpora: Sequence[IndexedDataset], block_size: int, topk: int
 
 
 def draw_lengths(corpora: Sequence[IndexedDataset], path: str) -> None:
-    """A picture of how the tokens of each corpus are spread over document lengths, as PNG, SVG or PDF by its name."""
+    """Plot the distribution of each corpus' tokens over document lengths; the suffix of `path` selects the format."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,6 +1,6 @@
-"""From text to a corpus: cut the input, tokenize the parts that are not there yet, merge them in order.
+"""From text to a corpus: split the input into shards, tokenize the missing parts, merge them in order.
 
-The result depends on the input and the options alone, not on the number of processes or on interruptions.
+The result depends only on the input and the options, not on the number of processes or on interruptions.
 """
 
 import contextlib
@@ -23,29 +23,30 @@ from moba_train.errors import DataError
 
 @dataclass(frozen=True)
 class TokenizeResult:
-    """What `tokenize_corpus` made, or found made already."""
+    """Result of `tokenize_corpus`."""
 
     corpora: dict[str, IndexedDataset]
-    """The corpora written, by prefix."""
+    """Corpora, by prefix."""
     bad: list[str]
-    """Records left out, as "file:line: reason"."""
+    """Skipped records, as "file:line: reason"."""
     parts: int
+    """Number of parts."""
     resumed_parts: int
-    """How many of the parts an earlier run had finished."""
+    """Number of parts that an earlier run had finished."""
     engine: str
-    """What turned text into ids."""
+    """Name of the engine that encoded the text."""
     already_complete: bool
-    """Whether the very same corpora were there before, and nothing was done."""
+    """Whether identical corpora existed before, so that nothing was done."""
 
 
 def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions, workers: int) -> TokenizeResult:
-    """Tokenize `files` into the corpus `output`, or `output`-train and `output`-valid with a holdout.
+    """Tokenize `files` into the corpus `output`, or into `output`-train and `output`-valid with a holdout.
 
-    Raises DataError when the tokenizer or all of the input cannot be used, or another corpus is there already.
+    Raises DataError when the tokenizer or all of the input cannot be used, or when a different corpus exists there.
     """
     tokenizer = load_encoder(options.tokenizer, options.fast, options.eos, options.bos)
     if options.append_eos and tokenizer.eos_id is None:
-        raise DataError(f"{options.tokenizer} names no end-of-document token; give --eos TOKEN or --no-append-eos")
+        raise DataError(f"{options.tokenizer} has no end-of-document token; give --eos TOKEN or --no-append-eos")
     shards = cut_shards(files)
     if not shards:
         raise DataError("all --input files are empty")
@@ -55,8 +56,8 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
     parts = [Part(str(folder / f"{number:06d}"), shard, options) for number, shard in enumerate(shards)]
     bad: list[str] = []
     resumed = len(parts)
-    with _claimed(folder):
-        already_complete = _all_made(outputs, work)
+    with _locked(folder):
+        already_complete = _all_complete(outputs, work)
         if not already_complete:
             _delete_parts_of_other_work(folder, work)
             resumed = _make_missing_parts(parts, workers)
@@ -71,16 +72,16 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
 
 
 @contextlib.contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
-    """Make the folder of parts, keep other processes out of it, and remove it if it ends up empty.
+def _locked(folder: Path) -> Iterator[None]:
+    """Create the folder of parts, lock it against other processes, and remove it if it is empty in the end.
 
-    Raises DataError when another process has it.
+    Raises DataError when another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
-            # The system gives the lock back however this process ends.
+            # The operating system releases the lock however this process ends.
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise DataError(
@@ -101,14 +102,14 @@ def _delete_parts_of_other_work(folder: Path, work: str) -> None:
 
 
 def _empty(folder: Path) -> None:
-    # Without the mark, what a kill leaves here is never taken for finished parts.
+    # Without the mark, files that remain after a kill are never taken for finished parts.
     (folder / "work").unlink(missing_ok=True)
     for file in folder.iterdir():
         file.unlink()
 
 
 def _make_missing_parts(parts: Sequence[Part], workers: int) -> int:
-    """Make the parts that no earlier run finished, and give the number of those that one did."""
+    """Make the parts that no earlier run finished; returns the number of parts that were finished already."""
     earlier = [read_report(part) for part in parts if part.report_file.exists()]
     waiting = [part for part in parts if not part.report_file.exists()]
     total = sum(shard_bytes(part.shard) for part in parts)
@@ -143,7 +144,7 @@ def _merge(
 
 
 def _work_fingerprint(shards: Sequence[Shard], options: TokenizeOptions, tokenizer: Encoder) -> str:
-    """SHA-256 of everything the corpus depends on; the contents of input files by size and time of change."""
+    """SHA-256 of everything the corpus depends on; input files enter by size and modification time."""
     work = {
         "chunks": [[asdict(chunk) for chunk in shard] for shard in shards],
         "times": {chunk.path: os.stat(chunk.path).st_mtime_ns for shard in shards for chunk in shard},
@@ -152,9 +153,9 @@ def _work_fingerprint(shards: Sequence[Shard], options: TokenizeOptions, tokeniz
     return hashlib.sha256(json.dumps(work).encode()).hexdigest()
 
 
-def _all_made(outputs: Sequence[str], work: str) -> bool:
-    """Whether all `outputs` come from this very `work`. Raises DataError when one of them does not."""
-    made = []
+def _all_complete(outputs: Sequence[str], work: str) -> bool:
+    """Whether all `outputs` exist and were made by this `work`. Raises DataError when one was made by other work."""
+    complete = []
     for prefix in outputs:
         if exists := corpus_file(prefix, "idx").exists():
             info = IndexedDataset(prefix).info or {}
@@ -163,5 +164,5 @@ def _all_made(outputs: Sequence[str], work: str) -> bool:
                     f"corpus {prefix} exists and was made from other input or with other options; delete {prefix}.idx "
                     "or choose another --output"
                 )
-        made.append(exists)
-    return all(made)
+        complete.append(exists)
+    return all(complete)

@@ -1,4 +1,4 @@
-"""Training a sentencepiece BPE tokenizer that loses nothing: bytes stand in for unknown characters, spaces are kept."""
+"""Training a lossless sentencepiece BPE tokenizer: unknown characters fall back to bytes, spaces are kept."""
 
 import io
 import re
@@ -12,14 +12,14 @@ from data_tools.progress import ByteProgress
 from moba_train.errors import DataError
 
 SAMPLE_BYTES = 128 << 20
-"""More text than this is sampled down to it: the trainer holds all of it in memory, and gains nothing from more."""
+"""Larger inputs are sampled down to this size: the trainer keeps all text in memory, and more text gains nothing."""
 
 
 def train_tokenizer(files: Sequence[str], output: str | Path, vocab_size: int, text_key: str) -> list[BadRecord]:
     """Write a model with `vocab_size` ids to `output` and return the records that could not be read.
 
-    Ids 0 to 3 are unknown, begin, end and padding, then come the 256 bytes. The same files give the same model. Raises
-    DataError when the text is too short, or too rich in characters, for `vocab_size`.
+    Ids 0 to 3 are unknown, begin, end and padding; the 256 bytes follow. The same files give the same model. Raises
+    DataError when the text is too short, or has too many different characters, for `vocab_size`.
     """
     shards = cut_shards(files)
     total = sum(map(shard_bytes, shards))
@@ -38,7 +38,7 @@ def train_tokenizer(files: Sequence[str], output: str | Path, vocab_size: int, t
                             yield from document.decode().split("\n")
                     progress.advance(shard_bytes(shard))
         except DataError as error:
-            # Sentencepiece turns an exception of the iterator into its own, without the message.
+            # Sentencepiece replaces an exception of the iterator by its own, without the message.
             failures.append(error)
 
     model = io.BytesIO()
@@ -53,7 +53,7 @@ def train_tokenizer(files: Sequence[str], output: str | Path, vocab_size: int, t
             bos_id=1,
             eos_id=2,
             pad_id=3,
-            # Decoding gives back the text, and indentation becomes few tokens.
+            # Decoding restores the text exactly, and indentation takes few tokens.
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
@@ -63,7 +63,7 @@ def train_tokenizer(files: Sequence[str], output: str | Path, vocab_size: int, t
         )
     except RuntimeError as error:
         if not failures:
-            raise _in_plain_words(error, vocab_size) from error
+            raise _explain(error, vocab_size) from error
     if failures:
         raise failures[0]
     Path(output).parent.mkdir(parents=True, exist_ok=True)
@@ -73,13 +73,15 @@ def train_tokenizer(files: Sequence[str], output: str | Path, vocab_size: int, t
     return bad
 
 
-def _in_plain_words(error: RuntimeError, vocab_size: int) -> Exception:
-    """Sentencepiece's complaint as a DataError; an unknown one stays as it is."""
+def _explain(error: RuntimeError, vocab_size: int) -> Exception:
+    """A known sentencepiece error as a DataError with a remedy; any other error unchanged."""
     text = str(error)
     if most := re.search(r"Vocabulary size too high.*<= (\d+)", text):
         return DataError(f"--vocab-size {vocab_size} is too large for this text; give at most {most[1]}, or more text")
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
-        return DataError(f"--vocab-size {vocab_size} is too small for the characters; give at least {least[1]}")
+        return DataError(
+            f"--vocab-size {vocab_size} is too small for the characters of this text; give at least {least[1]}"
+        )
     if "sentences_.empty()" in text:
         return DataError("there is no text to train on: all --input files are empty or unreadable")
     return error

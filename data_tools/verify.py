@@ -1,4 +1,4 @@
-"""Checking a whole corpus, every byte of it."""
+"""Checking every byte of a corpus."""
 
 import hashlib
 from typing import Any
@@ -12,15 +12,15 @@ from moba_train.data.loss_mask import LossWeights
 from moba_train.errors import DataError
 
 BLOCK_TOKENS = 8 << 20
+"""Tokens that are read at a time."""
 
 
 def verify_corpus(prefix: str, vocab_size: int | None) -> tuple[IndexedDataset, int | None]:
-    """Check tables, counts, token ids and bytes of a corpus; gives it, and the vocabulary size its ids were checked
-    against.
+    """Check tables, counts, token ids and bytes of a corpus; returns it with the vocabulary size used for the check.
 
-    That is `vocab_size`, or else the sidecar's; without either only negative ids are found. Changed bytes are found
-    where the sidecar has the SHA-256 of PREFIX.bin. A loss mask is checked along with its corpus. Raises DataError at
-    the first thing that is wrong.
+    The vocabulary size is `vocab_size` or else that of the sidecar; without either, only negative ids are found.
+    Changed bytes are found if the sidecar has the SHA-256 of PREFIX.bin. A loss mask is checked with its corpus. Raises
+    DataError at the first problem.
     """
     corpus = IndexedDataset(prefix)
     info = corpus.info or {}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A recipe of configs/recipes/mini from nothing: text with long-range signal, tokenizer, corpus, training, evaluation;
-# sft-1m also from the model of continue-1m, which is trained first, and from conversations about such text.
-# Minutes on one GPU. The same command again goes on where it stopped. docs/recipes.md has the same step by step.
+# Runs a recipe of configs/recipes/mini from scratch: long-range text, tokenizer, corpus, training, evaluation.
+# sft-1m also needs the model of continue-1m, which is trained first, and conversations about such text. Takes minutes on
+# one GPU. After an interruption, the same command continues where it stopped. docs/recipes.md explains each step.
 #
 #   bash launch/miniature.sh NAME [--corpus FILE_OR_FOLDER] [KEY.PATH=VALUE]...      default: Python's standard library
 name=${1:-}
@@ -57,4 +57,4 @@ fi
 "${moba_train[@]}" plan "$recipe" "$@" --gpus "$ranks"
 "${moba_train[@]}" train "$recipe" "$@" --gpus "$ranks"
 "${moba_train[@]}" eval "runs/mini/$name" --output "runs/mini/$name/evaluation"
-echo "logs runs/mini/$name/metrics.jsonl, pictures beside them"
+echo "logs runs/mini/$name/metrics.jsonl, plots in the same folder"

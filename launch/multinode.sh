@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on several nodes: run the same line on each of them (or let Slurm do it, see slurm.sbatch).
+# Trains on several nodes: run the same line on each of them (or let Slurm do it, see slurm.sbatch).
 #
 #   NODES=4 NODE_RANK=0..3 MASTER=node0 bash launch/multinode.sh RECIPE.yaml [key.path=value ...]
 #

@@ -5,7 +5,7 @@
 #   bash launch/quickstart.sh [--corpus FILE_OR_FOLDER]      default: the sources of Python's standard library
 FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-# Of the standard library, its Python sources: tests, installed packages and tables of characters are poor prose.
+# The Python sources of the standard library, without tests, installed packages and character tables: poor training text.
 select=(--glob '*.py')
 for folder in site-packages test tests encodings pydoc_data 'config-3*'; do select+=(--exclude "$folder"); done
 corpus=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
@@ -23,7 +23,7 @@ ranks=$("$PYTHON" -c 'import torch; print(min(2, torch.cuda.device_count()) or 2
 moba_train=("$PYTHON" -m moba_train.cli)
 moba_data=("$PYTHON" -m data_tools)
 overrides=()
-[ "$ranks" -ge 2 ] || overrides=(stages.1.parallel.cp=1)  # one GPU: nobody to share a sequence with
+[ "$ranks" -ge 2 ] || overrides=(stages.1.parallel.cp=1)  # one GPU: no second rank to share a sequence with
 train=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m moba_train.train "$recipe"
     ${overrides[@]+"${overrides[@]}"})
 step() { printf '\n== %s\n' "$*"; }

@@ -1,9 +1,9 @@
-# Sourced by the other launchers: leaves $PYTHON, an interpreter that has moba_train and all it needs.
+# Sourced by the other launchers: sets $PYTHON, an interpreter with moba_train and its dependencies.
 #
-#   MOBA_PYTHON=/path/to/python   use this interpreter as it is and install nothing (a prepared image or cluster module)
+#   MOBA_PYTHON=/path/to/python   use this interpreter and install nothing (for a prepared image or cluster module)
 #   MOBA_VENV=/path/to/venv       where the virtual environment lives; default .venv in the repository
 #
-# FOR=run, set by the launcher that sources this, leaves out what only development and tests need.
+# With FOR=run, set by the launcher that sources this file, packages for development and tests are not installed.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
@@ -44,5 +44,5 @@ else
         echo "$wanted ${FOR:-dev}" >"$stamp"
     fi
 fi
-# Several ranks share one machine: without this, each would start a thread on every core.
+# Several ranks share one machine; without this limit, each would start a thread on every core.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A published model, SmolLM2-135M-Instruct, from 8K to 32K tokens with MoBA: docs/huggingface.md.
+# Extends a published model, SmolLM2-135M-Instruct, from 8K to 32K tokens with MoBA: docs/huggingface.md.
 #
 #   bash launch/smollm2.sh prepare|train|finish
 #
-# `prepare` needs the network and no GPU; copy runs/smollm2 when the GPU is elsewhere.
+# `prepare` needs the network but no GPU; copy runs/smollm2 if the GPU is on another machine.
 case "${1:-}" in prepare | train | finish) ;; *) sed -n 2,6p "$0" >&2; exit 2 ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,6 +1,6 @@
 """Megatron's indexed dataset, read through a memory map and written as a stream.
 
-A corpus is a pair of files. `PREFIX.bin` holds the raw tokens; `PREFIX.idx`, little-endian, says where they are:
+A corpus is a pair of files. `PREFIX.bin` holds the raw tokens; `PREFIX.idx`, little-endian, locates them:
 
     9 bytes   b"MMIDIDX\\0\\0"
     u64       version, 1
@@ -10,9 +10,9 @@ A corpus is a pair of files. `PREFIX.bin` holds the raw tokens; `PREFIX.idx`, li
     int32[S]  tokens in each sequence
     int64[S]  byte offset of each sequence in PREFIX.bin
     int64[D+1]  first sequence of each document; the first entry is 0, the last S
-    int8[S]   modes, optional and unused here
+    int8[S]   modes, optional and ignored
 
-`PREFIX.json`, which only our own tools write, tells where the corpus comes from.
+`PREFIX.json`, written only by our own tools, records how the corpus was made.
 """
 
 import hashlib
@@ -43,22 +43,24 @@ DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 COPY_BYTES = 16 << 20
+"""Bytes read at a time when corpora are merged."""
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
-    """The token dtype of a new corpus: uint16 below 65500 token ids (Megatron's bound), int32 from there on."""
+    """Token dtype of a new corpus: uint16 for fewer than 65500 token ids (Megatron's bound), else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def corpus_file(prefix: str | Path, suffix: str) -> Path:
-    """The file of corpus `prefix` that ends in `suffix` ("bin", "idx" or "json"); the prefix may contain dots."""
+    """File of corpus `prefix` with this suffix ("bin", "idx" or "json"); the prefix may contain dots."""
     return Path(f"{prefix}.{suffix}")
 
 
 class IndexedDataset:
-    """A corpus on disk. Every size and table is checked when it is opened; tokens are read when asked for.
+    """A corpus on disk. Opening it checks every size and table; tokens are read on demand.
 
-    Raises DataError, naming the file and the byte where it fails, when the pair is missing, truncated or inconsistent.
+    Raises DataError when the pair is missing, truncated or inconsistent. The message names the file and the first bad
+    byte.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -74,13 +76,13 @@ class IndexedDataset:
                 f"corpus {self.prefix}: cannot read {error.filename}: {error.strerror}; "
                 "a corpus prefix is the file names without .bin/.idx"
             ) from error
-        table, ends = self._table, np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
-        self.document_lengths: npt.NDArray[np.int64] = ends[table[1:]] - ends[table[:-1]]
+        ends = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
+        self.document_lengths: npt.NDArray[np.int64] = ends[self._table[1:]] - ends[self._table[:-1]]
         """int64 [documents]: tokens in each document; may be 0."""
         self.documents = len(self.document_lengths)
-        """How many documents there are."""
+        """Number of documents."""
         self.tokens = int(self.document_lengths.sum())
-        """How many tokens all documents have together."""
+        """Number of tokens in all documents."""
 
     def _read_index(self) -> None:
         size = self._idx.stat().st_size
@@ -96,7 +98,7 @@ class IndexedDataset:
             known = ", ".join(f"{code} {dtype}" for code, dtype in DTYPES.items() if dtype.kind != "f")
             raise self._broken(self._idx, 17, f"dtype code {code}; token ids are one of {known}")
         if entries < 1:
-            raise self._broken(self._idx, 26, "the document table has no entry; it has one more than documents")
+            raise self._broken(self._idx, 26, "the document table has no entry; it needs one more than documents")
         self.dtype = DTYPES[code]
 
         offsets_at = HEADER.size + 4 * sequences
@@ -145,7 +147,7 @@ class IndexedDataset:
         return DataError(f"corpus {self.prefix}: {file} is damaged at byte {byte}: {problem}; make the corpus again")
 
     def document(self, index: int, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
-        """Tokens [start, stop) of document `index`, in the corpus' own dtype, read-only where that saves a copy.
+        """Tokens [start, stop) of document `index`, in the corpus' own dtype; a read-only view where possible.
 
         Raises IndexError when the document or the range does not exist.
         """
@@ -155,27 +157,27 @@ class IndexedDataset:
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise IndexError(f"tokens {start}:{stop} of a document of {length}")
-        pieces = []
+        views = []
         before = 0
         for sequence in range(int(self._table[index]), int(self._table[index + 1])):
             tokens = int(self._lengths[sequence])
-            low, high = max(start - before, 0), min(stop - before, tokens)
+            low = max(start - before, 0)
+            high = min(stop - before, tokens)
             if low < high:
                 first = int(self._offsets[sequence]) // self.dtype.itemsize
-                pieces.append(self._tokens[first + low : first + high])
+                views.append(self._tokens[first + low : first + high])
             before += tokens
-        if len(pieces) == 1:
-            return pieces[0]
-        return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
+        if len(views) == 1:
+            return views[0]
+        return np.concatenate(views) if views else np.empty(0, self.dtype)
 
     def blocks(self, tokens: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """PREFIX.bin from its first token to its last, so many at a time, each with the position of its first token."""
+        """Blocks of up to `tokens` tokens of PREFIX.bin, in order, each with the position of its first token."""
         for begin in range(0, len(self._tokens), tokens):
             yield begin, self._tokens[begin : begin + tokens]
 
     def document_at(self, position: int) -> tuple[int, int] | None:
-        """The document that holds token `position` of PREFIX.bin, and which of its tokens it is; None where it belongs
-        to no document."""
+        """The document that holds token `position` of PREFIX.bin, and the offset in it; None if there is none."""
         sequence = int(np.searchsorted(self._offsets, position * self.dtype.itemsize, side="right")) - 1
         within = position - int(self._offsets[sequence]) // self.dtype.itemsize if sequence >= 0 else 0
         if sequence < 0 or within >= self._lengths[sequence]:
@@ -184,7 +186,7 @@ class IndexedDataset:
         return document, int(self._lengths[self._table[document] : sequence].sum()) + within
 
     def documents_of_length(self, minimum: int, below: int | None) -> npt.NDArray[np.int64]:
-        """The documents of at least `minimum` and fewer than `below` tokens (None: no limit), int64 [n], ascending."""
+        """Documents with at least `minimum` and fewer than `below` tokens (None: no limit), int64 [n], ascending."""
         wanted = self.document_lengths >= minimum
         if below is not None:
             wanted &= self.document_lengths < below
@@ -193,7 +195,7 @@ class IndexedDataset:
     def fingerprint(self) -> str:
         """SHA-256 over the contents of PREFIX.idx and the size of PREFIX.bin, in hexadecimal.
 
-        It changes with any document's length or order, not with a token replaced by another one.
+        It changes when the length or order of documents changes, but not when a token is replaced by another one.
         """
         with self._idx.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
@@ -202,7 +204,7 @@ class IndexedDataset:
 
 
 def _read_info(path: Path) -> dict[str, Any] | None:
-    """The sidecar's contents, or None where there is none."""
+    """Contents of the sidecar PREFIX.json, or None if there is none."""
     if not path.exists():
         return None
     try:
@@ -218,11 +220,11 @@ def _read_info(path: Path) -> dict[str, Any] | None:
 
 
 class IndexedDatasetWriter:
-    """Writes a corpus document by document, holding 20 bytes per document in memory.
+    """Writes a corpus document by document; keeps 20 bytes per document in memory.
 
-    A context manager: the files appear under their names when the block ends well, the index last, and not at all when
-    it ends in an exception. A corpus of that name is replaced. With `info`, the sidecar is written too, with the number
-    of documents and tokens, and the SHA-256 of PREFIX.bin, added.
+    A context manager: when the block ends normally, the files appear under their names, the index last, and replace a
+    corpus of the same name; when it ends in an exception, nothing changes. With `info`, the sidecar is written too; the
+    numbers of documents and tokens and the SHA-256 of PREFIX.bin are added to it.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, info: dict[str, Any] | None = None) -> None:
@@ -252,7 +254,7 @@ class IndexedDatasetWriter:
         return self._bytes // self.dtype.itemsize
 
     def add_document(self, tokens: npt.ArrayLike) -> None:
-        """Append one document of token ids [length]; it may be empty. Raises DataError when an id does not fit."""
+        """Append one document of token ids [length], possibly empty. Raises DataError if an id is out of range."""
         ids = np.asarray(tokens)
         limits = np.iinfo(self.dtype)
         if ids.size and not limits.min <= ids.min() <= ids.max() <= limits.max:
@@ -266,7 +268,7 @@ class IndexedDatasetWriter:
         self._write(ids.astype(self.dtype, copy=False).tobytes())
 
     def merge(self, prefix: str | Path) -> None:
-        """Append all documents of another corpus. Raises DataError when its dtype is another one."""
+        """Append all documents of another corpus. Raises DataError when its dtype differs."""
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
             raise DataError(f"cannot merge {prefix} ({other.dtype}) into {self.prefix} ({self.dtype})")
@@ -288,7 +290,7 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
             if error is None:
@@ -305,7 +307,7 @@ class IndexedDatasetWriter:
             for table in (self._lengths, self._offsets, self._table):
                 table.tofile(file)
             _flush_to_disk(file)
-        # A reader opens the index first: without one there is no corpus, so an old index goes before its tokens do.
+        # Readers open the index first, and without one there is no corpus: remove an old index before its tokens.
         corpus_file(self.prefix, "idx").unlink(missing_ok=True)
         self._temporary("bin").replace(corpus_file(self.prefix, "bin"))
         if self._info is None:

@@ -1,4 +1,4 @@
-"""Sentencepiece models and what a corpus must remember of them; tokenizer.json files, to speak to a model."""
+"""Tokenizers: sentencepiece models and Hugging Face's tokenizer.json files."""
 
 import hashlib
 import importlib
@@ -13,7 +13,7 @@ import sentencepiece
 from moba_train.errors import DataError
 
 TIKTOKEN = "tiktoken:"
-"""What the name of a tiktoken encoding begins with, where one is allowed."""
+"""Prefix of tiktoken encodings, where one is accepted in place of a file."""
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -26,30 +26,32 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
 )
-"""What a Hugging Face folder says about text, besides the model."""
+"""Files of a Hugging Face folder that belong to the tokenizer, not to the model."""
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """The file of the tokenizer at `path`; a folder's is its tokenizer.json."""
+    """File of the tokenizer at `path`; in a folder, its tokenizer.json."""
     path = Path(path)
     return path / "tokenizer.json" if path.is_dir() else path
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """What Hugging Face's tokenizer_config.json in `folder` says of `eos_token` and the like, by name; empty without
-    the file. Raises DataError when it cannot be read."""
+    """Special tokens such as `eos_token` in the tokenizer_config.json of `folder`, by name; empty without the file.
+
+    Raises DataError when the file cannot be read.
+    """
     file = folder / "tokenizer_config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        named = {key: value for key, value in config.items() if key.endswith("_token")}
-        texts = {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
+        tokens = {key: value for key, value in config.items() if key.endswith("_token")}
+        texts = {key: value["content"] if isinstance(value, dict) else value for key, value in tokens.items()}
     except (OSError, ValueError, AttributeError, KeyError) as error:
-        raise DataError(f"{file} is not a tokenizer's config: {error!r}") from error
+        raise DataError(f"{file} is not a readable tokenizer config: {error!r}") from error
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 class TextTokenizer(Protocol):
-    """What generation needs of a tokenizer."""
+    """The interface of a tokenizer that generation and fine-tuning need."""
 
     @property
     def vocab_size(self) -> int:
@@ -58,15 +60,15 @@ class TextTokenizer(Protocol):
 
     @property
     def eos_id(self) -> int | None:
-        """Token id of the end of a document, or None."""
+        """Token id of the end of a document, or None if the tokenizer has none."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without any that mark its beginning or end."""
+        """Token ids of `text`, without tokens that mark its beginning or end."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of these tokens."""
+        """The text of `tokens`."""
         ...
 
 
@@ -78,7 +80,7 @@ class Tokenizer:
     name: str
     """File name, without the folder."""
     sha256: str
-    """Of the file, in hexadecimal."""
+    """SHA-256 of the file, in hexadecimal."""
 
     @property
     def vocab_size(self) -> int:
@@ -87,20 +89,20 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """Token id of the end of a document, if the model has one."""
+        """Token id of the end of a document, or None if the model has none."""
         return self.processor.eos_id() if self.processor.eos_id() >= 0 else None
 
     def encode(self, text: str) -> list[int]:
-        """See `TextTokenizer`."""
+        """Token ids of `text`; control tokens that are spelt out in it are plain text."""
         return self.processor.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See `TextTokenizer`."""
+        """The text of `tokens`, without control tokens."""
         return self.processor.decode(list(tokens))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Raises DataError when `path` is not a sentencepiece model."""
+    """Load a sentencepiece model. Raises DataError when `path` is not one."""
     try:
         model = Path(path).read_bytes()
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -112,7 +114,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, and the end of a document that the tokenizer_config.json beside it names.
+    """A tokenizer.json. The end of a document is the `eos_token` of the tokenizer_config.json in the same folder.
 
     Raises DataError when a file cannot be read, or the package tokenizers is not installed.
     """
@@ -127,37 +129,37 @@ class HuggingFaceTokenizer:
             self.library: Any = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the package raises plain Exception
             raise DataError(f"{path} is not a readable tokenizer.json: {error}") from error
-        # A file may cut or pad, which is for batches of prompts.
+        # The file may ask for truncation or padding, which is meant for batches of prompts.
         self.library.no_truncation()
         self.library.no_padding()
         self.sha256 = hashlib.sha256(content).hexdigest()
-        """Of the file, in hexadecimal."""
+        """SHA-256 of the file, in hexadecimal."""
         self._eos = special_tokens(path.parent).get("eos_token")
 
     @property
     def vocab_size(self) -> int:
-        """See `TextTokenizer`."""
+        """Token ids are below this."""
         return max(self.library.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def eos_id(self) -> int | None:
-        """See `TextTokenizer`."""
+        """Token id of the end of a document, or None if the folder names none."""
         return None if self._eos is None else self.library.token_to_id(self._eos)
 
     def encode(self, text: str) -> list[int]:
-        """See `TextTokenizer`. Special tokens in the text, as chat templates write them, are read as such."""
+        """Token ids of `text`; special tokens that are spelt out in it, as by chat templates, become these tokens."""
         return self.library.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See `TextTokenizer`."""
+        """The text of `tokens`, with special tokens spelt out."""
         return self.library.decode(list(tokens), skip_special_tokens=False)
 
 
 def load_text_tokenizer(path: str | Path) -> TextTokenizer:
-    """A tokenizer.json, or a folder with one, else a sentencepiece model. Raises DataError when it cannot be read."""
+    """Load a tokenizer.json, a folder with one, or a sentencepiece model. Raises DataError when it cannot be read."""
     if str(path).startswith(TIKTOKEN):
         raise DataError(
-            f"{path} given; tiktoken encodings are for `moba-data tokenize` alone. Give a sentencepiece model, a "
+            f"{path} given; tiktoken encodings work with `moba-data tokenize` only. Give a sentencepiece model, a "
             "tokenizer.json, or a folder with one"
         )
     path = tokenizer_file(path)
@@ -165,7 +167,7 @@ def load_text_tokenizer(path: str | Path) -> TextTokenizer:
 
 
 def tokenizer_files(path: Path) -> list[Path]:
-    """The tokenizer at `path` and the files beside it that belong to it in a Hugging Face folder."""
+    """The tokenizer at `path`, and the files in the same folder that belong to it."""
     folder = path if path.is_dir() else path.parent
-    beside = [folder / name for name in COMPANIONS if (folder / name).is_file()]
-    return beside if path.is_dir() or path in beside else [path, *beside]
+    companions = [folder / name for name in COMPANIONS if (folder / name).is_file()]
+    return companions if path.is_dir() or path in companions else [path, *companions]

@@ -1,4 +1,4 @@
-"""Best-fit packing: every item whole and once, as tight as best-fit-decreasing, and in little time."""
+"""Best-fit packing: every item exactly once, in the bins of textbook best-fit-decreasing."""
 
 import bisect
 
@@ -11,7 +11,7 @@ from moba_train.data.best_fit import best_fit, split_documents
 
 
 def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """The textbook's: every item, the longest first, into the fullest bin that has room."""
+    """The textbook algorithm: each item, longest first, goes into the fullest bin that has room."""
     rooms: list[tuple[int, int]] = []
     bins: list[list[int]] = []
     for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
@@ -44,14 +44,14 @@ def test_items_that_fit_no_bin_are_refused() -> None:
     assert best_fit([], 8).bins == 0
 
 
-def test_long_documents_are_cut_into_full_pieces_and_a_rest() -> None:
+def test_long_documents_are_split_into_full_parts_and_a_rest() -> None:
     document, start = split_documents([3, 0, 20, 8], 8)
     assert document.tolist() == [0, 2, 2, 2, 3]
     assert start.tolist() == [0, 0, 8, 16, 0]
 
 
 def test_padding_is_small_on_documents_of_many_lengths() -> None:
-    """Log-normal lengths as of web text; concatenation would cut a quarter of them."""
+    """Log-normal lengths as in web text; concatenation would split a quarter of these documents."""
     lengths = np.random.default_rng(0).lognormal(6.5, 1.3, 20_000).astype(np.int64) + 1
     document, start = split_documents(lengths, 8192)
     parts = np.minimum(lengths[document] - start, 8192)

@@ -1,4 +1,4 @@
-"""Training samples of whole documents: nothing cut that fits, nothing read twice, padding known by its place."""
+"""Best-fit training samples: no document that fits is split, none is read twice, padding is identified by position."""
 
 import numpy as np
 import pytest
@@ -25,8 +25,10 @@ def documents_tokens(sample: Sample) -> list[int]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any), seq_len=st.integers(1, 12))
-def test_only_documents_longer_than_a_sample_are_cut(make_corpus: MakeCorpus, lengths: list[int], seq_len: int) -> None:
-    """And every label is the document's next token, also where a long document goes on in another sample."""
+def test_only_documents_longer_than_samples_are_split(
+    make_corpus: MakeCorpus, lengths: list[int], seq_len: int
+) -> None:
+    """Every label is the document's next token, also where a long document continues in another sample."""
     path = make_corpus("a", numbered_documents(lengths))
     corpus = IndexedDataset(path)
     data = stage(path, seq_len=seq_len, sequences=20)
@@ -65,10 +67,10 @@ def test_a_sample_depends_on_its_index_alone(make_corpus: MakeCorpus) -> None:
         assert stage(*paths).sample(index).tokens.tolist() == whole[index]
 
 
-def test_the_next_stage_goes_on_behind_the_documents_read(
+def test_the_next_stage_continues_after_the_documents_read(
     make_corpus: MakeCorpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In groups of two samples' worth, four samples and then two longer ones: nothing twice in an epoch."""
+    """Groups of two samples; four samples, then two longer ones: no token twice in an epoch."""
     monkeypatch.setattr("moba_train.data.packers.PACKING_GROUP", 2)
     path = make_corpus("a", numbered_documents(LENGTHS * 3))
     first = stage(path, sequences=4)
@@ -82,7 +84,7 @@ def test_the_next_stage_goes_on_behind_the_documents_read(
 
 
 def test_padding_carries_no_loss_and_an_eos_of_the_same_id_does(make_corpus: MakeCorpus) -> None:
-    """Padding is 0 and so is this corpus' eos: the eos is learned, the padding is not, and nothing attends to it."""
+    """Padding and the eos of this corpus both have id 0: only the eos carries loss, and nothing attends to padding."""
     data = stage(make_corpus("a", [[5, 6, 0], [7, 0], [8, 9, 9, 9, 9, 0]]), sequences=2)
     batch = collate([data.sample(0), data.sample(1)])
     assert batch.padding == 16 - 11

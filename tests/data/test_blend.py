@@ -1,4 +1,4 @@
-"""The blend keeps the weights at every moment, and is the same however it is asked for."""
+"""Every prefix of the blend keeps the weights, and every range of it is independent of how it is requested."""
 
 import numpy as np
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Batches: the same sequences whatever the layout, packed so that every rank can run the same graph."""
+"""Batches: equal sequences for every layout, packed so that every rank runs the same graph."""
 
 import dataclasses
 import threading

@@ -1,4 +1,4 @@
-"""The stream holds every document once an epoch, in an order that depends on the seed and the corpus alone."""
+"""The stream holds every document once per epoch, in an order that depends only on the seed and the corpus."""
 
 import shutil
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_any_range_is_a_cut_of_the_whole_stream(make_corpus: MakeCorpus, offset:
     assert read(fresh, offset, length) == whole[offset : offset + length]
 
 
-def test_order_depends_on_seed_and_contents_not_on_the_place(make_corpus: MakeCorpus, tmp_path: Path) -> None:
+def test_order_depends_on_seed_and_contents_not_on_the_path(make_corpus: MakeCorpus, tmp_path: Path) -> None:
     prefix = make_corpus("a", numbered_documents([1] * 50))
     for suffix in (".bin", ".idx"):
         shutil.copy(prefix + suffix, tmp_path / f"moved{suffix}")
@@ -48,6 +48,6 @@ def test_order_depends_on_seed_and_contents_not_on_the_place(make_corpus: MakeCo
 
 
 def test_the_order_never_changes_between_versions(make_corpus: MakeCorpus) -> None:
-    """A checkpoint resumed with another numpy, or another version of ours, must see the same tokens."""
+    """A run that resumes with another version of numpy or of this package must see the same tokens."""
     stream = DocumentStream(IndexedDataset(make_corpus("a", numbered_documents([1] * 8))), seed=7)
     assert read(stream, 0, 16) == [6, 4, 3, 7, 8, 1, 5, 2, 8, 4, 1, 3, 6, 7, 2, 5]

@@ -1,5 +1,5 @@
-"""A corpus index that was made to confuse: always a corpus or a DataError, never another exception, never memory that
-the file does not fill."""
+"""A malicious corpus index gives a corpus or a DataError, never another exception, and never allocates more memory than
+the file has bytes."""
 
 import struct
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Corpora: the format is Megatron's to the byte, and a damaged file is always refused in words."""
+"""Corpora: the format equals Megatron's byte for byte, and a damaged file is always refused with a clear message."""
 
 import hashlib
 import json
@@ -205,8 +205,8 @@ def test_reading_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize(("code", "letter"), [(1, "B"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
-def test_corpora_of_others_are_trained_on_as_they_are(tmp_path: Path, code: int, letter: str) -> None:
-    """Any integer dtype Megatron writes, several sequences to a document, modes, and no sidecar."""
+def test_corpora_of_other_tools_can_be_trained_on(tmp_path: Path, code: int, letter: str) -> None:
+    """Any integer dtype of Megatron, several sequences per document, modes, and no sidecar."""
     idx = IDX[:17] + bytes([code]) + IDX[18:]
     offsets = struct.pack("<5q", *(struct.calcsize(f"<{letter}") * offset // 2 for offset in OFFSETS))
     idx = idx.replace(struct.pack("<5q", *OFFSETS), offsets) + b"\x00" * 5

@@ -1,4 +1,4 @@
-"""Loss masks in training: they say which tokens are predicted with loss, and how much each counts."""
+"""Loss masks in training: which tokens are predicted with loss, and with what weight."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from moba_train.errors import DataError
 
 PADDING_ID = 0
 DOCUMENTS = [([5, 6, 7, PADDING_ID], [0, 0, 1, 1]), ([8, 9, 5, 6, 7, 8, 9, 5, 6], [1, 0, 0, 1, 0, 0, 0, 1, 1])]
-"""Tokens and masks. The first ends its turn with the id that padding has."""
+"""Tokens and masks. The first document ends its turn with the id of padding."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def predicted(sample: Sample) -> list[int]:
     return sample.labels[sample.loss_weight > 0].tolist()
 
 
-def test_what_the_mask_says_is_predicted_also_the_id_of_padding(prefix: str) -> None:
+def test_masked_tokens_are_predicted_even_with_the_id_of_padding(prefix: str) -> None:
     (sample,) = samples(prefix, 16, 1, "token")
     assert sample.padding == 3
     by_document = {4: [7, PADDING_ID], 9: [6, 5, 6]}
@@ -49,8 +49,8 @@ def test_what_the_mask_says_is_predicted_also_the_id_of_padding(prefix: str) -> 
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "concat"])
-def test_by_sequence_every_conversation_counts_once_wherever_it_is_cut(prefix: str, packing: str) -> None:
-    """13 tokens in samples of 4 and, cut wherever they end, in 13 samples of 1."""
+def test_by_sequence_every_conversation_counts_once_wherever_it_is_split(prefix: str, packing: str) -> None:
+    """13 tokens in samples of 4, and chopped into 13 samples of 1."""
     seq_len, count = (4, 4) if packing == "best_fit" else (1, 13)
     batch = collate(samples(prefix, seq_len, count, "sequence", packing))
     assert batch.loss_tokens == 5
@@ -71,7 +71,7 @@ def test_a_mask_of_another_corpus_is_refused(prefix: str) -> None:
         samples(prefix, 16, 1, "token")
 
 
-def test_a_run_does_not_go_on_when_a_mask_appears(prefix: str) -> None:
+def test_a_run_is_not_resumed_when_a_mask_was_removed(prefix: str) -> None:
     def data() -> StageData:
         return StageData([SourceConfig(path=prefix)], 16, 1, 0, {}, 10)
 

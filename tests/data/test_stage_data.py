@@ -1,4 +1,4 @@
-"""Samples: what is learned from, where it comes from, and that no token is lost or read twice."""
+"""Samples: tokens, labels and their origin; no token is lost or read twice."""
 
 from typing import Any
 
@@ -99,7 +99,7 @@ def test_samples_are_shuffled_in_groups(make_corpus: MakeCorpus, monkeypatch: py
 
 
 def test_a_stage_stopped_early_reads_nothing_twice(make_corpus: MakeCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After 6 of 10 samples, in the middle of the second group of 4, the next stage goes on behind that group."""
+    """After 6 of 10 samples, in the middle of the second group of 4, the next stage continues after that group."""
     monkeypatch.setattr("moba_train.data.packers.SHUFFLE_GROUP", 4)
     path = make_corpus("a", numbered_documents([81]))
     stopped = stage(path, sequences=10)

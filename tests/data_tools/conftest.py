@@ -1,4 +1,4 @@
-"""Text and a tokenizer for the tests of moba-data."""
+"""An input folder and a tokenizer for the tests of moba-data."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`moba-data blend` says what training will read."""
+"""`moba-data blend` shows exactly what training will read."""
 
 from collections import Counter
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_shares_repeats_and_padding_are_those_of_the_samples(recipe: Path, packi
         assert one_a.padding == pytest.approx(1 - read[one_a.source] / 960, abs=0.05)
 
 
-def test_the_command_prints_them(recipe: Path) -> None:
+def test_the_command_prints_the_shares(recipe: Path) -> None:
     result = CliRunner().invoke(app, ["blend", str(recipe), "stages.1.tokens=1280"])
     assert result.exit_code == 0, result.output
     assert "75.00%" in result.output

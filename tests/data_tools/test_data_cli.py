@@ -1,4 +1,4 @@
-"""The `moba-data` commands as a user meets them."""
+"""The `moba-data` commands as a user runs them."""
 
 import resource
 import subprocess
@@ -18,7 +18,7 @@ runner = CliRunner()
 
 @pytest.mark.parametrize("command", [[], ["tokenize"], ["stats"]], ids=str)
 def test_help_is_fast_and_loads_nothing_heavy(command: list[str]) -> None:
-    """Processor time, so that a busy machine does not count; docs/data.md has the time measured on a quiet one."""
+    """Measures processor time, which does not depend on other load; docs/data.md has the time on a quiet machine."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     code = (
         "import sys; from data_tools.cli import app; app(sys.argv[1:], standalone_mode=False);"
@@ -83,7 +83,7 @@ def test_verify_compares_the_sidecars_counts(tmp_path: Path) -> None:
 
 
 def test_verify_finds_a_changed_byte(tmp_path: Path) -> None:
-    """Also one that is still a good token id."""
+    """Even if the changed byte is still a valid token id."""
     with IndexedDatasetWriter(tmp_path / "a", np.uint16, {"vocab_size": 10}) as writer:
         writer.add_document([1, 2, 3])
     assert runner.invoke(app, ["verify", str(tmp_path / "a")]).exit_code == 0

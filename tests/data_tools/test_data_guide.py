@@ -1,4 +1,4 @@
-"""docs/data.md: every command runs, in its order, and the recipe it ends with trains on what they made."""
+"""docs/data.md: all commands run in order, and the recipe at the end trains on the corpora they made."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Inputs: which files are read, that cutting them never splits or loses a document, and bad records by line."""
+"""Inputs: which files are read, sharding without loss, and bad records by line."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def test_folders_are_read_sorted_by_glob_without_excludes(folder: Path) -> None:
     assert names(["*.py"], ["site-packages", "gen_*"]) == ["a/z.py", "b.py"]
     assert names(["a/*"], ["a/site-packages/*"]) == ["a/image.png", "a/y.txt", "a/z.py"]
     assert "a/image.png" not in names(list(documents.TEXT_GLOBS), [])
-    # A file that is named is read whatever its name.
+    # A file given by its path is read whatever its suffix.
     assert find_files([str(folder / "a/image.png")], ["*.py"], []) == [str(folder / "a/image.png")]
 
 
@@ -111,7 +111,7 @@ def test_bad_records_name_file_line_and_reason(folder: Path) -> None:
     path = folder / "a.jsonl"
     lines = [b'{"text": "good"}', b"{oops", b"", b'{"body": 1}', b"[1]", b'{"text": "\xff"}', b'{"text": "\\ud800"}']
     path.write_bytes(b"\n".join([*lines, b'{"text": "last"}']))
-    # Also from the middle of the file on, lines are counted from its beginning.
+    # When reading starts in the middle of the file, line numbers still count from its beginning.
     for start, good in ((0, 2), (20, 1)):
         chunk = Chunk(str(path), start, path.stat().st_size)
         found = list(read_documents((chunk,), "text"))
@@ -133,6 +133,6 @@ def test_undecodable_text_files_name_the_line(folder: Path) -> None:
 def test_hash_fraction_is_uniform_and_fixed() -> None:
     fractions = [hash_fraction(b"%d" % number, "holdout") for number in range(2000)]
     assert sum(fraction < 0.25 for fraction in fractions) / 2000 == pytest.approx(0.25, abs=0.04)
-    # A new version of ours must not move documents from training to validation.
+    # A new version of this package must not move documents from training to validation.
     assert hash_fraction(b"a", "holdout") == pytest.approx(0.055776611622499375, rel=1e-12)
     assert hash_fraction(b"a", "holdout") != hash_fraction(b"a", "tokenizer")

@@ -1,4 +1,4 @@
-"""Fast engines give the ids of the tokenizer's own library, for any text; what a tokenizer cannot do is refused."""
+"""Fast engines give the ids of the tokenizer's own library for any text; unsupported requests are refused."""
 
 import json
 from dataclasses import replace
@@ -47,7 +47,7 @@ def train(folder: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
 def test_a_leading_space_that_the_model_adds_is_kept(tmp_path: Path) -> None:
     """As in Llama's models."""
     model = train(tmp_path, normalization_rule_name="identity", remove_extra_whitespaces=False)
-    segmented = SegmentedSentencepiece.of(model, np.dtype("u2"))
+    segmented = SegmentedSentencepiece.from_processor(model, np.dtype("u2"))
     assert segmented is not None
     texts = ["", " ", "a", "  fox\n\n jumps  ", "\u2581 the, fox"]
     assert ids(segmented.encode(texts)) == [model.encode(text) for text in texts]
@@ -69,11 +69,11 @@ def test_models_whose_segments_depend_on_each_other_are_left_to_sentencepiece(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     plain = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-    assert SegmentedSentencepiece.of(train(tmp_path, **(plain | options)), np.dtype("u2")) is None
+    assert SegmentedSentencepiece.from_processor(train(tmp_path, **(plain | options)), np.dtype("u2")) is None
 
 
-def test_the_memory_of_segments_is_bounded(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_tools.segments.REMEMBERED", 3)
+def test_the_cache_of_segments_is_bounded(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_tools.segments.CACHED_SEGMENTS", 3)
     encoder = load_encoder(tokenizer)
     assert ids(encoder.encode([TEXT, TEXT])) == ids(encoder.reference([TEXT, TEXT]))
 
@@ -82,13 +82,13 @@ def test_an_engine_that_differs_is_found_by_the_check(tokenizer: str) -> None:
     exact = load_encoder(tokenizer)
     exact.check([TEXT])
     wrong = replace(exact, engine="wrong", encode=lambda texts: [np.zeros(1) for _ in texts])
-    with pytest.raises(DataError, match=r"engine wrong and .* library of tok\.model give other ids.*--engine ref"):
+    with pytest.raises(DataError, match=r"engine wrong and .* library of tok\.model give different ids.*--engine ref"):
         wrong.check([TEXT])
 
 
 @pytest.fixture(scope="module")
 def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a byte-level BPE with Llama 3's way of cutting text."""
+    """Folder of a byte-level BPE with Llama 3's pre-tokenization."""
     package: ModuleType = pytest.importorskip("tokenizers")
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -112,22 +112,22 @@ def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_tokenizer_json_with_the_end_its_folder_names(hugging_face: Path, fast: bool) -> None:
+def test_tokenizer_json_with_the_eos_token_of_its_folder(hugging_face: Path, fast: bool) -> None:
     encoder = load_encoder(str(hugging_face), fast)
     texts = [prose(1, 400), "", "naïve ünïcode 12345\n\n  x's"]
     assert (encoder.name, encoder.vocab_size, encoder.eos_id) == ("tokenizer.json", 300, 0)
     assert ids(encoder.encode(texts)) == ids(encoder.reference(texts))
     assert len(encoder.encode(texts)[0]) > 7
     assert encoder.encode(texts)[0].dtype == np.dtype("u2")
-    with pytest.raises(DataError, match=r"--eos '</s>' is no token of tokenizer.json"):
+    with pytest.raises(DataError, match=r"--eos '</s>' is not a token of tokenizer.json"):
         load_encoder(str(hugging_face), fast, "</s>")
 
 
-def test_conversations_and_prompts_get_all_tokens_of_a_tokenizer_json_that_cuts(hugging_face: Path) -> None:
+def test_conversations_and_prompts_are_not_truncated_by_a_tokenizer_json(hugging_face: Path) -> None:
     text = prose(1, 400)
     (expected,) = load_encoder(str(hugging_face)).encode([text])
     assert load_text_tokenizer(hugging_face).encode(text) == expected.tolist()
-    with pytest.raises(DataError, match="tiktoken encodings are for `moba-data tokenize` alone"):
+    with pytest.raises(DataError, match="tiktoken encodings work with `moba-data tokenize` only"):
         load_text_tokenizer("tiktoken:o200k_base")
 
 

@@ -1,4 +1,4 @@
-"""Documents for miniatures: real passages, and answers that only the document itself can give."""
+"""Documents for miniatures: real passages, and answers that depend only on the document itself."""
 
 import json
 import re

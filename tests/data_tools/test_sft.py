@@ -1,4 +1,4 @@
-"""`moba-data sft`: what the assistant says carries loss, to the end of its turn, in every format and template."""
+"""`moba-data sft`: assistant messages up to the end of the turn carry loss, in every format and template."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def write_lines(path: Path, records: list[Any]) -> str:
 
 
 def spans(text: str) -> list[str]:
-    """What stands between the marks of `--show`."""
+    """Texts between the marks of `--show`."""
     return re.findall(r"\[\[(.*?)\]\]", text, re.DOTALL)
 
 
@@ -60,7 +60,7 @@ def test_built_in_templates_write_what_the_models_were_trained_on() -> None:
 
 
 def test_a_models_own_template_is_taken_with_its_special_tokens(tokenizer: str, tmp_path: Path) -> None:
-    """Its end of turn is a control token of the tokenizer: one id, in the loss."""
+    """Its end of turn is a control token of the tokenizer: a single id, which carries loss."""
     template = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
         "{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}"
@@ -96,7 +96,7 @@ BAD = {
     "no key messages": {"text": "plain"},
     "no assistant message": {"messages": MESSAGES[:2]},
     "which ends a turn": {"messages": [{"role": "user", "content": "<|im_end|>"}, MESSAGES[2]]},
-    "not text": {"messages": [{"role": "user", "content": None}]},
+    "must be text": {"messages": [{"role": "user", "content": None}]},
     "entries in loss_mask": {"input_ids": [1, 2], "loss_mask": [1]},
     "carries loss": {"input_ids": [1, 2], "loss_mask": [1, 0]},
     "token id 999": {"input_ids": [1, 999], "loss_mask": [0, 1]},
@@ -136,9 +136,9 @@ def test_a_holdout_splits_conversations_with_their_masks(tokenizer: str, tmp_pat
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
-    """As templates do that drop the reasoning of turns past: what carried loss would not be in the text."""
+    """For example a template that drops the reasoning of earlier turns: text with loss would be missing."""
     template = ChatTemplate("{{ messages | length }}{% for m in messages %}{{ m.content }}<e>{% endfor %}", "<e>")
-    with pytest.raises(ValueError, match="another text than as a prompt"):
+    with pytest.raises(ValueError, match="before assistant message 2 differently as a prompt"):
         template.segments(MESSAGES)
 
 
@@ -151,7 +151,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     ],
 )
 def test_templates_run_in_a_sandbox(attack: str) -> None:
-    with pytest.raises(ValueError, match="the chat template refuses it"):
+    with pytest.raises(ValueError, match="the chat template refuses the messages"):
         ChatTemplate(attack, "<e>").render(MESSAGES)
 
 

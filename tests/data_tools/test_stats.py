@@ -1,4 +1,4 @@
-"""What stats says: lengths counted once, and how much of MoBA's sparsity documents of these lengths leave."""
+"""`moba-data stats`: every length is counted once, and the effective sparsity is that of the counted pairs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`moba-data tokenize`: the corpus is the text, byte for byte the same however often the work was interrupted."""
+"""`moba-data tokenize`: the corpus decodes to the text, and its bytes do not depend on interruptions."""
 
 import fcntl
 import json
@@ -53,7 +53,7 @@ def test_documents_come_back_in_order_with_eos(folder: Path, tokenizer: str, tmp
 
     begun = tokenize(folder, tmp_path / "begun", tokenizer, bos="<s>").corpora[str(tmp_path / "begun")]
     assert [begun.document(index).tolist() for index in range(3)] == [[1, *document] for document in documents]
-    with pytest.raises(DataError, match=r"--bos .<begin>. is no token of tok\.model"):
+    with pytest.raises(DataError, match=r"--bos .<begin>. is not a token of tok\.model"):
         tokenize(folder, tmp_path / "other", tokenizer, bos="<begin>")
 
 

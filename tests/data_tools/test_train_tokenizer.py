@@ -1,4 +1,4 @@
-"""The tokenizer gives back every text it is given, and the same files always make the same tokenizer."""
+"""The tokenizer restores every text, and equal files always make the same tokenizer."""
 
 from pathlib import Path
 

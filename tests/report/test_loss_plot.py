@@ -1,4 +1,4 @@
-"""The picture of a run can be drawn from its history."""
+"""The loss plot of a run can be drawn from its history."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The step of the loss from one stage to the next."""
+"""The change of the loss at the boundary between two stages."""
 
 import json
 from dataclasses import asdict
@@ -6,7 +6,7 @@ from dataclasses import asdict
 from moba_train.telemetry.boundary import STEPS, Boundary
 
 
-def test_the_last_losses_before_are_compared_with_the_first_after_once() -> None:
+def test_the_last_losses_before_are_compared_once_with_the_first_after() -> None:
     boundary = Boundary()
     assert not any(boundary.observe(9.0 if step < 5 else 3.0) for step in range(5 + STEPS))
     boundary.begin_stage()
@@ -17,7 +17,7 @@ def test_the_last_losses_before_are_compared_with_the_first_after_once() -> None
     assert found == [None] * (STEPS - 1) + [(3.0, 3.5)] + [None] * (2 * STEPS)
 
 
-def test_a_short_stage_is_compared_with_what_it_has_and_becomes_the_next_ones_past() -> None:
+def test_a_short_stage_is_compared_with_the_losses_it_has() -> None:
     boundary = Boundary()
     assert boundary.compare() is None
     for loss in (2.0, 4.0):

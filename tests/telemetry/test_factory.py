@@ -1,4 +1,4 @@
-"""The recipe decides which sinks there are."""
+"""The recipe selects the sinks."""
 
 import subprocess
 from pathlib import Path

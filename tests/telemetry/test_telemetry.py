@@ -1,4 +1,4 @@
-"""Records reach every sink, the history stays one, and no sink can stop a run."""
+"""Records reach every sink, the history has each step once, and no sink can stop a run."""
 
 import io
 import json
