@@ -1,4 +1,4 @@
-"""Reading a dump of a spike: its numbers as tables, and the documents of its batch as text, the worst first."""
+"""Shows the dump of a spike: its numbers as tables, and the documents of its batch as text, highest loss first."""
 
 import json
 import math
@@ -22,19 +22,19 @@ SHOWN_CHARACTERS = 400
 
 
 class Document(NamedTuple):
-    """A document piece of the batch, over all ranks that held some of it."""
+    """A part of a document in the batch, over all ranks that held tokens of it."""
 
     span: Span
     loss: float
-    """Mean over its loss tokens; 0 without any."""
+    """Mean loss over its loss tokens; 0 where it has none."""
     loss_tokens: float
 
 
 def print_spike(run_dir: Path, step: int | None, documents: int, console: Console) -> None:
-    """Print the dump of `step`, by default the newest, with the beginnings of its `documents` of highest loss.
+    """Print the dump of `step`, by default the newest one, with the beginnings of its `documents` of highest loss.
 
-    Text where the run has a tokenizer, else token ids. Raises UserError when there is no such dump, or none that this
-    version can read.
+    Documents are printed as text where the run has a tokenizer, else as token ids. Raises UserError when there is no
+    such dump, or when this version cannot read it.
     """
     path, others = _find_dump(run_dir, step)
     try:
@@ -92,7 +92,7 @@ def _rank_table(dump: dict[str, Any]) -> Table:
 
 
 def _layer_table(dump: dict[str, Any]) -> Table:
-    """Over all ranks: the largest max lse, and how the chosen blocks are spread."""
+    """The largest max lse of all ranks, and how the selected blocks are spread, for each layer."""
     norms, ranks = dump["gradient_norms"], dump["ranks"]
     max_lse = [max(lse) for lse in zip(*(rank["max_lse"] for rank in ranks), strict=True)]
     gate = [mean_choices(layer) or {} for layer in zip(*(rank["gate"] for rank in ranks), strict=True)]
@@ -108,7 +108,7 @@ def _layer_table(dump: dict[str, Any]) -> Table:
 
 
 def _documents(dump: dict[str, Any]) -> list[Document]:
-    """The pieces of the batch by falling loss, those that are not finite first."""
+    """The document parts of the batch by falling loss, losses that are not finite first."""
     sums: dict[Span, tuple[float, float]] = {}
     for piece in _pieces(dump):
         span = Span(*(piece[name] for name in Span._fields))
@@ -126,7 +126,7 @@ def _pieces(dump: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _decoder(run_dir: Path) -> Callable[[Span], str]:
-    """From a span to the beginning of what it says."""
+    """A function that gives the beginning of a document part as text."""
     path = load_config(run_dir / "config.yaml").data.tokenizer
     tokenizer = load_text_tokenizer(path) if path else None
 

@@ -10,8 +10,8 @@ _EVENT_STYLES = {
     "stage": "bold cyan",
     "resume": "bold cyan",
     "boundary": "bold cyan",
-    "gate": "bold cyan",
-    "evaluation": "bold green",
+    "stage_exit": "bold cyan",
+    "validation_loss": "bold green",
     "position_wise": "bold green",
     "checkpoint": "blue",
     "spike": "bold red",
@@ -23,7 +23,7 @@ _EVENT_STYLES = {
 class ConsoleSink:
     """Colours in a terminal, the same lines plain elsewhere (under torchrun, in a log file).
 
-    `total_steps` is the last step of the run, until a stage begins that knows better (a gate may end a stage early).
+    `total_steps` is the last step of the run, until a stage begins that knows better (a stage may exit early).
     The time left is what the remaining steps take at the recent pace, everything between two lines included.
     """
 
