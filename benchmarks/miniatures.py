@@ -22,7 +22,7 @@ def run_results(folder: Path) -> dict[str, Any]:
     """A run's training time in seconds, its stages, and the evaluation of its last checkpoint."""
     records = read_records(folder / "metrics.jsonl")
     evaluation = json.loads((folder / "evaluation" / "evaluation.json").read_text())
-    curves = evaluation["position_wise"].get("curves", {})
+    curves = evaluation.get("position_wise", {}).get("curves", {})
     return {
         "seconds": records[-1]["time"] - records[0]["time"],
         "tokens": records[-1]["tokens"],
@@ -53,7 +53,7 @@ def stage_results(start: dict[str, Any], records: list[dict[str, Any]]) -> dict[
         "trailing_gap": last(records, "trailing_gap"),
         "trailing_gap_error": last(records, "trailing_gap_error"),
         "spikes": sum(record["type"] == "spike" for record in records),
-        "gate": next((record["message"] for record in records if record["type"] == "gate"), None),
+        "stage_exit": next((record["message"] for record in records if record["type"] == "stage_exit"), None),
     }
 
 

@@ -125,33 +125,46 @@ def compare(
 
 
 class EvaluatedAttention(StrEnum):
-    """For `eval --attention`."""
+    """Values of `eval --attention`."""
 
     full = "full"
-    moba = "moba"
+    own = "own"
     both = "both"
+
+
+def _parse_attention(text: str) -> EvaluatedAttention:
+    if text == "moba":
+        raise typer.BadParameter("'moba' is called own now: --attention own")
+    if text not in list(EvaluatedAttention):
+        raise typer.BadParameter(f"given {text!r}; allowed: {', '.join(EvaluatedAttention)}")
+    return EvaluatedAttention(text)
 
 
 @app.command(name="eval")
 def evaluate(
     checkpoint: Checkpoint,
     attention: Annotated[
-        EvaluatedAttention, typer.Option(help="moba: the stage's own, or the recipe's; full: full in all layers")
+        EvaluatedAttention,
+        typer.Option(
+            parser=_parse_attention,
+            metavar="own|full|both",
+            help="own: the stage's attention or, where all its layers are full, the recipe's; full: full in all layers",
+        ),
     ] = EvaluatedAttention.both,
     bucket: Annotated[
         int | None,
         typer.Option(
             parser=parse_length,
             metavar="TOKENS",
-            help="loss by position, averaged over so many tokens, e.g. 2K; default: the recipe's",
+            help="loss by position, averaged over this number of tokens, e.g. 2K; default: the recipe's",
         ),
     ] = None,
-    sequences: Annotated[int | None, typer.Option(min=2, help="stretches of long documents for it")] = None,
+    sequences: Annotated[int | None, typer.Option(min=2, help="loss by position: samples of long documents")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
     cp: Annotated[int | None, typer.Option(min=1, help="ranks that share a sequence; default: the stage's")] = None,
-    output: Annotated[Path | None, typer.Option(help="folder for evaluation.json and position_wise.png")] = None,
+    output: Annotated[Path | None, typer.Option(help="folder for evaluation.json and plots")] = None,
 ) -> None:
-    """Loss on the recipe's held-out text, also by position, with MoBA and with full attention on the same weights."""
+    """Evaluate on the recipe's held-out text, also by position, with own and full attention on the same weights."""
     import os
     import sys
 

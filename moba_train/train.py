@@ -23,17 +23,19 @@ from moba_train.validation.recipe import validate
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 trained to the end or stopped as asked, 2 something the user must mend."""
+    """Train a recipe. Returns the exit code: 0 trained to the end or stopped as asked, 2 a mistake of the user."""
     parser = argparse.ArgumentParser(prog="python -m moba_train.train", description=__doc__)
     parser.add_argument("recipe", help="YAML recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="laid over the recipe")
-    parser.add_argument("--stop-at-step", type=int, help="save and exit 0 after so many optimizer steps")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the recipe's")
+    parser.add_argument(
+        "--stop-at-step", type=int, help="save and exit with code 0 after this number of optimizer steps"
+    )
     given = parser.parse_args(arguments)
     end_with_launcher()
     rank = int(os.environ.get("RANK", 0))
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank}] %(levelname)s %(message)s")
     try:
-        # Every rank finds the same faults in the recipe, so only the first reports them.
+        # Every rank finds the same faults in the recipe, so only the first one reports them.
         try:
             config = load_config(given.recipe, given.overrides)
             ranks, per_node = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))

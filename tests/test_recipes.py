@@ -200,8 +200,8 @@ def test_every_miniature_trains_through_all_its_stages(recipe: Path, printed: di
     assert [record["stage"] for record in found if record["type"] == "stage"] == names
     evaluated = {record["stage"] for record in found if record["type"] == "position_wise"}
     assert evaluated == (set(names) if config.evaluation.position_wise else set())
-    gated = [stage.name for stage in config.stages if stage.until]
-    assert {record["stage"] for record in found if record["type"] == "gate"} == set(gated)
+    prolonged = {stage.name for stage in config.stages if stage.until}
+    assert {record["stage"] for record in found if record["type"] == "stage_exit"} == prolonged
     assert Path(config.run_dir, "position_wise.png").exists() == bool(evaluated)
 
 

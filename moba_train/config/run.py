@@ -78,21 +78,22 @@ class CheckpointConfig(Section):
 
 
 class PositionWiseConfig(Section):
-    """Loss by place in the context, on stretches of `seq_len` tokens that lie inside one validation document. The last
-    bucket's is the trailing loss. See docs/stages.md."""
+    """Loss by position in the context, on samples of `seq_len` tokens that lie inside one validation document. The loss
+    of the last bucket is the trailing loss. See docs/stages.md."""
 
     bucket: Length = Field(2048, description="tokens of the context that are averaged together; divides every seq_len")
-    sequences: int = Field(32, ge=2, description="stretches, as far as there are so many")
+    sequences: int = Field(32, ge=2, description="samples; fewer where the documents do not give as many")
     every: int | None = Field(
         None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
     )
     attention: Literal["own", "both"] = Field(
-        "both", description="both: where a stage has other than full layers, on the same weights with full ones too"
+        "both",
+        description="both: where a stage has other layers than full ones, full attention on the same weights too",
     )
 
 
 class EvaluationConfig(Section):
-    """Mean token loss on `data.validation`, always on the same sequences."""
+    """Mean token loss on `data.validation`, always on the same sequences, and other evaluations."""
 
     every: int = Field(100, ge=1, description="optimizer steps between evaluations")
     sequences: int = Field(32, ge=1, description="validation sequences of the stage's length")
@@ -110,17 +111,27 @@ class TrailingLossRecovered(Section):
     )
 
 
-class GateConfig(Section):
-    """A stage goes on beyond its `tokens` until the gate opens, but never beyond `max_tokens`. It is asked once
-    `tokens` are consumed and then at every position-wise evaluation."""
+class UntilConfig(Section):
+    """A stage's exit criterion: the stage goes on beyond its `tokens` until the criterion is met, but never beyond
+    `max_tokens`. The criterion is either `trailing_loss_recovered`, or a bound on `metric`. It is judged once `tokens`
+    are consumed and then at every evaluation that gives its numbers."""
 
-    trailing_loss_recovered: TrailingLossRecovered
+    trailing_loss_recovered: TrailingLossRecovered | None = Field(None, description="null: `metric` decides")
+    metric: str | None = Field(
+        None, description="a number of an evaluation, such as eval_loss or trailing_gap; see docs/stages.md"
+    )
+    at_most: float | None = Field(None, description="met when `metric` is not above this")
+    at_least: float | None = Field(None, description="met when `metric` is not below this")
     max_tokens: TokenBudget = Field(ge=1, description="the stage ends here at the latest; more than `tokens`")
 
     @property
-    def needs_full(self) -> bool:
-        """Whether it refers to full attention on the same weights."""
-        return self.trailing_loss_recovered.reference == "full"
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the evaluations' numbers that the criterion reads."""
+        if self.trailing_loss_recovered is None:
+            return (self.metric,) if self.metric is not None else ()
+        if self.trailing_loss_recovered.reference == "full":
+            return ("trailing_loss", "trailing_loss_full")
+        return ("trailing_loss",)
 
 
 class WandbConfig(Section):
@@ -161,7 +172,7 @@ class WatchConfig(Section):
     """Stalled ranks and stragglers. A phase of the run (waiting for data, a step, an evaluation, a checkpoint) stalls
     when it takes much longer than it lately did; until that is known, and at most, 0.8 x parallel.timeout."""
 
-    least: float = Field(120.0, gt=0, description="seconds before any phase is called stalled")
+    least: float = Field(120.0, gt=0, description="seconds before any phase counts as stalled")
     factor: float = Field(
         10.0, gt=1, description="times the median of the phase's recent times before it is called stalled"
     )

@@ -14,11 +14,11 @@ from moba_train.config.run import (
     CheckpointConfig,
     ContextParallelConfig,
     EvaluationConfig,
-    GateConfig,
     HealthConfig,
     ParallelConfig,
     PrecisionConfig,
     TelemetryConfig,
+    UntilConfig,
 )
 
 
@@ -29,7 +29,9 @@ class StageConfig(Section):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="shown in logs; unique in the recipe")
     seq_len: Length = Field(description="tokens of one training sequence")
     tokens: TokenBudget = Field(ge=1, description="training tokens of this stage, rounded up to whole steps")
-    until: GateConfig | None = Field(None, description="goes on beyond `tokens` until this is so; null: ends there")
+    until: UntilConfig | None = Field(
+        None, description="exit criterion: the stage goes on beyond `tokens` until it is met; null: it ends there"
+    )
     batch_tokens: Length | None = Field(None, description="tokens per optimizer step; default: the recipe's")
     micro_batch_size: int | None = Field(None, ge=1, description="sequences per rank and pass; default: the recipe's")
     rope: RopeConfig | None = Field(None, description="merged over model.rope, key by key, for this stage only")
@@ -46,7 +48,7 @@ class RunConfig(Section):
     """A whole training run: one model taken through a list of stages."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="the run's name in logs and wandb")
-    run_dir: str = Field(min_length=1, description="folder for logs, checkpoints and pictures")
+    run_dir: str = Field(min_length=1, description="folder for logs, checkpoints and plots")
     seed: int = Field(0, ge=0, lt=2**31, description="of the initial weights and of the data order")
     model: ModelConfig
     init_from: str | None = Field(

@@ -1,4 +1,4 @@
-"""What each stage of a recipe comes to, once its defaults are filled in."""
+"""The stages of a recipe with all their defaults filled in."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from moba_train.config.base import Section
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import RopeConfig
 from moba_train.config.optim import ScheduleConfig
-from moba_train.config.run import ContextParallelConfig, GateConfig, ParallelConfig
+from moba_train.config.run import ContextParallelConfig, ParallelConfig, UntilConfig
 from moba_train.config.schema import RunConfig
 
 
@@ -17,7 +17,8 @@ from moba_train.config.schema import RunConfig
 class Stage:
     """One stage, fully resolved. Steps and tokens count over the whole run; `end` values are exclusive.
 
-    A stage with a gate (`until`) ends at `max_steps` until its gate has opened: ends are the latest possible ones.
+    A stage with an exit criterion (`until`) ends at `max_steps` as long as the criterion is not met: its end values and
+    those of later stages are the latest possible ones.
     """
 
     index: int
@@ -32,17 +33,18 @@ class Stage:
     lr: float
     schedule: ScheduleConfig | None
     """The stage's own schedule, or None while the run's schedule goes on."""
-    gate: GateConfig | None
+    until: UntilConfig | None
+    """The exit criterion; None: the stage ends with its `tokens`."""
     planned_steps: int
     """Steps that `tokens` make. The learning rate knows no others, see optim/schedule.py."""
     max_steps: int
-    """With a gate, steps that `max_tokens` make; else `planned_steps`."""
+    """With an exit criterion, steps that `max_tokens` make; else `planned_steps`."""
     first_step: int
     end_step: int
     first_token: int
     end_token: int
     planned_first_token: int
-    """`first_token`, had no gate kept a stage before from its end."""
+    """`first_token`, had every stage before ended with its planned steps."""
 
     @property
     def steps(self) -> int:
@@ -66,16 +68,16 @@ class Stage:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each layer's attention, first to last."""
+        """Attention kind of each layer, first to last."""
         return tuple(layer.kind for layer in self.attention)
 
     def tokens_after(self, step: int) -> int:
-        """Tokens that the run has consumed after `step`, one of this stage's."""
+        """Tokens that the run has consumed after `step`, a step of this stage."""
         return self.first_token + (step - self.first_step) * self.batch_tokens
 
     def describe(self) -> str:
-        """In one line."""
-        steps = f"{self.planned_steps} to {self.max_steps}" if self.gate else str(self.steps)
+        """The stage in one line."""
+        steps = f"{self.planned_steps} to {self.max_steps}" if self.until else str(self.steps)
         kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(self.kinds).items())
         return (
             f"stage {self.name}: sequences of {self.seq_len} tokens, {self.batch_tokens} tokens per step, "
@@ -93,10 +95,10 @@ def merge_parallel(base: ParallelConfig, over: ContextParallelConfig | None) -> 
     return base if over is None else base.model_copy(update=over.model_dump(exclude_unset=True))
 
 
-def resolve_stages(config: RunConfig, gated_steps: Mapping[str, int] | None = None) -> tuple[Stage, ...]:
+def resolve_stages(config: RunConfig, exited_steps: Mapping[str, int] | None = None) -> tuple[Stage, ...]:
     """All stages of a validated recipe, in order. Raises ConfigError as `resolve_layers` does.
 
-    gated_steps: by name, how many steps the stages took whose gate has opened.
+    exited_steps: steps that the stages took whose exit criterion was met, by the stage's name.
     """
     stages: list[Stage] = []
     step = token = planned_token = 0
@@ -104,7 +106,7 @@ def resolve_stages(config: RunConfig, gated_steps: Mapping[str, int] | None = No
         batch_tokens = stage.batch_tokens or config.batch_tokens
         planned = -(-stage.tokens // batch_tokens)
         longest = -(-stage.until.max_tokens // batch_tokens) if stage.until else planned
-        steps = (gated_steps or {}).get(stage.name, longest)
+        steps = (exited_steps or {}).get(stage.name, longest)
         own_schedule = stage.schedule or (config.optim.schedule if stage.lr is not None else None)
         stages.append(
             Stage(
@@ -119,7 +121,7 @@ def resolve_stages(config: RunConfig, gated_steps: Mapping[str, int] | None = No
                 sources=tuple(stage.train or config.data.train),
                 lr=stage.lr or config.optim.lr,
                 schedule=own_schedule,
-                gate=stage.until,
+                until=stage.until,
                 planned_steps=planned,
                 max_steps=longest,
                 first_step=step,

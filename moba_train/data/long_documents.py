@@ -27,13 +27,8 @@ class LongDocumentSamples:
     ) -> None:
         self.seq_len = seq_len
         self._vocab_size = vocab_size
-        self._corpora = [IndexedDataset(path) for path in dict.fromkeys(source.path for source in sources)]
-        places = [
-            (corpus, document, start)
-            for corpus, dataset in enumerate(self._corpora)
-            for document in np.flatnonzero(dataset.document_lengths > seq_len).tolist()
-            for start in range(0, int(dataset.document_lengths[document]) - seq_len, seq_len)
-        ]
+        self._corpora = _corpora(sources)
+        places = _places(self._corpora, seq_len)
         self._places = [places[index] for index in permutation(len(places), (seed, seq_len))[:sequences]]
 
     def __len__(self) -> int:
@@ -57,3 +52,22 @@ class LongDocumentSamples:
             lengths=[self.seq_len],
             parts=[DocumentPart(dataset.prefix, document, start, stop)],
         )
+
+
+def count_samples(sources: Sequence[SourceConfig], seq_len: int) -> int:
+    """Number of samples of `seq_len` tokens that the documents of `sources` give; DataError for a damaged corpus."""
+    return len(_places(_corpora(sources), seq_len))
+
+
+def _corpora(sources: Sequence[SourceConfig]) -> list[IndexedDataset]:
+    return [IndexedDataset(path) for path in dict.fromkeys(source.path for source in sources)]
+
+
+def _places(corpora: Sequence[IndexedDataset], seq_len: int) -> list[tuple[int, int, int]]:
+    """Corpus, document and first token of every sample."""
+    return [
+        (corpus, document, start)
+        for corpus, dataset in enumerate(corpora)
+        for document in np.flatnonzero(dataset.document_lengths > seq_len).tolist()
+        for start in range(0, int(dataset.document_lengths[document]) - seq_len, seq_len)
+    ]

@@ -1,8 +1,10 @@
 """Evaluations that run inside training and from the command line.
 
-loss           mean token loss on held-out text
-position_wise  loss by place in the context
-stage          what is evaluated while a stage trains, and its gate
-variants       the attentions that the same weights are evaluated with
-checkpoint     `moba-train eval`
+evaluation       the interface
+registry         the evaluations there are
+validation_loss  mean token loss on held-out text
+position_wise    loss by position in the context
+variants         the attentions that the same weights are evaluated with
+stage            evaluations while a stage trains
+checkpoint       `moba-train eval`
 """

@@ -1,7 +1,8 @@
-"""Loss by place in the context, on stretches that lie inside one document."""
+"""Loss by position in the context, on samples that lie inside one document."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,16 +10,90 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from moba_train.config.quantities import format_count
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
 from moba_train.data.batch import collate
-from moba_train.data.long_documents import LongDocumentSamples
+from moba_train.data.long_documents import LongDocumentSamples, count_samples
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import token_losses
 from moba_train.parallel.stage import DataShard
 
 
+class PositionWise(Evaluation):
+    """Loss by position in the context, in buckets; the last bucket's is the trailing loss. See docs/stages.md."""
+
+    name = "position_wise"
+    key = "evaluation.position_wise"
+    numbers = frozenset({"trailing_loss", "trailing_loss_error"})
+    numbers_against_full = frozenset({"trailing_loss_full", "trailing_gap", "trailing_gap_error"})
+
+    def __init__(self, config: RunConfig, stage: Stage) -> None:
+        wanted = config.evaluation.position_wise
+        assert wanted is not None
+        self.every = wanted.every or config.evaluation.every
+        self.compare_with_full = wanted.attention == "both"
+        self._bucket = wanted.bucket
+        self._samples = LongDocumentSamples(
+            config.data.validation, stage.seq_len, wanted.sequences, config.seed, config.model.vocab_size
+        )
+        if not len(self._samples):
+            self.missing = f"data.validation has no document longer than the stage's {stage.seq_len} tokens"
+
+    @classmethod
+    def enabled(cls, config: RunConfig) -> bool:
+        """Where the recipe has the section."""
+        return config.evaluation.position_wise is not None
+
+    @classmethod
+    def problems(cls, config: RunConfig) -> Iterator[str]:
+        """No documents to evaluate on, or a bucket that does not divide a stage's length."""
+        wanted = config.evaluation.position_wise
+        if wanted is None:
+            return
+        if not config.data.validation:
+            yield f"{cls.key}: needs documents to evaluate on; set data.validation, or remove it"
+        for index, stage in enumerate(config.stages):
+            if stage.seq_len % wanted.bucket:
+                yield (
+                    f"{cls.key}.bucket: given {wanted.bucket}, which does not divide stages[{index}].seq_len "
+                    f"{stage.seq_len}"
+                )
+
+    @classmethod
+    def data_problems(cls, config: RunConfig, stage: Stage) -> Iterator[str]:
+        """Fewer than two samples: a single one has no standard error."""
+        found = count_samples(config.data.validation, stage.seq_len)
+        if found < 2:
+            yield (
+                f"data.validation has {found} samples of {stage.seq_len} tokens inside one document, at least 2 are "
+                "needed for the trailing loss; hold out longer documents"
+            )
+
+    @classmethod
+    def sequences_per_pass(cls, stage: Stage) -> int:
+        """One: losses are reported for each sequence."""
+        return 1
+
+    def run(self, context: EvaluationContext) -> EvaluationResult:
+        """`trailing_loss` and, where full attention is tried too, `trailing_gap`, each with its standard error."""
+        curves = {
+            name: position_wise_loss(context.model, self._samples, self._bucket, context.share, context.device)
+            for name in context.each_attention()
+        }
+        return summarize(curves, context.own)
+
+    def plot(self, data: Mapping[str, dict[str, Any]], folder: Path) -> None:
+        """`position_wise.png`."""
+        from moba_train.report.position_plot import draw_position_wise  # matplotlib is slow to import
+
+        draw_position_wise(data, folder / "position_wise.png")
+
+
 @dataclass(frozen=True)
 class PositionWiseLoss:
-    """Losses in nats per token, by bucket of the context. Standard errors take sequences, not tokens, as random."""
+    """Losses in nats per token, by bucket of the context. Standard errors are over sequences, not over tokens."""
 
     bucket: int
     """Tokens in a bucket."""
@@ -27,12 +102,12 @@ class PositionWiseLoss:
 
     @property
     def mean(self) -> npt.NDArray[np.float64]:
-        """[buckets]"""
+        """Mean over the sequences, [buckets]."""
         return self.losses.mean(0)
 
     @property
     def standard_error(self) -> npt.NDArray[np.float64]:
-        """[buckets]: of the mean; NaN for a single sequence."""
+        """Standard error of `mean`, [buckets]; NaN for a single sequence."""
         sequences = len(self.losses)
         return self.losses.std(0, ddof=1) / np.sqrt(sequences) if sequences > 1 else np.full(self.mean.shape, np.nan)
 
@@ -47,7 +122,7 @@ class PositionWiseLoss:
         return float(self.standard_error[-1])
 
     def above(self, other: "PositionWiseLoss") -> "PositionWiseLoss":
-        """The difference to another attention's losses on the same sequences, whose standard error is that of pairs."""
+        """Difference to another attention's losses on the same sequences; its standard error is the paired one."""
         return PositionWiseLoss(self.bucket, self.losses - other.losses)
 
     def to_json(self) -> dict[str, Any]:
@@ -58,39 +133,51 @@ class PositionWiseLoss:
 
 @torch.no_grad()
 def position_wise_loss(
-    model: Transformer, stretches: LongDocumentSamples, bucket: int, share: DataShard, device: torch.device
+    model: Transformer, samples: LongDocumentSamples, bucket: int, share: DataShard, device: torch.device
 ) -> PositionWiseLoss:
-    """The model's loss on all `stretches` (at least one), equal on every rank and, up to rounding, for every layout.
+    """The model's loss on all `samples` (at least one), equal on every rank and, up to rounding, for every layout.
 
-    `bucket` divides the stretches' length. Called on all ranks together, which make equally many passes of one sequence
-    for each group of ranks that shares one.
+    `bucket` divides the length of the samples. Called on all ranks together: each data-parallel rank makes the same
+    number of passes, of one sequence each.
     """
-    sequences, buckets = len(stretches), stretches.seq_len // bucket
+    sequences = len(samples)
+    buckets = samples.seq_len // bucket
     sums = torch.zeros(sequences, buckets, dtype=torch.float64, device=device)
     for first in range(0, sequences, share.dp_size):
         index = first + share.dp_rank
-        batch = share.shard_batch(collate([stretches.sample(min(index, sequences - 1))])).to(device)
+        batch = share.shard_batch(collate([samples.sample(min(index, sequences - 1))])).to(device)
         losses_n = token_losses(model, batch)
         if index < sequences:
-            # Every place of the sequence is here once at most, so this adds up in one order only.
-            loss_T = torch.zeros(stretches.seq_len, dtype=torch.float64, device=device)
+            # Each position occurs at most once on a rank, so the order of the additions does not matter.
+            loss_T = torch.zeros(samples.seq_len, dtype=torch.float64, device=device)
             loss_T[batch.positions[batch.loss_index]] = (losses_n * batch.loss_weight).double()
             sums[index] = loss_T.view(buckets, bucket).sum(1)
     dist.all_reduce(sums)
     return PositionWiseLoss(bucket, (sums / bucket).cpu().numpy())
 
 
-def describe(curves: Mapping[str, PositionWiseLoss], own: str) -> tuple[str, dict[str, float], dict[str, Any]]:
-    """Evaluations of one model by the name of its attention, of which it was trained with `own`: in a sentence, as
-    numbers to follow over training, and whole, as JSON values."""
+def summarize(curves: Mapping[str, PositionWiseLoss], own: str) -> EvaluationResult:
+    """The result of evaluating one model with several attentions, by name; `own` is the one it was trained with."""
     curve, full = curves[own], curves.get("full")
-    text = f"trailing loss {curve.trailing:.4f} +- {curve.trailing_error:.4f} with {own} attention"
+    message = f"trailing loss {curve.trailing:.4f} +- {curve.trailing_error:.4f} with {own} attention"
     numbers = {"trailing_loss": curve.trailing, "trailing_loss_error": curve.trailing_error}
     if full is not None and own != "full":
         gap = curve.above(full)
-        text += f", {gap.trailing:+.4f} +- {gap.trailing_error:.4f} against full attention on the same weights"
+        message += f", {gap.trailing:+.4f} +- {gap.trailing_error:.4f} against full attention on the same weights"
         numbers["trailing_loss_full"] = full.trailing
-        numbers |= {"trailing_gap": gap.trailing, "trailing_gap_error": gap.trailing_error}
+        numbers["trailing_gap"] = gap.trailing
+        numbers["trailing_gap_error"] = gap.trailing_error
     by_name = {name: other.to_json() for name, other in curves.items()}
-    whole = {"bucket": curve.bucket, "sequences": len(curve.losses), "attention": own, "curves": by_name}
-    return text, numbers, whole
+    data = {"bucket": curve.bucket, "sequences": len(curve.losses), "attention": own, "curves": by_name}
+    return EvaluationResult(numbers, message, [*_table(curves), message], data)
+
+
+def _table(curves: Mapping[str, PositionWiseLoss]) -> list[str]:
+    """Loss by position, a line for each bucket."""
+    some = next(iter(curves.values()))
+    lines = [f"{'tokens':<20}" + "".join(f"{name:>20}" for name in curves)]
+    for place in range(some.losses.shape[1]):
+        first, last = (format_count(edge, 1024) for edge in (place * some.bucket, (place + 1) * some.bucket))
+        cells = [f"{curve.mean[place]:.4f} +- {curve.standard_error[place]:.4f}" for curve in curves.values()]
+        lines.append(f"{f'{first} to {last}':<20}" + "".join(f"{cell:>20}" for cell in cells))
+    return lines

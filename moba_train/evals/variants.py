@@ -9,24 +9,25 @@ from moba_train.config.stages import Stage
 from moba_train.errors import UserError
 
 Layers = tuple[LayerAttention, ...]
+"""The attention of every layer, first to last."""
 
 
 def name_of(layers: Layers) -> str:
-    """The kind that makes these layers what they are: the first that is not `full`, else "full"."""
+    """The first attention kind among the layers that is not `full`; "full" where all of them are."""
     return next((layer.kind for layer in layers if layer.kind != "full"), "full")
 
 
 def with_full(layers: Layers) -> dict[str, Layers]:
-    """By name: these layers, and full attention everywhere unless that is what they are."""
+    """These layers, and full attention in every layer where they are anything else, by name."""
     full = tuple(LayerAttention("full", FullAttention.Options()) for _ in layers)
     return {name_of(layers): layers} | ({"full": full} if name_of(layers) != "full" else {})
 
 
-def variants(config: RunConfig, stage: Stage, wanted: Literal["full", "moba", "both"]) -> dict[str, Layers]:
-    """By name, what a checkpoint of `stage` is evaluated with: MoBA is the stage's own attention or, where all its
-    layers are full, the recipe's.
+def variants(config: RunConfig, stage: Stage, wanted: Literal["full", "own", "both"]) -> dict[str, Layers]:
+    """The attentions that a checkpoint of `stage` is evaluated with, by name.
 
-    Raises UserError where only MoBA is wanted and there is none.
+    `own` is the stage's attention or, where all its layers are full, the recipe's. Raises UserError where only `own` is
+    wanted and all layers of both are full.
     """
     own = stage.attention
     if name_of(own) == "full":
@@ -38,6 +39,6 @@ def variants(config: RunConfig, stage: Stage, wanted: Literal["full", "moba", "b
         return {"full": found["full"]}
     if name_of(own) == "full":
         raise UserError(
-            "--attention moba: neither the checkpoint's stage nor its recipe has any other than full layers"
+            "--attention own: all layers of the checkpoint's stage and of its recipe are full; use --attention full"
         )
     return {name_of(own): own}

@@ -1,4 +1,4 @@
-"""Reading a dump of a spike: its numbers as tables, and the documents of its batch as text, the worst first."""
+"""Shows the dump of a spike: its numbers as tables, and the documents of its batch as text, highest loss first."""
 
 import json
 import math
@@ -26,15 +26,15 @@ class PartLoss(NamedTuple):
 
     part: DocumentPart
     loss: float
-    """Mean over its loss tokens; 0 without any."""
+    """Mean loss over its loss tokens; 0 where it has none."""
     loss_tokens: float
 
 
 def print_spike(run_dir: Path, step: int | None, documents: int, console: Console) -> None:
-    """Print the dump of `step`, by default the newest, with the beginnings of its `documents` of highest loss.
+    """Print the dump of `step`, by default the newest one, with the beginnings of its `documents` of highest loss.
 
-    Text where the run has a tokenizer, else token ids. Raises UserError when there is no such dump, or none that this
-    version can read.
+    Documents are printed as text where the run has a tokenizer, else as token ids. Raises UserError when there is no
+    such dump, or when this version cannot read it.
     """
     path, others = _find_dump(run_dir, step)
     try:
@@ -91,7 +91,7 @@ def _rank_table(dump: dict[str, Any]) -> Table:
 
 
 def _layer_table(dump: dict[str, Any]) -> Table:
-    """Over all ranks: the largest max lse, and how the chosen blocks are spread."""
+    """The largest max lse of all ranks, and how the selected blocks are spread, for each layer."""
     norms, ranks = dump["gradient_norms"], dump["ranks"]
     max_lse = [max(lse) for lse in zip(*(rank["max_lse"] for rank in ranks), strict=True)]
     gate = [mean_choices(layer) or {} for layer in zip(*(rank["gate"] for rank in ranks), strict=True)]

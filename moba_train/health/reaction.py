@@ -1,7 +1,8 @@
-"""What a run does about a spike: goes on, leaves the step out, goes back to a good checkpoint, or stops.
+"""The reaction of a run to a spike: apply the step, skip it, roll back to a good checkpoint, or stop.
 
-A flagged step is cheapest undone before it is done: its gradients are dropped. Going back at the first flagged step
-would compute the same weights again, so that is for what skipping cannot mend: weights that are harmed already.
+Skipping is the cheapest reaction: the gradients of a flagged step are dropped before they reach the weights. A rollback
+at the first flagged step would only compute the same weights again, so it is for what skipping cannot repair: weights
+that are damaged already.
 """
 
 from collections.abc import Collection
@@ -13,14 +14,14 @@ from moba_train.config.run import SpikeConfig
 from moba_train.health.spike import SpikeReport
 
 BUDGET_STEPS = 1000
-"""Over so many steps skips and rollbacks are counted: a budget for a whole run would end every long one."""
+"""Steps over which skips and rollbacks are counted: a budget for the whole run would end every long run."""
 
 Action = Literal["apply", "skip", "rollback", "stop"]
 
 
 @dataclass(frozen=True)
 class Reaction:
-    """What to do with a step, and how to say so."""
+    """What to do with a step, and the text about it for the log."""
 
     action: Action
     message: str
@@ -31,7 +32,7 @@ def react(
 ) -> Reaction:
     """The reaction to the report of `step`, given the steps `skipped` so far and the `rollbacks` [[from, to], ...].
 
-    It follows from numbers that all ranks share, so that all decide alike.
+    Depends only on numbers that are equal on all ranks, so that all ranks decide the same.
     """
     skips = sum(old > step - BUDGET_STEPS for old in skipped)
     returns = sum(old > step - BUDGET_STEPS for old, _ in rollbacks)
@@ -58,10 +59,10 @@ def react(
 
 
 def good_before(step: int, flagged: Collection[int], rollbacks: Collection[list[int]]) -> Accept:
-    """Agrees to the meta of a checkpoint from before `step` that was saved while the detector was calm.
+    """Accepts the meta of a checkpoint from before `step` that was saved while the detector was calm.
 
-    The step after it must not be among the `flagged`: weights that the very next step finds broken were so when saved.
-    And it must not lie in what one of the `rollbacks` [[from, to], ...] has undone.
+    The step after it must not be among the `flagged` ones: weights that the next step finds broken were saved broken.
+    And it must not lie among the steps that one of the `rollbacks` [[from, to], ...] has undone.
     """
 
     def accept(meta: dict[str, Any]) -> bool:

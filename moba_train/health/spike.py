@@ -1,11 +1,11 @@
-"""Spotting loss spikes without being fooled by the curve's own trend or by the spikes themselves.
+"""Detection of loss spikes, robust against the curve's own trend and against the spikes themselves.
 
 The score is a one-sided robust z: how many robust standard deviations (1.4826 x MAD) a value lies above the median of
-the last `window` values that were not flagged. A falling curve has its newest values below that median, so the trend
+the last `window` values that were not flagged. The newest values of a falling curve lie below that median, so the trend
 never alarms; a flagged value stays out of the window, so a spike does not widen the scale for the next one.
 
-The score is taken on logarithms. A gradient norm is roughly log-normal: scored as it is, 5 of 20 simulated clean runs
-of 5,000 steps raised a false alarm; on its logarithm none did.
+The score is taken on logarithms, because a gradient norm is roughly log-normal: on the norm itself, 5 of 20 simulated
+clean runs of 5,000 steps raised a false alarm; on its logarithm none did.
 """
 
 import math
@@ -17,14 +17,14 @@ from typing import Any, Literal
 from moba_train.errors import CheckpointError
 
 WARM_UP = 16
-"""Values to see before judging any."""
+"""Values that are collected before any is judged."""
 
 SCALE_FLOOR = 0.01
-"""Smallest standard deviation of the logarithm, that is 1 % of the value: on a flat curve the MAD is nearly 0 and every
-ripple would alarm."""
+"""Smallest standard deviation of the logarithm, that is 1 % of the value: the MAD of a flat curve is nearly 0, so that
+every ripple would raise an alarm."""
 
 TINY = 1e-12
-"""Stands for a loss or gradient norm of 0, which has no logarithm."""
+"""Lower bound of a loss or gradient norm before its logarithm is taken: 0 has none."""
 
 RECOVERY_SIGMA = 3.0
 RECOVERY_STEPS = 50
@@ -35,7 +35,7 @@ Level = Literal["ok", "warn", "error", "fatal"]
 
 @dataclass(frozen=True)
 class SpikeReport:
-    """What one step looks like. `z_loss` and `z_grad` are 0 during the warm-up and NaN when the value is not finite;
+    """The verdict on one step. `z_loss` and `z_grad` are 0 during the warm-up and NaN when the value is not finite;
     `message` is empty at level ok."""
 
     level: Level
@@ -43,7 +43,7 @@ class SpikeReport:
     z_grad: float
     message: str
     flagged: bool = False
-    """Whether this step's own values stand out; an error may come at a step that is merely too high for too long."""
+    """Whether this step's own values are spikes; an error can also mean a loss that is too high for too long."""
     continues: bool = False
     """Whether the step before was flagged too."""
 
@@ -65,7 +65,7 @@ class SpikeDetector:
         self._last_flagged: int | None = None
 
     def observe(self, step: int, loss: float, grad_norm: float) -> SpikeReport:
-        """Judges the values of `step` and, unless they are flagged, learns from them."""
+        """Judge the values of `step` and, unless they are flagged, add them to the window."""
         continues = self._last_flagged is not None and self._last_flagged == step - 1
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._last_flagged = step
@@ -93,19 +93,19 @@ class SpikeDetector:
         return SpikeReport(level, z_loss, z_grad, message, bool(flagged), continues)
 
     def is_calm(self, step: int) -> bool:
-        """Whether no spike waits for its recovery and none of the last 50 steps up to `step` was flagged."""
+        """Whether the loss has recovered from every spike and none of the last 50 steps up to `step` was flagged."""
         quiet = self._last_flagged is None or step - self._last_flagged >= RECOVERY_STEPS
         return quiet and self._recovery_limit is None
 
     def rebaseline(self) -> None:
-        """Forgets the past, where loss and gradient norm change for good reason: at a switch of stage."""
+        """Forget the past: for a switch of stage, where loss and gradient norm change for a good reason."""
         self._loss.values.clear()
         self._grad.values.clear()
         self._recovery_limit = None
         self._steps_above = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; `load_state_dict` makes a detector that gives the same reports from here on."""
+        """State as JSON values; a detector that loads it gives the same reports from here on."""
         return {
             "loss": list(self._loss.values),
             "grad_norm": list(self._grad.values),
@@ -115,8 +115,8 @@ class SpikeDetector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over the past of another detector; of a longer one, its newest values. Raises CheckpointError for what
-        is no such state."""
+        """Load the state of another detector; of a longer window, its newest values. Raises CheckpointError where a
+        key is missing or has a wrong type."""
         self.rebaseline()
         try:
             self._loss.values.extend(state["loss"])
@@ -125,7 +125,7 @@ class SpikeDetector:
             self._steps_above = state["steps_above"]
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"the checkpoint's spike detector is not from this version: {error!r}") from None
-        self._last_flagged = state.get("last_flagged")  # older checkpoints have none
+        self._last_flagged = state.get("last_flagged")  # missing in older checkpoints
 
     def _not_recovering(self, step: int, loss: float) -> str | None:
         """The error text if the loss has been too high for too long since the last spike."""

@@ -1,7 +1,8 @@
 """Which rank is the slowest, and by how much.
 
-All ranks meet once a step. What a rank needs from one meeting to the next, collectives in the step included, shows slow
-data, disks and hosts; the time of its attention, which holds no communication, shows slow GPUs and unequal work.
+All ranks meet once a step, in a collective on the host. The time from one meeting to the next, the step's collectives
+included, shows slow data, disks and hosts; the time in attention, which holds no communication, shows slow GPUs and
+unequal work.
 """
 
 import time
@@ -11,11 +12,11 @@ from contextlib import contextmanager
 import torch
 
 from moba_train.attention.clock import AttentionClock, attention_timed
-from moba_train.parallel.world import sum_over_ranks, values_of_ranks
+from moba_train.parallel.world import values_of_ranks
 
 
 class Stragglers:
-    """Compares the ranks at every `every`-th step (0: never)."""
+    """Compares the times of the ranks at every `every`-th step (0: never)."""
 
     def __init__(self, every: int, device: torch.device) -> None:
         self._every, self._device = every, device
@@ -23,13 +24,13 @@ class Stragglers:
         self._step_s = 0.0
         self._clock: AttentionClock | None = None
 
-    def meet(self, values: list[float]) -> list[float]:
-        """`sum_over_ranks`, called once a step: where the ranks wait for each other."""
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Around the collective of each step in which the ranks wait for each other."""
         if self._met is not None:
             self._step_s = time.perf_counter() - self._met
-        totals = sum_over_ranks(values)
+        yield
         self._met = time.perf_counter()
-        return totals
 
     @contextmanager
     def attention(self, step: int) -> Iterator[None]:
@@ -41,9 +42,11 @@ class Stragglers:
             yield
 
     def metrics(self, step: int) -> dict[str, float]:
-        """For each time, `straggler_*` the largest of all ranks over their mean and `straggler_*_rank` whose it is; and
-        `attention_s`, the ranks' mean. The step's time is the one of the step before. Called on all ranks; empty unless
-        it is time."""
+        """Comparison of the ranks' times; empty unless one is due at `step`. Called on all ranks.
+
+        `straggler_step` and `straggler_attention` are the longest time over the mean of all ranks, `straggler_*_rank`
+        the rank that took it, and `attention_s` the mean time in attention. The step's time is that of the step before.
+        """
         if not self._due(step) or self._clock is None:
             return {}
         every = values_of_ranks([self._step_s, self._clock.seconds()])

@@ -1,9 +1,9 @@
 """Naming the rank that stalls, and what it was doing, while the others still wait for it.
 
-A thread of each rank publishes a sign of life: which phase the training thread is in, and for how long. When the phase
+A thread of each rank publishes heartbeats: which phase the training thread is in, and for how long. When the phase
 takes much longer than it lately did, the thread adds the training thread's stack and writes the rank's flight record.
-The first rank that still gives signs of life looks at those of all others and names the one that all wait for: one that
-gives none, else the one that is behind. The run itself is ended by the timeout of the collectives, see
+The first rank that is alive reads the heartbeats of all ranks and names the rank that the others wait for: one whose
+heartbeat has stopped, else the one that is behind. The timeout of the collectives ends the run, see
 parallel/failures.py.
 """
 
@@ -15,7 +15,8 @@ import threading
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,14 +24,17 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from moba_train.config.run import WatchConfig
+from moba_train.parallel.context import comm
 from moba_train.parallel.failures import Heartbeat
 from moba_train.parallel.world import World, flight_records
 
 KNOWN_AFTER = 3
-"""So many times a phase must have been through before its time counts as known."""
+"""Completed times of a phase after which its duration counts as known."""
 BEFORE_TIMEOUT = 0.8
-"""Of the collectives' timeout: a stall is reported before it ends the run."""
-_WAITING = ("torch/distributed/", "moba_train/parallel/context/comm.py")
+"""Longest limit of a phase, as a share of the collectives' timeout: a stall is reported before it ends the run."""
+_BETWEEN = "between phases"
+_COMMUNICATION = (str(Path(dist.__file__).parent), comm.__file__)
+"""Where the innermost frame of a rank lies that waits in a collective."""
 _FRAMES = 12
 _MOST_NAMED = 8
 
@@ -38,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def stalls_folder(run_dir: Path) -> Path:
-    """Where a run keeps the flight records of stalled ranks."""
+    """Folder of a run for the flight records of stalled ranks."""
     return run_dir / "stalls"
 
 
@@ -51,33 +55,33 @@ class _Phase(NamedTuple):
 
 
 class PhaseTimes:
-    """How long a phase of the run may take, from how long it took: `factor` x the median of the last 64 times, not less
-    than `least`, not more than `most` seconds; `most` while it has been through fewer than 3 times."""
+    """How long each phase of the run may take: `factor` x the median of its last 64 times, not less than `least`, not
+    more than `most` seconds; `most` while it has completed fewer than 3 times."""
 
     def __init__(self, least: float, factor: float, most: float) -> None:
         self._least, self._factor, self._most = least, factor, most
         self._times: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=64))
 
     def add(self, phase: str, seconds: float) -> None:
-        """It took so long."""
+        """Record that `phase` took `seconds`."""
         self._times[phase].append(seconds)
 
     def limit(self, phase: str) -> float:
-        """Seconds after which it counts as stalled."""
+        """Seconds after which `phase` counts as stalled."""
         times = self._times[phase]
         if len(times) < KNOWN_AFTER:
             return self._most
         return min(self._most, max(self._least, self._factor * statistics.median(times)))
 
     def forget(self) -> None:
-        """The times will be others: at a switch of stage."""
+        """Forget all times: at a switch of stage they change."""
         self._times.clear()
 
 
 class Watch:
-    """Watches the thread that made it; `enter` is called on all ranks in the same order, and costs microseconds.
+    """Watches the thread that constructs it. All ranks go through the same phases in the same order.
 
-    `report` is given the text about a stall, on the rank that found it, in the watching thread.
+    `report` gets the text about a stall, on the rank that found it, in the watching thread.
     """
 
     def __init__(self, config: WatchConfig, world: World, folder: Path, report: Callable[[str], None]) -> None:
@@ -89,7 +93,7 @@ class Watch:
         self._store: dist.Store = world.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         self._folder, self._report = folder, report
         self._watched = threading.get_ident()
-        self._now = _Phase(0, "start", 0, time.monotonic(), most)
+        self._now = _Phase(0, _BETWEEN, 0, time.monotonic(), most)
         self._beats = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._reported = self._recorded = -1
@@ -97,18 +101,31 @@ class Watch:
         self._thread = threading.Thread(target=self._work, name="watch", daemon=True)
         self._thread.start()
 
-    def enter(self, phase: str, step: int) -> None:
-        """The training thread has done with what it did and begins `phase`; `step` steps are complete."""
-        last, now = self._now, time.monotonic()
-        self._times.add(last.name, now - last.began)
+    @contextmanager
+    def phase(self, name: str, step: int) -> Iterator[None]:
+        """Inside, the training thread is in the phase `name`, after `step` complete steps; costs microseconds.
+
+        Phases may be nested: at its end an inner phase gives way to the outer one. A phase that ends with an exception
+        stays the current one, because that is where the rank was.
+        """
+        outer = self._now.name
+        self._enter(name, step)
+        yield
+        self._enter(outer, step)
+
+    def _enter(self, phase: str, step: int) -> None:
+        last = self._now
+        now = time.monotonic()
+        if last.name != _BETWEEN:  # its limit stays `most`: nothing is known of what happens there
+            self._times.add(last.name, now - last.began)
         self._now = _Phase(last.entered + 1, phase, step, now, self._times.limit(phase))
 
     def forget(self) -> None:
-        """Phases will take another time than they did."""
+        """Forget how long phases took: from now on they take another time."""
         self._times.forget()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._closed.set()
         self._thread.join(self._interval_s + 1)
 
@@ -138,7 +155,7 @@ class Watch:
             _write_flight_record(self._folder, self._rank, self._cuda)
 
     def _name_who_stalls(self, phase: _Phase, own: Heartbeat) -> None:
-        """If it is this rank's to say, and time."""
+        """Report a stall, if this is the first rank that is alive and its own phase is over its limit."""
         if any(not self._silent(rank, phase.limit_s) for rank in range(self._rank)):
             return  # one of them names it
         beats = {rank: Heartbeat.latest(self._store, rank) for rank in range(self._size)}
@@ -150,7 +167,7 @@ class Watch:
             self._report(text)
 
     def _silent(self, rank: int, limit_s: float) -> bool:
-        """Whether no beat of `rank` has come for a quarter of the limit, since this rank began to look."""
+        """Whether no heartbeat of `rank` came for a quarter of the limit, since this rank first read it."""
         beat, now = Heartbeat.latest(self._store, rank), time.monotonic()
         count = beat.count if beat else 0
         if rank not in self._seen or self._seen[rank][0] != count:
@@ -159,15 +176,15 @@ class Watch:
 
 
 def _behind(beats: dict[int, Heartbeat | None], silent: list[int]) -> list[int]:
-    """The ranks that the others wait for: those that are silent, else those that have come least far and should have
-    come further, and of several in the same phase those that do not wait themselves."""
+    """The ranks that the others wait for: the silent ones, else those in the earliest phase if all of them are over
+    their limit, and of several in the same phase those that do not wait in a collective."""
     if silent:
         return silent
     alive = {rank: beat for rank, beat in beats.items() if beat}
     least = min(beat.entered for beat in alive.values())
     last = {rank: beat for rank, beat in alive.items() if beat.entered == least}
     if any(beat.age_s <= beat.limit_s for beat in last.values()):
-        return []  # they may take so long: a checkpoint, say
+        return []  # one of them is within its limit: in a checkpoint, for example
     return [rank for rank, beat in last.items() if not beat.waits] or list(last)
 
 
@@ -178,11 +195,11 @@ def _describe(
     for rank in to_blame[:_MOST_NAMED]:
         beat = beats[rank]
         if beat is None:
-            lines.append(f"rank {rank} of {size} stalls: it has never given a sign of life")
+            lines.append(f"rank {rank} of {size} stalls: it has never sent a heartbeat")
         elif rank in silent:
             lines.append(
-                f"rank {rank} of {size} stalls in {beat.phase!r} after step {beat.step}: no sign of life; its process "
-                "is stopped or dead, holds Python's lock, or its node is gone"
+                f"rank {rank} of {size} stalls in {beat.phase!r} after step {beat.step}: no heartbeat; its process is "
+                "stopped or dead, holds Python's lock, or its node is gone"
             )
         else:
             lines.append(
@@ -198,10 +215,10 @@ def _describe(
 
 
 def _stack(thread: int) -> tuple[str, bool]:
-    """The innermost frames of a thread, and whether they end in a collective."""
+    """The innermost frames of a thread, and whether it waits in a collective."""
     frame = sys._current_frames().get(thread)
     frames = traceback.extract_stack(frame) if frame else traceback.StackSummary()
-    waits = bool(frames) and any(part in frames[-1].filename for part in _WAITING)
+    waits = bool(frames) and frames[-1].filename.startswith(_COMMUNICATION)
     return "".join(traceback.format_list(frames[-_FRAMES:])), waits
 
 
@@ -210,8 +227,8 @@ def _flight_record_files(folder: Path) -> str:
 
 
 def _write_flight_record(folder: Path, rank: int, cuda: bool) -> None:
-    """The last collectives of this rank: NCCL's on a GPU, where it would write them only at its own timeout, else
-    gloo's."""
+    """Write the last collectives of this rank: NCCL's on a GPU, since NCCL itself writes them only at its own timeout,
+    else gloo's."""
     dump = getattr(c10d, "_dump_nccl_trace" if cuda else "_dump_fr_trace")
     path = Path(_flight_record_files(folder)[:-1] + str(rank))
     try:

@@ -30,8 +30,8 @@ def stage_learning_rate(stages: Sequence[Stage], index: int, run_schedule: Sched
     """Learning rate of the step of stage `index` that brings the run to `tokens` consumed tokens.
 
     A stage with a schedule of its own starts it anew and spans it over the stage; otherwise the run's schedule goes on.
-    Schedules count planned tokens: where a gate keeps a stage from its end, their time stands still, so the rate stays
-    what it is at the end of the stage's `tokens`, and later stages see the rates they would have seen anyway.
+    Schedules count planned tokens: while a stage goes on beyond its `tokens` (`until`), their time stands still, so the
+    rate stays what it is at the end of the stage's `tokens`, and later stages have the rates of a run without `until`.
     """
     stage, last = stages[index], stages[-1]
     own_tokens = min(tokens - stage.first_token, stage.planned_tokens)

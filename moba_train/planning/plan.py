@@ -54,7 +54,7 @@ class StagePlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the stage, whole steps; with a gate, the most there can be, and so for the time."""
+        """Tokens of the stage, whole steps; with an exit criterion, the most there can be, and so for the time."""
         return self.stage.end_token - self.stage.first_token
 
 

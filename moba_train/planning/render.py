@@ -28,7 +28,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     for item in plan.stages:
         if item.context:
             console.print(f"{item.stage.name}: {item.context.reason}", soft_wrap=True)
-    at_most = "at most " if any(item.stage.gate for item in plan.stages) else ""
+    at_most = "at most " if any(item.stage.until for item in plan.stages) else ""
     console.print(f"all stages: {at_most}{format_duration(plan.seconds)}")
 
 
@@ -80,7 +80,7 @@ def _stages(plan: Plan) -> Table:
         "tokens per step": lambda item: f"{item.stage.batch_tokens:,}",
         "layout": _layout,
         "micro-batches per step": lambda item: str(item.accumulation),
-        "time (estimate)": lambda item: ("at most " if item.stage.gate else "") + format_duration(item.seconds),
+        "time (estimate)": lambda item: ("at most " if item.stage.until else "") + format_duration(item.seconds),
     }
     if any(item.mesh.tp > 1 for item in plan.stages):
         rows["tp's communication per step, ms"] = lambda item: f"{1e3 * item.tensor_seconds:.0f}"
@@ -88,12 +88,12 @@ def _stages(plan: Plan) -> Table:
 
 
 def _tokens(item: StagePlan) -> str:
-    planned = f"{format_count(item.stage.planned_tokens)} to " if item.stage.gate else ""
+    planned = f"{format_count(item.stage.planned_tokens)} to " if item.stage.until else ""
     return planned + format_count(item.tokens)
 
 
 def _steps(item: StagePlan) -> str:
-    planned = f"{item.stage.planned_steps:,} to " if item.stage.gate else ""
+    planned = f"{item.stage.planned_steps:,} to " if item.stage.until else ""
     return planned + f"{item.stage.steps:,}"
 
 

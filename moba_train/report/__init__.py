@@ -1,4 +1,4 @@
-"""What a run looks like afterwards.
+"""Plots of a run, and comparisons of runs.
 
 plots          all plots of a run, drawn when it ends
 loss_plot      `loss.png`

@@ -22,7 +22,7 @@ _CURVES = ("loss", "grad_norm")
 
 
 class Comparison(NamedTuple):
-    """How many things were compared, and each that differs, in order, in words."""
+    """How many things were compared, and a line of text for each that differs, in order."""
 
     what: str
     compared: int
@@ -30,10 +30,10 @@ class Comparison(NamedTuple):
 
 
 def compare(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
-    """Compare two metrics.jsonl, or else two checkpoints; a run folder stands for its newest valid checkpoint.
+    """Compare two metrics.jsonl, or two checkpoints; of a run folder, the newest valid checkpoint is compared.
 
-    `tolerance` 0: bit for bit; else a relative difference up to which two numbers count as equal, for a tensor the
-    largest difference over its largest number. Raises UserError when there is nothing to compare.
+    `tolerance` 0: bit for bit; else the relative difference up to which two numbers count as equal; for a tensor it is
+    the largest difference over the largest number. Raises UserError when there is nothing to compare.
     """
     if (a.suffix == ".jsonl") != (b.suffix == ".jsonl"):
         raise UserError(f"{a} and {b}: give two metrics.jsonl, or two checkpoints or run folders")
@@ -41,7 +41,7 @@ def compare(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
 
 
 def compare_metrics(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
-    """Loss and gradient norm of every step."""
+    """Compare loss and gradient norm of every step."""
     ours, theirs = _steps(a), _steps(b)
     differing = []
     steps = sorted(ours.keys() | theirs.keys())
@@ -57,9 +57,9 @@ def compare_metrics(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
 
 
 def compare_checkpoints(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
-    """Weights and optimizer state, in the order of the model: of each parameter its weights, then its state.
+    """Compare weights and optimizer state in the order of the model: each parameter's weights, then its state.
 
-    The ranks' random states are left out: they depend on the number of ranks.
+    The ranks' random states are left out, because they depend on the number of ranks.
     """
     paths = find_checkpoint(a), find_checkpoint(b)
     ours, theirs = (CheckpointReader(path) for path in paths)
@@ -100,7 +100,7 @@ def _in_model_order(names: set[str], path: Path) -> list[str]:
 
 
 def _difference(a: Tensor, b: Tensor, tolerance: float) -> str:
-    """In words; empty when they count as equal."""
+    """How two tensors differ, in words; empty when they count as equal."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return f"{list(a.shape)} {a.dtype} and {list(b.shape)} {b.dtype}"
     if torch.equal(_bits(a), _bits(b)):
@@ -118,7 +118,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def described(result: Comparison, most: int) -> Iterator[str]:
-    """Lines for the terminal: how many are equal, and the first `most` that are not."""
+    """Lines for the terminal: the number of equal things, and the first `most` that differ."""
     equal = result.compared - len(result.differing)
     yield f"{equal} of {result.compared} {result.what} are equal"
     if result.differing:

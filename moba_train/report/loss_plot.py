@@ -1,4 +1,4 @@
-"""The picture of a run: `loss.png`, drawn from `metrics.jsonl`."""
+"""The plot of a run: `loss.png`, drawn from `metrics.jsonl`."""
 
 import math
 from pathlib import Path
@@ -20,8 +20,8 @@ _SPIKE, _GREY = "#d62728", "#737373"
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draws training loss (each step, and smoothed), evaluation and trailing loss, stages, spikes and the learning rate
-    over consumed tokens into `run_dir/loss.png` and returns its path. Raises UserError if there is no loss to draw."""
+    """Draw training loss (each step, and smoothed), evaluation and trailing loss, stages, spikes and the learning rate
+    over consumed tokens into `run_dir/loss.png`. Returns its path. Raises UserError if there is no loss to draw."""
     source = run_dir / "metrics.jsonl"
     records = read_records(source) if source.exists() else []
     training = [r for r in records if r["type"] == "metrics" and math.isfinite(r.get("loss", math.nan))]
@@ -67,7 +67,7 @@ def _draw_losses(axes: Axes, training: list[dict[str, Any]], records: list[dict[
 
 
 def _draw_stages(panels: tuple[Axes, Axes], training: list[dict[str, Any]]) -> None:
-    """A line where a stage begins, with its name at the top of the first panel."""
+    """Draw a line where a stage begins, with its name at the top of the first panel."""
     previous = None
     for record in training:
         if record["stage"] == previous:
@@ -88,8 +88,8 @@ def _draw_stages(panels: tuple[Axes, Axes], training: list[dict[str, Any]]) -> N
 
 
 def _smooth(tokens: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Medians of up to 100 stretches of at least 5 steps. Unlike a moving average it neither lags behind a falling
-    curve nor bends at a spike."""
+    """Medians of up to 100 intervals of at least 5 steps. Unlike a moving average they neither lag behind a falling
+    curve nor bend at a spike."""
     bins = max(1, min(100, len(losses) // 5))
     medians = [
         (np.median(x), np.median(y))

@@ -1,4 +1,4 @@
-"""The pictures of a run, drawn when it ends."""
+"""The plots of a run, drawn when it ends."""
 
 import logging
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 
-def draw_pictures(run_dir: Path) -> None:
-    """Draw the loss, and the loss by position where it was evaluated. What fails is a warning: the run itself is done.
+def draw_plots(run_dir: Path) -> None:
+    """Draw the loss, and the loss by position where it was evaluated. A failure is only a warning: the run is complete.
 
-    matplotlib is imported only now: it is a quarter of the time of a restart.
+    matplotlib is imported here, because its import takes a quarter of the time of a restart.
     """
     try:
         from moba_train.report.loss_plot import plot_run
@@ -18,4 +18,4 @@ def draw_pictures(run_dir: Path) -> None:
         plot_run(run_dir)
         plot_position_wise(run_dir)
     except Exception as error:
-        logger.warning("no picture of the loss: %s", error)
+        logger.warning("the plots of the run could not be drawn: %s", error)

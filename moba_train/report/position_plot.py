@@ -1,4 +1,4 @@
-"""The picture of losses by place in the context: `position_wise.png`, drawn from `metrics.jsonl`."""
+"""The plot of losses by position in the context: `position_wise.png`, drawn from `metrics.jsonl`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +18,8 @@ _COLOURS = plt.get_cmap("viridis")
 
 
 def plot_position_wise(run_dir: Path) -> Path | None:
-    """Draws the last evaluation by position of every stage of a run into `run_dir/position_wise.png`; None where there
-    is none to draw."""
+    """Draw the last evaluation by position of every stage of a run into `run_dir/position_wise.png`. Returns its path,
+    or None where there is nothing to draw."""
     source = run_dir / "metrics.jsonl"
     records = read_records(source) if source.exists() else []
     last = {record["stage"]: record["position_wise"] for record in records if record["type"] == "position_wise"}
@@ -27,15 +27,15 @@ def plot_position_wise(run_dir: Path) -> Path | None:
 
 
 def draw_position_wise(evaluations: Mapping[str, dict[str, Any]], path: Path) -> Path:
-    """Draws evaluations (as their events hold them) under their names into `path`: a colour for each, its own attention
-    drawn through, full attention on the same weights dashed, with a band of one standard error to either side."""
+    """Draw evaluations (the `position_wise` field of their events), by name, into `path`: one colour for each, a solid
+    line for its own attention, a dashed one for full attention on the same weights, a band of one standard error."""
     figure, axes = plt.subplots(figsize=(10, 5), dpi=150, layout="constrained")
-    for place, (name, evaluation) in enumerate(evaluations.items()):
-        colour = _COLOURS(0.85 * place / max(1, len(evaluations) - 1))
+    for index, (name, evaluation) in enumerate(evaluations.items()):
+        colour = _COLOURS(0.85 * index / max(1, len(evaluations) - 1))
         for kind, curve in evaluation["curves"].items():
             own = kind == evaluation["attention"]
             _draw(axes, evaluation["bucket"], curve, f"{name}: {kind}", color=colour, ls="-" if own else "--")
-    axes.set(xlabel="place in the context (tokens)", ylabel="loss (nats per token)", xlim=(0, None))
+    axes.set(xlabel="position in the context (tokens)", ylabel="loss (nats per token)", xlim=(0, None))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, lw=0.5)

@@ -1,9 +1,11 @@
-"""One model taken through the stages of a recipe.
+"""Training: one model taken through the stages of a recipe.
 
 trainer      the one training loop
-progress     how far a run has come: what a checkpoint stores besides tensors
-checkpoints  saving, resuming and going back
-recovery     acting on a loss spike
+step         one optimizer step: its data, and the counts of all ranks
+stage_exit   the exit criterion of a stage
+progress     what a checkpoint stores besides tensors
+checkpoints  save, resume and roll back
+recovery     acts on a loss spike
 throughput   tokens per second, memory, MFU
 determinism  `deterministic: true`
 """

@@ -1,4 +1,4 @@
-"""The checkpoints of one training run: saved as it goes, resumed from, gone back to."""
+"""The checkpoints of one training run: save, resume, roll back."""
 
 import shutil
 import tempfile
@@ -26,32 +26,36 @@ from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.progress import Progress, check_resumable, data_plan
 
 LAST_SAVE_S = 30.0
-"""After an error, so long a running save may take to finish; when a rank is gone, it never does."""
+"""Seconds that a running save may take after an error; when a rank is gone, it never ends."""
 
 
 class RunCheckpoints:
-    """What a run saves beside its tensors, and where it goes on. Made and called on all ranks together.
+    """Saves a run's tensors and progress, and restores them. Constructed and called on all ranks together.
 
     A context manager: leaving it finishes the running save.
     """
 
     def __init__(self, config: RunConfig, model: Transformer, optimizer: Optimizer, world: World) -> None:
-        """Makes the run folder. Raises LaunchError when it cannot be written, or its disk is too small."""
-        run_dir, keep = Path(config.run_dir), config.checkpoint
+        """Create the run folder. Raises LaunchError when it cannot be written, or its disk is too small."""
+        run_dir = Path(config.run_dir)
+        keep = config.checkpoint
         if problem := broadcast(_folder_problem(run_dir, model) if world.is_main else None):
             raise LaunchError(f"run_dir {run_dir} cannot be used: {problem}")
         self.folder = run_dir / "checkpoints"
         self.saved_step = 0
-        """Of the newest one, complete or on its way; 0: none."""
+        """Step of the newest checkpoint, complete or being saved; 0: none."""
         self._config, self._model, self._optimizer = config, model, optimizer
-        self._tensors, self._collected = TrainingTensors(model, optimizer), False
+        self._tensors = TrainingTensors(model, optimizer)
+        self._collected = False
         self._checkpointer = Checkpointer(self.folder, Retention(keep.keep_last, keep.keep_every, keep.keep_best))
         self._reported: tuple[int, float] | None = None
         self._failed: str | None = None
 
     def start(self) -> Progress:
-        """Where the run goes on: at the newest intact one, loaded; without any at the beginning, from the weights of
-        `init_from` if given. Raises CheckpointError when the recipe does not fit what it is to go on from."""
+        """Load the newest intact checkpoint or, without any, the weights of `init_from` if given; the progress there.
+
+        Raises CheckpointError when the recipe does not fit the checkpoint.
+        """
         path = newest_intact(self.folder)
         if path is not None:
             progress = self.load(path)
@@ -64,24 +68,29 @@ class RunCheckpoints:
         return progress
 
     def newest(self, accept: Accept) -> Path:
-        """The newest intact one whose meta `accept` agrees to. Raises CheckpointError when there is none."""
-        self._checkpointer.wait()  # it may be saving that one
+        """The newest intact checkpoint whose meta `accept` accepts. Raises CheckpointError when there is none."""
+        self._checkpointer.wait()  # the newest one may still be being saved
         path = newest_intact(self.folder, accept)
         if path is None:
             raise CheckpointError(f"{self.folder} is empty")
         return path
 
     def load(self, path: Path) -> Progress:
-        """Restore weights, optimizer and random state, and return the progress they were saved with. Raises
-        CheckpointError when the recipe cannot go on from there."""
+        """Restore weights, optimizer and random state, and return the progress that they were saved with.
+
+        Raises CheckpointError when the recipe cannot go on from there.
+        """
         progress = Progress.from_meta(read_meta(path).get("progress"), len(self._config.stages))
         check_resumable(self._config, progress, str(path))
         load_model_and_optimizer(self._model, self._optimizer, path)
         return progress
 
     def save(self, progress: Progress, facts: dict[str, object], protect: Accept) -> float:
-        """Begin to save the weights of `progress.step`, with `facts` in the meta. Of the old ones the newest that
-        `protect` agrees to stays. Returns the seconds for which it waited for the save before."""
+        """Begin to save the state after `progress.step`, with `facts` in the meta.
+
+        The newest old checkpoint that `protect` accepts is not deleted. Returns the seconds for which it waited for the
+        save before.
+        """
         progress.data_plan = data_plan(self._config, progress)
         meta = {"progress": progress.to_meta(), "config": dump_config(self._config), **facts}
         waited = self._checkpointer.save(progress.step, self._tensors(), meta, protect)
@@ -89,29 +98,31 @@ class RunCheckpoints:
         return waited
 
     def before_update(self) -> None:
-        """To be called before the weights change, after the first forward pass."""
+        """Call this before every change of the weights, after the first forward pass."""
         if not self._collected:
-            self._tensors()  # that pass has moved them: collected now, they need not be in the first save
+            self._tensors()  # the first pass has moved the tensors: collected here, the first save is not slower
             self._collected = True
         self._checkpointer.before_update()
 
     def report(self, telemetry: Telemetry, step: int, tokens: int) -> None:
-        """Say once how the last save ended; the run goes on in any case."""
-        saved, error = self._checkpointer.last_saved, self._checkpointer.last_error
+        """Report once how the last save ended; the run goes on in any case."""
+        saved = self._checkpointer.last_saved
+        error = self._checkpointer.last_error
         if saved is not None and saved != self._reported:
             message = f"the checkpoint of step {saved[0]} is complete after {saved[1]:.1f} s"
             telemetry.event(step, tokens, "checkpoint", message, checkpoint_save_s=saved[1])
         if error is not None and error != self._failed:
             telemetry.event(step, tokens, "warning", error)
             telemetry.alert("a checkpoint was not saved", error, "checkpoint")
-        self._reported, self._failed = saved, error
+        self._reported = saved
+        self._failed = error
 
     def finish(self, telemetry: Telemetry, step: int, tokens: int) -> None:
         """Wait for the last save and report it. Raises CheckpointError when it failed."""
         self._checkpointer.wait()
         self.report(telemetry, step, tokens)
         if self._failed is not None:
-            raise CheckpointError(f"{self._failed}; mend that and give the same command again")
+            raise CheckpointError(f"{self._failed}; remove the cause and run the same command again")
 
     def __enter__(self) -> Self:
         return self
@@ -124,7 +135,7 @@ class RunCheckpoints:
 
 
 def _folder_problem(run_dir: Path, model: nn.Module) -> str | None:
-    """Why nothing can be saved there; the folder is made."""
+    """Create the folder; why nothing can be saved there, or None."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir):

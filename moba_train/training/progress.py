@@ -1,4 +1,4 @@
-"""How far a run has come: all that a checkpoint stores besides tensors, and whether a recipe may go on from it."""
+"""Progress of a run: everything that a checkpoint stores besides tensors, and whether a recipe can go on from it."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,6 +10,9 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.errors import CheckpointError
 from moba_train.telemetry.boundary import Boundary
+
+_RENAMED = {"gated_steps": "exited_steps"}
+"""Keys of older checkpoints, and what they are called now."""
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -27,12 +30,12 @@ class Progress:
     """wandb's id, kept across restarts."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Fingerprint of every corpus read so far."""
-    gated_steps: dict[str, int] = field(default_factory=dict)
-    """By name, how many steps the stages took whose gate has opened."""
+    exited_steps: dict[str, int] = field(default_factory=dict)
+    """Steps that the stages took whose exit criterion was met, by the stage's name."""
     trailing_loss: float | None = None
-    """Of the last position-wise evaluation, with the stage's own attention."""
+    """Trailing loss of the last position-wise evaluation, with the stage's own attention."""
     trailing_loss_before: float | None = None
-    """What it was when the current stage began."""
+    """`trailing_loss` at the moment the current stage began."""
     boundary: Boundary = field(default_factory=Boundary)
     spike_detector: dict[str, Any] = field(default_factory=dict)
     """`SpikeDetector.state_dict`, as of the last checkpoint."""
@@ -42,16 +45,20 @@ class Progress:
     """[step_from, step_to]: after `step_from` the run went on with the weights of `step_to`. The batches in between
     were consumed, and are left out of the weights too."""
     data_plan: dict[str, Any] = field(default_factory=dict)
-    """See the function `data_plan`, as of the last checkpoint."""
+    """What determines the order of the data (the function `data_plan`), as of the last checkpoint."""
 
     def to_meta(self) -> dict[str, Any]:
-        """As JSON values."""
+        """All fields as JSON values."""
         return asdict(self)
 
     @staticmethod
     def from_meta(meta: Any, stages: int) -> "Progress":
-        """The inverse of `to_meta`, for a recipe of so many stages. Raises CheckpointError when keys are missing or
-        unknown, or a value is of another kind."""
+        """The inverse of `to_meta`, for a recipe with this number of stages.
+
+        Reads what older versions wrote, too. Raises CheckpointError when a key is unknown or a value has a wrong type.
+        """
+        if isinstance(meta, dict):
+            meta = {_RENAMED.get(key, key): value for key, value in meta.items()}
         try:
             progress = TypeAdapter(Progress).validate_python(meta)
         except ValidationError as error:
@@ -67,8 +74,8 @@ class Progress:
 def data_plan(config: RunConfig, progress: Progress) -> dict[str, Any]:
     """What must stay the same for a resumed run to see the same tokens in the same order, as JSON values.
 
-    It ends with the current stage: later ones may be changed at will, and the current one made longer or shorter
-    (which reshuffles the samples of its last group, see data/packers.py).
+    It ends with the current stage: later stages may change, and the current one may become longer or shorter (which
+    shuffles the windows of its last group anew, see data/samples.py).
     """
     return {
         "seed": config.seed,
@@ -82,7 +89,7 @@ def data_plan(config: RunConfig, progress: Progress) -> dict[str, Any]:
                 "first_step": stage.first_step,
                 "train": [source.model_dump(mode="json") for source in stage.sources],
             }
-            for stage in resolve_stages(config, progress.gated_steps)[: progress.stage + 1]
+            for stage in resolve_stages(config, progress.exited_steps)[: progress.stage + 1]
         ],
     }
 
@@ -96,9 +103,9 @@ def check_resumable(config: RunConfig, progress: Progress, where: str) -> None:
             f"cannot resume from {where}: {key} was {before!r} when it was saved and is {after!r} now; "
             "restore it, or set run_dir to a new folder to start afresh"
         )
-    stage = resolve_stages(config, progress.gated_steps)[progress.stage]
+    stage = resolve_stages(config, progress.exited_steps)[progress.stage]
     if progress.step > stage.end_step:
-        key = f"stages[{stage.index}].{'until.max_tokens' if stage.gate else 'tokens'}"
+        key = f"stages[{stage.index}].{'until.max_tokens' if stage.until else 'tokens'}"
         raise CheckpointError(
             f"{key}: stage {stage.name} now ends at step {stage.end_step}, before the checkpoint's step "
             f"{progress.step}; make it longer, or set run_dir to a new folder"

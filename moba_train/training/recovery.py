@@ -1,4 +1,4 @@
-"""Acting on a spike: it is written down, and the step left out, the run taken back to a good checkpoint, or ended."""
+"""Acts on a spike: dumps the step, and skips it, rolls the run back to a good checkpoint, or ends the run."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from moba_train.training.progress import Progress
 
 
 class Recovery:
-    """Does what `react` decides, on all ranks alike, and keeps the books of it in `progress`."""
+    """Carries out what `react` decides, the same on all ranks, and records it in `progress`."""
 
     def __init__(
         self,
@@ -46,12 +46,14 @@ class Recovery:
         loss_sum: Tensor,
         metrics: dict[str, float],
     ) -> Action:
-        """What was done about the current step, before its update: only "apply" lets it be made.
+        """React to the report of the current step, before its update; the step is only applied if this is "apply".
 
-        `batches`, `loss_sum`: this rank's part of the step, and what its losses added up to; `metrics`: of the step.
-        Raises TrainingError when the run cannot go on.
+        `batches`: this rank's part of the step; `loss_sum`: sum of its weighted token losses; `metrics`: numbers of the
+        step, for the dump. Raises TrainingError when the run cannot go on.
         """
-        step, progress, run_dir = self._progress.step, self._progress, Path(self._config.run_dir)
+        progress = self._progress
+        step = progress.step
+        run_dir = Path(self._config.run_dir)
         tokens = stage.tokens_after(step)
         reaction = react(self._config.health.spike, report, step, progress.skipped, progress.rollbacks)
         text = "; ".join(filter(None, (report.message, reaction.message)))
@@ -75,8 +77,11 @@ class Recovery:
         return reaction.action
 
     def protect(self) -> Accept:
-        """Agrees to the checkpoints that must not go while the current step is saved: with rollbacks, what one could go
-        back to whatever the next step brings, and so not the one that is saved."""
+        """Accepts the checkpoints that must not be deleted while the current step is saved.
+
+        With rollbacks, these are the checkpoints that a rollback could use whatever happens in the next step, and so
+        not the one that is being saved.
+        """
         if self._config.health.spike.reaction != "rollback":
             return is_good
         progress = self._progress
@@ -85,7 +90,8 @@ class Recovery:
     def _roll_back(self, stage: Stage) -> None:
         """Go on after this step with weights, optimizer and detector of the last good checkpoint."""
         progress = self._progress
-        step, tokens = progress.step, stage.tokens_after(progress.step)
+        step = progress.step
+        tokens = stage.tokens_after(step)
         try:
             path = self._checkpoints.newest(good_before(step, {*progress.skipped, step}, progress.rollbacks))
         except CheckpointError as error:
@@ -103,7 +109,7 @@ class Recovery:
             self._detector.rebaseline()
         progress.skipped = [old for old in progress.skipped if old <= saved.step]
         progress.rollbacks.append([step, saved.step])
-        saved_stage = resolve_stages(self._config, progress.gated_steps)[saved.stage]
+        saved_stage = resolve_stages(self._config, progress.exited_steps)[saved.stage]
         text = (
             f"back to the weights of step {saved.step}; the {step - saved.step} steps since then are undone, and the "
             f"{tokens - saved_stage.tokens_after(saved.step)} tokens of their batches will not be seen again. The data "

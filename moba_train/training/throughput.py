@@ -1,4 +1,4 @@
-"""How fast a step was: tokens per second, memory, and the share of the GPU's peak rate."""
+"""Throughput of a step: tokens per second, memory, and the share of the GPU's peak rate (MFU)."""
 
 import torch
 
@@ -10,8 +10,8 @@ from moba_train.planning.flops import dense_flops, real_flops
 
 
 def throughput(model: ModelConfig, stage: Stage, world: World, step_s: float) -> dict[str, float]:
-    """Metrics of a step of `stage` that took so many seconds; `mfu` counts what the layers really attend to (see
-    planning/flops.py), `mfu_dense` what full attention would have cost. On a CPU without memory and MFU."""
+    """Metrics of a step of `stage` that took `step_s` seconds. `mfu` counts the keys that the layers really attend to
+    (planning/flops.py), `mfu_dense` those of full attention. On a CPU there is neither memory nor MFU."""
     rate = stage.batch_tokens / step_s
     metrics = {"tokens_per_s": rate, "tokens_per_s_per_device": rate / world.size}
     if world.device.type != "cuda":

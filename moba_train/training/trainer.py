@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -10,17 +11,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moba_train.attention.local import run_local
 from moba_train.config.load import dump_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.data.batch import Batch
 from moba_train.data.loader import Prefetcher
 from moba_train.data.samples import StageData
 from moba_train.data.stage_data import training_data
-from moba_train.evals.stage import StageEvaluation
+from moba_train.evals.evaluation import EvaluationContext
+from moba_train.evals.stage import StageEvaluations
 from moba_train.health.spike import SpikeDetector
 from moba_train.health.stragglers import Stragglers
 from moba_train.health.watch import Watch, stalls_folder
@@ -34,12 +36,14 @@ from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.stage import ContextEngines, DataShard
 from moba_train.parallel.world import World
 from moba_train.planning.memory import buffer_memory
-from moba_train.report.plots import draw_pictures
+from moba_train.report.plots import draw_plots
 from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.checkpoints import RunCheckpoints
 from moba_train.training.recovery import Recovery
+from moba_train.training.stage_exit import StageExit
+from moba_train.training.step import StepCounts, StepData
 from moba_train.training.throughput import throughput
 
 
@@ -47,17 +51,20 @@ class Trainer:
     """Takes one model through the stages of a validated recipe, from the newest checkpoint in the run folder if any."""
 
     share: DataShard
-    """Of this rank in the current stage."""
-    evaluation: StageEvaluation
-    """Of the current stage."""
+    """This rank's part of the current stage's data, and the engine of its attention."""
+    evaluations: StageEvaluations
+    """Evaluations of the current stage."""
+    stage_exit: StageExit
+    """Exit criterion of the current stage."""
     next_starts: dict[str, int]
-    """What the stage before left: tokens consumed of each corpus."""
+    """Tokens of each corpus that were consumed when the stage before ended."""
 
     def __init__(self, config: RunConfig, world: World, stop_at_step: int | None = None) -> None:
-        """`stop_at_step`: save and leave once so many optimizer steps are done (over all stages)."""
+        """`stop_at_step`: save and leave once this number of optimizer steps is done (over all stages)."""
         self.config, self.world = config, world
         self.run_dir = Path(config.run_dir)
-        self.stop_at_step, self.stop_requested = stop_at_step, False
+        self.stop_at_step = stop_at_step
+        self.stop_requested = False
 
         torch.manual_seed(config.seed + world.rank)
         dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
@@ -66,7 +73,7 @@ class Trainer:
         self.context_engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
         self.checkpoints = RunCheckpoints(config, self.model, self.optimizer, world)
         self.progress = self.checkpoints.start()
-        self.stages = resolve_stages(config, self.progress.gated_steps)
+        self.stages = resolve_stages(config, self.progress.exited_steps)
         health = config.health
         self.spikes = SpikeDetector(health.spike.window, health.spike.warn_sigma)
         if self.progress.step:
@@ -91,12 +98,12 @@ class Trainer:
 
     @property
     def stage(self) -> Stage:
-        """The current one."""
+        """The current stage."""
         return self.stages[self.progress.stage]
 
     @property
     def tokens(self) -> int:
-        """Consumed so far."""
+        """Tokens consumed by the run so far."""
         return self.stage.tokens_after(self.progress.step)
 
     def run(self) -> bool:
@@ -107,78 +114,78 @@ class Trainer:
                 finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
                 self._report_boundary(self.progress.boundary.compare() if finished else None)
                 self._save()
-                self.watch.enter("last checkpoint", self.progress.step)
-                self.checkpoints.finish(self.telemetry, self.progress.step, self.tokens)
+                with self.watch.phase("last checkpoint", self.progress.step):
+                    self.checkpoints.finish(self.telemetry, self.progress.step, self.tokens)
             except BaseException as error:
                 error.add_note(f"in step {self.progress.step} of stage {self.stage.name}")
                 raise
         if self.world.is_main:
-            draw_pictures(self.run_dir)
+            draw_plots(self.run_dir)
         return finished
 
     def _train_stage(self, index: int) -> bool:
         """Train through the rest of a stage; False when stopped before its end."""
         stage = self.stages[index]
-        data = self._enter(stage)
+        data = self._begin(stage)
         load = partial(self.share.batches, data, stage)
         with Prefetcher(load, self.progress.step, stage.end_step, self.world.device) as steps:
-            self.watch.enter("waiting for data", self.progress.step)
-            began = time.perf_counter()
-            for batches in steps:
-                waited = time.perf_counter() - began
-                self.watch.enter("forward and backward", self.progress.step)
-                weight, carrying = sum(b.loss_weight_sum for b in batches), sum(b.loss_tokens for b in batches)
-                loss_weight, loss_tokens, ranks_without, stops = self.stragglers.meet(
-                    [weight, carrying, carrying == 0, self._wants_to_stop()]
-                )
-                if stops:
+            for step_data in self._wait_for_each(steps):
+                if not self._step(stage, step_data):
                     return False
-                counts = {
-                    "loss_tokens": loss_tokens,
-                    "loss_token_fraction": loss_tokens / stage.batch_tokens,
-                    "ranks_with_zero_loss_tokens": ranks_without,
-                }
-                self._step(stage, batches, loss_weight, counts, began, waited)
-                self.watch.enter("evaluation", self.progress.step)
-                gate_opened = self.evaluation.after_step(self.progress, self.tokens)
-                if gate_opened:  # the stage ends here, and later ones begin so much earlier
-                    self.progress.gated_steps[stage.name] = self.progress.step - stage.first_step
-                    self.stages = resolve_stages(self.config, self.progress.gated_steps)
+                with self.watch.phase("evaluation", self.progress.step):
+                    numbers = self.evaluations.run_due(self.progress.step, self.tokens)
+                exits = self._judge_exit(numbers)
                 if self.progress.step % self.config.checkpoint.every == 0:
                     self._save()
                 self.checkpoints.report(self.telemetry, self.progress.step, self.tokens)
-                if gate_opened:
+                if exits:
                     break
-                self.watch.enter("waiting for data", self.progress.step)
-                began = time.perf_counter()
 
         self.next_starts = data.starts_after(self.stage.steps * stage.batch_sequences)
         return True
 
-    def _step(
-        self,
-        stage: Stage,
-        batches: list[Batch],
-        loss_weight: float,
-        counts: dict[str, float],
-        began: float,
-        waited: float,
-    ) -> None:
-        """One optimizer step; the loss is the sum of weighted token losses over all ranks / the sum of the weights."""
-        self.progress.step += 1
-        step = self.progress.step
-        if loss_weight == 0:
-            self._event("warning", "no token of this batch carries loss: step skipped")
-            return
+    def _wait_for_each(self, steps: Prefetcher) -> Iterator[StepData]:
+        """The data of each step, as soon as it is there."""
+        while True:
+            began = time.perf_counter()
+            with self.watch.phase("waiting for data", self.progress.step):
+                batches = next(steps, None)
+            if batches is None:
+                return
+            yield StepData(batches, began, time.perf_counter() - began)
 
+    def _step(self, stage: Stage, data: StepData) -> bool:
+        """One optimizer step; False, with nothing done, when any rank is asked to stop."""
+        steps_before = self.progress.step
+        with self.watch.phase("forward and backward", steps_before):
+            counts = StepCounts.of_rank(data.batches, self._wants_to_stop())
+            with self.stragglers.meeting():
+                counts = counts.summed_over_ranks()
+            if counts.stops:
+                return False
+            self.progress.step += 1
+            if counts.loss_weight == 0:
+                self._event("warning", "no token of this batch carries loss: step skipped")
+                return True
+            loss = self._forward_and_backward(data, counts)
+        with self.watch.phase("update", steps_before):
+            self._update(stage, data, counts, loss)
+        return True
+
+    def _forward_and_backward(self, data: StepData, counts: StepCounts) -> Tensor:
+        """Accumulate the gradients of the micro-batches; this rank's part of the step's loss, a scalar."""
         loss = torch.zeros((), device=self.world.device)
-        with self.stragglers.attention(step):
-            for batch in batches:
-                batch_loss = training_loss(self.model, batch).total / loss_weight
+        with self.stragglers.attention(self.progress.step):
+            for batch in data.batches:
+                batch_loss = training_loss(self.model, batch).total / counts.loss_weight
                 batch_loss.backward()
                 loss += batch_loss.detach()
-        self.watch.enter("update", step - 1)
-        own_loss_sum = loss * loss_weight
+        return loss
+
+    def _update(self, stage: Stage, data: StepData, counts: StepCounts, loss: Tensor) -> None:
+        """Judge the step by its loss and gradient norm, apply it unless they are a spike, and log it."""
+        step = self.progress.step
+        own_loss_sum = loss * counts.loss_weight
         dist.all_reduce(loss)
         logged = step % self.config.telemetry.log_every == 0
         by_kind = norms_by_kind(self.model, stage.kinds) if logged else {}
@@ -190,8 +197,8 @@ class Trainer:
         metrics |= {"spike_z_loss": report.z_loss, "spike_z_grad": report.z_grad}
         action = "apply"
         if report.level != "ok":
-            self.watch.enter("spike", step - 1)
-            action = self.recovery.act_on(report, stage, self.share, batches, own_loss_sum, metrics)
+            with self.watch.phase("spike", step - 1):
+                action = self.recovery.act_on(report, stage, self.share, data.batches, own_loss_sum, metrics)
         if action == "apply":
             self._report_boundary(self.progress.boundary.observe(metrics["loss"]))
             clip_gradients(self.model, self.config.optim.clip_norm, grad_norm)
@@ -201,21 +208,38 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad()
         if action == "rollback":
-            self._save()  # whoever resumes now must not go on from a checkpoint of the spike
+            self._save()  # a run that resumes now must not go on from a checkpoint of the spike
 
         if logged:
-            step_s = time.perf_counter() - began
-            metrics |= {"step_s": step_s, "data_s": waited, **counts}
+            step_s = time.perf_counter() - data.began
+            metrics |= {"step_s": step_s, "data_s": data.waited_s, **counts.metrics(stage.batch_tokens)}
             metrics |= {key: norm.item() for key, norm in by_kind.items()}
             metrics |= throughput(self.config.model, stage, self.world, step_s) | self.stragglers.metrics(step)
-            metrics["padding_fraction"] = sum(b.padding for b in batches) / sum(b.layout.total for b in batches)
+            metrics["padding_fraction"] = data.padding_fraction
             self.telemetry.log(step, self.tokens, metrics)
 
-    def _enter(self, stage: Stage) -> StageData:
-        """Give the model the stage's attention, engine and RoPE, and open its data."""
-        config, progress = self.config, self.progress
+    def _judge_exit(self, numbers: dict[str, float]) -> bool:
+        """Whether the stage ends here because the evaluations' numbers meet its exit criterion."""
+        progress = self.progress
+        progress.trailing_loss = numbers.get("trailing_loss", progress.trailing_loss)
+        verdict = self.stage_exit.judge(progress.step, numbers)
+        if verdict is None:
+            return False
+        self._event("stage_exit", verdict.message)
+        if verdict.met:  # later stages begin earlier than planned
+            progress.exited_steps[self.stage.name] = progress.step - self.stage.first_step
+            self.stages = resolve_stages(self.config, progress.exited_steps)
+        return verdict.met
+
+    def _begin(self, stage: Stage) -> StageData:
+        """Switch to `stage`, at its beginning or where the run was stopped. Returns its data."""
         self.watch.forget()
-        self.watch.enter("beginning of a stage", progress.step)
+        with self.watch.phase("beginning of a stage", self.progress.step):
+            return self._enter(stage)
+
+    def _enter(self, stage: Stage) -> StageData:
+        """Give the model the stage's attention, engine and RoPE, and open its data and evaluations."""
+        config, progress = self.config, self.progress
         if stage.index > progress.stage:
             self._report_boundary(progress.boundary.compare())
             progress.boundary.begin_stage()
@@ -223,7 +247,7 @@ class Trainer:
             progress.trailing_loss_before = progress.trailing_loss
             self.spikes.rebaseline()
         if config.compile:
-            torch.compiler.reset()  # else lengths that differ between stages become variables, in slower code
+            torch.compiler.reset()  # lengths that differ between stages would become variables, in slower code
         self.model.set_attention(build_attention(stage.attention, config.model.head_width))
         self.model.set_rope(stage.rope)
         self.share, choice = self.context_engines.data_shard(stage, mesh_sizes(stage.parallel, self.world.size))
@@ -231,9 +255,9 @@ class Trainer:
         data = training_data(config, stage, progress.starts)
         data.check_fingerprints(progress.fingerprints)
         progress.fingerprints |= data.fingerprints
-        self.evaluation = StageEvaluation(
-            config, stage, self.model, self.share, self.world.device, self.telemetry, progress.trailing_loss_before
-        )
+        self.stage_exit = StageExit(stage, progress.trailing_loss_before)
+        context = EvaluationContext(self.model, stage, self.share, self.world.device)
+        self.evaluations = StageEvaluations(config, context, self.telemetry)
         self.telemetry.stage = stage.name
         facts = {"stage_index": stage.index, "seq_len": stage.seq_len, "last_step": self.stages[-1].end_step}
         self._event("stage", stage.describe(), **facts)
@@ -242,19 +266,20 @@ class Trainer:
         return data
 
     def _save(self) -> None:
+        """Begin to save a checkpoint of the current step, unless there is one."""
         step = self.progress.step
         if step == self.checkpoints.saved_step:
             return
-        self.watch.enter("checkpoint", step)
-        began = time.perf_counter()
-        self.progress.spike_detector = self.spikes.state_dict()
-        facts: dict[str, object] = {"stage": self.stage.name, "good": self.spikes.is_calm(step)}
-        if self.evaluation.validated_step == step:
-            facts["eval_loss"] = self.evaluation.validation_loss
-        waited = self.checkpoints.save(self.progress, facts, self.recovery.protect())
-        stall = time.perf_counter() - began
-        late = f", {waited:.1f} s late: the one before was still being written" if waited > 1 else ""
-        self._event("checkpoint", f"saving the checkpoint of step {step}{late}", checkpoint_stall_s=stall)
+        with self.watch.phase("checkpoint", step):
+            began = time.perf_counter()
+            self.progress.spike_detector = self.spikes.state_dict()
+            facts: dict[str, object] = {"stage": self.stage.name, "good": self.spikes.is_calm(step)}
+            if (eval_loss := self.evaluations.numbers_at(step).get("eval_loss")) is not None:
+                facts["eval_loss"] = eval_loss
+            waited = self.checkpoints.save(self.progress, facts, self.recovery.protect())
+            stall = time.perf_counter() - began
+            late = f", {waited:.1f} s late: the one before was still being written" if waited > 1 else ""
+            self._event("checkpoint", f"saving the checkpoint of step {step}{late}", checkpoint_stall_s=stall)
 
     def _report_boundary(self, losses: tuple[float, float] | None) -> None:
         if losses is None:

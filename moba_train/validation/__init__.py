@@ -3,7 +3,7 @@
 recipe           `validate`: every check of a recipe, all problems at once
 attention        kinds and options of the layers
 data             corpora and tokenizer
-stage_exit       position-wise evaluation, and stages that train until a criterion is met
+stage_exit       stages that train until a criterion is met
 tensor_parallel  what tensor parallelism must be able to divide
 checkpoints      a checkpoint's own recipe, checked before it is used
 foreign_paths    which files such a recipe may make us read

@@ -8,7 +8,7 @@ from moba_train.config.data import SourceConfig
 from moba_train.config.schema import RunConfig
 from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError
-from moba_train.validation.stage_exit import gate_data_problems
+from moba_train.validation.stage_exit import exit_data_problems
 
 
 def length_problems(config: RunConfig) -> Iterator[str]:
@@ -34,7 +34,7 @@ def file_problems(config: RunConfig) -> Iterator[str]:
     elif tokenizer is not None:
         yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
     if all(Path(f"{source.path}.idx").is_file() for source in config.data.validation):
-        yield from gate_data_problems(config)
+        yield from exit_data_problems(config)
 
 
 def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:

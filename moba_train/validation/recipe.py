@@ -10,10 +10,11 @@ from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
 from moba_train.convert.initial_weights import initial_problems
 from moba_train.errors import ConfigError
+from moba_train.evals.registry import EVALUATIONS
 from moba_train.parallel.strategy import stage_strategy
 from moba_train.validation.attention import attention_problems
 from moba_train.validation.data import file_problems, length_problems
-from moba_train.validation.stage_exit import gate_problems
+from moba_train.validation.stage_exit import exit_problems
 from moba_train.validation.tensor_parallel import row_problems, tensor_problems
 
 
@@ -37,7 +38,9 @@ def validate(
         *tensor_problems(config, ranks_per_node),
     ]
     if not problems:  # a stage is resolved from sound parts only
-        problems += [*_context_problems(config, ranks_per_node), *row_problems(config), *gate_problems(config)]
+        problems += [*_context_problems(config, ranks_per_node), *row_problems(config)]
+        problems += [problem for evaluation in EVALUATIONS for problem in evaluation.problems(config)]
+        problems += exit_problems(config)
     meshes, mesh_problems = _meshes(config, world_size)
     problems += mesh_problems
     for index, stage in enumerate(config.stages):

@@ -1,75 +1,98 @@
-"""What cannot work about position-wise evaluation and about stages that wait for a gate."""
+"""What cannot work about a stage's exit criterion (`until`)."""
 
 from collections.abc import Iterator
 
 from moba_train.config.attention import merge_attention, resolve_layers
+from moba_train.config.run import UntilConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import resolve_stages
-from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.errors import DataError
+from moba_train.evals.registry import EVALUATIONS, evaluation_of
+from moba_train.evals.variants import name_of
 from moba_train.optim.schedule import stage_learning_rate
 
 
-def gate_problems(config: RunConfig) -> Iterator[str]:
-    """Each problem of `evaluation.position_wise` and of the stages' `until`, named by its key. The recipe's attention
-    and schedules must be sound."""
-    wanted = config.evaluation.position_wise
-    if wanted is not None:
-        if not config.data.validation:
-            yield "evaluation.position_wise: needs documents to evaluate on; set data.validation, or remove it"
-        for index, stage in enumerate(config.stages):
-            if stage.seq_len % wanted.bucket:
-                yield (
-                    f"evaluation.position_wise.bucket: given {wanted.bucket}, which does not divide "
-                    f"stages[{index}].seq_len {stage.seq_len}"
-                )
+def exit_problems(config: RunConfig) -> Iterator[str]:
+    """Each problem of the stages' `until`, named by its key. The recipe's attention and schedules must be sound."""
     for index, stage in enumerate(config.stages):
-        yield from _gate_problems(config, stage, index)
-
-
-def _gate_problems(config: RunConfig, stage: StageConfig, index: int) -> Iterator[str]:
-    if stage.until is None:
-        return
-    path = f"stages[{index}].until"
-    if config.evaluation.position_wise is None:
-        yield f"{path}: the trailing loss is not evaluated; set evaluation.position_wise"
-    if stage.until.max_tokens <= stage.tokens:
-        yield f"{path}.max_tokens: given {stage.until.max_tokens}; allowed: more than the stage's tokens {stage.tokens}"
-    where = f"{path}.trailing_loss_recovered"
-    if stage.until.needs_full:
-        layers = resolve_layers(merge_attention(config.attention, stage.attention), config.model.layers)
-        if all(layer.kind == "full" for layer in layers):
+        until = stage.until
+        if until is None:
+            continue
+        path = f"stages[{index}].until"
+        if problem := _form_problem(until):
+            yield f"{path}{problem}"
+            continue
+        yield from _metric_problems(config, stage, until, path)
+        if until.max_tokens <= stage.tokens:
+            yield f"{path}.max_tokens: given {until.max_tokens}; allowed: more than the stage's tokens {stage.tokens}"
+        recovered = until.trailing_loss_recovered
+        comparable = index > 0 and config.stages[index - 1].seq_len == stage.seq_len
+        if recovered is not None and recovered.reference == "before" and not comparable:
             yield (
-                f"{where}.reference: given 'full', but stage {stage.name!r} has no other than full layers, so there is "
-                "nothing to recover; set attention, or reference: before"
+                f"{path}.trailing_loss_recovered.reference: given 'before', but no stage before {stage.name!r} ends "
+                f"with its seq_len {stage.seq_len}; insert one, or set reference: full"
             )
-    elif index == 0 or config.stages[index - 1].seq_len != stage.seq_len:
-        yield (
-            f"{where}.reference: given 'before', but no stage before {stage.name!r} ends with its seq_len "
-            f"{stage.seq_len}; insert one, or set reference: full"
-        )
+        yield from _rate_problems(config, index, path)
+
+
+def exit_data_problems(config: RunConfig) -> Iterator[str]:
+    """Stages whose criterion could never be judged, because the corpora do not give its numbers."""
+    for stage in resolve_stages(config):
+        if stage.until is None:
+            continue
+        wanted = dict.fromkeys(map(evaluation_of, stage.until.metrics))
+        for evaluation in wanted:
+            if evaluation is None or not evaluation.enabled(config):
+                continue
+            try:
+                for problem in evaluation.data_problems(config, stage):
+                    yield f"stages[{stage.index}].until: {problem}"
+            except DataError as error:
+                yield f"data.validation: {error}"
+                return
+
+
+def _form_problem(until: UntilConfig) -> str:
+    """What is wrong with the keys given; empty: nothing."""
+    bounds = [key for key in ("at_most", "at_least") if getattr(until, key) is not None]
+    if until.trailing_loss_recovered is not None:
+        extra = [key for key in ("metric", "at_most", "at_least") if getattr(until, key) is not None]
+        return f": given trailing_loss_recovered and {', '.join(extra)}; allowed: one criterion" if extra else ""
+    if until.metric is None:
+        return ": no criterion given; allowed: trailing_loss_recovered, or metric with at_most or at_least"
+    if len(bounds) != 1:
+        given = " and ".join(bounds) or "no bound"
+        return f": given metric with {given}; allowed: metric with either at_most or at_least"
+    return ""
+
+
+def _metric_problems(config: RunConfig, stage: StageConfig, until: UntilConfig, path: str) -> Iterator[str]:
+    """Numbers that no evaluation gives, or none in this stage."""
+    layers = resolve_layers(merge_attention(config.attention, stage.attention), config.model.layers)
+    for metric in until.metrics:
+        evaluation = evaluation_of(metric)
+        if evaluation is None:
+            known = sorted({name for other in EVALUATIONS for name in other.numbers | other.numbers_against_full})
+            yield f"{path}.metric: given {metric!r}, which no evaluation gives; allowed: {', '.join(known)}"
+        elif not evaluation.enabled(config):
+            yield f"{path}: {metric} is not evaluated; set {evaluation.key}"
+            return
+        elif metric in evaluation.numbers_against_full and name_of(layers) == "full":
+            nothing = f"but stage {stage.name!r} has no other than full layers, so there is nothing to"
+            if until.trailing_loss_recovered is not None:
+                yield (
+                    f"{path}.trailing_loss_recovered.reference: given 'full', {nothing} recover; set attention, or "
+                    "reference: before"
+                )
+            else:
+                yield f"{path}.metric: given {metric!r}, {nothing} compare with full attention; set attention"
+
+
+def _rate_problems(config: RunConfig, index: int, path: str) -> Iterator[str]:
     stages = resolve_stages(config)
-    resolved = stages[index]
-    if stage_learning_rate(stages, index, config.optim.schedule, resolved.first_token + resolved.planned_tokens) == 0:
+    stage = stages[index]
+    if stage_learning_rate(stages, index, config.optim.schedule, stage.first_token + stage.planned_tokens) == 0:
         yield (
             f"{path}: beyond its tokens the stage would go on with the learning rate at their end, which is 0; set "
             "min_lr_ratio of its schedule, or kind: constant"
         )
-
-
-def gate_data_problems(config: RunConfig) -> Iterator[str]:
-    """Stages whose gate could never be asked, because no validation document is long enough."""
-    wanted = config.evaluation.position_wise
-    for index, stage in enumerate(config.stages):
-        if stage.until is None or wanted is None:
-            continue
-        try:
-            found = LongDocumentSamples(config.data.validation, stage.seq_len, wanted.sequences, config.seed, 2)
-        except DataError as error:
-            yield f"data.validation: {error}"
-            return
-        if len(found) < 2:
-            yield (
-                f"stages[{index}].until: data.validation has {len(found)} stretches of {stage.seq_len} tokens inside "
-                "one document, at least 2 are needed for the trailing loss; hold out longer documents"
-            )

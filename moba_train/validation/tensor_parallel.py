@@ -8,6 +8,7 @@ from moba_train.config.mesh import divisors
 from moba_train.config.run import CPLayout
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
+from moba_train.evals.registry import enabled_evaluations
 from moba_train.parallel.context.layout import SequenceLayout
 
 _DIVIDED = ("heads", "kv_heads", "intermediate_size", "vocab_size")
@@ -32,8 +33,8 @@ def row_problems(config: RunConfig) -> Iterator[str]:
     for stage in resolve_stages(config) if tp > 1 else ():
         cp, layout = stage.parallel.cp, stage.parallel.cp_layout
         passes = {f"seq_len {stage.seq_len} x micro_batch_size {stage.micro_batch_size}": stage.micro_batch_size}
-        if config.evaluation.position_wise is not None:
-            passes[f"seq_len {stage.seq_len} (evaluation.position_wise)"] = 1
+        for evaluation in enabled_evaluations(config):
+            passes[f"seq_len {stage.seq_len} ({evaluation.key})"] = evaluation.sequences_per_pass(stage)
         for text, sequences in passes.items():
             tokens = stage.seq_len * sequences
             # `auto` decides between them by the memory it finds

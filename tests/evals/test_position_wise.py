@@ -1,4 +1,4 @@
-"""Loss by place in the context: whose tokens, what numbers, and what a gate makes of them."""
+"""Loss by position in the context: which tokens, and which numbers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,13 +14,12 @@ from moba_train.attention.protocol import packed_layout
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import ModelConfig
-from moba_train.config.run import CPLayout, GateConfig
+from moba_train.config.run import CPLayout
 from moba_train.data.batch import Batch
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.data.long_documents import LongDocumentSamples
+from moba_train.data.long_documents import LongDocumentSamples, count_samples
 from moba_train.errors import DataError
-from moba_train.evals.position_wise import PositionWiseLoss, describe, position_wise_loss
-from moba_train.evals.stage import judge
+from moba_train.evals.position_wise import PositionWiseLoss, position_wise_loss, summarize
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.context.batch import shard_batch
@@ -62,6 +61,7 @@ def test_stretches_are_the_same_every_time_and_fewer_are_some_of_them(sources: l
     assert first_tokens(5) == first_tokens(5)
     assert first_tokens(2) == first_tokens(5)[:2]
     assert len(LongDocumentSamples(sources, 64, 5, 3, VOCAB)) == 0
+    assert [count_samples(sources, length) for length in (SEQ_LEN, 64)] == [5, 0]
 
 
 def test_a_token_outside_the_vocabulary_is_named(sources: list[SourceConfig]) -> None:
@@ -99,29 +99,14 @@ def test_means_and_errors_take_sequences_as_the_sample() -> None:
     full = PositionWiseLoss(8, moba.losses - np.array([[0.0, 0.25]]))
     assert moba.mean.tolist() == [4.0, 2.0]
     assert moba.standard_error == pytest.approx([1 / 3**0.5, 0.5 / 3**0.5])
-    text, numbers, whole = describe({"moba": moba, "full": full}, "moba")
-    assert numbers["trailing_loss"] == 2.0
-    assert numbers["trailing_loss_full"] == 1.75
-    assert numbers["trailing_gap"] == 0.25
-    assert numbers["trailing_gap_error"] == 0  # of pairs: the sequences differ, the gap does not
-    assert "+0.2500 +- 0.0000" in text
-    assert whole["curves"]["full"]["mean"] == [4.0, 1.75]
+    result = summarize({"moba": moba, "full": full}, "moba")
+    assert result.numbers["trailing_loss"] == 2.0
+    assert result.numbers["trailing_loss_full"] == 1.75
+    assert result.numbers["trailing_gap"] == 0.25
+    assert result.numbers["trailing_gap_error"] == 0  # of pairs: the sequences differ, the gap does not
+    assert "+0.2500 +- 0.0000" in result.message
+    assert result.data["curves"]["full"]["mean"] == [4.0, 1.75]
     assert PositionWiseLoss(8, moba.losses[:1]).to_json()["standard_error"] == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("reference", "tolerance", "opens"),
-    [("full", 0.2, False), ("full", 0.3, True), ("before", 0.0, False), ("before", 0.11, True)],
-)
-def test_a_gate_opens_when_the_trailing_loss_is_back(reference: str, tolerance: float, opens: bool) -> None:
-    """2.0 with MoBA against 1.75 with full attention and 1.9 before the stage; the buckets before do not matter."""
-    gate = GateConfig.model_validate(
-        {"trailing_loss_recovered": {"tolerance": tolerance, "reference": reference}, "max_tokens": 10}
-    )
-    curves = {name: PositionWiseLoss(8, np.array([[9.0, loss]])) for name, loss in (("moba", 2.0), ("full", 1.75))}
-    opened, text = judge(gate, curves, "moba", 1.9)
-    assert opened == opens
-    assert "trailing loss 2.0000, " + ("1.7500" if reference == "full" else "1.9000") in text
 
 
 def test_a_corpus_file_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -69,18 +70,17 @@ def test_a_rank_without_signs_of_life_is_named(three: Ranks) -> None:
     three.beat(2, entered=5)  # its last
     assert reported(three, lambda: three.beat(1, entered=0))
     (text,) = three.reports
-    assert text.startswith("rank 2 of 3 stalls in 'checkpoint' after step 7: no sign of life")
+    assert text.startswith("rank 2 of 3 stalls in 'checkpoint' after step 7: no heartbeat")
     assert "rank 1" not in text
 
 
 def test_the_rank_that_is_behind_is_named_with_its_stack(three: Ranks) -> None:
-    three.watch.enter("update", 8)
-
     def beats() -> None:
         three.beat(1, entered=0, waits=False)
         three.beat(2, entered=1)
 
-    assert reported(three, beats)
+    with three.watch.phase("update", 8):
+        assert reported(three, beats)
     assert three.reports[0].startswith("rank 1 of 3 stalls in 'checkpoint' after step 7: for 9.0 s")
     assert "at line 1" in three.reports[0]
     time.sleep(0.3)
@@ -88,31 +88,49 @@ def test_the_rank_that_is_behind_is_named_with_its_stack(three: Ranks) -> None:
 
 
 def test_of_ranks_in_the_same_phase_the_one_that_does_not_wait_is_named(three: Ranks) -> None:
-    three.watch.enter("update", 8)
-
     def beats() -> None:
         three.beat(1, entered=1)
         three.beat(2, entered=0, waits=True)
         three.beat(1, entered=0, waits=False)
 
-    assert reported(three, beats)
+    with three.watch.phase("update", 8):
+        assert reported(three, beats)
     assert three.reports[0].startswith("rank 1 of 3")
 
 
 def test_a_rank_that_may_take_so_long_is_not_blamed(three: Ranks) -> None:
-    three.watch.enter("update", 8)
-
     def beats() -> None:
         three.beat(1, entered=0, age_s=9.0, limit_s=30.0)
         three.beat(2, entered=1)
 
-    assert not reported(three, beats, seconds=2.6)
+    with three.watch.phase("update", 8):
+        assert not reported(three, beats, seconds=2.6)
 
 
-def test_entering_a_phase_costs_microseconds(tmp_path: Path) -> None:
+def current_phase(ranks: Ranks) -> tuple[str, int]:
+    """Phase and step in the next heartbeat."""
+    earlier = Heartbeat.latest(ranks.store, 0)
+    while (beat := Heartbeat.latest(ranks.store, 0)) is None or (earlier and beat.count <= earlier.count + 1):
+        time.sleep(0.01)
+    return beat.phase, beat.step
+
+
+def test_a_phase_gives_way_to_the_outer_one_and_stays_where_an_exception_left_it(three: Ranks) -> None:
+    with three.watch.phase("update", 8):
+        with three.watch.phase("spike", 8):
+            assert current_phase(three) == ("spike", 8)
+        assert current_phase(three) == ("update", 8)
+    assert current_phase(three) == ("between phases", 8)
+    with suppress(ValueError), three.watch.phase("evaluation", 9):
+        raise ValueError
+    assert current_phase(three) == ("evaluation", 9)
+
+
+def test_a_phase_costs_microseconds(tmp_path: Path) -> None:
     watch = Ranks(tmp_path, 1).watch
     began = time.thread_time()
     for step in range(1000):
-        watch.enter("step", step)
+        with watch.phase("step", step):
+            pass
     assert time.thread_time() - began < 0.1, "0.1 ms each"
     watch.close()

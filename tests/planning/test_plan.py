@@ -153,10 +153,10 @@ def test_the_tables_show_every_stage_and_part():
         assert part in text.getvalue(), part
 
 
-def test_a_gated_stage_is_planned_from_its_tokens_to_its_maximum():
+def test_a_stage_with_until_is_planned_from_its_tokens_to_its_maximum():
     until = {"trailing_loss_recovered": {"tolerance": 0.01}, "max_tokens": "4B"}
-    gated = {"name": "activate", "seq_len": "8K", "tokens": "1B", "until": until}
-    plan, text = make_plan(config(stages=[gated]), 8, 989, 0.4), io.StringIO()
+    prolonged = {"name": "activate", "seq_len": "8K", "tokens": "1B", "until": until}
+    plan, text = make_plan(config(stages=[prolonged]), 8, 989, 0.4), io.StringIO()
     assert plan.stages[0].tokens == pytest.approx(4e9, rel=1e-3)
     print_plan(plan, Console(file=text, width=100))
     for part in ("1B to 4B", "954 to 3,815", "at most"):

@@ -31,12 +31,12 @@ def write_history(run_dir: Path) -> None:
         lr = 1e-3 * min(1, (step + 1) / 100) * (0.55 + 0.45 * math.cos(math.pi * step / 900))
         telemetry.log(step, tokens, {"loss": math.nan if step == 600 else loss, "lr": lr})
         if step % 100 == 99:
-            telemetry.event(step, tokens, "evaluation", "", eval_loss=2.02 + 9.0 * (step + 10) ** -0.35)
+            telemetry.event(step, tokens, "validation_loss", "", eval_loss=2.02 + 9.0 * (step + 10) ** -0.35)
             telemetry.event(step, tokens, "position_wise", "", trailing_loss=1.9 + 9.0 * (step + 10) ** -0.35)
     telemetry.close()
 
 
-def test_picture_shows_the_run(tmp_path: Path) -> None:
+def test_the_plot_shows_the_run(tmp_path: Path) -> None:
     write_history(tmp_path)
     path = plot_run(tmp_path)
     assert path == tmp_path / "loss.png"

@@ -42,7 +42,7 @@ def report(telemetry: Telemetry) -> None:
     telemetry.stage = "short"
     telemetry.event(0, 0, "stage", "short: 4096 tokens")
     telemetry.log(1, 4096, {"loss": 3.5, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_s": 12345.6})
-    telemetry.event(1, 4096, "evaluation", "loss 3.4", eval_loss=3.4)
+    telemetry.event(1, 4096, "validation_loss", "loss 3.4", eval_loss=3.4)
     telemetry.alert("Spike", "loss 9.0", "spike")
 
 
@@ -54,7 +54,7 @@ def test_jsonl_holds_what_every_sink_got(tmp_path: Path) -> None:
 
     assert read_records(tmp_path / "metrics.jsonl") == sink.records
     assert sink.closed
-    assert [record["type"] for record in sink.records] == ["stage", "metrics", "evaluation", "alert"]
+    assert [record["type"] for record in sink.records] == ["stage", "metrics", "validation_loss", "alert"]
     assert {record["stage"] for record in sink.records} == {"short"}
     assert sink.records[1].items() >= {"step": 1, "tokens": 4096, "loss": 3.5}.items()
     assert sink.records[3].items() >= {"step": 1, "title": "Spike", "alert": "spike"}.items()

@@ -9,8 +9,8 @@ from tiny_run import VOCAB, Run
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moba_train.data.batch import Batch
 from moba_train.model.transformer import Transformer
+from moba_train.training.step import StepData
 from moba_train.training.trainer import Trainer
 
 Fault = Callable[[Tensor], Tensor]
@@ -46,17 +46,19 @@ def inject(
     now: list[int] = [0]
     changed: list[tuple[int, bool]] = []
 
-    def step(trainer: Trainer, stage: Any, batches: list[Batch], *rest: Any) -> None:
+    def step(trainer: Trainer, stage: Any, data: StepData) -> bool:
         now[0] = trainer.progress.step + 1
         if now[0] in poisoned:
             noise = torch.Generator().manual_seed(now[0])
-            for batch in batches:
+            for batch in data.batches:
                 batch.labels.random_(VOCAB, generator=noise)
         before = _state(trainer)
-        train_step(trainer, stage, batches, *rest)
+        done = train_step(trainer, stage, data)
         after = _state(trainer)
         same = len(before) == len(after) and all(map(torch.equal, before, after))
-        changed.append((trainer.progress.step, not same))
+        if done:
+            changed.append((trainer.progress.step, not same))
+        return done
 
     def faulty_forward(model: Transformer, *arguments: Any, **options: Any) -> Tensor:
         result = forward(model, *arguments, **options)

@@ -31,7 +31,7 @@ def curves(run: Run) -> dict[str, list[Any]]:
     metrics = run.records()
     keys = ("step", "tokens", "loss", "grad_norm", "lr", "loss_tokens")
     return {key: [record[key] for record in metrics] for key in keys} | {
-        "eval_loss": [record["eval_loss"] for record in run.records("evaluation")]
+        "eval_loss": [record["eval_loss"] for record in run.records("validation_loss")]
     }
 
 

@@ -140,7 +140,7 @@ def test_the_best_checkpoint_stays_and_holds_its_validation_loss(run: Run, capsy
     run.recipe["checkpoint"] = {"every": 2, "keep_last": 1, "keep_best": 1}
     run.recipe["evaluation"]["every"] = 2
     assert train_here(run, capsys)[0] == 0
-    losses = {record["step"]: record["eval_loss"] for record in run.records("evaluation")}
+    losses = {record["step"]: record["eval_loss"] for record in run.records("validation_loss")}
     best = {min(range(2, 7, 2), key=losses.__getitem__), min(range(8, 13, 2), key=losses.__getitem__), 12}
     kept = {int(path.name.removeprefix("step_")): path for path in (run.run_dir / "checkpoints").glob("step_*")}
     assert kept.keys() == best

@@ -25,6 +25,13 @@ def test_any_record_is_progress_or_refused(meta: object) -> None:
     assert Progress.from_meta(progress.to_meta(), stages=2) == progress
 
 
+def test_a_record_of_an_older_version_is_read_with_its_old_names() -> None:
+    now = Progress(step=8, stage=1, exited_steps={"activate": 5}, trailing_loss=2.5, run_id="abc")
+    old = now.to_meta()
+    old["gated_steps"] = old.pop("exited_steps")
+    assert Progress.from_meta(old, stages=2) == now
+
+
 def test_the_key_at_fault_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"starts\.corpus: Input should be a valid integer"):
         Progress.from_meta(Progress(starts={"corpus": "far"}).to_meta(), stages=1)  # type: ignore[dict-item]

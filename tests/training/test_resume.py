@@ -48,8 +48,8 @@ def test_another_world_size_sees_the_same_tokens(run: Run, ranks: Ranks, finishe
     ranks.train(run, 1, "--stop-at-step", "5")
     ranks.train(run, 2)
     assert run.losses() == pytest.approx(finished_run.losses(), rel=1e-5)
-    assert run.records("evaluation")[-1]["eval_loss"] == pytest.approx(
-        finished_run.records("evaluation")[-1]["eval_loss"], rel=1e-5
+    assert run.records("validation_loss")[-1]["eval_loss"] == pytest.approx(
+        finished_run.records("validation_loss")[-1]["eval_loss"], rel=1e-5
     )
 
 
@@ -92,7 +92,7 @@ def test_compiled_blocks_do_not_change_the_loss_and_are_compiled_once_a_kind(run
 def test_training_learns_and_evaluates(finished_run: Run) -> None:
     losses = finished_run.losses()
     assert losses[-1] < losses[0] - 0.5
-    evaluations = [record["eval_loss"] for record in finished_run.records("evaluation")]
+    evaluations = [record["eval_loss"] for record in finished_run.records("validation_loss")]
     assert len(evaluations) == 2
     assert evaluations[1] < evaluations[0]
     assert (finished_run.run_dir / "loss.png").stat().st_size > 10_000

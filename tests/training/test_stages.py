@@ -1,8 +1,8 @@
-"""Stages as a user sees them: a gate keeps a stage from its end, boundaries show, and a stopped run does the same."""
+"""Stages as a user sees them: an exit criterion prolongs a stage, boundaries show, a stopped run does the same."""
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,16 @@ from typer.testing import CliRunner
 
 from moba_train.cli import app
 from moba_train.config.load import load_config
-from moba_train.config.run import GateConfig
+from moba_train.config.run import UntilConfig
 from moba_train.config.stages import resolve_stages
-from moba_train.evals.stage import judge
 from moba_train.optim.schedule import stage_learning_rate
+from moba_train.training.stage_exit import Verdict, judge
 
 STEP = 512  # tokens
 
 
-def gated(folder: Path, corpora: Path) -> Run:
-    """Full attention, MoBA for 3 to 9 steps, and full attention again; the gate is asked after steps 6, 8 and 10."""
+def prolonged(folder: Path, corpora: Path) -> Run:
+    """Full attention, MoBA for 3 to 9 steps, and full attention again; the criterion is judged at steps 6, 8 and 10."""
     run = Run(folder, corpora)
     run.recipe |= {
         "evaluation": {"every": 100, "sequences": 2, "position_wise": {"bucket": 32, "sequences": 3, "every": 2}},
@@ -47,7 +47,7 @@ def gated(folder: Path, corpora: Path) -> Run:
 
 def history(run: Run) -> list[dict[str, Any]]:
     """All that is logged of steps and evaluations, but for times and memory."""
-    types = ("metrics", "evaluation", "position_wise", "gate", "boundary")
+    types = ("metrics", "validation_loss", "position_wise", "stage_exit", "boundary")
     times = {"time", "step_s", "data_s", "tokens_per_s", "tokens_per_s_per_device", "attention_s"}
     times |= {"mfu", "mfu_dense", "memory_gib"}
     records = [record for record_type in types for record in run.records(record_type)]
@@ -55,37 +55,37 @@ def history(run: Run) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def opens_at_8() -> Iterator[None]:
-    """The gate's words, but it opens at the second evaluation of its stage, whatever this tiny model's losses are."""
+def met_at_8() -> Iterator[None]:
+    """The criterion's words, but it is met at the second evaluation of its stage, whatever this tiny model's losses."""
 
-    def verdict(gate: GateConfig, curves: Any, kind: str, before: float | None) -> tuple[bool, str]:
-        own, text = curves[kind].trailing, judge(gate, curves, kind, before)[1]
+    def verdict(until: UntilConfig, numbers: Mapping[str, float], before: float | None) -> Verdict:
+        own = numbers["trailing_loss"]
         seen.setdefault(own, len(seen) + 1)  # a resumed run evaluates what was evaluated before
-        return seen[own] == 2, text
+        return Verdict(seen[own] == 2, judge(until, numbers, before).message)
 
     seen: dict[float, int] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moba_train.evals.stage.judge", verdict)
+        patch.setattr("moba_train.training.stage_exit.judge", verdict)
         yield
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpora: Path, opens_at_8: None) -> Run:
-    run = gated(tmp_path_factory.mktemp("gated"), corpora)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpora: Path, met_at_8: None) -> Run:
+    run = prolonged(tmp_path_factory.mktemp("prolonged"), corpora)
     assert run.train_here() == 0
     return run
 
 
-def test_a_gate_prolongs_its_stage_and_the_next_one_follows(undisturbed: Run) -> None:
+def test_an_exit_criterion_prolongs_its_stage_and_the_next_one_follows(undisturbed: Run) -> None:
     stages = [record["stage"] for record in undisturbed.records()]
     assert stages == ["short"] * 3 + ["activate"] * 5 + ["full"] * 4
-    assert [record["step"] for record in undisturbed.records("gate")] == [6, 8]
+    assert [record["step"] for record in undisturbed.records("stage_exit")] == [6, 8]
     assert [record["last_step"] for record in undisturbed.records("stage")] == [16, 16, 12]
     assert [record["tokens"] for record in undisturbed.records()] == [STEP * step for step in range(1, 13)]
 
 
-def test_the_schedule_stands_still_while_a_gate_is_shut(undisturbed: Run) -> None:
-    """Rates are those of the same run without a gate, with the rate at the end of the stage's tokens repeated."""
+def test_the_schedule_stands_still_while_the_criterion_is_not_met(undisturbed: Run) -> None:
+    """Rates are those of the same run without `until`, with the rate at the end of the stage's tokens repeated."""
     rates = [record["lr"] for record in undisturbed.records()]
     undisturbed.recipe["stages"][1].pop("until")
     config = load_config(undisturbed.write_recipe())
@@ -99,9 +99,9 @@ def test_the_schedule_stands_still_while_a_gate_is_shut(undisturbed: Run) -> Non
     assert rates[-1] < rates[5]
 
 
-def test_stops_around_the_gate_change_nothing(tmp_path: Path, corpora: Path, undisturbed: Run) -> None:
-    """Bitwise: where it was asked, and in the next stage before its boundary is compared."""
-    run = gated(tmp_path, corpora)
+def test_stops_around_the_stage_exit_change_nothing(tmp_path: Path, corpora: Path, undisturbed: Run) -> None:
+    """Bitwise: where it was judged, and in the next stage before its boundary is compared."""
+    run = prolonged(tmp_path, corpora)
     for step in (6, 9):
         assert run.train_here("--stop-at-step", str(step)) == 0
     assert run.train_here() == 0
@@ -109,15 +109,15 @@ def test_stops_around_the_gate_change_nothing(tmp_path: Path, corpora: Path, und
     assert_same_tensors(run.newest_checkpoint, undisturbed.newest_checkpoint)
 
 
-def test_boundaries_show_in_every_log_and_picture(undisturbed: Run) -> None:
+def test_boundaries_show_in_every_log_and_plot(undisturbed: Run) -> None:
     losses = undisturbed.losses()
     first, second = undisturbed.records("boundary")
     assert (first["stage"], first["loss_before"]) == ("activate", pytest.approx(sum(losses[:3]) / 3))
     assert second["loss_before"] == pytest.approx(sum(losses[3:8]) / 5)
     assert second["loss_step"] == pytest.approx(sum(losses[8:]) / 4 - sum(losses[3:8]) / 5)
     assert [record["stage_index"] for record in undisturbed.records("stage")] == [0, 1, 2]
-    for picture in ("loss.png", "position_wise.png"):
-        assert (undisturbed.run_dir / picture).stat().st_size > 10_000
+    for plot in ("loss.png", "position_wise.png"):
+        assert (undisturbed.run_dir / plot).stat().st_size > 10_000
 
 
 def test_loss_by_position_is_logged_for_every_stage(undisturbed: Run) -> None:
@@ -148,19 +148,22 @@ def test_eval_gives_the_same_loss_by_position(undisturbed: Run, tmp_path: Path) 
     assert set(written["validation_loss"]) == {"moba", "full"}
     assert (tmp_path / "position_wise.png").stat().st_size > 10_000
     assert "96 to 128" in done.output
-    only = CliRunner().invoke(app, [*arguments[:2], "--attention", "moba", "--bucket", "64", "--sequences", "2"])
+    only = CliRunner().invoke(app, [*arguments[:2], "--attention", "own", "--bucket", "64", "--sequences", "2"])
     assert "64 to 128" in only.output
     assert "full" not in only.output
     refused = CliRunner().invoke(app, [*arguments[:2], "--bucket", "48"])
     assert refused.exit_code == 2
     assert "--bucket: given 48" in refused.output
+    renamed = CliRunner().invoke(app, [*arguments[:2], "--attention", "moba"])
+    assert renamed.exit_code == 2
+    assert "--attention own" in renamed.output
 
 
-def test_a_gate_opens_alike_on_ranks_that_share_batches_and_sequences(
+def test_a_stage_exits_alike_on_ranks_that_share_batches_and_sequences(
     tmp_path: Path, corpora: Path, ranks: Ranks
 ) -> None:
     """On one rank, and on two: first each with sequences of its own, then with halves of the same; and in `eval`."""
-    alone, shared = gated(tmp_path / "alone", corpora), gated(tmp_path / "shared", corpora)
+    alone, shared = prolonged(tmp_path / "alone", corpora), prolonged(tmp_path / "shared", corpora)
     for run, count in ((alone, 1), (shared, 2)):
         run.folder.mkdir()
         run.recipe["stages"][1]["until"]["trailing_loss_recovered"]["tolerance"] = 10.0
@@ -168,7 +171,7 @@ def test_a_gate_opens_alike_on_ranks_that_share_batches_and_sequences(
         run.recipe["stages"][2]["tokens"] = STEP
         ranks.train(run, count)
     ranks.work(run_command, ["eval", str(shared.run_dir), "--cp", "2", "--output", str(tmp_path)], 2)
-    assert [record["step"] for record in shared.records("gate")] == [6]
+    assert [record["step"] for record in shared.records("stage_exit")] == [6]
     assert shared.losses() == pytest.approx(alone.losses(), rel=1e-4)
     for got, want in zip(shared.records("position_wise"), alone.records("position_wise"), strict=True):
         assert got["step"] == want["step"]

@@ -30,7 +30,7 @@ def curves(run: Run) -> dict[str, Any]:
     """What a user sees of a run, but for times."""
     keys = ("step", "tokens", "loss_tokens", "loss", "grad_norm")
     found = {key: [record[key] for record in run.records()] for key in keys}
-    found["eval_loss"] = [record["eval_loss"] for record in run.records("evaluation")]
+    found["eval_loss"] = [record["eval_loss"] for record in run.records("validation_loss")]
     positions = [record["position_wise"]["curves"] for record in run.records("position_wise")]
     for stage, name in ((0, "full"), (1, "moba"), (1, "full")):
         found[f"by position, stage {stage}, {name}"] = positions[stage][name]["mean"]

@@ -82,7 +82,38 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
         (["evaluation.position_wise={}"], "evaluation.position_wise: needs documents to evaluate on; set data.vali"),
         (
             ["stages.1.until={trailing_loss_recovered: {tolerance: 0.1}, max_tokens: 9M}"],
-            "stages[1].until: the trailing loss is not evaluated; set evaluation.position_wise",
+            "stages[1].until: trailing_loss is not evaluated; set evaluation.position_wise",
+        ),
+        (
+            ["stages.1.until={metric: eval_loss, at_most: 2, max_tokens: 9M}"],
+            "stages[1].until: eval_loss is not evaluated; set data.validation",
+        ),
+        (
+            ["stages.1.until={metric: trailing_los, at_most: 2, max_tokens: 9M}"],
+            "stages[1].until.metric: given 'trailing_los', which no evaluation gives; allowed: eval_loss, trailing_gap",
+        ),
+        (
+            [
+                "stages.0.until={metric: trailing_gap, at_most: 2, max_tokens: 9M}",
+                "evaluation.position_wise={}",
+            ],
+            "stages[0].until.metric: given 'trailing_gap', but stage 'short' has no other than full layers, so there",
+        ),
+        (
+            ["stages.1.until={max_tokens: 9M}"],
+            "stages[1].until: no criterion given; allowed: trailing_loss_recovered, or metric with at_most or at_least",
+        ),
+        (
+            ["stages.1.until={metric: eval_loss, max_tokens: 9M}"],
+            "stages[1].until: given metric with no bound; allowed: metric with either at_most or at_least",
+        ),
+        (
+            ["stages.1.until={metric: eval_loss, at_most: 2, at_least: 1, max_tokens: 9M}"],
+            "stages[1].until: given metric with at_most and at_least; allowed: metric with either",
+        ),
+        (
+            ["stages.1.until={trailing_loss_recovered: {tolerance: 0.1}, metric: eval_loss, max_tokens: 9M}"],
+            "stages[1].until: given trailing_loss_recovered and metric; allowed: one criterion",
         ),
         (
             ["stages.1.until={trailing_loss_recovered: {tolerance: 0.1}, max_tokens: 2M}"],

@@ -6,19 +6,42 @@ import torch
 import torch.distributed as dist
 
 from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
 from moba_train.data.batch import collate
 from moba_train.data.samples import Sample, StageData
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.stage import DataShard
 
 
-def validation_data(config: RunConfig, seq_len: int) -> StageData | None:
-    """The same `evaluation.sequences` samples of `data.validation` for a given seed and length; None without any."""
-    if not config.data.validation:
-        return None
-    sequences, vocab_size = config.evaluation.sequences, config.model.vocab_size
-    return StageData(config.data.validation, seq_len, sequences, config.seed, {}, vocab_size)
+class ValidationLoss(Evaluation):
+    """Mean loss on `evaluation.sequences` samples of `data.validation`: the same ones for a given seed and length."""
+
+    name = "validation_loss"
+    key = "data.validation"
+    numbers = frozenset({"eval_loss"})
+
+    def __init__(self, config: RunConfig, stage: Stage) -> None:
+        self.every = config.evaluation.every
+        sequences, vocab_size = config.evaluation.sequences, config.model.vocab_size
+        self._data = StageData(config.data.validation, stage.seq_len, sequences, config.seed, {}, vocab_size)
+
+    @classmethod
+    def enabled(cls, config: RunConfig) -> bool:
+        """Where there is held-out text."""
+        return bool(config.data.validation)
+
+    def run(self, context: EvaluationContext) -> EvaluationResult:
+        """`eval_loss` in nats per token."""
+        micro_batch_size = context.stage.micro_batch_size
+        losses = {
+            name: validation_loss(context.model, self._data, micro_batch_size, context.share, context.device)
+            for name in context.each_attention()
+        }
+        own = losses[context.own]
+        table = [f"{name:<24} validation loss {loss:.4f} nats per token" for name, loss in losses.items()]
+        return EvaluationResult({"eval_loss": own}, f"validation loss {own:.4f}", table, dict(losses))
 
 
 @torch.no_grad()

@@ -1,0 +1,122 @@
+"""The interface of an evaluation: what it needs, when it is due, and what it gives.
+
+A new evaluation is one file with a subclass of `Evaluation` and one line in registry.py. It then runs while a stage
+trains (stage.py) and in `moba-train eval` (checkpoint.py), and a stage may train `until` one of its numbers is good.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
+from moba_train.evals.variants import Layers, name_of
+from moba_train.model.build import build_attention
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.stage import DataShard
+
+
+@dataclass(frozen=True)
+class EvaluationContext:
+    """What an evaluation works with, on every rank: the model, this rank's part of the data, the attentions to try."""
+
+    model: Transformer
+    """Sharded, with the stage's RoPE and engines."""
+    stage: Stage
+    share: DataShard
+    device: torch.device
+    attentions: Mapping[str, Layers] = field(default_factory=dict)
+    """Attention of every layer, by a name for people; at least one where an evaluation runs."""
+
+    @property
+    def own(self) -> str:
+        """Name of the attention that numbers are about: the stage's own where it is evaluated, else the first."""
+        name = name_of(self.stage.attention)
+        return name if name in self.attentions else next(iter(self.attentions))
+
+    def each_attention(self) -> Iterator[str]:
+        """Switch the model from one attention to the next, yield their names, and end with the stage's own."""
+        head_width = self.model.config.head_width
+        for name, layers in self.attentions.items():
+            self.model.set_attention(build_attention(layers, head_width))
+            yield name
+        self.model.set_attention(build_attention(self.stage.attention, head_width))
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What one evaluation found, equal on every rank."""
+
+    numbers: dict[str, float]
+    """Numbers about the attention `own`, by name, for telemetry and for `until`."""
+    message: str
+    """One line for the log."""
+    table: list[str]
+    """Lines that `moba-train eval` prints: all attentions side by side."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Everything that was measured, as JSON values, for the report."""
+
+
+class Evaluation(ABC):
+    """One evaluation of one stage. Constructed and called on all ranks together."""
+
+    name: ClassVar[str]
+    """Type of its records in metrics.jsonl, and its key in evaluation.json."""
+    key: ClassVar[str]
+    """YAML key that switches it on."""
+    numbers: ClassVar[frozenset[str]]
+    """Names of the numbers that it gives in every stage."""
+    numbers_against_full: ClassVar[frozenset[str]] = frozenset()
+    """Names of the numbers that it gives where full attention is tried too, beside a stage's own."""
+
+    every: int
+    """Optimizer steps between evaluations while the stage trains."""
+    compare_with_full: bool = False
+    """Whether the recipe asks for full attention on the same weights too, where the stage has other layers."""
+    missing: str = ""
+    """What this stage lacks to be evaluated, in words; empty: nothing."""
+
+    @abstractmethod
+    def __init__(self, config: RunConfig, stage: Stage) -> None:
+        """Open the data for `stage`. Raises DataError when a corpus is damaged."""
+
+    @classmethod
+    @abstractmethod
+    def enabled(cls, config: RunConfig) -> bool:
+        """Whether the recipe asks for it."""
+
+    @classmethod
+    def problems(cls, config: RunConfig) -> Iterator[str]:
+        """Each problem of its section of the recipe, named by its key. Reads no file."""
+        yield from ()
+
+    @classmethod
+    def data_problems(cls, config: RunConfig, stage: Stage) -> Iterator[str]:
+        """What the corpora lack for numbers that `until` can rely on in `stage`. Raises DataError when one is damaged.
+
+        Reads indices, no tokens.
+        """
+        yield from ()
+
+    @classmethod
+    def sequences_per_pass(cls, stage: Stage) -> int:
+        """How many sequences of `stage.seq_len` tokens one forward pass of a rank takes."""
+        return stage.micro_batch_size
+
+    def due(self, step: int, stage: Stage) -> bool:
+        """Whether it runs after `step`: at multiples of `every`, and where the stage's tokens and the stage end."""
+        return step % self.every == 0 or step in (stage.planned_end_step, stage.end_step)
+
+    @abstractmethod
+    def run(self, context: EvaluationContext) -> EvaluationResult:
+        """Evaluate the model with each of the context's attentions; called on all ranks together.
+
+        Numbers are equal on every rank and, up to rounding, for every parallel layout.
+        """
+
+    def plot(self, data: Mapping[str, dict[str, Any]], folder: Path) -> None:  # noqa: B027  # optional, not abstract
+        """Draw the data of results, by the name of what was evaluated, into `folder`."""

@@ -1,0 +1,25 @@
+"""The evaluations there are. A new one is its own file and one line here."""
+
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
+from moba_train.evals.evaluation import Evaluation
+from moba_train.evals.position_wise import PositionWise
+from moba_train.evals.validation_loss import ValidationLoss
+
+EVALUATIONS: tuple[type[Evaluation], ...] = (ValidationLoss, PositionWise)
+
+
+def enabled_evaluations(config: RunConfig) -> list[type[Evaluation]]:
+    """The evaluations that the recipe asks for, in the order in which they run."""
+    return [evaluation for evaluation in EVALUATIONS if evaluation.enabled(config)]
+
+
+def stage_evaluations(config: RunConfig, stage: Stage) -> list[Evaluation]:
+    """The evaluations that the recipe asks for, with their data for `stage`. Raises DataError for damaged corpora."""
+    return [evaluation(config, stage) for evaluation in enabled_evaluations(config)]
+
+
+def evaluation_of(number: str) -> type[Evaluation] | None:
+    """The evaluation that gives the number of this name; None: none does."""
+    names = ((evaluation, evaluation.numbers | evaluation.numbers_against_full) for evaluation in EVALUATIONS)
+    return next((evaluation for evaluation, given in names if number in given), None)
