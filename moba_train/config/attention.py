@@ -78,6 +78,11 @@ class AttentionConfig(Section):
         assert isinstance(options, Section)
         return options
 
+    def dump_given(self) -> dict[str, Any]:
+        """The keys that were given, as plain values, without the defaults of any."""
+        given = self.model_dump(exclude_unset=True)
+        return {key: value for key, value in given.items() if key not in _KIND_OPTIONS or value}
+
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """The schema of the keys above with one section for each registered kind."""
@@ -108,8 +113,8 @@ def merge_attention(base: AttentionConfig, over: AttentionConfig | None) -> Atte
     """`over` laid on `base`: only keys that `over` sets explicitly win, one level into each kind's options."""
     if over is None:
         return base
-    merged = base.model_dump(exclude_unset=True)
-    for key, value in over.model_dump(exclude_unset=True).items():
+    merged = base.dump_given()
+    for key, value in over.dump_given().items():
         both = key in _KIND_OPTIONS and key in merged
         merged[key] = {**merged[key], **value} if both else value
     return AttentionConfig.model_validate(merged)

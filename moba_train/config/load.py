@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from moba_train.config.explain import explain, format_path, given
-from moba_train.config.schema import RunConfig
+from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.errors import ConfigError
 
 
@@ -49,8 +49,15 @@ def dump_config(config: RunConfig) -> str:
     there would win over the recipe's value.
     """
     data = config.model_dump(exclude={"stages"})
-    data["stages"] = [stage.model_dump(exclude_unset=True) for stage in config.stages]
+    data["stages"] = [_dump_stage(stage) for stage in config.stages]
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _dump_stage(stage: StageConfig) -> dict[str, Any]:
+    data = stage.model_dump(exclude_unset=True)
+    if stage.attention is not None:
+        data["attention"] = stage.attention.dump_given()
+    return data
 
 
 def deep_merge(base: dict[Any, Any], over: dict[Any, Any]) -> dict[Any, Any]:

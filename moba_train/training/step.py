@@ -1,10 +1,15 @@
-"""One optimizer step as the trainer hands it around: this rank's data, and the counts of all ranks together."""
+"""One optimizer step as the trainer hands it around: this rank's data, its losses, and the counts of all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from moba_train.data.batch import Batch
+from moba_train.model.transformer import LossSums
 from moba_train.parallel.world import sum_over_ranks
 
 
@@ -24,6 +29,37 @@ class StepData:
         return sum(batch.padding for batch in self.batches) / sum(batch.layout.total for batch in self.batches)
 
 
+class StepLosses:
+    """Losses of one optimizer step, summed over micro-batches and divided by the global sum of the token weights."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss = torch.zeros((), device=device)
+        """This rank's part of the step's mean loss (nats per token), float32; the step's after `all_reduce`."""
+        self.auxiliary: Tensor | None = None
+        """The same of the layers' auxiliary losses, float32 [layers]; None when no attention kind has one."""
+
+    def add(self, sums: LossSums, loss_weight: float) -> None:
+        """Add the sums of a micro-batch."""
+        self.loss += sums.loss.detach() / loss_weight
+        if sums.auxiliary is not None:
+            auxiliary = sums.auxiliary.detach() / loss_weight
+            self.auxiliary = auxiliary if self.auxiliary is None else self.auxiliary + auxiliary
+
+    def all_reduce(self) -> None:
+        """Sum over all ranks, in place; called on all ranks together."""
+        dist.all_reduce(self.loss)
+        if self.auxiliary is not None:
+            dist.all_reduce(self.auxiliary)
+
+    def auxiliary_metrics(self) -> dict[str, float]:
+        """For the log: `auxiliary_loss`, and of each layer that has one `auxiliary_loss_layer_I`; waits for the GPU."""
+        if self.auxiliary is None:
+            return {}
+        values = self.auxiliary.tolist()
+        by_layer = {f"auxiliary_loss_layer_{layer}": value for layer, value in enumerate(values) if value}
+        return {"auxiliary_loss": sum(values), **by_layer}
+
+
 class StepCounts(NamedTuple):
     """Numbers known on the host before the forward pass, of one rank or summed over all."""
 
@@ -35,13 +71,15 @@ class StepCounts(NamedTuple):
     """1 on a rank that has no such token."""
     stops: float
     """1 on a rank that is asked to stop before this step."""
+    flops: float
+    """Floating-point operations of the step, forward and backward, by the lengths of its documents."""
 
     @staticmethod
-    def of_rank(batches: Sequence[Batch], stop: bool) -> "StepCounts":
-        """The counts of this rank's `batches`."""
+    def from_rank(batches: Sequence[Batch], stop: bool, flops: float) -> "StepCounts":
+        """The counts of this rank's `batches`; `flops`: this rank's share of the operations."""
         loss_tokens = sum(batch.loss_tokens for batch in batches)
         weight = sum(batch.loss_weight_sum for batch in batches)
-        return StepCounts(weight, loss_tokens, float(loss_tokens == 0), float(stop))
+        return StepCounts(weight, loss_tokens, float(loss_tokens == 0), float(stop), flops)
 
     def summed_over_ranks(self) -> "StepCounts":
         """The sum of all ranks' counts. Called on all ranks together; never touches the GPU."""

@@ -10,8 +10,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from moba_train.attention.local import run_local
 from moba_train.config.load import dump_config
@@ -43,8 +41,8 @@ from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.checkpoints import RunCheckpoints
 from moba_train.training.recovery import Recovery
 from moba_train.training.stage_exit import StageExit
-from moba_train.training.step import StepCounts, StepData
-from moba_train.training.throughput import throughput
+from moba_train.training.step import StepCounts, StepData, StepLosses
+from moba_train.training.throughput import batch_flops, throughput
 
 
 class Trainer:
@@ -158,7 +156,8 @@ class Trainer:
         """One optimizer step; False, with nothing done, when any rank is asked to stop."""
         steps_before = self.progress.step
         with self.watch.phase("forward and backward", steps_before):
-            counts = StepCounts.of_rank(data.batches, self._wants_to_stop())
+            flops = batch_flops(self.config.model, stage, data.batches) * self.share.dp_size / self.world.size
+            counts = StepCounts.from_rank(data.batches, self._wants_to_stop(), flops)
             with self.stragglers.meeting():
                 counts = counts.summed_over_ranks()
             if counts.stops:
@@ -167,30 +166,30 @@ class Trainer:
             if counts.loss_weight == 0:
                 self._event("warning", "no token of this batch carries loss: step skipped")
                 return True
-            loss = self._forward_and_backward(data, counts)
+            losses = self._forward_and_backward(data, counts)
         with self.watch.phase("update", steps_before):
-            self._update(stage, data, counts, loss)
+            self._update(stage, data, counts, losses)
         return True
 
-    def _forward_and_backward(self, data: StepData, counts: StepCounts) -> Tensor:
-        """Accumulate the gradients of the micro-batches; this rank's part of the step's loss, a scalar."""
-        loss = torch.zeros((), device=self.world.device)
+    def _forward_and_backward(self, data: StepData, counts: StepCounts) -> StepLosses:
+        """Accumulate the gradients of the micro-batches; this rank's part of the step's losses."""
+        losses = StepLosses(self.world.device)
         with self.stragglers.attention(self.progress.step):
             for batch in data.batches:
-                batch_loss = training_loss(self.model, batch).total / counts.loss_weight
-                batch_loss.backward()
-                loss += batch_loss.detach()
-        return loss
+                sums = training_loss(self.model, batch)
+                (sums.total / counts.loss_weight).backward()
+                losses.add(sums, counts.loss_weight)
+        return losses
 
-    def _update(self, stage: Stage, data: StepData, counts: StepCounts, loss: Tensor) -> None:
+    def _update(self, stage: Stage, data: StepData, counts: StepCounts, losses: StepLosses) -> None:
         """Judge the step by its loss and gradient norm, apply it unless they are a spike, and log it."""
         step = self.progress.step
-        own_loss_sum = loss * counts.loss_weight
-        dist.all_reduce(loss)
+        own_loss_sum = losses.loss * counts.loss_weight
+        losses.all_reduce()
         logged = step % self.config.telemetry.log_every == 0
         by_kind = norms_by_kind(self.model, stage.kinds) if logged else {}
         grad_norm = gradient_norm(self.model)
-        metrics = dict(zip(("loss", "grad_norm"), torch.stack([loss, grad_norm]).tolist(), strict=True))
+        metrics = dict(zip(("loss", "grad_norm"), torch.stack([losses.loss, grad_norm]).tolist(), strict=True))
         metrics["lr"] = stage_learning_rate(self.stages, stage.index, self.config.optim.schedule, self.tokens)
 
         report = self.spikes.observe(step, metrics["loss"], metrics["grad_norm"])
@@ -213,8 +212,9 @@ class Trainer:
         if logged:
             step_s = time.perf_counter() - data.began
             metrics |= {"step_s": step_s, "data_s": data.waited_s, **counts.metrics(stage.batch_tokens)}
-            metrics |= {key: norm.item() for key, norm in by_kind.items()}
-            metrics |= throughput(self.config.model, stage, self.world, step_s) | self.stragglers.metrics(step)
+            metrics |= {key: norm.item() for key, norm in by_kind.items()} | losses.auxiliary_metrics()
+            metrics |= throughput(self.config.model, stage, self.world, step_s, counts.flops)
+            metrics |= self.stragglers.metrics(step)
             metrics["padding_fraction"] = data.padding_fraction
             self.telemetry.log(step, self.tokens, metrics)
 

@@ -127,5 +127,5 @@ def test_every_resolved_layer_becomes_an_attention_object_with_its_own_options()
         {"full_layers": [1], "moba": {"block_size": 32}, "overrides": {2: {"block_size": 8}}}
     )
     built = build_attention(resolve_layers(config, 3), 16)
-    assert [type(attention) for attention in built] == [KINDS["moba"], KINDS["full"], KINDS["moba"]]
-    assert [attention.alignment for attention in built] == [32, 1, 8]
+    assert [type(kind) for kind in built] == [KINDS["moba"], KINDS["full"], KINDS["moba"]]
+    assert [attention.alignment for kind in built for attention in kind.attentions] == [32, 1, 8]
