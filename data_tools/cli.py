@@ -32,7 +32,7 @@ Globs = Annotated[
 ]
 Excludes = Annotated[
     list[str] | None,
-    typer.Option("--exclude", help="Pattern of the files and folders to leave out, e.g. site-packages"),
+    typer.Option("--exclude", help="Files and folders to leave out, as a pattern, e.g. site-packages"),
 ]
 
 
