@@ -1,14 +1,14 @@
-"""Attention with the sequence cut over ranks: time, share of one GPU's rate, hidden communication, memory.
+"""Attention with the sequence sharded over ranks: time, efficiency, hidden communication and memory.
 
     torchrun --nproc-per-node 4 -m benchmarks.context_parallel --output benchmarks/results/context-parallel-h200.json
     torchrun --nproc-per-node 4 -m benchmarks.context_parallel --tokens 256K --attention 128/8 --transports ring
 
-Forward and backward of one layer of Llama-3-8B's shape, bf16, one document of random data. The time of a call is that
-of its slowest rank. Its efficiency is its rate, in pairs of query and key per second and rank, over that of one rank
-alone with its own sequence of up to --alone-up-to tokens. Communication alone is the transport with an attention that
-does nothing; attention alone is a rank's share with all keys at hand. Results are compared row by row: with those of
-one rank that has the whole sequence, up to --alone-up-to tokens, and beyond with those of the first transport. On a CPU
-sizes are tiny and only ratios mean anything.
+It runs forward and backward of one layer of Llama-3-8B's shape in bf16 on one document of random data. The time of a
+call is that of its slowest rank. Its efficiency is its rate, in pairs of query and key per second and rank, relative to
+one rank alone with its own sequence of up to --alone-up-to tokens. Communication alone is the transport with an
+attention that computes nothing; attention alone is a rank's share with all keys in its memory. Results are compared row
+by row: up to --alone-up-to tokens with those of one rank that has the whole sequence, beyond with those of the first
+transport. On a CPU sizes are tiny and only ratios are meaningful.
 """
 
 import argparse
@@ -46,10 +46,13 @@ TOY_HEADS, TOY_KV_HEADS, TOY_HEAD_DIM = 8, 4, 16
 
 
 class Setting:
-    """What does not change during a run: ranks, shapes, repetitions."""
+    """Ranks, shapes and repetitions of a run."""
 
     def __init__(self, world: World, repeats: int, warm_ups: int = 2) -> None:
-        self.world, self.device, self.repeats, self.warm_ups = world, world.device, repeats, warm_ups
+        self.world = world
+        self.device = world.device
+        self.repeats = repeats
+        self.warm_ups = warm_ups
         self.is_gpu = world.device.type == "cuda"
         sizes = (HEADS, KV_HEADS, HEAD_DIM) if self.is_gpu else (TOY_HEADS, TOY_KV_HEADS, TOY_HEAD_DIM)
         self.heads, self.kv_heads, self.head_dim = sizes
@@ -58,11 +61,11 @@ class Setting:
 
     @cached_property
     def communicator(self) -> Communicator:
-        """All ranks."""
+        """The communicator of all ranks."""
         return Communicator(dist.group.WORLD, self.device)
 
     def engine(self, strategy: CPStrategy) -> ContextParallel:
-        """The same for the same strategy: communicators take memory."""
+        """The engine of a strategy, created once: communicators take memory."""
         if strategy not in self._engines:
             self._engines[strategy] = context_engine(strategy, dist.group.WORLD, self.device)
         return self._engines[strategy]
@@ -83,8 +86,8 @@ class Setting:
         ]
 
     def milliseconds(self, call: Callable[[], Any]) -> list[float]:
-        """This rank's times of single calls, after some to warm up: on a GPU one queued behind the other, as in
-        training; on a CPU all ranks begin each together."""
+        """This rank's times of single calls, after warm-up. On a GPU the calls queue up, as in training; on a CPU all
+        ranks start each call together."""
         for _ in range(self.warm_ups):
             call()
         dist.barrier()
@@ -100,26 +103,26 @@ class Setting:
 
     def of_all_ranks(self, mine: Any) -> list[Any]:
         """`mine` of every rank."""
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, mine)
-        return everyone
+        gathered: list[Any] = [None] * self.world.size
+        dist.all_gather_object(gathered, mine)
+        return gathered
 
     def slowest(self, call: Callable[[], Any]) -> dict[str, float]:
-        """Median and spread of the time until the last rank is done."""
+        """Median and spread of the time until the slowest rank is done."""
         return spread([max(times) for times in zip(*self.of_all_ranks(self.milliseconds(call)), strict=True)])
 
 
 class Nothing(FullAttention):
-    """Full attention to the engines, but it computes nothing, so that only its transport takes time."""
+    """Full attention that computes nothing, so that only its transport takes time."""
 
     def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Undefined contents."""
+        """Results of undefined contents."""
         return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[1::-1], dtype=torch.float32)
 
     def attend_backward(
         self, dout_THD: Tensor, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Undefined contents."""
+        """Gradients of undefined contents."""
         return torch.empty_like(q_THD), torch.empty_like(k_SKD), torch.empty_like(v_SKD)
 
 
@@ -133,28 +136,30 @@ def both_passes(
 
 
 def row_lengths(results: tuple[Tensor, ...]) -> list[Tensor]:
-    """The Euclidean length of every row of each of them."""
+    """The Euclidean length of every row of each result."""
     return [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in results]
 
 
 def differing_rows(
     setting: Setting, results: tuple[Tensor, ...], sequence: SequenceLayout, other: list[Tensor]
 ) -> float:
-    """The share of all ranks' rows that are not as long as those of `other`, within 5 %; when `other` is empty it
-    becomes these. In the order of the sequence."""
-    whole = []
+    """Share of all ranks' rows, in the order of the sequence, whose lengths differ from `other` by more than 5 %.
+
+    An empty `other` is filled with these lengths.
+    """
+    gathered = []
     for mine in row_lengths(results):
         (shards,) = setting.communicator.all_gather(mine.contiguous()).wait()
-        whole.append(sequence.to_packed(shards))
-    other[:] = other or whole
-    off = [((a - b).abs() > 0.05 * torch.maximum(a, b)).double().mean() for a, b in zip(whole, other, strict=True)]
+        gathered.append(sequence.to_packed(shards))
+    other[:] = other or gathered
+    off = [((a - b).abs() > 0.05 * torch.maximum(a, b)).double().mean() for a, b in zip(gathered, other, strict=True)]
     return max(off).item()
 
 
 def one_share(
     attention: LocalAttention, inputs: list[Tensor], layout: Layout, rank: int, sequence: SequenceLayout
 ) -> None:
-    """A rank's queries against the keys of the whole sequence, all at hand."""
+    """Attention of a rank's queries to the keys of the whole sequence, without communication."""
     q, dout = (sequence.shard(inputs[i], rank)[: sequence.tokens(rank)] for i in (0, 3))
     k, v = inputs[1:3]
     part = layout.part(sequence.ranges_of(rank), None)
@@ -164,7 +169,7 @@ def one_share(
 
 
 def pairs(name: str, tokens: int) -> float:
-    """Pairs of query and key that count, of one head."""
+    """Pairs of query and key that one head attends to."""
     if name == "dense":
         return tokens * (tokens + 1) / 2
     block_size, topk = map(int, name.split("/"))
@@ -176,13 +181,11 @@ def pairs(name: str, tokens: int) -> float:
 def measure(
     setting: Setting, strategy: CPStrategy, name: str, tokens: int, alone: dict[str, float], rows: list[Tensor]
 ) -> dict[str, Any]:
-    """One transport and layout with one attention at one length. `rows`: see `differing_rows`."""
+    """Measure one strategy with one attention at one length. `rows`: `other` of `differing_rows`."""
     engine = setting.engine(strategy)
-    layout, attention, sequence = (
-        packed_layout([tokens], setting.device),
-        setting.attention(name),
-        engine.sequence(tokens),
-    )
+    layout = packed_layout([tokens], setting.device)
+    attention = setting.attention(name)
+    sequence = engine.sequence(tokens)
     inputs = setting.inputs(tokens)
     shard = [sequence.shard(x, engine.rank) for x in inputs]
     if setting.is_gpu:
@@ -216,7 +219,7 @@ def measure(
 
 
 def predicted(setting: Setting, strategy: CPStrategy, tokens: int) -> float:
-    """Seconds, by the numbers that `auto` chooses with. What would go between nodes goes over the links of this one."""
+    """Seconds by the cost model of `auto`, with traffic between nodes over the links of this node."""
     shape = AttentionShape(tokens, setting.heads, setting.kv_heads, setting.head_dim, setting.dtype.itemsize)
     if strategy.transport != "hierarchical":
         strategy = replace(strategy, node_size=strategy.ranks)
@@ -225,20 +228,25 @@ def predicted(setting: Setting, strategy: CPStrategy, tokens: int) -> float:
 
 
 def alone_rate(setting: Setting, name: str, tokens: int, limit: int) -> tuple[dict[str, float], list[Tensor]]:
-    """Every rank by itself with a whole sequence: its length and the slowest rank's median time, and its
-    `row_lengths`, none when it had to be shorter than `tokens`."""
-    whole, tokens = tokens <= limit, min(tokens, limit)
-    layout, attention, inputs = packed_layout([tokens], setting.device), setting.attention(name), setting.inputs(tokens)
+    """Run every rank alone with a whole sequence: its tokens, the slowest rank's median time, and its `row_lengths`.
+
+    The sequence has at most `limit` tokens; if it is shorter than `tokens`, there are no row lengths.
+    """
+    complete = tokens <= limit
+    tokens = min(tokens, limit)
+    layout = packed_layout([tokens], setting.device)
+    attention = setting.attention(name)
+    inputs = setting.inputs(tokens)
     engine = LocalEngine()
     times = setting.milliseconds(lambda: both_passes(engine, attention, inputs, layout))
-    rows = row_lengths(both_passes(engine, attention, inputs, layout)) if whole else []
+    rows = row_lengths(both_passes(engine, attention, inputs, layout)) if complete else []
     return {"tokens": tokens, "ms": max(setting.of_all_ranks(statistics.median(times)))}, rows
 
 
 def strategies(
     setting: Setting, transports: list[str], layouts: list[str], node: int, slices: list[int]
 ) -> list[CPStrategy]:
-    """Those that these ranks and heads can do; `slices` of transports that have any."""
+    """The strategies that are possible with these ranks and heads; `slices` applies to transports that gather."""
     found = []
     for transport, layout in product(transports, layouts):
         for number in slices if transport in GATHERING_TRANSPORTS else slices[:1]:
@@ -248,14 +256,14 @@ def strategies(
                 check_heads(strategy, setting.heads, setting.kv_heads, couples_heads=False)
             except ValueError as error:
                 if setting.world.is_main:
-                    print(f"left out: {error}", flush=True)
+                    print(f"skipped: {error}", flush=True)
                 continue
             found.append(strategy)
     return found
 
 
 def report(result: dict[str, Any]) -> None:
-    """One line."""
+    """Print one result as one line."""
     name = f"{result['transport']}:{result['slices'] or ''}".rstrip(":")
     print(
         f"{result['attention']:>8} {result['tokens']:>8} {name:>14} {result['layout']:>10}: "
@@ -272,10 +280,12 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", default=["allgather", "ring", "ulysses", "hierarchical"])
     parser.add_argument("--layouts", nargs="+", default=["contiguous", "zigzag"])
     parser.add_argument("--attention", nargs="+", default=["dense", "128/8", "4096/12"], help="dense or BLOCK/TOPK")
-    parser.add_argument("--tokens", nargs="+", type=length, help="whole sequences; default 64K 128K 256K, CPU 1K")
-    parser.add_argument("--alone-up-to", type=length, default=2**18, help="longest sequence for one rank alone")
-    parser.add_argument("--ranks-per-node", type=int, help="ranks in a node, for hierarchical; default: all")
-    parser.add_argument("--slices", nargs="+", type=int, default=[CPStrategy.slices], help="of keys and values")
+    parser.add_argument(
+        "--tokens", nargs="+", type=length, help="tokens of the whole sequence (default: 64K 128K 256K, on a CPU 1K)"
+    )
+    parser.add_argument("--alone-up-to", type=length, default=2**18, help="longest sequence that one rank runs alone")
+    parser.add_argument("--ranks-per-node", type=int, help="ranks in a node, for hierarchical (default: all)")
+    parser.add_argument("--slices", nargs="+", type=int, default=[CPStrategy.slices], help="slices of keys and values")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warm-ups", type=int, default=2)
     parser.add_argument("--output", type=Path)

@@ -1,11 +1,11 @@
-"""Does an attention sink slow ranks down? MoBA over a cut sequence, with queries routed on purpose.
+"""Does an attention sink slow ranks down? MoBA over a sharded sequence, with queries routed to chosen blocks.
 
     torchrun --nproc-per-node 4 -m benchmarks.context_skew --output benchmarks/results/context-skew-h200.json
 
-Routing: `sink`, all queries choose the first blocks; `uniform`, any; `local`, those just before them. Busy is the time
-a rank's attention takes, from the first to the last kernel of every call; the bar is max/mean <= 1.10 over ranks, and
-sink/uniform <= 1.15 of the step time. `lockstep` is the ring as it must not be: a chunk goes on only when the attention
-to it is done, so that every step takes as long as its busiest rank.
+Routing: with `sink` all queries select the first blocks, with `uniform` any, with `local` those just before them.
+Busy time is the time of a rank's attention, from the first to the last kernel of every call. Limits: max/mean <= 1.10
+over ranks, and sink/uniform <= 1.15 for the step time. `lockstep` is a negative control: a ring that sends a chunk on
+only after attention to it, so that every step takes as long as its busiest rank.
 """
 
 import argparse
@@ -36,7 +36,7 @@ STRENGTH = 16.0
 
 
 class LockstepRing(Ring):
-    """The negative control."""
+    """The negative control: sends a chunk on only after attention to it."""
 
     def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> Iterator[tuple[int, Tensor, Tensor]]:
         chunk_2LKD = torch.stack([k_LKD, v_LKD])
@@ -48,7 +48,7 @@ class LockstepRing(Ring):
 
 
 class TimedMoba(MobaAttention):
-    """Notes when each of its calls begins and ends."""
+    """MoBA that records when each of its calls begins and ends."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -80,7 +80,7 @@ class TimedMoba(MobaAttention):
         return event
 
     def busy_ms(self) -> float:
-        """Milliseconds of all calls since the last question."""
+        """Milliseconds of all calls since `busy_ms` was last called."""
         marks, self.marks = self.marks, []
         if marks and isinstance(marks[0][0], float):
             return 1000 * sum(end - begin for begin, end in marks)
@@ -89,7 +89,7 @@ class TimedMoba(MobaAttention):
 
 
 def routed(setting: Setting, routing: str, tokens: int, block_size: int, topk: int) -> list[Tensor]:
-    """q, k, v, dout whose gates send queries where `routing` says."""
+    """q, k, v, dout for which MoBA's gate selects blocks as `routing` says."""
     q, k, v, dout = setting.inputs(tokens)
     if routing == "sink":
         q[..., 0] += STRENGTH
@@ -103,25 +103,26 @@ def routed(setting: Setting, routing: str, tokens: int, block_size: int, topk: i
 
 
 def first_shard_share(engine: ContextParallel, attention: MobaAttention, shard: list[Tensor], layout: Any) -> float:
-    """Part of this rank's history choices that lie among the first blocks, whose number is `topk - 1`."""
+    """Share of this rank's selected history blocks that are among the first `topk - 1` blocks."""
     *_, plan = engine.forward(*shard[:3], attention, layout)
     chosen = torch.cat([x.flatten() for x in plan if x.dim() == 3])
     history = chosen[chosen >= 0]
     return (history < attention.options.topk - 1).double().mean().item() if history.numel() else 0.0
 
 
-def measure(setting: Setting, name: str, layout_kind: str, tokens: int, block_size: int, topk: int) -> dict[str, Any]:
-    """All routings over one transport."""
+def measure(setting: Setting, name: str, cp_layout: str, tokens: int, block_size: int, topk: int) -> dict[str, Any]:
+    """Measure all routings with one transport."""
     size = setting.world.size
     if name == "lockstep":
-        strategy = CPStrategy(size, "ring", layout_kind, size)  # type: ignore[arg-type]  # argparse checks
+        strategy = CPStrategy(size, "ring", cp_layout, size)  # type: ignore[arg-type]  # argparse checks
         engine = ContextParallel(strategy, LockstepRing(Communicator(dist.group.WORLD, setting.device)))
     else:
-        kind, _, depth = name.partition(":")
-        strategy = CPStrategy(size, kind, layout_kind, size, int(depth) if depth else None)  # type: ignore[arg-type]
+        transport, _, depth = name.partition(":")
+        strategy = CPStrategy(size, transport, cp_layout, size, int(depth) if depth else None)  # type: ignore[arg-type]
         engine = setting.engine(strategy)
-    layout, sequence = packed_layout([tokens], setting.device), engine.sequence(tokens)
-    result: dict[str, Any] = {"transport": name, "layout": layout_kind}
+    layout = packed_layout([tokens], setting.device)
+    sequence = engine.sequence(tokens)
+    result: dict[str, Any] = {"transport": name, "layout": cp_layout}
     for routing in ROUTINGS:
         attention = TimedMoba(MobaAttention.Options(block_size=block_size, topk=topk), setting.head_dim)
         shard = [sequence.shard(x, engine.rank) for x in routed(setting, routing, tokens, block_size, topk)]
@@ -141,7 +142,7 @@ def measure(setting: Setting, name: str, layout_kind: str, tokens: int, block_si
 
 
 def report(result: dict[str, Any]) -> None:
-    """One line a transport."""
+    """Print the result of one transport as one line."""
     cells = ", ".join(
         f"{name} {result[name]['ms']['median']:.2f} ms (busy max/mean {result[name]['busy_max_over_mean']:.2f})"
         for name in ROUTINGS
@@ -157,8 +158,8 @@ def main() -> None:
     transports = ["allgather", "ring", "ring:2", "ulysses", "lockstep"]
     parser.add_argument("--transports", nargs="+", default=transports, help="NAME, ring:BUFFERS or lockstep")
     parser.add_argument("--layouts", nargs="+", default=["contiguous"], choices=["contiguous", "zigzag"])
-    parser.add_argument("--tokens", type=length, help="default 256K, CPU 2K")
-    parser.add_argument("--moba", help="BLOCK/TOPK, default 512/8, CPU 32/4")
+    parser.add_argument("--tokens", type=length, help="tokens of the whole sequence (default: 256K, on a CPU 2K)")
+    parser.add_argument("--moba", help="BLOCK/TOPK (default: 512/8, on a CPU 32/4)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A picture of one rank's GPU: attention on one stream, communication on the others, during forward and backward.
+"""A timeline of one rank's GPU during forward and backward: attention on one stream, communication on the others.
 
 torchrun --nproc-per-node 4 -m benchmarks.context_timeline --tokens 128K --attention dense --output timeline.json
 python -m benchmarks.context_timeline --draw timeline.json docs/context-timeline.svg
@@ -26,7 +26,7 @@ Bar = tuple[float, float]
 
 
 def bars(trace: dict[str, Any]) -> dict[str, list[Bar]]:
-    """`attention` and `communication`: when kernels of either kind ran, from the first of a profiler's trace on."""
+    """Bars of attention and communication kernels in a profiler's trace, relative to its first kernel."""
     kernels = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
     first = min(event["ts"] for event in kernels)
     found: dict[str, list[Bar]] = {"attention": [], "communication": []}
@@ -37,7 +37,7 @@ def bars(trace: dict[str, Any]) -> dict[str, list[Bar]]:
 
 
 def joined(intervals: list[Bar], gap_ms: float = 0.02) -> list[Bar]:
-    """The same with those less than `gap_ms` apart as one: a picture needs no more."""
+    """Join bars that are less than `gap_ms` apart, which a plot cannot show."""
     result: list[Bar] = []
     for start, duration in intervals:
         if result and start <= sum(result[-1]) + gap_ms:
@@ -49,24 +49,26 @@ def joined(intervals: list[Bar], gap_ms: float = 0.02) -> list[Bar]:
 
 
 def covered(ours: list[Bar], by: list[Bar]) -> float:
-    """Share of the time of `ours` during which one of `by` runs too."""
+    """Share of the time of `ours` during which a bar of `by` runs, too."""
     total = sum(duration for _, duration in ours)
     both = sum(max(0.0, min(a + la, b + lb) - max(a, b)) for a, la in joined(ours, 0.0) for b, lb in joined(by, 0.0))
     return both / total if total else 1.0
 
 
 def record(setting: Setting, transport: str, layout: str, name: str, tokens: int) -> dict[str, Any]:
-    """One call under the profiler, after two without."""
+    """Profile one call, after two calls of warm-up."""
     strategy = CPStrategy(setting.world.size, transport, layout, setting.world.size)  # type: ignore[arg-type]  # from the options
-    engine, whole = setting.engine(strategy), packed_layout([tokens], setting.device)
-    attention, sequence = setting.attention(name), engine.sequence(tokens)
+    engine = setting.engine(strategy)
+    packed = packed_layout([tokens], setting.device)
+    attention = setting.attention(name)
+    sequence = engine.sequence(tokens)
     shard = [sequence.shard(x, engine.rank) for x in setting.inputs(tokens)]
     for _ in range(2):
-        both_passes(engine, attention, shard, whole)
+        both_passes(engine, attention, shard, packed)
     torch.distributed.barrier()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        both_passes(engine, attention, shard, whole)
+        both_passes(engine, attention, shard, packed)
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         profile.export_chrome_trace(f"{folder}/trace.json")
@@ -83,7 +85,7 @@ def record(setting: Setting, transport: str, layout: str, name: str, tokens: int
 
 
 def draw(results: list[dict[str, Any]], file: Path) -> None:
-    """One strip for each transport."""
+    """Plot one strip for each transport."""
     with mpl.rc_context({"svg.hashsalt": "timeline", "font.size": 9}):
         figure = Figure(figsize=(9, 1.1 * len(results) + 0.6), layout="constrained")
         for place, result in enumerate(results):

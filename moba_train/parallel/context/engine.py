@@ -43,7 +43,7 @@ class ContextParallel(OperatorEngine):
     def forward(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout
     ) -> tuple[Tensor, Tensor, Plan]:
-        """See `OperatorEngine.forward`."""
+        """Attention of this rank's queries: (out, lse, plan), with one row per row of the shard."""
         return self.transport.forward(q_THD, k_SKD, v_SKD, self._job(q_THD, k_SKD, attention, layout))
 
     def backward(
@@ -58,12 +58,12 @@ class ContextParallel(OperatorEngine):
         attention: LocalAttention,
         layout: Layout,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `OperatorEngine.backward`."""
+        """Gradients of this rank's shard: (dq, dk, dv)."""
         job = self._job(q_THD, k_SKD, attention, layout)
         return self.transport.backward(dout_THD, q_THD, k_SKD, v_SKD, out_THD, lse_HT, plan, job)
 
     def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, attention: LocalAttention, layout: Layout) -> Plan:
-        """See `OperatorEngine.empty_plan`."""
+        """Tensors shaped like `forward`'s plan, with undefined contents, for tracing by torch.compile."""
         return self.transport.empty_plan(q_THD, k_SKD, self._job(q_THD, k_SKD, attention, layout))
 
     def _job(self, q_LHD: Tensor, k_LKD: Tensor, attention: LocalAttention, layout: Layout) -> Job:

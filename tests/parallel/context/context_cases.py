@@ -1,4 +1,4 @@
-"""Attention over a cut sequence against one device: inputs, the reference, and ranks that are threads."""
+"""Attention over a sharded sequence compared with one device: inputs, the reference, and ranks that are threads."""
 
 import threading
 from collections.abc import Callable
@@ -27,7 +27,7 @@ HEAD_DIM = 8
 
 @dataclass(frozen=True)
 class Case:
-    """Documents, heads and an attention."""
+    """The documents, heads and attention of a test."""
 
     lengths: tuple[int, ...]
     heads: int = 4
@@ -66,12 +66,12 @@ class Case:
 
 @dataclass
 class Result:
-    """Of the whole sequence, or of one rank's shard."""
+    """The results for the whole sequence or for one rank's shard."""
 
     tensors: list[Tensor]
     """out [T, H, D], lse as [T, H], dq, dk, dv."""
     chosen: Tensor | None
-    """int32 [T, H, C]: the chosen blocks."""
+    """int32 [T, H, C]: the selected blocks."""
 
 
 def on_one_device(case: Case, inputs: list[Tensor]) -> Result:
@@ -83,7 +83,7 @@ def on_one_device(case: Case, inputs: list[Tensor]) -> Result:
 
 
 def for_the_same_choice(case: Case, chosen_THC: Tensor | None, inputs: list[Tensor]) -> list[Tensor]:
-    """The tensors of a result in float64, for a choice that was made in another dtype; None: dense attention."""
+    """The tensors of a result in float64, for blocks that were selected in another dtype; None: dense attention."""
     exact = replace(case, dtype=torch.float64, backend="reference", topk=None if chosen_THC is None else case.topk)
     attention, layout = exact.attention(), case.layout(inputs[0].device)
     plan = () if chosen_THC is None else (chosen_THC.transpose(0, 1),)
@@ -93,7 +93,7 @@ def for_the_same_choice(case: Case, chosen_THC: Tensor | None, inputs: list[Tens
 
 
 def on_a_rank(engine: ContextParallel, case: Case, inputs: list[Tensor]) -> tuple[Result, Plan]:
-    """This rank's part, its rows without padding, after checking what padding must be; `chosen` is left out."""
+    """This rank's result without `chosen` and without padding, whose contents are checked first."""
     sequence, rank = engine.sequence(case.total), engine.transport.rank
     attention, layout = case.attention(), case.layout(inputs[0].device)
     q, k, v, dout = (sequence.shard(x, rank, padding=float("nan")) for x in inputs)
@@ -108,8 +108,8 @@ def on_a_rank(engine: ContextParallel, case: Case, inputs: list[Tensor]) -> tupl
 
 
 def chosen_of_ranks(plans: list[Plan], strategy: CPStrategy, sequence: SequenceLayout) -> Tensor:
-    """The choice of the whole sequence [T, H, C], from the opaque plans of all ranks: what they were made of."""
-    # One for each slice of the heads, beside whatever else the kernels want to keep.
+    """The selected blocks of the whole sequence [T, H, C], taken from the plans of all ranks."""
+    # A plan holds one such tensor for each slice of heads, and others that the kernels need.
     plans_HTC = [torch.cat([x for x in plan if x.dim() == 3]) for plan in plans]
     group = {"ulysses": strategy.ranks, "hierarchical": strategy.node_size}.get(strategy.transport, 1)
     by_group = [plans_HTC[first : first + group] for first in range(0, strategy.ranks, group)]
@@ -119,7 +119,7 @@ def chosen_of_ranks(plans: list[Plan], strategy: CPStrategy, sequence: SequenceL
 
 
 def padded_shards(shards: list[Tensor], rows: int) -> Tensor:
-    """All ranks' tokens end to end, each padded to `rows` rows."""
+    """The concatenation of all ranks' shards, each padded to `rows` rows."""
     return torch.cat([torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])]) for x in shards])
 
 
@@ -129,25 +129,27 @@ def assert_same(got: list[Tensor], want: list[Tensor], atol: float = 1e-12) -> N
 
 
 class ThreadCommunicator:
-    """`Communicator` for ranks that are threads of this process."""
+    """A `Communicator` for ranks that are threads of this process."""
 
     def __init__(self, rank: int, board: "Board") -> None:
-        self.rank, self.size, self.board = rank, board.size, board
+        self.rank = rank
+        self.size = board.size
+        self.board = board
 
     def _swap(self, call: str, value: object) -> list:
         return self.board.swap(self.rank, call, value)
 
     def all_gather(self, *shards: Tensor) -> Work:
-        everyone = self._swap("all_gather", [x.clone() for x in shards])
-        return Work(tuple(torch.cat([theirs[i] for theirs in everyone]) for i in range(len(shards))))
+        from_all = self._swap("all_gather", [x.clone() for x in shards])
+        return Work(tuple(torch.cat([theirs[i] for theirs in from_all]) for i in range(len(shards))))
 
     def all_to_all(self, *parts: Tensor) -> Work:
-        everyone = self._swap("all_to_all", [x.clone().chunk(self.size) for x in parts])
-        return Work(tuple(torch.cat([theirs[i][self.rank] for theirs in everyone]) for i in range(len(parts))))
+        from_all = self._swap("all_to_all", [x.clone().chunk(self.size) for x in parts])
+        return Work(tuple(torch.cat([theirs[i][self.rank] for theirs in from_all]) for i in range(len(parts))))
 
     def all_to_all_uneven(self, x: Tensor, sent_rows: list[int], received_rows: list[int]) -> Tensor:
-        everyone = self._swap("all_to_all_uneven", x.clone().split(sent_rows))
-        mine = [theirs[self.rank] for theirs in everyone]
+        from_all = self._swap("all_to_all_uneven", x.clone().split(sent_rows))
+        mine = [theirs[self.rank] for theirs in from_all]
         assert [part.shape[0] for part in mine] == received_rows
         return torch.cat(mine)
 
@@ -157,31 +159,32 @@ class ThreadCommunicator:
     def send_recv(
         self, sent: Tensor, received: Tensor, distance: int, then: Callable[[], object] | None = None
     ) -> Work:
-        everyone = self._swap(f"send_recv {distance}", sent.clone())
-        received.copy_(everyone[(self.rank - distance) % self.size])
+        from_all = self._swap(f"send_recv {distance}", sent.clone())
+        received.copy_(from_all[(self.rank - distance) % self.size])
         if then is not None:
             then()
         return Work((received,))
 
 
 class Board:
-    """Where the threads of one group leave their messages; every call must be the same call on all of them."""
+    """Exchanges messages between the threads of one group; all threads must make the same calls."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.slots = size, [None] * size
+        self.size = size
+        self.slots = [None] * size
         self.barrier = threading.Barrier(size, timeout=60)
 
     def swap(self, rank: int, call: str, value: object) -> list:
         self.slots[rank] = (call, value)
         self.barrier.wait()
-        everyone = list(self.slots)
+        from_all = list(self.slots)
         self.barrier.wait()
-        assert {name for name, _ in everyone} == {call}, f"rank {rank} is at {call}, all: {[n for n, _ in everyone]}"
-        return [message for _, message in everyone]
+        assert {name for name, _ in from_all} == {call}, f"rank {rank} is at {call}, all: {[n for n, _ in from_all]}"
+        return [message for _, message in from_all]
 
 
 def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board]]:
-    """The transports of all ranks, and what they talk over."""
+    """The transports of all ranks, and the boards that they use."""
     if strategy.transport == "hierarchical":
         nodes, places = strategy.ranks // strategy.node_size, strategy.node_size
         inner, outer = [Board(places) for _ in range(nodes)], [Board(nodes) for _ in range(places)]
@@ -202,7 +205,7 @@ def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board
 
 
 def on_threads(strategy: CPStrategy, case: Case, inputs: list[Tensor]) -> Result:
-    """The result of all ranks put together."""
+    """The result for the whole sequence, from all ranks."""
     transports, boards = thread_transports(strategy)
     engines = [ContextParallel(strategy, transport) for transport in transports]
 

@@ -1,4 +1,4 @@
-"""What ranks check in processes of their own: all checks run in one set of processes, because starting them is slow."""
+"""Checks of ranks in separate processes. All checks run in one set of processes, because starting them is slow."""
 
 import json
 import os
@@ -55,7 +55,7 @@ STRATEGIES = {
 
 
 class Member:
-    """This process, in the groups of 1 to `world` ranks that it belongs to."""
+    """This process and the groups of 1 to `world` ranks that it belongs to."""
 
     def __init__(self, world: int, device: torch.device) -> None:
         self.device = device
@@ -78,12 +78,12 @@ class Member:
 
 
 Call = tuple[str, int, list[int], list[tuple[int, ...]]]
-"""Its name, the ranks of the group, how far around the ring, shapes."""
+"""(name, ranks of the group, distances in the ring, shapes)."""
 
 
 @contextmanager
 def recorded_calls():
-    """The calls to `Communicator` made meanwhile, in order; what must agree on all ranks."""
+    """Record the calls to `Communicator` in order, as far as they must agree on all ranks."""
     calls: list[Call] = []
     names = ("all_gather", "all_to_all", "all_to_all_uneven", "all_reduce", "send_recv")
     methods = {name: getattr(Communicator, name) for name in names}
@@ -105,9 +105,9 @@ def recorded_calls():
 def equal_to_one_device(
     case: Case, strategy: CPStrategy, member: Member, engine: ContextParallel | None = None
 ) -> None:
-    """Results and gradients, the chosen blocks, the same calls on all ranks, the same bits again.
+    """Compare results, gradients and selected blocks with one device, the calls of all ranks, and the bits of two runs.
 
-    It fails only after the last message, or the other ranks would wait for ever.
+    It fails only after the last message; otherwise the other ranks would wait for ever.
     """
     if strategy.ranks not in member.groups:
         return
@@ -132,10 +132,10 @@ def equal_to_one_device(
 
 
 def assert_as_exact(got: list[Tensor], one: Result, case: Case, inputs: list[Tensor]) -> None:
-    """Errors against float64 are about those of one device.
+    """Check that errors against float64 are close to those of one device.
 
-    Partial gradients are rounded to bf16 before their owner adds them up, twice in `hierarchical`. One device on the
-    CPU, float32 inside, rounds but once; kernels round probabilities too.
+    Partial gradients are rounded to bf16 before their owner sums them, twice in `hierarchical`. One device on the CPU
+    computes in float32 and rounds once; kernels also round probabilities.
     """
     bar = 1.5 if inputs[0].is_cuda else 2.5
     truth = for_the_same_choice(case, one.chosen, inputs)
@@ -148,7 +148,7 @@ def assert_as_exact(got: list[Tensor], one: Result, case: Case, inputs: list[Ten
 
 
 def recomputation_sends_nothing(member: Member) -> None:
-    """Under the checkpointing that FSDP uses, the forward pass is not communicated again."""
+    """With the activation checkpointing that FSDP uses, recomputation does not repeat communication."""
     case, strategy = CASES["moba"], STRATEGIES["allgather, zigzag, 2 ranks"]
     engine, attention, layout = member.engine(strategy), case.attention(), case.layout()
     shards = [engine.sequence(case.total).shard(x, engine.transport.rank) for x in case.inputs()]
@@ -170,7 +170,7 @@ def recomputation_sends_nothing(member: Member) -> None:
 
 
 def nothing_gathered_is_saved(member: Member) -> None:
-    """For the backward pass, a rank keeps its own rows and what was planned for them."""
+    """For the backward pass, a rank saves only its own rows and the plan for them."""
     case = CASES["dense"]
     for transport in ("allgather", "ring", "ulysses"):
         engine = member.engine(STRATEGIES[f"{transport}, contiguous, 4 ranks"])
@@ -180,8 +180,8 @@ def nothing_gathered_is_saved(member: Member) -> None:
         assert max(saved) == shards[0].shape[0] == 12, saved
 
 
-def compiles_whole(member: Member) -> None:
-    """No graph break, for documents that change from step to step, and the same bits."""
+def compiles_without_graph_breaks(member: Member) -> None:
+    """torch.compile gives the same bits without a graph break, also when documents change from step to step."""
     case = CASES["moba"]
     for name in ("allgather, zigzag, 2 ranks", "ring, zigzag, 2 ranks", "ulysses, contiguous, 2 ranks"):
         strategy = STRATEGIES[name]
@@ -202,19 +202,19 @@ def compiles_whole(member: Member) -> None:
             assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
 
 
-def steps_find_all_connections_made(member: Member) -> None:
-    """What a step asks of whom was tried when the engine was made: NCCL connects two ranks at their first message."""
+def creation_makes_all_connections(member: Member) -> None:
+    """Creating the engine has made every call that a step makes: NCCL connects two ranks at their first message."""
 
-    def wanted(calls: list[Call]) -> set[tuple[str, int, tuple[int, ...]]]:
+    def connections(calls: list[Call]) -> set[tuple[str, int, tuple[int, ...]]]:
         return {(name.removesuffix("_uneven"), ranks, tuple(distance)) for name, ranks, distance, _ in calls}
 
     for transport in ("allgather", "ring", "ulysses", "hierarchical"):
-        with recorded_calls() as tried:
+        with recorded_calls() as created:
             engine = member.engine(STRATEGIES[f"{transport}, zigzag, 4 ranks"])
-        with recorded_calls() as asked:
+        with recorded_calls() as used:
             on_a_rank(engine, CASES["moba"], CASES["moba"].inputs())
-        assert asked, transport
-        assert wanted(asked) <= wanted(tried), transport
+        assert used, transport
+        assert connections(used) <= connections(created), transport
 
 
 def refusals_come_before_any_message(member: Member) -> None:
@@ -237,14 +237,14 @@ CHECKS: dict[str, Check] = {
 } | {
     "recomputation": recomputation_sends_nothing,
     "saved tensors": nothing_gathered_is_saved,
-    "compilation": compiles_whole,
-    "connections": steps_find_all_connections_made,
+    "compilation": compiles_without_graph_breaks,
+    "connections": creation_makes_all_connections,
     "refusals": refusals_come_before_any_message,
 }
 
 
 def run_checks(world: int, checks: dict[str, Check], folder: Path, device: str = "cpu") -> dict[str, str]:
-    """Run the checks on `world` ranks; the errors of each check that failed anywhere."""
+    """Run the checks on `world` ranks and return the errors of each check that failed on any of them."""
     forked()
     mp.start_processes(_rank, (world, checks, str(folder), device), world, start_method="forkserver")
     errors: dict[str, str] = {}
@@ -260,7 +260,7 @@ def _rank(rank: int, world: int, checks: dict[str, Check], folder: str, device: 
     if device == "cuda":
         host, number = divmod(rank, torch.cuda.device_count())
         if world > torch.cuda.device_count():
-            os.environ["NCCL_HOSTID"] = str(host)  # it refuses two ranks of one host on the same GPU
+            os.environ["NCCL_HOSTID"] = str(host)  # NCCL refuses two ranks of one host on the same GPU
         where = torch.device(device, number)
         torch.cuda.set_device(where)
     errors = {}

@@ -1,6 +1,6 @@
-"""Context parallelism between GPUs, over NCCL: the checks of the CPU with kernels, longer and of random sizes.
+"""Context parallelism between GPUs over NCCL: the checks of the CPU with kernels, longer sequences and random sizes.
 
-python -m pytest tests/parallel/context/test_context_gpu.py             # as many GPUs as there are, up to 4
+python -m pytest tests/parallel/context/test_context_gpu.py             # all GPUs, up to 4
 MOBA_RANKS=4 python -m pytest tests/parallel/context/test_context_gpu.py    # on fewer GPUs: NCCL sees several hosts
 MOBA_SOAK=200 python -m pytest tests/parallel/context/test_context_gpu.py -k soak
 """
@@ -28,7 +28,7 @@ WORLD = int(os.environ.get("MOBA_RANKS", 4 if torch.cuda.device_count() >= 4 els
 BIG = Case((3000, 0, 1, 5191), 16, 4, block_size=128, topk=4, dtype=torch.bfloat16, backend="auto", head_dim=128)
 CASES = {
     "MoBA": BIG,
-    "MoBA, blocks longer than pieces": replace(BIG, block_size=2048, topk=2),
+    "MoBA, blocks longer than shards": replace(BIG, block_size=2048, topk=2),
     "dense": replace(BIG, topk=None),
 }
 STRATEGIES = {
@@ -52,7 +52,7 @@ CHECKS: dict[str, Check] = {
 
 
 def soak(member: Member) -> None:
-    """Engines are kept, as in training, while sequence lengths, documents and heads change."""
+    """Engines stay, as in training, while sequence lengths, documents and heads change."""
     rng = random.Random(0)
     engines = {
         name: member.engine(strategy) for name, strategy in STRATEGIES.items() if strategy.ranks in member.groups
@@ -70,9 +70,9 @@ def soak(member: Member) -> None:
 
 @pytest.fixture(scope="module")
 def errors(request, tmp_path_factory) -> dict[str, str]:
-    """Of the checks that were asked for: `-k "4 and ranks"` runs those alone."""
-    asked = {item.callspec.params["check"] for item in request.session.items if item.function is test_between_gpus}
-    checks = {name: check for name, check in CHECKS.items() if name in asked}
+    """The errors of the selected checks: `-k "4 and ranks"` runs only those."""
+    selected = {item.callspec.params["check"] for item in request.session.items if item.function is test_between_gpus}
+    checks = {name: check for name, check in CHECKS.items() if name in selected}
     return run_checks(WORLD, checks, tmp_path_factory.mktemp("context"), "cuda")
 
 

@@ -1,4 +1,4 @@
-"""Attention over a cut sequence is attention on one device: ranks are threads, numbers are float64."""
+"""Attention over a sharded sequence equals attention on one device. Ranks are threads, numbers are float64."""
 
 import threading
 from functools import partial
@@ -16,11 +16,11 @@ from moba_train.attention.protocol import LocalAttention
 from moba_train.parallel.context.strategy import CPStrategy
 
 TRANSPORTS = ("allgather", "ring", "ulysses", "hierarchical")
-KINDS = ("contiguous", "zigzag")
+LAYOUTS = ("contiguous", "zigzag")
 
 
-def strategy(transport: str, kind: str, ranks: int = 4, depth: int | None = None) -> CPStrategy:
-    return CPStrategy(ranks, transport, kind, node_size=2 if transport == "hierarchical" else ranks, ring_depth=depth)
+def strategy(transport: str, layout: str, ranks: int = 4, depth: int | None = None) -> CPStrategy:
+    return CPStrategy(ranks, transport, layout, node_size=2 if transport == "hierarchical" else ranks, ring_depth=depth)
 
 
 def check(how: CPStrategy, case: Case) -> None:
@@ -31,7 +31,7 @@ def check(how: CPStrategy, case: Case) -> None:
     assert got.chosen is None or torch.equal(got.chosen, want.chosen)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     "case",
@@ -46,12 +46,12 @@ def check(how: CPStrategy, case: Case) -> None:
         pytest.param(Case((5, 20, 13), topk=None, heads=8, kv_heads=8), id="dense documents, no sharing"),
         pytest.param(Case((37,), heads=4, kv_heads=1), id="one key/value head"),
         pytest.param(Case((37,), 8, 4, options={"select": "group", "always": ("current", "first")}), id="group"),
-        pytest.param(Case((4,)), id="a token a rank"),
+        pytest.param(Case((4,)), id="one token per rank"),
         pytest.param(Case((5,)), id="a rank without tokens"),
     ],
 )
-def test_equal_to_one_device(case, transport, kind):
-    check(strategy(transport, kind), case)
+def test_equal_to_one_device(case, transport, layout):
+    check(strategy(transport, layout), case)
 
 
 @settings(max_examples=60, deadline=None)
@@ -73,13 +73,13 @@ def test_equal_to_one_device_at_random_sizes(data):
     )
     depth = data.draw(st.sampled_from([None, 2, 3])) if transport == "ring" else None
     slices = data.draw(st.integers(1, 4))
-    check(CPStrategy(ranks, transport, data.draw(st.sampled_from(KINDS)), node, depth, slices), case)
+    check(CPStrategy(ranks, transport, data.draw(st.sampled_from(LAYOUTS)), node, depth, slices), case)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_the_ranks_tell_of_their_choices_is_what_one_device_tells(transport, kind):
-    """Load and entropy are left out: a rank has them for its own queries."""
+def test_routing_statistics_of_the_ranks_are_those_of_one_device(transport, layout):
+    """Load and entropy are left out: a rank computes them for its own queries only."""
 
     class Described(Case):
         def attention(self) -> LocalAttention:
@@ -87,7 +87,7 @@ def test_what_the_ranks_tell_of_their_choices_is_what_one_device_tells(transport
 
     case = Described((60, 3, 37), options={"always": ("current", "first")}, topk=4)
     means = []
-    for run in (on_one_device, partial(on_threads, strategy(transport, kind))):
+    for run in (on_one_device, partial(on_threads, strategy(transport, layout))):
         told: list[dict[str, float]] = []
         run(case, case.inputs())
         means.append(mean_choices(told))
@@ -95,17 +95,17 @@ def test_what_the_ranks_tell_of_their_choices_is_what_one_device_tells(transport
     assert ranks == pytest.approx(one)
 
 
-def test_every_block_chosen_is_dense_attention():
+def test_selecting_every_block_is_dense_attention():
     sparse, dense = Case((40, 9), topk=99), Case((40, 9), topk=None)
     inputs = sparse.inputs()
     want = on_one_device(dense, inputs).tensors
-    for transport, kind in product(TRANSPORTS, KINDS):
-        assert_same(on_threads(strategy(transport, kind), sparse, inputs).tensors, want)
+    for transport, layout in product(TRANSPORTS, LAYOUTS):
+        assert_same(on_threads(strategy(transport, layout), sparse, inputs).tensors, want)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_changed_token_moves_only_what_may_see_it(transport):
-    """Of its own document, itself and later tokens: nothing else may change by a single bit."""
+    """It may change itself and later tokens of its document; no other bit may change."""
     case, token = Case((11, 20, 9), topk=3), 17
     inputs = case.inputs()
     how = strategy(transport, "zigzag")
@@ -120,11 +120,11 @@ def test_a_changed_token_moves_only_what_may_see_it(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_bf16_chooses_the_same_blocks_and_is_as_exact_as_one_device(transport, kind):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bf16_selects_the_same_blocks_and_is_as_exact_as_one_device(transport, layout):
     case = Case((37, 43), dtype=torch.bfloat16)
     inputs = case.inputs()
-    one, many = on_one_device(case, inputs), on_threads(strategy(transport, kind), case, inputs)
+    one, many = on_one_device(case, inputs), on_threads(strategy(transport, layout), case, inputs)
     want = for_the_same_choice(case, one.chosen, inputs)
     assert torch.equal(many.chosen, one.chosen)
     for ours, single, truth in zip(many.tensors, one.tensors, want, strict=True):
@@ -142,7 +142,7 @@ def test_two_runs_give_the_same_bits():
 
 @pytest.mark.parametrize(("depth", "before_each_attention"), [(None, [3, 3, 3, 3]), (2, [2, 2, 3, 3])])
 def test_the_ring_sends_chunks_on_before_it_attends(depth, before_each_attention, monkeypatch):
-    """Transfers begun before each chunk's attention, on the rank that sees every chunk: as many as have buffers."""
+    """On the rank that sees every chunk, as many transfers have begun before each attention as there are buffers."""
     begun: dict[int, int] = {}
     counts: list[int] = []
     send_recv = ThreadCommunicator.send_recv

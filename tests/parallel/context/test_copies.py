@@ -50,6 +50,6 @@ def test_other_dtypes_are_converted_as_torch_does():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_contiguous_is_not_copied(dtype):
+def test_contiguous_tensors_are_not_copied(dtype):
     x = torch.zeros(4, 8, dtype=dtype)
     assert contiguous(x) is x

@@ -1,4 +1,4 @@
-"""Units are whole where they are summarised, wherever shards and documents end."""
+"""Units are summarized as a whole by their owner, wherever shards and documents end."""
 
 from itertools import accumulate, pairwise
 
@@ -25,25 +25,25 @@ def units(lengths: list[int], size: int) -> list[range]:
 
 
 @given(situations())
-def test_every_unit_is_whole_on_the_rank_of_its_first_token_and_only_strays_move(situation):
+def test_the_rank_of_its_first_token_gets_the_whole_unit_and_only_missing_tokens_move(situation):
     lengths, sequence, size = situation
     owned = OwnedUnits.from_sequence(sequence, (0, *accumulate(lengths)), size)
     wanted: list[set[int]] = [set() for _ in sequence.ranges]
-    strays = {}
+    missing = {}
     for unit in units(lengths, size):
         owner = sequence.owner(unit[0])
         wanted[owner] |= set(unit)
         last = unit[0]
-        for token in unit:  # what is not in the piece of the unit's first token
-            if sequence.owner(token) != sequence.owner(last) or token in strays:
-                strays |= {t: (sequence.owner(t), owner) for t in range(token, unit[-1] + 1)}
+        for token in unit:  # tokens outside the range of the unit's first token
+            if sequence.owner(token) != sequence.owner(last) or token in missing:
+                missing |= {t: (sequence.owner(t), owner) for t in range(token, unit[-1] + 1)}
                 break
             last = token
     assert [{t for start, stop in ranges for t in range(start, stop)} for ranges in owned.ranges] == wanted
     for ranges in owned.ranges:
         assert all(stop <= start for (_, stop), (start, _) in pairwise(ranges)), f"not ascending: {ranges}"
     moved = {t: (move.source, move.target) for move in owned.moves for t in range(move.start, move.stop)}
-    assert moved == strays
+    assert moved == missing
 
 
 def test_aligned_shards_move_nothing():

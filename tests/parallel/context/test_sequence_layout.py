@@ -1,4 +1,4 @@
-"""A cut sequence: every token on one rank, round trips, balance, and what a trainer needs to cut its batch."""
+"""The layout of a sequence: every token on one rank, round trips, balance, and what sharding a batch needs."""
 
 import pytest
 import torch
@@ -7,17 +7,17 @@ from hypothesis import strategies as st
 
 from moba_train.parallel.context.layout import SequenceLayout, sees
 
-KINDS = ("contiguous", "zigzag")
+LAYOUTS = ("contiguous", "zigzag")
 
 
 @st.composite
 def layouts(draw) -> SequenceLayout:
     ranks = draw(st.integers(1, 9))
-    return SequenceLayout.split(draw(st.integers(ranks, 200)), ranks, draw(st.sampled_from(KINDS)))
+    return SequenceLayout.split(draw(st.integers(ranks, 200)), ranks, draw(st.sampled_from(LAYOUTS)))
 
 
 @given(layouts())
-def test_every_token_is_on_one_rank_and_padding_stands_behind(sequence):
+def test_every_token_is_on_one_rank_and_padding_is_at_the_end(sequence):
     held = [token for ranges in sequence.ranges for start, stop in ranges for token in range(start, stop)]
     assert sorted(held) == list(range(sequence.total))
     assert 0 <= sequence.ranks * sequence.rows - sequence.total < 2 * sequence.ranks
@@ -32,7 +32,7 @@ def test_every_token_is_on_one_rank_and_padding_stands_behind(sequence):
 
 
 @given(layouts())
-def test_shards_laid_end_to_end_go_to_packed_order_and_back(sequence):
+def test_concatenated_shards_go_to_packed_order_and_back(sequence):
     x = torch.randn(sequence.total, 2, 3)
     y = torch.randn(sequence.total, 1, 3)
     shards = torch.cat([sequence.shard(x, rank) for rank in range(sequence.ranks)])
@@ -55,7 +55,7 @@ def test_groups_of_ranks_hold_what_their_ranks_hold(sequence, data):
 
 
 @given(layouts())
-def test_rows_of_tokens_find_them_in_the_shard(sequence):
+def test_local_rows_find_tokens_in_the_shard(sequence):
     tokens = torch.arange(sequence.total)
     for rank in range(sequence.ranks):
         rows = sequence.local_rows(tokens, rank)
@@ -69,10 +69,10 @@ def test_zigzag_balances_work_that_grows_with_the_position(ranks):
     total = 16 * ranks
     work = torch.arange(1, total + 1).double()
     shares = {}
-    for kind in KINDS:
-        sequence = SequenceLayout.split(total, ranks, kind)
+    for layout in LAYOUTS:
+        sequence = SequenceLayout.split(total, ranks, layout)
         sums = torch.stack([sequence.shard(work, rank).sum() for rank in range(ranks)])
-        shares[kind] = (sums.max() / sums.mean()).item()
+        shares[layout] = (sums.max() / sums.mean()).item()
     assert shares["zigzag"] == 1
     assert shares["contiguous"] > 1.4
 
@@ -84,7 +84,7 @@ def test_zigzag_balances_work_that_grows_with_the_position(ranks):
         SequenceLayout.split(24, 4, "zigzag").merge_ranks(2).select_ranks(range(1, 2)),  # two ranges, in this order
     ],
 )
-def test_what_is_in_order_is_not_copied(sequence):
+def test_tensors_in_order_are_not_copied(sequence):
     x = torch.randn(12, 2)
     assert sequence.to_packed(x).data_ptr() == x.data_ptr()
     assert sequence.to_shards(x).data_ptr() == x.data_ptr()
@@ -102,9 +102,9 @@ def test_a_shard_sees_what_its_documents_held_before():
     assert not sees(((0, 10),), (), edges)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_fewer_tokens_than_ranks_are_refused(kind):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fewer_tokens_than_ranks_are_refused(layout):
     with pytest.raises(ValueError, match=r"parallel\.cp: 4 given for a sequence of 3 tokens"):
-        SequenceLayout.split(3, 4, kind)
+        SequenceLayout.split(3, 4, layout)
     with pytest.raises(ValueError, match=r"parallel\.cp_layout: 'striped' given"):
         SequenceLayout.split(8, 4, "striped")

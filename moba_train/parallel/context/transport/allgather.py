@@ -34,19 +34,19 @@ class AllGather(Transport):
         self.slices = slices
 
     def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
-        """See `Transport.forward`."""
+        """Attend slice by slice of the heads while the next slice is gathered."""
         attention, tokens, part = job.attention, job.sequence.tokens(self.rank), job.part(self.rank)
         slices = self._slices(q_LHD, k_LKD)
         summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.communicator)
         out_LHD, plan = _zero_behind(q_LHD, tokens), list[Tensor]()
         lse_Hn = q_LHD.new_empty((q_LHD.shape[1], tokens), dtype=sum_dtype(q_LHD.dtype))
-        for (kv, of), coming in self._arriving(k_LKD, v_LKD, slices):
+        for (kv, of), gather in self._gathers(k_LKD, v_LKD, slices):
             q_nHD = contiguous(q_LHD[:tokens, of])
-            if tokens:  # the choice needs no keys, so even the first slice travels beside work
+            if tokens:  # selection needs no keys, so it overlaps even the first transfer
                 chosen = attention.plan(q_nHD, None if summaries is None else summaries[:, kv], part)
             else:
                 chosen = attention.empty_plan(q_nHD, k_LKD[:, kv], part)
-            k_TKD, v_TKD = (job.sequence.to_packed(x) for x in coming.wait())
+            k_TKD, v_TKD = (job.sequence.to_packed(x) for x in gather.wait())
             if tokens:
                 out_nHD, lse_Hn[of] = attention.attend(q_nHD, k_TKD, v_TKD, part, chosen)
                 copy_into(out_LHD[:tokens, of], out_nHD)
@@ -65,7 +65,7 @@ class AllGather(Transport):
         plan: Plan,
         job: Job,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Transport.backward`."""
+        """Gather again, slice by slice, and send the gradients of keys and values to their owners."""
         tokens, part = job.sequence.tokens(self.rank), job.part(self.rank)
         slices = self._slices(q_LHD, k_LKD)
         length = len(plan) // len(slices)
@@ -78,10 +78,10 @@ class AllGather(Transport):
             total = partial.unflatten(0, (self.communicator.size, -1)).sum(0, dtype=sum_dtype(partial.dtype))
             dk_LKD[:, kv], dv_LKD[:, kv] = total.chunk(2, dim=1)
 
-        arriving = self._arriving(k_LKD, v_LKD, slices)
-        for chosen, ((kv, of), coming) in zip(plans, arriving, strict=True):
+        gathers = self._gathers(k_LKD, v_LKD, slices)
+        for chosen, ((kv, of), gather) in zip(plans, gathers, strict=True):
             dout, q, out = (contiguous(x[:tokens, of]) for x in (dout_LHD, q_LHD, out_LHD))
-            k_TKD, v_TKD = (job.sequence.to_packed(x) for x in coming.wait())
+            k_TKD, v_TKD = (job.sequence.to_packed(x) for x in gather.wait())
             if tokens:
                 lse = lse_HL[of, :tokens].contiguous()
                 dq, dk, dv = job.attention.attend_backward(dout, q, k_TKD, v_TKD, out, lse, part, chosen)
@@ -98,7 +98,7 @@ class AllGather(Transport):
         return dq_LHD, dk_LKD, dv_LKD
 
     def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
-        """See `Transport.empty_plan`."""
+        """The empty plans of all slices, one after the other."""
         tokens, part = job.sequence.tokens(self.rank), job.part(self.rank)
         plans = [
             job.attention.empty_plan(q_LHD[:tokens, of], k_LKD[:, kv], part) for kv, of in self._slices(q_LHD, k_LKD)
@@ -117,7 +117,7 @@ class AllGather(Transport):
         """Start gathering the keys and values of one slice from all ranks."""
         return self.communicator.all_gather(*(contiguous(x[:, heads[0]]) for x in (k_LKD, v_LKD)))
 
-    def _arriving(self, k_LKD: Tensor, v_LKD: Tensor, slices: list[Heads]) -> Iterator[tuple[Heads, Work]]:
+    def _gathers(self, k_LKD: Tensor, v_LKD: Tensor, slices: list[Heads]) -> Iterator[tuple[Heads, Work]]:
         """Yield each slice with the handle of its gather; the gather of the next slice is in flight, too."""
         gather = self._gather(k_LKD, v_LKD, slices[0])
         for heads, following in zip_longest(slices, slices[1:]):

@@ -44,7 +44,7 @@ class Transport(ABC):
 
     @abstractmethod
     def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
-        """(out, lse, plan)."""
+        """Attention of this rank's queries to the keys of all ranks: (out, lse, plan)."""
 
     @abstractmethod
     def backward(
@@ -58,11 +58,11 @@ class Transport(ABC):
         plan: Plan,
         job: Job,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv)."""
+        """Gradients of this rank's shard: (dq, dk, dv). `out`, `lse` and `plan` are the results of `forward`."""
 
     @abstractmethod
     def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
-        """Tensors of the shapes and dtypes of the plan, contents undefined."""
+        """Tensors shaped like `forward`'s plan, with undefined contents, for tracing by torch.compile."""
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -34,7 +34,7 @@ class Ring(Transport):
         self.depth = min(depth or communicator.size, communicator.size)
 
     def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
-        """See `Transport.forward`."""
+        """Attend to each chunk as it arrives and merge the partial results by online softmax."""
         attention, tokens, part = job.attention, job.sequence.tokens(self.rank), job.part(self.rank)
         summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.communicator)
         q_nHD = q_LHD[:tokens]
@@ -58,7 +58,7 @@ class Ring(Transport):
         plan: Plan,
         job: Job,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Transport.backward`."""
+        """Pass the chunks around again and send the gradients of each straight to its owner."""
         rows, tokens, dtype = q_LHD.shape[0], job.sequence.tokens(self.rank), sum_dtype(q_LHD.dtype)
         dout, q, out, lse = dout_LHD[:tokens], q_LHD[:tokens], out_LHD[:tokens], lse_HL[:, :tokens].contiguous()
         dq_nHD = torch.zeros_like(q, dtype=dtype)
@@ -90,7 +90,7 @@ class Ring(Transport):
         return padded(dq_nHD.to(q_LHD.dtype), rows), dk_LKD, dv_LKD
 
     def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
-        """See `Transport.empty_plan`."""
+        """The empty plan of this rank's queries."""
         tokens = job.sequence.tokens(self.rank)
         return job.attention.empty_plan(q_LHD[:tokens], k_LKD, job.part(self.rank))
 

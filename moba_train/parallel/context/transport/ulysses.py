@@ -26,7 +26,7 @@ class Ulysses(Transport):
         self.rank = across.rank * communicator.size + communicator.rank
 
     def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
-        """See `Transport.forward`."""
+        """Exchange tokens for heads, attend, and exchange the results back."""
         swap = _Swap(self, job)
         q_NhD, k_NhD, v_NhD = swap.to_heads(q_LHD, k_LKD, v_LKD)
         out_NhD, lse_hN, plan = self.across.forward(q_NhD, k_NhD, v_NhD, swap.job)
@@ -45,7 +45,7 @@ class Ulysses(Transport):
         plan: Plan,
         job: Job,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Transport.backward`."""
+        """Exchange tokens for heads, compute the gradients, and exchange them back."""
         swap = _Swap(self, job)
         lse_LH1 = lse_HL.T.unsqueeze(-1)
         dout, q, k, v, out, lse_Nh1 = swap.to_heads(dout_LHD, q_LHD, k_LKD, v_LKD, out_LHD, lse_LH1)
@@ -55,7 +55,7 @@ class Ulysses(Transport):
         return dq_LHD, _sum_copies(dk_LPD, kv_heads), _sum_copies(dv_LPD, kv_heads)
 
     def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
-        """See `Transport.empty_plan`."""
+        """The empty plan of this rank's heads for all tokens of the group."""
         swap = _Swap(self, job)
         shapes = ((self.communicator.size * x.shape[0], swap.heads(x.shape[1]), *x.shape[2:]) for x in (q_LHD, k_LKD))
         q_NhD, k_NhD = (q_LHD.new_empty(shape) for shape in shapes)
@@ -108,7 +108,7 @@ class Local(Transport):
     rank = 0
 
     def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
-        """See `Transport.forward`."""
+        """Attend to the complete sequence, without communication."""
         attention, layout, tokens = job.attention, job.part(0), job.sequence.total
         q, k, v = (x[:tokens] for x in (q_LHD, k_LKD, v_LKD))
         plan = attention.plan(q, attention.summarize(k, layout), layout)
@@ -126,7 +126,7 @@ class Local(Transport):
         plan: Plan,
         job: Job,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Transport.backward`."""
+        """Gradients for the complete sequence, without communication."""
         tokens = job.sequence.total
         dout, q, k, v, out = (x[:tokens] for x in (dout_LHD, q_LHD, k_LKD, v_LKD, out_LHD))
         lse = lse_HL[:, :tokens].contiguous()
@@ -135,6 +135,6 @@ class Local(Transport):
         return dq, dk, dv
 
     def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
-        """See `Transport.empty_plan`."""
+        """The empty plan of the complete sequence."""
         tokens = job.sequence.total
         return job.attention.empty_plan(q_LHD[:tokens], k_LKD[:tokens], job.part(0))
