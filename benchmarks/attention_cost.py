@@ -6,7 +6,7 @@ Symbols: T tokens, H query heads, Hkv key/value heads, d head width, B block siz
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moba_train.planning.flops import dense_keys, moba_keys
+from moba_train.attention.moba.kind import attended_pairs
 
 MATRIX_TFLOPS = 790.0
 """bf16 matrix products, measured on one H200."""
@@ -66,7 +66,7 @@ def moba_cost(lengths: Sequence[int], block_size: int, topk: int, shape: Heads |
     and read a list entry of 4 bytes. Backward twice as much of everything: dout beside q in two passes, and partial dq.
     """
     shape = shape or Heads()
-    pairs = sum(length * moba_keys(length, block_size, topk) for length in lengths if length)
+    pairs = sum(attended_pairs(length, block_size, topk) for length in lengths)
     gates = sum(_gate_pairs(length, block_size) for length in lengths)
     history = shape.heads * sum(history_blocks(length, block_size, topk) for length in lengths)
     row = BYTES * shape.head_dim
@@ -79,7 +79,7 @@ def moba_cost(lengths: Sequence[int], block_size: int, topk: int, shape: Heads |
 def dense_product(lengths: Sequence[int], shape: Heads | None = None) -> float:
     """10^12 operations of one matrix product of dense causal attention: 2 of them forward, 5 backward."""
     shape = shape or Heads()
-    return 2e-12 * shape.heads * shape.head_dim * sum(length * dense_keys(length) for length in lengths)
+    return 2e-12 * shape.heads * shape.head_dim * sum(length**2 / 2 for length in lengths)
 
 
 def history_blocks(length: int, block_size: int, topk: int) -> int:

@@ -57,8 +57,8 @@ def summarise(records: list[dict[str, Any]], saves: int) -> dict[str, Any]:
     A delay is a stall and what the step after it, whose update waits for the copies, took longer than others. Stalls
     and delays also as shares of a step.
     """
-    steps = {record["step"]: record["step_s"] for record in records if record["kind"] == "metrics"}
-    events = [record for record in records if record["kind"] == "checkpoint"]
+    steps = {record["step"]: record["step_s"] for record in records if record["type"] == "metrics"}
+    events = [record for record in records if record["type"] == "checkpoint"]
     all_begun = [(record["step"], record["checkpoint_stall_s"]) for record in events if "checkpoint_stall_s" in record]
     ended = [record["step"] for record in events if "checkpoint_save_s" in record][:saves]
     begun = dict(all_begun[:saves])  # it may have begun another before it was killed

@@ -33,10 +33,12 @@ from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
-from moba_train.parallel.context.choose import GATHERING, Scheme, Shape, check_heads, check_sizes, cost
-from moba_train.parallel.context.comm import Peers
+from moba_train.parallel.context.checks import check_heads, check_sizes
+from moba_train.parallel.context.comm import Communicator
+from moba_train.parallel.context.costs import predict_cost
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.context.strategy import GATHERING_TRANSPORTS, AttentionShape, CPStrategy
 from moba_train.parallel.world import World, joined_world
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -52,18 +54,18 @@ class Setting:
         sizes = (HEADS, KV_HEADS, HEAD_DIM) if self.is_gpu else (TOY_HEADS, TOY_KV_HEADS, TOY_HEAD_DIM)
         self.heads, self.kv_heads, self.head_dim = sizes
         self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
-        self._engines: dict[Scheme, ContextParallel] = {}
+        self._engines: dict[CPStrategy, ContextParallel] = {}
 
     @cached_property
-    def peers(self) -> Peers:
+    def communicator(self) -> Communicator:
         """All ranks."""
-        return Peers(dist.group.WORLD, self.device)
+        return Communicator(dist.group.WORLD, self.device)
 
-    def engine(self, scheme: Scheme) -> ContextParallel:
-        """The same for the same scheme: communicators take memory."""
-        if scheme not in self._engines:
-            self._engines[scheme] = context_engine(scheme, dist.group.WORLD, self.device)
-        return self._engines[scheme]
+    def engine(self, strategy: CPStrategy) -> ContextParallel:
+        """The same for the same strategy: communicators take memory."""
+        if strategy not in self._engines:
+            self._engines[strategy] = context_engine(strategy, dist.group.WORLD, self.device)
+        return self._engines[strategy]
 
     def attention(self, name: str) -> LocalAttention:
         """`dense`, or MoBA as BLOCK/TOPK."""
@@ -142,7 +144,7 @@ def differing_rows(
     becomes these. In the order of the sequence."""
     whole = []
     for mine in row_lengths(results):
-        (shards,) = setting.peers.all_gather(mine.contiguous()).wait()
+        (shards,) = setting.communicator.all_gather(mine.contiguous()).wait()
         whole.append(sequence.to_packed(shards))
     other[:] = other or whole
     off = [((a - b).abs() > 0.05 * torch.maximum(a, b)).double().mean() for a, b in zip(whole, other, strict=True)]
@@ -155,7 +157,7 @@ def one_share(
     """A rank's queries against the keys of the whole sequence, all at hand."""
     q, dout = (sequence.shard(inputs[i], rank)[: sequence.tokens(rank)] for i in (0, 3))
     k, v = inputs[1:3]
-    part = layout.part(sequence.place(rank), None)
+    part = layout.part(sequence.ranges_of(rank), None)
     plan = attention.plan(q, attention.summarize(k, layout.part(None, None)), part)
     out, lse = attention.attend(q, k, v, part, plan)
     attention.attend_backward(dout, q, k, v, out, lse, part, plan)
@@ -172,10 +174,10 @@ def pairs(name: str, tokens: int) -> float:
 
 
 def measure(
-    setting: Setting, scheme: Scheme, name: str, tokens: int, alone: dict[str, float], rows: list[Tensor]
+    setting: Setting, strategy: CPStrategy, name: str, tokens: int, alone: dict[str, float], rows: list[Tensor]
 ) -> dict[str, Any]:
     """One transport and layout with one attention at one length. `rows`: see `differing_rows`."""
-    engine = setting.engine(scheme)
+    engine = setting.engine(strategy)
     layout, attention, sequence = (
         packed_layout([tokens], setting.device),
         setting.attention(name),
@@ -190,33 +192,35 @@ def measure(
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if setting.is_gpu else 0.0
     differing = differing_rows(setting, both_passes(engine, attention, shard, layout), sequence, rows)
     communication = setting.slowest(lambda: both_passes(engine, Nothing(Nothing.Options(), HEAD_DIM), shard, layout))
-    group = {"ulysses": scheme.ranks, "hierarchical": scheme.node}.get(scheme.transport, 1)
-    sequence, rank = sequence.in_groups(group), engine.rank // group
+    group = {"ulysses": strategy.ranks, "hierarchical": strategy.node_size}.get(strategy.transport, 1)
+    sequence, rank = sequence.merge_ranks(group), engine.rank // group
     inputs = [x[:, : max(1, x.shape[1] // group)].contiguous() for x in inputs]  # Ulysses: some heads, more tokens
     attention_alone = setting.slowest(lambda: one_share(attention, inputs, layout, rank, sequence))
     hidden = communication["median"] + attention_alone["median"] - total["median"]
-    rate = pairs(name, tokens) / scheme.ranks / total["median"]
+    rate = pairs(name, tokens) / strategy.ranks / total["median"]
     return {
         "attention": name,
         "tokens": tokens,
-        "transport": scheme.transport,
-        "layout": scheme.layout,
-        "slices": scheme.slices if scheme.transport in GATHERING else None,
+        "transport": strategy.transport,
+        "layout": strategy.layout,
+        "slices": strategy.slices if strategy.transport in GATHERING_TRANSPORTS else None,
         "ms": total,
         "efficiency": rate / (pairs(name, int(alone["tokens"])) / alone["ms"]),
         "communication_ms": communication,
         "attention_ms": attention_alone,
-        "hidden_share": max(0.0, min(1.0, hidden / communication["median"])) if scheme.ranks > 1 else 1.0,
+        "hidden_share": max(0.0, min(1.0, hidden / communication["median"])) if strategy.ranks > 1 else 1.0,
         "peak_gib": max(setting.of_all_ranks(peak)),
         "differing_rows": differing,
-        "predicted_communication_ms": 1000 * predicted(setting, scheme, tokens),
+        "predicted_communication_ms": 1000 * predicted(setting, strategy, tokens),
     }
 
 
-def predicted(setting: Setting, scheme: Scheme, tokens: int) -> float:
+def predicted(setting: Setting, strategy: CPStrategy, tokens: int) -> float:
     """Seconds, by the numbers that `auto` chooses with. What would go between nodes goes over the links of this one."""
-    shape = Shape(tokens, setting.heads, setting.kv_heads, setting.head_dim, setting.dtype.itemsize)
-    found = cost(scheme if scheme.transport == "hierarchical" else replace(scheme, node=scheme.ranks), shape)
+    shape = AttentionShape(tokens, setting.heads, setting.kv_heads, setting.head_dim, setting.dtype.itemsize)
+    if strategy.transport != "hierarchical":
+        strategy = replace(strategy, node_size=strategy.ranks)
+    found = predict_cost(strategy, shape)
     return replace(found, node_bytes=found.node_bytes + found.network_bytes, network_bytes=0).seconds
 
 
@@ -231,20 +235,22 @@ def alone_rate(setting: Setting, name: str, tokens: int, limit: int) -> tuple[di
     return {"tokens": tokens, "ms": max(setting.of_all_ranks(statistics.median(times)))}, rows
 
 
-def schemes(setting: Setting, transports: list[str], layouts: list[str], node: int, slices: list[int]) -> list[Scheme]:
+def strategies(
+    setting: Setting, transports: list[str], layouts: list[str], node: int, slices: list[int]
+) -> list[CPStrategy]:
     """Those that these ranks and heads can do; `slices` of transports that have any."""
     found = []
     for transport, layout in product(transports, layouts):
-        for number in slices if transport in GATHERING else slices[:1]:
-            scheme = Scheme(setting.world.size, transport, layout, node, slices=number)  # type: ignore[arg-type]
+        for number in slices if transport in GATHERING_TRANSPORTS else slices[:1]:
+            strategy = CPStrategy(setting.world.size, transport, layout, node, slices=number)  # type: ignore[arg-type]
             try:
-                check_sizes(scheme)
-                check_heads(scheme, setting.heads, setting.kv_heads, couples_heads=False)
+                check_sizes(strategy)
+                check_heads(strategy, setting.heads, setting.kv_heads, couples_heads=False)
             except ValueError as error:
                 if setting.world.is_main:
                     print(f"left out: {error}", flush=True)
                 continue
-            found.append(scheme)
+            found.append(strategy)
     return found
 
 
@@ -269,7 +275,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=length, help="whole sequences; default 64K 128K 256K, CPU 1K")
     parser.add_argument("--alone-up-to", type=length, default=2**18, help="longest sequence for one rank alone")
     parser.add_argument("--ranks-per-node", type=int, help="ranks in a node, for hierarchical; default: all")
-    parser.add_argument("--slices", nargs="+", type=int, default=[Scheme.slices], help="of keys and values")
+    parser.add_argument("--slices", nargs="+", type=int, default=[CPStrategy.slices], help="of keys and values")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warm-ups", type=int, default=2)
     parser.add_argument("--output", type=Path)
@@ -282,8 +288,8 @@ def main() -> None:
         for name in arguments.attention:
             for tokens in lengths:
                 alone, rows = alone_rate(setting, name, tokens, arguments.alone_up_to)
-                for scheme in schemes(setting, arguments.transports, arguments.layouts, node, arguments.slices):
-                    results.append(measure(setting, scheme, name, tokens, alone, rows))
+                for strategy in strategies(setting, arguments.transports, arguments.layouts, node, arguments.slices):
+                    results.append(measure(setting, strategy, name, tokens, alone, rows))
                     if world.is_main:
                         report(results[-1])
                         if arguments.output:

@@ -24,9 +24,9 @@ from benchmarks.options import length
 from benchmarks.record import save, spread
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.protocol import packed_layout
-from moba_train.parallel.context.choose import Scheme
-from moba_train.parallel.context.comm import Peers
+from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.base import Job
 from moba_train.parallel.context.transport.ring import Ring
 from moba_train.parallel.world import joined_world
@@ -40,11 +40,11 @@ class LockstepRing(Ring):
 
     def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> Iterator[tuple[int, Tensor, Tensor]]:
         chunk_2LKD = torch.stack([k_LKD, v_LKD])
-        for step in range(self.peers.size):
-            owner = (self.rank - step) % self.peers.size
+        for step in range(self.communicator.size):
+            owner = (self.rank - step) % self.communicator.size
             yield owner, *chunk_2LKD[:, : job.sequence.tokens(owner)]
-            if step + 1 < self.peers.size:
-                (chunk_2LKD,) = self.peers.shift(chunk_2LKD, torch.empty_like(chunk_2LKD), 1).wait()
+            if step + 1 < self.communicator.size:
+                (chunk_2LKD,) = self.communicator.send_recv(chunk_2LKD, torch.empty_like(chunk_2LKD), 1).wait()
 
 
 class TimedMoba(MobaAttention):
@@ -114,12 +114,12 @@ def measure(setting: Setting, name: str, layout_kind: str, tokens: int, block_si
     """All routings over one transport."""
     size = setting.world.size
     if name == "lockstep":
-        scheme = Scheme(size, "ring", layout_kind, size)  # type: ignore[arg-type]  # argparse checks
-        engine = ContextParallel(scheme, LockstepRing(Peers(dist.group.WORLD, setting.device)))
+        strategy = CPStrategy(size, "ring", layout_kind, size)  # type: ignore[arg-type]  # argparse checks
+        engine = ContextParallel(strategy, LockstepRing(Communicator(dist.group.WORLD, setting.device)))
     else:
         kind, _, depth = name.partition(":")
-        scheme = Scheme(size, kind, layout_kind, size, int(depth) if depth else None)  # type: ignore[arg-type]
-        engine = setting.engine(scheme)
+        strategy = CPStrategy(size, kind, layout_kind, size, int(depth) if depth else None)  # type: ignore[arg-type]
+        engine = setting.engine(strategy)
     layout, sequence = packed_layout([tokens], setting.device), engine.sequence(tokens)
     result: dict[str, Any] = {"transport": name, "layout": layout_kind}
     for routing in ROUTINGS:

@@ -18,7 +18,7 @@ from benchmarks.context_parallel import Setting, both_passes
 from benchmarks.options import length, need_gpus
 from benchmarks.record import save
 from moba_train.attention.protocol import packed_layout
-from moba_train.parallel.context.choose import Scheme
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.world import joined_world
 
 Bar = tuple[float, float]
@@ -57,8 +57,8 @@ def covered(ours: list[Bar], by: list[Bar]) -> float:
 
 def record(setting: Setting, transport: str, layout: str, name: str, tokens: int) -> dict[str, Any]:
     """One call under the profiler, after two without."""
-    scheme = Scheme(setting.world.size, transport, layout, setting.world.size)  # type: ignore[arg-type]  # from the options
-    engine, whole = setting.engine(scheme), packed_layout([tokens], setting.device)
+    strategy = CPStrategy(setting.world.size, transport, layout, setting.world.size)  # type: ignore[arg-type]  # from the options
+    engine, whole = setting.engine(strategy), packed_layout([tokens], setting.device)
     attention, sequence = setting.attention(name), engine.sequence(tokens)
     shard = [sequence.shard(x, engine.rank) for x in setting.inputs(tokens)]
     for _ in range(2):

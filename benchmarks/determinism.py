@@ -104,7 +104,7 @@ def runs(folder: Path, settings: argparse.Namespace) -> dict[str, Any]:
             record["tokens_per_s"]
             for run in (one, again)
             for record in read_records(run / "metrics.jsonl")
-            if record["kind"] == "metrics" and record["step"] > WARM_UP_STEPS
+            if record["type"] == "metrics" and record["step"] > WARM_UP_STEPS
         ]
         tensors, steps = compare(one, again), compare(one / "metrics.jsonl", again / "metrics.jsonl")
         results["deterministic" if switch else "as it is"] = {

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import markdown, save
+from moba_train.config.quantities import format_count
 from moba_train.telemetry.jsonl import read_records
-from moba_train.units import format_count
 
 RECIPES = ("short-then-long", "continue-1m", "hybrid-90-10", "sft-1m")
 
@@ -29,7 +29,7 @@ def run_results(folder: Path) -> dict[str, Any]:
         "stages": [
             stage_results(start, [record for record in records if record["stage"] == start["stage"]])
             for start in records
-            if start["kind"] == "stage"
+            if start["type"] == "stage"
         ],
         "validation_loss": evaluation["validation_loss"],
         "trailing_loss": {name: curve["mean"][-1] for name, curve in curves.items()},
@@ -39,7 +39,7 @@ def run_results(folder: Path) -> dict[str, Any]:
 
 def stage_results(start: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
     """A stage's length, steps, speed and losses (nats per token), None where the recipe does not ask for them."""
-    metrics = [record for record in records if record["kind"] == "metrics"]
+    metrics = [record for record in records if record["type"] == "metrics"]
     rates = sorted(record["tokens_per_s"] for record in metrics)
     return {
         "name": start["stage"],
@@ -52,8 +52,8 @@ def stage_results(start: dict[str, Any], records: list[dict[str, Any]]) -> dict[
         "trailing_loss": last(records, "trailing_loss"),
         "trailing_gap": last(records, "trailing_gap"),
         "trailing_gap_error": last(records, "trailing_gap_error"),
-        "spikes": sum(record["kind"] == "spike" for record in records),
-        "stage_exit": next((record["message"] for record in records if record["kind"] == "stage_exit"), None),
+        "spikes": sum(record["type"] == "spike" for record in records),
+        "stage_exit": next((record["message"] for record in records if record["type"] == "stage_exit"), None),
     }
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.record import save
 from moba_train.data.indexed import IndexedDataset
+from moba_train.data.packers import BestFitPacker
 from moba_train.data.stream import DocumentStream
-from moba_train.data.windows import BestFitWindows
 
 SEQ_LENS = (2048, 8192, 32768, 131072)
 
@@ -31,10 +31,10 @@ def concatenation_cuts(stream: DocumentStream, seq_len: int) -> float:
 def measure(prefix: str, seq_len: int) -> dict[str, Any]:
     """Padding of one epoch packed by best fit, and the seconds it takes."""
     stream = DocumentStream(IndexedDataset(prefix), seed=0)
-    windows = BestFitWindows(stream, 0, seq_len)
+    packer = BestFitPacker(stream, 0, seq_len)
     begin = time.process_time()
     samples = -(-stream.tokens // seq_len)
-    padding = windows.padding_fraction(samples)
+    padding = packer.padding_fraction(samples)
     seconds = time.process_time() - begin
     return {
         "corpus": Path(prefix).name,

@@ -25,11 +25,11 @@ from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.convert.initial_weights import load_initial_weights
-from moba_train.data.stretches import Stretches
+from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.evals.position_wise import position_wise_loss
-from moba_train.model.build import build_attention
+from moba_train.model.build import build_attention, build_model
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.stage import Share
+from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import joined_world
 from moba_train.validation.checkpoints import open_checkpoint
 
@@ -53,7 +53,7 @@ def main() -> None:
     config = load_config(given.run / "config.yaml")
     first, last = resolve_stages(config)[0], resolve_stages(config)[-1]
     vocab_size = config.model.vocab_size
-    stretches = Stretches(config.data.validation, last.seq_len, given.sequences, config.seed, vocab_size)
+    stretches = LongDocumentSamples(config.data.validation, last.seq_len, given.sequences, config.seed, vocab_size)
     settings = {"seq_len": last.seq_len, "trained_seq_len": first.seq_len, "sequences": len(stretches)}
     rows = []
     with joined_world() as world:
@@ -61,7 +61,7 @@ def main() -> None:
             tokens = stage.first_token + (step - stage.first_step) * stage.batch_tokens
             for label in (["as trained"] if stage.index == 0 else []) + ["MoBA", "full"]:
                 choose(model, config, label, first, last)
-                curve = position_wise_loss(model, stretches, last.seq_len // BUCKETS, Share(), world.device)
+                curve = position_wise_loss(model, stretches, last.seq_len // BUCKETS, DataShard(), world.device)
                 rows.append(
                     {"step": step, "tokens": tokens, "stage": stage.name, "attention": label, **curve.to_json()}
                 )
@@ -74,7 +74,7 @@ def states(run: Path, config: RunConfig, device: torch.device) -> Iterator[tuple
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     assert config.init_from is not None, "the run must have begun with weights"
     with torch.device("meta"):
-        model = Transformer(config.model)
+        model = build_model(config)
     model.to_empty(device=device)
     load_initial_weights(model, Path(config.init_from))
     yield model.to(dtype).eval(), resolve_stages(config)[0], 0

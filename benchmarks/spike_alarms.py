@@ -57,7 +57,7 @@ def synthetic_curve(noise: str, steps: int, seed: int) -> Curve:
 
 def recorded_curve(path: Path) -> Curve:
     """The logged steps of a run."""
-    records = [record for record in read_records(path) if record["kind"] == "metrics"]
+    records = [record for record in read_records(path) if record["type"] == "metrics"]
     return [(record["stage"], record["loss"], record["grad_norm"]) for record in records]
 
 

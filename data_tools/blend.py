@@ -1,4 +1,4 @@
-"""What a recipe's blend comes to, stage by stage: tokens, shares and repeats of every source."""
+"""Preview of a recipe's blend, stage by stage: tokens, share and repeats of every source."""
 
 from dataclasses import dataclass
 
@@ -11,41 +11,41 @@ from moba_train.data.stage_data import training_data
 
 @dataclass(frozen=True)
 class SourceUse:
-    """What one source gives to one stage."""
+    """Use of one source in one stage."""
 
     stage: str
     source: str
-    """Corpus, with the range of document lengths where there is one."""
+    """Corpus, followed by the range of document lengths if there is one."""
     tokens: int
     """Tokens of its samples, padding included."""
     share: float
-    """Of the stage's tokens."""
+    """Fraction of the stage's tokens."""
     epochs: float
-    """How often the stage reads the source, up to the end of the documents shuffled together."""
+    """Times the stage reads the source, up to the end of the last group of samples that is shuffled together."""
     epochs_so_far: float
-    """How often the run has read it by the end of the stage."""
+    """Times the run has read the source by the end of the stage."""
     padding: float
-    """Share of its samples that is no document's."""
+    """Fraction of padding in its samples."""
 
 
 def preview(config: RunConfig) -> list[SourceUse]:
-    """What each source gives to each stage, as training will read them. Raises DataError as `StageData` does."""
+    """The use of each source in each stage, exactly as training will read it. Raises DataError as `StageData` does."""
     starts: dict[str, int] = {}
     uses = []
     for stage in resolve_stages(config):
         sequences = stage.max_steps * stage.batch_sequences
         data = training_data(config, stage, starts)
         after = data.starts_after(sequences)
-        for index, (stratum, stream) in enumerate(zip(data.strata, data.streams, strict=True)):
-            samples = int(data.samples_of[index])
-            position = after[stratum.name]
+        for index, (bucket, stream) in enumerate(zip(data.buckets, data.streams, strict=True)):
+            samples = int(data.samples_per_bucket[index])
+            position = after[bucket.name]
             uses.append(
                 SourceUse(
                     stage.name,
-                    stratum.name,
+                    bucket.name,
                     samples * stage.seq_len,
                     samples / sequences,
-                    (position - starts.get(stratum.name, 0)) / stream.tokens,
+                    (position - starts.get(bucket.name, 0)) / stream.tokens,
                     position / stream.tokens,
                     data.padding_fraction(index),
                 )

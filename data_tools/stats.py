@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
+from moba_train.attention.moba.kind import attended_pairs
+from moba_train.data.best_fit import split_documents
 from moba_train.data.indexed import IndexedDataset
-from moba_train.data.packing import cut
-from moba_train.planning.flops import dense_keys, moba_keys
 
 QUANTILES = {"min": 0, "5 %": 5, "25 %": 25, "50 %": 50, "75 %": 75, "95 %": 95, "max": 100}
 
@@ -74,14 +74,14 @@ def effective_sparsity(
 ) -> Sparsity:
     """For documents of these lengths, cut at `seq_len` where one is given, as in training."""
     if seq_len is not None:
-        document, start = cut(lengths, seq_len)
+        document, start = split_documents(lengths, seq_len)
         lengths = np.minimum(lengths[document] - start, seq_len)
     values, counts = np.unique(lengths[lengths > 0], return_counts=True)
     if not len(values):
         return Sparsity(0.0, 0.0, 0.0)
     dense = values <= block_size * topk
-    pairs = counts * values * np.array([moba_keys(int(value), block_size, topk) for value in values])
-    full = counts * values * np.array([dense_keys(int(value)) for value in values])
+    pairs = counts * np.array([attended_pairs(int(value), block_size, topk) for value in values])
+    full = counts * values**2 / 2
     return Sparsity(
         float(counts[dense].sum() / counts.sum()),
         float((counts * values)[dense].sum() / (counts * values).sum()),

@@ -6,6 +6,7 @@ training      the one training loop, its progress and checkpoints
 validation    combinations of keys that cannot work
 report        plots of a run, and what differs between two
 convert       Hugging Face in and out
+reference     docs/config.md and the JSON schema, generated
 config        the recipe: schema, loading, validation
 planning      what a recipe costs before it runs
 model         the Transformer on one device
@@ -22,7 +23,6 @@ integrations  our attention inside other programs
 environment   `moba-train env`
 commands      what the command-line programs share
 errors        errors that are the user's to mend
-units         `128K`, `10B`
 
 Importing the package is cheap on purpose: torch is imported by the modules that need it, so that
 `moba-train --help` and the data tools start at once.

@@ -79,6 +79,7 @@ def plan(
 @app.command()
 def config(recipe: Recipe, overrides: Overrides = None) -> None:
     """Print a recipe as YAML with everything it extends, all overrides and all defaults."""
+    import moba_train.attention.registry  # noqa: F401  # the kinds' sections
     from moba_train.config.load import dump_config, load_config
 
     typer.echo(dump_config(load_config(recipe, overrides or ())), nl=False)
@@ -87,7 +88,7 @@ def config(recipe: Recipe, overrides: Overrides = None) -> None:
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
-    from moba_train.config.reference import json_schema
+    from moba_train.reference import json_schema
 
     typer.echo(json_schema(), nl=False)
 

@@ -21,7 +21,7 @@ class _Commands(TyperGroup):
 
 def parse_length(text: str) -> int:
     """A number of tokens on the command line, written as in recipes: 4096, 4K (K, M = 1024)."""
-    from moba_train.units import parse_number
+    from moba_train.config.quantities import parse_number
 
     try:
         number = parse_number(text, 1024)

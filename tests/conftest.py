@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+import moba_train.attention.registry  # noqa: F401  # recipes may name the kinds
 from moba_train.validation.foreign_paths import ROOTS
 
 # HYPOTHESIS_PROFILE=deep: for a night, not for every change.

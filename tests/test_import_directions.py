@@ -1,9 +1,36 @@
-"""Who may import whom (design/architecture.md). Read from the source, so that a lazy import counts too."""
+"""Who may import whom. Read from the source, so that a lazy import counts too."""
 
 import ast
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[1] / "moba_train"
+
+PROGRAMS = ("cli", "train", "reference", "commands", "environment")
+"""What users start, and what only these need; nothing else imports them."""
+ORDER = (
+    "training",
+    "validation",
+    "evals",
+    "report",
+    "health",
+    "integrations",
+    "convert",
+    "checkpoint",
+    "inference",
+    "planning",
+    "parallel",
+    "telemetry",
+    "optim",
+    "data",
+    "model",
+    "attention",
+    "config",
+    "errors",
+)
+"""What uses stands above what is used: a folder imports itself and those below, never upward. The one place where the
+order is written down; docs/architecture.md says what each folder is for."""
 
 
 def module_name(path: Path) -> str:
@@ -59,6 +86,29 @@ def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
     assert importers("moba_train.training.trainer") == {"moba_train.model.relative"}
 
 
+def folder(module: str) -> str:
+    """The folder, or file at the top of the package, that a module of the package belongs to."""
+    return module.split(".")[1]
+
+
+def test_every_folder_has_its_place_in_the_order():
+    found = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.name[0].isalpha()}
+    assert found == {*PROGRAMS, *ORDER}
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_nothing_imports_upward(name):
+    files = sorted((PACKAGE / name).rglob("*.py")) or [PACKAGE / f"{name}.py"]
+    above = {*PROGRAMS, *ORDER[: ORDER.index(name)]}
+    upward = [
+        (module_name(path), imported)
+        for path in files
+        for imported in imports(path)
+        if imported.startswith("moba_train.") and folder(imported) in above
+    ]
+    assert upward == []
+
+
 def test_attention_knows_nothing_of_ranks():
     assert importers("torch.distributed", "attention") == set()
     assert importers("moba_train.parallel", "attention") == set()
@@ -72,15 +122,7 @@ def test_the_model_is_a_single_device_program():
 
 def test_the_transformer_knows_the_protocol_and_no_kind_of_attention():
     ours = {name for name in imports(PACKAGE / "model" / "transformer.py") if name.startswith("moba_train.attention.")}
-    assert {name.split(".")[2] for name in ours} <= {"protocol", "local"}
-
-
-def test_only_the_entry_points_import_the_trainer():
-    assert importers("moba_train.training.trainer") <= {
-        "moba_train.train",
-        "moba_train.cli",
-        "moba_train.training.trainer",
-    }
+    assert {name.split(".")[2] for name in ours} <= {"kind", "protocol", "local"}
 
 
 def test_context_parallelism_never_hears_of_blocks():

@@ -197,11 +197,11 @@ def records(name: str) -> list[dict[str, Any]]:
 def test_every_miniature_trains_through_all_its_stages(recipe: Path, printed: dict[str, str]) -> None:
     config, found = load_config(recipe), records(recipe.stem)
     names = [stage.name for stage in config.stages]
-    assert [record["stage"] for record in found if record["kind"] == "stage"] == names
-    evaluated = {record["stage"] for record in found if record["kind"] == "position_wise"}
+    assert [record["stage"] for record in found if record["type"] == "stage"] == names
+    evaluated = {record["stage"] for record in found if record["type"] == "position_wise"}
     assert evaluated == (set(names) if config.evaluation.position_wise else set())
     prolonged = {stage.name for stage in config.stages if stage.until}
-    assert {record["stage"] for record in found if record["kind"] == "stage_exit"} == prolonged
+    assert {record["stage"] for record in found if record["type"] == "stage_exit"} == prolonged
     assert Path(config.run_dir, "position_wise.png").exists() == bool(evaluated)
 
 
@@ -229,7 +229,7 @@ def test_the_conversations_carry_loss_on_their_answers_alone(printed: dict[str, 
     assert re.search(rf"{asked}\n{re.escape(role)}\n{re.sub(r'[0-9]+', r'[0-9]+', re.escape(answer))}\n", shown)
     logged = records("sft-1m")
     assert {record["stage"] for record in logged} >= {"1k", "8k", "32k"}
-    steps = [record for record in logged if record["kind"] == "metrics"]  # none where no token carries loss
+    steps = [record for record in logged if record["type"] == "metrics"]  # none where no token carries loss
     assert all(0 < step["loss_token_fraction"] < 0.3 for step in steps)
 
 

@@ -30,7 +30,7 @@ def test_the_commands_of_the_guide_lead_to_a_trained_model(tmp_path: Path, monke
     fewer = [f"stages.0.tokens={3 * tokens}", f"batch_tokens={tokens}", "optim.schedule.warmup_tokens=0"]
     run(words, *fewer, "evaluation.sequences=4", "telemetry.log_every=1", "loss_norm=sequence")
     records = [json.loads(line) for line in Path("runs/sft-chat/metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if record["kind"] == "metrics"]
+    steps = [record for record in records if record["type"] == "metrics"]
     assert len(steps) == 3
     assert steps[-1]["loss"] < steps[0]["loss"]
     for step in steps:

@@ -23,7 +23,7 @@ from moba_train.checkpoint.index import read_index
 from moba_train.checkpoint.manifest import FileEntry, check_sizes, read_meta, verify_checkpoint
 from moba_train.checkpoint.publish import Accept, published, set_aside
 from moba_train.errors import CheckpointError
-from moba_train.parallel.world import of_main
+from moba_train.parallel.world import broadcast
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ def newest_intact(folder: Path, accept: Accept | None = None) -> Path | None:
     Damaged ones that are newer than the one found are reported and set aside, so that they neither count nor come up
     again. Raises CheckpointError when there are checkpoints, but all are damaged or `accept` refuses them.
     """
-    listing = of_main([path for _, path in reversed(published(folder))])
+    listing = broadcast([path for _, path in reversed(published(folder))])
     damaged: dict[Path, str] = {}
     for path in listing:
         try:

@@ -4,7 +4,7 @@ import torch
 
 from moba_train.checkpoint.recipe import SavedRun
 from moba_train.checkpoint.state import load_model
-from moba_train.model.build import build_attention
+from moba_train.model.build import build_attention, build_model
 from moba_train.model.transformer import Transformer
 
 
@@ -15,7 +15,7 @@ def load_trained(saved: SavedRun, device: torch.device, dtype: torch.dtype = tor
     """
     config = saved.config
     with torch.device("meta"):
-        model = Transformer(config.model)
+        model = build_model(config)
     model.to_empty(device=device)
     load_model(model, saved.path)
     model.set_attention(build_attention(saved.stage.attention, config.model.head_width))

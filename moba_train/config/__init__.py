@@ -1,6 +1,7 @@
 """The recipe: its schema (one file a section), loading.
 
 base            the strict pydantic base class
+quantities      whole numbers with suffixes: `128K`, `10B`
 schema          `RunConfig`, the whole recipe
 model           the shape of the Transformer
 attention       the per-layer grammar
@@ -11,5 +12,4 @@ stages          what each stage comes to once its defaults are filled in
 load            YAML with `extends:` and command-line overrides
 explain         what a key accepts, and what is wrong with a recipe, in plain words
 mesh            the sizes of the device mesh on so many ranks
-reference       docs/config.md and the JSON schema, generated
 """

@@ -6,28 +6,39 @@
       moba: {block_size: 4096, topk: 12}
       overrides: {5: {block_size: 1024}, 7: {kind: full}}
 
-One field per registered attention kind is added from the registry, so that a new kind brings its own options.
+Configuration knows no kind by itself: attention/registry.py registers each kind's section of options here.
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from pydantic import Field, ValidationError, create_model
+from pydantic import ConfigDict, Field, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, InitErrorDetails
 
-from moba_train.attention.registry import KINDS
 from moba_train.config.base import Section
 from moba_train.config.explain import did_you_mean, explain
 from moba_train.errors import ConfigError
 
 _PATTERN = re.compile(r"^(last|first|every):([1-9][0-9]*)$")
 
+_KIND_OPTIONS: dict[str, type[Section]] = {}
 
-class AttentionGrammar(Section):
+
+def register_kind_options(kind: str, options: type[Section]) -> None:
+    """Let recipes say `attention: {KIND: {...}}`, validated as `options`, whose defaults must be usable."""
+    _KIND_OPTIONS[kind] = options
+
+
+class AttentionConfig(Section):
     """Attention kind and options, layer by layer. A stage's `attention` is merged over the recipe's, key by key."""
 
-    default: str = Field("moba", description=f"kind of every layer not named below: {' | '.join(KINDS)}")
+    model_config = ConfigDict(extra="allow")  # a section for each registered kind, validated below
+
+    default: str = Field("moba", description="kind of every layer not named below, any that has a section here")
     full_layers: str | list[int] = Field(
         "none", description="layers with full attention: all | none | last:N | first:N | every:N | list of layer ids"
     )
@@ -35,15 +46,53 @@ class AttentionGrammar(Section):
         {}, description="layer id -> `kind` and/or options of the layer's kind; wins over everything above"
     )
 
+    @classmethod
+    def fields(cls) -> dict[str, FieldInfo]:
+        """The keys above and one section for each registered kind."""
+        kinds = {kind: FieldInfo(annotation=cls_, default=cls_()) for kind, cls_ in _KIND_OPTIONS.items()}
+        return {**super().fields(), **kinds}
 
-if TYPE_CHECKING:
-    AttentionConfig = AttentionGrammar
-else:
-    AttentionConfig = create_model(
-        "AttentionConfig",
-        __base__=AttentionGrammar,
-        __doc__=AttentionGrammar.__doc__,
-        **{kind: (cls.Options, cls.Options()) for kind, cls in KINDS.items()},
+    @model_validator(mode="after")
+    def _validate_kind_sections(self) -> Self:
+        assert _KIND_OPTIONS, "no attention kind is registered: import moba_train.attention.registry first"
+        sections = self.__pydantic_extra__
+        assert sections is not None
+        errors: list[InitErrorDetails] = []
+        for key, value in sections.items():
+            if key not in _KIND_OPTIONS:
+                errors.append(InitErrorDetails(type="extra_forbidden", loc=(key,), input=value))
+                continue
+            try:
+                sections[key] = _KIND_OPTIONS[key].model_validate(value)
+            except ValidationError as error:
+                errors += [_below(key, details) for details in error.errors(include_url=False)]
+        if errors:
+            raise ValidationError.from_exception_data(type(self).__name__, errors)
+        for kind, options in _KIND_OPTIONS.items():
+            sections.setdefault(kind, options())
+        return self
+
+    def options_of(self, kind: str) -> Section:
+        """The section of a registered kind, given or its defaults."""
+        options = getattr(self, kind)
+        assert isinstance(options, Section)
+        return options
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema of the keys above with one section for each registered kind."""
+        schema = handler(core_schema)
+        resolved = handler.resolve_ref_schema(schema)
+        resolved["additionalProperties"] = False
+        for kind, options in _KIND_OPTIONS.items():
+            resolved["properties"][kind] = handler(options.__pydantic_core_schema__)
+        return schema
+
+
+def _below(key: str, details: Any) -> InitErrorDetails:
+    """An error of a section as an error of the section above it, where it is called `key`."""
+    return InitErrorDetails(
+        type=details["type"], loc=(key, *details["loc"]), input=details["input"], ctx=details.get("ctx", {})
     )
 
 
@@ -61,7 +110,7 @@ def merge_attention(base: AttentionConfig, over: AttentionConfig | None) -> Atte
         return base
     merged = base.model_dump(exclude_unset=True)
     for key, value in over.model_dump(exclude_unset=True).items():
-        both = key in KINDS and key in merged
+        both = key in _KIND_OPTIONS and key in merged
         merged[key] = {**merged[key], **value} if both else value
     return AttentionConfig.model_validate(merged)
 
@@ -96,7 +145,7 @@ def resolve_layers(config: AttentionConfig, layers: int) -> tuple[LayerAttention
     """
     problems: list[str] = []
     full: set[int] = set()
-    if config.default not in KINDS:
+    if config.default not in _KIND_OPTIONS:
         problems.append(f"default: {_unknown_kind(config.default)}")
     try:
         full = full_layer_ids(config.full_layers, layers)
@@ -112,21 +161,21 @@ def resolve_layers(config: AttentionConfig, layers: int) -> tuple[LayerAttention
     for layer in range(layers):
         override = config.overrides.get(layer, {})
         kind = override.get("kind", "full" if layer in full else config.default)
-        if kind not in tuple(KINDS):
+        if kind not in tuple(_KIND_OPTIONS):
             continue  # reported above
         try:
-            resolved.append(LayerAttention(kind, _layer_options(getattr(config, kind), override)))
+            resolved.append(LayerAttention(kind, _layer_options(config.options_of(kind), override)))
         except ValidationError as error:
-            problems += [f"overrides.{layer}.{problem}" for problem in explain(error, KINDS[kind].Options)]
+            problems += [f"overrides.{layer}.{problem}" for problem in explain(error, _KIND_OPTIONS[kind])]
     if problems:
         raise ConfigError(problems)
     return tuple(resolved)
 
 
 def _key_problems(override: dict[str, Any]) -> Iterator[str]:
-    known = sorted({"kind"}.union(*(cls.Options.model_fields for cls in KINDS.values())))
+    known = sorted({"kind"}.union(*(options.model_fields for options in _KIND_OPTIONS.values())))
     for key, value in override.items():
-        if key == "kind" and value not in tuple(KINDS):
+        if key == "kind" and value not in tuple(_KIND_OPTIONS):
             yield f"kind: {_unknown_kind(value)}"
         elif key not in known:
             yield f"{key}: unknown option{did_you_mean(key, known)}; allowed: {', '.join(known)}"
@@ -139,4 +188,5 @@ def _layer_options(options: Section, override: dict[str, Any]) -> Section:
 
 
 def _unknown_kind(kind: Any) -> str:
-    return f"{kind!r} is not a registered attention{did_you_mean(str(kind), list(KINDS))}; allowed: {', '.join(KINDS)}"
+    hint = did_you_mean(str(kind), list(_KIND_OPTIONS))
+    return f"{kind!r} is not a registered attention{hint}; allowed: {', '.join(_KIND_OPTIONS)}"

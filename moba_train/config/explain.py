@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from moba_train.config.base import Section
-from moba_train.units import Length, TokenBudget
+from moba_train.config.quantities import Length, TokenBudget
 
 # The validator that reads the suffixes marks the two units.
 _UNITS = {get_args(Length)[1]: "(K, M = 1024)", get_args(TokenBudget)[1]: "(K, M, B, T = 1000)"}
@@ -98,7 +98,7 @@ def item_suffix(field: FieldInfo) -> str:
 
 def walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every key below `section` with its path, e.g. `stages[i].tokens`."""
-    for name, field in section.model_fields.items():
+    for name, field in section.fields().items():
         path = f"{prefix}{name}"
         yield path, field
         inner = section_of(field.annotation)
@@ -121,10 +121,10 @@ def _explain_one(details: ErrorDetails, root: type[Section]) -> tuple[str, str]:
     keys: list[int | str] = []
     allowed = "section"
     for part in details["loc"]:
-        if isinstance(part, str) and section is not None and part in section.model_fields:
+        if isinstance(part, str) and section is not None and part in section.fields():
             keys.append(part)
-            allowed = describe_field(section.model_fields[part])
-            section = section_of(section.model_fields[part].annotation)
+            allowed = describe_field(section.fields()[part])
+            section = section_of(section.fields()[part].annotation)
         elif section is not None or (part != "[key]" and allowed.startswith(("list", "non-empty list", "mapping"))):
             keys.append(part)  # anything else is pydantic's name for one of the types a key accepts
     path = format_path(keys)
@@ -142,7 +142,7 @@ def _explain_one(details: ErrorDetails, root: type[Section]) -> tuple[str, str]:
 
 
 def _unknown_key(key: str, section: type[Section] | None, root: type[Section]) -> str:
-    known = list(section.model_fields) if section is not None else []
+    known = list(section.fields()) if section is not None else []
     hint = did_you_mean(key, known)
     if not hint:
         elsewhere = [path for path, _ in walk(root) if path.rpartition(".")[2] == key]

@@ -1,6 +1,6 @@
-"""The sizes of the device mesh on so many ranks."""
+"""The sizes of the device mesh on a number of ranks."""
 
-from math import isqrt
+from math import isqrt, prod
 from typing import NamedTuple
 
 from moba_train.config.run import ParallelConfig
@@ -8,12 +8,23 @@ from moba_train.errors import ConfigError
 
 
 class MeshSizes(NamedTuple):
-    """The mesh (dp_replicate, dp_shard, cp, tp), nothing left to fill."""
+    """Ranks along each dimension of the parallel layout, outermost first, with nothing left to fill."""
 
-    dp_replicate: int
-    dp_shard: int
-    cp: int
+    pp: int = 1
+    """Pipeline stages; always 1 today."""
+    dp_replicate: int = 1
+    """Copies of the sharded parameters."""
+    dp_shard: int = 1
+    """With cp, ranks that share one copy of the parameters."""
+    cp: int = 1
+    """Ranks that share a sequence."""
     tp: int = 1
+    """Ranks that share each layer's heads and columns."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole layout."""
+        return prod(self)
 
     @property
     def dp(self) -> int:
@@ -22,13 +33,12 @@ class MeshSizes(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of the parameters, or, with tp, of the part of them that their heads and columns
-        make up."""
+        """Ranks that share one copy of the parameters (with pp and tp, of a pipeline stage's and tp rank's part)."""
         return self.dp_shard * self.cp
 
 
 def mesh_sizes(parallel: ParallelConfig, world_size: int) -> MeshSizes:
-    """The mesh on `world_size` ranks, with -1 filled in. Raises ConfigError when the sizes do not make it up."""
+    """The mesh on `world_size` ranks, with -1 filled in. Raises ConfigError when the sizes do not fit."""
     sizes, problems = fit_mesh(parallel, world_size)
     if sizes is None:
         raise ConfigError(problems)
@@ -38,9 +48,9 @@ def mesh_sizes(parallel: ParallelConfig, world_size: int) -> MeshSizes:
 def fit_mesh(
     parallel: ParallelConfig, world_size: int | None, cp_key: str = "parallel.cp"
 ) -> tuple[MeshSizes | None, list[str]]:
-    """The mesh, or None and the reasons why there is none (no reason where only the world size is unknown).
+    """The mesh, or None and the problems that prevent one (none where only the world size is unknown).
 
-    `cp_key` names the key that `parallel.cp` came from.
+    `cp_key`: the key that set `parallel.cp`, for the messages.
     """
     given = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
     problems = [f"parallel.{key}: given 0; allowed: >= 1, or -1 to fill the rest" for key in given if given[key] == 0]
@@ -52,10 +62,12 @@ def fit_mesh(
     if problems or world_size is None:
         return None, problems
 
-    cp, tp = parallel.cp, parallel.tp
+    cp = parallel.cp
+    tp = parallel.tp
     if world_size % tp:
         return None, [f"parallel.tp: given {tp}, which does not divide the {world_size} ranks; {divisors(world_size)}"]
-    groups, each = world_size // tp, f" in groups of {tp} (parallel.tp)" if tp > 1 else ""
+    groups = world_size // tp
+    each = f" in groups of {tp} (parallel.tp)" if tp > 1 else ""
     if groups % cp:
         return None, [f"{cp_key}: given {cp}, which does not divide the {world_size} ranks{each}; {divisors(groups)}"]
     dp = groups // cp
@@ -71,13 +83,14 @@ def fit_mesh(
         side = "more ranks than the layout uses" if dp > fixed else "fewer ranks than the layout needs"
         replicate = parallel.dp_replicate if dp % parallel.dp_replicate == 0 else 1
         layout = f"dp_replicate {parallel.dp_replicate}, dp_shard {parallel.dp_shard}" + f", cp {cp}" * (cp > 1)
-        layout, needed = layout + f", tp {tp}" * (tp > 1), fixed * cp * tp
+        layout += f", tp {tp}" * (tp > 1)
+        needed = fixed * cp * tp
         fits = f"start {needed} ranks, or set parallel: {{dp_replicate: {replicate}, dp_shard: -1}}"
         return None, [f"parallel: {layout} make {needed} ranks, {world_size} were started{sharing}: {side}; {fits}"]
-    return MeshSizes(given["dp_replicate"], given["dp_shard"], cp, tp), []
+    return MeshSizes(dp_replicate=given["dp_replicate"], dp_shard=given["dp_shard"], cp=cp, tp=tp), []
 
 
 def divisors(number: int) -> str:
-    """`allowed: 1, 2, 4`: what divides `number`."""
+    """The divisors of `number` as text: `allowed: 1, 2, 4`."""
     small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     return "allowed: " + ", ".join(map(str, sorted({*small, *(number // size for size in small)})))

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from moba_train.config.base import Section
-from moba_train.units import Length
+from moba_train.config.quantities import Length
 
 
 class RopeConfig(Section):

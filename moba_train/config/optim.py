@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moba_train.config.base import Section
-from moba_train.units import TokenBudget
+from moba_train.config.quantities import TokenBudget
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

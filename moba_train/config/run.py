@@ -5,34 +5,41 @@ from typing import Literal
 from pydantic import Field
 
 from moba_train.config.base import Section
-from moba_train.parallel.context.choose import TransportKind
-from moba_train.parallel.context.layout import Kind
-from moba_train.units import Length, TokenBudget
+from moba_train.config.quantities import Length, TokenBudget
+
+CPTransport = Literal["allgather", "ulysses", "hierarchical", "ring"]
+"""How the ranks of a context-parallel group exchange queries, keys and values (parallel/context/transport)."""
+
+CPLayout = Literal["contiguous", "zigzag"]
+"""Which tokens of a sequence each rank of a context-parallel group holds (parallel/context/layout.py)."""
 
 
 class ContextParallelConfig(Section):
-    """How each packed sequence is cut over ranks (context parallelism). See docs/context-parallelism.md."""
+    """Context parallelism: how each packed sequence is sharded over ranks. See docs/context-parallelism.md."""
 
-    cp: int = Field(1, ge=1, description="ranks that share one sequence; 1: every rank has its own")
-    cp_transport: Literal["auto"] | TransportKind = Field(
+    cp: int = Field(1, ge=1, description="ranks that share one sequence; 1: every rank holds whole sequences")
+    cp_transport: Literal["auto"] | CPTransport = Field(
         "auto",
-        description="how keys and queries of different ranks meet; auto: ulysses inside a node where whole key/value "
-        "heads can be shared out, else the least predicted transfer that fits",
+        description="how the ranks exchange queries, keys and values; auto: ulysses inside a node when every rank gets "
+        "whole key/value heads, otherwise the transport with the lowest predicted communication time among those whose "
+        "buffers fit in memory",
     )
-    cp_layout: Literal["auto"] | Kind = Field(
+    cp_layout: Literal["auto"] | CPLayout = Field(
         "auto",
-        description="which tokens a rank holds; auto: zigzag for ring and allgather and, except under ulysses, where "
-        "work grows with position; else contiguous",
+        description="which tokens each rank holds; contiguous: one part of the sequence; zigzag: two parts, equally "
+        "far from its start and its end, which balances work that grows with position; auto: zigzag for ring and "
+        "allgather, and for hierarchical when a layer of the stage has such work (full attention), otherwise "
+        "contiguous",
     )
     cp_ring_depth: int | None = Field(
-        None, ge=2, description="ring: buffers for the chunks of other ranks; null: one for each"
+        None, ge=2, description="ring only: number of buffers for key/value chunks; null: one for each rank"
     )
     cp_slices: int | None = Field(
         None,
         ge=1,
-        description="allgather, hierarchical: transfers that a layer's key/value heads are gathered in; of more, more "
-        "can hide behind attention and less is in memory, of fewer, the attention's launches are fuller; null: one "
-        "inside a node if it fits in memory, else 4",
+        description="allgather and hierarchical only: number of transfers in which a layer's key/value heads are "
+        "gathered; more slices overlap more communication with attention and need less memory, fewer slices give "
+        "attention larger kernel launches; null: 1 inside a node if it fits in memory, otherwise 4",
     )
 
 

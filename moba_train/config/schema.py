@@ -9,6 +9,7 @@ from moba_train.config.base import Section
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import OptimConfig, ScheduleConfig
+from moba_train.config.quantities import Length, TokenBudget
 from moba_train.config.run import (
     CheckpointConfig,
     ContextParallelConfig,
@@ -19,7 +20,6 @@ from moba_train.config.run import (
     TelemetryConfig,
     UntilConfig,
 )
-from moba_train.units import Length, TokenBudget
 
 
 class StageConfig(Section):

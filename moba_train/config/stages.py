@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moba_train.config.attention import LayerAttention, merge_attention, resolve_layers
+from moba_train.config.base import Section
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import RopeConfig
 from moba_train.config.optim import ScheduleConfig
@@ -134,3 +135,12 @@ def resolve_stages(config: RunConfig, exited_steps: Mapping[str, int] | None = N
         token += steps * batch_tokens
         planned_token += planned * batch_tokens
     return tuple(stages)
+
+
+def kinds_by_layer(config: RunConfig) -> tuple[dict[str, Section], ...]:
+    """For every layer, the attention kinds that any stage uses there, with the options of the first that does."""
+    layers: tuple[dict[str, Section], ...] = tuple({} for _ in range(config.model.layers))
+    for stage in resolve_stages(config):
+        for kinds, attention in zip(layers, stage.attention, strict=True):
+            kinds.setdefault(attention.kind, attention.options)
+    return layers

@@ -12,6 +12,7 @@ from moba_train.config.explain import explain
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.convert.hf_rope import hf_rope, read_rope
 from moba_train.errors import CheckpointError
+from moba_train.model.build import build_attention
 
 CONFIG = "config.json"
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -96,21 +97,17 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
     }
 
 
-def describe_layer(layer: LayerAttention) -> dict[str, Any]:
-    """What decides which keys a layer attends to, as JSON values; which kernels compute it does not."""
-    return {"kind": layer.kind, **layer.options.model_dump(mode="json", exclude={"backend"})}
-
-
 def read_layers(folder: Path) -> dict[str, Any]:
     """The `attention` section: as the `moba` entry of config.json says, if there is one, else full in all layers."""
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     entries = (config.get("moba") or {}).get("layers", [])
-    layers = [describe_layer(parse_layer(entry)) for entry in entries]
+    head_width = read_model_config(folder).head_width
+    layers = [kind.export_entry() for kind in build_attention(map(parse_layer, entries), head_width)]
     return {"default": "full", "overrides": dict(enumerate(layers))}
 
 
 def parse_layer(entry: dict[str, Any]) -> LayerAttention:
-    """The inverse of `describe_layer`. Raises CheckpointError for an entry that is none."""
+    """The inverse of `AttentionKind.export_entry`. Raises CheckpointError for an entry that is none."""
     try:
         options = KINDS[entry["kind"]].Options
         return LayerAttention(

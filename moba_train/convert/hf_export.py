@@ -2,22 +2,25 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from moba_train.attention.kind import AttentionKind
 from moba_train.checkpoint.load import load_checkpoint
 from moba_train.checkpoint.manifest import verify_checkpoint
 from moba_train.checkpoint.recipe import SavedRun
 from moba_train.config.model import ModelConfig
-from moba_train.convert.hf_config import CONFIG, describe_layer, hf_config
+from moba_train.config.schema import RunConfig
+from moba_train.convert.hf_config import CONFIG, hf_config
 from moba_train.convert.hf_names import hf_name
 from moba_train.convert.hf_weights import parameter_shapes
 from moba_train.convert.safetensors_folder import write_safetensors
 from moba_train.data.tokenizer import tokenizer_files
 from moba_train.errors import CheckpointError
+from moba_train.model.build import build_attention, kind_parameter_sizes
 
 
 def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes: int) -> None:
@@ -27,12 +30,15 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     the checkpoint was in; config.json keeps the attention of every layer under `moba`, and to whoever ignores that it
     is an ordinary Llama, Qwen2 or Qwen3 with full attention. The tokenizer's files come along.
 
-    Raises CheckpointError when `output` is not empty, no Hugging Face architecture has the model's shape, or the
-    checkpoint has a byte that is not as it was written.
+    Raises CheckpointError when `output` is not empty, no Hugging Face architecture has the model's shape, an attention
+    kind would lose something, or the checkpoint has a byte that is not as it was written.
     """
     checkpoint, config, stage = saved
     contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."))
-    contents["moba"] = {"layers": [describe_layer(layer) for layer in stage.attention]}
+    kinds = build_attention(stage.attention, config.model.head_width)
+    if problems := _export_problems(config, kinds):
+        raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
+    contents["moba"] = {"layers": [kind.export_entry() for kind in kinds]}
     if output.exists() and any(output.iterdir()):
         raise CheckpointError(f"{output}: is not empty; give a new folder")
     verify_checkpoint(checkpoint)
@@ -44,6 +50,16 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     write_safetensors(output, _tensors(checkpoint, config.model, dtype), shard_bytes)
     # Last: without it the folder is no model.
     (output / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+
+
+def _export_problems(config: RunConfig, kinds: Sequence[AttentionKind]) -> list[str]:
+    """What would be lost: of the stage's kinds, and parameters that kinds of other stages left in the model."""
+    problems = dict.fromkeys(kind.export_problem(config.model) for kind in kinds)
+    active = {kind.name for kind in kinds}
+    for name, parameters in kind_parameter_sizes(config).items():
+        if name not in active:
+            problems[f"kind {name!r} of another stage left {len(parameters)} parameter tensors in the model"] = None
+    return [problem for problem in problems if problem]
 
 
 def _tensors(checkpoint: Path, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -9,52 +9,56 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.protocol import Layout, packed_layout
-from moba_train.data.samples import Sample, Span
+from moba_train.data.samples import Sample
+from moba_train.data.stream import DocumentPart
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one micro-batch, T tokens in all, of which n carry loss."""
+    """The samples of one micro-batch: T tokens in total, n of which carry loss."""
 
     tokens: Tensor
     """int64 [T]"""
     labels: Tensor
     """int64 [T]; 0 where there is no loss."""
     positions: Tensor
-    """int64 [T]: place of each token in its document piece."""
+    """int64 [T]: position of each token within its document part."""
     layout: Layout
-    """Document boundaries: every document piece attends to itself alone."""
+    """Document boundaries: attention stays within a document part."""
     loss_index: Tensor
-    """int64 [n]: the tokens whose prediction counts. Never empty, so that every rank runs the same graph: without any,
-    it is [first_row] with weight 0."""
+    """int64 [n]: indices of the tokens whose predictions carry loss. Never empty, so that every rank runs the same
+    graph: without loss it is [first_row] with weight 0."""
     loss_weight: Tensor
     """float32 [n]: weight of each of these predictions."""
     loss_weight_sum: float
-    """Sum of the weights: what the loss sum is to be divided by, once it is summed over all batches and ranks."""
+    """Sum of the weights. Its total over all batches and ranks is what the loss sum is divided by."""
     loss_tokens: int
-    """How many tokens carry loss; 0 where `loss_index` is only there for the graph."""
-    pieces: list[Span]
-    """The origin of each document piece, to find a bad batch's documents again."""
-    piece_documents: list[int]
-    """Its number among the layout's documents, of which some are padding."""
+    """Number of tokens that carry loss; 0 where `loss_index` holds only its placeholder."""
+    parts: list[DocumentPart]
+    """Origin of each document part; it leads from a bad batch to its documents."""
+    part_documents: list[int]
+    """Index of each document part among the layout's documents, which also include the padding."""
     padding: int
-    """How many of the T tokens are no document's; they are pieces of their own, without loss."""
+    """Padding tokens among the T. The padding of each sample is a document of its own in `layout`, without loss."""
     first_row: int = 0
-    """The first of the T that the model returns on this rank: under tensor parallelism, each rank has a stretch of
-    them. `loss_index` counts from the first of all."""
+    """Row offset of this rank's logits: row i of the model's output belongs to token first_row + i. Not 0 only under
+    tensor parallelism, where each rank computes the logits of a range of tokens. `loss_index` counts from token 0."""
 
     @property
     def loss_on(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What the model needs for the loss: labels int64 [n], their rows among those that it returns int64 [n], their
-        weights float32 [n]."""
+        """Arguments of the model's loss: labels int64 [n], rows of this rank's logits int64 [n], weights fp32 [n]."""
         return self.labels[self.loss_index], self.loss_index - self.first_row, self.loss_weight
 
     def with_loss_on(self, index: Tensor, weight: Tensor, first_row: int = 0) -> "Batch":
-        """The same tokens with loss on those of `index` alone, int64 [n], by `weight`, float32 [n], on the CPU; n may
-        be 0. `first_row`: as in the result."""
-        weight_sum, tokens = float(weight.sum(dtype=torch.float64)), int(weight.count_nonzero())
+        """This batch with loss only on the tokens `index`, int64 [n], with weights `weight`, float32 [n]; n may be 0.
+
+        Both must be on the CPU. `first_row` is that of the result.
+        """
+        weight_sum = float(weight.sum(dtype=torch.float64))
+        tokens = int(weight.count_nonzero())
         if not index.numel():
-            index, weight = torch.tensor([first_row]), torch.zeros(1)
+            index = torch.tensor([first_row])
+            weight = torch.zeros(1)
         return dataclasses.replace(
             self,
             loss_index=index,
@@ -65,7 +69,7 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> "Batch":
-        """This batch on `device`; copies to a GPU are asynchronous, from pinned memory."""
+        """This batch on `device`; copies to a GPU start from pinned memory and are asynchronous."""
 
         def move(tensor: Tensor) -> Tensor:
             if torch.device(device).type == "cuda":
@@ -84,13 +88,13 @@ class Batch:
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """One micro-batch, on the CPU, of one or more samples in their order."""
+    """One micro-batch, on the CPU, of one or more samples, concatenated in order."""
     lengths = [length for sample in samples for length in sample.lengths]
     weight = np.concatenate([sample.loss_weight for sample in samples])
     loss_index = np.flatnonzero(weight)
     ends = np.cumsum([len(sample.lengths) for sample in samples])
     firsts = zip(ends - [len(sample.lengths) for sample in samples], samples, strict=True)
-    piece_documents = [int(first) + i for first, sample in firsts for i in range(len(sample.pieces))]
+    part_documents = [int(first) + i for first, sample in firsts for i in range(len(sample.parts))]
     if not loss_index.size:
         loss_index = np.zeros(1, dtype=np.int64)
     return Batch(
@@ -102,7 +106,7 @@ def collate(samples: Sequence[Sample]) -> Batch:
         loss_weight=torch.from_numpy(weight[loss_index]),
         loss_weight_sum=float(weight.sum(dtype=np.float64)),
         loss_tokens=int(np.count_nonzero(weight)),
-        pieces=[piece for sample in samples for piece in sample.pieces],
-        piece_documents=piece_documents,
+        parts=[part for sample in samples for part in sample.parts],
+        part_documents=part_documents,
         padding=sum(sample.padding for sample in samples),
     )

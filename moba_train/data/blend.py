@@ -1,8 +1,8 @@
-"""Which source each sample comes from: a smooth, deterministic interleaving by weight.
+"""Blending: a smooth, deterministic interleaving of sources by weight.
 
-Sample j of source s is due at time (j + 1/2) / w_s; the blend is all sources' samples in the order they are due, ties
-going to the earlier source. With shares p_s = w_s / sum(w) and S sources, n samples hold n p_s of source s to within
-(1 + S p_s) / 2: one sample for equal weights, and no randomness to drift.
+Sample j of source s is due at time (j + 1/2) / w_s. The blend lists the samples of all sources in the order in which
+they are due; ties go to the earlier source. With shares p_s = w_s / sum(w) and S sources, the first n samples hold
+n p_s of source s to within (1 + S p_s) / 2: one sample for equal weights, with no random drift.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ import numpy.typing as npt
 
 
 def blend(weights: Sequence[float], count: int, first: int = 0) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Samples [first, first + count) of the blend: their sources int32 [count], and the number int64 [count] each has
-    within its source. The cost does not depend on `first`."""
+    """Samples [first, first + count) of the blend: the source of each, int32 [count], and its index within that source,
+    int64 [count]. The cost does not depend on `first`."""
     skipped, source, ordinal = _due(weights, first, count)
     drop = first - int(skipped.sum())
     return source[drop:], ordinal[drop:]
 
 
 def samples_taken(weights: Sequence[float], count: int) -> npt.NDArray[np.int64]:
-    """How many of the first `count` samples come from each source, int64 [sources]."""
+    """Number of the first `count` samples that come from each source, int64 [sources]."""
     skipped, source, _ = _due(weights, count, 0)
     return skipped + np.bincount(source, minlength=len(weights))
 
@@ -28,8 +28,8 @@ def samples_taken(weights: Sequence[float], count: int) -> npt.NDArray[np.int64]
 def _due(
     weights: Sequence[float], first: int, count: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Samples skipped of each source, all of them due before sample `first`, and sources and ordinals of the samples
-    that follow these, up to first + count."""
+    """Samples of each source to skip, all due before sample `first`; then sources and ordinals of the samples that
+    follow them, up to sample first + count."""
     weight = np.asarray(weights, dtype=np.float64)
     share = weight / weight.sum()
     slack = len(weight) / 2

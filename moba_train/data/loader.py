@@ -1,4 +1,4 @@
-"""Which sequences a rank reads in one optimizer step, and reading them ahead of time."""
+"""The micro-batches of a rank's optimizer step, and a thread that prepares them ahead of time."""
 
 import queue
 import threading
@@ -11,21 +11,22 @@ from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import StageData
 
 STEPS_AHEAD = 2
+"""Steps that wait prepared in the queue."""
 
 
 def step_batches(
     data: StageData, first: int, batch_sequences: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> list[Batch]:
-    """The micro-batches of data-parallel rank `dp_rank` for the optimizer step that consumes sequences
+    """Micro-batches of data-parallel rank `dp_rank` for the optimizer step that consumes sequences
     [first, first + batch_sequences) of the stage.
 
-    Micro-batch by micro-batch, and rank by rank in each, the sequences come in their order, whatever the numbers of
-    ranks and micro-batches. Raises ValueError when `batch_sequences` is not a multiple of dp_size * micro_batch_size.
+    Read micro-batch by micro-batch, and rank by rank within each, the sequences are in order for any number of ranks
+    and any micro-batch size. Raises ValueError when `batch_sequences` is not a multiple of dp_size * micro_batch_size.
     """
     per_pass = dp_size * micro_batch_size
     if batch_sequences % per_pass:
         raise ValueError(
-            f"{batch_sequences} sequences per step are no multiple of {dp_size} data-parallel ranks x "
+            f"{batch_sequences} sequences per step are not a multiple of {dp_size} data-parallel ranks x "
             f"micro_batch_size {micro_batch_size}; change batch_tokens or micro_batch_size"
         )
     begin = first + dp_rank * micro_batch_size
@@ -38,8 +39,8 @@ def step_batches(
 class Prefetcher:
     """Iterates over the micro-batches of steps [first_step, end_step), prepared on `device` by a background thread.
 
-    `load(step)` makes a step's batches; whatever it raises is raised by the iteration at that step. At most
-    `STEPS_AHEAD` steps wait in the queue. A context manager: leaving it ends the thread.
+    `load(step)` makes a step's batches; its exceptions are raised by the iteration at that step. At most `STEPS_AHEAD`
+    steps wait in the queue. A context manager: leaving it stops the thread.
     """
 
     def __init__(
@@ -77,10 +78,10 @@ class Prefetcher:
         return result
 
     def close(self) -> None:
-        """End the thread; batches not yet taken are dropped."""
+        """Stop the thread; batches not yet taken are dropped."""
         self._closed.set()
         self._awaited = iter(range(0))
-        # The thread may be waiting for a free place, and puts at most one more step before it looks.
+        # The thread may be blocked on a full queue, and puts at most one more step before it sees `_closed`.
         while self._thread.is_alive():
             try:
                 self._ready.get(timeout=0.01)
@@ -91,6 +92,6 @@ class Prefetcher:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()

@@ -1,8 +1,8 @@
-"""Which tokens of a corpus carry loss, and how much each counts.
+"""Loss masks: which tokens of a corpus carry loss, and with what weight.
 
-Beside the corpus PREFIX stands the corpus PREFIX.loss (PREFIX.loss.bin, PREFIX.loss.idx) in the same format: for each
-token of each document one byte, 1 when the token is to be predicted with loss, else 0. A corpus without one carries
-loss everywhere; a corpus whose PREFIX.json says `"loss_mask": true` is refused without it.
+The mask of corpus PREFIX is a second corpus, PREFIX.loss (PREFIX.loss.bin, PREFIX.loss.idx), in the same format. It has
+one byte for each token of each document: 1 if the token is predicted with loss, else 0. Without a mask every token
+carries loss, but a corpus whose PREFIX.json says `"loss_mask": true` is refused without its mask.
 """
 
 import functools
@@ -18,21 +18,22 @@ LossNorm = Literal["token", "sequence"]
 
 
 def mask_prefix(prefix: str) -> str:
-    """Prefix of the mask that belongs to corpus `prefix`."""
+    """Prefix of the mask of corpus `prefix`."""
     return f"{prefix}.loss"
 
 
 class LossWeights:
-    """The weights of a corpus' tokens in the loss.
+    """Weights of a corpus' tokens in the loss.
 
-    norm  token: 1 for each token with loss; sequence: 1 / the document's number of such tokens, so that a document's
-          weights, wherever it is cut, add up to 1
+    norm  token: 1 for each token with loss; sequence: 1 / (the document's number of tokens with loss), so that the
+          weights of a document add up to 1 wherever it is split
 
     Raises DataError when the mask is missing or does not fit the corpus.
     """
 
     def __init__(self, corpus: IndexedDataset, norm: LossNorm) -> None:
-        self._corpus, self._norm = corpus, norm
+        self._corpus = corpus
+        self._norm = norm
         self.mask: IndexedDataset | None = None
         prefix = mask_prefix(corpus.prefix)
         if corpus_file(prefix, "idx").exists():
@@ -44,24 +45,24 @@ class LossWeights:
         elif (corpus.info or {}).get("loss_mask"):
             raise DataError(
                 f"corpus {corpus.prefix} was made with a loss mask, but {prefix}.idx is missing; put it and "
-                f"{prefix}.bin beside the corpus"
+                f"{prefix}.bin next to the corpus"
             )
         self._count = functools.lru_cache(maxsize=1024)(self._loss_tokens)
 
     @property
     def fingerprint(self) -> str:
-        """To be added to the corpus' own: a run does not go on when a mask appears or vanishes."""
+        """Suffix of the corpus' fingerprint: a run is not resumed when a mask has been added or removed."""
         return "" if self.mask is None else "+loss"
 
     def _loss_tokens(self, document: int) -> int:
-        """Tokens of a document that carry loss. Nothing precedes the first, so that it cannot be predicted."""
+        """Number of a document's tokens that carry loss. The first token has none: nothing precedes it."""
         length = int(self._corpus.document_lengths[document])
         if self.mask is None:
             return max(length - 1, 0)
         return int(np.count_nonzero(self.mask.document(document)[1:]))
 
-    def of(self, document: int, start: int, stop: int) -> npt.NDArray[np.float32]:
-        """Weights of predicting tokens [start, stop) of a document, float32 [stop - start]; 1 <= start."""
+    def slice(self, document: int, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """Loss weights of tokens [start, stop) of a document as labels, float32 [stop - start]; start >= 1."""
         if self.mask is None:
             weights = np.ones(stop - start, dtype=np.float32)
         else:

@@ -1,13 +1,13 @@
 """The training samples of one stage, each a pure function of its index.
 
-A sample is `seq_len` tokens of one source, cut from its stream as data/windows.py says. Nothing here depends on ranks,
-workers or what was read before, so a run resumes, and changes its layout, by counters alone.
+A sample is `seq_len` tokens of one length bucket, packed from its stream by data/packers.py. Nothing here depends on
+ranks, workers or what was read before, so counters are enough to resume a run, also on another layout.
 """
 
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,31 +15,23 @@ import numpy.typing as npt
 from moba_train.config.data import SourceConfig
 from moba_train.data.blend import blend, samples_taken
 from moba_train.data.indexed import IndexedDataset
+from moba_train.data.length_buckets import LengthBucket, length_buckets
 from moba_train.data.loss_mask import LossNorm, LossWeights
-from moba_train.data.strata import Stratum, strata
-from moba_train.data.stream import DocumentStream, Extent
-from moba_train.data.windows import BestFitWindows, ConcatenatedWindows, Windows
+from moba_train.data.packers import BestFitPacker, ConcatPacker, Packer
+from moba_train.data.stream import DocumentPart, DocumentStream
 from moba_train.errors import DataError
 
 BLEND_BLOCK = 1 << 16
-
-
-class Span(NamedTuple):
-    """Where some tokens of a sample come from: tokens [start, stop) of a document."""
-
-    source: str
-    document: int
-    start: int
-    stop: int
+"""Samples whose sources are computed, and cached, together."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """`seq_len` tokens (T) with what to predict after each of them.
+    """`seq_len` tokens (T), and the label to predict at each of them.
 
-    A label is the token that follows in the same document. The last token of a document has none: its label is 0 and
-    its loss weight 0. Where the sample, not the document, ends, the label is the document's next token. Padding comes
-    last, as a piece of its own: zeros without loss, known by their place and not by their id.
+    A label is the next token of the same document. The last token of a document has none: its label is 0 and its loss
+    weight 0. Where the sample ends inside a document, the label is still the document's next token. Padding comes last
+    and is identified by its position, not by its token id: zeros that carry no loss and attend only to one another.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -47,16 +39,16 @@ class Sample:
     labels: npt.NDArray[np.int64]
     """int64 [T]"""
     loss_weight: npt.NDArray[np.float32]
-    """float32 [T]: weight of each label in the loss; 0 where there is none."""
+    """float32 [T]: weight of each label in the loss; 0 where there is no label."""
     lengths: list[int]
-    """Tokens in each document piece, in order, and then the padding; they attend to nothing outside their own piece."""
-    pieces: list[Span]
-    """The origin of each document piece."""
+    """Tokens in each document part, in order, then the padding if any. Attention never crosses these boundaries."""
+    parts: list[DocumentPart]
+    """Origin of each document part."""
 
     @property
     def padding(self) -> int:
-        """How many tokens at the end are no document's."""
-        return self.lengths[-1] if len(self.lengths) > len(self.pieces) else 0
+        """Padding tokens at the end."""
+        return self.lengths[-1] if len(self.lengths) > len(self.parts) else 0
 
 
 class StageData:
@@ -66,9 +58,9 @@ class StageData:
     seq_len    tokens in a sample
     sequences  samples in the stage
     seed       of the document order
-    starts     stream tokens already consumed of each stratum, by name; one left out starts at 0
-    vocab_size rows of the model's embedding; token ids must lie below
-    packing    how samples are cut from a stream, see data/windows.py
+    starts     tokens already consumed of each length bucket's stream, by the bucket's name; default 0
+    vocab_size rows of the model's embedding; token ids must be below
+    packing    how a stream is packed into samples, see data/packers.py
     loss_norm  how much each token with loss counts, see data/loss_mask.py
 
     Raises DataError when documents are named twice, or a corpus is damaged, empty, or made for a larger vocabulary.
@@ -92,28 +84,28 @@ class StageData:
         self._corpora: dict[str, IndexedDataset] = {}
         self._loss_norm = loss_norm
         self._loss_weights: dict[str, LossWeights] = {}
-        self.strata: list[Stratum] = strata(sources, self._open)
-        """What is blended: corpora, or ranges of lengths of them."""
+        self.buckets: list[LengthBucket] = length_buckets(sources, self._open)
+        """What is blended: whole corpora, or ranges of their document lengths."""
         self.streams = [
-            DocumentStream(self._corpora[stratum.path], seed, stratum.min_length, stratum.below_length)
-            for stratum in self.strata
+            DocumentStream(self._corpora[bucket.path], seed, bucket.min_length, bucket.below_length)
+            for bucket in self.buckets
         ]
-        """The stream of each stratum."""
+        """Stream of each bucket."""
         self.fingerprints: dict[str, str] = {
-            stratum.path: stream.fingerprint + self._loss_weights[stratum.path].fingerprint
-            for stratum, stream in zip(self.strata, self.streams, strict=True)
+            bucket.path: stream.fingerprint + self._loss_weights[bucket.path].fingerprint
+            for bucket, stream in zip(self.buckets, self.streams, strict=True)
         }
-        """Fingerprint of each corpus by path, to be kept in checkpoints."""
-        self._weights = [stratum.weight for stratum in self.strata]
-        self.samples_of = samples_taken(self._weights, sequences)
-        """How many of the stage's samples come from each stratum, int64 [strata]."""
-        self._windows: list[Windows] = []
-        for stratum, stream, count in zip(self.strata, self.streams, self.samples_of.tolist(), strict=True):
-            start = self._starts.get(stratum.name, 0)
-            self._windows.append(
-                ConcatenatedWindows(stream, start, seq_len, count)
+        """Fingerprint of each corpus, by path; checkpoints store them."""
+        self._weights = [bucket.weight for bucket in self.buckets]
+        self.samples_per_bucket = samples_taken(self._weights, sequences)
+        """Samples of the stage that come from each bucket, int64 [buckets]."""
+        self._packers: list[Packer] = []
+        for bucket, stream, count in zip(self.buckets, self.streams, self.samples_per_bucket.tolist(), strict=True):
+            start = self._starts.get(bucket.name, 0)
+            self._packers.append(
+                ConcatPacker(stream, start, seq_len, count)
                 if packing == "concat"
-                else BestFitWindows(stream, start, seq_len)
+                else BestFitPacker(stream, start, seq_len)
             )
         self._blend_block = functools.lru_cache(maxsize=4)(self._make_blend_block)
 
@@ -142,63 +134,65 @@ class StageData:
             raise IndexError(f"sample {index} of a stage of {self.sequences}")
         block, within = divmod(index, BLEND_BLOCK)
         source, ordinal = self._blend_block(block)
-        chosen = int(source[within])
-        return self._sample(self.strata[chosen].path, self._windows[chosen].extents(int(ordinal[within])))
+        bucket = int(source[within])
+        return self._sample(self.buckets[bucket].path, self._packers[bucket].parts(int(ordinal[within])))
 
-    def _sample(self, path: str, extents: Sequence[Extent]) -> Sample:
-        """The sample made of these pieces, padded to `seq_len`."""
+    def _sample(self, path: str, parts: list[DocumentPart]) -> Sample:
+        """The sample made of these parts of the corpus at `path`, padded to `seq_len`."""
         tokens = np.zeros(self.seq_len, dtype=np.int64)
         labels = np.zeros(self.seq_len, dtype=np.int64)
         loss_weight = np.zeros(self.seq_len, dtype=np.float32)
         corpus = self._corpora[path]
         at = 0
-        for piece in extents:
-            length = piece.stop - piece.start
-            stop = min(piece.stop + 1, int(corpus.document_lengths[piece.document]))
-            found = corpus.document(piece.document, piece.start, stop)
-            self._check_vocabulary(path, piece, found)
+        for part in parts:
+            length = part.stop - part.start
+            # One token more than the part, where the document has it: the label of the part's last token.
+            stop = min(part.stop + 1, int(corpus.document_lengths[part.document]))
+            found = corpus.document(part.document, part.start, stop)
+            self._check_vocabulary(part, found)
             labelled = at + len(found) - 1
             tokens[at : at + length] = found[:length]
             labels[at:labelled] = found[1:]
-            loss_weight[at:labelled] = self._loss_weights[path].of(piece.document, piece.start + 1, stop)
+            loss_weight[at:labelled] = self._loss_weights[path].slice(part.document, part.start + 1, stop)
             at += length
-        lengths = [piece.stop - piece.start for piece in extents]
+        lengths = [part.stop - part.start for part in parts]
         if at < self.seq_len:
             lengths.append(self.seq_len - at)
-        return Sample(tokens, labels, loss_weight, lengths, [Span(path, *piece) for piece in extents])
+        return Sample(tokens, labels, loss_weight, lengths, parts)
 
-    def _check_vocabulary(self, path: str, piece: Extent, tokens: npt.NDArray[Any]) -> None:
+    def _check_vocabulary(self, part: DocumentPart, tokens: npt.NDArray[Any]) -> None:
+        """Raises DataError when one of the part's `tokens` lies outside [0, vocab_size)."""
         bad = (tokens < 0) | (tokens >= self.vocab_size)
         if bad.any():
             first = int(np.argmax(bad))
             raise DataError(
-                f"corpus {path}: document {piece.document} has token id {tokens[first]} at offset "
-                f"{piece.start + first}, but model.vocab_size is {self.vocab_size}; set model.vocab_size to the "
+                f"corpus {part.source}: document {part.document} has token id {tokens[first]} at offset "
+                f"{part.start + first}, but model.vocab_size is {self.vocab_size}; set model.vocab_size to the "
                 "size of the tokenizer that made the corpus"
             )
 
     def starts_after(self, sequences: int) -> dict[str, int]:
-        """`starts` once the first `sequences` samples are consumed: where the next stage goes on.
+        """`starts` of the next stage, once the first `sequences` samples are consumed.
 
-        Corpora of other stages keep their place. Some of the windows that are shuffled together with the last ones may
-        go unread; none is read twice.
+        Corpora of other stages keep their position. Some samples of the last group that is shuffled together may remain
+        unread; none is read twice.
         """
         taken = samples_taken(self._weights, sequences).tolist()
         return self._starts | {
-            stratum.name: windows.position_after(count)
-            for stratum, windows, count in zip(self.strata, self._windows, taken, strict=True)
+            bucket.name: packer.position_after(count)
+            for bucket, packer, count in zip(self.buckets, self._packers, taken, strict=True)
         }
 
-    def padding_fraction(self, stratum: int) -> float:
-        """Share of a stratum's samples that is padding, measured by packing all it takes for the stage."""
-        return self._windows[stratum].padding_fraction(int(self.samples_of[stratum]))
+    def padding_fraction(self, bucket: int) -> float:
+        """Fraction of padding in the samples of a length bucket, measured by packing all that the stage takes of it."""
+        return self._packers[bucket].padding_fraction(int(self.samples_per_bucket[bucket]))
 
     def check_fingerprints(self, expected: Mapping[str, str]) -> None:
-        """Raises DataError when a corpus is no longer the one `expected` (by path, from a checkpoint) speaks of."""
+        """Raises DataError when a corpus has another fingerprint than `expected`, by path, from a checkpoint."""
         for path, fingerprint in self.fingerprints.items():
             if expected.get(path, fingerprint) != fingerprint:
                 raise DataError(
-                    f"corpus {path} has changed since the checkpoint (fingerprint {fingerprint[:12]}, then "
-                    f"{expected[path][:12]}): the run cannot go on with the same data; restore the corpus, "
+                    f"corpus {path} has changed since the checkpoint was saved (fingerprint {fingerprint[:12]}, then "
+                    f"{expected[path][:12]}), so the run cannot continue with the same data; restore the corpus, "
                     "or start a new run with another run_dir"
                 )

@@ -1,4 +1,4 @@
-"""The samples of a recipe's stage. Apart from samples.py, which needs neither recipe nor torch."""
+"""From a recipe's stage to its samples. A file of its own, because samples.py needs neither recipe nor torch."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from moba_train.data.samples import StageData
 
 
 def training_data(config: RunConfig, stage: Stage, starts: Mapping[str, int]) -> StageData:
-    """What `stage` of the recipe is trained on, to its latest possible end; `starts` as in `StageData`."""
+    """The samples that `stage` of the recipe trains on, up to its latest possible end; `starts` as in `StageData`."""
     return StageData(
         stage.sources,
         stage.seq_len,

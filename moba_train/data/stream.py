@@ -1,4 +1,4 @@
-"""One corpus, or its documents of some lengths, as an endless stream of tokens, addressed by position."""
+"""One corpus, or a length bucket of it, as an endless stream of tokens that is addressed by position."""
 
 import functools
 from typing import NamedTuple
@@ -10,22 +10,24 @@ from moba_train.data.indexed import IndexedDataset
 from moba_train.data.shuffle import permutation
 
 
-class Extent(NamedTuple):
-    """Tokens [start, stop) of a document."""
+class DocumentPart(NamedTuple):
+    """Tokens [start, stop) of one document of a corpus."""
 
+    source: str
+    """Prefix of the corpus."""
     document: int
     start: int
     stop: int
 
 
 class DocumentStream:
-    """The documents of a corpus, in a new random order every epoch, one after the other without end.
+    """The documents of a corpus, concatenated without end, in a new random order every epoch.
 
-    Epoch e is a permutation that depends on `seed`, the corpus' fingerprint, the range of lengths and e alone: neither
-    on the place the corpus is stored at nor on what was read before.
+    The order of epoch e is a permutation that depends only on `seed`, the corpus' fingerprint, the range of lengths and
+    e. It depends neither on where the corpus is stored nor on what was read before.
 
-    min_length    only documents of at least so many tokens are read
-    below_length  and only those of fewer than so many; None: no limit
+    min_length    shortest document that is read, in tokens
+    below_length  only documents shorter than this are read, in tokens; None: no limit
     """
 
     def __init__(
@@ -34,45 +36,48 @@ class DocumentStream:
         self.dataset = dataset
         self.fingerprint = dataset.fingerprint()
         self.entropy: tuple[int, ...] = (seed, int(self.fingerprint[:16], 16))
-        """What every random choice about this stream is seeded with."""
-        self._chosen: npt.NDArray[np.int64] | None = None
-        self.documents, self.tokens = dataset.documents, dataset.tokens
-        """How many documents and tokens an epoch has."""
+        """Seed of every random choice about this stream."""
+        self._selected: npt.NDArray[np.int64] | None = None
+        self.documents = dataset.documents
+        """Documents in an epoch."""
+        self.tokens = dataset.tokens
+        """Tokens in an epoch."""
         if min_length or below_length is not None:
             self.entropy += (min_length, below_length or 0)
-            self._chosen = dataset.documents_of_length(min_length, below_length)
-            self.documents = len(self._chosen)
-            self.tokens = int(dataset.document_lengths[self._chosen].sum())
+            self._selected = dataset.documents_of_length(min_length, below_length)
+            self.documents = len(self._selected)
+            self.tokens = int(dataset.document_lengths[self._selected].sum())
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def _shuffle(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Documents in the order of `epoch` [documents], and where each begins in it [documents + 1]."""
+        """Documents in the order of `epoch`, int64 [documents], and the position in the epoch where each of them
+        begins, int64 [documents + 1]."""
         order = permutation(self.documents, [*self.entropy, epoch])
-        if self._chosen is not None:
-            order = self._chosen[order]
+        if self._selected is not None:
+            order = self._selected[order]
         begins = np.zeros(len(order) + 1, dtype=np.int64)
         np.cumsum(self.dataset.document_lengths[order], out=begins[1:])
         return order, begins
 
-    def window(self, offset: int, length: int) -> list[Extent]:
-        """`length` tokens from token `offset` of the stream on, as the document pieces they are made of.
+    def parts(self, offset: int, length: int) -> list[DocumentPart]:
+        """The document parts that make up tokens [offset, offset + length) of the stream.
 
         The stream must have tokens. O(log documents) once the epoch's order is known.
         """
-        pieces: list[Extent] = []
+        parts: list[DocumentPart] = []
         while length > 0:
             epoch, within = divmod(offset, self.tokens)
             order, begins = self._epoch(epoch)
             place = int(np.searchsorted(begins, within, side="right")) - 1
             start = within - int(begins[place])
             count = min(length, int(begins[place + 1]) - within)
-            pieces.append(Extent(int(order[place]), start, start + count))
+            parts.append(DocumentPart(self.dataset.prefix, int(order[place]), start, start + count))
             offset += count
             length -= count
-        return pieces
+        return parts
 
     def documents_between(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """The documents whose first token has a position in [begin, end), in order, int64 [n]; none is empty."""
+        """Documents that begin at a position in [begin, end), in stream order, int64 [n]; empty ones are left out."""
         found = []
         for epoch in range(begin // self.tokens, -(-end // self.tokens)):
             order, begins = self._epoch(epoch)
@@ -83,5 +88,5 @@ class DocumentStream:
 
     def next_begin(self, offset: int) -> int:
         """The first position >= `offset` at which a document begins."""
-        (piece,) = self.window(offset, 1)
-        return offset if piece.start == 0 else offset + int(self.dataset.document_lengths[piece.document]) - piece.start
+        (part,) = self.parts(offset, 1)
+        return offset if part.start == 0 else offset + int(self.dataset.document_lengths[part.document]) - part.start

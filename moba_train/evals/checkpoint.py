@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +18,11 @@ from moba_train.errors import DataError, UserError
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.evals.registry import EVALUATIONS, stage_evaluations
 from moba_train.evals.variants import Layers, variants
+from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.mesh import build_mesh
 from moba_train.parallel.stage import ContextEngines
 from moba_train.parallel.world import World, joined_world
+from moba_train.planning.memory import buffer_memory
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,15 @@ def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], wor
     """The checkpoint's model with the engines of its stage, on this rank."""
     config = saved.config
     stage, sizes = _laid_out(saved.stage, cp, world.size)
-    model = sharded_model(config, build_mesh(sizes, world), world.device)
+    dims = ParallelDims(sizes, world)
+    model = sharded_model(config, dims)
     load_model(model, saved.path)
     model.set_rope(stage.rope)
-    share, _ = ContextEngines(config, world).share(stage, sizes)
-    if share.engine is not None:
-        model.set_engines([share.engine] * config.model.layers)
-    return EvaluationContext(model, stage, share, world.device, attentions)
+    engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
+    shard, _ = engines.data_shard(stage, sizes)
+    if shard.engine is not None:
+        model.set_engines([shard.engine] * config.model.layers)
+    return EvaluationContext(model, stage, shard, world.device, attentions)
 
 
 def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSizes]:
@@ -105,7 +109,7 @@ def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSize
     # The recipe's transport may not work with another number of ranks or heads.
     unchanged = (cp, 1) == (stage.parallel.cp, stage.parallel.tp)
     parallel = stage.parallel if unchanged else ParallelConfig(cp=cp)
-    return dataclasses.replace(stage, parallel=parallel), MeshSizes(1, ranks // cp, cp)
+    return dataclasses.replace(stage, parallel=parallel), MeshSizes(dp_shard=ranks // cp, cp=cp)
 
 
 def _write(evaluations: list[Evaluation], results: dict[str, EvaluationResult], stage: Stage, folder: Path) -> None:

@@ -17,7 +17,7 @@ from moba_train.config.stages import Stage
 from moba_train.evals.variants import Layers, name_of
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.stage import Share
+from moba_train.parallel.stage import DataShard
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class EvaluationContext:
     model: Transformer
     """Sharded, with the stage's RoPE and engines."""
     stage: Stage
-    share: Share
+    shard: DataShard
     device: torch.device
     attentions: Mapping[str, Layers] = field(default_factory=dict)
     """Attention of every layer, by a name for people; at least one where an evaluation runs."""

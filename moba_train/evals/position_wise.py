@@ -10,15 +10,15 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from moba_train.config.quantities import format_count
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import collate
-from moba_train.data.stretches import Stretches, count_stretches
+from moba_train.data.long_documents import LongDocumentSamples, count_samples
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import token_losses
-from moba_train.parallel.stage import Share
-from moba_train.units import format_count
+from moba_train.parallel.stage import DataShard
 
 
 class PositionWise(Evaluation):
@@ -35,7 +35,7 @@ class PositionWise(Evaluation):
         self.every = wanted.every or config.evaluation.every
         self.compare_with_full = wanted.attention == "both"
         self._bucket = wanted.bucket
-        self._samples = Stretches(
+        self._samples = LongDocumentSamples(
             config.data.validation, stage.seq_len, wanted.sequences, config.seed, config.model.vocab_size
         )
         if not len(self._samples):
@@ -64,10 +64,10 @@ class PositionWise(Evaluation):
     @classmethod
     def data_problems(cls, config: RunConfig, stage: Stage) -> Iterator[str]:
         """Fewer than two samples: a single one has no standard error."""
-        found = count_stretches(config.data.validation, stage.seq_len)
+        found = count_samples(config.data.validation, stage.seq_len)
         if found < 2:
             yield (
-                f"data.validation has {found} stretches of {stage.seq_len} tokens inside one document, at least 2 are "
+                f"data.validation has {found} samples of {stage.seq_len} tokens inside one document, at least 2 are "
                 "needed for the trailing loss; hold out longer documents"
             )
 
@@ -79,7 +79,7 @@ class PositionWise(Evaluation):
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`trailing_loss` and, where full attention is tried too, `trailing_gap`, each with its standard error."""
         curves = {
-            name: position_wise_loss(context.model, self._samples, self._bucket, context.share, context.device)
+            name: position_wise_loss(context.model, self._samples, self._bucket, context.shard, context.device)
             for name in context.each_attention()
         }
         return summarize(curves, context.own)
@@ -133,7 +133,7 @@ class PositionWiseLoss:
 
 @torch.no_grad()
 def position_wise_loss(
-    model: Transformer, samples: Stretches, bucket: int, share: Share, device: torch.device
+    model: Transformer, samples: LongDocumentSamples, bucket: int, shard: DataShard, device: torch.device
 ) -> PositionWiseLoss:
     """The model's loss on all `samples` (at least one), equal on every rank and, up to rounding, for every layout.
 
@@ -143,9 +143,9 @@ def position_wise_loss(
     sequences = len(samples)
     buckets = samples.seq_len // bucket
     sums = torch.zeros(sequences, buckets, dtype=torch.float64, device=device)
-    for first in range(0, sequences, share.dp_size):
-        index = first + share.dp_rank
-        batch = share.of(collate([samples.sample(min(index, sequences - 1))])).to(device)
+    for first in range(0, sequences, shard.dp_size):
+        index = first + shard.dp_rank
+        batch = shard.shard_batch(collate([samples.sample(min(index, sequences - 1))])).to(device)
         losses_n = token_losses(model, batch)
         if index < sequences:
             # Each position occurs at most once on a rank, so the order of the additions does not matter.

@@ -12,7 +12,7 @@ from moba_train.data.samples import Sample, StageData
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import training_loss
-from moba_train.parallel.stage import Share
+from moba_train.parallel.stage import DataShard
 
 
 class ValidationLoss(Evaluation):
@@ -36,7 +36,7 @@ class ValidationLoss(Evaluation):
         """`eval_loss` in nats per token."""
         micro_batch_size = context.stage.micro_batch_size
         losses = {
-            name: validation_loss(context.model, self._data, micro_batch_size, context.share, context.device)
+            name: validation_loss(context.model, self._data, micro_batch_size, context.shard, context.device)
             for name in context.each_attention()
         }
         own = losses[context.own]
@@ -46,19 +46,19 @@ class ValidationLoss(Evaluation):
 
 @torch.no_grad()
 def validation_loss(
-    model: Transformer, data: StageData, micro_batch_size: int, share: Share, device: torch.device
+    model: Transformer, data: StageData, micro_batch_size: int, shard: DataShard, device: torch.device
 ) -> float:
     """Mean loss in nats per token over all of `data`, equal on every rank and (up to rounding) for every layout.
 
     Called on all ranks together: each makes the same number of passes, the last ones padded with samples of weight 0.
     """
-    per_pass = share.dp_size * micro_batch_size
+    per_pass = shard.dp_size * micro_batch_size
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for first in range(0, data.sequences, per_pass):
-        begin = first + share.dp_rank * micro_batch_size
+        begin = first + shard.dp_rank * micro_batch_size
         samples = [_sample_or_padding(data, index) for index in range(begin, begin + micro_batch_size)]
-        batch = share.of(collate(samples)).to(device)
-        totals[0] += training_loss(model, batch)
+        batch = shard.shard_batch(collate(samples)).to(device)
+        totals[0] += training_loss(model, batch).loss
         totals[1] += batch.loss_weight_sum
     dist.all_reduce(totals)
     loss_sum, loss_tokens = totals.tolist()

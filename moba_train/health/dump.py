@@ -14,7 +14,7 @@
                       distance}, see attention/moba/statistics.py; null where nothing was chosen: full attention, or
                       every block. They cover what this rank chose: under context parallelism for its own queries, with
                       ulysses and hierarchical for those of all ranks or of its node, with its own heads
-      micro_batches   [[{source, document, start, stop, loss, loss_tokens}]]: the document pieces in their order; loss
+      micro_batches   [[{source, document, start, stop, loss, loss_tokens}]]: the document parts in order; loss
                       is the mean over their loss tokens on this rank, from the repeated pass
 
 Losses that are not finite are NaN or Infinity, as Python's json writes and reads them.
@@ -41,7 +41,7 @@ from moba_train.data.batch import Batch
 from moba_train.model.transformer import Engine, Transformer
 from moba_train.optim.gradients import gradient_norm
 from moba_train.parallel.forward import token_losses
-from moba_train.parallel.stage import Share
+from moba_train.parallel.stage import DataShard
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def write_dump(
     head: dict[str, Any],
     model: Transformer,
     kinds: Sequence[str],
-    share: Share,
+    share: DataShard,
     batches: list[Batch],
     loss_sum: Tensor,
 ) -> dict[str, float]:
@@ -102,14 +102,14 @@ def _gradient_norms(model: Transformer, kinds: Sequence[str]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _look_at(model: Transformer, share: Share, batches: list[Batch], loss_sum: Tensor) -> dict[str, Any]:
+def _look_at(model: Transformer, share: DataShard, batches: list[Batch], loss_sum: Tensor) -> dict[str, Any]:
     """This rank's entry."""
     repeated, micro_batches = 0.0, []
     with _listening(model, share.engine or run_local) as layers:
         for batch in batches:
             losses_n = token_losses(model, batch)
             repeated += (losses_n * batch.loss_weight).sum().item()
-            micro_batches.append(_pieces(batch, share, losses_n))
+            micro_batches.append(_parts(batch, share, losses_n))
     if isinstance(model, FSDPModule):
         model.reshard()  # else the next forward pass would use the weights that were gathered for this one
     weight = sum(batch.loss_weight_sum for batch in batches)
@@ -156,8 +156,8 @@ def _listening(model: Transformer, engine: Engine) -> Iterator[list[_Heard]]:
         model.set_engines([engine] * len(layers))
 
 
-def _pieces(batch: Batch, share: Share, losses_n: Tensor) -> list[dict[str, Any]]:
-    """The document pieces of a micro-batch, with the mean of their `losses_n`, which are those of `loss_index`."""
+def _parts(batch: Batch, share: DataShard, losses_n: Tensor) -> list[dict[str, Any]]:
+    """The document parts of a micro-batch, with the mean of their `losses_n`, which are those of `loss_index`."""
     tokens_T = torch.arange(batch.layout.total, device=losses_n.device)
     if share.engine is not None:
         tokens_T = share.engine.sequence(batch.layout.total).shard(tokens_T, share.engine.rank)
@@ -168,6 +168,6 @@ def _pieces(batch: Batch, share: Share, losses_n: Tensor) -> list[dict[str, Any]
         for values_n in (losses_n * batch.loss_weight, batch.loss_weight, (batch.loss_weight != 0).float())
     )
     return [
-        {**piece._asdict(), "loss": sums[i] / weights[i] if weights[i] else None, "loss_tokens": int(counts[i])}
-        for piece, i in zip(batch.pieces, batch.piece_documents, strict=True)
+        {**part._asdict(), "loss": sums[i] / weights[i] if weights[i] else None, "loss_tokens": int(counts[i])}
+        for part, i in zip(batch.parts, batch.part_documents, strict=True)
     ]

@@ -13,7 +13,7 @@ from rich.text import Text
 from moba_train.attention.choices import mean_choices
 from moba_train.config.load import load_config
 from moba_train.data.indexed import IndexedDataset
-from moba_train.data.samples import Span
+from moba_train.data.stream import DocumentPart
 from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError, UserError
 from moba_train.health.dump import dump_folder
@@ -21,12 +21,12 @@ from moba_train.health.dump import dump_folder
 SHOWN_CHARACTERS = 400
 
 
-class Document(NamedTuple):
-    """A part of a document in the batch, over all ranks that held tokens of it."""
+class PartLoss(NamedTuple):
+    """Loss of a document part of the batch, over all ranks that held tokens of it."""
 
-    span: Span
+    part: DocumentPart
     loss: float
-    """Mean loss over its loss tokens; 0 where it has none."""
+    """Mean over its loss tokens; 0 where it has none."""
     loss_tokens: float
 
 
@@ -41,7 +41,7 @@ def print_spike(run_dir: Path, step: int | None, documents: int, console: Consol
         dump = json.loads(path.read_text(encoding="utf-8"))
         head = f"step {dump['step']}, stage {dump['stage']}, {dump['tokens']} tokens: {dump['level']}"
         what = f"{dump['message']}; reaction: {dump['action']}"
-        tables, found = [_step_table(dump), _layer_table(dump), _rank_table(dump)], _documents(dump)
+        tables, found = [_step_table(dump), _layer_table(dump), _rank_table(dump)], _part_losses(dump)
     except KeyError as error:
         raise UserError(f"{path} lacks {error}: it was not written by this version of moba_train") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -53,16 +53,15 @@ def print_spike(run_dir: Path, step: int | None, documents: int, console: Consol
     console.print()
     for table in tables:
         console.print(table)
-    console.print(f"{len(found)} document pieces, highest loss first:")
+    console.print(f"{len(found)} document parts, highest loss first:")
     decode = _decoder(run_dir)
-    for document in found[:documents]:
-        span = document.span
+    for part, loss, loss_tokens in found[:documents]:
         console.print(
-            f"\nloss {document.loss:.4f} over {document.loss_tokens:g} tokens  {span.source} document {span.document} "
-            f"tokens {span.start}:{span.stop}",
+            f"\nloss {loss:.4f} over {loss_tokens:g} tokens  {part.source} document {part.document} "
+            f"tokens {part.start}:{part.stop}",
             style="bold",
         )
-        console.print(Text(decode(span)))
+        console.print(Text(decode(part)))
     if len(found) > documents:
         console.print(f"\n{len(found) - documents} more: --documents {len(found)}")
 
@@ -92,7 +91,7 @@ def _rank_table(dump: dict[str, Any]) -> Table:
 
 
 def _layer_table(dump: dict[str, Any]) -> Table:
-    """The largest max lse of all ranks, and how the selected blocks are spread, for each layer."""
+    """Numbers of each layer: gradient norm, largest max lse of all ranks, and how the selected blocks are spread."""
     norms, ranks = dump["gradient_norms"], dump["ranks"]
     max_lse = [max(lse) for lse in zip(*(rank["max_lse"] for rank in ranks), strict=True)]
     gate = [mean_choices(layer) or {} for layer in zip(*(rank["gate"] for rank in ranks), strict=True)]
@@ -107,32 +106,32 @@ def _layer_table(dump: dict[str, Any]) -> Table:
     return _table(("layer", "kind", "gradient norm", "max lse", *(name.replace("_", " ") for name in names)), rows)
 
 
-def _documents(dump: dict[str, Any]) -> list[Document]:
-    """The document parts of the batch by falling loss, losses that are not finite first."""
-    sums: dict[Span, tuple[float, float]] = {}
-    for piece in _pieces(dump):
-        span = Span(*(piece[name] for name in Span._fields))
-        total, tokens = sums.get(span, (0.0, 0.0))
-        loss = piece["loss"] * piece["loss_tokens"] if piece["loss_tokens"] else 0.0
-        sums[span] = total + loss, tokens + piece["loss_tokens"]
-    found = [Document(span, total / tokens if tokens else 0.0, tokens) for span, (total, tokens) in sums.items()]
-    return sorted(found, key=lambda document: (math.isfinite(document.loss), -document.loss))
+def _part_losses(dump: dict[str, Any]) -> list[PartLoss]:
+    """The document parts of the batch in order of descending loss; losses that are not finite come first."""
+    sums: dict[DocumentPart, tuple[float, float]] = {}
+    for entry in _part_entries(dump):
+        part = DocumentPart(*(entry[name] for name in DocumentPart._fields))
+        total, tokens = sums.get(part, (0.0, 0.0))
+        loss = entry["loss"] * entry["loss_tokens"] if entry["loss_tokens"] else 0.0
+        sums[part] = total + loss, tokens + entry["loss_tokens"]
+    found = [PartLoss(part, total / tokens if tokens else 0.0, tokens) for part, (total, tokens) in sums.items()]
+    return sorted(found, key=lambda entry: (math.isfinite(entry.loss), -entry.loss))
 
 
-def _pieces(dump: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _part_entries(dump: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for rank in dump["ranks"]:
         for micro_batch in rank["micro_batches"]:
             yield from micro_batch
 
 
-def _decoder(run_dir: Path) -> Callable[[Span], str]:
-    """A function that gives the beginning of a document part as text."""
+def _decoder(run_dir: Path) -> Callable[[DocumentPart], str]:
+    """A function that decodes the beginning of a document part."""
     path = load_config(run_dir / "config.yaml").data.tokenizer
     tokenizer = load_text_tokenizer(path) if path else None
 
-    def decode(span: Span) -> str:
+    def decode(part: DocumentPart) -> str:
         try:
-            ids = IndexedDataset(span.source).document(span.document, span.start, span.stop)[:SHOWN_CHARACTERS].tolist()
+            ids = IndexedDataset(part.source).document(part.document, part.start, part.stop)[:SHOWN_CHARACTERS].tolist()
         except DataError as error:
             return f"({error})"
         text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))

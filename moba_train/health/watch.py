@@ -25,7 +25,7 @@ from torch._C import _distributed_c10d as c10d
 
 from moba_train.config.run import WatchConfig
 from moba_train.parallel.context import comm
-from moba_train.parallel.failures import Beat
+from moba_train.parallel.failures import Heartbeat
 from moba_train.parallel.world import World, flight_records
 
 KNOWN_AFTER = 3
@@ -143,8 +143,8 @@ class Watch:
         late = age > phase.limit_s / 2
         self._beats += 1
         stack, waits = _stack(self._watched) if late else ("", False)
-        own = Beat(self._beats, phase.entered, phase.name, phase.step, age, phase.limit_s, stack, waits)
-        own.give(self._store, self._rank)
+        own = Heartbeat(self._beats, phase.entered, phase.name, phase.step, age, phase.limit_s, stack, waits)
+        own.publish(self._store, self._rank)
         if not late:
             self._seen.clear()
             return
@@ -154,11 +154,11 @@ class Watch:
             self._recorded = phase.entered
             _write_flight_record(self._folder, self._rank, self._cuda)
 
-    def _name_who_stalls(self, phase: _Phase, own: Beat) -> None:
+    def _name_who_stalls(self, phase: _Phase, own: Heartbeat) -> None:
         """Report a stall, if this is the first rank that is alive and its own phase is over its limit."""
         if any(not self._silent(rank, phase.limit_s) for rank in range(self._rank)):
             return  # one of them names it
-        beats = {rank: Beat.newest(self._store, rank) for rank in range(self._size)}
+        beats = {rank: Heartbeat.latest(self._store, rank) for rank in range(self._size)}
         silent = [rank for rank in range(self._size) if rank != self._rank and self._silent(rank, phase.limit_s)]
         if own.age_s > phase.limit_s and self._reported != phase.entered and (to_blame := _behind(beats, silent)):
             self._reported = phase.entered
@@ -168,14 +168,14 @@ class Watch:
 
     def _silent(self, rank: int, limit_s: float) -> bool:
         """Whether no heartbeat of `rank` came for a quarter of the limit, since this rank first read it."""
-        beat, now = Beat.newest(self._store, rank), time.monotonic()
+        beat, now = Heartbeat.latest(self._store, rank), time.monotonic()
         count = beat.count if beat else 0
         if rank not in self._seen or self._seen[rank][0] != count:
             self._seen[rank] = count, now
         return now - self._seen[rank][1] > limit_s / 4
 
 
-def _behind(beats: dict[int, Beat | None], silent: list[int]) -> list[int]:
+def _behind(beats: dict[int, Heartbeat | None], silent: list[int]) -> list[int]:
     """The ranks that the others wait for: the silent ones, else those in the earliest phase if all of them are over
     their limit, and of several in the same phase those that do not wait in a collective."""
     if silent:
@@ -189,7 +189,7 @@ def _behind(beats: dict[int, Beat | None], silent: list[int]) -> list[int]:
 
 
 def _describe(
-    beats: dict[int, Beat | None], to_blame: list[int], silent: list[int], own: Beat, size: int, records: str
+    beats: dict[int, Heartbeat | None], to_blame: list[int], silent: list[int], own: Heartbeat, size: int, records: str
 ) -> str:
     lines = []
     for rank in to_blame[:_MOST_NAMED]:

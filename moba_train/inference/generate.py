@@ -28,7 +28,8 @@ def generate(
     `temperature` 0 takes the most likely token; `top_p` < 1 samples from the smallest set of tokens with at least that
     probability (nucleus sampling, Holtzman et al. 2020). The same seed gives the same text on the same device. The
     prompt is read with each layer's own attention; answers attend with full attention, or with the layer's own when
-    `sparse_decode`. Raises ValueError for an empty prompt or values out of range.
+    `sparse_decode`. Raises ValueError for an empty prompt, values out of
+    range, or an attention kind that cannot generate.
     """
     if not prompt:
         raise ValueError("prompt: no tokens given, at least one needed")
@@ -36,6 +37,8 @@ def generate(
         raise ValueError(f"temperature: {temperature} given, at least 0 needed")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p: {top_p} given, must be above 0 and at most 1")
+    if problems := {kind.generation_problem() for kind in model.attention_kinds()} - {""}:
+        raise ValueError("; ".join(sorted(problems)))
     device = model.embedding.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     capacity = len(prompt) + max_new_tokens

@@ -98,5 +98,7 @@ def _attention(module: Any) -> LocalAttention:
             "`moba-train convert moba-to-hf`, or set config.moba = {'layers': [{'kind': 'moba', 'block_size': 512, "
             "'topk': 8}, ...]}, an item for each layer"
         )
-    (attention,) = build_attention([parse_layer(entry["layers"][module.layer_idx])], module.head_dim)
-    return attention
+    (kind,) = build_attention([parse_layer(entry["layers"][module.layer_idx])], module.head_dim)
+    if len(kind.attentions) != 1:
+        raise ValueError(f"layer {module.layer_idx}: kind {kind.name!r} is not one call of an attention function")
+    return kind.attentions[0]

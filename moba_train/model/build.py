@@ -1,4 +1,4 @@
-"""Attention objects from a recipe's resolved layers, and initial weights that do not depend on the world size."""
+"""A recipe's model: its attention kinds layer by layer, and initial weights that do not depend on the world size."""
 
 import functools
 import hashlib
@@ -9,19 +9,49 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from moba_train.attention.protocol import LocalAttention
+from moba_train.attention.kind import AttentionKind
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
+from moba_train.config.base import Section
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import kinds_by_layer
 from moba_train.model.transformer import Transformer
 
 
-def build_attention(layers: Iterable[LayerAttention], head_dim: int) -> list[LocalAttention]:
-    """The LocalAttention of every layer. Equal layers share one object: torch.compile compiles once for each object."""
-    return [_attention(layer, head_dim) for layer in layers]
+def build_model(config: RunConfig) -> Transformer:
+    """The recipe's model on torch's current device, its weights undefined.
+
+    It has the parameters of every attention kind that any stage uses: stages only choose which of them compute.
+    """
+    parameters = [
+        {name: module for name, options in kinds.items() if (module := _parameters(name, options, config, layer))}
+        for layer, kinds in enumerate(kinds_by_layer(config))
+    ]
+    return Transformer(config.model, parameters)
+
+
+def _parameters(kind: str, options: Section, config: RunConfig, layer: int) -> nn.Module | None:
+    return KINDS[kind].parameters(options, config.model, layer)
+
+
+def kind_parameter_sizes(config: RunConfig) -> dict[str, dict[str, int]]:
+    """The parameters that attention kinds add to the model: by the kind's name, by their own, how many elements."""
+    with torch.device("meta"):
+        model = build_model(config)
+    sizes: dict[str, dict[str, int]] = {}
+    for name, parameter in model.named_parameters():
+        if kind := _kind_of(name):
+            sizes.setdefault(kind, {})[name] = parameter.numel()
+    return sizes
+
+
+def build_attention(layers: Iterable[LayerAttention], head_dim: int) -> list[AttentionKind]:
+    """The kind of every layer. Equal layers share one object: torch.compile compiles once for each object."""
+    return [_kind(layer, head_dim) for layer in layers]
 
 
 @functools.cache
-def _attention(layer: LayerAttention, head_dim: int) -> LocalAttention:
+def _kind(layer: LayerAttention, head_dim: int) -> AttentionKind:
     return KINDS[layer.kind](layer.options, head_dim)
 
 
@@ -29,20 +59,34 @@ def _attention(layer: LayerAttention, head_dim: int) -> LocalAttention:
 def initialize_weights(model: Transformer, seed: int) -> None:
     """Fill every parameter in place: norms 1, biases 0, matrices normal with the config's `init_std`.
 
-    The two matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers) (GPT-2, Radford et al. 2019).
-    Each parameter has its own generator, seeded by its name, and is drawn whole before it is cut into shards: the same
-    seed gives the same weights on any number of ranks. Parameters may be plain tensors or DTensors, never on "meta".
+    The two matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers) (GPT-2, Radford et al. 2019);
+    an attention kind says the standard deviation of its own matrices. Each parameter has its own generator, seeded by
+    its name, and is drawn in full before it is cut into shards: the same seed gives the same weights on any number of
+    ranks. Parameters may be plain tensors or DTensors, never on "meta".
     """
-    config = model.config
-    residual_std = config.init_std / math.sqrt(2 * config.layers)
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             nn.init.zeros_(parameter)
         elif parameter.dim() == 1:
             nn.init.ones_(parameter)
         else:
-            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else config.init_std
-            _copy_whole(parameter, _draw_normal(parameter, std, name, seed))
+            _copy_full(parameter, _draw_normal(parameter, _initial_std(model, name), name, seed))
+
+
+def _initial_std(model: Transformer, name: str) -> float:
+    std = model.config.init_std
+    if kind := _kind_of(name):
+        return KINDS[kind].initial_std(name.partition(f".{kind}.")[2], std)
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return std / math.sqrt(2 * model.config.layers)
+    return std
+
+
+def _kind_of(name: str) -> str:
+    """The attention kind that the parameter `blocks.LAYER.attention.KIND.*` belongs to; empty for all others."""
+    parts = name.split(".")
+    inside = parts[0] == "blocks" and len(parts) > 4 and parts[2] == "attention"
+    return parts[3] if inside and parts[3] in KINDS else ""
 
 
 def _draw_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:
@@ -51,8 +95,8 @@ def _draw_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device).normal_(0.0, std, generator=generator)
 
 
-def _copy_whole(parameter: Tensor, whole: Tensor) -> None:
+def _copy_full(parameter: Tensor, full: Tensor) -> None:
     if isinstance(parameter, DTensor):
         # Every rank drew the same numbers, so each keeps its part without communication.
-        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(whole)
+        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(full)

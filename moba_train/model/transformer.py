@@ -3,25 +3,29 @@
 Shape suffixes: T packed tokens, D hidden size, H query heads, K key/value heads, d head width, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moba_train.attention.kind import AttentionKind, Engine, LayerInput
 from moba_train.attention.local import run_local
-from moba_train.attention.protocol import Layout, LocalAttention
+from moba_train.attention.protocol import Layout
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.model.loss import token_losses, weighted_loss_sum
 from moba_train.model.rope import apply_rope, rope_cos_sin
 
-Engine = Callable[[Tensor, Tensor, Tensor, LocalAttention, Layout], tuple[Tensor, Tensor]]
-"""Runs a LocalAttention on q [T, H, d], k and v [T, K, d]; returns out [T, H, d] and lse [H, T]."""
+LossTokens = tuple[Tensor, Tensor, Tensor]
+"""Labels int64 [n], the rows that they belong to int64 [n], and their weights float32 [n]."""
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; which kind it is, and what runs it, is set from outside."""
+    """Grouped-query projections around an attention kind; the kind and the engine that runs it are set from outside."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, kind_parameters: Mapping[str, nn.Module]) -> None:
         super().__init__()
         width, bias = config.head_width, config.qkv_bias
         self.head_dim = width
@@ -31,17 +35,22 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.heads * width, config.hidden_size, bias=False)
         self.q_norm = nn.RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.kind: LocalAttention | None = None
+        for name, module in kind_parameters.items():
+            self.add_module(name, module)
+        self.kind: AttentionKind | None = None
         self.engine: Engine = run_local
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        """The layer's output [T, D] and, for kinds that have one, the auxiliary loss of each token, float32 [T]."""
         if self.kind is None:
-            raise RuntimeError("no attention chosen: call Transformer.set_attention first")
+            raise RuntimeError("no attention kind set: call Transformer.set_attention first")
         q_THd = self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
         k_TKd = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
         v_TKd = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
-        out_THd, _ = self.engine(apply_rope(q_THd, cos, sin), apply_rope(k_TKd, cos, sin), v_TKd, self.kind, layout)
-        return self.o_proj(out_THd.flatten(1))
+        rotate = partial(apply_rope, cos=cos, sin=sin)
+        layer = LayerInput(x_TD, q_THd, k_TKd, v_TKd, rotate, layout, self.engine)
+        out_THd, auxiliary_T = self.kind.mix(layer, self._modules.get(self.kind.name))
+        return self.o_proj(out_THd.flatten(1)), auxiliary_T
 
 
 class FeedForward(nn.Module):
@@ -60,37 +69,62 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, kind_parameters: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, kind_parameters)
         self.feed_forward_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), cos, sin, layout)
-        return x_TD + self.feed_forward(self.feed_forward_norm(x_TD))
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        update_TD, auxiliary_T = self.attention(self.attention_norm(x_TD), cos, sin, layout)
+        x_TD = x_TD + update_TD
+        return x_TD + self.feed_forward(self.feed_forward_norm(x_TD)), auxiliary_T
+
+
+class LossSums(NamedTuple):
+    """Sums over the loss tokens of a micro-batch, each weighted; never divided here, see training/trainer.py."""
+
+    loss: Tensor
+    """Cross entropy in nats, a float32 scalar."""
+    auxiliary: Tensor | None
+    """Auxiliary losses of the layers' attention kinds, float32 [layers], 0 for layers without; None without any."""
+
+    @property
+    def total(self) -> Tensor:
+        """What training minimises."""
+        return self.loss if self.auxiliary is None else self.loss + self.auxiliary.sum()
 
 
 class Transformer(nn.Module):
     """Embedding, blocks, norm and output projection over one packed sequence of documents.
 
     A micro-batch of several samples is a longer packed sequence: the document boundaries in `layout` keep them apart.
+    The model has three uses, each a method of its own: `forward` gives logits, `loss` what training needs, and
+    `token_losses` what evaluation needs. FSDP treats all three as forward passes (parallel/fsdp.py).
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, kind_parameters: Sequence[Mapping[str, nn.Module]] = ()) -> None:
+        """kind_parameters: for each layer, the parameter modules of its attention kinds by the kind's name."""
         super().__init__()
-        self.config, self.rope = config, config.rope
+        self.config = config
+        self.rope = config.rope
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        own = kind_parameters or [{}] * config.layers
+        self.blocks = nn.ModuleList(Block(config, own[layer]) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.output = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.whole: Callable[[Tensor], Tensor] | None = None
+        self.gather_output_weight: Callable[[Tensor], Tensor] | None = None
 
-    def set_attention(self, kinds: Iterable[LocalAttention]) -> None:
-        """Choose the attention of every block, first to last; may change between steps."""
+    def set_attention(self, kinds: Iterable[AttentionKind]) -> None:
+        """Choose the attention kind of every block, first to last; may change between steps."""
         for attention, kind in zip(self._attentions(), kinds, strict=True):
             attention.kind = kind
+
+    def attention_kinds(self) -> list[AttentionKind]:
+        """The attention kind of every block, first to last."""
+        kinds = [attention.kind for attention in self._attentions()]
+        return [kind for kind in kinds if kind is not None]
 
     def set_engines(self, engines: Iterable[Engine]) -> None:
         """Choose what runs the attention of every block, first to last."""
@@ -100,48 +134,53 @@ class Transformer(nn.Module):
     def _attentions(self) -> Iterator[Attention]:
         return (module for module in self.modules() if isinstance(module, Attention))
 
-    def set_whole(self, whole: Callable[[Tensor], Tensor]) -> None:
-        """Choose what makes the output projection's whole weight of the part that is here."""
-        self.whole = whole
+    def set_gather_output_weight(self, gather: Callable[[Tensor], Tensor]) -> None:
+        """Choose what makes the full weight of the output projection from this rank's part."""
+        self.gather_output_weight = gather
 
     def set_rope(self, rope: RopeConfig) -> None:
         """Choose the rotary embedding of all blocks; may change between steps."""
         self.rope = rope
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
-        """Normalised residual stream after the last block, [T, D]."""
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> tuple[Tensor, list[Tensor | None]]:
+        """Normalised residual stream after the last block, [T, D], and the auxiliary losses of each layer, [T]."""
         cos, sin = rope_cos_sin(positions_T, self.rope, self.config.head_width)
         x_TD = self.embedding(tokens_T)
+        auxiliary: list[Tensor | None] = []
         for block in self.blocks:
-            x_TD = block(x_TD, cos, sin, layout)
-        return self.norm(x_TD)
+            x_TD, auxiliary_T = block(x_TD, cos, sin, layout)
+            auxiliary.append(auxiliary_T)
+        return self.norm(x_TD), auxiliary
 
     @property
     def output_weight(self) -> Tensor:
         """Weight of the output projection, [V, D]; the embedding's own when tied."""
         weight_VD = self.embedding.weight if self.output is None else self.output.weight
-        return weight_VD if self.whole is None else self.whole(weight_VD)
+        return weight_VD if self.gather_output_weight is None else self.gather_output_weight(weight_VD)
 
-    def forward(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        layout: Layout,
-        loss_on: tuple[Tensor, Tensor, Tensor] | None = None,
-        rows_n: Tensor | None = None,
-        per_token: bool = False,
-    ) -> Tensor:
-        """The loss sum, or token losses, or logits.
-
-        tokens, positions int64 [T]. With `loss_on` = (labels int64 [n], index int64 [n], weights float32 [n]): the sum
-        of the weighted losses of the rows in `index`, a float32 scalar; `per_token`, for evaluation: those losses
-        themselves, float32 [n], not weighted. Without: logits [n, V] of the rows `rows_n` (all rows when None), in the
-        compute dtype.
-        """
-        hidden_TD = self.hidden(tokens_T, positions_T, layout)
-        if loss_on is not None and per_token:
-            labels_n, index_n, _ = loss_on
-            return token_losses(hidden_TD, self.output_weight, labels_n, index_n)
-        if loss_on is not None:
-            return weighted_loss_sum(hidden_TD, self.output_weight, *loss_on)
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, rows_n: Tensor | None = None) -> Tensor:
+        """Logits [n, V] of the rows `rows_n` (all when None), in the compute dtype. tokens, positions int64 [T]."""
+        hidden_TD, _ = self.hidden(tokens_T, positions_T, layout)
         return F.linear(hidden_TD if rows_n is None else hidden_TD[rows_n], self.output_weight)
+
+    def loss(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> LossSums:
+        """The weighted sums of the losses of some rows, with gradient."""
+        hidden_TD, auxiliary = self.hidden(tokens_T, positions_T, layout)
+        loss = weighted_loss_sum(hidden_TD, self.output_weight, *loss_tokens)
+        return LossSums(loss, _auxiliary_sums(auxiliary, loss_tokens))
+
+    def token_losses(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> Tensor:
+        """The loss (nats) of each of some rows, float32 [n], not weighted, without gradient."""
+        hidden_TD, _ = self.hidden(tokens_T, positions_T, layout)
+        labels_n, index_n, _ = loss_tokens
+        return token_losses(hidden_TD, self.output_weight, labels_n, index_n)
+
+
+def _auxiliary_sums(auxiliary: Sequence[Tensor | None], loss_tokens: LossTokens) -> Tensor | None:
+    """Weighted sums over the loss tokens, float32 [layers]; None when no layer has an auxiliary loss."""
+    _, index_n, weights_n = loss_tokens
+    if all(auxiliary_T is None for auxiliary_T in auxiliary):
+        return None
+    nothing = weights_n.new_zeros(())
+    sums = [nothing if loss_T is None else (loss_T[index_n] * weights_n).sum() for loss_T in auxiliary]
+    return torch.stack(sums)

@@ -25,7 +25,7 @@ _MOST_NAMED = 16
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A sign of life: where a rank was when it gave it."""
 
     count: int
@@ -43,21 +43,21 @@ class Beat:
     waits: bool
     """Whether that stack ends in a collective."""
 
-    def give(self, store: dist.Store, rank: int) -> None:
+    def publish(self, store: dist.Store, rank: int) -> None:
         """Publish it as the newest of `rank`."""
         store.set(_beat_key(rank), json.dumps(asdict(self)))
 
     @staticmethod
-    def newest(store: dist.Store, rank: int) -> "Beat | None":
+    def latest(store: dist.Store, rank: int) -> "Heartbeat | None":
         """None where the rank has given none yet."""
-        return Beat(**json.loads(store.get(_beat_key(rank)))) if store.check([_beat_key(rank)]) else None
+        return Heartbeat(**json.loads(store.get(_beat_key(rank)))) if store.check([_beat_key(rank)]) else None
 
 
 def _beat_key(rank: int) -> str:
     return f"moba_train/beat/{rank}"
 
 
-class RollCall:
+class FailureReports:
     """The reports of ranks that had to give up."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -89,7 +89,7 @@ class RollCall:
 
     def _last_seen(self, rank: int) -> str:
         try:
-            beat = Beat.newest(self._store, rank)
+            beat = Heartbeat.latest(self._store, rank)
         except (RuntimeError, OSError):
             return ""
         return f"rank {rank} was last seen in {beat.phase!r} after step {beat.step}" if beat else ""

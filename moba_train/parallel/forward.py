@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 from moba_train.data.batch import Batch
-from moba_train.model.transformer import Transformer
+from moba_train.model.transformer import LossSums, Transformer
 
 
-def training_loss(model: Transformer, batch: Batch) -> Tensor:
-    """Sum of the weighted token losses (nats) of this rank's part of a micro-batch, a float32 scalar with gradient."""
-    return model(batch.tokens, batch.positions, batch.layout, batch.loss_on)
+def training_loss(model: Transformer, batch: Batch) -> LossSums:
+    """Weighted sums of the losses (nats) of this rank's part of a micro-batch, with gradient."""
+    return model.loss(batch.tokens, batch.positions, batch.layout, batch.loss_on)
 
 
 @torch.no_grad()
 def token_losses(model: Transformer, batch: Batch) -> Tensor:
     """The loss (nats) of each token in `batch.loss_index`, float32 [n], not weighted, without gradient."""
-    return model(batch.tokens, batch.positions, batch.layout, batch.loss_on, per_token=True)
+    return model.token_losses(batch.tokens, batch.positions, batch.layout, batch.loss_on)

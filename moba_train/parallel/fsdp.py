@@ -5,15 +5,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.config.schema import RunConfig
-from moba_train.model.build import initialize_weights
+from moba_train.model.build import build_model, initialize_weights
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.tensor import share_layers
+from moba_train.parallel.dims import ParallelDims
+from moba_train.parallel.tensor import apply_tensor_parallel
 
 COMPILED_FORMS = 64
 """So often torch may compile the blocks' code in one stage: for each kind of attention and sequence length, with
@@ -28,30 +28,32 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if wanted == "bf16" else torch.float32
 
 
-def sharded_model(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> Transformer:
-    """The recipe's model with its initial weights, sharded over `mesh` (see `build_mesh`).
+def sharded_model(config: RunConfig, dims: ParallelDims) -> Transformer:
+    """The recipe's model with its initial weights, sharded over the ranks of `dims`.
 
     No rank ever holds the whole model: it is built without storage, cut, and filled one parameter at a time. Gradients
     are summed over ranks, never averaged, because the loss is already divided by the global number of loss tokens.
     """
     with torch.device("meta"):
-        model = Transformer(config.model)
+        model = build_model(config)
     if config.compile:
         limits = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, COMPILED_FORMS)
     for block in model.blocks:
         block.forward = _block_forward(block.forward, config)
-    if "tp" in (mesh.mesh_dim_names or ()):
-        share_layers(model, mesh["tp"])
-        mesh = mesh["dp_replicate", "shard"]
+    if dims.tp_mesh is not None:
+        apply_tensor_parallel(model, dims.tp_mesh)
     # Inputs are not cast: cos and sin stay float32 when the layers compute in bf16.
+    device = dims.world.device
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(config, device), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=dims.weight_mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other reduction with a factor
+    for method in ("loss", "token_losses"):
+        register_fsdp_forward_method(model, method)
     model.to_empty(device=device)
     initialize_weights(model, config.seed)
     return model

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from moba_train.errors import LaunchError
-from moba_train.parallel.world import World, of_main
+from moba_train.parallel.world import World, broadcast
 
 LOCK = "lock"
 
@@ -40,7 +40,7 @@ def run_folder_lock(run_dir: Path, world: World, wait_s: float = WAIT_S) -> Iter
             _acquire(lock, wait_s)
         except OSError as error:
             problem = f"run_dir {run_dir} cannot be used: {error}"
-    problem = of_main(problem)
+    problem = broadcast(problem)
     try:
         if problem is not None:
             raise LaunchError(problem)

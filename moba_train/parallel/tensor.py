@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from moba_train.model.transformer import Transformer
 
 
-def share_layers(model: Transformer, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     """Cut the parameters of `model` over the ranks of `mesh`, one dimension, and have it compute so, in place.
 
     From then on the model is called with all rows of tokens and positions, and with the loss of this rank's rows,
@@ -59,7 +59,7 @@ def share_layers(model: Transformer, mesh: DeviceMesh) -> None:
         ends["output"] = ColwiseParallel()
     in_blocks = {f"blocks.*.{name}": style for name, style in {**attention, **feed_forward}.items()}
     parallelize_module(model, mesh, ends | in_blocks, src_data_rank=None)
-    model.set_whole(_whole)
+    model.set_gather_output_weight(_gather_weight)
 
 
 class _VocabularyParallel(ParallelStyle):
@@ -84,7 +84,7 @@ class _VocabularyParallel(ParallelStyle):
         return distribute_module(module, device_mesh, cut, all_tokens, own_rows)
 
 
-def _whole(weight_VD: Tensor) -> Tensor:
+def _gather_weight(weight_VD: Tensor) -> Tensor:
     """Of all ranks' parts; each rank's gradient is for its own rows, so they are summed."""
     assert isinstance(weight_VD, DTensor)
     return weight_VD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

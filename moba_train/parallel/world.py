@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from moba_train.errors import LaunchError
-from moba_train.parallel.attempt import attempt_store
-from moba_train.parallel.failures import RollCall, was_waiting
+from moba_train.parallel.failures import FailureReports, was_waiting
+from moba_train.parallel.restart import attempt_store
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ def _joined(timeout: timedelta) -> Iterator[World]:
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    failures = RollCall(store, rank, size, timeout)
+    failures = FailureReports(store, rank, size, timeout)
     try:
         yield World(rank, size, device, per_node, timeout, store)
     except Exception as error:
@@ -119,7 +119,7 @@ def flight_records(folder: Path) -> Path:
     return folder / "nccl_trace_rank_"
 
 
-def of_main(value: T) -> T:
+def broadcast(value: T) -> T:
     """Rank 0's value, any that can be pickled, on every rank."""
     values = [value]
     dist.broadcast_object_list(values)
@@ -141,7 +141,7 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     return total.tolist()
 
 
-def least_over_ranks(value: float) -> float:
+def min_over_ranks(value: float) -> float:
     """The smallest of all ranks' numbers."""
     least = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)

@@ -1,16 +1,20 @@
 """Memory per GPU by part, in bytes: an estimate for choosing a layout, not a promise.
 
 Assumed: FSDP2 with one unit a block, fp32 master weights and gradients, AdamW. Left out: the CUDA context (about
-1 GiB), fragmentation, NCCL's buffers, attention workspaces and MoBA's saved block ids.
+1 GiB), fragmentation, NCCL's buffers and attention workspaces.
 """
 
 from dataclasses import dataclass, fields
 
+import torch
+
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
+from moba_train.model.build import build_attention
 from moba_train.model.loss import CHUNK_TOKENS
-from moba_train.planning.parameters import count_parameters
+from moba_train.planning.parameters import count_recipe_parameters
 
 USABLE = 0.9
 """Of a GPU's memory; the rest goes to the CUDA context, NCCL and fragmentation."""
@@ -46,16 +50,19 @@ def element_bytes(config: RunConfig) -> int:
     return 4 if config.precision.compute == "fp32" else 2
 
 
-def estimate_memory(config: RunConfig, sizes: MeshSizes, tokens: int, transport: float = 0) -> Memory:
-    """Memory of a rank on a mesh of these sizes that holds, together with its tp group, `tokens` tokens of each
-    micro-batch.
+def estimate_memory(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: float = 0) -> Memory:
+    """Memory of a rank in a stage, on a mesh of these sizes.
 
     `transport`: bytes of its buffers for context parallelism.
     """
     tp = sizes.tp
     model = config.model
-    counts = count_parameters(model)
+    tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)  # of a micro-batch, in the rank's tp group
+    kinds = build_attention(stage.attention, model.head_width)
+    saved_by_kinds = sum(kind.saved_bytes(model, stage.seq_len) for kind in kinds)
+    counts = count_recipe_parameters(config)
     width = element_bytes(config)
+    checkpointing = config.activation_checkpointing == "full"
     shard = -(-counts.total // (sizes.shards * tp))
     blocks = min(2, model.layers) * counts.without_embeddings // model.layers
     return Memory(
@@ -64,11 +71,19 @@ def estimate_memory(config: RunConfig, sizes: MeshSizes, tokens: int, transport:
         optimizer=8 * shard,
         # the loss takes the whole output weight, whichever part of it the rank holds
         unsharded=width * ((blocks + counts.embedding + counts.output) // tp + (counts.embedding if tp > 1 else 0)),
-        activations=_activations(model, config.activation_checkpointing == "full", width, tp) * tokens // tp,
+        activations=(_activations(model, checkpointing, width, tp) + saved_by_kinds) * tokens // tp,
         # logits in the compute dtype, and three fp32 tensors: their copy, log-softmax, gradient
         logits=min(CHUNK_TOKENS, tokens // tp) * model.vocab_size * (width + 12),
         transport=round(transport),
     )
+
+
+def buffer_memory(config: RunConfig, device: torch.device, stage: Stage, sizes: MeshSizes) -> float | None:
+    """Bytes of a GPU's memory that are left for the buffers of context parallelism in `stage`; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    return USABLE * total - estimate_memory(config, stage, sizes).total
 
 
 def _activations(model: ModelConfig, checkpointing: bool, width: int, tp: int) -> int:

@@ -1,8 +1,10 @@
-"""Exact parameter counts of a model, from its shape alone."""
+"""Exact parameter counts of a model, from its shape and its attention kinds."""
 
 from dataclasses import dataclass
 
 from moba_train.config.model import ModelConfig
+from moba_train.config.schema import RunConfig
+from moba_train.model.build import kind_parameter_sizes
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,8 @@ class ParameterCounts:
     norms: int
     output: int
     """The output projection; 0 when it shares the embedding."""
+    attention_kinds: int = 0
+    """Parameters that attention kinds add to the layers."""
 
     @property
     def total(self) -> int:
@@ -24,11 +28,14 @@ class ParameterCounts:
     @property
     def without_embeddings(self) -> int:
         """All parameters but the embedding and the output projection."""
-        return self.attention + self.feed_forward + self.norms
+        return self.attention + self.feed_forward + self.norms + self.attention_kinds
 
 
-def count_parameters(model: ModelConfig) -> ParameterCounts:
-    """Parameters of the model, exact also with tied embeddings, `qkv_bias` and `qk_norm`."""
+def count_parameters(model: ModelConfig, attention_kinds: int = 0) -> ParameterCounts:
+    """Parameters of the model, exact also with tied embeddings, `qkv_bias` and `qk_norm`.
+
+    attention_kinds: those that attention kinds add, over all layers.
+    """
     vocabulary = model.vocab_size * model.hidden_size
     biases = (model.heads + 2 * model.kv_heads) * model.head_width if model.qkv_bias else 0
     head_norms = 2 * model.head_width if model.qk_norm else 0
@@ -38,7 +45,14 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
         feed_forward=model.layers * feed_forward_matrices(model),
         norms=model.layers * (2 * model.hidden_size + head_norms) + model.hidden_size,
         output=0 if model.tie_embeddings else vocabulary,
+        attention_kinds=attention_kinds,
     )
+
+
+def count_recipe_parameters(config: RunConfig) -> ParameterCounts:
+    """Parameters of the recipe's model, those of the attention kinds of all its stages included."""
+    own = sum(size for sizes in kind_parameter_sizes(config).values() for size in sizes.values())
+    return count_parameters(config.model, own)
 
 
 def attention_matrices(model: ModelConfig) -> int:

@@ -6,11 +6,12 @@ from moba_train.config.attention import LayerAttention
 from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.parallel.context.choose import NODE_RATE, Cost, Scheme, cost
-from moba_train.parallel.scheme import stage_scheme, stage_shape
+from moba_train.parallel.context.costs import NODE_BANDWIDTH, TransportCost, predict_cost
+from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.strategy import stage_attention_shape, stage_strategy
 from moba_train.planning.flops import dense_flops, layer_flops, real_flops
 from moba_train.planning.memory import USABLE, Memory, element_bytes, estimate_memory
-from moba_train.planning.parameters import ParameterCounts, count_parameters
+from moba_train.planning.parameters import ParameterCounts, count_recipe_parameters
 
 GPU_BYTES = 141e9
 """An H200's memory."""
@@ -20,15 +21,15 @@ GPU_BYTES = 141e9
 class ContextPlan:
     """Context parallelism of a stage: forward and backward of one layer and one micro-batch, on one rank."""
 
-    scheme: Scheme
+    strategy: CPStrategy
     reason: str
-    """Why, in lines to print."""
-    cost: Cost
+    """Reason for the strategy, as lines to print."""
+    cost: TransportCost
     attention_seconds: dict[LayerAttention, float]
-    """Of each attention that the stage has, at the plan's rate."""
+    """Seconds of each layer attention of the stage, at the plan's rate."""
 
     def exposed_seconds(self, layer: LayerAttention) -> float:
-        """Communication that such a layer cannot hide, at best."""
+        """Seconds of communication that a layer with this attention cannot overlap, at best."""
         return self.cost.exposed_seconds(self.attention_seconds[layer])
 
 
@@ -81,19 +82,26 @@ def make_plan(config: RunConfig, world_size: int, peak_tflops: float, mfu: float
         _stage_plan(config, stage, mesh_sizes(stage.parallel, world_size), rate, ranks_per_node)
         for stage in resolve_stages(config)
     )
-    return Plan(world_size, ranks_per_node, peak_tflops, mfu, count_parameters(config.model), stages)
+    return Plan(
+        world_size,
+        ranks_per_node,
+        peak_tflops,
+        mfu,
+        count_recipe_parameters(config),
+        stages,
+    )
 
 
 def _stage_plan(config: RunConfig, stage: Stage, mesh: MeshSizes, rate: float, ranks_per_node: int) -> StagePlan:
-    real = real_flops(config.model, stage.attention, stage.seq_len)
+    real = real_flops(config.model, stage.attention, [stage.seq_len]) / stage.seq_len
     tokens = -(-stage.micro_batch_size * stage.seq_len // mesh.cp)
-    memory = estimate_memory(config, mesh, tokens)
+    memory = estimate_memory(config, stage, mesh)
     accumulation = stage.batch_sequences // (stage.micro_batch_size * mesh.dp)
     seconds = real * (stage.end_token - stage.first_token) / (rate * mesh.dp * mesh.cp * mesh.tp)
     context = None
     if mesh.cp > 1:
         context = _context_plan(config, stage, rate, ranks_per_node, USABLE * GPU_BYTES - memory.total)
-        memory = estimate_memory(config, mesh, tokens, context.cost.memory_bytes)
+        memory = estimate_memory(config, stage, mesh, context.cost.memory_bytes)
         seconds += stage.steps * accumulation * sum(map(context.exposed_seconds, stage.attention))
     tensor_seconds = accumulation * _tensor_seconds(config, tokens, mesh.tp)
     seconds += stage.steps * tensor_seconds
@@ -118,16 +126,16 @@ def _tensor_seconds(config: RunConfig, tokens: int, tp: int) -> float:
     """
     transfers = config.model.layers * (11 if config.activation_checkpointing == "full" else 8)
     received = tokens * (1 - 1 / tp) * config.model.hidden_size * element_bytes(config)
-    return transfers * received / NODE_RATE
+    return transfers * received / NODE_BANDWIDTH
 
 
 def _context_plan(
     config: RunConfig, stage: Stage, rate: float, ranks_per_node: int, memory_bytes: float
 ) -> ContextPlan:
     width = element_bytes(config)
-    scheme, reason = stage_scheme(config, stage, ranks_per_node, width, memory_bytes)
-    shape = stage_shape(config, stage, width)
-    flops = {layer: layer_flops(config.model, layer, stage.seq_len) for layer in stage.attention}
-    ranks = scheme.ranks * stage.parallel.tp
-    seconds = {layer: count * shape.tokens / ranks / rate for layer, count in flops.items()}
-    return ContextPlan(scheme, reason, cost(scheme, shape), seconds)
+    strategy, reason = stage_strategy(config, stage, ranks_per_node, width, memory_bytes)
+    shape = stage_attention_shape(config, stage, width)
+    flops = {layer: layer_flops(config.model, layer, [stage.seq_len]) for layer in stage.attention}
+    sequences = stage.micro_batch_size / (strategy.ranks * stage.parallel.tp)
+    seconds = {layer: count * sequences / rate for layer, count in flops.items()}
+    return ContextPlan(strategy, reason, predict_cost(strategy, shape), seconds)

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from moba_train.config.attention import LayerAttention
+from moba_train.config.quantities import format_count
 from moba_train.planning.memory import Memory
 from moba_train.planning.plan import ContextPlan, Plan, StagePlan
-from moba_train.units import format_count
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -122,12 +122,12 @@ def _memory(plan: Plan) -> Table:
 
 def _context(plan: Plan) -> Table:
     rows: dict[str, Callable[[ContextPlan], str]] = {
-        "transport": lambda context: context.scheme.transport,
-        "layout of the sequence": lambda context: context.scheme.layout,
+        "transport": lambda context: context.strategy.transport,
+        "sequence layout": lambda context: context.strategy.layout,
         "received in the node, MiB": lambda context: f"{context.cost.node_bytes / 2**20:.0f}",
-        "received from others, MiB": lambda context: f"{context.cost.network_bytes / 2**20:.0f}",
+        "received from other nodes, MiB": lambda context: f"{context.cost.network_bytes / 2**20:.0f}",
         "communication, ms": lambda context: f"{1e3 * context.cost.seconds:.2f}",
-        "of it exposed, ms": lambda context: _by_kind(context, context.exposed_seconds),
+        "exposed communication, ms": lambda context: _by_kind(context, context.exposed_seconds),
         "attention, ms": lambda context: _by_kind(context, context.attention_seconds.__getitem__),
     }
     title = (

@@ -15,7 +15,7 @@ from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.recipe import saved_recipe
 from moba_train.errors import UserError
-from moba_train.model.transformer import Transformer
+from moba_train.model.build import build_model
 from moba_train.telemetry.jsonl import read_records
 
 _CURVES = ("loss", "grad_norm")
@@ -76,7 +76,7 @@ def compare_checkpoints(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
 def _steps(path: Path) -> dict[int, dict[str, float]]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a run's metrics.jsonl")
-    return {record["step"]: record for record in read_records(path) if record["kind"] == "metrics"}
+    return {record["step"]: record for record in read_records(path) if record["type"] == "metrics"}
 
 
 def _equal(x: float | None, y: float | None, tolerance: float) -> bool:
@@ -88,7 +88,7 @@ def _equal(x: float | None, y: float | None, tolerance: float) -> bool:
 def _in_model_order(names: set[str], path: Path) -> list[str]:
     config = saved_recipe(path)
     with torch.device("meta"):
-        parameters = list(Transformer(config.model).state_dict())
+        parameters = list(build_model(config).state_dict())
     place = {parameter: index for index, parameter in enumerate(parameters)}
 
     def key(name: str) -> tuple[int, bool, str]:

@@ -24,7 +24,7 @@ def plot_run(run_dir: Path) -> Path:
     over consumed tokens into `run_dir/loss.png`. Returns its path. Raises UserError if there is no loss to draw."""
     source = run_dir / "metrics.jsonl"
     records = read_records(source) if source.exists() else []
-    training = [r for r in records if r["kind"] == "metrics" and math.isfinite(r.get("loss", math.nan))]
+    training = [r for r in records if r["type"] == "metrics" and math.isfinite(r.get("loss", math.nan))]
     if not training:
         raise UserError(f"{source} holds no training loss to draw; give the run_dir of a run that has logged steps")
 
@@ -58,7 +58,7 @@ def _draw_losses(axes: Axes, training: list[dict[str, Any]], records: list[dict[
         points = [(r["tokens"], r[name]) for r in records if math.isfinite(r.get(name, math.nan))]
         if points:
             axes.plot(*zip(*points, strict=True), "o", ms=4, color=colour, label=label)
-    spikes = [r["tokens"] for r in records if r["kind"] == "spike"]
+    spikes = [r["tokens"] for r in records if r["type"] == "spike"]
     if spikes:
         heights = np.interp(spikes, tokens, losses)
         axes.plot(spikes, heights, "v", ms=7, mfc="none", mew=1.4, color=_SPIKE, label="spike")

@@ -22,7 +22,7 @@ def plot_position_wise(run_dir: Path) -> Path | None:
     or None where there is nothing to draw."""
     source = run_dir / "metrics.jsonl"
     records = read_records(source) if source.exists() else []
-    last = {record["stage"]: record["position_wise"] for record in records if record["kind"] == "position_wise"}
+    last = {record["stage"]: record["position_wise"] for record in records if record["type"] == "position_wise"}
     return draw_position_wise(last, run_dir / "position_wise.png") if last else None
 
 

@@ -1,4 +1,4 @@
-"""Which code a run was trained with."""
+"""The code a run was trained with."""
 
 import functools
 import subprocess
@@ -13,10 +13,10 @@ _GIT_SECONDS = 10.0
 
 @functools.cache
 def code_version() -> dict[str, Any]:
-    """`version` of the package and, where its files are tracked in a git repository, `commit` and `dirty`: whether
-    tracked files differ from it."""
+    """`version` of the package and, if its files are tracked in a git repository, `commit` and `dirty`: whether tracked
+    files differ from that commit."""
     found: dict[str, Any] = {"version": __version__}
-    # A copy installed inside somebody else's repository is not tracked there.
+    # A copy that is installed inside another project's repository is not tracked there.
     if _git("ls-files", "--error-unmatch", "__init__.py") is None or (commit := _git("rev-parse", "HEAD")) is None:
         return found
     changes = _git("status", "--porcelain", "--untracked-files=no")
@@ -31,7 +31,7 @@ def describe(code: dict[str, Any]) -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git prints about the package's folder; None where it has no answer."""
+    """Output of git in the package's folder; None if git fails or is missing."""
     command = ["git", "-C", str(_PACKAGE), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)

@@ -1,4 +1,4 @@
-"""Progress in the terminal: one compact line per logged step, events set apart."""
+"""Progress in the terminal: one compact line per logged step, and a marked line per event."""
 
 import datetime
 from typing import Any
@@ -21,10 +21,10 @@ _EVENT_STYLES = {
 
 
 class ConsoleSink:
-    """Colours in a terminal, the same lines plain elsewhere (under torchrun, in a log file).
+    """Coloured lines in a terminal, plain ones elsewhere (under torchrun, in a log file).
 
-    `total_steps` is the last step of the run, until a stage begins that knows better (a stage may exit early).
-    The time left is what the remaining steps take at the recent pace, everything between two lines included.
+    `total_steps` is the expected last step of the run; the record that begins a stage may correct it, because a stage
+    may end early. The time left assumes the recent pace, which includes evaluation and saving.
     """
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
@@ -35,10 +35,10 @@ class ConsoleSink:
 
     def write(self, record: dict[str, Any]) -> None:
         self._total_steps = record.get("last_step", self._total_steps)
-        self._console.print(self._metrics(record) if record["kind"] == "metrics" else self._event(record))
+        self._console.print(self._metrics(record) if record["type"] == "metrics" else self._event(record))
 
     def close(self) -> None:
-        """Nothing to do: every line is written at once."""
+        """Does nothing: every line is written immediately."""
 
     def _metrics(self, record: dict[str, Any]) -> Text:
         step = record["step"]
@@ -57,12 +57,11 @@ class ConsoleSink:
         return line
 
     def _event(self, record: dict[str, Any]) -> Text:
-        kind = record["kind"]
-        message = f"{record['title']}: {record['text']}" if kind == "alert" else record["message"]
-        style = _EVENT_STYLES.get(kind, "bold")
-        return Text(
-            f"{'=' if kind == 'stage' else '-'}" * 2 + f" {kind} at step {record['step']}: {message}", style=style
-        )
+        event = record["type"]
+        message = f"{record['title']}: {record['text']}" if event == "alert" else record["message"]
+        style = _EVENT_STYLES.get(event, "bold")
+        mark = "==" if event == "stage" else "--"
+        return Text(f"{mark} {event} at step {record['step']}: {message}", style=style)
 
     def _time_left(self, step: int, now: float) -> str | None:
         if self._last is not None and step > self._last[0]:
@@ -76,7 +75,7 @@ class ConsoleSink:
 
 
 def _short(value: float) -> str:
-    """12345.6 as "12.3K"."""
+    """Three-digit form with a suffix: 12345.6 becomes "12.3K"."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
         if value >= limit:
             return f"{value / limit:.1f}{unit}"

@@ -14,20 +14,20 @@ from moba_train.telemetry.wandb_sink import WandbSink
 def make_telemetry(
     config: RunConfig, run_dir: Path, wandb_run_id: str, resumed_step: int | None, total_steps: int
 ) -> Telemetry:
-    """The sinks that the recipe asks for; call on rank 0.
+    """A `Telemetry` with the sinks that the recipe asks for. To be called on rank 0.
 
-    `wandb_run_id` names the wandb run and stays the same over all resumes (the caller keeps it in the checkpoint).
-    `resumed_step` is the step of the checkpoint, None at a fresh start. Raises UserError if a sink is asked for whose
-    package is missing.
+    `wandb_run_id` identifies the wandb run and stays the same across resumes (the caller stores it in the checkpoint).
+    `resumed_step` is the step of the checkpoint, or None at a fresh start. `total_steps` is the expected last step.
+    Raises UserError if the package of a requested sink is missing.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    wanted = config.telemetry
+    settings = config.telemetry
     sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resumed_step)]
-    if wanted.console:
+    if settings.console:
         sinks.append(ConsoleSink(total_steps))
-    if wanted.tensorboard:
+    if settings.tensorboard:
         sinks.append(TensorBoardSink(run_dir / "tensorboard", resumed_step))
-    if wanted.wandb.mode != "disabled":
+    if settings.wandb.mode != "disabled":
         recipe = config.model_dump(mode="json") | {"code": code_version()}
-        sinks.append(WandbSink(wanted.wandb, run_dir, config.name, wandb_run_id, recipe))
+        sinks.append(WandbSink(settings.wandb, run_dir, config.name, wandb_run_id, recipe))
     return Telemetry(sinks)

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: the complete history of a run, one JSON object a line."""
+"""`metrics.jsonl`: the complete history of a run, one JSON object per line."""
 
 import contextlib
 import json
@@ -8,10 +8,11 @@ from typing import Any
 
 
 class JsonlSink:
-    """Appends each record to `path` and flushes it.
+    """Appends each record to `path` and flushes the file.
 
-    A run that resumes from step N repeats the steps after N. Their earlier records move to `metrics.discarded.jsonl`,
-    so that the file holds every step once. `resumed_step` None is a fresh start: all earlier records move.
+    A run that resumes from step N repeats the steps after N. The earlier records of these steps are moved to
+    `metrics.discarded.jsonl`, so that the file holds every step once. At a fresh start, `resumed_step` is None and all
+    earlier records are moved.
     """
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
@@ -28,15 +29,23 @@ class JsonlSink:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All records of a metrics file, oldest first. A line cut short by a kill or a full disk is left out, and so is one
-    that is no record."""
+    """All records of a metrics file, oldest first.
+
+    Lines that are not records are left out, such as one truncated by a kill or a full disk. Early versions wrote the
+    record type under the key "kind"; it is returned under "type".
+    """
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record:
-                records.append(record)
+            if isinstance(record, dict) and isinstance(record.get("step"), int) and record.keys() & {"type", "kind"}:
+                records.append(_with_type(record))
     return records
+
+
+def _with_type(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with its type under "type"; the order of the keys is kept."""
+    return record if "type" in record else {"type" if key == "kind" else key: record[key] for key in record}
 
 
 def _discard_after(path: Path, step: int) -> None:

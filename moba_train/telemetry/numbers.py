@@ -1,8 +1,8 @@
-"""What of a record can be drawn as a curve."""
+"""The fields of a record that can be drawn as curves."""
 
 from typing import Any
 
-_HEAD = {"time", "step", "tokens", "kind", "stage"}
+_HEAD = {"time", "step", "tokens", "type", "stage"}
 
 
 def numbers(record: dict[str, Any]) -> dict[str, float]:

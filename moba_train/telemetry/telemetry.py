@@ -1,4 +1,4 @@
-"""`Telemetry`: what the trainer reports, given to every sink as one and the same record."""
+"""`Telemetry`: the reports of the trainer, handed to every sink as one record."""
 
 import logging
 import threading
@@ -7,25 +7,30 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 Record = dict[str, Any]
-"""`time` (seconds since the epoch), `step`, `tokens` (consumed so far), `kind` ("metrics", "alert" or an event's kind),
-`stage`, and then the metrics, or `message` and the event's fields, or an alert's `title`, `text` and `alert`."""
+"""`time` (seconds since the epoch), `step`, `tokens` (consumed so far), `type` ("metrics", "alert" or the type of an
+event), `stage`; then the metrics, or an event's `message` and fields, or an alert's `title`, `text` and `alert` (its
+type)."""
 
 logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Where records go. An exception costs that record in that sink, nothing else."""
+    """A destination of records. An exception loses that record in that sink, and has no other effect."""
 
-    def write(self, record: Record) -> None: ...
+    def write(self, record: Record) -> None:
+        """Take one record. Called under a lock, also from another thread than the trainer's."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Flush and release what the sink holds."""
+        ...
 
 
 class Telemetry:
-    """Hands records to sinks. Rank 0 has real ones (`make_telemetry`), the others `Telemetry([])`.
+    """Hands records to sinks. Rank 0 has real sinks (`make_telemetry`), the other ranks use `Telemetry([])`.
 
-    `stage` is the name that every record carries; the trainer sets it when a stage begins or is resumed. A sink that
-    raises is reported once and goes on being tried: no sink can stop a run.
+    `stage` is the stage name in every record; the trainer sets it when a stage begins or is resumed. A sink that raises
+    is reported once and still receives later records: no sink can stop a run.
     """
 
     def __init__(self, sinks: list[Sink]) -> None:
@@ -34,35 +39,37 @@ class Telemetry:
         self._step = 0
         self._tokens = 0
         self._reported: set[Sink] = set()
-        self._lock = threading.Lock()  # a stall is reported by another thread
+        self._lock = threading.Lock()  # a stall is reported from another thread
 
     def log(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
-        """The metrics of a step; `tokens` is the number consumed so far."""
+        """Record the metrics of a step; `tokens` is the number consumed so far."""
         self._write(step, tokens, "metrics", metrics)
 
-    def event(self, step: int, tokens: int, kind: str, message: str, **fields: Any) -> None:
-        """Something that happened: "stage", "checkpoint", "resume", "rollback", "spike", "stall", ... Numbers among
-        the JSON-able `fields` are drawn as metrics."""
-        self._write(step, tokens, kind, {"message": message, **fields})
+    def event(self, step: int, tokens: int, event_type: str, message: str, **fields: Any) -> None:
+        """Record an event: "stage", "checkpoint", "resume", "rollback", "spike", "stall", ... `fields` are JSON values;
+        the numbers among them are drawn as metrics."""
+        self._write(step, tokens, event_type, {"message": message, **fields})
 
     def stalled(self, text: str) -> None:
-        """A rank stalls, at the step last reported; unlike the rest, called from another thread than the trainer's."""
+        """Record a stalled rank at the last reported step. The only method that another thread than the trainer's
+        calls."""
         self.event(self._step, self._tokens, "stall", text)
         self.alert("a rank stalls", text, "stall")
 
-    def alert(self, title: str, text: str, kind: str) -> None:
-        """Something that a person should look at; sent out at most once in a while for each `kind`."""
-        self._write(self._step, self._tokens, "alert", {"title": title, "text": text, "alert": kind})
+    def alert(self, title: str, text: str, alert_type: str) -> None:
+        """Ask for a person's attention; sinks that notify people limit the rate per `alert_type`."""
+        self._write(self._step, self._tokens, "alert", {"title": title, "text": text, "alert": alert_type})
 
     def close(self) -> None:
-        """Flushes and closes the sinks; takes a limited time even if one hangs."""
+        """Flush and close the sinks; takes a limited time even if one hangs."""
         for sink in self._sinks:
             self._guarded(sink, sink.close)
 
-    def _write(self, step: int, tokens: int, kind: str, content: dict[str, Any]) -> None:
+    def _write(self, step: int, tokens: int, record_type: str, content: dict[str, Any]) -> None:
         with self._lock:
-            self._step, self._tokens = step, tokens
-            head = {"time": time.time(), "step": step, "tokens": tokens, "kind": kind, "stage": self.stage}
+            self._step = step
+            self._tokens = tokens
+            head = {"time": time.time(), "step": step, "tokens": tokens, "type": record_type, "stage": self.stage}
             record = head | content
             for sink in self._sinks:
                 self._guarded(sink, sink.write, record)

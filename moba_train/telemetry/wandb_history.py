@@ -1,9 +1,9 @@
-"""What a wandb run already holds, remembered over restarts.
+"""The contents of a wandb run so far, remembered across restarts.
 
-wandb's history can only be appended to, and the steps that a resumed run repeats are in it already. So a step is drawn
-the first time it is trained, and what is trained again is counted, not drawn: every curve has each step once and never
-goes back. (wandb's own rewinding works online only, and not on every server.) After a rollback steps count on, so
-nothing is repeated.
+wandb's history is append-only, and the steps that a resumed run repeats are already in it. A step is therefore drawn
+the first time it is trained; steps that are trained again are counted, not drawn, so that every curve has each step
+once and never goes back. (wandb's own rewinding works online only, and not on every server.) After a rollback, step
+numbers continue to rise, so nothing is repeated.
 """
 
 import json
@@ -20,22 +20,26 @@ _SPIKE_COLUMNS = ("step", "tokens", "stage", "message")
 @dataclass
 class _Sent:
     rows: int = 0
-    """Rows of wandb's history, its own step."""
+    """Rows of wandb's history, which is its own step counter."""
     step: int = 0
+    """Training step of the latest row."""
     tokens: int = 0
-    """Of the newest row."""
+    """Consumed tokens of the latest row."""
     last: dict[str, int] = field(default_factory=dict)
-    """The newest step of each kind of record."""
+    """Latest step of each record type."""
     redone: int = 0
     """Steps trained again so far."""
     spikes: list[list[Any]] = field(default_factory=list)
+    """Rows of the table of spikes."""
     alerts: dict[str, float] = field(default_factory=dict)
-    """When the last alert of each kind was sent, seconds since the epoch."""
+    """Time of the last alert of each type, seconds since the epoch."""
 
 
 class WandbHistory:
-    """The state of one wandb run, in the file `path`, which is written at each `save`. One that cannot be read counts
-    as none: steps may then be drawn twice."""
+    """The state of one wandb run, stored in the file `path` at each `save`.
+
+    A file that cannot be read is treated as missing: steps may then be drawn twice.
+    """
 
     spike_columns = list(_SPIKE_COLUMNS)
 
@@ -46,21 +50,25 @@ class WandbHistory:
         self._reported = self.sent.redone
 
     def row(self, record: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        """What to draw of a record with these values: they and their axes, or nothing if they are drawn already."""
-        sent, kind, step = self.sent, record["kind"], record["step"]
-        if step < sent.step or step <= self._before.get(kind, -1):
-            sent.redone += kind == "metrics"
+        """The row to draw for a record with these values: the values and their axes, or {} if already drawn."""
+        sent = self.sent
+        record_type = record["type"]
+        step = record["step"]
+        if step < sent.step or step <= self._before.get(record_type, -1):
+            sent.redone += record_type == "metrics"
             return {}
         if not values:
             return {}
-        if kind == "metrics" and sent.redone > self._reported:
+        if record_type == "metrics" and sent.redone > self._reported:
             self._reported = sent.redone
             values = values | {"redone_steps": sent.redone}
-        sent.step, sent.tokens, sent.last[kind] = step, record["tokens"], step
+        sent.step = step
+        sent.tokens = record["tokens"]
+        sent.last[record_type] = step
         return values | self._axes()
 
     def spike_row(self, record: dict[str, Any]) -> bool:
-        """Add a spike to the table; False if it is there, seen again by a run that was resumed."""
+        """Add a spike to the table; False if it is already there because a resumed run saw it again."""
         row = [record[column] for column in _SPIKE_COLUMNS]
         if row in self.sent.spikes:
             return False
@@ -70,20 +78,20 @@ class WandbHistory:
     def _axes(self) -> dict[str, int]:
         return {"step": self.sent.step, "tokens": self.sent.tokens}
 
-    def at_newest(self, values: dict[str, Any]) -> dict[str, Any]:
-        """These values beside the newest row, whatever step they come from."""
+    def at_latest(self, values: dict[str, Any]) -> dict[str, Any]:
+        """These values on the axes of the latest row, whatever step they come from."""
         return values | self._axes()
 
-    def may_alert(self, kind: str, now: float, interval_s: float) -> bool:
-        """Whether the last alert of this kind is long enough ago; if so, this one counts as sent."""
-        # A clock that was put back must not silence alerts until it has caught up.
-        if 0 <= now - self.sent.alerts.get(kind, -interval_s) < interval_s:
+    def may_alert(self, alert_type: str, now: float, interval_s: float) -> bool:
+        """Whether the last alert of this type is at least `interval_s` seconds old; if so, this one counts as sent."""
+        # A clock that was set back must not silence alerts until it has caught up.
+        if 0 <= now - self.sent.alerts.get(alert_type, -interval_s) < interval_s:
             return False
-        self.sent.alerts[kind] = now
+        self.sent.alerts[alert_type] = now
         return True
 
     def save(self) -> None:
-        """Whole or not at all: a run may be killed at any moment."""
+        """Write the file atomically: a run may be killed at any moment."""
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(self.sent)), encoding="utf-8")
         temporary.replace(self._path)

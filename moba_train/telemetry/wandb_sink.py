@@ -1,7 +1,7 @@
-"""Weights & Biases, at arm's length: it may be missing, raise or hang, and training does not notice.
+"""Weights & Biases, isolated from training: it may be missing, raise or hang without effect on the run.
 
 Everything that touches wandb runs in one daemon thread behind a bounded queue. A full queue drops records and counts
-them; nothing is lost for good, since `metrics.jsonl` holds every record.
+them; nothing is lost, because `metrics.jsonl` holds every record.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ QUEUE_SIZE = 1000
 CLOSE_SECONDS = 30.0
 ALERT_INTERVAL_SECONDS = 600.0
 _TITLE_LENGTH = 63
-"""wandb wants titles of alerts shorter than 64 characters."""
+"""wandb requires alert titles to be shorter than 64 characters."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 class WandbSink:
     """Sends records to the wandb run `run_id`, which is created or, after a resume, continued.
 
-    Metrics are drawn over `step` or `tokens`, each step once, also when a run is resumed
-    (wandb_history.py); `redone_steps` counts those trained again. A spike also adds a row to the table `spikes`, and
-    alerts are sent at most once in `ALERT_INTERVAL_SECONDS` for each kind. `dropped` counts the records that wandb did
-    not take or that did not fit into the queue. `wait_s` limits how long `close` waits for wandb.
+    Metrics are drawn over `step` or `tokens`, each step once, also when a run is resumed (wandb_history.py);
+    `redone_steps` counts the steps trained again. A spike also adds a row to the table `spikes`. Alerts of each type
+    are sent at most once per `ALERT_INTERVAL_SECONDS`. `dropped` counts the records that wandb refused or that did not
+    fit into the queue. `wait_s` limits how long `close` waits for wandb, in seconds.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class WandbSink:
             self.dropped += 1
 
     def close(self) -> None:
-        """Sends what is queued and finishes the run, or gives up after the time limit."""
+        """Send the queued records and finish the run, or give up after the time limit."""
         deadline = time.monotonic() + self._wait_s
         try:
             self._queue.put(None, timeout=self._wait_s)
@@ -75,7 +75,7 @@ class WandbSink:
             logger.warning("wandb missed %d records; metrics.jsonl has them", self.dropped)
 
     def _work(self, config: WandbConfig, run_dir: Path, name: str, run_id: str, recipe: dict[str, Any]) -> None:
-        """The thread: starts the run, sends records until None comes, finishes."""
+        """Body of the thread: start the run, send records until None arrives, finish the run."""
         own = run_dir / "wandb"
         os.environ.setdefault("WANDB_CACHE_DIR", str(own / "cache"))  # not into a home that may be full
         try:
@@ -106,16 +106,17 @@ class WandbSink:
 
 
 def _send(wandb: Any, run: Any, history: WandbHistory, record: dict[str, Any]) -> None:
-    if record["kind"] == "alert":
+    if record["type"] == "alert":
         if history.may_alert(record["alert"], time.time(), ALERT_INTERVAL_SECONDS):
             run.alert(title=record["title"][:_TITLE_LENGTH], text=record["text"])
             history.save()
         return
     row = history.row(record, numbers(record))
-    if record["kind"] == "spike" and history.spike_row(record):
-        row = history.at_newest(row | {"spikes": wandb.Table(columns=history.spike_columns, data=history.sent.spikes)})
+    if record["type"] == "spike" and history.spike_row(record):
+        row = history.at_latest(row | {"spikes": wandb.Table(columns=history.spike_columns, data=history.sent.spikes)})
     if row:
-        # wandb's own step counts rows, to rise over restarts too; without `commit` a killed run would lose its last.
+        # wandb's own step counts rows, so that it also rises across restarts; without `commit`, a killed run would lose
+        # its last row.
         history.sent.rows = max(history.sent.rows, run.step)
         run.log(row, step=history.sent.rows, commit=True)
         history.sent.rows += 1
@@ -124,7 +125,7 @@ def _send(wandb: Any, run: Any, history: WandbHistory, record: dict[str, Any]) -
 
 def _start(wandb: Any, config: WandbConfig, run_dir: Path, name: str, run_id: str, recipe: dict[str, Any]) -> Any:
     if config.mode == "online" and wandb.api.api_key is None:
-        # wandb.init would ask for it on the terminal.
+        # wandb.init would prompt for the key in the terminal.
         raise RuntimeError("no API key: run `wandb login`, set WANDB_API_KEY, or set telemetry.wandb.mode to offline")
     run = wandb.init(
         mode=config.mode,
@@ -137,7 +138,7 @@ def _start(wandb: Any, config: WandbConfig, run_dir: Path, name: str, run_id: st
         dir=str(run_dir),
         config=recipe,
         allow_val_change=True,  # a resumed run may have another recipe
-        # Wrapped, the console would hang with wandb.
+        # If wandb wrapped the console, printing would hang together with wandb.
         settings=wandb.Settings(silent=True, console="off"),
     )
     run.define_metric("step")
@@ -147,7 +148,7 @@ def _start(wandb: Any, config: WandbConfig, run_dir: Path, name: str, run_id: st
 
 
 def _exit_without_waiting() -> None:
-    """Take out the hook with which a wandb that hangs would keep the finished process from exiting."""
+    """Remove the exit hook with which a hanging wandb would keep the finished process from exiting."""
     setup = sys.modules.get("wandb.sdk.wandb_setup")
     with contextlib.suppress(Exception):  # not a public part of wandb
         setup._singleton._connection._cleanup()  # type: ignore[union-attr]

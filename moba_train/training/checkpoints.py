@@ -21,7 +21,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.convert.initial_weights import load_initial_weights
 from moba_train.errors import CheckpointError, LaunchError, TrainingError
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.world import World, of_main
+from moba_train.parallel.world import World, broadcast
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.progress import Progress, check_resumable, data_plan
 
@@ -39,7 +39,7 @@ class RunCheckpoints:
         """Create the run folder. Raises LaunchError when it cannot be written, or its disk is too small."""
         run_dir = Path(config.run_dir)
         keep = config.checkpoint
-        if problem := of_main(_folder_problem(run_dir, model) if world.is_main else None):
+        if problem := broadcast(_folder_problem(run_dir, model) if world.is_main else None):
             raise LaunchError(f"run_dir {run_dir} cannot be used: {problem}")
         self.folder = run_dir / "checkpoints"
         self.saved_step = 0
@@ -63,7 +63,7 @@ class RunCheckpoints:
         else:
             if self._config.init_from is not None:
                 load_initial_weights(self._model, Path(self._config.init_from))
-            progress = Progress(run_id=of_main(uuid.uuid4().hex[:8]))
+            progress = Progress(run_id=broadcast(uuid.uuid4().hex[:8]))
         self._checkpointer.reserve(self._tensors())
         return progress
 

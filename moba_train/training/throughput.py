@@ -20,6 +20,6 @@ def throughput(model: ModelConfig, stage: Stage, world: World, step_s: float) ->
     peak = peak_tflops(torch.cuda.get_device_name())
     if peak is not None:
         share = metrics["tokens_per_s_per_device"] / (peak * 1e12)
-        metrics["mfu"] = share * real_flops(model, stage.attention, stage.seq_len)
+        metrics["mfu"] = share * real_flops(model, stage.attention, [stage.seq_len]) / stage.seq_len
         metrics["mfu_dense"] = share * dense_flops(model, stage.seq_len)
     return metrics

@@ -30,11 +30,12 @@ from moba_train.model.build import build_attention
 from moba_train.optim.adamw import build_optimizer
 from moba_train.optim.gradients import clip_gradients, gradient_norm, norms_by_kind
 from moba_train.optim.schedule import stage_learning_rate
+from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.mesh import build_mesh
-from moba_train.parallel.stage import ContextEngines, Share
+from moba_train.parallel.stage import ContextEngines, DataShard
 from moba_train.parallel.world import World
+from moba_train.planning.memory import buffer_memory
 from moba_train.report.plots import draw_plots
 from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
@@ -49,7 +50,7 @@ from moba_train.training.throughput import throughput
 class Trainer:
     """Takes one model through the stages of a validated recipe, from the newest checkpoint in the run folder if any."""
 
-    share: Share
+    shard: DataShard
     """This rank's part of the current stage's data, and the engine of its attention."""
     evaluations: StageEvaluations
     """Evaluations of the current stage."""
@@ -66,10 +67,10 @@ class Trainer:
         self.stop_requested = False
 
         torch.manual_seed(config.seed + world.rank)
-        mesh = build_mesh(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
-        self.model = sharded_model(config, mesh, world.device)
+        dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
+        self.model = sharded_model(config, dims)
         self.optimizer = build_optimizer(self.model, config.optim, world.device)
-        self.context_engines = ContextEngines(config, world)
+        self.context_engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
         self.checkpoints = RunCheckpoints(config, self.model, self.optimizer, world)
         self.progress = self.checkpoints.start()
         self.stages = resolve_stages(config, self.progress.exited_steps)
@@ -126,7 +127,7 @@ class Trainer:
         """Train through the rest of a stage; False when stopped before its end."""
         stage = self.stages[index]
         data = self._begin(stage)
-        load = partial(self.share.batches, data, stage)
+        load = partial(self.shard.batches, data, stage)
         with Prefetcher(load, self.progress.step, stage.end_step, self.world.device) as steps:
             for step_data in self._wait_for_each(steps):
                 if not self._step(stage, step_data):
@@ -176,7 +177,7 @@ class Trainer:
         loss = torch.zeros((), device=self.world.device)
         with self.stragglers.attention(self.progress.step):
             for batch in data.batches:
-                batch_loss = training_loss(self.model, batch) / counts.loss_weight
+                batch_loss = training_loss(self.model, batch).total / counts.loss_weight
                 batch_loss.backward()
                 loss += batch_loss.detach()
         return loss
@@ -197,7 +198,7 @@ class Trainer:
         action = "apply"
         if report.level != "ok":
             with self.watch.phase("spike", step - 1):
-                action = self.recovery.act_on(report, stage, self.share, data.batches, own_loss_sum, metrics)
+                action = self.recovery.act_on(report, stage, self.shard, data.batches, own_loss_sum, metrics)
         if action == "apply":
             self._report_boundary(self.progress.boundary.observe(metrics["loss"]))
             clip_gradients(self.model, self.config.optim.clip_norm, grad_norm)
@@ -249,13 +250,13 @@ class Trainer:
             torch.compiler.reset()  # lengths that differ between stages would become variables, in slower code
         self.model.set_attention(build_attention(stage.attention, config.model.head_width))
         self.model.set_rope(stage.rope)
-        self.share, choice = self.context_engines.share(stage, mesh_sizes(stage.parallel, self.world.size))
-        self.model.set_engines([self.share.engine or run_local] * config.model.layers)
+        self.shard, choice = self.context_engines.data_shard(stage, mesh_sizes(stage.parallel, self.world.size))
+        self.model.set_engines([self.shard.engine or run_local] * config.model.layers)
         data = training_data(config, stage, progress.starts)
         data.check_fingerprints(progress.fingerprints)
         progress.fingerprints |= data.fingerprints
         self.stage_exit = StageExit(stage, progress.trailing_loss_before)
-        context = EvaluationContext(self.model, stage, self.share, self.world.device)
+        context = EvaluationContext(self.model, stage, self.shard, self.world.device)
         self.evaluations = StageEvaluations(config, context, self.telemetry)
         self.telemetry.stage = stage.name
         facts = {"stage_index": stage.index, "seq_len": stage.seq_len, "last_step": self.stages[-1].end_step}

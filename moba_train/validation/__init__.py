@@ -1,6 +1,7 @@
 """What no single key can know: combinations that cannot work, found before any GPU is touched.
 
 recipe           `validate`: every check of a recipe, all problems at once
+attention        kinds and options of the layers
 data             corpora and tokenizer
 stage_exit       stages that train until a criterion is met
 tensor_parallel  what tensor parallelism must be able to divide

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from moba_train.config.attention import LayerAttention, merge_attention, resolve_layers
 from moba_train.config.mesh import MeshSizes, divisors, fit_mesh
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import ScheduleConfig
@@ -12,7 +11,8 @@ from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
 from moba_train.convert.initial_weights import initial_problems
 from moba_train.errors import ConfigError
 from moba_train.evals.registry import EVALUATIONS
-from moba_train.parallel.scheme import stage_scheme
+from moba_train.parallel.strategy import stage_strategy
+from moba_train.validation.attention import attention_problems
 from moba_train.validation.data import file_problems, length_problems
 from moba_train.validation.stage_exit import exit_problems
 from moba_train.validation.tensor_parallel import row_problems, tensor_problems
@@ -33,7 +33,7 @@ def validate(
         *_stage_name_problems(config.stages),
         *_schedule_problems(config),
         *_checkpoint_problems(config),
-        *_attention_problems(config),
+        *attention_problems(config),
         *length_problems(config),
         *tensor_problems(config, ranks_per_node),
     ]
@@ -137,7 +137,7 @@ def _context_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator
         if parallel.cp_transport == "hierarchical" and ranks_per_node is None:
             continue
         try:
-            stage_scheme(config, stage, ranks_per_node or parallel.cp * parallel.tp)
+            stage_strategy(config, stage, ranks_per_node or parallel.cp * parallel.tp)
         except ValueError as error:
             key, _, problem = str(error).partition(": ")
             yield f"{_cp_key(config, index, key.removeprefix('parallel.'))}: {where}: {problem}"
@@ -210,64 +210,3 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
             f"{given}, but not every checkpoint is evaluated: checkpoint.every {config.checkpoint.every} must be a "
             f"multiple of evaluation.every {config.evaluation.every}"
         )
-
-
-def _attention_problems(config: RunConfig) -> Iterator[str]:
-    try:
-        resolve_layers(config.attention, config.model.layers)
-        recipe_problems: list[str] = []
-    except ConfigError as error:
-        recipe_problems = error.problems
-    yield from (f"attention.{problem}" for problem in recipe_problems)
-    for index, stage in enumerate(config.stages):
-        merged = merge_attention(config.attention, stage.attention)
-        try:
-            layers = resolve_layers(merged, config.model.layers)
-        except ConfigError as error:
-            inherited = set(recipe_problems)
-            yield from (f"stages[{index}].attention.{text}" for text in error.problems if text not in inherited)
-        else:
-            yield from _moba_problems(layers, stage, index)
-            if config.deterministic:
-                yield from _determinism_problems(layers, index)
-
-
-def _determinism_problems(layers: Sequence[LayerAttention], index: int) -> Iterator[str]:
-    ids = [layer for layer, attention in enumerate(layers) if getattr(attention.options, "backend", "") == "cudnn"]
-    if ids:
-        yield (
-            f"stages[{index}].attention.full.backend: given 'cudnn' in layer{'s' * (len(ids) > 1)} {_ranges(ids)}, "
-            "whose backward pass is not reproducible, with deterministic: true; set auto or flash"
-        )
-
-
-def _moba_problems(layers: Sequence[LayerAttention], stage: StageConfig, index: int) -> Iterator[str]:
-    groups: dict[LayerAttention, list[int]] = {}
-    for layer, attention in enumerate(layers):
-        if attention.kind == "moba":
-            groups.setdefault(attention, []).append(layer)
-    for attention, ids in groups.items():
-        options = attention.options.model_dump()
-        path, where = f"stages[{index}].attention.moba", f"in layer{'s' * (len(ids) > 1)} {_ranges(ids)}"
-        if options["block_size"] > stage.seq_len:
-            yield (
-                f"{path}.block_size: given {options['block_size']} {where}, which does not fit in a sequence of "
-                f"{stage.seq_len} tokens; allowed: at most seq_len"
-            )
-        forced = {"current", *options["always"]}
-        if options["topk"] < len(forced):
-            yield (
-                f"{path}.topk: given {options['topk']} {where}, but {len(forced)} blocks are always chosen "
-                f"({', '.join(sorted(forced))}) and count towards it; allowed: >= {len(forced)}"
-            )
-
-
-def _ranges(ids: Sequence[int]) -> str:
-    """Sorted numbers in short: `0-28, 31`."""
-    runs: list[list[int]] = []
-    for number in ids:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

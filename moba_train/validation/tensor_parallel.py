@@ -5,10 +5,11 @@ from math import gcd
 from typing import get_args
 
 from moba_train.config.mesh import divisors
+from moba_train.config.run import CPLayout
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.evals.registry import enabled_evaluations
-from moba_train.parallel.context.layout import Kind, SequenceLayout
+from moba_train.parallel.context.layout import SequenceLayout
 
 _DIVIDED = ("heads", "kv_heads", "intermediate_size", "vocab_size")
 
@@ -37,8 +38,8 @@ def row_problems(config: RunConfig) -> Iterator[str]:
         for text, sequences in passes.items():
             tokens = stage.seq_len * sequences
             # `auto` decides between them by the memory it finds
-            kinds = get_args(Kind) if layout == "auto" else (layout,)
-            rows = {SequenceLayout.cut(tokens, cp, kind).rows for kind in kinds} if tokens >= cp else set()
+            kinds = get_args(CPLayout) if layout == "auto" else (layout,)
+            rows = {SequenceLayout.split(tokens, cp, kind).rows for kind in kinds} if tokens >= cp else set()
             if uneven := [str(count) for count in sorted(rows) if count % tp]:
                 over, unit = (f" over cp {cp}", 2 * cp * tp) if cp > 1 else ("", tp)
                 yield (

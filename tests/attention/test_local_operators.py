@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention.full import FullAttention
+from moba_train.attention.full_kind import FullKind
 from moba_train.attention.local import _ENGINE, run_local
+from moba_train.attention.moba.kind import MobaKind
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.named import Registry
 from moba_train.attention.operators import SAVED_OPERATORS, _attention
@@ -105,10 +107,10 @@ def test_an_attention_replaced_before_the_backward_pass_still_gives_its_own_grad
 
     def gradient(replace: bool) -> Tensor:
         model.zero_grad()
-        model.set_attention([MobaAttention(MobaAttention.Options(block_size=4, topk=2), 16)])
+        model.set_attention([MobaKind(MobaKind.Options(block_size=4, topk=2), 16)])
         logits = model(tokens, positions, packed_layout([30]))
         if replace:
-            model.set_attention([FullAttention(FullAttention.Options(), 16)])
+            model.set_attention([FullKind(FullKind.Options(), 16)])
         logits.square().sum().backward()
         gradient = model.embedding.weight.grad
         assert gradient is not None

@@ -34,7 +34,7 @@ def test_the_program_reads_runs_and_starts_over_at_their_stages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = [
-        {"kind": "metrics", "step": step, "stage": stage, "loss": level, "grad_norm": 1.0}
+        {"type": "metrics", "step": step, "stage": stage, "loss": level, "grad_norm": 1.0}
         for stage, level, steps in (("short", 2.0, range(140)), ("long", 4.0, range(140, 280)))
         for step in steps
     ]

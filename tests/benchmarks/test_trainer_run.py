@@ -39,8 +39,8 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]
         assert not enough()
         launch(*arguments)
         (tmp_path / "run").mkdir()
-        save, lines = {"kind": "checkpoint", "checkpoint_stall_s": 0.1}, []
-        for record in ({"step": 7} | save, {"step": 8, "kind": "metrics"}, {"step": 9, "checkpoint_save_s": 1} | save):
+        save, lines = {"type": "checkpoint", "checkpoint_stall_s": 0.1}, []
+        for record in ({"step": 7} | save, {"step": 8, "type": "metrics"}, {"step": 9, "checkpoint_save_s": 1} | save):
             assert not enough()
             lines.append(json.dumps(record))
             (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines))
@@ -77,10 +77,10 @@ def test_a_delay_is_the_stall_and_what_the_next_step_takes_longer() -> None:
     """One save is done, the second was killed on its way, a third is none that was asked for."""
     seconds = [5.0] * 5 + [1.0, 1.0, 1.5, 1.2, 1.0, 1.0, 2.0, 1.0]  # 5 steps to warm up; saves after 7, 11 and 13
     records: list[dict[str, Any]] = [
-        {"step": step, "kind": "metrics", "step_s": taken} for step, taken in enumerate(seconds, 1)
+        {"step": step, "type": "metrics", "step_s": taken} for step, taken in enumerate(seconds, 1)
     ]
-    records += [{"step": step, "kind": "checkpoint", "checkpoint_stall_s": 0.1 * step} for step in (7, 11, 13)]
-    records += [{"step": 9, "kind": "checkpoint", "checkpoint_save_s": 30.0}]
+    records += [{"step": step, "type": "checkpoint", "checkpoint_stall_s": 0.1 * step} for step in (7, 11, 13)]
+    records += [{"step": 9, "type": "checkpoint", "checkpoint_save_s": 30.0}]
     found = checkpoint_stall.summarise(records, saves=2)
     assert found["step_s"]["median"] == 1.0
     assert found["step_beside_save_s"] == {"median": 1.35, "min": 1.0, "max": 2.0, "count": 4}

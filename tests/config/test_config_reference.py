@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
+from moba_train import reference
 from moba_train.attention.registry import KINDS
-from moba_train.config import reference
 from moba_train.config.explain import section_of, walk
 from moba_train.config.schema import RunConfig
 
 
 def test_the_committed_files_are_what_the_schema_gives():
-    assert not reference.stale_files(), "run python -m moba_train.config.reference"
+    assert not reference.stale_files(), "run python -m moba_train.reference"
 
 
 def test_check_exits_1_for_a_stale_file_and_writing_mends_it(tmp_path, monkeypatch, capsys):
@@ -29,7 +29,7 @@ def test_check_exits_1_for_a_stale_file_and_writing_mends_it(tmp_path, monkeypat
 
 
 def test_it_runs_as_a_module():
-    assert subprocess.run([sys.executable, "-m", "moba_train.config.reference", "--check"]).returncode == 0
+    assert subprocess.run([sys.executable, "-m", "moba_train.reference", "--check"]).returncode == 0
 
 
 def test_every_key_is_documented_with_a_meaning():

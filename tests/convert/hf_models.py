@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moba_train.attention.full import FullAttention
+from moba_train.attention.full_kind import FullKind
 from moba_train.attention.protocol import LocalAttention, packed_layout
 from moba_train.convert.hf_config import read_model_config
 from moba_train.convert.hf_weights import load_hf_weights
@@ -66,7 +66,7 @@ def our_model(folder: Path, kinds: list[LocalAttention] | None = None) -> Transf
     config = read_model_config(folder)
     model = Transformer(config)
     load_hf_weights(model, folder)
-    model.set_attention(kinds or [FullAttention(FullAttention.Options(), config.head_width)] * config.layers)
+    model.set_attention(kinds or [FullKind(FullKind.Options(), config.head_width)] * config.layers)
     return model.eval()
 
 

@@ -33,12 +33,12 @@ def test_only_documents_longer_than_a_sample_are_cut(make_corpus: MakeCorpus, le
     for index in range(20):
         sample = data.sample(index)
         begin = 0
-        for piece, length in zip(sample.pieces, sample.lengths, strict=False):
-            document = corpus.document(piece.document).tolist()
-            assert length == min(seq_len, len(document) - piece.start)
-            assert piece.start % seq_len == 0
-            labels = document[piece.start + 1 : piece.stop + 1]
-            assert sample.tokens[begin : begin + length].tolist() == document[piece.start : piece.stop]
+        for part, length in zip(sample.parts, sample.lengths, strict=False):
+            document = corpus.document(part.document).tolist()
+            assert length == min(seq_len, len(document) - part.start)
+            assert part.start % seq_len == 0
+            labels = document[part.start + 1 : part.stop + 1]
+            assert sample.tokens[begin : begin + length].tolist() == document[part.start : part.stop]
             assert sample.labels[begin : begin + len(labels)].tolist() == labels
             goes_on = [1.0] * len(labels) + [0.0] * (length - len(labels))
             assert sample.loss_weight[begin : begin + length].tolist() == goes_on
@@ -69,7 +69,7 @@ def test_the_next_stage_goes_on_behind_the_documents_read(
     make_corpus: MakeCorpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In groups of two samples' worth, four samples and then two longer ones: nothing twice in an epoch."""
-    monkeypatch.setattr("moba_train.data.windows.PACKED_WINDOWS", 2)
+    monkeypatch.setattr("moba_train.data.packers.PACKING_GROUP", 2)
     path = make_corpus("a", numbered_documents(LENGTHS * 3))
     first = stage(path, sequences=4)
     seen = [token for index in range(4) for token in documents_tokens(first.sample(index))]

@@ -23,7 +23,7 @@ def test_every_prefix_keeps_the_weights(weights: list[float], count: int) -> Non
 
 
 @given(weights=WEIGHTS, first=st.integers(0, 300), count=st.integers(0, 100))
-def test_any_window_is_a_part_of_the_longer_blend(weights: list[float], first: int, count: int) -> None:
+def test_any_range_is_a_part_of_the_longer_blend(weights: list[float], first: int, count: int) -> None:
     source, ordinal = blend(weights, first + count + 7)
     window = blend(weights, count, first)
     assert (window[0].dtype, window[1].dtype) == (np.int32, np.int64)
@@ -31,7 +31,7 @@ def test_any_window_is_a_part_of_the_longer_blend(weights: list[float], first: i
     assert window[1].tolist() == ordinal[first : first + count].tolist()
 
 
-def test_far_windows_are_exact() -> None:
+def test_far_ranges_are_exact() -> None:
     weights, far = [0.7, 0.2, 0.1], 10**9
     source, ordinal = blend(weights, 1000, far)
     before, after = samples_taken(weights, far), samples_taken(weights, far + 1000)

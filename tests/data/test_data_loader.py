@@ -36,7 +36,7 @@ def test_batch_is_the_samples_end_to_end(data: StageData) -> None:
     assert torch.equal(batch.labels, labels)
     assert batch.loss_weight.tolist() == [1.0] * len(batch.loss_index)
     assert batch.loss_tokens == weight.sum().item()
-    assert batch.pieces == samples[0].pieces + samples[1].pieces
+    assert batch.parts == samples[0].parts + samples[1].parts
     assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype, batch.loss_index.dtype} == {torch.int64}
 
 

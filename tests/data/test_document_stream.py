@@ -14,7 +14,7 @@ LENGTHS = [3, 0, 5, 1, 0, 7, 2, 0]
 
 
 def read(stream: DocumentStream, offset: int, length: int) -> list[int]:
-    return [int(token) for piece in stream.window(offset, length) for token in stream.dataset.document(*piece)]
+    return [int(token) for part in stream.parts(offset, length) for token in stream.dataset.document(*part[1:])]
 
 
 def test_each_epoch_is_another_permutation_of_all_documents(make_corpus: MakeCorpus) -> None:
@@ -23,13 +23,13 @@ def test_each_epoch_is_another_permutation_of_all_documents(make_corpus: MakeCor
     epochs = [read(stream, epoch * dataset.tokens, dataset.tokens) for epoch in range(6)]
     assert all(sorted(epoch) == list(range(1, dataset.tokens + 1)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 3
-    for piece in stream.window(0, 3 * dataset.tokens):
-        assert (piece.start, piece.stop) == (0, dataset.document_lengths[piece.document])
+    for part in stream.parts(0, 3 * dataset.tokens):
+        assert (part.start, part.stop) == (0, dataset.document_lengths[part.document])
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(offset=st.integers(0, 80), length=st.integers(0, 60))
-def test_any_window_is_a_cut_of_the_whole_stream(make_corpus: MakeCorpus, offset: int, length: int) -> None:
+def test_any_range_is_a_cut_of_the_whole_stream(make_corpus: MakeCorpus, offset: int, length: int) -> None:
     stream = DocumentStream(IndexedDataset(make_corpus("a", numbered_documents(LENGTHS))), seed=0)
     whole = read(stream, 0, 140)
     fresh = DocumentStream(stream.dataset, seed=0)

@@ -33,7 +33,7 @@ def test_labels_follow_the_document_and_stop_at_its_end(make_corpus: MakeCorpus)
     assert second.labels.tolist() == [10, 0, 2, 3, 4, 5, 6, 7]
     assert second.loss_weight.tolist() == [1, 0, 1, 1, 1, 1, 1, 1]
     assert second.lengths == [2, 6]
-    assert [(piece.document, piece.start, piece.stop) for piece in second.pieces] == [(0, 8, 10), (0, 0, 6)]
+    assert [(part.document, part.start, part.stop) for part in second.parts] == [(0, 8, 10), (0, 0, 6)]
     assert (first.tokens.dtype, first.labels.dtype, first.loss_weight.dtype) == (np.int64, np.int64, np.float32)
 
 
@@ -52,10 +52,10 @@ def test_every_label_is_the_documents_next_token(make_corpus: MakeCorpus, length
     sample = stage(path).sample(index)
     assert sum(sample.lengths) == len(sample.tokens) == 8
     begin = 0
-    for length, piece in zip(sample.lengths, sample.pieces, strict=True):
-        document = corpus.document(piece.document)
+    for length, part in zip(sample.lengths, sample.parts, strict=True):
+        document = corpus.document(part.document)
         for place in range(length):
-            at = piece.start + place
+            at = part.start + place
             assert sample.tokens[begin + place] == document[at]
             goes_on = at + 1 < len(document)
             assert sample.loss_weight[begin + place] == goes_on
@@ -89,9 +89,9 @@ def test_consecutive_stages_read_each_token_once(make_corpus: MakeCorpus) -> Non
     assert sorted(seen) == list(range(1, 161)) + list(range(500, 596))
 
 
-def test_windows_are_shuffled_in_groups(make_corpus: MakeCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long document does not fill whole batches; ten windows in groups of four: 4, 4 and 2."""
-    monkeypatch.setattr("moba_train.data.windows.SHUFFLED_WINDOWS", 4)
+def test_samples_are_shuffled_in_groups(make_corpus: MakeCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long document does not fill whole batches; ten samples in groups of four: 4, 4 and 2."""
+    monkeypatch.setattr("moba_train.data.packers.SHUFFLE_GROUP", 4)
     data = stage(make_corpus("a", numbered_documents([81])), sequences=10)
     order = [int(data.sample(index).tokens[0] - 1) // 8 for index in range(10)]
     assert order != list(range(10))
@@ -99,8 +99,8 @@ def test_windows_are_shuffled_in_groups(make_corpus: MakeCorpus, monkeypatch: py
 
 
 def test_a_stage_stopped_early_reads_nothing_twice(make_corpus: MakeCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After 6 of 10 windows, in the middle of the second group of 4, the next stage goes on behind that group."""
-    monkeypatch.setattr("moba_train.data.windows.SHUFFLED_WINDOWS", 4)
+    """After 6 of 10 samples, in the middle of the second group of 4, the next stage goes on behind that group."""
+    monkeypatch.setattr("moba_train.data.packers.SHUFFLE_GROUP", 4)
     path = make_corpus("a", numbered_documents([81]))
     stopped = stage(path, sequences=10)
     assert stopped.starts_after(6) == {path: 64}

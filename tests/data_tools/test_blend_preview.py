@@ -56,8 +56,8 @@ def test_shares_repeats_and_padding_are_those_of_the_samples(recipe: Path, packi
     data = StageData(stage.sources, 64, 20, config.seed, {}, config.model.vocab_size, packing)
     read: Counter[str] = Counter()
     for sample in map(data.sample, range(20)):
-        for piece in sample.pieces:
-            read[piece.source] += piece.stop - piece.start
+        for part in sample.parts:
+            read[part.source] += part.stop - part.start
     assert one_b.epochs_so_far + two_b.epochs == pytest.approx(two_b.epochs_so_far)
     if packing == "concat":
         assert (one_a.epochs, one_b.epochs) == (read[one_a.source] / 300, read[one_b.source] / 60)

@@ -14,16 +14,17 @@ from moba_train.attention.protocol import packed_layout
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import ModelConfig
+from moba_train.config.run import CPLayout
 from moba_train.data.batch import Batch
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.data.stretches import Stretches, count_stretches
+from moba_train.data.long_documents import LongDocumentSamples, count_samples
 from moba_train.errors import DataError
 from moba_train.evals.position_wise import PositionWiseLoss, position_wise_loss, summarize
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.context.batch import shard_batch
-from moba_train.parallel.context.layout import Kind, SequenceLayout
-from moba_train.parallel.stage import Share
+from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import World, joined_world
 
 SEQ_LEN, VOCAB = 16, 200
@@ -43,8 +44,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[SourceConfig]:
 
 
 def test_only_documents_that_are_long_enough_give_whole_stretches(sources: list[SourceConfig]) -> None:
-    found = Stretches(sources, SEQ_LEN, 100, 0, VOCAB)
-    places = sorted((s.pieces[0].document, s.pieces[0].start) for s in map(found.sample, range(len(found))))
+    found = LongDocumentSamples(sources, SEQ_LEN, 100, 0, VOCAB)
+    places = sorted((s.parts[0].document, s.parts[0].start) for s in map(found.sample, range(len(found))))
     assert places == [(2, 0), (3, 0), (3, 16), (5, 0), (5, 16)]
     for sample in map(found.sample, range(len(found))):
         assert sample.lengths == [SEQ_LEN]
@@ -54,17 +55,17 @@ def test_only_documents_that_are_long_enough_give_whole_stretches(sources: list[
 
 def test_stretches_are_the_same_every_time_and_fewer_are_some_of_them(sources: list[SourceConfig]) -> None:
     def first_tokens(count: int) -> list[int]:
-        found = Stretches(sources, SEQ_LEN, count, 3, VOCAB)
+        found = LongDocumentSamples(sources, SEQ_LEN, count, 3, VOCAB)
         return [int(found.sample(index).tokens[0]) for index in range(len(found))]
 
     assert first_tokens(5) == first_tokens(5)
     assert first_tokens(2) == first_tokens(5)[:2]
-    assert len(Stretches(sources, 64, 5, 3, VOCAB)) == 0
-    assert [count_stretches(sources, length) for length in (SEQ_LEN, 64)] == [5, 0]
+    assert len(LongDocumentSamples(sources, 64, 5, 3, VOCAB)) == 0
+    assert [count_samples(sources, length) for length in (SEQ_LEN, 64)] == [5, 0]
 
 
 def test_a_token_outside_the_vocabulary_is_named(sources: list[SourceConfig]) -> None:
-    found = Stretches(sources, SEQ_LEN, 5, 0, 30)
+    found = LongDocumentSamples(sources, SEQ_LEN, 5, 0, 30)
     with pytest.raises(DataError, match=r"document [35] has token ids .*model.vocab_size is 30"):
         [found.sample(index) for index in range(5)]
 
@@ -82,8 +83,8 @@ def test_losses_are_those_of_the_logits_bucket_by_bucket(sources: list[SourceCon
     initialize_weights(model, 0)
     attention = AttentionConfig.model_validate({"default": kind, "moba": {"block_size": 4, "topk": 2}})
     model.set_attention(build_attention(resolve_layers(attention, 2), 16))
-    found = Stretches(sources, SEQ_LEN, 3, 0, VOCAB)
-    got = position_wise_loss(model, found, 4, Share(), world.device)
+    found = LongDocumentSamples(sources, SEQ_LEN, 3, 0, VOCAB)
+    got = position_wise_loss(model, found, 4, DataShard(), world.device)
     for index in range(3):
         sample = found.sample(index)
         tokens = torch.from_numpy(sample.tokens).to(world.device)
@@ -110,33 +111,34 @@ def test_means_and_errors_take_sequences_as_the_sample() -> None:
 
 def test_a_corpus_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere"):
-        Stretches([SourceConfig(path=str(tmp_path / "nowhere"))], SEQ_LEN, 2, 0, VOCAB)
+        LongDocumentSamples([SourceConfig(path=str(tmp_path / "nowhere"))], SEQ_LEN, 2, 0, VOCAB)
 
 
 @dataclass(frozen=True)
-class Shard(Share):
+class Shard(DataShard):
     """A rank's part of every sequence, without the other ranks."""
 
     sequence: SequenceLayout | None = None
     rank: int = 0
 
-    def of(self, batch: Batch) -> Batch:
+    def shard_batch(self, batch: Batch) -> Batch:
         assert self.sequence is not None
         return shard_batch(batch, self.sequence, self.rank)
 
 
 @pytest.mark.parametrize(("ranks", "kind"), [(2, "contiguous"), (3, "zigzag"), (16, "zigzag")])
 def test_ranks_that_share_sequences_add_up_to_one(
-    sources: list[SourceConfig], world: World, ranks: int, kind: Kind
+    sources: list[SourceConfig], world: World, ranks: int, kind: CPLayout
 ) -> None:
     """Every token counts once, in its own bucket, also where shards have padding, or hold nothing but padding."""
 
-    def loss_is_the_label(_tokens: Any, _positions: Any, _layout: Any, loss_on: Any, per_token: bool) -> torch.Tensor:
-        return loss_on[0].float()
+    class LossIsTheLabel:
+        def token_losses(self, _tokens: Any, _positions: Any, _layout: Any, loss_tokens: Any) -> torch.Tensor:
+            return loss_tokens[0].float()
 
-    model, found = cast(Transformer, loss_is_the_label), Stretches(sources, SEQ_LEN, 2, 0, VOCAB)
-    whole = position_wise_loss(model, found, 4, Share(), world.device)
-    sequence = SequenceLayout.cut(SEQ_LEN, ranks, kind)
+    model, found = cast(Transformer, LossIsTheLabel()), LongDocumentSamples(sources, SEQ_LEN, 2, 0, VOCAB)
+    whole = position_wise_loss(model, found, 4, DataShard(), world.device)
+    sequence = SequenceLayout.split(SEQ_LEN, ranks, kind)
     shards = [Shard(sequence=sequence, rank=rank) for rank in range(ranks)]
     parts = [position_wise_loss(model, found, 4, shard, world.device).losses for shard in shards]
     assert whole.losses[0] == pytest.approx(found.sample(0).labels.reshape(4, 4).mean(1))

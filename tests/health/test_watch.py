@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from moba_train.config.run import WatchConfig
 from moba_train.health.watch import PhaseTimes, Watch
-from moba_train.parallel.failures import Beat
+from moba_train.parallel.failures import Heartbeat
 from moba_train.parallel.world import World
 
 MOST = 480.0
@@ -30,7 +30,7 @@ class Ranks:
     def beat(self, rank: int, entered: int, age_s: float = 9.0, limit_s: float = 1.0, waits: bool = True) -> None:
         count = 1 + int(time.monotonic() * 1000)
         stack = f"  at line {rank}\n"
-        Beat(count, entered, "checkpoint", 7, age_s, limit_s, stack, waits).give(self.store, rank)
+        Heartbeat(count, entered, "checkpoint", 7, age_s, limit_s, stack, waits).publish(self.store, rank)
 
 
 @pytest.fixture
@@ -109,8 +109,8 @@ def test_a_rank_that_may_take_so_long_is_not_blamed(three: Ranks) -> None:
 
 def current_phase(ranks: Ranks) -> tuple[str, int]:
     """Phase and step in the next heartbeat."""
-    earlier = Beat.newest(ranks.store, 0)
-    while (beat := Beat.newest(ranks.store, 0)) is None or (earlier and beat.count <= earlier.count + 1):
+    earlier = Heartbeat.latest(ranks.store, 0)
+    while (beat := Heartbeat.latest(ranks.store, 0)) is None or (earlier and beat.count <= earlier.count + 1):
         time.sleep(0.01)
     return beat.phase, beat.step
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moba_train.attention.full import FullAttention
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.full_kind import FullKind
+from moba_train.attention.moba.kind import MobaKind
 from moba_train.attention.protocol import LocalAttention, packed_layout
 from moba_train.config.model import ModelConfig
 from moba_train.inference.generate import generate
@@ -12,8 +12,8 @@ from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=97, hidden_size=32, intermediate_size=48, layers=3, heads=4, kv_heads=2)
-FULL = FullAttention(FullAttention.Options(), CONFIG.head_width)
-MOBA = MobaAttention(MobaAttention.Options(block_size=8, topk=2), CONFIG.head_width)
+FULL = FullKind(FullKind.Options(), CONFIG.head_width)
+MOBA = MobaKind(MobaKind.Options(block_size=8, topk=2), CONFIG.head_width)
 
 
 def model_with(kinds: list[LocalAttention]) -> Transformer:

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moba_train.attention.full import FullAttention
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.full_kind import FullKind
+from moba_train.attention.moba.kind import MobaKind
 from moba_train.attention.protocol import packed_layout
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.model.build import initialize_weights
@@ -40,7 +40,7 @@ def build(device, kinds=None, **changes) -> Transformer:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator).to(device)
-    model.set_attention(kinds or [FullAttention(FullAttention.Options(), config.head_width)] * config.layers)
+    model.set_attention(kinds or [FullKind(FullKind.Options(), config.head_width)] * config.layers)
     return model
 
 
@@ -105,8 +105,8 @@ def test_float32_logits_and_gradients_equal_a_plain_implementation(changes, devi
 @pytest.mark.parametrize("kind", ["full", "moba"])
 def test_packed_documents_give_the_logits_of_each_document_alone(kind, device):
     attention = {
-        "full": FullAttention(FullAttention.Options(), 8),
-        "moba": MobaAttention(MobaAttention.Options(block_size=4, topk=2), 8),
+        "full": FullKind(FullKind.Options(), 8),
+        "moba": MobaKind(MobaKind.Options(block_size=4, topk=2), 8),
     }[kind]
     model = build(device, [attention] * 2)
     lengths = [13, 0, 1, 9]
@@ -125,10 +125,10 @@ def test_a_moba_model_that_chooses_every_block_is_the_full_attention_model(devic
     model = build(device)
     batch = inputs([20, 7], device)
     full = model(*batch)
-    every_block = MobaAttention(MobaAttention.Options(block_size=4, topk=5), 8)
-    one_block = MobaAttention(MobaAttention.Options(block_size=4, topk=1), 8)
+    every_block = MobaKind(MobaKind.Options(block_size=4, topk=5), 8)
+    one_block = MobaKind(MobaKind.Options(block_size=4, topk=1), 8)
     for layer in range(2):
-        kinds = [FullAttention(FullAttention.Options(), 8)] * 2
+        kinds = [FullKind(FullKind.Options(), 8)] * 2
         kinds[layer] = every_block
         model.set_attention(kinds)
         torch.testing.assert_close(model(*batch), full, rtol=1e-4, atol=1e-4)
@@ -169,7 +169,7 @@ def test_the_loss_is_the_cross_entropy_of_the_chosen_rows(device):
     index = torch.tensor([0, 3, 8, 14], device=device)
     labels = torch.tensor([7, 0, 49, 7], device=device)
     weights = torch.tensor([1.0, 0.5, 0.0, 2.0], device=device)
-    loss = model(*batch, loss_on=(labels, index, weights))
+    loss = model.loss(*batch, (labels, index, weights)).loss
     want = (F.cross_entropy(model(*batch)[index], labels, reduction="none") * weights).sum()
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
 
@@ -179,7 +179,7 @@ def test_without_loss_tokens_every_parameter_still_gets_a_gradient_of_zero(rows,
     """A data-parallel rank whose samples are all prompt must not hang or poison the others' reduction."""
     model = build(device, qkv_bias=True, qk_norm=True)
     nothing = torch.zeros(rows, dtype=torch.int64, device=device)
-    loss = model(*inputs([8], device), loss_on=(nothing, nothing, torch.zeros(rows, device=device)))
+    loss = model.loss(*inputs([8], device), (nothing, nothing, torch.zeros(rows, device=device))).loss
     assert loss.item() == 0
     loss.backward()
     for name, parameter in model.named_parameters():
@@ -192,7 +192,7 @@ def test_a_model_without_a_choice_of_attention_says_what_to_do(device):
     with pytest.raises(RuntimeError, match="set_attention"):
         model(*inputs([4], device))
     with pytest.raises(ValueError, match="argument 2 is shorter"):
-        model.set_attention([FullAttention(FullAttention.Options(), 8)])
+        model.set_attention([FullKind(FullKind.Options(), 8)])
 
 
 @pytest.mark.parametrize(

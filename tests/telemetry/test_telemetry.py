@@ -1,6 +1,7 @@
 """Records reach every sink, the history stays one, and no sink can stop a run."""
 
 import io
+import json
 import logging
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 from rich.console import Console
 
 from moba_train.errors import UserError
+from moba_train.report.compare import Comparison, compare
+from moba_train.report.loss_plot import plot_run
 from moba_train.telemetry.console import ConsoleSink
 from moba_train.telemetry.jsonl import JsonlSink, read_records
 from moba_train.telemetry.telemetry import Telemetry
@@ -51,7 +54,7 @@ def test_jsonl_holds_what_every_sink_got(tmp_path: Path) -> None:
 
     assert read_records(tmp_path / "metrics.jsonl") == sink.records
     assert sink.closed
-    assert [record["kind"] for record in sink.records] == ["stage", "metrics", "validation_loss", "alert"]
+    assert [record["type"] for record in sink.records] == ["stage", "metrics", "validation_loss", "alert"]
     assert {record["stage"] for record in sink.records} == {"short"}
     assert sink.records[1].items() >= {"step": 1, "tokens": 4096, "loss": 3.5}.items()
     assert sink.records[3].items() >= {"step": 1, "title": "Spike", "alert": "spike"}.items()
@@ -90,6 +93,39 @@ def test_a_resumed_run_has_one_history(tmp_path: Path, resumed_step: int | None)
     assert [r["step"] for r in discarded] == [s for s in range(1, 6) if s not in kept]
 
 
+def old_format(run_dir: Path) -> list[dict]:
+    """Rewrite `metrics.jsonl` of a run as early versions wrote it, with "kind" for "type"; returns today's records."""
+    path = run_dir / "metrics.jsonl"
+    records = read_records(path)
+    old = [{"kind" if key == "type" else key: value for key, value in record.items()} for record in records]
+    path.write_text("".join(json.dumps(record) + "\n" for record in old))
+    assert '"type"' not in path.read_text()
+    return records
+
+
+def test_a_history_of_early_versions_is_read_compared_drawn_and_continued(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    telemetry = Telemetry([JsonlSink(path, None)])
+    report(telemetry)
+    telemetry.log(2, 8192, {"loss": 3.0, "grad_norm": 0.25})
+    telemetry.close()
+    today = tmp_path / "today.jsonl"
+    today.write_bytes(path.read_bytes())
+
+    records = old_format(tmp_path)
+    assert read_records(path) == records
+    assert [list(record) for record in read_records(path)] == [list(record) for record in records]
+    assert compare(path, today) == Comparison("steps", 2, [])
+    assert plot_run(tmp_path).stat().st_size > 0
+
+    telemetry = Telemetry([JsonlSink(path, 1)])
+    telemetry.log(2, 8192, {"loss": 2.0})
+    telemetry.close()
+    assert [(r["step"], r["type"]) for r in read_records(path)] == [(r["step"], r["type"]) for r in records]
+    assert read_records(path)[-1]["loss"] == 2.0
+    assert read_records(tmp_path / "metrics.discarded.jsonl") == records[-1:]
+
+
 def test_console_lines_are_plain_outside_a_terminal() -> None:
     output = io.StringIO()
     telemetry = Telemetry([ConsoleSink(1000, Console(file=output, highlight=False, soft_wrap=True))])
@@ -107,11 +143,11 @@ def test_console_shows_the_time_left() -> None:
     output = io.StringIO()
     sink = ConsoleSink(100, Console(file=output, highlight=False, soft_wrap=True))
     for step, time in ((10, 1000.0), (20, 1020.0)):
-        sink.write({"kind": "metrics", "time": time, "step": step, "stage": "short"})
+        sink.write({"type": "metrics", "time": time, "step": step, "stage": "short"})
     assert output.getvalue().splitlines()[-1].endswith("left 0:02:40")
 
 
-def test_tensorboard_without_its_package_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match="pip install tensorboard"):
         TensorBoardSink(tmp_path, None)

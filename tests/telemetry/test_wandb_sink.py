@@ -1,4 +1,4 @@
-"""wandb gets everything when it works, and costs nothing when it does not."""
+"""wandb receives everything when it works, and costs nothing when it does not."""
 
 import logging
 import os
@@ -76,7 +76,7 @@ def raise_error() -> None:
 
 
 MOMENT_S = 10.0
-"""What waits for a wandb that hangs takes longer; what does not takes less, on a loaded machine too."""
+"""Code that waits for a hanging wandb takes longer; code that does not wait takes less, even on a loaded machine."""
 
 
 def hang() -> None:
@@ -91,19 +91,19 @@ def test_records_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     telemetry.log(1, 10, {"loss": 3.5})
     telemetry.event(2, 20, "spike", "loss too high", z=7.0)
     telemetry.event(3, 30, "stage", "a message alone is no curve")
-    for kind in ("spike", "spike", "disk"):
-        telemetry.alert(kind, "text", kind)
+    for alert_type in ("spike", "spike", "disk"):
+        telemetry.alert(alert_type, "text", alert_type)
     telemetry.close()
 
     assert run.logged == [
         {"loss": 3.5, "step": 1, "tokens": 10},
         {"z": 7.0, "spikes": [[2, 20, "short", "loss too high"]], "step": 2, "tokens": 20},
     ]
-    assert run.alerts == ["spike", "disk"], "one alert per kind in ten minutes"
+    assert run.alerts == ["spike", "disk"], "one alert per type in ten minutes"
     assert run.finished
 
 
-def test_a_clock_put_back_does_not_silence_alerts(tmp_path: Path) -> None:
+def test_a_clock_set_back_does_not_silence_alerts(tmp_path: Path) -> None:
     history = WandbHistory(tmp_path / "history.json")
     times = (0.0, 599.0, 601.0, -86400.0, -86399.0)
     assert [history.may_alert("spike", 1e9 + time, 600.0) for time in times] == [True, False, True, True, False]
@@ -130,7 +130,7 @@ def test_a_failing_wandb_neither_stops_nor_slows_a_run(tmp_path, monkeypatch, ca
     monkeypatch.setattr(wandb_sink, "QUEUE_SIZE", 10)
     wandb = sink(tmp_path, wait_s=0.5)
     telemetry = Telemetry([wandb])
-    telemetry.alert("title", "text", "kind")
+    telemetry.alert("title", "text", "spike")
 
     start, work = time.perf_counter(), time.thread_time()
     for step in range(1000):
@@ -204,13 +204,13 @@ def children():
 folder = Path(sys.argv[1])
 sink = WandbSink(WandbConfig(mode="offline"), folder, "name", "run-id", {}, wait_s=1)
 while not list(folder.glob("wandb/history-run-id.json")):
-    sink.write({"kind": "metrics", "step": 1, "tokens": 1, "loss": 1.0})
+    sink.write({"type": "metrics", "step": 1, "tokens": 1, "loss": 1.0})
     time.sleep(0.1)
 stopped = children()
 assert stopped
 for pid in stopped:
     os.kill(pid, signal.SIGSTOP)
-sink.write({"kind": "metrics", "step": 2, "tokens": 2, "loss": 1.0})
+sink.write({"type": "metrics", "step": 2, "tokens": 2, "loss": 1.0})
 sink.close()
 us = os.getpid()
 if os.fork() == 0:  # ends wandb's process once we are gone

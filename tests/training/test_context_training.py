@@ -10,10 +10,11 @@ import torch
 from tiny_run import VOCAB, Run, assert_like_one_gpu
 from trainer_ranks import Ranks
 
+from moba_train.config.run import CPLayout
 from moba_train.data.batch import collate
 from moba_train.data.samples import Sample
 from moba_train.parallel.context.batch import shard_batch
-from moba_train.parallel.context.layout import Kind, SequenceLayout
+from moba_train.parallel.context.layout import SequenceLayout
 
 
 def lengthened(run: Run, steps: int) -> Run:
@@ -156,14 +157,14 @@ def test_two_gpus_share_sequences_and_repeat_bit_by_bit(run: Run, transport: str
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_shards_hold_every_token_once_with_its_own_position_label_and_loss(kind: Kind, count: int) -> None:
+def test_shards_hold_every_token_once_with_its_own_position_label_and_loss(kind: CPLayout, count: int) -> None:
     """A sparse loss mask, and token 0, which is also what padding is made of, among the real tokens."""
     rng = np.random.default_rng(0)
     weights = np.zeros(13, dtype=np.float32)
     weights[[2, 3]] = 1, 0.5
     sample = Sample(rng.integers(VOCAB, size=13) * (np.arange(13) % 3), np.arange(13), weights, [6, 7], [])
     batch = collate([sample])
-    sequence = SequenceLayout.cut(13, count, kind)
+    sequence = SequenceLayout.split(13, count, kind)
     shards = [shard_batch(batch, sequence, rank) for rank in range(count)]
     for name in ("tokens", "labels", "positions"):
         whole = sequence.to_packed(torch.cat([getattr(shard, name) for shard in shards]))

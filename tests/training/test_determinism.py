@@ -71,7 +71,7 @@ def test_the_first_step_that_differs_is_named(runs: Runs, tmp_path: Path) -> Non
     lines = (runs.one / "metrics.jsonl").read_text().splitlines()
     changed = [json.loads(line) for line in lines]
     for record in changed:
-        if record["kind"] == "metrics" and record["step"] >= 7:
+        if record["type"] == "metrics" and record["step"] >= 7:
             record["loss"] *= 1 + 1e-6
     other = tmp_path / "metrics.jsonl"
     other.write_text("".join(json.dumps(record) + "\n" for record in changed))

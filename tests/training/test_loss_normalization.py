@@ -6,24 +6,27 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from trainer_ranks import Ranks
 
-from moba_train.attention.full import FullAttention
+from moba_train.attention.full_kind import FullKind
 from moba_train.attention.local import run_local
 from moba_train.config.data import DataConfig, SourceConfig
+from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
+from moba_train.config.run import CPTransport
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import gradient_norm
-from moba_train.parallel.context.choose import Scheme, TransportKind
 from moba_train.parallel.context.engine import context_engine
+from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.dims import ParallelDims
+from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.stage import Share
-from moba_train.parallel.world import joined_world
+from moba_train.parallel.stage import DataShard
+from moba_train.parallel.world import World, joined_world
 
 VOCAB, SEQ_LEN = 32, 24
 MODEL = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, layers=2, heads=2, kv_heads=1)
@@ -50,23 +53,23 @@ def samples() -> list[Sample]:
     return made
 
 
-def step(micro_batches: list[Batch], world_size: int, transport: TransportKind | None) -> dict[str, torch.Tensor]:
+def step(micro_batches: list[Batch], world: World, transport: CPTransport | None) -> dict[str, torch.Tensor]:
     """Loss, gradient norm and whole gradients of one step, as the trainer forms them; with a `transport`, the ranks
     share every sequence."""
-    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_replicate", "dp_shard"))
-    model = sharded_model(CONFIG, mesh, torch.device("cpu"))
+    model = sharded_model(CONFIG, ParallelDims(MeshSizes(dp_shard=world.size), world))
     if transport:
-        scheme, world = Scheme(world_size, transport, "zigzag", world_size), dist.group.WORLD
-        assert world is not None
-        share = Share(engine=context_engine(scheme, world, torch.device("cpu")))
+        strategy = CPStrategy(world.size, transport, "zigzag", world.size)
+        group = dist.group.WORLD
+        assert group is not None
+        share = DataShard(engine=context_engine(strategy, group, world.device))
         model.set_engines([share.engine or run_local] * MODEL.layers)
-        micro_batches = [share.of(batch) for batch in micro_batches]
-    model.set_attention([FullAttention(FullAttention.Options(), MODEL.head_width)] * MODEL.layers)
+        micro_batches = [share.shard_batch(batch) for batch in micro_batches]
+    model.set_attention([FullKind(FullKind.Options(), MODEL.head_width)] * MODEL.layers)
     count = torch.tensor(sum(batch.loss_weight_sum for batch in micro_batches))
     dist.all_reduce(count)
     loss = torch.zeros(())
     for batch in micro_batches:
-        batch_loss = model(batch.tokens, batch.positions, batch.layout, batch.loss_on) / count
+        batch_loss = training_loss(model, batch).total / count
         batch_loss.backward()
         loss += batch_loss.detach()
     dist.all_reduce(loss)
@@ -83,11 +86,11 @@ SPREADS = {
 }
 
 
-def worker(spread: list[list[list[int]]], transport: TransportKind | None, output: str) -> None:
+def worker(spread: list[list[list[int]]], transport: CPTransport | None, output: str) -> None:
     with joined_world() as world:
         made = samples()
         batches = [collate([made[i] for i in indices]) for indices in spread[world.rank]]
-        result = step(batches, world.size, transport)
+        result = step(batches, world, transport)
         if world.is_main:
             torch.save(result, output)
 
@@ -97,7 +100,7 @@ def expected() -> dict[str, torch.Tensor]:
     model = Transformer(MODEL)
     made, total, count = samples(), torch.zeros(()), 0.0
     initialize_weights(model, CONFIG.seed)
-    model.set_attention([FullAttention(FullAttention.Options(backend="reference"), MODEL.head_width)] * MODEL.layers)
+    model.set_attention([FullKind(FullKind.Options(backend="reference"), MODEL.head_width)] * MODEL.layers)
     for sample in made:
         batch = collate([sample])
         logits = model(batch.tokens, batch.positions, batch.layout)
@@ -117,7 +120,7 @@ def test_loss_and_gradients_do_not_depend_on_the_spread(
     check(spread, None, ranks, tmp_path / "result.pt")
 
 
-def check(spread: list[list[list[int]]], transport: TransportKind | None, ranks: Ranks, output: Path) -> None:
+def check(spread: list[list[list[int]]], transport: CPTransport | None, ranks: Ranks, output: Path) -> None:
     ranks.work(worker, (spread, transport, str(output)), len(spread))
     result = torch.load(output, weights_only=True)
     for name, value in expected().items():
@@ -125,7 +128,7 @@ def check(spread: list[list[list[int]]], transport: TransportKind | None, ranks:
 
 
 @pytest.mark.parametrize("transport", ["ring", "ulysses"])
-def test_nor_on_the_ranks_that_share_a_sequence(transport: TransportKind, ranks: Ranks, tmp_path: Path) -> None:
+def test_nor_on_the_ranks_that_share_a_sequence(transport: CPTransport, ranks: Ranks, tmp_path: Path) -> None:
     """Of the last three micro-batches, one has a single loss token, on one of the ranks, and two have none."""
     check([[[0], [1], [2, 3]]] * 2, transport, ranks, tmp_path / "result.pt")
 
@@ -134,8 +137,8 @@ def test_a_step_without_any_loss_token_leaves_zero_gradients() -> None:
     batch = collate(samples()[2:])
     assert batch.loss_tokens == 0
     model = Transformer(MODEL)
-    model.set_attention([FullAttention(FullAttention.Options(), MODEL.head_width)] * MODEL.layers)
-    loss = model(batch.tokens, batch.positions, batch.layout, batch.loss_on)
+    model.set_attention([FullKind(FullKind.Options(), MODEL.head_width)] * MODEL.layers)
+    loss = training_loss(model, batch).total
     loss.backward()
     assert loss.item() == 0
     assert all(not parameter.grad.any() for parameter in model.parameters())

@@ -21,8 +21,9 @@ from moba_train.data.samples import StageData
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import norms_by_kind
+from moba_train.parallel.dims import ParallelDims
+from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.mesh import build_mesh
 from moba_train.parallel.stage import ContextEngines
 from moba_train.parallel.world import World, joined_world, sum_over_ranks
 
@@ -83,20 +84,21 @@ def one_step(case: dict[str, int], norm: LossNorm, prefix: str, world: World) ->
     config = config_of(case)
     (stage,) = resolve_stages(config)
     sizes = mesh_sizes(stage.parallel, world.size)
-    model = sharded_model(config, build_mesh(sizes, world), world.device)
+    dims = ParallelDims(sizes, world)
+    model = sharded_model(config, dims)
     model.set_attention(build_attention(stage.attention, config.model.head_width))
-    share, _ = ContextEngines(config, world).share(stage, sizes)
+    share, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, sizes)
     if share.engine:
         model.set_engines([share.engine] * 2)
     sources = [config.data.train[0].model_copy(update={"path": prefix})]
     data = StageData(sources, stage.seq_len, stage.batch_sequences, 0, {}, VOCAB, "best_fit", norm)
     loaded = step_batches(data, 0, stage.batch_sequences, stage.micro_batch_size, share.dp_rank, share.dp_size)
-    batches = [share.of(batch) for batch in loaded]
+    batches = [share.shard_batch(batch) for batch in loaded]
     here = sum(batch.loss_tokens for batch in batches)
     weight, tokens, without = sum_over_ranks([sum(b.loss_weight_sum for b in batches), here, here == 0])
     loss = torch.zeros(())
     for batch in batches:
-        batch_loss = model(batch.tokens, batch.positions, batch.layout, batch.loss_on) / weight
+        batch_loss = training_loss(model, batch).total / weight
         batch_loss.backward()
         loss += batch_loss.detach()
     dist.all_reduce(loss)

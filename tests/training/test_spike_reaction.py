@@ -80,8 +80,8 @@ def test_the_dump_holds_the_batch_and_the_numbers_of_its_step(skipping: tuple[Ru
         found = dump(run, step)
         (rank,) = found["ranks"]
         batches = step_batches(data, (step - 1) * stage.batch_sequences, stage.batch_sequences, 2, 0, 1)
-        pieces = [[(p["source"], p["document"], p["start"], p["stop"]) for p in m] for m in rank["micro_batches"]]
-        assert pieces == [[tuple(piece) for piece in batch.pieces] for batch in batches]
+        parts = [[(p["source"], p["document"], p["start"], p["stop"]) for p in m] for m in rank["micro_batches"]]
+        assert parts == [[tuple(part) for part in batch.parts] for batch in batches]
         assert rank["loss_tokens"] == sum(batch.loss_tokens for batch in batches)
         assert rank["loss"] == pytest.approx(found["loss"])
         losses = [(p["loss"], p["loss_tokens"]) for m in rank["micro_batches"] for p in m if p["loss_tokens"]]

@@ -47,10 +47,10 @@ def prolonged(folder: Path, corpora: Path) -> Run:
 
 def history(run: Run) -> list[dict[str, Any]]:
     """All that is logged of steps and evaluations, but for times and memory."""
-    kinds = ("metrics", "validation_loss", "position_wise", "stage_exit", "boundary")
+    types = ("metrics", "validation_loss", "position_wise", "stage_exit", "boundary")
     times = {"time", "step_s", "data_s", "tokens_per_s", "tokens_per_s_per_device", "attention_s"}
     times |= {"mfu", "mfu_dense", "memory_gib"}
-    records = [record for kind in kinds for record in run.records(kind)]
+    records = [record for record_type in types for record in run.records(record_type)]
     return [{key: value for key, value in record.items() if key not in times} for record in records]
 
 

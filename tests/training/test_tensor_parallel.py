@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from trainer_ranks import Ranks, free_port
 
-from moba_train.attention.full import FullAttention
+from moba_train.attention.full_kind import FullKind
 from moba_train.attention.local import run_local
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.kind import MobaKind
 from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.mesh import MeshSizes
@@ -34,9 +34,10 @@ from moba_train.model.transformer import Engine, Transformer
 from moba_train.optim.gradients import gradient_norm, norms_by_kind
 from moba_train.parallel.context.batch import shard_batch
 from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.dims import ParallelDims
+from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.mesh import build_mesh
-from moba_train.parallel.stage import Share
+from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import joined_world
 
 VOCAB, SEQ_LEN = 36, 48
@@ -80,28 +81,28 @@ def batches() -> list[Batch]:
     return [collate([sample]) for sample in made]
 
 
-def step(model: Transformer, share: Share, device: torch.device) -> tuple[Step, list[Tensor]]:
+def step(model: Transformer, share: DataShard, device: torch.device) -> tuple[Step, list[Tensor]]:
     """This rank's part of a step's loss, with the gradients in place; and the blocks chosen for its heads."""
     chosen: list[Tensor] = []
 
     def listening(q: Tensor, k: Tensor, v: Tensor, kind: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:
-        if isinstance(kind, MobaAttention):
+        if isinstance(kind, MobaKind):
             chosen.append(kind.plan(q.detach(), kind.summarize(k.detach(), layout), layout)[0].cpu())
         return run_local(q, k, v, kind, layout)
 
     engines: list[Engine] = [listening] * len(model.blocks)
     width = model.config.head_width
     kinds = [
-        FullAttention(FullAttention.Options(backend="reference"), width),
-        MobaAttention(MobaAttention.Options(block_size=4, topk=2, backend="reference"), width),
+        FullKind(FullKind.Options(backend="reference"), width),
+        MobaKind(MobaKind.Options(block_size=4, topk=2, backend="reference"), width),
     ]
     model.set_attention(kinds[: len(model.blocks)])
     model.set_engines(engines)
     made, loss = batches(), torch.zeros((), device=device)
     count = sum(batch.loss_weight_sum for batch in made)
     for batch in made:
-        own = share.of(batch).to(device)
-        batch_loss = model(own.tokens, own.positions, own.layout, own.loss_on) / count
+        own = share.shard_batch(batch).to(device)
+        batch_loss = training_loss(model, own).total / count
         batch_loss.backward()
         loss += batch_loss.detach()
     return {"loss": loss}, chosen
@@ -113,7 +114,7 @@ def on_one_device(options: dict[str, bool], device: torch.device, dtype: torch.d
     model = Transformer(config.model).to(device)
     initialize_weights(model, config.seed)
     weights = {f"weight {name}": parameter.detach().float().clone() for name, parameter in model.named_parameters()}
-    result, chosen = step(model.to(dtype), Share(), device)
+    result, chosen = step(model.to(dtype), DataShard(), device)
     for name, parameter in model.named_parameters():
         result[f"gradient {name}"] = parameter.grad
     norms = zip(("norm of full", "norm of moba"), map(gradient_norm, model.blocks), strict=False)
@@ -126,10 +127,10 @@ def worker(options: list[dict[str, bool]], output: str) -> None:
     torch.compiler.reset()  # runs before in this process have compiled for other lengths
     without_code_generation = partial(torch.compile, backend="aot_eager")  # which takes long on the CPU
     with joined_world() as world, patch.object(torch, "compile", without_code_generation):
-        mesh = build_mesh(MeshSizes(1, 1, 1, world.size), world)
-        share, results = Share(tp_rank=world.rank, tp_size=world.size), []
+        dims = ParallelDims(MeshSizes(tp=world.size), world)
+        share, results = DataShard(tp_rank=world.rank, tp_size=world.size), []
         for model_options in options:
-            model = sharded_model(recipe(**model_options), mesh, world.device)
+            model = sharded_model(recipe(**model_options), dims)
             weights = {f"weight {name}": whole(parameter) for name, parameter in model.named_parameters()}
             result, chosen = step(model, share, world.device)
             dist.all_reduce(result["loss"])
@@ -172,7 +173,7 @@ def test_two_ranks_compute_what_one_device_does(name: str, on_two_ranks: dict[st
 def load_and_collect(folder: str, output: str) -> None:
     """The weights that two ranks read from a Hugging Face folder."""
     with joined_world() as world:
-        model = sharded_model(recipe(qkv_bias=True), build_mesh(MeshSizes(1, 1, 1, 2), world), world.device)
+        model = sharded_model(recipe(qkv_bias=True), ParallelDims(MeshSizes(tp=2), world))
         load_hf_weights(model, Path(folder))
         weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
         if world.is_main:
@@ -221,10 +222,10 @@ def test_two_gpus_are_as_exact_as_one(tmp_path: Path) -> None:
 def test_ranks_that_share_rows_have_every_loss_token_once_with_its_label(cp: int, tp: int) -> None:
     """Among them one without any; tokens, positions and documents stay those of all rows."""
     batch = batches()[1]
-    sequence, found = SequenceLayout.cut(SEQ_LEN, cp, "zigzag"), []
+    sequence, found = SequenceLayout.split(SEQ_LEN, cp, "zigzag"), []
     for cp_rank in range(cp):
         shard = shard_batch(batch, sequence, cp_rank)
-        parts = [Share(tp_rank=rank, tp_size=tp).of(shard) for rank in range(tp)]
+        parts = [DataShard(tp_rank=rank, tp_size=tp).shard_batch(shard) for rank in range(tp)]
         assert sum(part.loss_weight_sum for part in parts) == shard.loss_weight_sum
         for rank, part in enumerate(parts):
             labels, rows, weights = part.loss_on

@@ -93,10 +93,10 @@ def test_it_is_one_run_that_holds_each_step_of_metrics_jsonl_once(crashed_run: R
     assert [row["step"] for row in history] == sorted(row["step"] for row in history)
     assert [row["_step"] for row in history] == list(range(len(history)))
     metrics = [row for row in history if "loss" in row]
-    ours = [record for record in read_records(crashed_run.run_dir / "metrics.jsonl") if record["kind"] == "metrics"]
+    ours = [record for record in read_records(crashed_run.run_dir / "metrics.jsonl") if record["type"] == "metrics"]
     assert [row["step"] for row in metrics] == [record["step"] for record in ours] == list(range(1, STEPS + 1))
     for row, record in zip(metrics, ours, strict=True):
-        values = {key: value for key, value in record.items() if key not in {"time", "kind", "stage", *TIMES}}
+        values = {key: value for key, value in record.items() if key not in {"time", "type", "stage", *TIMES}}
         assert {key: repr(float(row[key])) for key in values} == {key: repr(float(v)) for key, v in values.items()}
     redone = [(row["step"], row["redone_steps"]) for row in history if "redone_steps" in row]
     assert redone == [(7, 2), (15, 4)]

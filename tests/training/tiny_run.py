@@ -165,10 +165,10 @@ class Run:
             raise
         return process.returncode, output
 
-    def records(self, kind: str = "metrics") -> list[dict[str, Any]]:
-        """The run's metrics of one kind."""
+    def records(self, record_type: str = "metrics") -> list[dict[str, Any]]:
+        """The records of one type in the run's metrics.jsonl."""
         lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
-        return [record for record in map(json.loads, lines) if record["kind"] == kind]
+        return [record for record in map(json.loads, lines) if record["type"] == record_type]
 
     def losses(self) -> list[float]:
         """Training loss of every step."""

@@ -6,9 +6,9 @@ import pytest
 
 from moba_train.config.load import dump_config, load_config
 from moba_train.config.mesh import mesh_sizes
+from moba_train.config.run import CPTransport
 from moba_train.config.stages import resolve_stages
 from moba_train.errors import ConfigError
-from moba_train.parallel.context.choose import TransportKind
 from moba_train.validation.recipe import validate
 
 
@@ -23,7 +23,7 @@ def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
         validate(load(), world_size)
 
 
-@pytest.mark.parametrize("transport", ["auto", *get_args(TransportKind)])
+@pytest.mark.parametrize("transport", ["auto", *get_args(CPTransport)])
 def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
     """A checkpoint holds it with every key, and evaluation begins there."""
     config = load("parallel.cp=2", f"stages.1.parallel={{cp_transport: {transport}}}")
@@ -61,7 +61,7 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
         ),
         (
             ["stages.1.parallel={cp: 4, cp_transport: ulysses}", "attention.moba.select=group"],
-            "stages[1].parallel.cp_transport: in stage 'long': 'ulysses' would tear the query heads of 2 key/value",
+            "stages[1].parallel.cp_transport: in stage 'long': 'ulysses' would split the query heads of 2 key/value",
         ),
         (
             ["parallel.cp=4096", "batch_tokens=256K"],
@@ -206,7 +206,7 @@ def test_a_stage_that_mends_the_recipes_attention_is_not_blamed(load):
 )
 def test_minus_one_fills_the_world(load, replicate, shard, world_size, sizes):
     config = load(f"parallel.dp_replicate={replicate}", f"parallel.dp_shard={shard}")
-    assert mesh_sizes(config.parallel, world_size) == (*sizes, 1, 1)
+    assert mesh_sizes(config.parallel, world_size) == (1, *sizes, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -269,8 +269,8 @@ def test_stages_may_share_sequences_among_different_numbers_of_ranks(load):
     config = load("stages.1.parallel={cp: 4, cp_transport: ring}", "parallel.dp_replicate=2")
     validate(config, 16, ranks_per_node=8)
     short, long = (stage.parallel for stage in resolve_stages(config))
-    assert mesh_sizes(short, 16) == (2, 8, 1, 1)
-    assert mesh_sizes(long, 16) == (2, 2, 4, 1)
+    assert mesh_sizes(short, 16) == (1, 2, 8, 1, 1)
+    assert mesh_sizes(long, 16) == (1, 2, 2, 4, 1)
     assert mesh_sizes(short, 16).shards == mesh_sizes(long, 16).shards
     # What is read at the same time is divided by cp, so a batch for 8 ranks of 8K tokens now fits on 32.
     validate(load("stages.1.parallel.cp=4"), 32, ranks_per_node=8)
@@ -337,7 +337,7 @@ def test_a_sharing_of_layers_that_does_not_fit_is_refused(load, overrides, world
 def test_shared_layers_are_of_the_run_not_of_a_stage(load):
     config = load("parallel={tp: 2, dp_replicate: 2}", "stages.1.parallel={cp: 4}")
     validate(config, 16, ranks_per_node=8)
-    assert [mesh_sizes(stage.parallel, 16) for stage in resolve_stages(config)] == [(2, 4, 1, 2), (2, 1, 4, 2)]
+    assert [mesh_sizes(stage.parallel, 16) for stage in resolve_stages(config)] == [(1, 2, 4, 1, 2), (1, 2, 1, 4, 2)]
     with pytest.raises(ConfigError, match=r"stages\[1\]\.parallel\.tp: unknown key; .* at parallel\.tp"):
         load("parallel.tp=2", "stages.1.parallel.tp=1")
 

@@ -16,7 +16,7 @@ from moba_train.attention.moba.selection import select_blocks
 from moba_train.attention.moba.statistics import choice_statistics
 from moba_train.attention.protocol import Layout, LocalAttention, Plan
 from moba_train.config.base import Section
-from moba_train.units import Length
+from moba_train.config.quantities import Length
 
 
 class MobaAttention(LocalAttention):

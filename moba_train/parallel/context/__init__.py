@@ -1,11 +1,14 @@
-"""Context parallelism: one packed sequence over several ranks. It moves the context; what attends knows nothing of it.
+"""Context parallelism: one packed sequence sharded over several ranks, for any attention.
 
-layout     who holds which tokens
-copies     rows copied in large words
+layout     which rank holds which tokens
+batch      a rank's shard of a micro-batch
+strategy   the data of a strategy: ranks, transport, layout, slices, buffers
+checks     strategies that are impossible
+costs      the predicted cost of a strategy
+policy     the strategy that `auto` takes
+copies     copies of rows in 16-byte words
 comm       collectives and messages: the only file that calls torch.distributed for them
-units      units that straddle shards, summarised whole by one rank
+summaries  summaries of all keys, from the ranks' shards of keys
 transport  allgather, ring, ulysses, hierarchical
-batch      a micro-batch cut over ranks
-choose     what is possible, what it costs, what `auto` takes
-engine     the attention engine a model is given
+engine     the attention engine that a model is given
 """

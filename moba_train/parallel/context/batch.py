@@ -1,4 +1,4 @@
-"""A micro-batch cut over the ranks of context parallelism."""
+"""A rank's shard of a micro-batch."""
 
 import dataclasses
 
@@ -7,12 +7,12 @@ from moba_train.parallel.context.layout import SequenceLayout
 
 
 def shard_batch(batch: Batch, sequence: SequenceLayout, rank: int) -> Batch:
-    """One rank's rows of a micro-batch; its layout stays that of the whole packed sequence.
+    """One rank's rows of a micro-batch, with the layout of the whole packed sequence.
 
-    Positions are those of the tokens, not of the rows. Padding is token 0 at position 0 without loss; it is known by
-    its place behind the tokens, and no token sees it. The loss tokens of all ranks together are those of the batch.
+    Positions are those of the tokens, not of the rows. Padding is token 0 at position 0 without loss; it follows the
+    tokens, and no token sees it. Every loss token of the batch belongs to exactly one rank.
     """
-    rows_n = sequence.rows_of(batch.loss_index, rank)
+    rows_n = sequence.local_rows(batch.loss_index, rank)
     here = rows_n >= 0
     return dataclasses.replace(
         batch.with_loss_on(rows_n[here], batch.loss_weight[here]),

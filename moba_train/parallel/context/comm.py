@@ -1,14 +1,15 @@
-"""What the ranks of context parallelism say to each other: the only file here that calls torch.distributed.
+"""Communication between the ranks of context parallelism: the only file here that calls torch.distributed for it.
 
-On CUDA, everything runs beside the computation, in the order it was asked for: collectives on one stream of high
-priority, messages on NCCL's own, each of which waits for the other. A call waits for what the current stream was given
-before it, and for nothing given later; `Arrival.wait` makes the current stream wait for it.
-Every tensor of a call stays alive until then, so no memory is reused too early, and none needs `record_stream`, which
-would hold it back until the host looks again. On the CPU every call is finished when it returns.
+On CUDA all communication runs on streams of its own, concurrently with computation: collectives on one high-priority
+stream, point-to-point messages on NCCL's stream, each ordered after the other as issued. A call waits for the work that
+the current stream was given before it, not for later work; `Work.wait` makes the current stream wait for the call.
+`Work` keeps every tensor of the call alive until then, so no memory is reused too early. None of them needs
+`record_stream`, which would hold memory back until the host checks the stream again. On the CPU every call is finished
+when it returns.
 
-All ranks of a group make the same calls in the same order. A call that fails, on a CPU also one that waits longer than
-the group's timeout, raises CommunicationError with its name, the ranks and the time. On CUDA a call that waits too long
-ends the process: NCCL's watchdog says in which collective, and writes its flight record (parallel/world.py).
+All ranks of a group make the same calls in the same order. A call that fails raises CommunicationError with its name,
+the ranks and the time; on a CPU, so does a call that waits longer than the group's timeout. On CUDA a call that waits
+too long ends the process: NCCL's watchdog names the collective and writes its flight record (parallel/world.py).
 
 Shape suffixes: L rows of a shard, R ranks.
 """
@@ -23,71 +24,84 @@ from torch import Tensor
 
 from moba_train.errors import CommunicationError
 
-# Renamed in torch 2.13, which warns of the old name.
+# Renamed in torch 2.13, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Arrival:
-    """Tensors that are on their way."""
+class Work:
+    """Handle of an asynchronous call, as in torch.distributed; it holds the tensors that the call receives."""
 
     def __init__(
-        self, tensors: tuple[Tensor, ...], event: torch.cuda.Event | None = None, kept: tuple[Tensor, ...] = ()
+        self, received: tuple[Tensor, ...], event: torch.cuda.Event | None = None, sent: tuple[Tensor, ...] = ()
     ) -> None:
-        self._tensors, self._event, self._kept = tensors, event, kept
+        """`event`: recorded after the call on its stream; None: the call is finished. `sent`: only kept alive."""
+        self._received = received
+        self._event = event
+        self._sent = sent
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors, for use on the current stream from now on. To be called once: nothing keeps them here."""
+        """The received tensors, ready for use on the current stream.
+
+        To be called once: afterwards the handle no longer keeps any tensor alive.
+        """
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
-        tensors, self._event, self._kept, self._tensors = self._tensors, None, (), ()
-        return tensors
+        received = self._received
+        self._event = None
+        self._sent = ()
+        self._received = ()
+        return received
 
 
-class Peers:
-    """The ranks of one process group, this one included.
+class Communicator:
+    """Collectives and messages among the ranks of one process group.
 
-    Creating it is collective: it sets up all connections, so that no step has to (they take seconds, and memory that
-    the first step may no longer find).
+    Creating it is collective: it sets up all connections, so that no training step has to. Each takes seconds, and
+    memory that may no longer be free in the first step.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        # Of high priority: the few thread blocks of a transfer would otherwise queue behind those of the attention, as
-        # those of messages may, which NCCL has a stream of its own for.
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        # High priority: the few thread blocks of a transfer would otherwise queue behind those of attention. NCCL has a
+        # stream of its own for point-to-point messages.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._connect()
 
     def _connect(self) -> None:
+        """Make every kind of call once: NCCL connects two ranks at their first message."""
         token = torch.zeros(self.size, device=self.device)
-        self.sum(token)
+        self.all_reduce(token)
         self.all_gather(token).wait()
         self.all_to_all(token).wait()
         for distance in range(1, self.size):
-            self.shift(token, torch.empty_like(token), distance).wait()
+            self.send_recv(token, torch.empty_like(token), distance).wait()
 
-    def all_gather(self, *shards_L: Tensor) -> Arrival:
-        """Each tensor [L, ...] of every rank, laid end to end: [R * L, ...]."""
+    def all_gather(self, *shards_L: Tensor) -> Work:
+        """Gather each tensor [L, ...] of all ranks into one [R * L, ...], in rank order."""
         if self.size == 1:
-            return Arrival(shards_L)
+            return Work(shards_L)
         gathered = tuple(x.new_empty(self.size * x.shape[0], *x.shape[1:]) for x in shards_L)
 
         def call() -> None:
-            for whole, shard in zip(gathered, shards_L, strict=True):
-                _all_gather(whole, shard, group=self.group)
+            for gathered_RL, shard_L in zip(gathered, shards_L, strict=True):
+                _all_gather(gathered_RL, shard_L, group=self.group)
 
         return self._start("all_gather", call, shards_L, gathered)
 
-    def all_to_all(self, *parts_RL: Tensor) -> Arrival:
-        """Of each tensor [R * L, ...], the r-th L rows go to rank r; those received lie in rank order."""
+    def all_to_all(self, *parts_RL: Tensor) -> Work:
+        """Send the r-th L rows of each tensor [R * L, ...] to rank r; the received rows are in rank order."""
         if self.size == 1:
-            return Arrival(parts_RL)
+            return Work(parts_RL)
         received = tuple(torch.empty_like(x) for x in parts_RL)
 
         def call() -> None:
             messages = []  # one launch for all tensors, and faster than NCCL's all-to-all for each
-            for whole, given in zip(received, parts_RL, strict=True):
-                from_ranks, to_ranks = whole.chunk(self.size), given.chunk(self.size)
+            for received_RL, sent_RL in zip(received, parts_RL, strict=True):
+                from_ranks = received_RL.chunk(self.size)
+                to_ranks = sent_RL.chunk(self.size)
                 from_ranks[self.rank].copy_(to_ranks[self.rank])
                 for distance in range(1, self.size):
                     ahead, behind = self._neighbours(distance)
@@ -97,7 +111,10 @@ class Peers:
         return self._start("all_to_all", call, parts_RL, received)
 
     def all_to_all_uneven(self, x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Tensor:
-        """The first `sent_rows[0]` rows go to rank 0, the next `sent_rows[1]` to rank 1, and so on."""
+        """Send the first `sent_rows[0]` rows to rank 0, the next `sent_rows[1]` to rank 1, and so on.
+
+        `received_rows`: rows that each rank sends to this one. The received rows are in rank order.
+        """
         received = x.new_empty(sum(received_rows), *x.shape[1:])
 
         def call() -> None:
@@ -106,15 +123,17 @@ class Peers:
         (received,) = self._start("all_to_all_uneven", call, (x,), (received,)).wait()
         return received
 
-    def sum(self, x: Tensor) -> None:
-        """Element-wise sum over the ranks, in place."""
+    def all_reduce(self, x: Tensor) -> None:
+        """Sum `x` over the ranks, element by element and in place."""
         if self.size > 1:
-            self._start("sum", lambda: dist.all_reduce(x, group=self.group), (), (x,)).wait()
+            self._start("all_reduce", lambda: dist.all_reduce(x, group=self.group), (), (x,)).wait()
 
-    def shift(self, sent: Tensor, received: Tensor, distance: int, then: Callable[[], object] | None = None) -> Arrival:
-        """Send to the rank `distance` ahead, and receive from the one as far behind, around the ring.
+    def send_recv(
+        self, sent: Tensor, received: Tensor, distance: int, then: Callable[[], object] | None = None
+    ) -> Work:
+        """Send to the rank `distance` places ahead in the ring and receive from the one `distance` places behind.
 
-        `then` follows on the stream of the communication, which the computation need not wait for.
+        `then` runs after the transfer on the communication stream; computation does not wait for it.
         """
 
         def call() -> None:
@@ -123,13 +142,14 @@ class Peers:
             if then is not None:
                 then()
 
-        return self._start(f"shift by {distance}", call, (sent,), (received,))
+        return self._start(f"send_recv at distance {distance}", call, (sent,), (received,))
 
     def _neighbours(self, distance: int) -> tuple[int, int]:
-        """The rank so far ahead around the ring, and the one so far behind."""
+        """The ranks `distance` places ahead and behind in the ring."""
         return (self.rank + distance) % self.size, (self.rank - distance) % self.size
 
     def _pair(self, sent: Tensor, ahead: int, received: Tensor, behind: int) -> list[dist.P2POp]:
+        """A message to the rank `ahead` and one from the rank `behind`."""
         return [
             dist.P2POp(dist.isend, sent, group=self.group, group_peer=ahead),
             dist.P2POp(dist.irecv, received, group=self.group, group_peer=behind),
@@ -137,23 +157,24 @@ class Peers:
 
     @staticmethod
     def _exchange(messages: list[dist.P2POp]) -> None:
-        """All at once: one launch over NCCL."""
+        """Send and receive all messages at once: one launch over NCCL."""
         for work in dist.batch_isend_irecv(messages):
             work.wait()
 
     def _start(
-        self, name: str, call: Callable[[], None], given: tuple[Tensor, ...], received: tuple[Tensor, ...]
-    ) -> Arrival:
-        assert all(x.is_contiguous() for x in (*given, *received)), "messages must be contiguous"
+        self, name: str, call: Callable[[], None], sent: tuple[Tensor, ...], received: tuple[Tensor, ...]
+    ) -> Work:
+        """Run `call` on the communication stream. Raises CommunicationError when it fails."""
+        assert all(x.is_contiguous() for x in (*sent, *received)), "messages must be contiguous"
         began = time.monotonic()
         try:
             if self._stream is None:
                 call()
-                return Arrival(received)
+                return Work(received)
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 call()
-                return Arrival(received, self._stream.record_event(), given)
+                return Work(received, self._stream.record_event(), sent)
         except RuntimeError as error:
             members = dist.get_process_group_ranks(self.group)
             raise CommunicationError(
@@ -162,22 +183,22 @@ class Peers:
             ) from error
 
 
-def nested_groups(
-    group: dist.ProcessGroup, inner: int, timeout: timedelta | None
+def hierarchical_groups(
+    group: dist.ProcessGroup, node_size: int, timeout: timedelta | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The groups of a context group's ranks in its node and of its ranks at the same place in every node.
+    """Split a context-parallel group into a group inside this rank's node and a group across the nodes.
 
-    `inner`: consecutive ranks of `group` in one node. Every rank of the world must call this, also where several
-    context groups stand side by side.
+    The group across holds the ranks with this rank's position in every node. `node_size`: consecutive ranks of `group`
+    in one node. Collective over the whole world, also when it holds several context-parallel groups.
     """
-    everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, dist.get_process_group_ranks(group))
-    found: dict[str, dist.ProcessGroup] = {}
-    for ranks in sorted(set(map(tuple, everyone))):
-        nodes = [ranks[first : first + inner] for first in range(0, len(ranks), inner)]
-        places = [ranks[place::inner] for place in range(inner)]
-        for kind, members in (*(("node", node) for node in nodes), *(("place", place) for place in places)):
-            made = dist.new_group(list(members), timeout=timeout)
+    all_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(all_ranks, dist.get_process_group_ranks(group))
+    own: dict[str, dist.ProcessGroup] = {}
+    for ranks in sorted(set(map(tuple, all_ranks))):
+        nodes = [ranks[first : first + node_size] for first in range(0, len(ranks), node_size)]
+        across = [ranks[position::node_size] for position in range(node_size)]
+        for kind, members in (*(("node", node) for node in nodes), *(("across", other) for other in across)):
+            created = dist.new_group(list(members), timeout=timeout)
             if dist.get_rank() in members:
-                found[kind] = made
-    return found["node"], found["place"]
+                own[kind] = created
+    return own["node"], own["across"]

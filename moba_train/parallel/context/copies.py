@@ -1,8 +1,7 @@
-"""Rows copied in words of 16 bytes.
+"""Copies of rows in words of 16 bytes.
 
-torch copies a tensor whose rows do not lie side by side element by element, however small those are: on an H200 at 1.7
-TB/s in bfloat16. The same bytes as 16-byte elements are copied at 4.2 TB/s, the memory's rate (measured once, see
-docs/performance-log.md).
+torch copies a tensor with strided rows element by element: on an H200 at 1.7 TB/s in bfloat16. As 16-byte elements, the
+same bytes are copied at 4.2 TB/s, the memory's rate (measured once, see docs/performance-log.md).
 """
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 
 def contiguous(x: Tensor) -> Tensor:
-    """`x.contiguous()`."""
+    """A faster `x.contiguous()`, with the same result."""
     if x.is_contiguous():
         return x
     words = _words(x)
@@ -18,7 +17,7 @@ def contiguous(x: Tensor) -> Tensor:
 
 
 def copy_into(target: Tensor, x: Tensor) -> None:
-    """`target.copy_(x)` for equal shapes."""
+    """A faster `target.copy_(x)` for equal shapes, with the same result."""
     words = (_words(target), _words(x)) if target.dtype == x.dtype else (None, None)
     if words[0] is None or words[1] is None:
         target.copy_(x)
@@ -27,7 +26,7 @@ def copy_into(target: Tensor, x: Tensor) -> None:
 
 
 def _words(x: Tensor) -> Tensor | None:
-    """The same memory in words of 16 bytes along the last dimension, or None where words do not fit."""
+    """A view of `x` in 16-byte words along the last dimension; None if its shape or strides are not whole words."""
     count = torch.complex128.itemsize // x.element_size()
     if x.dim() == 0 or x.stride(-1) != 1:
         return None

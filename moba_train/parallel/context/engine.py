@@ -1,4 +1,4 @@
-"""The attention engine of a model whose sequence is cut over ranks."""
+"""The attention engine of a model whose sequence is sharded over ranks."""
 
 from datetime import timedelta
 
@@ -8,35 +8,37 @@ from torch.distributed import ProcessGroup
 
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, LocalAttention, Plan
-from moba_train.parallel.context.choose import Scheme, check_heads, check_sizes
-from moba_train.parallel.context.comm import Peers, nested_groups
+from moba_train.parallel.context.checks import check_heads, check_sizes
+from moba_train.parallel.context.comm import Communicator, hierarchical_groups
 from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import Job, Transport
 from moba_train.parallel.context.transport.ring import Ring
-from moba_train.parallel.context.transport.ulysses import Ulysses, Whole
+from moba_train.parallel.context.transport.ulysses import Local, Ulysses
 
 
 class ContextParallel(OperatorEngine):
     """Attention of this rank's queries to the keys of all ranks.
 
-    Called with this rank's shard of q, k and v (`SequenceLayout.shard`: tokens in ascending order, then padding) and
-    the layout of the whole packed sequence. The result is what one device would compute, and the plan is the same;
-    padded rows give out = 0, lse = -inf. All ranks must call it alike: same attention, layout and shapes.
+    It takes this rank's shard of q, k and v (`SequenceLayout.shard`: tokens in ascending order, then padding) and the
+    layout of the whole packed sequence. Results and selected blocks are those of one device; rows of padding have
+    out = 0, lse = -inf. All ranks must call it with the same attention, layout and shapes.
     """
 
-    def __init__(self, scheme: Scheme, transport: Transport) -> None:
-        """Use `context_engine`, unless `transport` is your own."""
-        self.scheme, self.transport = scheme, transport
+    def __init__(self, strategy: CPStrategy, transport: Transport) -> None:
+        """`transport`: implements `strategy`; `context_engine` creates both."""
+        self.strategy = strategy
+        self.transport = transport
 
     @property
     def rank(self) -> int:
-        """This rank's place in the context group: which shard it holds."""
+        """Index of this rank in the context-parallel group, and of its shard."""
         return self.transport.rank
 
     def sequence(self, total: int) -> SequenceLayout:
-        """How a packed sequence of `total` tokens is cut."""
-        return SequenceLayout.cut(total, self.scheme.ranks, self.scheme.layout)
+        """The layout of a packed sequence of `total` tokens over the ranks."""
+        return SequenceLayout.split(total, self.strategy.ranks, self.strategy.layout)
 
     def forward(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout
@@ -65,37 +67,37 @@ class ContextParallel(OperatorEngine):
         return self.transport.empty_plan(q_THD, k_SKD, self._job(q_THD, k_SKD, attention, layout))
 
     def _job(self, q_LHD: Tensor, k_LKD: Tensor, attention: LocalAttention, layout: Layout) -> Job:
-        """Raises ValueError, before anything is sent, for what the transport cannot do."""
+        """Raises ValueError, before any message, for shapes that the transport cannot do."""
         assert layout.is_whole, "the layout of the whole sequence is needed, not that of a shard"
         sequence = self.sequence(int(layout.total))
         if q_LHD.shape[0] != sequence.rows:
             raise ValueError(
                 f"q: {q_LHD.shape[0]} rows given, {sequence.rows} needed: this rank's shard of {layout.total} tokens"
             )
-        check_heads(self.scheme, q_LHD.shape[1], k_LKD.shape[1], attention.couples_heads)
+        check_heads(self.strategy, q_LHD.shape[1], k_LKD.shape[1], attention.couples_heads)
         return Job(attention, layout, sequence)
 
 
 def context_engine(
-    scheme: Scheme, group: ProcessGroup, device: torch.device, timeout: timedelta | None = None
+    strategy: CPStrategy, group: ProcessGroup, device: torch.device, timeout: timedelta | None = None
 ) -> ContextParallel:
-    """The engine for the ranks of `group`, in their order. Sets up all communication. `timeout`: of groups made here.
+    """Create the engine for the ranks of `group`, in their order, with all its connections.
 
-    Every rank of the world must call it, with the same scheme and its own group. Raises ValueError for sizes that do
-    not fit.
+    Collective over the whole world: every rank calls it with the same strategy and its own group. `timeout`: of the
+    groups that it creates. Raises ValueError, naming the YAML key, for an impossible strategy.
     """
     size = group.size()
-    if size != scheme.ranks:
-        raise ValueError(f"parallel.cp: {scheme.ranks} given, the group has {size} ranks")
-    check_sizes(scheme)
+    if size != strategy.ranks:
+        raise ValueError(f"parallel.cp: {strategy.ranks} given, the group has {size} ranks")
+    check_sizes(strategy)
     transport: Transport
-    if scheme.transport == "ring":
-        transport = Ring(Peers(group, device), scheme.ring_depth)
-    elif scheme.transport == "allgather":
-        transport = AllGather(Peers(group, device), scheme.slices)
-    elif scheme.transport == "ulysses":
-        transport = Ulysses(Peers(group, device), Whole())
+    if strategy.transport == "ring":
+        transport = Ring(Communicator(group, device), strategy.ring_depth)
+    elif strategy.transport == "allgather":
+        transport = AllGather(Communicator(group, device), strategy.slices)
+    elif strategy.transport == "ulysses":
+        transport = Ulysses(Communicator(group, device), Local())
     else:
-        node, across = nested_groups(group, scheme.node, timeout)
-        transport = Ulysses(Peers(node, device), AllGather(Peers(across, device), scheme.slices))
-    return ContextParallel(scheme, transport)
+        node, across = hierarchical_groups(group, strategy.node_size, timeout)
+        transport = Ulysses(Communicator(node, device), AllGather(Communicator(across, device), strategy.slices))
+    return ContextParallel(strategy, transport)

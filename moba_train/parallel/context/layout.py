@@ -1,4 +1,4 @@
-"""How a packed sequence is cut over ranks. Pure: no process group, no device.
+"""The layout of a packed sequence over ranks: which rank holds which tokens. Needs no process group and no device.
 
 Shape suffixes: T tokens of the packed sequence, L rows of a shard, R ranks.
 """
@@ -7,19 +7,18 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple, Self, get_args
+from typing import NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
 
 from moba_train.attention.protocol import Runs, joined
+from moba_train.config.run import CPLayout
 from moba_train.parallel.context.copies import copy_into
 
-Kind = Literal["contiguous", "zigzag"]
 
-
-class Piece(NamedTuple):
-    """Tokens [start, stop) lie in rows [row, row + stop - start) of the shards laid end to end, rank by rank."""
+class PlacedRange(NamedTuple):
+    """Tokens [start, stop) and the first of their rows in the concatenation of all shards."""
 
     start: int
     stop: int
@@ -28,100 +27,101 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Who holds which tokens of a packed sequence.
+    """The tokens of a packed sequence that each rank holds.
 
-    Every shard has the same number of rows: its tokens in ascending order, then padding. Shards know nothing of
-    documents, and their edges need not agree with any unit of an attention.
+    Every shard has the same number of rows: its tokens in ascending order, then padding. Shards are independent of
+    documents, and their edges need not agree with the units (blocks) of any attention.
     """
 
     total: int
     """Tokens of the packed sequence."""
     rows: int
     """Rows of every shard, L."""
-    runs: tuple[Runs, ...]
-    """The tokens of each rank."""
+    ranges: tuple[Runs, ...]
+    """Token ranges of each rank."""
 
     @classmethod
-    def cut(cls, total: int, ranks: int, kind: Kind) -> Self:
-        """A sequence of `total` tokens over `ranks` ranks.
+    def split(cls, total: int, ranks: int, layout: CPLayout) -> Self:
+        """Split a sequence of `total` tokens over `ranks` ranks.
 
-        `contiguous`: rank r holds the r-th of R equal parts. `zigzag`: of 2R equal parts, the r-th and the r-th from
-        the end, so that work which grows with the position is balanced. The last parts are short or empty when the
+        `contiguous`: rank r holds the r-th of R equal parts. `zigzag`: rank r holds the r-th of 2R equal parts and the
+        r-th from the end, which balances work that grows with position. The last parts are short or empty when the
         number of parts does not divide `total`.
 
-        Raises ValueError when there are fewer tokens than ranks.
+        Raises ValueError, naming the YAML key, for an unknown layout and for fewer tokens than ranks.
         """
-        if kind not in get_args(Kind):
-            raise ValueError(f"parallel.cp_layout: {kind!r} given, allowed: {', '.join(get_args(Kind))}")
+        if layout not in get_args(CPLayout):
+            raise ValueError(f"parallel.cp_layout: {layout!r} given, allowed: {', '.join(get_args(CPLayout))}")
         if not 1 <= ranks <= total:
-            raise ValueError(f"parallel.cp: {ranks} given for a sequence of {total} tokens; at least one token a rank")
-        parts = ranks if kind == "contiguous" else 2 * ranks
-        size = -(-total // parts)
-        edges = [min(part * size, total) for part in range(parts + 1)]
-        ranges = list(pairwise(edges))
-        if kind == "contiguous":
-            return cls(total, size, tuple(joined([part]) for part in ranges))
-        return cls(total, 2 * size, tuple(joined([ranges[r], ranges[-1 - r]]) for r in range(ranks)))
+            raise ValueError(
+                f"parallel.cp: {ranks} given for a sequence of {total} tokens; every rank needs at least one token"
+            )
+        count = ranks if layout == "contiguous" else 2 * ranks
+        size = -(-total // count)
+        edges = [min(part * size, total) for part in range(count + 1)]
+        parts = list(pairwise(edges))
+        if layout == "contiguous":
+            return cls(total, size, tuple(joined([part]) for part in parts))
+        return cls(total, 2 * size, tuple(joined([parts[r], parts[-1 - r]]) for r in range(ranks)))
 
     @property
     def ranks(self) -> int:
-        """R."""
-        return len(self.runs)
+        """Number of ranks, R."""
+        return len(self.ranges)
 
     def tokens(self, rank: int) -> int:
-        """Rows of a rank's shard that are tokens; the rest is padding."""
-        return sum(stop - start for start, stop in self.runs[rank])
+        """Number of tokens in a rank's shard; its remaining rows are padding."""
+        return sum(stop - start for start, stop in self.ranges[rank])
 
-    def place(self, rank: int) -> Runs | None:
-        """Where a rank's tokens stand, as `attention.protocol.Layout` takes it: None for the whole sequence."""
-        return self._unless_whole(self.runs[rank])
-
-    @cached_property
-    def together(self) -> Runs | None:
-        """Where the tokens of all ranks stand."""
-        return self._unless_whole(joined([run for runs in self.runs for run in runs]))
-
-    def _unless_whole(self, runs: Runs) -> Runs | None:
-        return None if runs == ((0, self.total),) else runs
-
-    def of(self, ranks: range) -> "SequenceLayout":
-        """The shards of these ranks alone."""
-        return SequenceLayout(self.total, self.rows, tuple(self.runs[rank] for rank in ranks))
-
-    def in_groups(self, size: int) -> "SequenceLayout":
-        """The shards of every `size` consecutive ranks joined to one, in ascending order."""
-        groups = [self.runs[first : first + size] for first in range(0, self.ranks, size)]
-        together = tuple(joined([run for runs in group for run in runs]) for group in groups)
-        return SequenceLayout(self.total, self.rows * size, together)
+    def ranges_of(self, rank: int) -> Runs | None:
+        """Token ranges of a rank, as `attention.protocol.Layout` takes them: None for the whole sequence."""
+        return self._none_if_complete(self.ranges[rank])
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The tokens of all ranks, ascending."""
+    def all_ranges(self) -> Runs | None:
+        """Token ranges of all ranks, as `attention.protocol.Layout` takes them: None for the whole sequence."""
+        return self._none_if_complete(_joined(self.ranges))
+
+    def _none_if_complete(self, ranges: Runs) -> Runs | None:
+        return None if ranges == ((0, self.total),) else ranges
+
+    def select_ranks(self, ranks: range) -> "SequenceLayout":
+        """The layout with the shards of these ranks only."""
+        return SequenceLayout(self.total, self.rows, tuple(self.ranges[rank] for rank in ranks))
+
+    def merge_ranks(self, size: int) -> "SequenceLayout":
+        """The layout with the shards of every `size` consecutive ranks merged into one, in ascending token order."""
+        groups = [self.ranges[first : first + size] for first in range(0, self.ranks, size)]
+        return SequenceLayout(self.total, self.rows * size, tuple(_joined(group) for group in groups))
+
+    @cached_property
+    def placed_ranges(self) -> tuple[PlacedRange, ...]:
+        """The tokens of all ranks in ascending order, adjacent ranges in adjacent rows merged."""
         found = []
-        for rank, runs in enumerate(self.runs):
+        for rank, ranges in enumerate(self.ranges):
             row = rank * self.rows
-            for start, stop in runs:
-                found.append(Piece(start, stop, row))
+            for start, stop in ranges:
+                found.append(PlacedRange(start, stop, row))
                 row += stop - start
-        merged: list[Piece] = []
-        for piece in sorted(found):
+        merged: list[PlacedRange] = []
+        for placed in sorted(found):
             last = merged[-1] if merged else None
-            if last and last.stop == piece.start and last.row + last.stop - last.start == piece.row:
-                merged[-1] = last._replace(stop=piece.stop)
+            if last and last.stop == placed.start and last.row + last.stop - last.start == placed.row:
+                merged[-1] = last._replace(stop=placed.stop)
             else:
-                merged.append(piece)
+                merged.append(placed)
         return tuple(merged)
 
     @cached_property
-    def _tokens(self) -> int:
-        """Of all ranks."""
+    def _total_tokens(self) -> int:
+        """Number of tokens of all ranks."""
         return sum(self.tokens(rank) for rank in range(self.ranks))
 
     @cached_property
     def _is_packed(self) -> bool:
-        """Whether the shards laid end to end are the tokens in ascending order, but for padding at the end."""
+        """Whether the concatenation of all shards has the tokens in ascending order, with padding only at its end."""
         first = 0
-        for start, stop, row in self.pieces:
+        for start, stop, row in self.placed_ranges:
             if row != first:
                 return False
             first += stop - start
@@ -129,52 +129,62 @@ class SequenceLayout:
 
     def owner(self, token: int) -> int:
         """The rank that holds a token."""
-        return next(rank for rank, runs in enumerate(self.runs) if any(start <= token < stop for start, stop in runs))
+        holds = (any(start <= token < stop for start, stop in ranges) for ranges in self.ranges)
+        return next(rank for rank, found in enumerate(holds) if found)
 
-    def rows_of(self, tokens: Tensor, rank: int) -> Tensor:
-        """int64, the shape of `tokens` (int64): their rows in a rank's shard; -1 for those it does not hold."""
-        rows, first = torch.full_like(tokens, -1), 0
-        for start, stop in self.runs[rank]:
+    def local_rows(self, tokens: Tensor, rank: int) -> Tensor:
+        """Rows of `tokens` in a rank's shard, -1 for tokens of other ranks. int64, in and out of the same shape."""
+        rows = torch.full_like(tokens, -1)
+        first = 0
+        for start, stop in self.ranges[rank]:
             rows = torch.where((start <= tokens) & (tokens < stop), tokens - start + first, rows)
             first += stop - start
         return rows
 
     def shard(self, x_T: Tensor, rank: int, padding: float = 0) -> Tensor:
-        """A rank's rows [L, ...] of a tensor over the whole sequence [T, ...], `padding` behind."""
-        rows = [x_T[start:stop] for start, stop in self.runs[rank]]
+        """A rank's shard [L, ...] of a tensor over the whole sequence [T, ...]; rows after its tokens are `padding`."""
+        rows = [x_T[start:stop] for start, stop in self.ranges[rank]]
         return torch.cat([*rows, x_T.new_full((self.rows - self.tokens(rank), *x_T.shape[1:]), padding)])
 
     def to_packed(self, shards_RL: Tensor) -> Tensor:
-        """The tokens of all ranks in ascending order, from their shards laid end to end [R * L, ...].
+        """The tokens of all ranks in ascending order, from the concatenation of their shards [R * L, ...].
 
-        A view where they stand in that order already.
+        A view when they are already in that order.
         """
         if self._is_packed:
-            return shards_RL[: self._tokens]
-        return torch.cat([shards_RL[row : row + stop - start] for start, stop, row in self.pieces])
+            return shards_RL[: self._total_tokens]
+        return torch.cat([shards_RL[row : row + stop - start] for start, stop, row in self.placed_ranges])
 
     def to_shards(self, *packed: Tensor) -> Tensor:
-        """The inverse of `to_packed`, zeros for padding; several tensors are laid side by side along dimension 1.
+        """The inverse of `to_packed`, with zeros for padding; several tensors are concatenated along dimension 1.
 
-        One tensor that stands in the order of the shards already, and needs no padding, is returned as it is.
+        A single tensor that is already in the order of the shards, and needs no padding, is returned unchanged.
         """
-        if len(packed) == 1 and self._is_packed and self._tokens == self.ranks * self.rows:
+        if len(packed) == 1 and self._is_packed and self._total_tokens == self.ranks * self.rows:
             return packed[0]
-        side_by_side = sum(x.shape[1] for x in packed), *packed[0].shape[2:]
-        shards_RL = packed[0].new_empty(self.ranks * self.rows, *side_by_side)
+        width = sum(x.shape[1] for x in packed)
+        shards_RL = packed[0].new_empty(self.ranks * self.rows, width, *packed[0].shape[2:])
         for rank in range(self.ranks):
             shards_RL[rank * self.rows + self.tokens(rank) : (rank + 1) * self.rows] = 0
         columns = shards_RL.split([x.shape[1] for x in packed], dim=1)
         first = 0
-        for start, stop, row in self.pieces:
+        for start, stop, row in self.placed_ranges:
             for x, column in zip(packed, columns, strict=True):
                 copy_into(column[row : row + stop - start], x[first : first + stop - start])
             first += stop - start
         return shards_RL
 
 
+def _joined(groups: tuple[Runs, ...]) -> Runs:
+    """The tokens of several ranks as ascending ranges."""
+    return joined([token_range for ranges in groups for token_range in ranges])
+
+
 def sees(queries: Runs, keys: Runs, edges: tuple[int, ...]) -> bool:
-    """Whether causal attention inside documents with these boundaries lets any of the queries see any of the keys."""
+    """Whether any of the queries sees any of the keys under causal attention inside documents.
+
+    `edges`: document boundaries, as `Layout.edges`.
+    """
     for start, stop in queries:
         document = edges[bisect_right(edges, start) - 1]
         if any(first < stop and document < last for first, last in keys):

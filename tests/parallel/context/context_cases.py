@@ -12,14 +12,14 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.layer import MobaAttention
 from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
-from moba_train.parallel.context.choose import Scheme
-from moba_train.parallel.context.comm import Arrival
+from moba_train.parallel.context.comm import Work
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import Transport
 from moba_train.parallel.context.transport.ring import Ring
-from moba_train.parallel.context.transport.ulysses import Ulysses, Whole
+from moba_train.parallel.context.transport.ulysses import Local, Ulysses
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 HEAD_DIM = 8
@@ -107,13 +107,13 @@ def on_a_rank(engine: ContextParallel, case: Case, inputs: list[Tensor]) -> tupl
     return Result([x[:tokens] for x in (out, lse.T, *grads)], None), plan
 
 
-def chosen_of_ranks(plans: list[Plan], scheme: Scheme, sequence: SequenceLayout) -> Tensor:
+def chosen_of_ranks(plans: list[Plan], strategy: CPStrategy, sequence: SequenceLayout) -> Tensor:
     """The choice of the whole sequence [T, H, C], from the opaque plans of all ranks: what they were made of."""
     # One for each slice of the heads, beside whatever else the kernels want to keep.
     plans_HTC = [torch.cat([x for x in plan if x.dim() == 3]) for plan in plans]
-    group = {"ulysses": scheme.ranks, "hierarchical": scheme.node}.get(scheme.transport, 1)
-    by_group = [plans_HTC[first : first + group] for first in range(0, scheme.ranks, group)]
-    joined = sequence.in_groups(group)
+    group = {"ulysses": strategy.ranks, "hierarchical": strategy.node_size}.get(strategy.transport, 1)
+    by_group = [plans_HTC[first : first + group] for first in range(0, strategy.ranks, group)]
+    joined = sequence.merge_ranks(group)
     shards = [torch.cat(plans).transpose(0, 1) for plans in by_group]
     return joined.to_packed(padded_shards(shards, joined.rows))
 
@@ -128,8 +128,8 @@ def assert_same(got: list[Tensor], want: list[Tensor], atol: float = 1e-12) -> N
         torch.testing.assert_close(a, b, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
-class ThreadPeers:
-    """`Peers` for ranks that are threads of this process."""
+class ThreadCommunicator:
+    """`Communicator` for ranks that are threads of this process."""
 
     def __init__(self, rank: int, board: "Board") -> None:
         self.rank, self.size, self.board = rank, board.size, board
@@ -137,13 +137,13 @@ class ThreadPeers:
     def _swap(self, call: str, value: object) -> list:
         return self.board.swap(self.rank, call, value)
 
-    def all_gather(self, *shards: Tensor) -> Arrival:
+    def all_gather(self, *shards: Tensor) -> Work:
         everyone = self._swap("all_gather", [x.clone() for x in shards])
-        return Arrival(tuple(torch.cat([theirs[i] for theirs in everyone]) for i in range(len(shards))))
+        return Work(tuple(torch.cat([theirs[i] for theirs in everyone]) for i in range(len(shards))))
 
-    def all_to_all(self, *parts: Tensor) -> Arrival:
+    def all_to_all(self, *parts: Tensor) -> Work:
         everyone = self._swap("all_to_all", [x.clone().chunk(self.size) for x in parts])
-        return Arrival(tuple(torch.cat([theirs[i][self.rank] for theirs in everyone]) for i in range(len(parts))))
+        return Work(tuple(torch.cat([theirs[i][self.rank] for theirs in everyone]) for i in range(len(parts))))
 
     def all_to_all_uneven(self, x: Tensor, sent_rows: list[int], received_rows: list[int]) -> Tensor:
         everyone = self._swap("all_to_all_uneven", x.clone().split(sent_rows))
@@ -151,15 +151,17 @@ class ThreadPeers:
         assert [part.shape[0] for part in mine] == received_rows
         return torch.cat(mine)
 
-    def sum(self, x: Tensor) -> None:
-        x.copy_(torch.stack(self._swap("sum", x.clone())).sum(0))
+    def all_reduce(self, x: Tensor) -> None:
+        x.copy_(torch.stack(self._swap("all_reduce", x.clone())).sum(0))
 
-    def shift(self, sent: Tensor, received: Tensor, distance: int, then: Callable[[], object] | None = None) -> Arrival:
-        everyone = self._swap(f"shift {distance}", sent.clone())
+    def send_recv(
+        self, sent: Tensor, received: Tensor, distance: int, then: Callable[[], object] | None = None
+    ) -> Work:
+        everyone = self._swap(f"send_recv {distance}", sent.clone())
         received.copy_(everyone[(self.rank - distance) % self.size])
         if then is not None:
             then()
-        return Arrival((received,))
+        return Work((received,))
 
 
 class Board:
@@ -178,31 +180,31 @@ class Board:
         return [message for _, message in everyone]
 
 
-def thread_transports(scheme: Scheme) -> tuple[list[Transport], list[Board]]:
+def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board]]:
     """The transports of all ranks, and what they talk over."""
-    if scheme.transport == "hierarchical":
-        nodes, places = scheme.ranks // scheme.node, scheme.node
+    if strategy.transport == "hierarchical":
+        nodes, places = strategy.ranks // strategy.node_size, strategy.node_size
         inner, outer = [Board(places) for _ in range(nodes)], [Board(nodes) for _ in range(places)]
         made = [
-            Ulysses(ThreadPeers(rank % places, inner[rank // places]), AllGather(outside, scheme.slices))
-            for rank in range(scheme.ranks)
-            for outside in [ThreadPeers(rank // places, outer[rank % places])]
+            Ulysses(ThreadCommunicator(rank % places, inner[rank // places]), AllGather(outside, strategy.slices))
+            for rank in range(strategy.ranks)
+            for outside in [ThreadCommunicator(rank // places, outer[rank % places])]
         ]
         return made, inner + outer
-    board = Board(scheme.ranks)
-    peers = [ThreadPeers(rank, board) for rank in range(scheme.ranks)]
+    board = Board(strategy.ranks)
+    communicators = [ThreadCommunicator(rank, board) for rank in range(strategy.ranks)]
     make = {
-        "ring": lambda p: Ring(p, scheme.ring_depth),
-        "allgather": lambda p: AllGather(p, scheme.slices),
-        "ulysses": lambda p: Ulysses(p, Whole()),
-    }[scheme.transport]
-    return [make(p) for p in peers], [board]
+        "ring": lambda communicator: Ring(communicator, strategy.ring_depth),
+        "allgather": lambda communicator: AllGather(communicator, strategy.slices),
+        "ulysses": lambda communicator: Ulysses(communicator, Local()),
+    }[strategy.transport]
+    return [make(communicator) for communicator in communicators], [board]
 
 
-def on_threads(scheme: Scheme, case: Case, inputs: list[Tensor]) -> Result:
+def on_threads(strategy: CPStrategy, case: Case, inputs: list[Tensor]) -> Result:
     """The result of all ranks put together."""
-    transports, boards = thread_transports(scheme)
-    engines = [ContextParallel(scheme, transport) for transport in transports]
+    transports, boards = thread_transports(strategy)
+    engines = [ContextParallel(strategy, transport) for transport in transports]
 
     def run(engine: ContextParallel) -> tuple[Result, Plan]:
         try:
@@ -212,7 +214,7 @@ def on_threads(scheme: Scheme, case: Case, inputs: list[Tensor]) -> Result:
                 board.barrier.abort()
             raise
 
-    with ThreadPoolExecutor(scheme.ranks) as pool:
+    with ThreadPoolExecutor(strategy.ranks) as pool:
         futures = [pool.submit(run, engine) for engine in engines]
     errors = [future.exception() for future in futures if future.exception()]
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
@@ -223,5 +225,5 @@ def on_threads(scheme: Scheme, case: Case, inputs: list[Tensor]) -> Result:
         padded_shards(list(tensors), sequence.rows)
         for tensors in zip(*(result.tensors for result in results), strict=True)
     ]
-    chosen = chosen_of_ranks(list(plans), scheme, sequence) if plans[0] else None
+    chosen = chosen_of_ranks(list(plans), strategy, sequence) if plans[0] else None
     return Result([sequence.to_packed(x) for x in shards], chosen)

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention.operators import SAVED_OPERATORS
-from moba_train.parallel.context.choose import Scheme
-from moba_train.parallel.context.comm import Peers
+from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel, context_engine
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.training.determinism import deterministic
 
 CASES = {
@@ -39,8 +39,8 @@ CASES = {
     "dense": Case((12, 0, 1, 33), heads=12, kv_heads=12, topk=None),
     "shared heads, bf16": Case((41, 6), heads=12, kv_heads=1, dtype=torch.bfloat16),
 }
-SCHEMES = {
-    f"{transport}, {layout}, {ranks} ranks": Scheme(
+STRATEGIES = {
+    f"{transport}, {layout}, {ranks} ranks": CPStrategy(
         ranks, transport, layout, node, depth, slices=4 if layout == "contiguous" else 1
     )
     for ranks in (1, 2, 3, 4)
@@ -51,7 +51,7 @@ SCHEMES = {
         ("ulysses", ranks, None),
         *([("hierarchical", 2, None)] if ranks == 4 else []),
     )
-} | {"ring, zigzag, 4 ranks, 2 buffers": Scheme(4, "ring", "zigzag", 4, 2)}
+} | {"ring, zigzag, 4 ranks, 2 buffers": CPStrategy(4, "ring", "zigzag", 4, 2)}
 
 
 class Member:
@@ -67,8 +67,8 @@ class Member:
                 if dist.get_rank() in members:
                     self.groups[size] = group
 
-    def engine(self, scheme: Scheme) -> ContextParallel:
-        return context_engine(scheme, self.groups[scheme.ranks], self.device)
+    def engine(self, strategy: CPStrategy) -> ContextParallel:
+        return context_engine(strategy, self.groups[strategy.ranks], self.device)
 
     def everyone(self, ranks: int, mine: object) -> list:
         """`mine` of all ranks of the group, in their order."""
@@ -83,44 +83,47 @@ Call = tuple[str, int, list[int], list[tuple[int, ...]]]
 
 @contextmanager
 def recorded_calls():
-    """The calls to `Peers` made meanwhile, in order; what must agree on all ranks."""
+    """The calls to `Communicator` made meanwhile, in order; what must agree on all ranks."""
     calls: list[Call] = []
-    methods = {name: getattr(Peers, name) for name in ("all_gather", "all_to_all", "all_to_all_uneven", "sum", "shift")}
+    names = ("all_gather", "all_to_all", "all_to_all_uneven", "all_reduce", "send_recv")
+    methods = {name: getattr(Communicator, name) for name in names}
 
-    def recording(name: str, peers: Peers, *args, **options):
+    def recording(name: str, communicator: Communicator, *args, **options):
         sizes = [] if name == "all_to_all_uneven" else [tuple(x.shape) for x in args if isinstance(x, Tensor)]
-        calls.append((name, peers.size, [x % peers.size for x in args if isinstance(x, int)], sizes))
-        return methods[name](peers, *args, **options)
+        calls.append((name, communicator.size, [x % communicator.size for x in args if isinstance(x, int)], sizes))
+        return methods[name](communicator, *args, **options)
 
     for name in methods:
-        setattr(Peers, name, lambda peers, *args, name=name, **options: recording(name, peers, *args, **options))
+        setattr(Communicator, name, lambda *args, name=name, **options: recording(name, *args, **options))
     try:
         yield calls
     finally:
         for name, method in methods.items():
-            setattr(Peers, name, method)
+            setattr(Communicator, name, method)
 
 
-def equal_to_one_device(case: Case, scheme: Scheme, member: Member, engine: ContextParallel | None = None) -> None:
+def equal_to_one_device(
+    case: Case, strategy: CPStrategy, member: Member, engine: ContextParallel | None = None
+) -> None:
     """Results and gradients, the chosen blocks, the same calls on all ranks, the same bits again.
 
     It fails only after the last message, or the other ranks would wait for ever.
     """
-    if scheme.ranks not in member.groups:
+    if strategy.ranks not in member.groups:
         return
-    engine = engine or member.engine(scheme)
+    engine = engine or member.engine(strategy)
     inputs = case.inputs(member.device)
     want = on_one_device(case, inputs)
     with recorded_calls() as calls:
         (got, plan), (again, _) = (on_a_rank(engine, case, inputs) for _ in range(2))
     sequence, rank = engine.sequence(case.total), engine.transport.rank
-    parts = member.everyone(scheme.ranks, (calls, [x.cpu() for x in plan], [x.cpu() for x in got.tensors]))
+    parts = member.everyone(strategy.ranks, (calls, [x.cpu() for x in plan], [x.cpu() for x in got.tensors]))
     all_calls, plans, shards = zip(*parts, strict=True)
     assert all(theirs == calls for theirs in all_calls), f"calls differ: {all_calls}"
-    assert calls or scheme.ranks == 1, "nothing was recorded"
+    assert calls or strategy.ranks == 1, "nothing was recorded"
     assert all(torch.equal(a, b) for a, b in zip(got.tensors, again.tensors, strict=True)), "two runs differ"
     if want.chosen is not None:
-        assert torch.equal(chosen_of_ranks([tuple(p) for p in plans], scheme, sequence), want.chosen.cpu())
+        assert torch.equal(chosen_of_ranks([tuple(p) for p in plans], strategy, sequence), want.chosen.cpu())
     if case.dtype == torch.float64:
         assert_same(got.tensors, [sequence.shard(x, rank)[: sequence.tokens(rank)] for x in want.tensors])
     else:
@@ -146,8 +149,8 @@ def assert_as_exact(got: list[Tensor], one: Result, case: Case, inputs: list[Ten
 
 def recomputation_sends_nothing(member: Member) -> None:
     """Under the checkpointing that FSDP uses, the forward pass is not communicated again."""
-    case, scheme = CASES["moba"], SCHEMES["allgather, zigzag, 2 ranks"]
-    engine, attention, layout = member.engine(scheme), case.attention(), case.layout()
+    case, strategy = CASES["moba"], STRATEGIES["allgather, zigzag, 2 ranks"]
+    engine, attention, layout = member.engine(strategy), case.attention(), case.layout()
     shards = [engine.sequence(case.total).shard(x, engine.transport.rank) for x in case.inputs()]
     contexts = partial(create_selective_checkpoint_contexts, list(SAVED_OPERATORS))
 
@@ -170,7 +173,7 @@ def nothing_gathered_is_saved(member: Member) -> None:
     """For the backward pass, a rank keeps its own rows and what was planned for them."""
     case = CASES["dense"]
     for transport in ("allgather", "ring", "ulysses"):
-        engine = member.engine(SCHEMES[f"{transport}, contiguous, 4 ranks"])
+        engine = member.engine(STRATEGIES[f"{transport}, contiguous, 4 ranks"])
         shards = [engine.sequence(case.total).shard(x, engine.rank).requires_grad_() for x in case.inputs()[:3]]
         out, _ = engine(*shards, case.attention(), case.layout())
         saved = [x.shape[0] for x in out.grad_fn.saved_tensors]
@@ -181,8 +184,8 @@ def compiles_whole(member: Member) -> None:
     """No graph break, for documents that change from step to step, and the same bits."""
     case = CASES["moba"]
     for name in ("allgather, zigzag, 2 ranks", "ring, zigzag, 2 ranks", "ulysses, contiguous, 2 ranks"):
-        scheme = SCHEMES[name]
-        engine, attention = member.engine(scheme), case.attention()
+        strategy = STRATEGIES[name]
+        engine, attention = member.engine(strategy), case.attention()
         shards = [engine.sequence(case.total).shard(x, engine.transport.rank) for x in case.inputs()]
 
         def run(q: Tensor, k: Tensor, v: Tensor, layout, engine=engine, attention=attention) -> Tensor:
@@ -207,7 +210,7 @@ def steps_find_all_connections_made(member: Member) -> None:
 
     for transport in ("allgather", "ring", "ulysses", "hierarchical"):
         with recorded_calls() as tried:
-            engine = member.engine(SCHEMES[f"{transport}, zigzag, 4 ranks"])
+            engine = member.engine(STRATEGIES[f"{transport}, zigzag, 4 ranks"])
         with recorded_calls() as asked:
             on_a_rank(engine, CASES["moba"], CASES["moba"].inputs())
         assert asked, transport
@@ -215,8 +218,8 @@ def steps_find_all_connections_made(member: Member) -> None:
 
 
 def refusals_come_before_any_message(member: Member) -> None:
-    scheme = SCHEMES["ulysses, contiguous, 4 ranks"]
-    engine = member.engine(scheme)
+    strategy = STRATEGIES["ulysses, contiguous, 4 ranks"]
+    engine = member.engine(strategy)
     case = Case((46,), heads=6, kv_heads=6)
     q, k, v, _ = (engine.sequence(46).shard(x, engine.transport.rank) for x in case.inputs())
     with recorded_calls() as calls:
@@ -228,8 +231,8 @@ def refusals_come_before_any_message(member: Member) -> None:
 
 Check = Callable[[Member], None]
 CHECKS: dict[str, Check] = {
-    f"{name}, {how}": partial(equal_to_one_device, case, scheme)
-    for how, scheme in SCHEMES.items()
+    f"{name}, {how}": partial(equal_to_one_device, case, strategy)
+    for how, strategy in STRATEGIES.items()
     for name, case in CASES.items()
 } | {
     "recomputation": recomputation_sends_nothing,

@@ -15,7 +15,7 @@ import torch
 from context_cases import Case
 from context_ranks import Check, Member, equal_to_one_device, run_checks
 
-from moba_train.parallel.context.choose import Scheme
+from moba_train.parallel.context.strategy import CPStrategy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,8 +31,8 @@ CASES = {
     "MoBA, blocks longer than pieces": replace(BIG, block_size=2048, topk=2),
     "dense": replace(BIG, topk=None),
 }
-SCHEMES = {
-    f"{transport}, {layout}, {ranks} ranks": Scheme(
+STRATEGIES = {
+    f"{transport}, {layout}, {ranks} ranks": CPStrategy(
         ranks, transport, layout, node, slices=4 if layout == "contiguous" else 1
     )
     for ranks in range(2, WORLD + 1)
@@ -43,10 +43,10 @@ SCHEMES = {
         *([("ulysses", ranks)] if BIG.heads % ranks == 0 else []),
         *([("hierarchical", 2)] if ranks == 4 else []),
     )
-} | ({"ring, zigzag, 4 ranks, 2 buffers": Scheme(4, "ring", "zigzag", 4, 2)} if WORLD == 4 else {})
+} | ({"ring, zigzag, 4 ranks, 2 buffers": CPStrategy(4, "ring", "zigzag", 4, 2)} if WORLD == 4 else {})
 CHECKS: dict[str, Check] = {
-    f"{name}, {how}": partial(equal_to_one_device, case, scheme)
-    for how, scheme in SCHEMES.items()
+    f"{name}, {how}": partial(equal_to_one_device, case, strategy)
+    for how, strategy in STRATEGIES.items()
     for name, case in CASES.items()
 }
 
@@ -54,14 +54,16 @@ CHECKS: dict[str, Check] = {
 def soak(member: Member) -> None:
     """Engines are kept, as in training, while sequence lengths, documents and heads change."""
     rng = random.Random(0)
-    engines = {name: member.engine(scheme) for name, scheme in SCHEMES.items() if scheme.ranks in member.groups}
+    engines = {
+        name: member.engine(strategy) for name, strategy in STRATEGIES.items() if strategy.ranks in member.groups
+    }
     for step in range(int(os.environ.get("MOBA_SOAK", "10"))):
-        name = rng.choice([name for name, scheme in SCHEMES.items() if scheme.ranks == WORLD])
+        name = rng.choice([name for name, strategy in STRATEGIES.items() if strategy.ranks == WORLD])
         lengths = [rng.randint(0, 1000) for _ in range(rng.randint(1, 5))] + [rng.randint(WORLD, 1000)]
         topk = rng.choice([None, 1, 3, 8])
         case = replace(BIG, lengths=tuple(lengths), block_size=rng.choice([64, 128, 512]), topk=topk)
         try:
-            equal_to_one_device(case, SCHEMES[name], member, engines[name])
+            equal_to_one_device(case, STRATEGIES[name], member, engines[name])
         except AssertionError as error:
             raise AssertionError(f"step {step}: {name}, {case}") from error
 

@@ -6,24 +6,24 @@ from itertools import product
 
 import pytest
 import torch
-from context_cases import Case, ThreadPeers, assert_same, for_the_same_choice, on_one_device, on_threads
+from context_cases import Case, ThreadCommunicator, assert_same, for_the_same_choice, on_one_device, on_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moba_train.attention.choices import described, mean_choices
 from moba_train.attention.full import FullAttention
 from moba_train.attention.protocol import LocalAttention
-from moba_train.parallel.context.choose import Scheme
+from moba_train.parallel.context.strategy import CPStrategy
 
 TRANSPORTS = ("allgather", "ring", "ulysses", "hierarchical")
 KINDS = ("contiguous", "zigzag")
 
 
-def scheme(transport: str, kind: str, ranks: int = 4, depth: int | None = None) -> Scheme:
-    return Scheme(ranks, transport, kind, node=2 if transport == "hierarchical" else ranks, ring_depth=depth)
+def strategy(transport: str, kind: str, ranks: int = 4, depth: int | None = None) -> CPStrategy:
+    return CPStrategy(ranks, transport, kind, node_size=2 if transport == "hierarchical" else ranks, ring_depth=depth)
 
 
-def check(how: Scheme, case: Case) -> None:
+def check(how: CPStrategy, case: Case) -> None:
     inputs = case.inputs()
     want, got = on_one_device(case, inputs), on_threads(how, case, inputs)
     assert_same(got.tensors, want.tensors)
@@ -51,7 +51,7 @@ def check(how: Scheme, case: Case) -> None:
     ],
 )
 def test_equal_to_one_device(case, transport, kind):
-    check(scheme(transport, kind), case)
+    check(strategy(transport, kind), case)
 
 
 @settings(max_examples=60, deadline=None)
@@ -73,7 +73,7 @@ def test_equal_to_one_device_at_random_sizes(data):
     )
     depth = data.draw(st.sampled_from([None, 2, 3])) if transport == "ring" else None
     slices = data.draw(st.integers(1, 4))
-    check(Scheme(ranks, transport, data.draw(st.sampled_from(KINDS)), node, depth, slices), case)
+    check(CPStrategy(ranks, transport, data.draw(st.sampled_from(KINDS)), node, depth, slices), case)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +87,7 @@ def test_what_the_ranks_tell_of_their_choices_is_what_one_device_tells(transport
 
     case = Described((60, 3, 37), options={"always": ("current", "first")}, topk=4)
     means = []
-    for run in (on_one_device, partial(on_threads, scheme(transport, kind))):
+    for run in (on_one_device, partial(on_threads, strategy(transport, kind))):
         told: list[dict[str, float]] = []
         run(case, case.inputs())
         means.append(mean_choices(told))
@@ -100,7 +100,7 @@ def test_every_block_chosen_is_dense_attention():
     inputs = sparse.inputs()
     want = on_one_device(dense, inputs).tensors
     for transport, kind in product(TRANSPORTS, KINDS):
-        assert_same(on_threads(scheme(transport, kind), sparse, inputs).tensors, want)
+        assert_same(on_threads(strategy(transport, kind), sparse, inputs).tensors, want)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -108,7 +108,7 @@ def test_a_changed_token_moves_only_what_may_see_it(transport):
     """Of its own document, itself and later tokens: nothing else may change by a single bit."""
     case, token = Case((11, 20, 9), topk=3), 17
     inputs = case.inputs()
-    how = scheme(transport, "zigzag")
+    how = strategy(transport, "zigzag")
     before = on_threads(how, case, inputs).tensors[0]
     for changed in (1, 2):  # k, v
         moved = [x.clone() for x in inputs]
@@ -124,7 +124,7 @@ def test_a_changed_token_moves_only_what_may_see_it(transport):
 def test_bf16_chooses_the_same_blocks_and_is_as_exact_as_one_device(transport, kind):
     case = Case((37, 43), dtype=torch.bfloat16)
     inputs = case.inputs()
-    one, many = on_one_device(case, inputs), on_threads(scheme(transport, kind), case, inputs)
+    one, many = on_one_device(case, inputs), on_threads(strategy(transport, kind), case, inputs)
     want = for_the_same_choice(case, one.chosen, inputs)
     assert torch.equal(many.chosen, one.chosen)
     for ours, single, truth in zip(many.tensors, one.tensors, want, strict=True):
@@ -136,7 +136,7 @@ def test_two_runs_give_the_same_bits():
     case = Case((37, 6))
     inputs = case.inputs()
     for transport in TRANSPORTS:
-        first, second = (on_threads(scheme(transport, "zigzag"), case, inputs) for _ in range(2))
+        first, second = (on_threads(strategy(transport, "zigzag"), case, inputs) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first.tensors, second.tensors, strict=True))
 
 
@@ -145,19 +145,20 @@ def test_the_ring_sends_chunks_on_before_it_attends(depth, before_each_attention
     """Transfers begun before each chunk's attention, on the rank that sees every chunk: as many as have buffers."""
     begun: dict[int, int] = {}
     counts: list[int] = []
-    shift, attend = ThreadPeers.shift, FullAttention.attend
+    send_recv = ThreadCommunicator.send_recv
+    attend = FullAttention.attend
 
-    def counted_shift(peers, *args, **options):
+    def counted_send_recv(communicator, *args, **options):
         begun[threading.get_ident()] = begun.get(threading.get_ident(), 0) + 1
-        return shift(peers, *args, **options)
+        return send_recv(communicator, *args, **options)
 
     def counted_attend(attention, q, k, v, layout, plan):
         if layout.q_runs == ((24, 32),):
             counts.append(begun[threading.get_ident()])
         return attend(attention, q, k, v, layout, plan)
 
-    monkeypatch.setattr(ThreadPeers, "shift", counted_shift)
+    monkeypatch.setattr(ThreadCommunicator, "send_recv", counted_send_recv)
     monkeypatch.setattr(FullAttention, "attend", counted_attend)
     case = Case((32,), topk=None)
-    on_threads(scheme("ring", "contiguous", depth=depth), case, case.inputs())
+    on_threads(strategy("ring", "contiguous", depth=depth), case, case.inputs())
     assert counts == before_each_attention

@@ -13,12 +13,12 @@ KINDS = ("contiguous", "zigzag")
 @st.composite
 def layouts(draw) -> SequenceLayout:
     ranks = draw(st.integers(1, 9))
-    return SequenceLayout.cut(draw(st.integers(ranks, 200)), ranks, draw(st.sampled_from(KINDS)))
+    return SequenceLayout.split(draw(st.integers(ranks, 200)), ranks, draw(st.sampled_from(KINDS)))
 
 
 @given(layouts())
 def test_every_token_is_on_one_rank_and_padding_stands_behind(sequence):
-    held = [token for runs in sequence.runs for start, stop in runs for token in range(start, stop)]
+    held = [token for ranges in sequence.ranges for start, stop in ranges for token in range(start, stop)]
     assert sorted(held) == list(range(sequence.total))
     assert 0 <= sequence.ranks * sequence.rows - sequence.total < 2 * sequence.ranks
     tokens = torch.arange(sequence.total)
@@ -45,20 +45,20 @@ def test_shards_laid_end_to_end_go_to_packed_order_and_back(sequence):
 def test_groups_of_ranks_hold_what_their_ranks_hold(sequence, data):
     size = data.draw(st.sampled_from([n for n in range(1, sequence.ranks + 1) if sequence.ranks % n == 0]))
     x = torch.randn(sequence.total)
-    groups = sequence.in_groups(size)
+    groups = sequence.merge_ranks(size)
     for group in range(groups.ranks):
         members = range(group * size, (group + 1) * size)
-        alone = sequence.of(members)
+        alone = sequence.select_ranks(members)
         packed = alone.to_packed(torch.cat([sequence.shard(x, rank) for rank in members]))
         assert torch.equal(groups.shard(x, group)[: groups.tokens(group)], packed)
-        assert alone.together == groups.place(group)
+        assert alone.all_ranges == groups.ranges_of(group)
 
 
 @given(layouts())
 def test_rows_of_tokens_find_them_in_the_shard(sequence):
     tokens = torch.arange(sequence.total)
     for rank in range(sequence.ranks):
-        rows = sequence.rows_of(tokens, rank)
+        rows = sequence.local_rows(tokens, rank)
         mine = rows >= 0
         assert int(mine.sum()) == sequence.tokens(rank)
         assert torch.equal(sequence.shard(tokens, rank)[rows[mine]], tokens[mine])
@@ -70,7 +70,7 @@ def test_zigzag_balances_work_that_grows_with_the_position(ranks):
     work = torch.arange(1, total + 1).double()
     shares = {}
     for kind in KINDS:
-        sequence = SequenceLayout.cut(total, ranks, kind)
+        sequence = SequenceLayout.split(total, ranks, kind)
         sums = torch.stack([sequence.shard(work, rank).sum() for rank in range(ranks)])
         shares[kind] = (sums.max() / sums.mean()).item()
     assert shares["zigzag"] == 1
@@ -80,8 +80,8 @@ def test_zigzag_balances_work_that_grows_with_the_position(ranks):
 @pytest.mark.parametrize(
     "sequence",
     [
-        SequenceLayout.cut(12, 3, "contiguous"),
-        SequenceLayout.cut(24, 4, "zigzag").in_groups(2).of(range(1, 2)),  # two runs, laid end to end
+        SequenceLayout.split(12, 3, "contiguous"),
+        SequenceLayout.split(24, 4, "zigzag").merge_ranks(2).select_ranks(range(1, 2)),  # two ranges, in this order
     ],
 )
 def test_what_is_in_order_is_not_copied(sequence):
@@ -105,6 +105,6 @@ def test_a_shard_sees_what_its_documents_held_before():
 @pytest.mark.parametrize("kind", KINDS)
 def test_fewer_tokens_than_ranks_are_refused(kind):
     with pytest.raises(ValueError, match=r"parallel\.cp: 4 given for a sequence of 3 tokens"):
-        SequenceLayout.cut(3, 4, kind)
+        SequenceLayout.split(3, 4, kind)
     with pytest.raises(ValueError, match=r"parallel\.cp_layout: 'striped' given"):
-        SequenceLayout.cut(8, 4, "striped")
+        SequenceLayout.split(8, 4, "striped")

@@ -1,7 +1,7 @@
-"""How queries and keys of different ranks come together, one file a way.
+"""Transports: how queries and keys of different ranks meet, one file for each.
 
-base       the contract: shards in, shards out
-allgather  keys and values of all ranks gathered by slices of heads
-ring       keys and values passed around, results merged
-ulysses    tokens exchanged for heads; inside a node with all-gather across nodes: `hierarchical`
+base       the interface: shards in, shards out
+allgather  every rank gathers all keys and values, in slices of heads
+ring       keys and values travel around the ring of ranks; each rank merges its partial results
+ulysses    ranks exchange tokens for heads; with all-gather across nodes it is `hierarchical`
 """

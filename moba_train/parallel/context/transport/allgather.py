@@ -1,8 +1,8 @@
-"""Every rank gathers the keys and values of all, some key/value heads at a time.
+"""All-gather: every rank gathers the keys and values of all ranks, one slice of the key/value heads after the other.
 
-Gate, choice and attention of a key/value head touch no other head, so the heads of one slice are attended to while the
-next slice is on its way; two slices are in memory at once. The backward pass gathers again and sends the gradients of
-keys and values to their owners, who add them up in float32.
+Selection and attention of a key/value head involve no other head, so attention runs on the heads of one slice while the
+next slice is in flight; two slices are in memory at once. The backward pass gathers again and sends the gradients of
+keys and values to their owners, which sum them in float32.
 
 Shape suffixes as in base.py; T tokens of the sequence, R ranks.
 """
@@ -14,28 +14,30 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.protocol import Plan
-from moba_train.parallel.context.comm import Arrival, Peers
+from moba_train.parallel.context.comm import Communicator, Work
 from moba_train.parallel.context.copies import contiguous, copy_into
+from moba_train.parallel.context.summaries import all_summaries
 from moba_train.parallel.context.transport.base import Job, Transport, padded_lse, sum_dtype
-from moba_train.parallel.context.units import all_summaries
 
 Heads = tuple[slice, slice]
 """A slice of the key/value heads, and the query heads that share them."""
 
 
 class AllGather(Transport):
-    """See above."""
+    """Gathers keys and values in slices of heads; see the top of this file."""
 
-    def __init__(self, peers: Peers, slices: int) -> None:
-        """`slices`: all but the first of so many transfers can hide behind attention; more of them are smaller, and so
-        are the attention's launches."""
-        self.peers, self.rank, self.slices = peers, peers.rank, slices
+    def __init__(self, communicator: Communicator, slices: int) -> None:
+        """`slices`: number of transfers, at most one for each head. Attention overlaps all but the first. More slices
+        make smaller transfers and smaller kernel launches."""
+        self.communicator = communicator
+        self.rank = communicator.rank
+        self.slices = slices
 
     def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
         """See `Transport.forward`."""
         attention, tokens, part = job.attention, job.sequence.tokens(self.rank), job.part(self.rank)
         slices = self._slices(q_LHD, k_LKD)
-        summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.peers)
+        summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.communicator)
         out_LHD, plan = _zero_behind(q_LHD, tokens), list[Tensor]()
         lse_Hn = q_LHD.new_empty((q_LHD.shape[1], tokens), dtype=sum_dtype(q_LHD.dtype))
         for (kv, of), coming in self._arriving(k_LKD, v_LKD, slices):
@@ -49,7 +51,7 @@ class AllGather(Transport):
                 out_nHD, lse_Hn[of] = attention.attend(q_nHD, k_TKD, v_TKD, part, chosen)
                 copy_into(out_LHD[:tokens, of], out_nHD)
             plan += chosen
-            del k_TKD, v_TKD  # or three slices are in memory when the next but one is asked for
+            del k_TKD, v_TKD  # otherwise three slices are in memory when the next but one is gathered
         return out_LHD, padded_lse(lse_Hn, q_LHD.shape[0]), tuple(plan)
 
     def backward(
@@ -69,11 +71,11 @@ class AllGather(Transport):
         length = len(plan) // len(slices)
         plans = [plan[i * length : (i + 1) * length] for i in range(len(slices))]
         dq_LHD, dk_LKD, dv_LKD = _zero_behind(q_LHD, tokens), torch.empty_like(k_LKD), torch.empty_like(v_LKD)
-        on_their_way: tuple[slice, Arrival] | None = None
+        in_flight: tuple[slice, Work] | None = None
 
-        def receive(kv: slice, arrival: Arrival) -> None:
-            (partial,) = arrival.wait()
-            total = partial.unflatten(0, (self.peers.size, -1)).sum(0, dtype=sum_dtype(partial.dtype))
+        def receive(kv: slice, work: Work) -> None:
+            (partial,) = work.wait()
+            total = partial.unflatten(0, (self.communicator.size, -1)).sum(0, dtype=sum_dtype(partial.dtype))
             dk_LKD[:, kv], dv_LKD[:, kv] = total.chunk(2, dim=1)
 
         arriving = self._arriving(k_LKD, v_LKD, slices)
@@ -87,12 +89,12 @@ class AllGather(Transport):
             else:
                 dk, dv = torch.zeros_like(k_TKD), torch.zeros_like(v_TKD)
             del k_TKD, v_TKD
-            sent = self.peers.all_to_all(job.sequence.to_shards(dk, dv))
-            if on_their_way:  # the last slice's: its transfer was hidden behind this one's attention
-                receive(*on_their_way)
-            on_their_way = kv, sent
-        assert on_their_way
-        receive(*on_their_way)
+            sent = self.communicator.all_to_all(job.sequence.to_shards(dk, dv))
+            if in_flight:  # from the previous slice; this slice's attention overlapped it
+                receive(*in_flight)
+            in_flight = kv, sent
+        assert in_flight
+        receive(*in_flight)
         return dq_LHD, dk_LKD, dv_LKD
 
     def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
@@ -104,25 +106,28 @@ class AllGather(Transport):
         return tuple(tensor for plan in plans for tensor in plan)
 
     def _slices(self, q_LHD: Tensor, k_LKD: Tensor) -> list[Heads]:
+        """All heads in slices of the same width, but the last may be narrower."""
         kv_heads = k_LKD.shape[1]
-        group, width = q_LHD.shape[1] // kv_heads, -(-kv_heads // self.slices)
+        group = q_LHD.shape[1] // kv_heads
+        width = -(-kv_heads // self.slices)
         slices = [slice(first, min(first + width, kv_heads)) for first in range(0, kv_heads, width)]
         return [(kv, slice(kv.start * group, kv.stop * group)) for kv in slices]
 
-    def _gather(self, k_LKD: Tensor, v_LKD: Tensor, heads: Heads) -> Arrival:
-        return self.peers.all_gather(*(contiguous(x[:, heads[0]]) for x in (k_LKD, v_LKD)))
+    def _gather(self, k_LKD: Tensor, v_LKD: Tensor, heads: Heads) -> Work:
+        """Start gathering the keys and values of one slice from all ranks."""
+        return self.communicator.all_gather(*(contiguous(x[:, heads[0]]) for x in (k_LKD, v_LKD)))
 
-    def _arriving(self, k_LKD: Tensor, v_LKD: Tensor, slices: list[Heads]) -> Iterator[tuple[Heads, Arrival]]:
-        """Each slice with the keys and values of all shards, which are on their way, and so are those of the next."""
-        coming = self._gather(k_LKD, v_LKD, slices[0])
+    def _arriving(self, k_LKD: Tensor, v_LKD: Tensor, slices: list[Heads]) -> Iterator[tuple[Heads, Work]]:
+        """Yield each slice with the handle of its gather; the gather of the next slice is in flight, too."""
+        gather = self._gather(k_LKD, v_LKD, slices[0])
         for heads, following in zip_longest(slices, slices[1:]):
-            later = self._gather(k_LKD, v_LKD, following) if following else coming
-            yield heads, coming
-            coming = later
+            next_gather = self._gather(k_LKD, v_LKD, following) if following else gather
+            yield heads, gather
+            gather = next_gather
 
 
 def _zero_behind(x_LHD: Tensor, tokens: int) -> Tensor:
-    """A tensor like `x`, zero in the rows of padding and undefined before."""
-    made_LHD = torch.empty_like(x_LHD)
-    made_LHD[tokens:] = 0
-    return made_LHD
+    """A tensor like `x`, zero in the rows of padding and undefined in those of tokens."""
+    empty_LHD = torch.empty_like(x_LHD)
+    empty_LHD[tokens:] = 0
+    return empty_LHD

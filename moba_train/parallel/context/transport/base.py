@@ -1,4 +1,4 @@
-"""What every transport is: a way to bring queries and keys of different ranks together.
+"""The interface of a transport, which brings queries and keys of different ranks together.
 
 Shape suffixes: L rows of a shard (padding included), n tokens in it, H query heads, K key/value heads, D head width.
 """
@@ -16,30 +16,30 @@ from moba_train.parallel.context.layout import SequenceLayout
 
 @dataclass(frozen=True)
 class Job:
-    """One call of an attention over a sequence that is cut over ranks."""
+    """One call of an attention over a sequence that is sharded over ranks."""
 
     attention: LocalAttention
     layout: Layout
-    """Of the whole packed sequence."""
+    """The layout of the whole packed sequence."""
     sequence: SequenceLayout
 
     def part(self, rank: int) -> Layout:
         """The layout of a rank's queries against the keys of all ranks."""
-        return self.layout.part(self.sequence.place(rank), self.sequence.together)
+        return self.layout.part(self.sequence.ranges_of(rank), self.sequence.all_ranges)
 
 
 class Transport(ABC):
     """Runs a job's attention with one shard of the sequence on each rank.
 
-    q, dout and out are [L, H, D], k and v [L, K, D], lse [H, L]: the rows of this rank's shard. Padding is never
-    attended to; its queries give out = 0, lse = -inf and its gradients are 0.
+    q, dout and out are [L, H, D], k and v [L, K, D], lse [H, L]: the rows of this rank's shard. No query attends to
+    padding; rows of padding have out = 0, lse = -inf and zero gradients.
     """
 
     rank: int
-    """This rank's shard in the job's sequence."""
+    """Index of this rank's shard in the job's sequence."""
 
     def __repr__(self) -> str:
-        """The same for every process that does the same."""
+        """Equal in all processes that run the same transport as the same rank."""
         return f"{type(self).__name__} of rank {self.rank}"
 
     @abstractmethod
@@ -66,17 +66,17 @@ class Transport(ABC):
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that partial results of `dtype` are added up in."""
+    """The dtype in which partial results of `dtype` are summed: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def padded(x: Tensor, rows: int) -> Tensor:
-    """Zeros behind `x` up to `rows` rows; `x` itself where it has them."""
+    """`x` with zero rows appended up to `rows` rows; `x` itself if it has as many."""
     if x.shape[0] == rows:
         return x
     return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
 
 
 def padded_lse(lse_Hn: Tensor, rows: int) -> Tensor:
-    """[H, n] -> [H, rows]: queries behind have seen nothing."""
+    """[H, n] -> [H, rows]: -inf for the appended queries, which see no key."""
     return F.pad(lse_Hn, (0, rows - lse_Hn.shape[1]), value=-torch.inf)

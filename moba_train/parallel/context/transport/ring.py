@@ -1,10 +1,10 @@
-"""Keys and values travel around the ring of ranks, chunk by chunk; each rank merges what it attends to.
+"""Ring: chunks of keys and values travel around the ring of ranks; each rank merges its partial results.
 
-A chunk is sent on as soon as it is here, and received as soon as there is a buffer for it; both never wait for the
-attention to a later chunk. With a buffer for every chunk (the default) a rank that is busier than its neighbours at
-some moment holds up nobody: with two buffers and an attention sink, 71-92 % of the time is work, with all of them
-96-98 %, and in lockstep 26-45 % (a model of 8 ranks; measured on 4: docs/context-parallelism.md). In the backward pass
-the gradient of a chunk goes straight to its owner, who adds up in float32, in the order of the ring.
+A rank sends a chunk on when it has arrived, without waiting for its own attention to it, and receives a chunk as soon
+as a buffer is free. With a buffer for every chunk (the default), a rank that is busy for a moment delays no other rank.
+With an attention sink, ranks compute 96-98 % of the time with all buffers, 71-92 % with two and 26-45 % in lockstep (a
+model of 8 ranks; measured on 4: docs/context-parallelism.md). In the backward pass the gradients of a chunk go straight
+to its owner, which sums them in float32, in the order of the ring.
 
 Shape suffixes as in base.py.
 """
@@ -17,25 +17,26 @@ from torch import Tensor
 
 from moba_train.attention.merge import merge_into
 from moba_train.attention.protocol import Layout, Plan
-from moba_train.parallel.context.comm import Arrival, Peers
+from moba_train.parallel.context.comm import Communicator, Work
 from moba_train.parallel.context.layout import sees
+from moba_train.parallel.context.summaries import all_summaries
 from moba_train.parallel.context.transport.base import Job, Transport, padded, padded_lse, sum_dtype
-from moba_train.parallel.context.units import all_summaries
 
 
 class Ring(Transport):
-    """See above."""
+    """Passes chunks of keys and values around the ring; see the top of this file."""
 
-    def __init__(self, peers: Peers, depth: int | None = None) -> None:
-        """`depth`: buffers for chunks of other ranks, at least 2; None: one for each."""
+    def __init__(self, communicator: Communicator, depth: int | None = None) -> None:
+        """`depth`: number of buffers for chunks of other ranks, at least 2; None: one for each rank."""
         assert depth is None or depth >= 2, "one buffer is sent while another is received into"
-        self.peers, self.rank = peers, peers.rank
-        self.depth = min(depth or peers.size, peers.size)
+        self.communicator = communicator
+        self.rank = communicator.rank
+        self.depth = min(depth or communicator.size, communicator.size)
 
     def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
         """See `Transport.forward`."""
         attention, tokens, part = job.attention, job.sequence.tokens(self.rank), job.part(self.rank)
-        summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.peers)
+        summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.communicator)
         q_nHD = q_LHD[:tokens]
         plan = attention.plan(q_nHD, summaries, part) if tokens else self.empty_plan(q_LHD, k_LKD, job)
         out_nHD = torch.zeros_like(q_nHD, dtype=sum_dtype(q_LHD.dtype))
@@ -63,7 +64,7 @@ class Ring(Transport):
         dq_nHD = torch.zeros_like(q, dtype=dtype)
         dkv_2LKD = torch.empty(2, *k_LKD.shape, dtype=dtype, device=k_LKD.device)
         received_2LKD = torch.empty_like(dkv_2LKD, dtype=k_LKD.dtype)
-        returning: deque[Arrival] = deque()
+        returning: deque[Work] = deque()
 
         def add_received() -> None:
             dkv_2LKD.add_(received_2LKD)
@@ -80,9 +81,9 @@ class Ring(Transport):
                 continue
             if len(returning) == self.depth:
                 returning.popleft().wait()
-            returning.append(self.peers.shift(partial_2LKD, received_2LKD, -step, then=add_received))
-        for arrival in returning:
-            arrival.wait()
+            returning.append(self.communicator.send_recv(partial_2LKD, received_2LKD, -step, then=add_received))
+        for work in returning:
+            work.wait()
         dk_LKD, dv_LKD = (
             x.to(k_LKD.dtype, copy=True) for x in dkv_2LKD
         )  # operators may not return views of one tensor
@@ -94,32 +95,32 @@ class Ring(Transport):
         return job.attention.empty_plan(q_LHD[:tokens], k_LKD, job.part(self.rank))
 
     def _is_seen(self, owner: int, job: Job) -> bool:
-        """Whether any key of that rank's chunk counts here."""
-        runs = job.sequence.runs
-        return sees(runs[self.rank], runs[owner], job.layout.edges)
+        """Whether any of this rank's queries sees any key of rank `owner`."""
+        ranges = job.sequence.ranges
+        return sees(ranges[self.rank], ranges[owner], job.layout.edges)
 
     def _pair(self, owner: int, job: Job) -> Layout:
-        """The layout of this rank's queries against one chunk."""
-        return job.layout.part(job.sequence.place(self.rank), job.sequence.place(owner))
+        """The layout of this rank's queries against the keys of rank `owner`."""
+        return job.layout.part(job.sequence.ranges_of(self.rank), job.sequence.ranges_of(owner))
 
     def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Every rank with its keys and values, without padding: this one first, then against the ring."""
-        size = self.peers.size
+        """Yield each rank with its keys and values, without padding: this rank first, then back around the ring."""
+        size = self.communicator.size
         own_2LKD = torch.stack([k_LKD, v_LKD])
         buffers = [torch.empty_like(own_2LKD) for _ in range(min(self.depth, size - 1))]
         chunks = [own_2LKD, *(buffers[step % len(buffers)] for step in range(size - 1))]
-        arrivals: dict[int, Arrival] = {}
+        receiving: dict[int, Work] = {}
 
-        def ask_for(step: int) -> None:
+        def start_receiving(step: int) -> None:
             if step < size:
-                arrivals[step] = self.peers.shift(chunks[step - 1], chunks[step], 1)
+                receiving[step] = self.communicator.send_recv(chunks[step - 1], chunks[step], 1)
 
         for step in range(1, len(buffers) + 1):
-            ask_for(step)
+            start_receiving(step)
         for step, chunk_2LKD in enumerate(chunks):
             if step:
-                arrivals.pop(step).wait()
+                receiving.pop(step).wait()
             owner = (self.rank - step) % size
             yield owner, *chunk_2LKD[:, : job.sequence.tokens(owner)]
             if step:
-                ask_for(step + len(buffers))  # into the buffer of the chunk that was just attended to
+                start_receiving(step + len(buffers))  # into the buffer whose chunk attention has just used

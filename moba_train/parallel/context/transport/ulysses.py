@@ -1,8 +1,9 @@
-"""The ranks of a group exchange tokens for heads: each attends with some heads to all tokens of the group.
+"""Ulysses: the ranks of a group exchange tokens for heads, and each attends with some heads to all tokens of the group.
 
-After DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509). Where there are fewer key/value heads than ranks, each
-is sent to several. When the group is all there is, attention sees whole sequences (`Whole`); when it is one node of
-many, another transport takes the tokens of the node as one shard and goes on across nodes, with few heads per rank.
+After DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509). With fewer key/value heads than ranks, each head is sent
+to several ranks. If the group holds the complete sequence, attention runs locally (`Local`). If it is one node of
+several, another transport takes the tokens of the node as one shard and exchanges them across nodes, with few heads per
+rank.
 
 Shape suffixes as in base.py; N rows of all shards of the group, h of the H heads, P ranks of the group.
 """
@@ -10,18 +11,19 @@ Shape suffixes as in base.py; N rows of all shards of the group, h of the H head
 from torch import Tensor
 
 from moba_train.attention.protocol import Plan
-from moba_train.parallel.context.comm import Peers
+from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.copies import contiguous
 from moba_train.parallel.context.transport.base import Job, Transport, padded, padded_lse, sum_dtype
 
 
 class Ulysses(Transport):
-    """See above."""
+    """Exchanges tokens for heads; see the top of this file."""
 
-    def __init__(self, peers: Peers, across: Transport) -> None:
-        """`across` runs attention over the group's tokens; its `rank` is the group's place among all groups."""
-        self.peers, self.across = peers, across
-        self.rank = across.rank * peers.size + peers.rank
+    def __init__(self, communicator: Communicator, across: Transport) -> None:
+        """`across`: runs attention to the group's tokens; its `rank` is the index of the group among all groups."""
+        self.communicator = communicator
+        self.across = across
+        self.rank = across.rank * communicator.size + communicator.rank
 
     def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
         """See `Transport.forward`."""
@@ -55,52 +57,53 @@ class Ulysses(Transport):
     def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
         """See `Transport.empty_plan`."""
         swap = _Swap(self, job)
-        shapes = ((self.peers.size * x.shape[0], swap.heads(x.shape[1]), *x.shape[2:]) for x in (q_LHD, k_LKD))
+        shapes = ((self.communicator.size * x.shape[0], swap.heads(x.shape[1]), *x.shape[2:]) for x in (q_LHD, k_LKD))
         q_NhD, k_NhD = (q_LHD.new_empty(shape) for shape in shapes)
         return self.across.empty_plan(q_NhD, k_NhD, swap.job)
 
 
 class _Swap:
-    """The exchange between the ranks of a group, for one job."""
+    """The exchange of tokens for heads in a group of ranks, for one job."""
 
     def __init__(self, ulysses: Ulysses, job: Job) -> None:
-        self.peers, self.size = ulysses.peers, ulysses.peers.size
+        self.communicator = ulysses.communicator
+        self.size = self.communicator.size
         place = ulysses.across.rank
-        self.group = job.sequence.of(range(place * self.size, (place + 1) * self.size))
-        groups = job.sequence.in_groups(self.size)
-        self.joint = groups.of(range(place, place + 1))
+        self.group = job.sequence.select_ranks(range(place * self.size, (place + 1) * self.size))
+        groups = job.sequence.merge_ranks(self.size)
+        self.joint = groups.select_ranks(range(place, place + 1))
         self.job = Job(job.attention, job.layout, groups)
 
     def heads(self, heads: int) -> int:
-        """How many of so many heads a rank gets."""
+        """Number of heads that each rank gets out of `heads`."""
         return max(1, heads // self.size)
 
     def to_heads(self, *tensors_LHD: Tensor) -> list[Tensor]:
-        """Shards of rows [L, H, D] with all heads to all rows of the group [N, h, D] with some heads."""
+        """Exchange a shard's rows with all heads [L, H, D] for all rows of the group with some heads [N, h, D]."""
         sent = []
         for x_LHD in tensors_LHD:
             if x_LHD.shape[1] < self.size:
                 x_LHD = x_LHD.repeat_interleave(self.size // x_LHD.shape[1], dim=1)
             sent.append(contiguous(x_LHD.unflatten(1, (self.size, -1)).transpose(0, 1)).flatten(0, 1))
-        return [self.joint.to_shards(self.group.to_packed(x)) for x in self.peers.all_to_all(*sent).wait()]
+        return [self.joint.to_shards(self.group.to_packed(x)) for x in self.communicator.all_to_all(*sent).wait()]
 
     def to_rows(self, *tensors_NhD: Tensor) -> list[Tensor]:
-        """The inverse of `to_heads`, copies of heads not yet summed; padding becomes 0."""
+        """The inverse of `to_heads`; copies of heads are not summed yet, and padding is zero."""
         tokens = self.joint.tokens(0)
         sent = [self.group.to_shards(x_NhD[:tokens]).contiguous() for x_NhD in tensors_NhD]
-        received = self.peers.all_to_all(*sent).wait()
+        received = self.communicator.all_to_all(*sent).wait()
         return [contiguous(x.unflatten(0, (self.size, -1)).transpose(0, 1)).flatten(1, 2) for x in received]
 
 
 def _sum_copies(x_LPD: Tensor, kv_heads: int) -> Tensor:
-    """Add up the gradients of the copies of each key/value head: [L, K, D]."""
+    """Sum the gradients of the copies of each key/value head: [L, K, D]."""
     if x_LPD.shape[1] == kv_heads:
         return x_LPD
     return x_LPD.unflatten(1, (kv_heads, -1)).sum(2, dtype=sum_dtype(x_LPD.dtype)).to(x_LPD.dtype)
 
 
-class Whole(Transport):
-    """No transport: all tokens are here, as on one device, with padding behind."""
+class Local(Transport):
+    """Attention on this rank alone, which holds the complete sequence with padding at its end."""
 
     rank = 0
 

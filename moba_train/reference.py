@@ -1,7 +1,7 @@
 """docs/config.md and docs/config.schema.json, generated from the schema.
 
-python -m moba_train.config.reference            write both
-python -m moba_train.config.reference --check    exit 1 when they are not what the schema gives
+python -m moba_train.reference            write both
+python -m moba_train.reference --check    exit 1 when they are not what the schema gives
 """
 
 import argparse
@@ -12,18 +12,19 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
+import moba_train.attention.registry  # noqa: F401  # the kinds' sections
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.base import Section
 from moba_train.config.explain import describe_field, item_suffix, section_of
 from moba_train.config.load import parse_yaml
 from moba_train.config.schema import RunConfig
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 
 _INTRODUCTION = """\
 # Configuration reference
 
-Generated from the schema by `python -m moba_train.config.reference`; do not edit.
+Generated from the schema by `python -m moba_train.reference`; do not edit.
 
 A recipe is a YAML file. `extends: other.yaml` (or a list of files, relative to the recipe) lays it over other files:
 mappings are merged key by key and later values win, lists are replaced. `key.path=value` on the command line wins over
@@ -73,7 +74,7 @@ def json_schema() -> str:
 
 def _collect(section: type[Section], path: str, headings: dict[type[Section], str]) -> None:
     """Add every section below `section` to `headings`, under the first path it is found at."""
-    for name, field in section.model_fields.items():
+    for name, field in section.fields().items():
         inner = section_of(field.annotation)
         if inner is not None and inner not in headings:
             headings[inner] = f"`{path}{name}{item_suffix(field)}`"
@@ -83,7 +84,7 @@ def _collect(section: type[Section], path: str, headings: dict[type[Section], st
 def _section(section: type[Section], headings: dict[type[Section], str]) -> str:
     lines = [f"## {headings[section]}", "", cleandoc(section.__doc__ or ""), ""]
     lines += ["| key | value | default | meaning |", "|---|---|---|---|"]
-    for name, field in section.model_fields.items():
+    for name, field in section.fields().items():
         inner = section_of(field.annotation)
         value, meaning = describe_field(field), field.description or ""
         if inner is not None:
@@ -129,7 +130,7 @@ def main() -> int:
     check = parser.parse_args().check
     stale = stale_files()
     for path, text in stale.items():
-        print(f"{path.name} is stale: run python -m moba_train.config.reference" if check else f"wrote {path.name}")
+        print(f"{path.name} is stale: run python -m moba_train.reference" if check else f"wrote {path.name}")
         if not check:
             path.write_text(text, encoding="utf-8")
     return 1 if check and stale else 0

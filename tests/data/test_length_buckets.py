@@ -1,4 +1,4 @@
-"""Blending by document length: ranges of a corpus with weights of their own, and long documents read more often."""
+"""Blending by document length: length buckets with weights of their own, and long documents read more often."""
 
 from collections import Counter
 from pathlib import Path
@@ -25,7 +25,7 @@ def long_share(data: StageData, first_long: int) -> float:
 
 @pytest.fixture
 def corpus(make_corpus: MakeCorpus) -> str:
-    """120 documents of 2 tokens, then 4 of 40: tokens from 241 on are a long document's, 40 % of all."""
+    """120 documents of 2 tokens, then 4 of 40: tokens from 241 on belong to long documents, 40 % of all."""
     return make_corpus("a", numbered_documents([2] * 120 + [40] * 4))
 
 
@@ -39,7 +39,7 @@ def test_ranges_of_one_corpus_are_blended_by_their_own_weights(corpus: str) -> N
 
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])
-def test_long_documents_are_read_so_many_times_as_often(corpus: str, factor: float) -> None:
+def test_long_documents_are_read_factor_times_as_often(corpus: str, factor: float) -> None:
     data = stage(SourceConfig(path=corpus, upsample={"min_length": 10, "factor": factor}))
     assert long_share(data, 241) == pytest.approx(factor * 160 / (factor * 160 + 240), abs=0.01)
     reads = Counter(int(token) for index in range(400) for token in data.sample(index).tokens)
@@ -50,8 +50,10 @@ def test_long_documents_are_read_so_many_times_as_often(corpus: str, factor: flo
 def test_documents_named_twice_and_empty_ranges_are_refused(corpus: str) -> None:
     with pytest.raises(DataError, match=r"named twice in one blend; .*min_length"):
         stage(SourceConfig(path=corpus, below_length=11), SourceConfig(path=corpus, min_length=10))
-    with pytest.raises(DataError, match=r"has no tokens in documents of 41 to below any number"):
+    with pytest.raises(DataError, match=r"has no tokens in documents of at least 41 tokens"):
         stage(SourceConfig(path=corpus, min_length=41))
+    with pytest.raises(DataError, match=r"has no tokens in documents of 3 to 39 tokens; .*`moba-data stats`"):
+        stage(SourceConfig(path=corpus, min_length=3, below_length=40))
 
 
 @pytest.mark.parametrize(

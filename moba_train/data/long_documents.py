@@ -1,4 +1,4 @@
-"""Stretches of long documents: samples in which every token has its whole context, for evaluation by position."""
+"""Samples that lie inside one long document, so that every token has its whole context: for loss by position."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,20 @@ import numpy as np
 
 from moba_train.config.data import SourceConfig
 from moba_train.data.indexed import IndexedDataset
-from moba_train.data.samples import Sample, Span
+from moba_train.data.samples import Sample
 from moba_train.data.shuffle import permutation
+from moba_train.data.stream import DocumentPart
 from moba_train.errors import DataError
 
 
-class Stretches:
-    """Up to `sequences` stretches of `seq_len` tokens, each inside one document and followed by a token of it, so that
-    all its tokens have a label. Documents that are too short give none, longer ones as many as fit.
+class LongDocumentSamples:
+    """Up to `sequences` samples of `seq_len` tokens, each inside one document.
 
-    The same ones for the same corpora, `seq_len` and `seed`. Corpora are taken together, whatever their weights.
-    `len()` is how many there are; 0 where no document is long enough. Raises DataError for a damaged corpus.
+    A sample is followed by at least one more token of its document, so that each of its tokens has a label. A document
+    gives as many samples as fit into it, a short one gives none. The choice depends only on the corpora, `seq_len` and
+    `seed`; corpora are pooled, their blend weights are ignored.
+
+    `len()` is the number of samples; 0 if no document is long enough. Raises DataError for a damaged corpus.
     """
 
     def __init__(
@@ -32,9 +35,10 @@ class Stretches:
         return len(self._places)
 
     def sample(self, index: int) -> Sample:
-        """Stretch `index` as a sample of one document. Raises DataError when a token id is not below the vocabulary."""
+        """Sample `index`, a single document part. Raises DataError when a token id is not below the vocabulary size."""
         corpus, document, start = self._places[index]
-        dataset, stop = self._corpora[corpus], start + self.seq_len
+        dataset = self._corpora[corpus]
+        stop = start + self.seq_len
         tokens = dataset.document(document, start, stop + 1).astype(np.int64)
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             raise DataError(
@@ -46,12 +50,12 @@ class Stretches:
             labels=tokens[1:],
             loss_weight=np.ones(self.seq_len, dtype=np.float32),
             lengths=[self.seq_len],
-            pieces=[Span(dataset.prefix, document, start, stop)],
+            parts=[DocumentPart(dataset.prefix, document, start, stop)],
         )
 
 
-def count_stretches(sources: Sequence[SourceConfig], seq_len: int) -> int:
-    """How many stretches of `seq_len` tokens the documents of `sources` give. Raises DataError for a damaged corpus."""
+def count_samples(sources: Sequence[SourceConfig], seq_len: int) -> int:
+    """How many samples of `seq_len` tokens the documents of `sources` give. Raises DataError for a damaged corpus."""
     return len(_places(_corpora(sources), seq_len))
 
 
@@ -60,7 +64,7 @@ def _corpora(sources: Sequence[SourceConfig]) -> list[IndexedDataset]:
 
 
 def _places(corpora: Sequence[IndexedDataset], seq_len: int) -> list[tuple[int, int, int]]:
-    """Corpus, document and first token of every stretch."""
+    """Corpus, document and first token of every sample."""
     return [
         (corpus, document, start)
         for corpus, dataset in enumerate(corpora)

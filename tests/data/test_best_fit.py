@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moba_train.data.packing import best_fit, cut
+from moba_train.data.best_fit import best_fit, split_documents
 
 
 def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -45,7 +45,7 @@ def test_items_that_fit_no_bin_are_refused() -> None:
 
 
 def test_long_documents_are_cut_into_full_pieces_and_a_rest() -> None:
-    document, start = cut([3, 0, 20, 8], 8)
+    document, start = split_documents([3, 0, 20, 8], 8)
     assert document.tolist() == [0, 2, 2, 2, 3]
     assert start.tolist() == [0, 0, 8, 16, 0]
 
@@ -53,7 +53,7 @@ def test_long_documents_are_cut_into_full_pieces_and_a_rest() -> None:
 def test_padding_is_small_on_documents_of_many_lengths() -> None:
     """Log-normal lengths as of web text; concatenation would cut a quarter of them."""
     lengths = np.random.default_rng(0).lognormal(6.5, 1.3, 20_000).astype(np.int64) + 1
-    document, start = cut(lengths, 8192)
-    pieces = np.minimum(lengths[document] - start, 8192)
-    packing = best_fit(pieces, 8192)
-    assert 1 - pieces.sum() / (8192 * packing.bins) < 0.001
+    document, start = split_documents(lengths, 8192)
+    parts = np.minimum(lengths[document] - start, 8192)
+    packing = best_fit(parts, 8192)
+    assert 1 - parts.sum() / (8192 * packing.bins) < 0.001

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moba_train.parallel.context.layout import SequenceLayout
-from moba_train.parallel.context.units import WholeUnits
+from moba_train.parallel.context.summaries import OwnedUnits
 
 
 @st.composite
 def situations(draw):
     lengths = draw(st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(lambda lengths: sum(lengths) >= 6))
     ranks, size = draw(st.integers(1, 6)), draw(st.integers(1, 20))
-    sequence = SequenceLayout.cut(sum(lengths), ranks, draw(st.sampled_from(["contiguous", "zigzag"])))
+    sequence = SequenceLayout.split(sum(lengths), ranks, draw(st.sampled_from(["contiguous", "zigzag"])))
     return lengths, sequence, size
 
 
@@ -27,8 +27,8 @@ def units(lengths: list[int], size: int) -> list[range]:
 @given(situations())
 def test_every_unit_is_whole_on_the_rank_of_its_first_token_and_only_strays_move(situation):
     lengths, sequence, size = situation
-    whole = WholeUnits.of(sequence, (0, *accumulate(lengths)), size)
-    wanted: list[set[int]] = [set() for _ in sequence.runs]
+    owned = OwnedUnits.from_sequence(sequence, (0, *accumulate(lengths)), size)
+    wanted: list[set[int]] = [set() for _ in sequence.ranges]
     strays = {}
     for unit in units(lengths, size):
         owner = sequence.owner(unit[0])
@@ -39,15 +39,15 @@ def test_every_unit_is_whole_on_the_rank_of_its_first_token_and_only_strays_move
                 strays |= {t: (sequence.owner(t), owner) for t in range(token, unit[-1] + 1)}
                 break
             last = token
-    assert [{t for start, stop in runs for t in range(start, stop)} for runs in whole.runs] == wanted
-    for runs in whole.runs:
-        assert all(stop <= start for (_, stop), (start, _) in pairwise(runs)), f"not ascending: {runs}"
-    moved = {t: (move.source, move.target) for move in whole.moves for t in range(move.start, move.stop)}
+    assert [{t for start, stop in ranges for t in range(start, stop)} for ranges in owned.ranges] == wanted
+    for ranges in owned.ranges:
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(ranges)), f"not ascending: {ranges}"
+    moved = {t: (move.source, move.target) for move in owned.moves for t in range(move.start, move.stop)}
     assert moved == strays
 
 
 def test_aligned_shards_move_nothing():
-    sequence = SequenceLayout.cut(64, 4, "zigzag")
-    assert WholeUnits.of(sequence, (0, 64), 8).moves == ()
-    assert WholeUnits.of(sequence, (0, 16, 64), 8).moves == ()
-    assert WholeUnits.of(sequence, (0, 15, 64), 8).moves != ()
+    sequence = SequenceLayout.split(64, 4, "zigzag")
+    assert OwnedUnits.from_sequence(sequence, (0, 64), 8).moves == ()
+    assert OwnedUnits.from_sequence(sequence, (0, 16, 64), 8).moves == ()
+    assert OwnedUnits.from_sequence(sequence, (0, 15, 64), 8).moves != ()

@@ -1,0 +1,75 @@
+"""The kind `moba`: what a recipe, a plan and an export need to know about Mixture of Block Attention."""
+
+from collections.abc import Iterator, Sequence
+
+from moba_train.attention.kind import AttentionKind, StageContext
+from moba_train.attention.moba.layer import MobaAttention
+from moba_train.config.base import Section
+from moba_train.config.model import ModelConfig
+
+
+class MobaKind(AttentionKind):
+    """Each query and head attends to its own block and to its top-k blocks of history."""
+
+    name = "moba"
+    Options = MobaAttention.Options
+
+    def __init__(self, options: Section, head_dim: int) -> None:
+        super().__init__(options, head_dim)
+        self.attentions = (MobaAttention(options, head_dim),)
+
+    @classmethod
+    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+        """A block longer than the sequence, and more forced blocks than topk."""
+        assert isinstance(options, MobaAttention.Options)
+        if options.block_size > context.seq_len:
+            yield (
+                f"block_size: given {options.block_size} {context.layers}, which does not fit in a sequence of "
+                f"{context.seq_len} tokens; allowed: at most seq_len"
+            )
+        forced = {"current", *options.always}
+        if options.topk < len(forced):
+            yield (
+                f"topk: given {options.topk} {context.layers}, but {len(forced)} blocks are always chosen "
+                f"({', '.join(sorted(forced))}) and count towards it; allowed: >= {len(forced)}"
+            )
+
+    def attended_pairs(self, lengths: Sequence[int]) -> float:
+        """Own blocks up to the query, and at most topk - 1 complete blocks before."""
+        return sum(attended_pairs(length, self._block_size, self._topk) for length in lengths)
+
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Attention to the selected blocks, and the gate: 2 H d for every block before a query, half of a document's
+        blocks on average, forward only, as no gradient passes it (Lu et al. 2025, arXiv:2502.13189, section 2.2)."""
+        gates = sum(length * -(-length // self._block_size) for length in lengths)
+        return super().flops(model, lengths) + model.heads * model.head_width * gates
+
+    def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
+        """The selected block ids and their inverse lists, int32 each; none where every block is selected."""
+        if seq_len <= self._topk * self._block_size:
+            return 0
+        return 2 * 4 * model.heads * (self._topk - 1)
+
+    @property
+    def _block_size(self) -> int:
+        assert isinstance(self.options, MobaAttention.Options)
+        return self.options.block_size
+
+    @property
+    def _topk(self) -> int:
+        assert isinstance(self.options, MobaAttention.Options)
+        return self.options.topk
+
+
+def attended_pairs(length: int, block_size: int, topk: int) -> float:
+    """Pairs of a query and a key that MoBA attends to in one document of `length` tokens, for one query head.
+
+    A query sees its own block up to itself, its own key counting half, and at most topk - 1 complete blocks before.
+    Equal to length^2 / 2, dense attention's, when topk blocks hold the document.
+    """
+    blocks, rest = divmod(length, block_size)
+    own = (blocks * block_size**2 + rest**2) / 2
+    # Complete block b has min(b, topk - 1) blocks of history: 0, 1, ..., then always topk - 1.
+    growing = min(topk, blocks)
+    history = growing * (growing - 1) // 2 + (blocks - growing) * (topk - 1)
+    return own + history * block_size**2 + min(topk - 1, blocks) * block_size * rest

@@ -1,0 +1,54 @@
+"""What a transport cannot do: numbers of ranks, buffers and heads that it does not support."""
+
+from typing import get_args
+
+from moba_train.config.run import CPTransport
+from moba_train.parallel.context.strategy import CPStrategy
+
+
+def check_sizes(strategy: CPStrategy) -> None:
+    """Raises ValueError, naming the YAML key, for a strategy that is impossible with any attention."""
+    transport = strategy.transport
+    if transport not in get_args(CPTransport):
+        raise ValueError(f"parallel.cp_transport: {transport!r} given, allowed: {', '.join(get_args(CPTransport))}")
+    if strategy.ranks < 1:
+        raise ValueError(f"parallel.cp: {strategy.ranks} given, at least 1 needed")
+    if strategy.ring_depth is not None and strategy.ring_depth < 2:
+        raise ValueError(
+            f"parallel.cp_ring_depth: {strategy.ring_depth} given, at least 2 needed (one to send, one to receive)"
+        )
+    if transport == "hierarchical" and (
+        strategy.ranks % strategy.node_size or not 1 < strategy.node_size < strategy.ranks
+    ):
+        raise ValueError(
+            f"parallel.cp_transport: 'hierarchical' needs several nodes with the same number of ranks, at least 2 in "
+            f"each; parallel.cp is {strategy.ranks}, with {strategy.node_size} in a node; use ulysses, allgather or "
+            f"ring"
+        )
+
+
+def check_heads(strategy: CPStrategy, heads: int, kv_heads: int, couples_heads: bool) -> None:
+    """Raises ValueError, naming the YAML key, when the transport cannot divide these heads among its ranks.
+
+    `heads`, `kv_heads`, `couples_heads`: see `AttentionShape`.
+    """
+    if strategy.transport not in ("ulysses", "hierarchical"):
+        return
+    transport = strategy.transport
+    ranks = strategy.node_size if transport == "hierarchical" else strategy.ranks
+    if heads % ranks:
+        raise ValueError(
+            f"parallel.cp_transport: {transport!r} cannot share {heads} query heads among {ranks} ranks; use allgather "
+            f"or ring, or set parallel.cp so that the heads are divisible"
+        )
+    if kv_heads % ranks and ranks % kv_heads:
+        raise ValueError(
+            f"parallel.cp_transport: {transport!r} cannot share {kv_heads} key/value heads among {ranks} ranks: one "
+            f"number must divide the other; use allgather or ring"
+        )
+    if couples_heads and kv_heads % ranks:
+        raise ValueError(
+            f"parallel.cp_transport: {transport!r} would split the query heads of {kv_heads} key/value heads among "
+            f"{ranks} ranks, but an attention selects blocks for them together (attention.moba.select: group); use "
+            f"allgather or ring, or select: head"
+        )

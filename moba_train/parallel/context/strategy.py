@@ -1,0 +1,52 @@
+"""How a sequence is shared by the ranks of a context-parallel group, and the attention it is shared for: plain data."""
+
+from dataclasses import dataclass
+
+from moba_train.config.run import CPLayout, CPTransport
+
+GATHERING_TRANSPORTS: tuple[CPTransport, ...] = ("allgather", "hierarchical")
+"""Transports that gather keys and values, in slices of heads."""
+
+
+@dataclass(frozen=True)
+class CPStrategy:
+    """How the tokens of a sequence are sharded over ranks, and how the ranks exchange queries, keys and values."""
+
+    ranks: int
+    """Ranks of the context-parallel group: `parallel.cp`."""
+    transport: CPTransport
+    layout: CPLayout
+    node_size: int
+    """Consecutive ranks of the group that share a node; `ranks` if all do."""
+    ring_depth: int | None = None
+    """Buffers of the ring; None: one for each rank."""
+    slices: int = 1
+    """Transfers, each with some of the key/value heads, in which allgather and hierarchical gather keys and values; at
+    most one for each head. Two slices are in memory at once."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The sizes of one layer's attention that decide what its transport costs and whether it is possible."""
+
+    tokens: int
+    """Tokens of the whole packed sequence."""
+    heads: int
+    """Query heads on one rank, after tensor parallelism."""
+    kv_heads: int
+    """Key/value heads on one rank, after tensor parallelism."""
+    head_dim: int
+    element_bytes: int = 2
+    """Bytes of one number of a query, key or value."""
+    couples_heads: bool = False
+    """Whether `LocalAttention.couples_heads` holds for any layer."""
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of one token's queries; its output has the same size."""
+        return self.heads * self.head_dim * self.element_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one token's keys and values."""
+        return 2 * self.kv_heads * self.head_dim * self.element_bytes

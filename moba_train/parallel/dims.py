@@ -1,0 +1,118 @@
+"""The layout of a run: its device mesh, the coordinates of every rank in it, and every process group.
+
+No other file computes ranks. They are numbered row by row over the dimensions of `MeshSizes`, tp innermost: the ranks
+of a tp group are neighbours, and a cp group spans as few nodes as it can.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moba_train.config.mesh import MeshSizes
+from moba_train.parallel.world import World
+
+SHARD = "dp_shard_cp"
+"""The mesh dimension that parameters, gradients and optimizer state are sharded over: dp_shard x cp, cp innermost."""
+
+_MESH = {"pp": ("pp",), "dp_replicate": ("dp_replicate",), SHARD: ("dp_shard", "cp"), "tp": ("tp",)}
+"""The dimensions of the DeviceMesh, outermost first, each with the dimensions of `MeshSizes` that it is made of."""
+
+
+def coordinates(sizes: MeshSizes, rank: int) -> MeshSizes:
+    """Where `rank` is along each dimension of the layout, counted from 0."""
+    found = []
+    for size in reversed(sizes):
+        rank, coordinate = divmod(rank, size)
+        found.append(coordinate)
+    return MeshSizes(*reversed(found))
+
+
+def rank_groups(sizes: MeshSizes, *dimensions: str) -> list[list[int]]:
+    """All groups of ranks that differ in their coordinates along `dimensions` only, each in ascending order."""
+    groups: dict[MeshSizes, list[int]] = {}
+    for rank in range(sizes.ranks):
+        rest = coordinates(sizes, rank)._replace(**dict.fromkeys(dimensions, 0))
+        groups.setdefault(rest, []).append(rank)
+    return list(groups.values())
+
+
+@dataclass(frozen=True)
+class StageDims:
+    """This rank's coordinates and groups in one training stage."""
+
+    sizes: MeshSizes
+    rank: int
+    cp_group: dist.ProcessGroup | None
+    """The ranks that share this rank's sequences, in the order of their shards; None: it has whole sequences."""
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the sequences that are read at the same time this rank reads, out of `sizes.dp`."""
+        own = coordinates(self.sizes, self.rank)
+        return own.dp_replicate * self.sizes.dp_shard + own.dp_shard
+
+    @property
+    def tp_rank(self) -> int:
+        """Which part of every layer is this rank's, out of `sizes.tp`."""
+        return coordinates(self.sizes, self.rank).tp
+
+
+class ParallelDims:
+    """The parallel layout of a run. Made on all ranks together, once the default process group exists.
+
+    Stages may differ in cp, and dp_shard gives way to it. Weights are sharded over dp_shard x cp together and know
+    nothing of either, so `mesh` holds for the whole run and every rank keeps its shards; `for_stage` gives the view of
+    one stage. All groups have the run's timeout and are kept.
+    """
+
+    def __init__(self, sizes: MeshSizes, world: World) -> None:
+        assert sizes.ranks == world.size, "config.mesh fits the sizes to the world"
+        self.sizes = sizes
+        self.world = world
+        self.mesh = self._build_mesh()
+        self._cp_groups: dict[int, dist.ProcessGroup] = {}
+
+    @property
+    def weight_mesh(self) -> DeviceMesh:
+        """The mesh (dp_replicate, dp_shard_cp) for FSDP2: copies of the parameters, and the ranks that share one."""
+        assert self.mesh.mesh_dim_names is not None
+        weights = ("dp_replicate", SHARD)
+        return self.mesh if self.mesh.mesh_dim_names == weights else self.mesh[weights]
+
+    @property
+    def tp_mesh(self) -> DeviceMesh | None:
+        """The mesh (tp,) of the ranks that share each layer; None without tensor parallelism."""
+        return self.mesh["tp"] if self.sizes.tp > 1 else None
+
+    def for_stage(self, sizes: MeshSizes) -> StageDims:
+        """The layout of a stage with these sizes, which differ from the run's in dp_shard and cp at most. Called on all
+        ranks together."""
+        given, own = ((s.pp, s.dp_replicate, s.shards, s.tp) for s in (sizes, self.sizes))
+        assert given == own, "validation.recipe lets no other sizes through"
+        if sizes.cp > 1 and sizes.cp not in self._cp_groups:
+            # Never the default group, so that transfers of attention do not queue behind those of weights.
+            self._cp_groups[sizes.cp] = self._new_group(rank_groups(sizes, "cp"))
+        return StageDims(sizes, self.world.rank, self._cp_groups[sizes.cp] if sizes.cp > 1 else None)
+
+    def _build_mesh(self) -> DeviceMesh:
+        """The DeviceMesh (pp, dp_replicate, dp_shard_cp, tp), where pp and tp are left out when they have one rank."""
+        groups = {name: rank_groups(self.sizes, *dimensions) for name, dimensions in _MESH.items()}
+        kept = {name: found for name, found in groups.items() if name not in ("pp", "tp") or len(found[0]) > 1}
+        ranks = torch.arange(self.world.size).view([len(found[0]) for found in kept.values()])
+        # Not init_device_mesh, whose groups would have torch's default timeout.
+        own = [self._new_group(found) if len(found) > 1 else _default_group() for found in kept.values()]
+        return DeviceMesh.from_group(own, self.world.device.type, ranks, mesh_dim_names=tuple(kept))
+
+    def _new_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
+        """Creates all `groups` and returns the one that this rank is in."""
+        group, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.world.timeout)
+        assert group is not None
+        return group
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group

@@ -1,0 +1,54 @@
+"""The context-parallel strategy of a training stage, derived from the recipe without any process group."""
+
+import math
+
+from moba_train.attention.protocol import LocalAttention
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
+from moba_train.model.build import build_attention
+from moba_train.parallel.context.policy import choose_strategy
+from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
+
+
+def stage_attention_shape(config: RunConfig, stage: Stage, element_bytes: int = 2) -> AttentionShape:
+    """The shape of one layer's attention to one micro-batch, on one rank of a tensor-parallel group."""
+    model = config.model
+    return AttentionShape(
+        tokens=stage.micro_batch_size * stage.seq_len,
+        heads=model.heads // stage.parallel.tp,
+        kv_heads=model.kv_heads // stage.parallel.tp,
+        head_dim=model.head_width,
+        element_bytes=element_bytes,
+        couples_heads=any(attention.couples_heads for attention in _attentions(config, stage)),
+    )
+
+
+def stage_strategy(
+    config: RunConfig, stage: Stage, ranks_per_node: int, element_bytes: int = 2, memory_bytes: float | None = None
+) -> tuple[CPStrategy, str]:
+    """The strategy of a stage with `parallel.cp` > 1, and the reason as lines to print.
+
+    `ranks_per_node`: consecutive ranks of one machine. `memory_bytes`: the most that `auto` may spend on the buffers of
+    a layer; None: no limit. Raises ValueError, naming the YAML key, when the configured transport cannot do these
+    sizes.
+    """
+    parallel = stage.parallel
+    same_heads_per_node = ranks_per_node // parallel.tp  # ranks of a node that hold the same heads
+    return choose_strategy(
+        parallel.cp_transport,
+        parallel.cp_layout,
+        stage_attention_shape(config, stage, element_bytes),
+        ranks=parallel.cp,
+        # The longest runs of consecutive ranks that stay in a node.
+        node_size=math.gcd(parallel.cp, same_heads_per_node),
+        work_grows=any(attention.work_grows for attention in _attentions(config, stage)),
+        memory_bytes=memory_bytes,
+        ring_depth=parallel.cp_ring_depth,
+        slices=parallel.cp_slices,
+    )
+
+
+def _attentions(config: RunConfig, stage: Stage) -> set[LocalAttention]:
+    """The local attentions of all layers."""
+    kinds = build_attention(stage.attention, config.model.head_width)
+    return {attention for kind in kinds for attention in kind.attentions}

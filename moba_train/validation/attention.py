@@ -1,0 +1,95 @@
+"""What cannot work about the attention of a recipe's layers; each kind is asked for its own problems."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from moba_train.attention.kind import StageContext
+from moba_train.attention.registry import KINDS
+from moba_train.config.attention import LayerAttention, merge_attention, resolve_layers
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import merge_parallel
+from moba_train.errors import ConfigError
+
+
+def attention_problems(config: RunConfig) -> Iterator[str]:
+    """Unknown kinds, layers and options of the recipe and its stages, and what the kinds cannot do."""
+    try:
+        resolve_layers(config.attention, config.model.layers)
+        recipe_problems: list[str] = []
+    except ConfigError as error:
+        recipe_problems = error.problems
+    yield from (f"attention.{problem}" for problem in recipe_problems)
+    shapes: dict[tuple[str, int], tuple[str, dict[str, torch.Size]]] = {}
+    for index, stage in enumerate(config.stages):
+        merged = merge_attention(config.attention, stage.attention)
+        try:
+            layers = resolve_layers(merged, config.model.layers)
+        except ConfigError as error:
+            inherited = set(recipe_problems)
+            yield from (f"stages[{index}].attention.{text}" for text in error.problems if text not in inherited)
+        else:
+            yield from _kind_problems(config, layers, index)
+            yield from _parameter_problems(config, layers, index, shapes)
+
+
+def _kind_problems(config: RunConfig, layers: Sequence[LayerAttention], index: int) -> Iterator[str]:
+    stage = config.stages[index]
+    parallel = merge_parallel(config.parallel, stage.parallel)
+    groups: dict[LayerAttention, list[int]] = {}
+    for layer, attention in enumerate(layers):
+        groups.setdefault(attention, []).append(layer)
+    for attention, ids in groups.items():
+        where = f"in layer{'s' * (len(ids) > 1)} {_ranges(ids)}"
+        context = StageContext(
+            config.model, stage.seq_len, parallel.cp, parallel.tp, config.deterministic, layers=where
+        )
+        for problem in KINDS[attention.kind].problems(attention.options, context):
+            yield f"stages[{index}].attention.{attention.kind}.{problem}"
+
+
+def _parameter_problems(
+    config: RunConfig,
+    layers: Sequence[LayerAttention],
+    index: int,
+    shapes: dict[tuple[str, int], tuple[str, dict[str, torch.Size]]],
+) -> Iterator[str]:
+    """Parameters of a kind that would have another shape than in an earlier stage, or that tensor parallelism cannot
+    cut. `shapes`: by kind and layer, the stage that used it first and the shapes there; extended here."""
+    stage = config.stages[index]
+    reported: set[str] = set()
+    for layer, attention in enumerate(layers):
+        with torch.device("meta"):
+            module = KINDS[attention.kind].parameters(attention.options, config.model, layer)
+        if module is None or attention.kind in reported:
+            continue
+        here = {name: parameter.shape for name, parameter in module.named_parameters()}
+        first, before = shapes.setdefault((attention.kind, layer), (stage.name, here))
+        if here != before:
+            reported.add(attention.kind)
+            yield (
+                f"stages[{index}].attention.{attention.kind}: gives layer {layer} parameters {_describe(here)}, but in "
+                f"stage {first!r} they are {_describe(before)}; the options that shape them must be the same in all "
+                "stages"
+            )
+        elif config.parallel.tp > 1:
+            reported.add(attention.kind)
+            yield (
+                f"parallel.tp: given {config.parallel.tp}, but kind {attention.kind!r} in stage {stage.name!r} has "
+                "parameters of its own, which tensor parallelism does not cut; set tp: 1"
+            )
+
+
+def _describe(shapes: dict[str, torch.Size]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+
+
+def _ranges(ids: Sequence[int]) -> str:
+    """Sorted numbers in short: `0-28, 31`."""
+    runs: list[list[int]] = []
+    for number in ids:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

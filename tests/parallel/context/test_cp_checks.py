@@ -1,0 +1,36 @@
+"""Strategies that are impossible are refused with the key to change."""
+
+import pytest
+
+from moba_train.parallel.context.checks import check_heads, check_sizes
+from moba_train.parallel.context.strategy import CPStrategy
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (CPStrategy(4, "magic", "zigzag", 4), r"parallel.cp_transport: 'magic' given, allowed: allgather"),
+        (CPStrategy(0, "ring", "zigzag", 1), r"parallel.cp: 0 given"),
+        (CPStrategy(4, "ring", "zigzag", 4, 1), r"parallel.cp_ring_depth: 1 given, at least 2"),
+        (CPStrategy(4, "hierarchical", "zigzag", 4), r"parallel.cp_transport: 'hierarchical' needs several nodes"),
+        (CPStrategy(4, "hierarchical", "zigzag", 3), r"parallel.cp is 4, with 3 in a node"),
+        (CPStrategy(4, "hierarchical", "zigzag", 1), r"with 1 in a node"),
+    ],
+)
+def test_impossible_sizes_are_refused(strategy, message):
+    with pytest.raises(ValueError, match=message):
+        check_sizes(strategy)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "couples", "message"),
+    [
+        (6, 6, False, "cannot share 6 query heads among 4 ranks"),
+        (12, 6, False, "cannot share 6 key/value heads among 4 ranks"),
+        (8, 2, True, "would split the query heads of 2 key/value heads among 4 ranks"),
+    ],
+)
+def test_heads_that_cannot_be_shared_are_refused(heads, kv_heads, couples, message):
+    with pytest.raises(ValueError, match=rf"parallel\.cp_transport: 'ulysses' {message}"):
+        check_heads(CPStrategy(4, "ulysses", "contiguous", 4), heads, kv_heads, couples)
+    check_heads(CPStrategy(4, "ring", "zigzag", 4), heads, kv_heads, couples)

@@ -1,0 +1,65 @@
+"""The predicted cost of each transport, against sizes known by hand and times measured on H200."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from context_cases import Board, ThreadCommunicator
+
+from moba_train.parallel.context.costs import predict_cost
+from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
+from moba_train.parallel.context.transport.allgather import AllGather
+
+LLAMA_8B = AttentionShape(tokens=2**17, heads=32, kv_heads=8, head_dim=128)
+
+
+def test_bytes_of_a_known_case():
+    """128K tokens over 4 ranks: 512 MiB of keys and values, of which a rank lacks 3/4; fetched twice, returned once."""
+    assert predict_cost(CPStrategy(4, "ring", "zigzag", 4), LLAMA_8B).node_bytes == 3 * 0.75 * 512 * 2**20
+    assert predict_cost(CPStrategy(4, "allgather", "zigzag", 4), LLAMA_8B).node_bytes == 3 * 0.75 * 512 * 2**20
+    # A rank's 32K tokens have 256 MiB of queries and 128 MiB of keys and values; it keeps 1/4 of what it exchanges.
+    assert (
+        predict_cost(CPStrategy(4, "ulysses", "contiguous", 4), LLAMA_8B).node_bytes
+        == 0.75 * (6 * 256 + 3 * 128) * 2**20
+    )
+
+
+def test_one_head_cannot_be_gathered_in_slices():
+    """The attention waits for all of it, and all of it is in memory at once, keys and values and their gradients."""
+    found = predict_cost(CPStrategy(4, "allgather", "contiguous", 4), replace(LLAMA_8B, kv_heads=1))
+    assert found.upfront_share == 1
+    assert found.memory_bytes == 2 * replace(LLAMA_8B, kv_heads=1).kv_bytes * LLAMA_8B.tokens
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "asked", "slices"), [(1, 4, 1), (2, 4, 2), (4, 4, 4), (6, 4, 3), (8, 4, 4), (8, 1, 1), (8, 3, 3)]
+)
+def test_predicted_slices_are_those_that_are_gathered(kv_heads, asked, slices):
+    strategy = CPStrategy(4, "allgather", "contiguous", 4, slices=asked)
+    assert predict_cost(strategy, replace(LLAMA_8B, kv_heads=kv_heads)).upfront_share == 1 / slices
+    made = AllGather(ThreadCommunicator(0, Board(1)), asked)._slices(
+        torch.empty(1, kv_heads, 8), torch.empty(1, kv_heads, 8)
+    )
+    assert len(made) == slices
+
+
+def test_fewer_slices_need_more_memory():
+    bytes_of = [
+        predict_cost(CPStrategy(4, "allgather", "zigzag", 4, slices=n), LLAMA_8B).memory_bytes for n in (1, 2, 4, 8)
+    ]
+    assert bytes_of[0] == bytes_of[1] == 2 * bytes_of[2] == 4 * bytes_of[3]
+
+
+def test_predicted_seconds_agree_with_those_measured_inside_a_node():
+    """Where transfers, not launches, take the time; hierarchical as two nodes of two, over the same links."""
+    path = Path(__file__).parents[3] / "benchmarks" / "results" / "context-parallel-h200.json"
+    rows = [row for row in json.loads(path.read_text())["results"] if row["tokens"] == 2**18]
+    assert {row["transport"] for row in rows} == {"allgather", "ring", "ulysses", "hierarchical"}
+    for row in rows:
+        node = 2 if row["transport"] == "hierarchical" else 4
+        how = CPStrategy(4, row["transport"], row["layout"], node, slices=row["slices"] or 1)
+        found = predict_cost(how, AttentionShape(row["tokens"], 32, 8, 128))
+        found = replace(found, node_bytes=found.node_bytes + found.network_bytes, network_bytes=0)
+        assert 1000 * found.seconds == pytest.approx(row["communication_ms"]["median"], rel=0.25), how

@@ -1,0 +1,95 @@
+"""What `auto` takes and what it says about it."""
+
+import pytest
+
+from moba_train.parallel.context.costs import predict_cost
+from moba_train.parallel.context.policy import choose_strategy
+from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
+
+LLAMA_8B = AttentionShape(tokens=2**17, heads=32, kv_heads=8, head_dim=128)
+
+
+def auto(
+    shape: AttentionShape = LLAMA_8B, ranks: int = 4, node_size: int | None = None, work_grows: bool = True, **limits
+):
+    return choose_strategy(
+        "auto", "auto", shape, ranks=ranks, node_size=node_size or ranks, work_grows=work_grows, **limits
+    )
+
+
+def test_inside_a_node_ranks_exchange_tokens_for_whole_heads():
+    assert auto(ranks=2)[0].transport == "ulysses"
+    assert auto(ranks=8)[0].transport == "ulysses"
+
+
+def test_where_heads_would_be_repeated_keys_and_values_are_gathered():
+    assert auto(AttentionShape(2**17, heads=32, kv_heads=2, head_dim=128), ranks=4)[0].transport == "allgather"
+
+
+def test_across_nodes_the_exchange_stays_inside():
+    assert auto(ranks=16, node_size=8)[0].transport == "hierarchical"
+
+
+def test_what_cannot_be_shared_is_not_taken():
+    strategy, why = auto(AttentionShape(2**17, heads=28, kv_heads=4, head_dim=128), ranks=8)
+    assert strategy.transport == "allgather"
+    assert "cannot share 28 query heads among 8 ranks" in why
+
+
+def test_where_nothing_fits_a_ring_with_two_buffers_is_left():
+    strategy, why = auto(memory_bytes=1000)
+    assert (strategy.transport, strategy.ring_depth) == ("ring", 2)
+    assert why.count("does not fit in 0 MiB") == 3
+    assert (
+        predict_cost(strategy, LLAMA_8B).memory_bytes
+        < predict_cost(CPStrategy(4, "ring", "zigzag", 4), LLAMA_8B).memory_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("transport", "work_grows", "layout"),
+    [
+        ("ring", True, "zigzag"),
+        ("ring", False, "zigzag"),
+        ("allgather", False, "zigzag"),
+        ("hierarchical", False, "contiguous"),
+        ("allgather", True, "zigzag"),
+        ("ulysses", True, "contiguous"),
+    ],
+)
+def test_zigzag_where_shards_would_be_unequal(transport, work_grows, layout):
+    node = 2 if transport == "hierarchical" else 4
+    strategy, _ = choose_strategy(transport, "auto", LLAMA_8B, ranks=4, node_size=node, work_grows=work_grows)
+    assert strategy.layout == layout
+
+
+def test_the_configured_transport_is_taken():
+    strategy, why = choose_strategy("ring", "zigzag", LLAMA_8B, ranks=8, node_size=8, work_grows=False, ring_depth=3)
+    assert strategy == CPStrategy(8, "ring", "zigzag", 8, 3)
+    assert "ring as configured" in why
+
+
+def test_one_slice_inside_a_node_unless_it_does_not_fit():
+    def slices(transport: str, ranks: int = 4, node_size: int = 4, **limits) -> int:
+        return choose_strategy(
+            transport, "auto", LLAMA_8B, ranks=ranks, node_size=node_size, work_grows=True, **limits
+        )[0].slices
+
+    assert slices("allgather") == 1
+    enough = predict_cost(CPStrategy(4, "allgather", "zigzag", 4), LLAMA_8B).memory_bytes
+    assert slices("allgather", memory_bytes=enough) == 1
+    assert slices("allgather", memory_bytes=enough - 1) == 4
+    assert slices("allgather", ranks=8) == slices("hierarchical", ranks=8) == 4  # over the network
+    assert slices("allgather", ranks=8, slices=2) == slices("allgather", memory_bytes=0, slices=2) == 2
+
+
+def test_several_slices_are_taken_before_a_ring_with_few_buffers():
+    four_heads = AttentionShape(2**17, heads=28, kv_heads=4, head_dim=128)
+    enough = predict_cost(CPStrategy(8, "allgather", "zigzag", 8, slices=4), four_heads).memory_bytes
+    strategy, _ = auto(four_heads, ranks=8, memory_bytes=enough)
+    assert (strategy.transport, strategy.slices) == ("allgather", 4)
+
+
+def test_a_configured_transport_that_cannot_share_the_heads_is_refused():
+    with pytest.raises(ValueError, match="among 8 ranks"):
+        choose_strategy("ulysses", "auto", AttentionShape(99, 12, 12, 8), ranks=8, node_size=8, work_grows=False)
