@@ -55,7 +55,7 @@ class LongDocumentSamples:
 
 
 def count_samples(sources: Sequence[SourceConfig], seq_len: int) -> int:
-    """Number of samples of `seq_len` tokens that the documents of `sources` give; DataError for a damaged corpus."""
+    """How many samples of `seq_len` tokens the documents of `sources` give. Raises DataError for a damaged corpus."""
     return len(_places(_corpora(sources), seq_len))
 
 

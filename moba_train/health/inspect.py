@@ -22,11 +22,11 @@ SHOWN_CHARACTERS = 400
 
 
 class PartLoss(NamedTuple):
-    """Loss of a document part of the batch, over all ranks that held some of it."""
+    """Loss of a document part of the batch, over all ranks that held tokens of it."""
 
     part: DocumentPart
     loss: float
-    """Mean loss over its loss tokens; 0 where it has none."""
+    """Mean over its loss tokens; 0 where it has none."""
     loss_tokens: float
 
 
@@ -91,7 +91,7 @@ def _rank_table(dump: dict[str, Any]) -> Table:
 
 
 def _layer_table(dump: dict[str, Any]) -> Table:
-    """The largest max lse of all ranks, and how the selected blocks are spread, for each layer."""
+    """Numbers of each layer: gradient norm, largest max lse of all ranks, and how the selected blocks are spread."""
     norms, ranks = dump["gradient_norms"], dump["ranks"]
     max_lse = [max(lse) for lse in zip(*(rank["max_lse"] for rank in ranks), strict=True)]
     gate = [mean_choices(layer) or {} for layer in zip(*(rank["gate"] for rank in ranks), strict=True)]

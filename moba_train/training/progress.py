@@ -75,7 +75,7 @@ def data_plan(config: RunConfig, progress: Progress) -> dict[str, Any]:
     """What must stay the same for a resumed run to see the same tokens in the same order, as JSON values.
 
     It ends with the current stage: later stages may change, and the current one may become longer or shorter (which
-    shuffles the windows of its last group anew, see data/samples.py).
+    reshuffles the samples of its last group, see data/packers.py).
     """
     return {
         "seed": config.seed,

@@ -41,7 +41,7 @@ class Recovery:
         self,
         report: SpikeReport,
         stage: Stage,
-        share: DataShard,
+        shard: DataShard,
         batches: list[Batch],
         loss_sum: Tensor,
         metrics: dict[str, float],
@@ -60,7 +60,7 @@ class Recovery:
         facts: dict[str, Any] = {"level": report.level, "action": reaction.action}
         if report.level != "warn" or not report.continues:
             head = {"step": step, "stage": stage.name, "tokens": tokens, "message": report.message, **facts, **metrics}
-            facts |= write_dump(run_dir, head, self._model, stage.kinds, share, batches, loss_sum)
+            facts |= write_dump(run_dir, head, self._model, stage.kinds, shard, batches, loss_sum)
         self._telemetry.event(step, tokens, "spike", text, **facts)
         self._telemetry.alert(f"{report.level} at step {step}", text, f"spike_{report.level}")
         match reaction.action:

@@ -48,7 +48,7 @@ from moba_train.training.throughput import batch_flops, throughput
 class Trainer:
     """Takes one model through the stages of a validated recipe, from the newest checkpoint in the run folder if any."""
 
-    share: DataShard
+    shard: DataShard
     """This rank's part of the current stage's data, and the engine of its attention."""
     evaluations: StageEvaluations
     """Evaluations of the current stage."""
@@ -125,7 +125,7 @@ class Trainer:
         """Train through the rest of a stage; False when stopped before its end."""
         stage = self.stages[index]
         data = self._begin(stage)
-        load = partial(self.share.batches, data, stage)
+        load = partial(self.shard.batches, data, stage)
         with Prefetcher(load, self.progress.step, stage.end_step, self.world.device) as steps:
             for step_data in self._wait_for_each(steps):
                 if not self._step(stage, step_data):
@@ -156,7 +156,7 @@ class Trainer:
         """One optimizer step; False, with nothing done, when any rank is asked to stop."""
         steps_before = self.progress.step
         with self.watch.phase("forward and backward", steps_before):
-            flops = batch_flops(self.config.model, stage, data.batches) * self.share.dp_size / self.world.size
+            flops = batch_flops(self.config.model, stage, data.batches) * self.shard.dp_size / self.world.size
             counts = StepCounts.from_rank(data.batches, self._wants_to_stop(), flops)
             with self.stragglers.meeting():
                 counts = counts.summed_over_ranks()
@@ -197,7 +197,7 @@ class Trainer:
         action = "apply"
         if report.level != "ok":
             with self.watch.phase("spike", step - 1):
-                action = self.recovery.act_on(report, stage, self.share, data.batches, own_loss_sum, metrics)
+                action = self.recovery.act_on(report, stage, self.shard, data.batches, own_loss_sum, metrics)
         if action == "apply":
             self._report_boundary(self.progress.boundary.observe(metrics["loss"]))
             clip_gradients(self.model, self.config.optim.clip_norm, grad_norm)
@@ -250,13 +250,13 @@ class Trainer:
             torch.compiler.reset()  # lengths that differ between stages would become variables, in slower code
         self.model.set_attention(build_attention(stage.attention, config.model.head_width))
         self.model.set_rope(stage.rope)
-        self.share, choice = self.context_engines.data_shard(stage, mesh_sizes(stage.parallel, self.world.size))
-        self.model.set_engines([self.share.engine or run_local] * config.model.layers)
+        self.shard, choice = self.context_engines.data_shard(stage, mesh_sizes(stage.parallel, self.world.size))
+        self.model.set_engines([self.shard.engine or run_local] * config.model.layers)
         data = training_data(config, stage, progress.starts)
         data.check_fingerprints(progress.fingerprints)
         progress.fingerprints |= data.fingerprints
         self.stage_exit = StageExit(stage, progress.trailing_loss_before)
-        context = EvaluationContext(self.model, stage, self.share, self.world.device)
+        context = EvaluationContext(self.model, stage, self.shard, self.world.device)
         self.evaluations = StageEvaluations(config, context, self.telemetry)
         self.telemetry.stage = stage.name
         facts = {"stage_index": stage.index, "seq_len": stage.seq_len, "last_step": self.stages[-1].end_step}

@@ -7,6 +7,7 @@ from moba_train.config.run import UntilConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.errors import DataError
+from moba_train.evals.evaluation import Evaluation
 from moba_train.evals.registry import EVALUATIONS, evaluation_of
 from moba_train.evals.variants import name_of
 from moba_train.optim.schedule import stage_learning_rate
@@ -69,15 +70,16 @@ def _form_problem(until: UntilConfig) -> str:
 def _metric_problems(config: RunConfig, stage: StageConfig, until: UntilConfig, path: str) -> Iterator[str]:
     """Numbers that no evaluation gives, or none in this stage."""
     layers = resolve_layers(merge_attention(config.attention, stage.attention), config.model.layers)
+    missing: dict[type[Evaluation], str] = {}
     for metric in until.metrics:
         evaluation = evaluation_of(metric)
         if evaluation is None:
             known = sorted({name for other in EVALUATIONS for name in other.numbers | other.numbers_against_full})
             yield f"{path}.metric: given {metric!r}, which no evaluation gives; allowed: {', '.join(known)}"
-        elif not evaluation.enabled(config):
-            yield f"{path}: {metric} is not evaluated; set {evaluation.key}"
-            return
-        elif metric in evaluation.numbers_against_full and name_of(layers) == "full":
+            continue
+        if not evaluation.enabled(config):
+            missing.setdefault(evaluation, metric)
+        if metric in evaluation.numbers_against_full and name_of(layers) == "full":
             nothing = f"but stage {stage.name!r} has no other than full layers, so there is nothing to"
             if until.trailing_loss_recovered is not None:
                 yield (
@@ -86,6 +88,8 @@ def _metric_problems(config: RunConfig, stage: StageConfig, until: UntilConfig, 
                 )
             else:
                 yield f"{path}.metric: given {metric!r}, {nothing} compare with full attention; set attention"
+    for evaluation, metric in missing.items():
+        yield f"{path}: {metric} is not evaluated; set {evaluation.key}"
 
 
 def _rate_problems(config: RunConfig, index: int, path: str) -> Iterator[str]:

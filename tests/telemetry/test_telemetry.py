@@ -134,7 +134,7 @@ def test_console_lines_are_plain_outside_a_terminal() -> None:
     assert lines == [
         "== stage at step 0: short: 4096 tokens",
         "step    1/1000  short  loss 3.5000  grad 0.500  lr 1.00e-03  12.3K tok/s",
-        "-- evaluation at step 1: loss 3.4",
+        "-- validation_loss at step 1: loss 3.4",
         "-- alert at step 1: Spike: loss 9.0",
     ]
 
