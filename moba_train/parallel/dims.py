@@ -1,7 +1,7 @@
 """The layout of a run: its device mesh, the coordinates of every rank in it, and every process group.
 
-No other file computes ranks. They are numbered row by row over the dimensions of `MeshSizes`, tp innermost: the ranks of
-a tp group are neighbours, and a cp group spans as few nodes as it can.
+No other file computes ranks. They are numbered row by row over the dimensions of `MeshSizes`, tp innermost: the ranks
+of a tp group are neighbours, and a cp group spans as few nodes as it can.
 """
 
 from dataclasses import dataclass

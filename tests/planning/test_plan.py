@@ -34,7 +34,7 @@ def config(**changes) -> RunConfig:
 def test_a_plan_adds_up():
     plan = make_plan(config(parallel={"dp_replicate": 2}), world_size=8, peak_tflops=989, mfu=0.4)
     short, long = plan.stages
-    assert short.mesh == long.mesh == (2, 4, 1, 1)
+    assert short.mesh == long.mesh == (1, 2, 4, 1, 1)
     assert (short.accumulation, long.accumulation) == (16, 1)
     assert short.tokens == short.stage.steps * 2**20 >= 10**9
     assert short.seconds == pytest.approx(short.dense_flops * short.tokens / (8 * 989e12 * 0.4))
@@ -46,7 +46,7 @@ def test_a_shared_sequence_divides_activations_and_costs_communication():
     alone = make_plan(config(activation_checkpointing="full"), 16, 989, 0.4).stages[1]
     sharing = {"parallel": {"cp": 8}, "activation_checkpointing": "full"}
     (short, long), tables = make_plan(config(**sharing), 16, 989, 0.4).stages, io.StringIO()
-    assert long.mesh == (1, 2, 8, 1)
+    assert long.mesh == (1, 1, 2, 8, 1)
     assert long.memory.activations == alone.memory.activations / 8
     assert long.memory.parameters == alone.memory.parameters
     assert long.memory.transport > short.memory.transport > alone.memory.transport == 0
@@ -76,7 +76,7 @@ def test_shared_layers_divide_weights_activations_and_heads_and_cost_communicati
         io.StringIO(),
     )
     shared = plan.stages[0]
-    assert shared.mesh == (2, 1, 1, 8)
+    assert shared.mesh == (1, 2, 1, 1, 8)
     assert shared.memory.parameters == pytest.approx(4 * 8_030_261_248 / 8)
     # The gathered inputs of the projections, 2 x 4096 numbers a token, are on all ranks.
     gathered = 32 * 2 * 2 * 4096 * 8192
