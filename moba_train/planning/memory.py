@@ -1,6 +1,6 @@
 """Memory per GPU by part, in bytes: an estimate for choosing a layout, not a promise.
 
-Assumed: FSDP2 with one unit a block, fp32 master weights and gradients, AdamW. Left out: the CUDA context (about
+Assumed: FSDP2 with one unit a block, fp32 master weights and gradients. Left out: the CUDA context (about
 1 GiB), fragmentation, NCCL's buffers, attention workspaces and MoBA's saved block ids.
 """
 
@@ -13,6 +13,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.model.loss import CHUNK_TOKENS
+from moba_train.optim.registry import OPTIMIZERS
 from moba_train.planning.parameters import count_parameters
 
 USABLE = 0.9
@@ -28,7 +29,7 @@ class Memory:
     gradients: int
     """fp32, sharded."""
     optimizer: int
-    """Two fp32 AdamW moments, sharded."""
+    """State of the optimizer, sharded; for AdamW two fp32 moments."""
     unsharded: int
     """Gathered weights in the compute dtype: two blocks (one at work, one prefetched), embedding and output."""
     activations: int
@@ -64,7 +65,7 @@ def estimate_memory(config: RunConfig, sizes: MeshSizes, tokens: int, transport:
     return Memory(
         parameters=4 * shard,
         gradients=4 * shard,
-        optimizer=8 * shard,
+        optimizer=OPTIMIZERS[config.optim.kind].state_bytes * shard,
         # the loss takes the whole output weight, whichever part of it the rank holds
         unsharded=width * ((blocks + counts.embedding + counts.output) // tp + (counts.embedding if tp > 1 else 0)),
         activations=_activations(model, config.activation_checkpointing == "full", width, tp) * tokens // tp,
