@@ -15,6 +15,7 @@ from moba_train.parallel.scheme import stage_scheme
 from moba_train.validation.data import file_problems, length_problems
 from moba_train.validation.stage_exit import gate_problems
 from moba_train.validation.tensor_parallel import row_problems, tensor_problems
+from moba_train.validation.trainable import trainable_problems
 
 
 def validate(
@@ -38,6 +39,7 @@ def validate(
     ]
     if not problems:  # a stage is resolved from sound parts only
         problems += [*_context_problems(config, ranks_per_node), *row_problems(config), *gate_problems(config)]
+        problems += trainable_problems(config)
     meshes, mesh_problems = _meshes(config, world_size)
     problems += mesh_problems
     for index, stage in enumerate(config.stages):
