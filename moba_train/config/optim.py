@@ -7,6 +7,9 @@ from pydantic import Field
 from moba_train.config.base import Section
 from moba_train.config.quantities import TokenBudget
 
+OptimizerKind = Literal["adamw"]
+"""Names of the optimizers in `optim.registry`."""
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -25,8 +28,9 @@ class ScheduleConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW (Loshchilov & Hutter 2019). Weight decay applies to matrices, not to norms and biases."""
+    """The optimizer, its learning rate and clipping. Weight decay applies to matrices, not to norms and biases."""
 
+    kind: OptimizerKind = Field("adamw", description="adamw: AdamW (Loshchilov & Hutter 2019)")
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the running mean and of the running square")
     eps: float = Field(1e-8, gt=0, description="added to the root of the running square")

@@ -1,7 +1,8 @@
 """`RunConfig`: everything a recipe may say."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import MinLen
 from pydantic import Field
 
 from moba_train.config.attention import AttentionConfig
@@ -40,6 +41,11 @@ class StageConfig(Section):
         None, description="merged over the recipe's parallel, key by key; dp_shard gives way to another cp"
     )
     train: list[SourceConfig] | None = Field(None, min_length=1, description="replaces data.train for this stage")
+    trainable: Literal["all"] | Annotated[list[str], MinLen(1)] = Field(
+        "all",
+        description="parameters that this stage trains: all, or glob patterns on their names, such as "
+        "`blocks.*.attention.*`; the others and their optimizer state stay as they are",
+    )
     lr: float | None = Field(None, gt=0, description="peak learning rate of this stage's own schedule")
     schedule: ScheduleConfig | None = Field(None, description="a schedule that spans this stage alone")
 

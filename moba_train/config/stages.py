@@ -30,6 +30,8 @@ class Stage:
     attention: tuple[LayerAttention, ...]
     parallel: ParallelConfig
     sources: tuple[SourceConfig, ...]
+    trainable: tuple[str, ...]
+    """Glob patterns on the names of the parameters that this stage trains."""
     lr: float
     schedule: ScheduleConfig | None
     """The stage's own schedule, or None while the run's schedule goes on."""
@@ -79,9 +81,10 @@ class Stage:
         """The stage in one line."""
         steps = f"{self.planned_steps} to {self.max_steps}" if self.until else str(self.steps)
         kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(self.kinds).items())
+        trained = "" if self.trainable == ("*",) else f", trains only {', '.join(self.trainable)}"
         return (
             f"stage {self.name}: sequences of {self.seq_len} tokens, {self.batch_tokens} tokens per step, "
-            f"{steps} steps, attention {kinds}"
+            f"{steps} steps, attention {kinds}{trained}"
         )
 
 
@@ -119,6 +122,7 @@ def resolve_stages(config: RunConfig, exited_steps: Mapping[str, int] | None = N
                 attention=resolve_layers(merge_attention(config.attention, stage.attention), config.model.layers),
                 parallel=merge_parallel(config.parallel, stage.parallel),
                 sources=tuple(stage.train or config.data.train),
+                trainable=("*",) if stage.trainable == "all" else tuple(stage.trainable),
                 lr=stage.lr or config.optim.lr,
                 schedule=own_schedule,
                 until=stage.until,

@@ -40,7 +40,7 @@ def kind_parameter_sizes(config: RunConfig) -> dict[str, dict[str, int]]:
         model = build_model(config)
     sizes: dict[str, dict[str, int]] = {}
     for name, parameter in model.named_parameters():
-        if kind := _kind_of(name):
+        if kind := kind_of_parameter(name):
             sizes.setdefault(kind, {})[name] = parameter.numel()
     return sizes
 
@@ -75,14 +75,14 @@ def initialize_weights(model: Transformer, seed: int) -> None:
 
 def _initial_std(model: Transformer, name: str) -> float:
     std = model.config.init_std
-    if kind := _kind_of(name):
+    if kind := kind_of_parameter(name):
         return KINDS[kind].initial_std(name.partition(f".{kind}.")[2], std)
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return std / math.sqrt(2 * model.config.layers)
     return std
 
 
-def _kind_of(name: str) -> str:
+def kind_of_parameter(name: str) -> str:
     """The attention kind that the parameter `blocks.LAYER.attention.KIND.*` belongs to; empty for all others."""
     parts = name.split(".")
     inside = parts[0] == "blocks" and len(parts) > 4 and parts[2] == "attention"

@@ -1,7 +1,7 @@
 """Memory per GPU by part, in bytes: an estimate for choosing a layout, not a promise.
 
-Assumed: FSDP2 with one unit a block, fp32 master weights and gradients, AdamW. Left out: the CUDA context (about
-1 GiB), fragmentation, NCCL's buffers and attention workspaces.
+Assumed: FSDP2 with one unit a block, fp32 master weights and gradients. Left out: the CUDA context (about 1 GiB),
+fragmentation, NCCL's buffers and attention workspaces.
 """
 
 from dataclasses import dataclass, fields
@@ -14,6 +14,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
 from moba_train.model.loss import CHUNK_TOKENS
+from moba_train.optim.registry import OPTIMIZERS
 from moba_train.planning.parameters import count_recipe_parameters
 
 USABLE = 0.9
@@ -29,7 +30,7 @@ class Memory:
     gradients: int
     """fp32, sharded."""
     optimizer: int
-    """Two fp32 AdamW moments, sharded."""
+    """State of the optimizer, sharded; for AdamW two fp32 moments."""
     unsharded: int
     """Gathered weights in the compute dtype: two blocks (one at work, one prefetched), embedding and output."""
     activations: int
@@ -68,7 +69,7 @@ def estimate_memory(config: RunConfig, stage: Stage, sizes: MeshSizes, transport
     return Memory(
         parameters=4 * shard,
         gradients=4 * shard,
-        optimizer=8 * shard,
+        optimizer=OPTIMIZERS[config.optim.kind].state_bytes * shard,
         # the loss takes the whole output weight, whichever part of it the rank holds
         unsharded=width * ((blocks + counts.embedding + counts.output) // tp + (counts.embedding if tp > 1 else 0)),
         activations=(_activations(model, checkpointing, width, tp) + saved_by_kinds) * tokens // tp,

@@ -21,6 +21,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.convert.initial_weights import load_initial_weights
 from moba_train.errors import CheckpointError, LaunchError, TrainingError
 from moba_train.model.transformer import Transformer
+from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel.world import World, broadcast
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.progress import Progress, check_resumable, data_plan
@@ -39,7 +40,7 @@ class RunCheckpoints:
         """Create the run folder. Raises LaunchError when it cannot be written, or its disk is too small."""
         run_dir = Path(config.run_dir)
         keep = config.checkpoint
-        if problem := broadcast(_folder_problem(run_dir, model) if world.is_main else None):
+        if problem := broadcast(_folder_problem(run_dir, model, config) if world.is_main else None):
             raise LaunchError(f"run_dir {run_dir} cannot be used: {problem}")
         self.folder = run_dir / "checkpoints"
         self.saved_step = 0
@@ -134,7 +135,7 @@ class RunCheckpoints:
         self._checkpointer.close(None if all_ranks_end else LAST_SAVE_S)
 
 
-def _folder_problem(run_dir: Path, model: nn.Module) -> str | None:
+def _folder_problem(run_dir: Path, model: nn.Module, config: RunConfig) -> str | None:
     """Create the folder; why nothing can be saved there, or None."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -143,5 +144,6 @@ def _folder_problem(run_dir: Path, model: nn.Module) -> str | None:
         free = shutil.disk_usage(run_dir).free
     except OSError as error:
         return str(error)
-    needed = 12 * sum(parameter.numel() for parameter in model.parameters())  # weights and two moments, float32
+    each = 4 + OPTIMIZERS[config.optim.kind].state_bytes  # float32 weights and optimizer state
+    needed = each * sum(parameter.numel() for parameter in model.parameters())
     return f"{free / 2**30:.2f} GiB free, one checkpoint needs {needed / 2**30:.2f} GiB" if free < needed else None

@@ -25,9 +25,10 @@ from moba_train.health.spike import SpikeDetector
 from moba_train.health.stragglers import Stragglers
 from moba_train.health.watch import Watch, stalls_folder
 from moba_train.model.build import build_attention
-from moba_train.optim.adamw import build_optimizer
 from moba_train.optim.gradients import clip_gradients, gradient_norm, norms_by_kind
+from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.optim.schedule import stage_learning_rate
+from moba_train.optim.trainable import set_trainable
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
@@ -201,8 +202,7 @@ class Trainer:
         if action == "apply":
             self._report_boundary(self.progress.boundary.observe(metrics["loss"]))
             clip_gradients(self.model, self.config.optim.clip_norm, grad_norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = metrics["lr"]
+            set_learning_rate(self.optimizer, metrics["lr"])
             self.checkpoints.before_update()
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -250,6 +250,7 @@ class Trainer:
             torch.compiler.reset()  # lengths that differ between stages would become variables, in slower code
         self.model.set_attention(build_attention(stage.attention, config.model.head_width))
         self.model.set_rope(stage.rope)
+        set_trainable(self.model, stage.trainable)
         self.shard, choice = self.context_engines.data_shard(stage, mesh_sizes(stage.parallel, self.world.size))
         self.model.set_engines([self.shard.engine or run_local] * config.model.layers)
         data = training_data(config, stage, progress.starts)

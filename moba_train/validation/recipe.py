@@ -16,6 +16,7 @@ from moba_train.validation.attention import attention_problems
 from moba_train.validation.data import file_problems, length_problems
 from moba_train.validation.stage_exit import exit_problems
 from moba_train.validation.tensor_parallel import row_problems, tensor_problems
+from moba_train.validation.trainable import trainable_problems
 
 
 def validate(
@@ -40,7 +41,7 @@ def validate(
     if not problems:  # a stage is resolved from sound parts only
         problems += [*_context_problems(config, ranks_per_node), *row_problems(config)]
         problems += [problem for evaluation in EVALUATIONS for problem in evaluation.problems(config)]
-        problems += exit_problems(config)
+        problems += [*exit_problems(config), *trainable_problems(config)]
     meshes, mesh_problems = _meshes(config, world_size)
     problems += mesh_problems
     for index, stage in enumerate(config.stages):

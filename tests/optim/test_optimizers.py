@@ -1,0 +1,77 @@
+"""What every registered optimizer promises: parameter groups, the state it keeps, and what it leaves alone."""
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+
+from moba_train.config.optim import OptimConfig, OptimizerKind
+from moba_train.optim.registry import OPTIMIZERS, build_optimizer, set_learning_rate
+
+KINDS = ["adamw"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 4, bias=False))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(3, 6)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_every_optimizer_that_a_recipe_can_name_is_registered_and_tested() -> None:
+    assert list(get_args(OptimizerKind)) == list(OPTIMIZERS) == KINDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_is_in_one_group_and_groups_follow_the_rate_by_their_factor(
+    kind: OptimizerKind, model: nn.Module
+) -> None:
+    optimizer = build_optimizer(model, OptimConfig(kind=kind), CPU)
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(map(id, found)) == sorted(map(id, model.parameters()))
+    optimizer.param_groups[0]["lr_factor"] = 0.25
+    set_learning_rate(optimizer, 0.5)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == [0.125, *(0.5 * group["lr_factor"] for group in optimizer.param_groups[1:])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_state_is_what_it_says_by_name_and_size(kind: OptimizerKind, model: nn.Module) -> None:
+    spec = OPTIMIZERS[kind]
+    optimizer = build_optimizer(model, OptimConfig(kind=kind), CPU)
+    step(model, optimizer)
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        assert state.keys() == spec.state.keys()
+        for name, bytes_each in spec.state.items():
+            expected = bytes_each * parameter.numel() if bytes_each else state[name].element_size()
+            assert state[name].numel() * state[name].element_size() == expected, name
+    assert spec.state_bytes == sum(spec.state.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_without_gradient_is_left_alone_with_its_state(kind: OptimizerKind, model: nn.Module) -> None:
+    optimizer = build_optimizer(model, OptimConfig(kind=kind, weight_decay=0.5), CPU)
+    step(model, optimizer)
+    frozen = model[0].weight
+    frozen.requires_grad_(False)
+    before = [frozen.detach().clone(), *(value.clone() for value in optimizer.state[frozen].values())]
+    moving = model[2].weight.detach().clone()
+    step(model, optimizer)
+    after = [frozen.detach(), *optimizer.state[frozen].values()]
+    assert all(torch.equal(was, now) for was, now in zip(before, after, strict=True))
+    assert not torch.equal(moving, model[2].weight)
+
+
+def test_adamw_decays_matrices_only(model: nn.Module) -> None:
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.5), CPU)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for parameter in model.parameters():
+        assert decay[id(parameter)] == (0.5 if parameter.dim() == 2 else 0.0)

@@ -1,0 +1,35 @@
+"""`stages[i].trainable`: names that exist, at least one of them."""
+
+import pytest
+
+from moba_train.config.load import dump_config, load_config
+from moba_train.config.stages import resolve_stages
+from moba_train.errors import ConfigError
+from moba_train.validation.recipe import validate
+
+
+def test_all_is_the_default_and_patterns_are_kept(load, write) -> None:
+    config = load("stages.1.trainable=['blocks.*.attention.*', norm.weight]")
+    validate(config)
+    assert [stage.trainable for stage in resolve_stages(config)] == [("*",), ("blocks.*.attention.*", "norm.weight")]
+    assert load_config(write("dumped.yaml", dump_config(config))) == config
+    assert resolve_stages(load("stages.1.trainable=all"))[1].trainable == ("*",)
+
+
+def test_a_pattern_that_matches_nothing_is_named_with_the_closest_names(load) -> None:
+    config = load("stages.1.trainable=[norm.weight, blocks.0.atention.q_proj.weight, zzz]")
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    first, second = caught.value.problems
+    assert first.startswith(
+        "stages[1].trainable[1]: given 'blocks.0.atention.q_proj.weight', which no parameter's name"
+    )
+    assert "closest: blocks.0.attention.q_proj.weight" in first
+    assert second.startswith("stages[1].trainable[2]: given 'zzz'")
+    assert "embedding.weight" in second
+
+
+@pytest.mark.parametrize("value", ["[]", "none", "3"])
+def test_a_stage_that_trains_nothing_is_refused(load, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"stages\[1\]\.trainable: .*allowed: all \| non-empty list of text"):
+        load(f"stages.1.trainable={value}")
