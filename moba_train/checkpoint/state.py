@@ -5,6 +5,7 @@ Names: `model.<parameter>`, `optim.<parameter>.<state>` (`exp_avg`, `exp_avg_sq`
 torch.compile, activation checkpointing). Learning rates and other numbers of the optimizer come from the recipe.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def load_model_and_optimizer(
-    model: nn.Module, optimizer: Optimizer, path: Path, *, verify: bool = False
+    model: nn.Module, optimizer: Optimizer, path: Path, *, optional: Collection[str] = (), verify: bool = False
 ) -> dict[str, Any]:
     """Restores what `model_and_optimizer_tensors` saved, on any number of ranks, and returns the checkpoint's meta.
 
@@ -70,15 +71,24 @@ def load_model_and_optimizer(
     """
     rng = _rng_tensors()
     tensors = model_tensors(model) | _optimizer_tensors(model, optimizer) | rng
-    meta = load_checkpoint(path, tensors, optional=("rng.",), verify=verify)
+    meta = load_checkpoint(path, tensors, optional=("rng.", *_state_names(optional)), verify=verify)
     for name, state in rng.items():
         torch.cuda.set_rng_state(state) if name.endswith(".cuda") else torch.set_rng_state(state)
     return meta
 
 
-def load_model(model: nn.Module, path: Path, *, verify: bool = False) -> dict[str, Any]:
-    """Restores the model alone, for evaluation and generation, and returns the checkpoint's meta."""
-    return load_checkpoint(path, model_tensors(model), optional=("optim.", "rng."), verify=verify)
+def load_model(model: nn.Module, path: Path, *, optional: Collection[str] = (), verify: bool = False) -> dict[str, Any]:
+    """Restores the model alone, for evaluation and generation, and returns the checkpoint's meta.
+
+    Parameters named in `optional` may be missing on either side; the model's then stay as they are.
+    """
+    names = ("optim.", "rng.", *_state_names(optional))
+    return load_checkpoint(path, model_tensors(model), optional=names, verify=verify)
+
+
+def _state_names(parameters: Collection[str]) -> list[str]:
+    """What the tensors of these parameters are called, or begin with."""
+    return [f"{part}.{name}" for name in parameters for part in ("model", "optim")]
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
