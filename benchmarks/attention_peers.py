@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.attention_rows import Row, backends
 from moba_train.attention import pieces
-from moba_train.attention.dense import BACKENDS
+from moba_train.attention.full.kernels import BACKENDS
 from moba_train.attention.protocol import packed_layout
 
 Calls = tuple[Callable[[], Any], Callable[[], Any]]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.attention_cost import Cost, Heads, moba_cost
 from benchmarks.attention_routing import ROUTINGS, routed_inputs
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.protocol import Layout, Plan, packed_layout
 from moba_train.units import parse_number
 

@@ -53,7 +53,7 @@ def sweep(arguments: argparse.Namespace) -> None:
     from triton.runtime.errors import OutOfResources
 
     from moba_train.attention.moba.triton import call as kernels
-    from moba_train.attention.moba.triton.tiles import Shape, Shapes, shapes
+    from moba_train.attention.blocks.triton.tiles import Shape, Shapes, shapes
 
     assert set(CANDIDATES) == {field.name for field in fields(Shapes)}
     for name in arguments.row:

@@ -30,7 +30,7 @@ from benchmarks.record import save, spread
 from benchmarks.timing import queued
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LocalEngine
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
 from moba_train.parallel.context.choose import GATHERING, Scheme, Shape, check_heads, check_sizes, cost

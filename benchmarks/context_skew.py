@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.context_parallel import Setting, both_passes
 from benchmarks.options import length
 from benchmarks.record import save, spread
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.protocol import packed_layout
 from moba_train.parallel.context.choose import Scheme
 from moba_train.parallel.context.comm import Peers

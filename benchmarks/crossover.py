@@ -19,7 +19,7 @@ from benchmarks.attention_rows import Case, Row, compile_ahead, short
 from benchmarks.options import length, need_gpus
 from benchmarks.record import markdown, save, spread
 from benchmarks.timing import milliseconds
-from moba_train.attention.dense import BACKENDS
+from moba_train.attention.full.kernels import BACKENDS
 
 SETTINGS = "128/8 512/3 512/8 2048/4 4096/12"
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moba_train.attention.local import run_local
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.checkpoint.run import RunCheckpoints
 from moba_train.config.load import dump_config
 from moba_train.config.mesh import mesh_sizes
@@ -170,7 +170,7 @@ class Trainer:
             return
 
         loss = torch.zeros((), device=self.world.device)
-        with self.stragglers.attention(step):
+        with self.stragglers.attention(step, self.share.engine or LOCAL_ENGINE):
             for batch in batches:
                 batch_loss = self.model(batch.tokens, batch.positions, batch.layout, batch.loss_on) / loss_weight
                 batch_loss.backward()
@@ -225,7 +225,7 @@ class Trainer:
         self.model.set_attention(build_attention(stage.attention, config.model.head_width))
         self.model.set_rope(stage.rope)
         self.share, choice = self.context_engines.share(stage, mesh_sizes(stage.parallel, self.world.size))
-        self.model.set_engines([self.share.engine or run_local] * config.model.layers)
+        self.model.set_engines([self.share.engine or LOCAL_ENGINE] * config.model.layers)
         data = training_data(config, stage, progress.starts)
         data.check_fingerprints(progress.fingerprints)
         progress.fingerprints |= data.fingerprints

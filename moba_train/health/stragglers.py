@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
-from moba_train.attention.clock import AttentionClock, attention_timed
+from moba_train.attention.observer import AttentionTimer
+from moba_train.attention.operators import OperatorEngine
 from moba_train.parallel.world import sum_over_ranks, values_of_ranks
 
 
@@ -21,7 +22,7 @@ class Stragglers:
         self._every, self._device = every, device
         self._met: float | None = None
         self._step_s = 0.0
-        self._clock: AttentionClock | None = None
+        self._timer: AttentionTimer | None = None
 
     def meet(self, values: list[float]) -> list[float]:
         """`sum_over_ranks`, called once a step: where the ranks wait for each other."""
@@ -32,21 +33,21 @@ class Stragglers:
         return totals
 
     @contextmanager
-    def attention(self, step: int) -> Iterator[None]:
-        """Around the forward and backward passes of `step`."""
+    def attention(self, step: int, engine: OperatorEngine) -> Iterator[None]:
+        """Around the forward and backward passes of `step`, whose attention `engine` runs."""
         if not self._due(step):
             yield
             return
-        with attention_timed(self._device) as self._clock:
+        with engine.observe(AttentionTimer(self._device)) as self._timer:
             yield
 
     def metrics(self, step: int) -> dict[str, float]:
         """For each time, `straggler_*` the largest of all ranks over their mean and `straggler_*_rank` whose it is; and
         `attention_s`, the ranks' mean. The step's time is the one of the step before. Called on all ranks; empty unless
         it is time."""
-        if not self._due(step) or self._clock is None:
+        if not self._due(step) or self._timer is None:
             return {}
-        every = values_of_ranks([self._step_s, self._clock.seconds()])
+        every = values_of_ranks([self._step_s, self._timer.seconds()])
         metrics = {"attention_s": sum(attention_s for _, attention_s in every) / len(every)}
         if len(every) > 1:
             for name, times in zip(("step", "attention"), zip(*every, strict=True), strict=True):

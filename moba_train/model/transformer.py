@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moba_train.attention.local import run_local
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.model.loss import token_losses, weighted_loss_sum
@@ -32,7 +32,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity()
         self.kind: LocalAttention | None = None
-        self.engine: Engine = run_local
+        self.engine: Engine = LOCAL_ENGINE
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         if self.kind is None:

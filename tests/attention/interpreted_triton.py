@@ -9,11 +9,11 @@ import torch
 from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, list_bounds, run, run_in_parts
 
 from moba_train.attention.moba import flash
-from moba_train.attention.moba.blocks import block_bound
+from moba_train.attention.blocks.geometry import block_bound
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.triton import call, long_blocks, packed, select, short_blocks
-from moba_train.attention.moba.triton.lists import Lists
-from moba_train.attention.moba.triton.tiles import Shape, segments, shapes
+from moba_train.attention.blocks.triton.lists import Lists
+from moba_train.attention.blocks.triton.tiles import Shape, segments, shapes
 from moba_train.attention.protocol import Layout
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "start this through test_triton_interpreter.py"

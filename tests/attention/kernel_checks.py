@@ -6,8 +6,8 @@ from torch import Tensor
 
 from moba_train.attention.masked import masked_attend, masked_attend_backward
 from moba_train.attention.merge import merge
-from moba_train.attention.moba.layer import MobaAttention
-from moba_train.attention.moba.reference import chosen_mask
+from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.blocks.reference import selected_mask
 from moba_train.attention.protocol import Layout, Runs, packed_layout
 
 
@@ -65,7 +65,7 @@ def run_in_parts(
 def exact(tensors: list[Tensor], layout: Layout, chosen: Tensor, block_size: int, scale: float) -> list[Tensor]:
     """[out, lse, dq, dk, dv] in float64 for this choice."""
     q, k, v, dout = (x.double() for x in tensors)
-    mask = chosen_mask(chosen, layout, block_size)
+    mask = selected_mask(chosen, layout, block_size)
     out, lse = masked_attend(q, k, v, mask, scale, prefix=True)
     return [out, lse, *masked_attend_backward(dout, q, k, v, out, lse, mask, scale, prefix=True)]
 
@@ -74,7 +74,7 @@ def naive(tensors: list[Tensor], layout: Layout, chosen: Tensor, block_size: int
     """[out, dq, dk, dv] of attention as one would write it in the inputs' dtype, for its error."""
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
     tokens, group = q.shape[0], q.shape[1] // k.shape[1]
-    mask = chosen_mask(chosen, layout, block_size)(slice(0, tokens), slice(0, tokens))
+    mask = selected_mask(chosen, layout, block_size)(slice(0, tokens), slice(0, tokens))
     keys, values = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (k, v))
     scores = (q.transpose(0, 1) @ keys.transpose(1, 2) * scale).masked_fill(~mask, -torch.inf)
     out = (scores.softmax(-1) @ values).transpose(0, 1)
@@ -96,7 +96,7 @@ def list_bounds(lists) -> tuple[Tensor, Tensor]:
 
 def check_lists(chosen: Tensor, entries: Tensor, starts: Tensor, kv_heads: int, blocks: int) -> None:
     """Every list holds, in ascending order, exactly the entries that chose its block."""
-    from moba_train.attention.moba.triton.lists import Lists  # needs Triton
+    from moba_train.attention.blocks.triton.lists import Lists  # needs Triton
 
     group = chosen.shape[0] // kv_heads
     begin, end = list_bounds(Lists.of(entries, starts, chosen, kv_heads, blocks))

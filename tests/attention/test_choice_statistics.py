@@ -11,10 +11,10 @@ import torch
 from helpers import make_qkv
 from torch import Tensor
 
-from moba_train.attention.choices import mean_choices
-from moba_train.attention.moba.layer import MobaAttention
-from moba_train.attention.moba.reference import chosen_mask
-from moba_train.attention.moba.statistics import choice_statistics
+from moba_train.attention.observer import mean_statistics
+from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.blocks.reference import selected_mask
+from moba_train.attention.moba.statistics import routing_statistics
 from moba_train.attention.protocol import Layout, packed_layout
 
 BLOCK = 4
@@ -22,7 +22,7 @@ LENGTHS = [37, 0, 3, 22, 12]
 
 
 def counted(mask_HTS: Tensor, tokens: list[int], lengths: list[int], topk: int, always: tuple[str, ...]) -> dict:
-    """The numbers of `choice_statistics` from an attention mask of the queries `tokens`, by their definitions."""
+    """The numbers of `routing_statistics` from an attention mask of the queries `tokens`, by their definitions."""
     blocks = oracle.cut_blocks(lengths, BLOCK)
     loads: dict[tuple[int, int], Counter[int]] = {}
     candidates: dict[int, set[int]] = {}
@@ -91,7 +91,7 @@ def test_they_are_what_counting_gives(topk, options, runs, device):
     whole = packed_layout(LENGTHS, device)
     found, chosen = described(build(topk, **options), q, k, whole, runs)
     part = whole.part(runs, None)
-    mask = chosen_mask(chosen, part, BLOCK)(slice(0, chosen.shape[1]), slice(0, whole.total))
+    mask = selected_mask(chosen, part, BLOCK)(slice(0, chosen.shape[1]), slice(0, whole.total))
     want = counted(mask, part.q_tokens.tolist(), LENGTHS, topk, options.get("always", ()))
     assert found == pytest.approx(want, rel=1e-6)
     assert bool(want) == (topk not in (1, 10) and (topk, options.get("always", ())[2:]) != (3, ("first",)))
@@ -126,7 +126,7 @@ def test_choosing_at_random_gives_what_the_guide_says(device):
     best = luck_HTN.masked_fill(torch.arange(64) >= own_T[:, None], -1).topk(7)
     chosen = torch.where(best.values < 0, -1, best.indices).to(device, torch.int32)
     options = {"block_size": 16, "topk": 8, "always": ("current",)}
-    found = choice_statistics(chosen, packed_layout([64 * 16], device), **options)
+    found = routing_statistics(chosen, packed_layout([64 * 16], device), **options)
     guide = (Path(__file__).parents[2] / "docs" / "run-health.md").read_text()
     told = {
         name: float(at_random)
@@ -145,5 +145,5 @@ def test_weights_that_became_nan_leave_finite_numbers(device):
 
 def test_descriptions_of_parts_join_by_their_choices():
     one = {"choices": 10, "entropy": 0.5}
-    assert mean_choices([one, {"choices": 30, "entropy": 0.9}, {}, None]) == {"choices": 40, "entropy": 0.8}
-    assert mean_choices([{}, None]) is None
+    assert mean_statistics([one, {"choices": 30, "entropy": 0.9}, {}, None]) == {"choices": 40, "entropy": 0.8}
+    assert mean_statistics([{}, None]) is None

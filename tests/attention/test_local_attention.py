@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import make_qkv
 
-from moba_train.attention.local import run_local
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.merge import merge
 from moba_train.attention.protocol import Layout, LocalAttention, Runs, packed_layout
 from moba_train.attention.registry import KINDS
@@ -65,7 +65,7 @@ def test_default_options_are_usable(kind, device):
     attention = KINDS[kind](KINDS[kind].Options(), 16)
     assert attention.alignment >= 1
     q, k, v = make_qkv(20, 4, 2, 16, device, torch.float32)
-    out, lse = run_local(q, k, v, attention, packed_layout([20], device))
+    out, lse = LOCAL_ENGINE(q, k, v, attention, packed_layout([20], device))
     assert out.shape == q.shape
     assert lse.shape == (4, 20)
     assert out.isfinite().all()
@@ -92,7 +92,7 @@ def test_gradients_are_the_derivatives(kind, options, device):
     q, k, v = make_qkv(13, 2, 1, HEAD_DIM, device)
     # Away from q and k that sit on the edge of another choice, the choice is constant and finite differences hold.
     assert torch.autograd.gradcheck(
-        lambda q, k, v: run_local(q, k, v, attention, layout)[0], (q, k, v), eps=1e-7, atol=1e-5, rtol=1e-4
+        lambda q, k, v: LOCAL_ENGINE(q, k, v, attention, layout)[0], (q, k, v), eps=1e-7, atol=1e-5, rtol=1e-4
     )
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import _ENGINE, run_local
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.local import _ENGINE, LOCAL_ENGINE
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.named import Registry
 from moba_train.attention.operators import SAVED_OPERATORS, _attention
 from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
@@ -42,7 +42,7 @@ def test_compiled_whole_it_gives_the_same_bits(kind: LocalAttention) -> None:
     """`fullgraph` refuses graph breaks; a second length must not need the plan's shapes to be known beforehand."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        return run_local(q * 1.5, k, v, kind, layout)
+        return LOCAL_ENGINE(q * 1.5, k, v, kind, layout)
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     for lengths in (LENGTHS, [128], [64, 64]):
@@ -66,12 +66,12 @@ def test_recomputation_keeps_the_plan_and_the_attention(kind: LocalAttention, mo
         monkeypatch.setattr(type(kind), name, spy)
 
     layout = packed_layout(LENGTHS)
-    plain = numbers(lambda q, k, v: run_local(q * 1.5, k, v, kind, layout), *inputs())
+    plain = numbers(lambda q, k, v: LOCAL_ENGINE(q * 1.5, k, v, kind, layout), *inputs())
     calls.clear()
     contexts = partial(create_selective_checkpoint_contexts, list(SAVED_OPERATORS))
 
     def recomputed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        run = lambda q, k, v: run_local(q * 1.5, k, v, kind, layout)  # noqa: E731
+        run = lambda q, k, v: LOCAL_ENGINE(q * 1.5, k, v, kind, layout)  # noqa: E731
         return checkpoint(run, q, k, v, use_reentrant=False, context_fn=contexts)
 
     for ours, theirs in zip(numbers(recomputed, *inputs()), plain, strict=True):
@@ -129,8 +129,8 @@ def test_any_strides_are_taken_and_contiguous_results_come_back(kind: LocalAtten
 
     layout = packed_layout(LENGTHS)
     plain, ours = inputs(), [strided(x) for x in inputs()]
-    expected = numbers(lambda *x: run_local(*x, kind, layout), *plain)
-    for got, want in zip(numbers(lambda *x: run_local(*x, kind, layout), *ours), expected, strict=True):
+    expected = numbers(lambda *x: LOCAL_ENGINE(*x, kind, layout), *plain)
+    for got, want in zip(numbers(lambda *x: LOCAL_ENGINE(*x, kind, layout), *ours), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     results = _attention(*ours, *(layout.cu_seqlens, None, 90, 128), kind.name, _ENGINE.name)
     grads = torch.autograd.grad(results[0].square().sum(), ours)
@@ -147,7 +147,7 @@ def test_kernels_are_given_heads_whose_numbers_lie_side_by_side(monkeypatch: pyt
         return attend(self, *tensors, **rest)  # type: ignore[arg-type]  # the method it replaces
 
     monkeypatch.setattr(FullAttention, "attend", watched)
-    run_local(*(x.repeat_interleave(2, -1)[..., ::2] for x in inputs()), KINDS["full"], packed_layout([128]))
+    LOCAL_ENGINE(*(x.repeat_interleave(2, -1)[..., ::2] for x in inputs()), KINDS["full"], packed_layout([128]))
     assert seen == [1, 1, 1]
 
 
@@ -159,7 +159,7 @@ def test_autocast_changes_nothing(kind: LocalAttention) -> None:
     def run(enabled: bool) -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             return numbers(
-                lambda *x: run_local(*x, kind, layout), *(x.detach().float().requires_grad_() for x in inputs())
+                lambda *x: LOCAL_ENGINE(*x, kind, layout), *(x.detach().float().requires_grad_() for x in inputs())
             )
 
     assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
@@ -167,7 +167,7 @@ def test_autocast_changes_nothing(kind: LocalAttention) -> None:
 
 def test_second_derivatives_are_refused_clearly() -> None:
     q, k, v = inputs()
-    out, _ = run_local(q, k, v, KINDS["moba"], packed_layout(LENGTHS))
+    out, _ = LOCAL_ENGINE(q, k, v, KINDS["moba"], packed_layout(LENGTHS))
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"attention: .*second derivative"):
         dq.sum().backward()
@@ -181,7 +181,7 @@ def test_kernels_run_where_the_tensors_are_not_on_the_current_device() -> None:
 
     def run(device: str) -> list[Tensor]:
         qkv = [x.detach().repeat(3, 1, 4).to(device, torch.bfloat16).requires_grad_() for x in inputs()]
-        return numbers(lambda *x: run_local(*x, kind, packed_layout([384], device)), *qkv)
+        return numbers(lambda *x: LOCAL_ENGINE(*x, kind, packed_layout([384], device)), *qkv)
 
     with torch.cuda.device(0):
         for there, here in zip(run("cuda:1"), run("cuda:0"), strict=True):

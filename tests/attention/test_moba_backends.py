@@ -9,7 +9,7 @@ from kernel_checks import build
 from kernel_checks import layout_of as packed
 
 from moba_train.attention.moba import backends, flash, reference
-from moba_train.attention.moba.backends import pick_backend, pick_selector
+from moba_train.attention.blocks.backends import pick_backend, pick_selector
 
 
 @pytest.fixture(autouse=True)

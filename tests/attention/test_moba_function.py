@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 
 from moba_train.attention import masked
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import run_local
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba import moba_attention as any_moba_attention
 from moba_train.attention.protocol import packed_layout
 
@@ -183,7 +183,7 @@ def test_choosing_every_block_is_full_attention_in_float64(lengths, device):
     )
     layout = packed_layout(lengths, device)
     dense = FullAttention(FullAttention.Options(), 16)
-    assert_all_close(got, run(lambda q, k, v: run_local(q, k, v, dense, layout), qkv))
+    assert_all_close(got, run(lambda q, k, v: LOCAL_ENGINE(q, k, v, dense, layout), qkv))
     assert_all_close(got, run(lambda q, k, v: oracle_full(q, k, v, lengths), tuple(x.cpu() for x in qkv)))
 
 
@@ -214,8 +214,8 @@ def test_choosing_every_block_is_full_attention_in_bf16_within_rounding(device):
     qkv = make_qkv(150, 4, 2, 64, device, torch.bfloat16)
     layout = packed_layout([100, 50], device)
     dense = FullAttention(FullAttention.Options(), 64)
-    exact = run(lambda q, k, v: run_local(q, k, v, dense, layout), tuple(x.double() for x in qkv))
-    full = run(lambda q, k, v: run_local(q, k, v, dense, layout), qkv)
+    exact = run(lambda q, k, v: LOCAL_ENGINE(q, k, v, dense, layout), tuple(x.double() for x in qkv))
+    full = run(lambda q, k, v: LOCAL_ENGINE(q, k, v, dense, layout), qkv)
     moba = run(
         lambda q, k, v: moba_attention(q, k, v, block_size=16, topk=7, cu_seqlens=layout.cu_seqlens, return_lse=True),
         qkv,

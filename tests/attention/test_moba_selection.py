@@ -8,7 +8,7 @@ from helpers import make_qkv
 from torch import Tensor
 
 from moba_train.attention.moba.gate import gate_scores, pool_keys
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.protocol import Layout, packed_layout
 
 

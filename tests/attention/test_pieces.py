@@ -8,10 +8,10 @@ import torch
 from helpers import NAMES, assert_all_close, edges, make_qkv, run
 from oracle import full as oracle_full
 
-from moba_train.attention.dense import Cudnn
+from moba_train.attention.full.kernels import Cudnn
 from moba_train.attention.full import FullAttention
 from moba_train.attention.merge import merge
-from moba_train.attention.pieces import pieces, strips
+from moba_train.attention.full.calls import pieces, strips
 from moba_train.attention.protocol import Layout, Runs
 
 LENGTHS = {"one": [37], "packed": [5, 0, 1, 0, 17, 1, 13, 0], "long": [2, 30, 5], "short": [1] * 37}

@@ -24,7 +24,7 @@ from moba_train.attention.moba.triton import (  # noqa: E402
     short,
     tables,
 )
-from moba_train.attention.moba.triton.tiles import Shape, shapes  # noqa: E402
+from moba_train.attention.blocks.triton.tiles import Shape, shapes  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, naive, run, run_in_parts  # noqa: E402
 
 from moba_train.attention.moba import moba_attention  # noqa: E402
-from moba_train.attention.moba.blocks import block_bound  # noqa: E402
+from moba_train.attention.blocks.geometry import block_bound  # noqa: E402
 from moba_train.attention.moba.gate import gate_scores, pool_keys  # noqa: E402
 from moba_train.attention.protocol import Layout  # noqa: E402
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.protocol import LocalAttention, packed_layout
 from moba_train.config.model import ModelConfig
 from moba_train.inference.generate import generate

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.protocol import packed_layout
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.model.build import initialize_weights

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from trainer_ranks import Ranks
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import run_local
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig, StageConfig
@@ -59,7 +59,7 @@ def step(micro_batches: list[Batch], world_size: int, transport: TransportKind |
         scheme, world = Scheme(world_size, transport, "zigzag", world_size), dist.group.WORLD
         assert world is not None
         share = Share(engine=context_engine(scheme, world, torch.device("cpu")))
-        model.set_engines([share.engine or run_local] * MODEL.layers)
+        model.set_engines([share.engine or LOCAL_ENGINE] * MODEL.layers)
         micro_batches = [share.of(batch) for batch in micro_batches]
     model.set_attention([FullAttention(FullAttention.Options(), MODEL.head_width)] * MODEL.layers)
     count = torch.tensor(sum(batch.loss_weight_sum for batch in micro_batches))

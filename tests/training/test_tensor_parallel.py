@@ -18,8 +18,8 @@ from torch import Tensor
 from trainer_ranks import Ranks, free_port
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import run_local
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.checkpoint.hf import load_hf_weights
 from moba_train.checkpoint.hf_names import hf_name
@@ -87,7 +87,7 @@ def step(model: Transformer, share: Share, device: torch.device) -> tuple[Step, 
     def listening(q: Tensor, k: Tensor, v: Tensor, kind: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:
         if isinstance(kind, MobaAttention):
             chosen.append(kind.plan(q.detach(), kind.summarize(k.detach(), layout), layout)[0].cpu())
-        return run_local(q, k, v, kind, layout)
+        return LOCAL_ENGINE(q, k, v, kind, layout)
 
     engines: list[Engine] = [listening] * len(model.blocks)
     width = model.config.head_width

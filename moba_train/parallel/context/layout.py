@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Self, get_args
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import Runs, joined
+from moba_train.attention.protocol import TokenRange, TokenRanges, joined_ranges
 from moba_train.parallel.context.copies import copy_into
 
 Kind = Literal["contiguous", "zigzag"]
@@ -38,7 +38,7 @@ class SequenceLayout:
     """Tokens of the packed sequence."""
     rows: int
     """Rows of every shard, L."""
-    runs: tuple[Runs, ...]
+    runs: tuple[TokenRanges, ...]
     """The tokens of each rank."""
 
     @classmethod
@@ -60,8 +60,8 @@ class SequenceLayout:
         edges = [min(part * size, total) for part in range(parts + 1)]
         ranges = list(pairwise(edges))
         if kind == "contiguous":
-            return cls(total, size, tuple(joined([part]) for part in ranges))
-        return cls(total, 2 * size, tuple(joined([ranges[r], ranges[-1 - r]]) for r in range(ranks)))
+            return cls(total, size, tuple(joined_ranges([part]) for part in ranges))
+        return cls(total, 2 * size, tuple(joined_ranges([ranges[r], ranges[-1 - r]]) for r in range(ranks)))
 
     @property
     def ranks(self) -> int:
@@ -72,17 +72,17 @@ class SequenceLayout:
         """Rows of a rank's shard that are tokens; the rest is padding."""
         return sum(stop - start for start, stop in self.runs[rank])
 
-    def place(self, rank: int) -> Runs | None:
+    def place(self, rank: int) -> TokenRanges | None:
         """Where a rank's tokens stand, as `attention.protocol.Layout` takes it: None for the whole sequence."""
         return self._unless_whole(self.runs[rank])
 
     @cached_property
-    def together(self) -> Runs | None:
+    def together(self) -> TokenRanges | None:
         """Where the tokens of all ranks stand."""
-        return self._unless_whole(joined([run for runs in self.runs for run in runs]))
+        return self._unless_whole(joined_ranges([run for runs in self.runs for run in runs]))
 
-    def _unless_whole(self, runs: Runs) -> Runs | None:
-        return None if runs == ((0, self.total),) else runs
+    def _unless_whole(self, runs: TokenRanges) -> TokenRanges | None:
+        return None if runs == (TokenRange(0, self.total),) else runs
 
     def of(self, ranks: range) -> "SequenceLayout":
         """The shards of these ranks alone."""
@@ -91,7 +91,7 @@ class SequenceLayout:
     def in_groups(self, size: int) -> "SequenceLayout":
         """The shards of every `size` consecutive ranks joined to one, in ascending order."""
         groups = [self.runs[first : first + size] for first in range(0, self.ranks, size)]
-        together = tuple(joined([run for runs in group for run in runs]) for group in groups)
+        together = tuple(joined_ranges([run for runs in group for run in runs]) for group in groups)
         return SequenceLayout(self.total, self.rows * size, together)
 
     @cached_property
@@ -173,7 +173,7 @@ class SequenceLayout:
         return shards_RL
 
 
-def sees(queries: Runs, keys: Runs, edges: tuple[int, ...]) -> bool:
+def sees(queries: TokenRanges, keys: TokenRanges, edges: tuple[int, ...]) -> bool:
     """Whether causal attention inside documents with these boundaries lets any of the queries see any of the keys."""
     for start, stop in queries:
         document = edges[bisect_right(edges, start) - 1]

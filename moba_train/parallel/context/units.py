@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import Layout, LocalAttention, Runs
+from moba_train.attention.call import AttentionCall
+from moba_train.attention.protocol import Layout, TokenRange, TokenRanges
 from moba_train.parallel.context.comm import Peers
 from moba_train.parallel.context.layout import SequenceLayout
 
@@ -32,7 +33,7 @@ class Move:
 class WholeUnits:
     """The units each rank owns, and what must move for their owners to have them whole."""
 
-    runs: tuple[Runs, ...]
+    runs: tuple[TokenRanges, ...]
     """Tokens of each rank's own units."""
     moves: tuple[Move, ...]
     """Ascending; the same on every rank, so that all know all message sizes."""
@@ -42,7 +43,7 @@ class WholeUnits:
         """Units of `size` tokens in documents with these boundaries; all ranks together hold the whole sequence."""
         assert sequence.together is None
         held = sorted((start, stop, rank) for rank, runs in enumerate(sequence.runs) for start, stop in runs)
-        own: list[list[tuple[int, int]]] = [[] for _ in sequence.runs]
+        own: list[list[TokenRange]] = [[] for _ in sequence.runs]
         moves = []
         for start, stop, rank in held:
             begin, end = _unit_of(start, edges, size)
@@ -51,7 +52,7 @@ class WholeUnits:
                 first = min(end, stop)
                 moves.append(Move(start, first, rank, sequence.owner(begin)))
             if first < stop:
-                own[rank].append((first, _unit_of(stop - 1, edges, size)[1]))
+                own[rank].append(TokenRange(first, _unit_of(stop - 1, edges, size)[1]))
         return cls(tuple(map(tuple, own)), tuple(moves))
 
 
@@ -62,13 +63,11 @@ def _unit_of(token: int, edges: tuple[int, ...], size: int) -> tuple[int, int]:
     return begin, min(begin + size, edges[document + 1])
 
 
-def all_summaries(
-    k_LKD: Tensor, attention: LocalAttention, layout: Layout, sequence: SequenceLayout, peers: Peers
-) -> Tensor | None:
-    """What `attention.summarize` gives for all keys of the sequence, bit for bit, from each rank's shard of keys."""
-    units = _whole_units(layout, sequence, attention.alignment)
+def all_summaries(k_LKD: Tensor, call: AttentionCall, sequence: SequenceLayout, peers: Peers) -> Tensor | None:
+    """What `summarize` gives for all keys of the sequence, bit for bit, from each rank's shard of keys."""
+    units = _whole_units(call.layout, sequence, call.attention.alignment)
     keys_UKD = _keys_of_own_units(k_LKD, units, sequence, peers)
-    summaries = attention.summarize(keys_UKD, layout.part(None, units.runs[peers.rank]))
+    summaries = call.part(None, units.runs[peers.rank]).summarize(keys_UKD)
     if summaries is not None:
         peers.sum(summaries)  # exact: each row is zero on all ranks but one
     return summaries
@@ -77,12 +76,7 @@ def all_summaries(
 def _whole_units(layout: Layout, sequence: SequenceLayout, size: int) -> WholeUnits:
     if size == 1:
         return WholeUnits(sequence.runs, ())
-    key = ("whole units", sequence, size)
-    if key not in layout.cache:
-        layout.cache[key] = WholeUnits.of(sequence, layout.edges, size)
-    units = layout.cache[key]
-    assert isinstance(units, WholeUnits)
-    return units
+    return layout.cached(("whole units", sequence, size), lambda: WholeUnits.of(sequence, layout.edges, size))
 
 
 def _keys_of_own_units(k_LKD: Tensor, units: WholeUnits, sequence: SequenceLayout, peers: Peers) -> Tensor:

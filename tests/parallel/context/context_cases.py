@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LocalEngine
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
 from moba_train.parallel.context.choose import Scheme
 from moba_train.parallel.context.comm import Arrival

@@ -10,7 +10,7 @@ from context_cases import Case, ThreadPeers, assert_same, for_the_same_choice, o
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moba_train.attention.choices import described, mean_choices
+from moba_train.attention.observer import described, mean_statistics
 from moba_train.attention.full import FullAttention
 from moba_train.attention.protocol import LocalAttention
 from moba_train.parallel.context.choose import Scheme
@@ -90,7 +90,7 @@ def test_what_the_ranks_tell_of_their_choices_is_what_one_device_tells(transport
     for run in (on_one_device, partial(on_threads, scheme(transport, kind))):
         told: list[dict[str, float]] = []
         run(case, case.inputs())
-        means.append(mean_choices(told))
+        means.append(mean_statistics(told))
     one, ranks = ({name: mean[name] for name in ("choices", "first_block_share", "distance")} for mean in means)
     assert ranks == pytest.approx(one)
 

@@ -10,59 +10,55 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moba_train.attention.protocol import Layout, LocalAttention, Plan
+from moba_train.attention.call import AttentionCall
+from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.parallel.context.layout import SequenceLayout
 
 
 @dataclass(frozen=True)
-class Job:
-    """One call of an attention over a sequence that is cut over ranks."""
+class ShardedCall:
+    """One attention call over a sequence that is cut over ranks."""
 
-    attention: LocalAttention
-    layout: Layout
-    """Of the whole packed sequence."""
+    whole: AttentionCall
+    """The call on the layout of the whole packed sequence."""
     sequence: SequenceLayout
 
-    def part(self, rank: int) -> Layout:
-        """The layout of a rank's queries against the keys of all ranks."""
-        return self.layout.part(self.sequence.place(rank), self.sequence.together)
+    def against_all(self, rank: int) -> AttentionCall:
+        """The call for a rank's queries against the keys of all ranks."""
+        return self.whole.part(self.sequence.place(rank), self.sequence.together)
+
+    def against(self, rank: int, owner: int) -> AttentionCall:
+        """The call for a rank's queries against the keys of the rank `owner`."""
+        return self.whole.part(self.sequence.place(rank), self.sequence.place(owner))
 
 
 class Transport(ABC):
-    """Runs a job's attention with one shard of the sequence on each rank.
+    """Runs an attention call with one shard of the sequence on each rank.
 
     q, dout and out are [L, H, D], k and v [L, K, D], lse [H, L]: the rows of this rank's shard. Padding is never
     attended to; its queries give out = 0, lse = -inf and its gradients are 0.
     """
 
     rank: int
-    """This rank's shard in the job's sequence."""
+    """This rank's shard in the call's sequence."""
 
     def __repr__(self) -> str:
         """The same for every process that does the same."""
         return f"{type(self).__name__} of rank {self.rank}"
 
     @abstractmethod
-    def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
-        """(out, lse, plan)."""
+    def forward(
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall
+    ) -> tuple[Tensor, Tensor, Selection]:
+        """(out, lse, selection)."""
 
     @abstractmethod
-    def backward(
-        self,
-        dout_LHD: Tensor,
-        q_LHD: Tensor,
-        k_LKD: Tensor,
-        v_LKD: Tensor,
-        out_LHD: Tensor,
-        lse_HL: Tensor,
-        plan: Plan,
-        job: Job,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
         """(dq, dk, dv)."""
 
     @abstractmethod
-    def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
-        """Tensors of the shapes and dtypes of the plan, contents undefined."""
+    def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
+        """Tensors of the shapes and dtypes of the selection, contents undefined."""
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

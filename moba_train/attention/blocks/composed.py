@@ -1,17 +1,17 @@
-"""MoBA as its paper composes it: varlen flash attention over the queries that chose each block, then a merge
-(Lu et al. 2025, arXiv:2502.13189, algorithm 1), forward and backward.
+"""Attention to selected blocks as MoBA's paper composes it: varlen flash attention over the queries that selected each
+block, then a merge (Lu et al. 2025, arXiv:2502.13189, algorithm 1), forward and backward.
 
 Own blocks are causal segments, in a shard of queries as in a whole sequence. For the history, the *entries* (token,
-head, choice) are sorted by block, stably: the entries of a list and their block are a segment of a second call. Results
-do not depend on timing, whatever the kernel: a row is joined in a fixed order, own block first, then choice by choice,
-in float32 (float64 for float64).
+head, j-th selected block) are sorted by block, stably: the entries of a list and their block are a segment of a second
+call. Results do not depend on timing, whatever the kernel: a row is joined in a fixed order, own block first, then the
+selected blocks one by one, in float32 (float64 for float64).
 
 Partial results exist for a part of the work at a time: some key/value heads or, where one head's are too many, a range
 of its tokens (`entries_at_once`). Sorting, gathering and joining have Triton kernels (triton/gathered.py) and, for
-other devices and head dims, PyTorch (sorted_parts.py). Either waits for the GPU: how long the longest list is.
+other devices and head dims, PyTorch (sorted_parts.py). Both wait for the GPU to know how long the longest list is.
 
-Shape suffixes: T queries, S keys, H query heads, h some of them, K key/value heads, k some of them, C choices, E
-entries of a part, D head width.
+Shape suffixes: T queries, S keys, H query heads, h some of them, K key/value heads, k some of them, C selected blocks,
+E entries of a part, D head width.
 """
 
 from collections.abc import Iterator
@@ -21,31 +21,31 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moba_train.attention.blocks.available import triton_runs_on
+from moba_train.attention.blocks.geometry import block_bound, block_edges, in_one_range
+from moba_train.attention.blocks.sorted_parts import sorted_parts
 from moba_train.attention.masked import accumulation_dtype
-from moba_train.attention.moba.available import triton_runs_on
-from moba_train.attention.moba.blocks import block_bound, block_edges, in_one_run
-from moba_train.attention.moba.sorted_parts import sorted_parts
-from moba_train.attention.protocol import Layout, Plan, joined
-from moba_train.attention.varlen import Gradients, Segments, VarlenKernel, best_kernel, refusals
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection, joined_ranges
+from moba_train.attention.varlen import Segments, VarlenKernel, best_kernel, refusals
 
 _MOST_ELEMENTS = 2**30
-"""Of a tensor in a backward call: kernels index some of theirs, padded, with 32 bits."""
+"""The most elements of a tensor in a backward call: kernels index some of theirs, padded, with 32 bits."""
 
 
 def composes(layout: Layout, block_size: int) -> bool:
     """Whether the own blocks of these queries are segments: all keys are there, and no block's queries have a gap."""
-    return layout.k_runs is None and in_one_run(layout.q_runs, block_size)
+    return layout.k_ranges is None and in_one_range(layout.q_ranges, block_size)
 
 
 def refuses(q_THD: Tensor, layout: Layout, block_size: int) -> str:
-    """Why this cannot be done here; empty when it can."""
+    """Why the composition cannot do this call; empty when it can."""
     if not composes(layout, block_size):
         return "some of the keys, or queries of one block with a gap between"
     return "" if _kernel(q_THD, layout, block_size) else refusals(q_THD, _most_segments(layout, block_size))
 
 
 def kernel_name(q_THD: Tensor, layout: Layout, block_size: int) -> str:
-    """What the composition would run on."""
+    """Name of the varlen kernel that the composition runs on."""
     kernel = _kernel(q_THD, layout, block_size)
     return kernel.name if kernel else "no kernel"
 
@@ -55,48 +55,44 @@ def _kernel(q_THD: Tensor, layout: Layout, block_size: int) -> type[VarlenKernel
 
 
 def _most_segments(layout: Layout, block_size: int) -> int:
-    return block_bound(layout, block_size) + len(layout.q_runs or ())
+    return block_bound(layout, block_size) + len(layout.q_ranges or ())
 
 
 def _own_segments(layout: Layout, block_size: int) -> Segments:
-    """The queries of each block and its keys, up to that of the last query; kept with the layout.
+    """The queries of each block and its keys, up to that of the last query; kept with the layout."""
+    return layout.cached(("own segments", block_size), lambda: _cut_own_segments(layout, block_size))
 
-    Where a run of queries ends inside a block, the block's other keys are a segment without queries.
-    """
+
+def _cut_own_segments(layout: Layout, block_size: int) -> Segments:
+    """Where a range of queries ends inside a block, the block's other keys are a segment without queries."""
     longest = min(block_size, layout.max_seqlen)
-    if layout.q_runs is None:
-        edges = block_edges(layout, block_size)
+    edges = block_edges(layout, block_size)
+    if layout.q_ranges is None:
         return Segments(edges, edges, longest, longest, causal=True)
-    key = ("moba own segments", block_size)
-    if key not in layout.cache:
-        runs = joined(layout.q_runs)
-        edges = block_edges(layout, block_size)
-        cu_k = torch.cat([edges, edges.new_tensor([stop for _, stop in runs])]).sort().values
-        cu_q = torch.zeros_like(cu_k)
-        for start, stop in runs:
-            cu_q += (cu_k - start).clamp_(0, stop - start)
-        layout.cache[key] = Segments(cu_q, cu_k, longest, longest, causal=True)
-    segments = layout.cache[key]
-    assert isinstance(segments, Segments)
-    return segments
+    ranges = joined_ranges(layout.q_ranges)
+    cu_k = torch.cat([edges, edges.new_tensor([stop for _, stop in ranges])]).sort().values
+    cu_q = torch.zeros_like(cu_k)
+    for start, stop in ranges:
+        cu_q += (cu_k - start).clamp_(0, stop - start)
+    return Segments(cu_q, cu_k, longest, longest, causal=True)
 
 
-def invert_choice(chosen_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Plan:
-    """The lists of the rows that chose each block, where Triton runs; else nothing: a part at a time is sorted."""
-    if not triton_runs_on(chosen_HTC):
+def block_lists(selected_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Selection:
+    """The lists of the rows that selected each block, where Triton runs; else nothing: a part at a time is sorted."""
+    if not triton_runs_on(selected_HTC):
         return ()
-    from moba_train.attention.moba.triton import attention
+    from moba_train.attention.blocks.triton import attention
 
-    return attention.invert_choice(chosen_HTC, layout, kv_heads, block_size)
+    return attention.block_lists(selected_HTC, layout, kv_heads, block_size)
 
 
-def empty_lists(chosen_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Plan:
-    """Uninitialised tensors of the shapes and dtypes of `invert_choice`'s, for tracing."""
-    if not triton_runs_on(chosen_HTC):
+def empty_block_lists(selected_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Selection:
+    """Uninitialised tensors of the shapes and dtypes of `block_lists`'s, for tracing."""
+    if not triton_runs_on(selected_HTC):
         return ()
-    from moba_train.attention.moba.triton import attention
+    from moba_train.attention.blocks.triton import attention
 
-    return attention.empty_lists(chosen_HTC, layout, kv_heads, block_size)
+    return attention.empty_block_lists(selected_HTC, layout, kv_heads, block_size)
 
 
 def attend(
@@ -104,20 +100,20 @@ def attend(
     k_SKD: Tensor,
     v_SKD: Tensor,
     layout: Layout,
-    chosen_HTC: Tensor,
-    *lists: Tensor,
+    selection: Selection,
+    *,
     block_size: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """out [T, H, D] and lse [H, T] over the own blocks and the chosen ones (int32 [H, T, C], -1 = none)."""
+    """out [T, H, D] and lse [H, T] over the own blocks and the selected ones (int32 [H, T, C], -1 = none)."""
     if q_THD.shape[0] == 0:
         return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[1], 0, dtype=accumulation_dtype(q_THD.dtype))
-    call = _Call.of(q_THD, k_SKD, v_SKD, layout, (chosen_HTC, *lists), block_size, scale)
+    call = _Call.from_tensors(q_THD, k_SKD, v_SKD, layout, selection, block_size, scale)
     out_THD, own_lse_HT = call.kernel.forward(q_THD, k_SKD, v_SKD, call.own, scale)
     lse_HT = own_lse_HT.clone()
     q_rows = q_THD.reshape(-1, call.head_dim)
     for kv_heads, parts in call.parts():
-        k, v = (_one_below_the_other(x, kv_heads) for x in (k_SKD, v_SKD))
+        k, v = (_heads_end_to_end(x, kv_heads) for x in (k_SKD, v_SKD))
         for part in parts:
             part_E1D, part_1E = call.kernel.forward(part.gather(q_rows), k, v, part.segments, scale)
             part.merge(out_THD, lse_HT, own_lse_HT, part_E1D.squeeze(1), part_1E.squeeze(0))
@@ -125,49 +121,31 @@ def attend(
 
 
 def attend_backward(
-    dout_THD: Tensor,
-    q_THD: Tensor,
-    k_SKD: Tensor,
-    v_SKD: Tensor,
-    out_THD: Tensor,
-    lse_HT: Tensor,
-    layout: Layout,
-    chosen_HTC: Tensor,
-    *lists: Tensor,
-    block_size: int,
-    scale: float,
+    state: BackwardState, layout: Layout, selection: Selection, *, block_size: int, scale: float
 ) -> Gradients:
-    """(dq, dk, dv) of `attend`; `out` and `lse` are the merged ones."""
+    """(dq, dk, dv) of `attend`; the state's `out` and `lse` are the merged ones."""
+    _, q_THD, k_SKD, v_SKD, _, _ = state
     if q_THD.shape[0] == 0:
         return torch.empty_like(q_THD), torch.zeros_like(k_SKD), torch.zeros_like(v_SKD)
     dq_THD, dk_SKD, dv_SKD = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_SKD, v_SKD))
-    call = _Call.of(q_THD, k_SKD, v_SKD, layout, (chosen_HTC, *lists), block_size, scale)
+    call = _Call.from_tensors(q_THD, k_SKD, v_SKD, layout, selection, block_size, scale)
     wide = accumulation_dtype(q_THD.dtype)
-    rows = [x.reshape(-1, call.head_dim) for x in (dout_THD, q_THD, out_THD)]
-    lse_rows = lse_HT.T.reshape(-1)
+    rows = [x.reshape(-1, call.head_dim) for x in (state.dout, state.q, state.out)]
+    lse_rows = state.lse.T.reshape(-1)
     rows_of_k = k_SKD.shape[0], k_SKD.shape[2]
     for kv_heads, parts in call.parts():
         dk_kSD, dv_kSD = (x.new_zeros(kv_heads.stop - kv_heads.start, *rows_of_k, dtype=wide) for x in (k_SKD, v_SKD))
         for some, shared in call.own_heads(kv_heads):
-            dq_THD[:, some], dk_SkD, dv_SkD = call.kernel.backward(
-                dout_THD[:, some],
-                q_THD[:, some],
-                k_SKD[:, shared],
-                v_SKD[:, shared],
-                out_THD[:, some],
-                lse_HT[some],
-                call.own,
-                scale,
-                deterministic=True,
-            )
+            own = state.with_heads(some, shared)
+            dq_THD[:, some], dk_SkD, dv_SkD = call.kernel.backward(own, call.own, scale, deterministic=True)
             where = slice(shared.start - kv_heads.start, shared.stop - kv_heads.start)
             dk_kSD[where] += dk_SkD.transpose(0, 1)
             dv_kSD[where] += dv_SkD.transpose(0, 1)
-        k, v = (_one_below_the_other(x, kv_heads) for x in (k_SKD, v_SKD))
+        k, v = (_heads_end_to_end(x, kv_heads) for x in (k_SKD, v_SKD))
         for part in parts:
             dout, q, out = (part.gather(x) for x in rows)
-            lse = part.gather_lse(lse_rows)
-            dq, dk, dv = call.kernel.backward(dout, q, k, v, out, lse, part.segments, scale, deterministic=True)
+            gathered = BackwardState(dout, q, k, v, out, part.gather_lse(lse_rows))
+            dq, dk, dv = call.kernel.backward(gathered, part.segments, scale, deterministic=True)
             part.add(dq_THD, dq.squeeze(1))
             dk_kSD += dk.view_as(dk_kSD)
             dv_kSD += dv.view_as(dv_kSD)
@@ -186,11 +164,11 @@ def entries_at_once(rows: int, head_dim: int) -> int:
 
 
 class Part(Protocol):
-    """The entries of some key/value heads, from all tokens or from a range of them, in the order of the lists."""
+    """The entries of some key/value heads, from all tokens or from a range of them, in list order."""
 
     @property
     def segments(self) -> Segments:
-        """The lists and their blocks, the keys of one key/value head below those of the one before."""
+        """The lists and their blocks, the keys of each key/value head behind those of the head before."""
         ...
 
     def gather(self, x_rows: Tensor) -> Tensor:
@@ -218,16 +196,18 @@ class _Call:
     own: Segments
     tensors: tuple[Tensor, Tensor, Tensor]
     """q, k, v."""
-    plan: Plan
+    selection: Selection
     layout: Layout
     block_size: int
     scale: float
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, layout: Layout, plan: Plan, block_size: int, scale: float) -> "_Call":
+    def from_tensors(
+        cls, q: Tensor, k: Tensor, v: Tensor, layout: Layout, selection: Selection, block_size: int, scale: float
+    ) -> "_Call":
         kernel = _kernel(q, layout, block_size)
         assert kernel, "ask `refuses` first"
-        return cls(kernel, _own_segments(layout, block_size), (q, k, v), plan, layout, block_size, scale)
+        return cls(kernel, _own_segments(layout, block_size), (q, k, v), selection, layout, block_size, scale)
 
     @property
     def head_dim(self) -> int:
@@ -242,8 +222,9 @@ class _Call:
 
         All, as long as kernels can index their rows with 32 bits; else one key/value head and some of its queries.
         """
-        heads, rows = self.tensors[0].shape[1], max(self.tensors[0].shape[0], self.tensors[1].shape[0])
-        group, most = heads // self.kv_heads, max(1, _MOST_ELEMENTS // (rows * self.head_dim))
+        group = self.tensors[0].shape[1] // self.kv_heads
+        rows = max(self.tensors[0].shape[0], self.tensors[1].shape[0])
+        most = max(1, _MOST_ELEMENTS // (rows * self.head_dim))
         if (kv_heads.stop - kv_heads.start) * group <= most:
             yield slice(kv_heads.start * group, kv_heads.stop * group), kv_heads
             return
@@ -253,27 +234,27 @@ class _Call:
 
     def parts(self) -> Iterator[tuple[slice, Iterator[Part]]]:
         """(key/value heads, their parts); all heads are named, even if there is no history."""
-        chosen_HTC, *lists = self.plan
-        heads, tokens, choices = chosen_HTC.shape
-        edges, longest = block_edges(self.layout, self.block_size), self.own.max_k
-        blocks = edges.numel() - 1
-        buffers = self.kernel.dq_buffers(blocks, chosen_HTC.device)
+        selected_HTC, *lists = self.selection
+        heads, tokens, selected = selected_HTC.shape
+        edges = block_edges(self.layout, self.block_size)
+        longest = self.own.max_k
+        buffers = self.kernel.dq_buffers(edges.numel() - 1, selected_HTC.device)
         limit = max(1, entries_at_once(tokens * heads, self.head_dim) // buffers)
-        if choices == 0:
+        if selected == 0:
             return iter([(slice(0, self.kv_heads), iter(()))])
         if not lists or self.head_dim & (self.head_dim - 1):
-            total, most = self.layout.total, self.kernel.most_segments
-            return sorted_parts(chosen_HTC, self.kv_heads, limit, most, edges, longest, total)
-        from moba_train.attention.moba.triton.call import Call
-        from moba_train.attention.moba.triton.gathered import gathered_parts
-        from moba_train.attention.moba.triton.lists import Lists
+            most = self.kernel.most_segments
+            return sorted_parts(selected_HTC, self.kv_heads, limit, most, edges, longest, self.layout.total)
+        from moba_train.attention.blocks.triton.call import BlockCall
+        from moba_train.attention.blocks.triton.gathered import gathered_parts
+        from moba_train.attention.blocks.triton.lists import BlockLists
 
-        call = Call.of(*self.tensors, self.layout, chosen_HTC, self.block_size, self.scale)
         entries, starts = lists
-        found = Lists.of(entries, starts, chosen_HTC, self.kv_heads, call.tables.blocks)
+        call = BlockCall.from_tensors(*self.tensors, self.layout, selected_HTC, self.block_size, self.scale)
+        found = BlockLists.from_tensors(entries, starts, selected_HTC, self.kv_heads, call.tables.blocks)
         return gathered_parts(call, found, limit, self.kernel.most_segments, edges, longest)
 
 
-def _one_below_the_other(x_SKD: Tensor, kv_heads: slice) -> Tensor:
-    """[S, K, D] -> [k * S, 1, D]: all tokens of one key/value head, then all of the next, as if of one head."""
+def _heads_end_to_end(x_SKD: Tensor, kv_heads: slice) -> Tensor:
+    """[S, K, D] -> [k * S, 1, D]: all tokens of one key/value head, then all of the next, as one head."""
     return x_SKD[:, kv_heads].transpose(0, 1).reshape(-1, 1, x_SKD.shape[2])

@@ -1,7 +1,7 @@
-"""The kernels behind dense causal attention, fastest first.
+"""The kernels behind full attention, fastest first.
 
 Each takes packed documents, grouped-query heads and an external `out` and `lse` in the backward pass, so that partial
-results can be merged (pieces.py makes of any layout what they can do). Shapes and dtypes are those of `LocalAttention`.
+results can be merged (calls.py cuts any layout into calls of them). Shapes and dtypes are those of `LocalAttention`.
 """
 
 from typing import ClassVar, Protocol
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.masked import Mask, masked_attend, masked_attend_backward
-from moba_train.attention.protocol import Layout
-from moba_train.attention.varlen import Cpu, FlashAttention4, Gradients, Segments, TorchFlash, VarlenKernel
+from moba_train.attention.protocol import BackwardState, Gradients, Layout
+from moba_train.attention.varlen import Cpu, FlashAttention4, Segments, TorchFlash, VarlenKernel
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class DenseBackend(Protocol):
+class FullBackend(Protocol):
     """One implementation; never instantiated."""
 
     bottom_right: ClassVar[bool]
@@ -39,9 +39,7 @@ class DenseBackend(Protocol):
         ...
 
     @staticmethod
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
-    ) -> Gradients:
+    def backward(state: BackwardState, segments: Segments, scale: float) -> Gradients:
         """(dq, dk, dv)."""
         ...
 
@@ -49,8 +47,8 @@ class DenseBackend(Protocol):
 class Cudnn:
     """cuDNN's fused attention on one document, or on equally long ones as a batch.
 
-    It is built anew for every new shape (tens of milliseconds), which packed documents of any length would not pay. Its
-    backward pass is not reproducible, so torch's deterministic algorithms exclude it.
+    It is built anew for every new shape (tens of milliseconds), which does not pay for packed documents of any length.
+    Its backward pass is not reproducible, so torch's deterministic algorithms exclude it.
     """
 
     bottom_right: ClassVar[bool] = False
@@ -64,8 +62,8 @@ class Cudnn:
 
     @staticmethod
     def pays(layout: Layout) -> bool:
-        runs = (layout.q_runs or ()) + (layout.k_runs or ())  # decoding asks for another shape with every token
-        return min([layout.max_seqlen, *(stop - start for start, stop in runs)]) >= 1024
+        ranges = (layout.q_ranges or ()) + (layout.k_ranges or ())  # decoding asks for another shape with every token
+        return min([layout.max_seqlen, *(stop - start for start, stop in ranges)]) >= 1024
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
@@ -77,18 +75,17 @@ class Cudnn:
         return out.transpose(1, 2).reshape(q.shape), lse_BHL.transpose(0, 1).flatten(1)
 
     @staticmethod
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
-    ) -> Gradients:
+    def backward(state: BackwardState, segments: Segments, scale: float) -> Gradients:
         max_q, max_k = segments.max_q, segments.max_k
-        dout, q_, out = (_documents_first(x, max_q) for x in (dout, q, out))
-        k_, v_ = (_documents_first(x, max_k) for x in (k, v))
-        lse = lse.unflatten(1, (-1, max_q)).transpose(0, 1).unsqueeze(-1).contiguous()
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of the dropout, which there is none of
+        dout, q, out = (_documents_first(x, max_q) for x in (state.dout, state.q, state.out))
+        k, v = (_documents_first(x, max_k) for x in (state.k, state.v))
+        lse = state.lse.unflatten(1, (-1, max_q)).transpose(0, 1).unsqueeze(-1).contiguous()
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # unused without dropout
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q_, k_, v_, out, lse, seed, seed, None, None, None, max_q, max_k, 0.0, segments.causal, scale=scale
+            dout, q, k, v, out, lse, seed, seed, None, None, None, max_q, max_k, 0.0, segments.causal, scale=scale
         )
-        return tuple(d.transpose(1, 2).reshape(x.shape) for d, x in ((dq, q), (dk, k), (dv, v)))
+        pairs = ((dq, state.q), (dk, state.k), (dv, state.v))
+        return tuple(grad.transpose(1, 2).reshape(x.shape) for grad, x in pairs)
 
 
 def _documents_first(x_THD: Tensor, length: int) -> Tensor:
@@ -114,11 +111,9 @@ class _Varlen:
         return cls.kernel.forward(q, k, v, segments, scale)
 
     @classmethod
-    def backward(
-        cls, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
-    ) -> Gradients:
+    def backward(cls, state: BackwardState, segments: Segments, scale: float) -> Gradients:
         fixed_order = torch.are_deterministic_algorithms_enabled()
-        return cls.kernel.backward(dout, q, k, v, out, lse, segments, scale, deterministic=fixed_order)
+        return cls.kernel.backward(state, segments, scale, deterministic=fixed_order)
 
 
 class Flash4(_Varlen):
@@ -161,18 +156,17 @@ class Reference:
         return masked_attend(q, k, v, _document_mask(segments), scale, prefix=square)
 
     @staticmethod
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
-    ) -> Gradients:
-        mask, square = _document_mask(segments), segments.causal and q.shape[0] == k.shape[0]
-        return masked_attend_backward(dout, q, k, v, out, lse, mask, scale, prefix=square)
+    def backward(state: BackwardState, segments: Segments, scale: float) -> Gradients:
+        square = segments.causal and state.q.shape[0] == state.k.shape[0]
+        return masked_attend_backward(state, _document_mask(segments), scale, prefix=square)
 
 
 def _document_mask(segments: Segments) -> Mask:
-    """What `segments` says, as a mask: bool [1, rows, keys]."""
+    """The mask of `segments`: bool [1, rows, keys]."""
 
     def mask(rows: slice, keys: slice) -> Tensor:
-        (q_document, q_left), (k_document, k_left) = _places(segments.cu_q, rows), _places(segments.cu_k, keys)
+        q_document, q_left = _places(segments.cu_q, rows)
+        k_document, k_left = _places(segments.cu_k, keys)
         same = q_document[:, None] == k_document[None]
         return (same & (q_left[:, None] <= k_left[None]) if segments.causal else same).unsqueeze(0)
 
@@ -180,7 +174,7 @@ def _document_mask(segments: Segments) -> Mask:
 
 
 def _places(edges: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """Of each row, the document that it belongs to and how many rows are left to the document's end."""
+    """(document of each row, rows left to the document's end)."""
     row = torch.arange(rows.start, rows.stop, device=edges.device)
     document = torch.searchsorted(edges[1:].long(), row, right=True)
     return document, edges[1:].long()[document] - row
@@ -193,11 +187,11 @@ def nothing_seen(q_THD: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(q_THD), lse_HT
 
 
-BACKENDS: dict[str, type[DenseBackend]] = {
+BACKENDS: dict[str, type[FullBackend]] = {
     "flash4": Flash4,
     "cudnn": Cudnn,
     "flash": Flash,
     "sdpa": Sdpa,
     "reference": Reference,
 }
-"""In the order `auto` tries them."""
+"""In the order in which `auto` tries them."""

@@ -1,4 +1,4 @@
-"""The rows that chose each block, one list below the other, for a varlen kernel to attend to (flash.py).
+"""The rows that selected each block, list after list, for a varlen kernel to attend to (composed.py).
 
 Lists are padded to whole tiles by rows of zeros, so that tables of tiles (tiles.py) say where each begins. In the
 backward pass such rows have lse = inf: probability 0.
@@ -13,11 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.moba.sorted_parts import keys_below
-from moba_train.attention.moba.triton import combine
-from moba_train.attention.moba.triton.call import Call
-from moba_train.attention.moba.triton.lists import Lists
-from moba_train.attention.moba.triton.tiles import Segment, TileTable, segments, steps, tile_of_program, tile_table
+from moba_train.attention.blocks.sorted_parts import keys_end_to_end
+from moba_train.attention.blocks.triton import combine
+from moba_train.attention.blocks.triton.call import BlockCall
+from moba_train.attention.blocks.triton.lists import BlockLists
+from moba_train.attention.blocks.triton.tiles import (
+    TileTable,
+    WorkRange,
+    steps,
+    tile_of_program,
+    tile_table,
+    work_ranges,
+)
 from moba_train.attention.varlen import Segments
 
 _TILE = 64
@@ -26,14 +33,14 @@ _WARPS = 4
 
 @dataclass(frozen=True)
 class GatheredPart:
-    """Some of the work: the lists of some key/value heads, from all queries or from a range of them."""
+    """The entries of a work range: lists of some key/value heads, from all queries or from a range of them."""
 
-    call: Call
-    segment: Segment
+    call: BlockCall
+    work: WorkRange
     row_E: Tensor
     """int32 [E]: the query row (token x heads + head) of every gathered one; -1 for padding."""
     place: Tensor
-    """int32 [kv heads, entries]: where the entry of each choice stands; undefined for choices that name no block."""
+    """int32 [kv heads, entries]: place of each entry among the gathered rows; undefined for entries without a block."""
     segments: Segments
 
     def gather(self, x_rows: Tensor) -> Tensor:
@@ -51,15 +58,15 @@ class GatheredPart:
     def merge(self, out_THD: Tensor, lse_HT: Tensor, own_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
         """Join the own blocks' results with those of the lists, by online softmax: out in place, lse written."""
         tensors = out_THD, lse_HT, own_lse_HT, part_ED, part_E.contiguous()
-        self.call.combine(combine.combine_out, self.segment, *tensors, place=self.place)
+        self.call.combine(combine.combine_out, self.work, *tensors, place=self.place)
 
     def add(self, dq_THD: Tensor, part_ED: Tensor) -> None:
         """Add the lists' parts of dq to the own blocks', in place, rounded once."""
-        self.call.combine(combine.combine_dq, self.segment, dq_THD, part_ED, place=self.place)
+        self.call.combine(combine.combine_dq, self.work, dq_THD, part_ED, place=self.place)
 
 
 def gathered_parts(
-    call: Call, lists: Lists, limit: int, most_lists: int, edges: Tensor, longest: int
+    call: BlockCall, lists: BlockLists, limit: int, most_lists: int, edges: Tensor, longest: int
 ) -> Iterator[tuple[slice, Iterator[GatheredPart]]]:
     """(key/value heads, their parts), of at most about `limit` entries and `most_lists` lists each. Waits for the GPU
     once, for the longest lists.
@@ -67,20 +74,20 @@ def gathered_parts(
     `edges` int32 [blocks + 1]: where blocks begin; `longest`: keys of a block at most.
     """
     per_head = lists.entries.numel() // call.kv_heads
-    cut = list(segments(lists, call.kv_heads, min(limit, most_lists // call.tables.blocks * per_head)))
-    tables = [tile_table(lists, segment, call.kv_heads, _TILE) for segment in cut]
+    cut = list(work_ranges(lists, call.kv_heads, min(limit, most_lists // call.tables.blocks * per_head)))
+    tables = [tile_table(lists, work, call.kv_heads, _TILE) for work in cut]
     tiles = [steps(table.last_tile).max() for table in tables]
     most_rows = (torch.stack(tiles) * _TILE).tolist()
-    work = zip(cut, tables, most_rows, strict=True)
-    for _, mine in groupby(work, key=lambda one: one[0].kv_heads.start):
+    together = zip(cut, tables, most_rows, strict=True)
+    for _, mine in groupby(together, key=lambda one: one[0].kv_heads.start):
         several = list(mine)
         first = several[0][0]
-        keys = keys_below(edges, first.heads, call.k_SKD.shape[0])
+        keys = keys_end_to_end(edges, first.heads, call.k_SKD.shape[0])
         yield (
             first.kv_heads,
             (
-                _part(call, lists, segment, table, Segments(_rows(table), keys, most, longest, causal=False))
-                for segment, table, most in several
+                _part(call, lists, work, table, Segments(_rows(table), keys, most, longest, causal=False))
+                for work, table, most in several
             ),
         )
 
@@ -90,9 +97,9 @@ def _rows(table: TileTable) -> Tensor:
     return torch.nn.functional.pad(table.last_tile * _TILE, (1, 0))
 
 
-def _part(call: Call, lists: Lists, segment: Segment, table: TileTable, ranges: Segments) -> GatheredPart:
+def _part(call: BlockCall, lists: BlockLists, work: WorkRange, table: TileTable, segments: Segments) -> GatheredPart:
     row_E = torch.empty(table.bound * _TILE, dtype=torch.int32, device=lists.entries.device)
-    place = torch.empty(segment.heads, segment.entries, dtype=torch.int32, device=row_E.device)
+    place = torch.empty(work.heads, work.entries, dtype=torch.int32, device=row_E.device)
     _place_rows[(table.bound,)](
         row_E,
         place,
@@ -101,18 +108,18 @@ def _part(call: Call, lists: Lists, segment: Segment, table: TileTable, ranges: 
         table.begin.numel(),
         call.tables.blocks,
         call.heads,
-        segment.kv_heads.start,
-        segment.first_entry,
-        segment.entries,
+        work.kv_heads.start,
+        work.first_entry,
+        work.entries,
         G=call.group,
-        C=call.choices,
+        C=call.selected,
         M=_TILE,
         num_warps=1,
     )
-    return GatheredPart(call, segment, row_E, place, ranges)
+    return GatheredPart(call, work, row_E, place, segments)
 
 
-@triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "first_entry", "segment_entries"])
+@triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "first_entry", "head_entries"])
 def _place_rows(
     row_of,
     place,
@@ -126,7 +133,7 @@ def _place_rows(
     heads,
     first_kv_head,
     first_entry,
-    segment_entries,
+    head_entries,
     G: tl.constexpr,
     C: tl.constexpr,
     M: tl.constexpr,
@@ -142,7 +149,7 @@ def _place_rows(
     row, part = entry // C, which // blocks
     head = (first_kv_head + part) * G + row % G
     tl.store(row_of + at, tl.where(ok, row // G * heads + head, -1))
-    tl.store(place + part.to(tl.int64) * segment_entries + (entry - first_entry), at, mask=ok)
+    tl.store(place + part.to(tl.int64) * head_entries + (entry - first_entry), at, mask=ok)
 
 
 @triton.jit

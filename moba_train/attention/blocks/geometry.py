@@ -1,4 +1,4 @@
-"""Which block a token is in.
+"""Block geometry: which tokens are in which block.
 
 Blocks are aligned at each document's start and never cross a document; ids count over the whole packed sequence, so a
 document's blocks are consecutive and an earlier block has a smaller id. The host need not know the lengths.
@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import Layout, Runs
+from moba_train.attention.protocol import Layout, TokenRanges
 
 
 def block_bound(layout: Layout, block_size: int) -> int:
@@ -27,14 +27,9 @@ def first_blocks(cu_seqlens: Tensor, block_size: int) -> Tensor:
 def block_edges(layout: Layout, block_size: int) -> Tensor:
     """int32 [block_bound + 1]: each block's first token; the number of tokens for ids that name no block.
 
-    Kept with the layout, which all layers of a model share.
+    Kept with the layout.
     """
-    key = ("moba block edges", block_size)
-    if key not in layout.cache:
-        layout.cache[key] = _edges(layout, block_size)
-    edges = layout.cache[key]
-    assert isinstance(edges, Tensor)
-    return edges
+    return layout.cached(("block edges", block_size), lambda: _edges(layout, block_size))
 
 
 def _edges(layout: Layout, block_size: int) -> Tensor:
@@ -51,7 +46,7 @@ def block_ids(tokens: Tensor, documents: Tensor, layout: Layout, block_size: int
     return first[documents] + layout.positions(tokens, documents) // block_size
 
 
-def in_one_run(runs: Runs | None, block_size: int) -> bool:
-    """Whether no block can lie in two of these runs with a gap between."""
-    gaps = [after[0] - before[1] for before, after in pairwise(runs or ())]
+def in_one_range(ranges: TokenRanges | None, block_size: int) -> bool:
+    """Whether no block can lie in two of these ranges with a gap between."""
+    gaps = [start - stop for (_, stop), (start, _) in pairwise(ranges or ())]
     return all(gap == 0 or gap >= block_size for gap in gaps)

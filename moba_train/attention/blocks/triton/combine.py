@@ -1,4 +1,4 @@
-"""What the row tiles found out about one query, joined in a fixed order: the own block first, then choice by choice.
+"""The partial results of one query, joined in a fixed order: the own block first, then the selected blocks one by one.
 
 Bound by memory: reads C + 1 rows of 2 * D bytes per query and head and writes one. A partial is normalised and rounded
 to 16 bits, which costs the result less than its own rounding does: the weights sum to one.
@@ -7,12 +7,12 @@ to 16 bits, which costs the result less than its own rounding does: the weights 
 import triton
 import triton.language as tl
 
-from moba_train.attention.moba.triton.forward import LOWEST
+from moba_train.attention.blocks.triton.softmax import LOWEST
 
 
 @triton.jit
 def _rows(first_token, last_token, first_kv_head, G: tl.constexpr, M: tl.constexpr):
-    """(row within the segment, is it one, token, head) of a program's rows."""
+    """(row within the work range, whether it exists, token, head) of a program's rows."""
     row = tl.program_id(0) * M + tl.arange(0, M)
     token = first_token + row // G
     head = (first_kv_head + tl.program_id(1)) * G + row % G
@@ -20,9 +20,9 @@ def _rows(first_token, last_token, first_kv_head, G: tl.constexpr, M: tl.constex
 
 
 @triton.jit
-def _used(choice, ok, bounds, PARTIAL: tl.constexpr):
-    """Whether a choice is one, of a block some of whose keys are here."""
-    block = tl.load(choice, mask=ok, other=-1)
+def _used(slot, ok, bounds, PARTIAL: tl.constexpr):
+    """Whether a slot of the selection names a block, some of whose keys are here."""
+    block = tl.load(slot, mask=ok, other=-1)
     used = block >= 0
     if PARTIAL:
         start = tl.load(bounds + block * 6 + 3, mask=used, other=0)
@@ -32,7 +32,7 @@ def _used(choice, ok, bounds, PARTIAL: tl.constexpr):
 
 @triton.jit
 def _at(place, entry, used, PLACED: tl.constexpr):
-    """Where the partial results of these entries stand: in their order, or where `place` says."""
+    """Where the partial results of these entries are: in their order, or at `place`."""
     return tl.load(place + entry, mask=used, other=0).to(tl.int64) if PLACED else entry
 
 
@@ -44,7 +44,7 @@ def combine_out(
     partial_out,
     partial_lse,
     place,
-    chosen,
+    selected,
     bounds,
     tokens,
     first_token,
@@ -58,20 +58,20 @@ def combine_out(
     D: tl.constexpr,
     M: tl.constexpr,
 ):
-    """out [T, H, D] holds the own block's part and receives the whole; lse [H, T] is written, from own_lse and theirs.
+    """out [T, H, D] holds the own block's part and receives the result; lse [H, T] is written, from own_lse and theirs.
 
-    out may be read and written in place, as every element stays with one thread. A row's lse is read by many: written
-    in place, what one warp has stored would be taken for the own block's by one that comes later.
+    out may be read and written in place, as every element stays with one thread. A row's lse is read by many threads:
+    written in place, a late warp would take what another has stored for the own block's.
     """
     row, ok, token, head = _rows(first_token, last_token, first_kv_head, G, M)
     entry = (tl.program_id(1).to(tl.int64) * (last_token - first_token) * G + row) * C
-    choice = chosen + (head.to(tl.int64) * tokens + token) * C
+    slot = selected + (head.to(tl.int64) * tokens + token) * C
     column = tl.arange(0, D)
     lse_at = head.to(tl.int64) * tokens + token
     own_M = tl.load(own_lse + lse_at, mask=ok, other=0.0)
     top_M = own_M
     for j in tl.range(0, C, loop_unroll_factor=4):
-        used = _used(choice + j, ok, bounds, PARTIAL)
+        used = _used(slot + j, ok, bounds, PARTIAL)
         at = _at(place, entry + j, used, PLACED)
         top_M = tl.maximum(top_M, tl.load(partial_lse + at, mask=used, other=float("-inf")))
     if PARTIAL:
@@ -81,7 +81,7 @@ def combine_out(
     out_at = out + ((token.to(tl.int64) * heads + head) * D)[:, None] + column[None, :]
     total_MD = tl.load(out_at, mask=ok[:, None], other=0.0).to(tl.float32) * weight_M[:, None]
     for j in tl.range(0, C, loop_unroll_factor=4):
-        used = _used(choice + j, ok, bounds, PARTIAL)
+        used = _used(slot + j, ok, bounds, PARTIAL)
         at = _at(place, entry + j, used, PLACED)
         weight_M = tl.exp(tl.load(partial_lse + at, mask=used, other=float("-inf")) - top_M)
         part = partial_out + (at * D)[:, None] + column[None, :]
@@ -100,7 +100,7 @@ def combine_dq(
     dq,
     partial_dq,
     place,
-    chosen,
+    selected,
     bounds,
     tokens,
     first_token,
@@ -117,12 +117,12 @@ def combine_dq(
     """dq [T, H, D] holds the own block's part and receives the sum."""
     row, ok, token, head = _rows(first_token, last_token, first_kv_head, G, M)
     entry = (tl.program_id(1).to(tl.int64) * (last_token - first_token) * G + row) * C
-    choice = chosen + (head.to(tl.int64) * tokens + token) * C
+    slot = selected + (head.to(tl.int64) * tokens + token) * C
     column = tl.arange(0, D)
     dq_at = dq + ((token.to(tl.int64) * heads + head) * D)[:, None] + column[None, :]
     total_MD = tl.load(dq_at, mask=ok[:, None], other=0.0).to(tl.float32)
     for j in tl.range(0, C, loop_unroll_factor=4):
-        used = _used(choice + j, ok, bounds, PARTIAL)
+        used = _used(slot + j, ok, bounds, PARTIAL)
         part = partial_dq + (_at(place, entry + j, used, PLACED) * D)[:, None] + column[None, :]
         total_MD += tl.load(part, mask=used[:, None], other=0.0).to(tl.float32)
     tl.store(dq_at, total_MD.to(dq.dtype.element_ty), mask=ok[:, None])

@@ -8,51 +8,54 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moba_train.attention.moba.triton import backward
-from moba_train.attention.moba.triton.lists import Lists
-from moba_train.attention.moba.triton.tables import BlockTables, block_tables
-from moba_train.attention.moba.triton.tiles import Segment, Shape, Shapes, TileTable, shapes
+from moba_train.attention.blocks.triton import softmax
+from moba_train.attention.blocks.triton.lists import BlockLists
+from moba_train.attention.blocks.triton.tables import BlockTables, block_tables
+from moba_train.attention.blocks.triton.tiles import TileShape, TileShapes, TileTable, WorkRange, tile_shapes
 from moba_train.attention.protocol import Layout
 
-LOG2_E = 1.4426950408889634
+_LOG2_E = 1.4426950408889634
 _COMBINE_ROWS = 32
 _PREPARE_ROWS = 32
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockCall:
     """Tensors as kernels need them, tables, tile shapes; the launches that both passes share."""
 
     q_THD: Tensor
     k_SKD: Tensor
     v_SKD: Tensor
-    chosen_HTC: Tensor
+    selected_HTC: Tensor
     layout: Layout
     tables: BlockTables
-    shapes: Shapes
+    shapes: TileShapes
     block_size: int
     scale: float
 
     @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, layout: Layout, chosen_HTC: Tensor, block_size: int, scale: float
-    ) -> "Call":
-        tables, tile_shapes = block_tables(layout, block_size), shapes(q.shape[-1], block_size)
+    def from_tensors(
+        cls, q: Tensor, k: Tensor, v: Tensor, layout: Layout, selected_HTC: Tensor, block_size: int, scale: float
+    ) -> "BlockCall":
+        """Copies tensors whose heads do not lie side by side; builds the tables once for a layout."""
+        tables = block_tables(layout, block_size)
+        shapes = tile_shapes(q.shape[-1], block_size)
         q, k, v = (heads_side_by_side(x) for x in (q, k, v))
-        return cls(q, k, v, chosen_HTC, layout, tables, tile_shapes, block_size, scale)
+        return cls(q, k, v, selected_HTC, layout, tables, shapes, block_size, scale)
 
     @property
-    def choices(self) -> int:
-        return self.chosen_HTC.shape[2]
+    def selected(self) -> int:
+        """Selected blocks of a query, C."""
+        return self.selected_HTC.shape[2]
 
     @property
     def partial(self) -> bool:
-        """Whether k and v are a part of the keys."""
-        return self.layout.k_runs is not None
+        """Whether k and v are a part of the sequence's keys."""
+        return self.layout.k_ranges is not None
 
     @property
     def limit(self) -> int:
-        """Partial results at once: twice as many as there are queries and heads."""
+        """Partial results in memory at once, at most: two for every query and head."""
         return 2 * self.tokens * self.heads
 
     @property
@@ -80,17 +83,22 @@ class Call:
     def group(self) -> int:
         return self.heads // self.kv_heads
 
-    def sizes(self, shape: Shape) -> dict[str, Any]:
+    @property
+    def scale_log2(self) -> float:
+        """`scale` for scores in units of log 2."""
+        return self.scale * _LOG2_E
+
+    def sizes(self, shape: TileShape) -> dict[str, Any]:
         """Compile-time sizes of a kernel over tiles of this shape."""
         tile = {"M": shape.rows, "N": shape.keys, "num_warps": shape.warps, "num_stages": shape.stages}
         return {"G": self.group, "D": self.head_dim, **tile}
 
     def like_q(self) -> Tensor:
-        """Uninitialised, contiguous."""
+        """Uninitialised, contiguous, with q's shape and dtype."""
         return torch.empty(self.q_THD.shape, dtype=self.q_THD.dtype, device=self.q_THD.device)
 
     def like_k(self) -> Tensor:
-        """The same of the keys."""
+        """Uninitialised, contiguous, with k's shape and dtype."""
         return torch.empty(self.k_SKD.shape, dtype=self.k_SKD.dtype, device=self.k_SKD.device)
 
     def descriptors(self, keys: int) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -101,24 +109,24 @@ class Call:
         """[tokens, heads, D] for bulk copies of `many` tokens of one head."""
         return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [_token_stride(x), 1], [many, self.head_dim])
 
-    def in_lists(self, lists: Lists, table: TileTable) -> tuple[Any, ...]:
-        """What a kernel over the tiles of some lists needs to find its rows and its block."""
+    def in_lists(self, lists: BlockLists, table: TileTable) -> tuple[Any, ...]:
+        """The arguments by which a kernel over the tiles of some lists finds its rows and its block."""
         return lists.entries, *table.arguments, self.tables.bounds, table.begin.numel(), self.tables.blocks
 
-    def own_tiles(self, shape: Shape) -> int:
+    def own_tiles(self, shape: TileShape) -> int:
         """Row tiles of a block's own rows, at most."""
         return triton.cdiv(self.longest * self.group, shape.rows)
 
-    def buffer(self, parts: list[Segment]) -> Tensor:
-        """Room for the partial results of any of these segments: [entries, D]."""
+    def buffer(self, parts: list[WorkRange]) -> Tensor:
+        """Room for the partial results of any of these work ranges: [entries, D]."""
         entries = max(part.heads * part.entries for part in parts)
         return torch.empty(entries, self.head_dim, dtype=self.q_THD.dtype, device=self.q_THD.device)
 
     def stats(self, dout_THD: Tensor, out_THD: Tensor, lse_HT: Tensor) -> Tensor:
-        """float32 [T, H, 2] of `backward.prepare`; dout contiguous."""
+        """float32 [T, H, 2]: what `softmax.prepare` computes of each row; dout contiguous."""
         many = self.tokens * self.heads
         stats_TH2 = torch.empty(self.tokens, self.heads, 2, dtype=torch.float32, device=self.q_THD.device)
-        backward.prepare[(triton.cdiv(many, _PREPARE_ROWS),)](
+        softmax.prepare[(triton.cdiv(many, _PREPARE_ROWS),)](
             dout_THD,
             out_THD.contiguous(),
             lse_HT.contiguous(),
@@ -131,27 +139,28 @@ class Call:
         )
         return stats_TH2
 
-    def combine(self, kernel: Any, segment: Segment, *tensors: Tensor, place: Tensor | None = None) -> None:
-        """Join a segment's partial results into the tensors that hold the own blocks' part.
+    def combine(self, kernel: Any, work: WorkRange, *tensors: Tensor, place: Tensor | None = None) -> None:
+        """Join the partial results of a work range into the tensors that hold the own blocks' part.
 
-        They stand in the order of the entries, or where `place` (int32, of each entry) says.
+        Partial results are in the order of the entries, or in the order of `place` (int32, of each entry).
         """
-        row_entries = self.group * self.choices
-        first, tokens = segment.first_entry // row_entries, segment.entries // row_entries
-        kernel[(triton.cdiv(tokens * self.group, _COMBINE_ROWS), segment.heads)](
+        row_entries = self.group * self.selected
+        first = work.first_entry // row_entries
+        tokens = work.entries // row_entries
+        kernel[(triton.cdiv(tokens * self.group, _COMBINE_ROWS), work.heads)](
             *tensors,
-            self.chosen_HTC if place is None else place,
-            self.chosen_HTC,
+            self.selected_HTC if place is None else place,
+            self.selected_HTC,
             self.tables.bounds,
             self.tokens,
             first,
             first + tokens,
-            segment.kv_heads.start,
+            work.kv_heads.start,
             self.heads,
             PARTIAL=self.partial,
             PLACED=place is not None,
             G=self.group,
-            C=self.choices,
+            C=self.selected,
             D=self.head_dim,
             M=_COMBINE_ROWS,
         )

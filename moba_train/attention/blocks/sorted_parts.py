@@ -1,4 +1,4 @@
-"""The entries (token, head, choice) sorted by block, in plain PyTorch: on any device, for any head dim (flash.py)."""
+"""Entries (token, head, selected block) sorted by block, in plain PyTorch: any device, any head dim (composed.py)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from moba_train.attention.masked import accumulation_dtype
 from moba_train.attention.varlen import Segments
 
 _ROWS_ELEMENTS = 2**24
-"""Elements of float32 in use while rows are joined."""
+"""Elements of float32 in use at once while rows are joined."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class SortedPart:
     tokens: slice
     entries: int
     rows: Tensor
-    """int64 [E]: the query row (token x heads + head) of every entry; one row more than entries, if there are choices
-    that name no block. They all stand there."""
+    """int64 [E]: the query row (token x heads + head) of every entry; one row more than entries if some slots name no
+    block: all of these have their place there."""
     place_thC: Tensor
-    """int64: where the entry of each choice stands."""
+    """int64: place of each slot's entry among the entries."""
     segments: Segments
 
     def gather(self, x_rows: Tensor) -> Tensor:
@@ -39,16 +39,20 @@ class SortedPart:
     def merge(self, out_THD: Tensor, lse_HT: Tensor, own_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
         """Join the own blocks' results with those of the entries, by online softmax (attention/merge.py): out in place,
         lse written."""
-        part_ED[self.entries :], part_E[self.entries :] = 0.0, -torch.inf
-        out_thD, place_thC = out_THD[self.tokens, self.heads], self.place_thC
-        own_th1, part_thC = own_lse_HT[self.heads, self.tokens].T.unsqueeze(-1), part_E[place_thC]
+        part_ED[self.entries :] = 0.0
+        part_E[self.entries :] = -torch.inf
+        place_thC = self.place_thC
+        out_thD = out_THD[self.tokens, self.heads]
+        own_th1 = own_lse_HT[self.heads, self.tokens].T.unsqueeze(-1)
+        part_thC = part_E[place_thC]
         lse_th1 = torch.cat([own_th1, part_thC], -1).logsumexp(-1, keepdim=True)
-        own_weight_th1, weight_thC = (own_th1 - lse_th1).exp_(), (part_thC - lse_th1).exp_()
+        own_weight_th1 = (own_th1 - lse_th1).exp_()
+        weight_thC = (part_thC - lse_th1).exp_()
         for tokens in _tokens_at_once(out_thD):
-            joined_thD = out_thD[tokens] * own_weight_th1[tokens]
+            total_thD = out_thD[tokens] * own_weight_th1[tokens]
             for j in range(place_thC.shape[2]):
-                joined_thD.addcmul_(part_ED[place_thC[tokens, :, j]], weight_thC[tokens, :, j, None])
-            out_thD[tokens] = joined_thD
+                total_thD.addcmul_(part_ED[place_thC[tokens, :, j]], weight_thC[tokens, :, j, None])
+            out_thD[tokens] = total_thD
         lse_HT[self.heads, self.tokens] = lse_th1.squeeze(-1).T
 
     def add(self, dq_THD: Tensor, part_ED: Tensor) -> None:
@@ -63,34 +67,36 @@ class SortedPart:
 
 
 def sorted_parts(
-    chosen_HTC: Tensor, kv_heads: int, limit: int, most_lists: int, edges: Tensor, longest: int, total: int
+    selected_HTC: Tensor, kv_heads: int, limit: int, most_lists: int, edges: Tensor, longest: int, total: int
 ) -> Iterator[tuple[slice, Iterator[SortedPart]]]:
     """(key/value heads, their parts), of at most about `limit` entries and `most_lists` lists each. Waits for the GPU
     once for each part.
 
     `edges` int32 [blocks + 1]: where blocks begin; `longest`: keys of a block at most; `total`: keys.
     """
-    heads, tokens, choices = chosen_HTC.shape
-    group, blocks = heads // kv_heads, edges.numel() - 1
-    per_head = tokens * group * choices
+    heads, tokens, selected = selected_HTC.shape
+    group = heads // kv_heads
+    blocks = edges.numel() - 1
+    per_head = tokens * group * selected
     together = max(1, min(limit // per_head, most_lists // blocks))
     size = -(-tokens // -(-per_head // limit))
     for first in range(0, kv_heads, together):
         some = slice(first, min(first + together, kv_heads))
-        ranges = [slice(first, min(first + size, tokens)) for first in range(0, tokens, size)]
-        parts = (_part(chosen_HTC, some, group, where, edges, longest, total) for where in ranges)
+        slices = [slice(first, min(first + size, tokens)) for first in range(0, tokens, size)]
+        parts = (_part(selected_HTC, some, group, where, edges, longest, total) for where in slices)
         yield some, (part for part in parts if part.entries)
 
 
 def _part(
-    chosen_HTC: Tensor, kv_heads: slice, group: int, tokens: slice, edges: Tensor, longest: int, total: int
+    selected_HTC: Tensor, kv_heads: slice, group: int, tokens: slice, edges: Tensor, longest: int, total: int
 ) -> SortedPart:
     heads = slice(kv_heads.start * group, kv_heads.stop * group)
-    chosen_thC = chosen_HTC[heads, tokens].transpose(0, 1)
-    device, blocks = chosen_thC.device, edges.numel() - 1
+    selected_thC = selected_HTC[heads, tokens].transpose(0, 1)
+    device = selected_thC.device
+    blocks = edges.numel() - 1
     head_h = torch.arange(heads.stop - heads.start, dtype=torch.int32, device=device)
     lists = (kv_heads.stop - kv_heads.start) * blocks
-    list_thC = torch.where(chosen_thC < 0, lists, chosen_thC + (head_h // group * blocks).view(1, -1, 1))
+    list_thC = torch.where(selected_thC < 0, lists, selected_thC + (head_h // group * blocks).view(1, -1, 1))
     key = torch.int16 if lists < 2**15 else torch.int32  # half the width, about half the time
     sorted_E, order_E = list_thC.flatten().to(key).sort(stable=True)
     starts = torch.searchsorted(sorted_E, torch.arange(lists + 1, dtype=key, device=device), out_int32=True)
@@ -98,15 +104,15 @@ def _part(
 
     place_E = torch.empty_like(order_E).scatter_(0, order_E, torch.arange(order_E.numel(), device=device))
     token_t = torch.arange(tokens.start, tokens.stop, device=device)
-    row_th = token_t.view(-1, 1) * chosen_HTC.shape[0] + (heads.start + head_h)
-    rows_E = row_th.flatten()[order_E[: entries + 1] // chosen_thC.shape[2]]
-    keys = keys_below(edges, kv_heads.stop - kv_heads.start, total)
+    row_th = token_t.view(-1, 1) * selected_HTC.shape[0] + (heads.start + head_h)
+    rows_E = row_th.flatten()[order_E[: entries + 1] // selected_thC.shape[2]]
+    keys = keys_end_to_end(edges, kv_heads.stop - kv_heads.start, total)
     segments = Segments(starts, keys, most, longest, causal=False)
-    return SortedPart(heads, tokens, entries, rows_E, place_E.clamp_(max=entries).view(chosen_thC.shape), segments)
+    return SortedPart(heads, tokens, entries, rows_E, place_E.clamp_(max=entries).view(selected_thC.shape), segments)
 
 
-def keys_below(edges: Tensor, heads: int, tokens: int) -> Tensor:
-    """int32 [heads * blocks + 1]: where each block begins if the keys of one head stand below those of another."""
+def keys_end_to_end(edges: Tensor, heads: int, tokens: int) -> Tensor:
+    """int32 [heads * blocks + 1]: where each block begins if the keys of the heads are laid end to end."""
     first_k1 = torch.arange(0, heads * tokens, tokens, dtype=torch.int32, device=edges.device).view(-1, 1)
     return torch.cat([(edges[:-1] + first_k1).flatten(), edges[-1:] + first_k1[-1]])
 

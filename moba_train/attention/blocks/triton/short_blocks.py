@@ -1,30 +1,51 @@
 """Short blocks, whose keys are one tile: they stay on chip while the rows of their list stream past.
 
-A program takes a span of a list. It loads the block's keys and values once; its rows, gathered by address, are on their
-way while the rows before them are worked on. The block's own rows, causal, follow at the end of its first span. With
-128 keys a row costs 2 * D bytes of gathering and 2 * D of partial result against 4 * D * 128 operations, 128 a byte.
+A program takes a split of a list. It loads the block's keys and values once; its rows, gathered by address, are in
+flight while the rows before them are worked on. The block's own rows, causal, follow at the end of its first split.
+With 128 keys a row costs 2 * D bytes of gathering and 2 * D of partial result against 4 * D * 128 operations, 128 a
+byte.
 
 `gradients` makes a row's part of dq beside dk and dv: five matrix products and one gather, where separate passes take
-seven and two. A list of several spans leaves float32 parts of dk and dv, which `sum_spans` adds in order.
+seven and two. A list of several splits leaves float32 parts of dk and dv, which `sum_splits` adds in order.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from moba_train.attention.moba.triton.backward import LOG2_E, load_rows
-from moba_train.attention.moba.triton.forward import LOWEST, normalised
-from moba_train.attention.moba.triton.tables import key_rows, query_rows
+from moba_train.attention.blocks.triton import combine
+from moba_train.attention.blocks.triton.call import BlockCall
+from moba_train.attention.blocks.triton.lists import BlockLists
+from moba_train.attention.blocks.triton.softmax import LOG2_E, LOWEST, load_rows, normalised
+from moba_train.attention.blocks.triton.tables import key_rows, query_rows
+from moba_train.attention.blocks.triton.tiles import (
+    TileShape,
+    TileTable,
+    WorkRange,
+    steps,
+    sums_before,
+    tile_table,
+    work_ranges,
+)
+
+_SPLIT = 4096
+"""Rows of a list that one program takes, at most: a block that all queries select costs balance."""
+_SUMMED_KEYS = 16
 
 
 @triton.jit
-def _span(pid, list_of_span, last_span, begin, end, lists, SPAN: tl.constexpr):
-    """(list or `lists`, its spans, number of this span, first entry, one past the last)."""
-    which = tl.load(list_of_span + pid)
+def _split(pid, list_of_split, last_split, begin, end, lists, SPLIT: tl.constexpr):
+    """(list or `lists`, its splits, number of this split, first entry, one past the last)."""
+    which = tl.load(list_of_split + pid)
     safe = tl.minimum(which, lists - 1)
-    before = tl.load(last_span + safe - 1, mask=safe > 0, other=0)
-    spans = tl.load(last_span + safe) - before
-    first = tl.load(begin + safe) + (pid - before) * SPAN
-    return which, spans, pid - before, first, tl.minimum(first + SPAN, tl.load(end + safe))
+    before = tl.load(last_split + safe - 1, mask=safe > 0, other=0)
+    splits = tl.load(last_split + safe) - before
+    first = tl.load(begin + safe) + (pid - before) * SPLIT
+    return which, splits, pid - before, first, tl.minimum(first + SPLIT, tl.load(end + safe))
 
 
 @triton.jit
@@ -47,8 +68,8 @@ def attend(
     partial_out,
     partial_lse,
     entries,
-    list_of_span,
-    last_span,
+    list_of_split,
+    last_split,
     begin,
     end,
     bounds,
@@ -65,14 +86,14 @@ def attend(
     G: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPLIT: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One span: the partial (out, lse) of each entry; with a list's first span out [T, H, D], lse [H, T] of its block's
-    own rows, in the segment that has the first entries. The block is one tile."""
-    which, _, number, first, last = _span(tl.program_id(0), list_of_span, last_span, begin, end, lists, SPAN)
+    """One split: the partial (out, lse) of each entry; with a list's first split out [T, H, D], lse [H, T] of its
+    block's own rows, in the work range that has the first entries. The block is one tile."""
+    which, _, number, first, last = _split(tl.program_id(0), list_of_split, last_split, begin, end, lists, SPLIT)
     if which >= lists:
         return
     part, block = which // blocks, which % blocks
@@ -136,10 +157,10 @@ def gradients(
     partial_dq,
     part_dk,
     part_dv,
-    slots,
+    first_split,
     entries,
-    list_of_span,
-    last_span,
+    list_of_split,
+    last_split,
     begin,
     end,
     bounds,
@@ -154,17 +175,17 @@ def gradients(
     G: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPLIT: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One span: each entry's part of dq, and dk and dv [S, K, D]; with a list's first span its block's own rows and
+    """One split: each entry's part of dq, and dk and dv [S, K, D]; with a list's first split its block's own rows and
     their dq [T, H, D].
 
-    Of a list of several spans, dk and dv go in parts to part_dk and part_dv [slots, N, D].
+    dk and dv of a list of several splits go in parts to part_dk and part_dv [splits, N, D].
     """
-    which, spans, number, first, last = _span(tl.program_id(0), list_of_span, last_span, begin, end, lists, SPAN)
+    which, splits, number, first, last = _split(tl.program_id(0), list_of_split, last_split, begin, end, lists, SPLIT)
     if which >= lists:
         return
     part, block = which // blocks, which % blocks
@@ -213,26 +234,26 @@ def gradients(
             dq_MD, dk_ND, dv_ND = _gradients(q_MD, dout_MD, p, dp, delta_M, k_ND, dk_ND, dv_ND)
             at_MD = dq + (at_M.to(tl.int64) * heads + head)[:, None] * D + column[None, :]
             tl.store(at_MD, (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
-    if spans == 1:
+    if splits == 1:
         place = (key.to(tl.int64) * (heads // G) + kv_head) * D
         at_ND, mask = place[:, None] + column[None, :], (key < stop)[:, None]
         tl.store(dk + at_ND, (dk_ND * scale).to(dk.dtype.element_ty), mask=mask)
         tl.store(dv + at_ND, dv_ND.to(dv.dtype.element_ty), mask=mask)
     else:
-        slot = tl.load(slots + which).to(tl.int64) + number
-        at_ND = (slot * N + tl.arange(0, N))[:, None] * D + column[None, :]
+        split = tl.load(first_split + which).to(tl.int64) + number
+        at_ND = (split * N + tl.arange(0, N))[:, None] * D + column[None, :]
         tl.store(part_dk + at_ND, dk_ND * scale)
         tl.store(part_dv + at_ND, dv_ND)
 
 
 @triton.jit(do_not_specialize=["blocks", "first_kv_head", "kv_heads"])
-def sum_spans(
+def sum_splits(
     dk,
     dv,
     part_dk,
     part_dv,
-    slots,
-    spans_of,
+    first_split,
+    splits_of,
     bounds,
     blocks,
     first_kv_head,
@@ -242,21 +263,21 @@ def sum_spans(
     N: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """dk and dv [S, K, D] of KEYS keys of a list of several spans; its parts are [spans, N keys, D].
+    """dk and dv [S, K, D] of KEYS keys of a list of several splits; its parts are [splits, N keys, D].
 
-    ADD: to what is there already, and for a list of one span too.
+    ADD: to what is there already, and for a list of one split too.
     """
     which = tl.program_id(0)
-    spans = tl.load(spans_of + which)
-    if spans < (1 if ADD else 2):
+    splits = tl.load(splits_of + which)
+    if splits < (1 if ADD else 2):
         return
     part, block = which // blocks, which % blocks
     key, column = tl.program_id(1) * KEYS + tl.arange(0, KEYS), tl.arange(0, D)
-    slot = tl.load(slots + which).to(tl.int64)
+    split = tl.load(first_split + which).to(tl.int64)
     dk_ND = tl.zeros([KEYS, D], tl.float32)
     dv_ND = tl.zeros([KEYS, D], tl.float32)
-    for number in tl.range(0, spans):
-        at = ((slot + number) * N + key)[:, None] * D + column[None, :]
+    for number in tl.range(0, splits):
+        at = ((split + number) * N + key)[:, None] * D + column[None, :]
         dk_ND += tl.load(part_dk + at)
         dv_ND += tl.load(part_dv + at)
     start, stop, _ = key_rows(bounds, block)
@@ -267,3 +288,115 @@ def sum_spans(
         dv_ND += tl.load(dv + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(dk + at, dk_ND.to(dk.dtype.element_ty), mask=mask)
     tl.store(dv + at, dv_ND.to(dv.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class ShortBlocks:
+    """The launches of one call."""
+
+    call: BlockCall
+    lists: BlockLists
+
+    def attend(self, out_THD: Tensor, lse_HT: Tensor) -> None:
+        """Write out [T, H, D] and lse [H, T]."""
+        call, shape = self.call, self.call.shapes.short_forward
+        assert shape
+        parts = list(work_ranges(self.lists, call.kv_heads, call.limit))
+        partial_out = call.buffer(parts)
+        partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
+        own_lse_HT = torch.empty_like(lse_HT) if call.selected else lse_HT
+        for work in parts:
+            table = self.splits(work)
+            attend[(table.bound,)](
+                call.q_THD,
+                *call.descriptors(shape.keys),
+                out_THD,
+                own_lse_HT,
+                partial_out,
+                partial_lse,
+                *call.in_lists(self.lists, table),
+                work.kv_heads.start,
+                call.heads,
+                call.tokens,
+                work.first_entry,
+                work.entries,
+                call.q_THD.stride(0),
+                call.scale_log2,
+                **self.sizes(shape),
+            )
+            if call.selected:
+                call.combine(combine.combine_out, work, out_THD, lse_HT, own_lse_HT, partial_out, partial_lse)
+
+    def pays_backward(self) -> bool:
+        """Whether a block's program can have all its rows: one head's partial dq fit into the limit."""
+        entries = self.lists.entries.numel() // self.call.kv_heads
+        return self.call.shapes.short_backward is not None and entries <= self.call.limit
+
+    def attend_backward(self, dout: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [T, H, D], dk and dv [S, K, D]."""
+        call, shape = self.call, self.call.shapes.short_backward
+        assert shape
+        dq, dk, dv = call.like_q(), call.like_k(), call.like_k()
+        parts = list(work_ranges(self.lists, call.kv_heads, call.limit))
+        partial_dq = call.buffer(parts)
+        most_splits = 2 * max(part.heads * part.entries for part in parts) // _SPLIT  # of lists that have several
+        part_dk, part_dv = (stats.new_empty(most_splits * shape.keys, call.head_dim) for _ in range(2))
+        for work in parts:
+            table = self.splits(work)
+            splits = steps(table.last_tile)
+            first_split = sums_before(splits * (splits > 1))
+            gradients[(table.bound,)](
+                call.q_THD,
+                dout,
+                stats,
+                *call.descriptors(shape.keys),
+                dq,
+                dk,
+                dv,
+                partial_dq,
+                part_dk,
+                part_dv,
+                first_split,
+                *call.in_lists(self.lists, table),
+                work.kv_heads.start,
+                call.heads,
+                work.entries,
+                call.q_THD.stride(0),
+                call.scale,
+                **self.sizes(shape),
+            )
+            if most_splits:
+                sum_splits[(table.begin.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
+                    dk,
+                    dv,
+                    part_dk,
+                    part_dv,
+                    first_split,
+                    splits,
+                    call.tables.bounds,
+                    call.tables.blocks,
+                    work.kv_heads.start,
+                    call.kv_heads,
+                    ADD=False,
+                    D=call.head_dim,
+                    N=shape.keys,
+                    KEYS=_SUMMED_KEYS,
+                )
+            if call.selected:
+                call.combine(combine.combine_dq, work, dq, partial_dq)
+        return dq, dk, dv
+
+    def splits(self, work: WorkRange) -> TileTable:
+        """The splits of a work range, at least one for each list: the block's own rows go with it."""
+        return tile_table(self.lists, work, self.call.kv_heads, _SPLIT, at_least=1)
+
+    def sizes(self, shape: TileShape) -> dict[str, Any]:
+        """Compile-time sizes of the kernels here."""
+        call = self.call
+        return {
+            "PARTIAL": call.partial,
+            "C": max(call.selected, 1),
+            "BLOCK": call.block_size,
+            "SPLIT": _SPLIT,
+            **call.sizes(shape),
+        }

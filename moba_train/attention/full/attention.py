@@ -1,13 +1,13 @@
-"""Dense causal attention over packed documents."""
+"""Full attention as a LocalAttention."""
 
 from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention import pieces
-from moba_train.attention.dense import BACKENDS, DenseBackend
-from moba_train.attention.protocol import Layout, LocalAttention, Plan
+from moba_train.attention.full import calls
+from moba_train.attention.full.kernels import BACKENDS, FullBackend
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
 from moba_train.config.base import Section
 
 
@@ -31,37 +31,28 @@ class FullAttention(LocalAttention):
         self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
-        """Dense attention needs to know nothing beforehand."""
+        """Nothing: full attention selects nothing."""
         return None
 
-    def plan(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Plan:
-        """Nothing to choose."""
+    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
+        """Nothing: every query attends to all keys that causality allows."""
         return ()
 
-    def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Plan:
-        """Nothing."""
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """Nothing, as `select`."""
         return ()
 
-    def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, plan: Plan) -> tuple[Tensor, Tensor]:
-        """See `LocalAttention.attend`."""
-        return pieces.attend(self._backend(q_THD, layout), q_THD, k_SKD, v_SKD, layout, self.scale)
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
+        """(out [T, H, D], lse [H, T]) over the given keys that causality allows."""
+        return calls.attend(self._backend(q_THD, layout), q_THD, k_SKD, v_SKD, layout, self.scale)
 
-    def attend_backward(
-        self,
-        dout_THD: Tensor,
-        q_THD: Tensor,
-        k_SKD: Tensor,
-        v_SKD: Tensor,
-        out_THD: Tensor,
-        lse_HT: Tensor,
-        layout: Layout,
-        plan: Plan,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `LocalAttention.attend_backward`."""
-        tensors = (dout_THD, q_THD, k_SKD, v_SKD, out_THD, lse_HT)
-        return pieces.attend_backward(self._backend(q_THD, layout), *tensors, layout, self.scale)
+    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
+        """(dq, dk, dv) of `attend`."""
+        return calls.attend_backward(self._backend(state.q, layout), state, layout, self.scale)
 
-    def _backend(self, q_THD: Tensor, layout: Layout) -> type[DenseBackend]:
+    def _backend(self, q_THD: Tensor, layout: Layout) -> type[FullBackend]:
         """The backend for this call. Raises ValueError when the options demand one that cannot do it."""
         able = [name for name, backend in BACKENDS.items() if backend.can(q_THD, layout)]
         wanted = self.options.backend

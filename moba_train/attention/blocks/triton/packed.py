@@ -4,11 +4,11 @@ A row of a list is read once for every tile of its block's keys, 32 times for 40
 entry, row and two 64-bit addresses for every 16 bytes, costs registers and issue slots in the loop that should only
 feed the matrix units. Instead
 
-1. `pack` copies a segment's rows of q and dout, lse and delta in the order of the lists, each list filled up with rows
-   of probability 0 to whole tiles, so that no reader needs a mask or a bound;
-2. `dkdv_history` reads them as plain tiles, by bulk copies: a program has a tile of keys and a span of its list;
+1. `pack` copies the rows of a work range (q, dout, lse, delta) in list order, each list filled up with rows of
+   probability 0 to whole tiles, so that no reader needs a mask or a bound;
+2. `dkdv_history` reads them as plain tiles, by bulk copies: a program has a tile of keys and a split of its list;
 3. `dkdv_own` writes the own blocks' part, in float32;
-4. `short.sum_spans` adds the spans' results to those of the own blocks, in their order.
+4. `short_blocks.sum_splits` adds the results of the splits to those of the own blocks, in order.
 
 Launches follow one another, so the order of all sums is fixed. The price is 6 * D bytes of traffic per row of a list
 besides what the gathers cost once, against 8 * D * BLOCK operations.
@@ -22,24 +22,24 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moba_train.attention.moba.triton import short
-from moba_train.attention.moba.triton.backward import LOG2_E, load_rows, load_stats
-from moba_train.attention.moba.triton.call import Call
-from moba_train.attention.moba.triton.lists import Lists
-from moba_train.attention.moba.triton.tables import key_rows, query_rows
-from moba_train.attention.moba.triton.tiles import (
-    Segment,
-    SpanTable,
+from moba_train.attention.blocks.triton import short_blocks
+from moba_train.attention.blocks.triton.call import BlockCall
+from moba_train.attention.blocks.triton.lists import BlockLists
+from moba_train.attention.blocks.triton.softmax import LOG2_E, load_rows, load_stats
+from moba_train.attention.blocks.triton.tables import key_rows, query_rows
+from moba_train.attention.blocks.triton.tiles import (
+    ListSplitTable,
     TileTable,
-    segments,
-    span_table,
+    WorkRange,
+    split_table,
     tile_of_program,
     tile_table,
+    work_ranges,
 )
 
 _PACK_WARPS = 4
-_SPAN = 4096
-"""Rows of a span for each tile of keys, at most: at 512 keys 16,384. Longer blocks keep enough programs busy anyway."""
+_SPLIT = 4096
+"""Rows of a split for each tile of keys, at most: at 512 keys 16,384. Longer blocks keep enough programs busy."""
 _SUMMED_KEYS = 16
 _ROOM = 2**19
 """Rows packed together at least, 256 MiB at D = 128: q and dout."""
@@ -81,8 +81,8 @@ def dkdv_own(
     shift -= key_shift
     first_row = tl.maximum(first_row, first_key - shift)  # the rows before do not see this tile
     tiles = tl.maximum(tl.cdiv(last_row - first_row, M), 0)
-    # Dividing by zero tiles is undefined: the compiler may then take it that there are some, and load the first ones
-    # unasked. They arrived in the middle of what follows the loop and spoilt dk of keys whose queries are elsewhere.
+    # Dividing by zero tiles is undefined: the compiler may then assume that there are some, and prefetch the first.
+    # They arrived in the middle of what follows the loop and corrupted dk of keys whose queries are elsewhere.
     divisor = tl.maximum(tiles, 1)
     for i in tl.range(0, tiles * G):
         at, head = first_row + i % divisor * M, kv_head * G + i // divisor
@@ -153,7 +153,7 @@ def pack(
     tl.store(packed_delta + place, delta_M)
 
 
-@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "key_tiles", "span"])
+@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "key_tiles", "split"])
 def dkdv_history(
     q_desc,
     dout_desc,
@@ -163,42 +163,42 @@ def dkdv_history(
     v_desc,
     part_dk,
     part_dv,
-    slots,
+    first_split,
     last_tile,
     order,
-    rank_of_span,
-    last_span,
+    rank_of_split,
+    last_split,
     bounds,
     lists,
     blocks,
     first_kv_head,
     key_tiles,
-    span,
+    split,
     scale,
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """What a span of the packed rows of a list gives for one tile of its block's keys: float32 dk and dv, to its place
-    in part_dk and part_dv [spans, key tiles, N, D].
+    """float32 dk and dv of one tile of a block's keys from a split of the packed rows of its list, to their place in
+    part_dk and part_dv [splits, key tiles, N, D].
 
-    Programs of one span are neighbours, and read its rows at about the same time; lists come longest first
-    (`order`; `rank_of_span` and `last_span` are ranks in it).
+    Programs of one split are neighbours, and read its rows at about the same time; lists come longest first
+    (`order`; `rank_of_split` and `last_split` are ranks in it).
 
     Stats too come by bulk copies: as plain loads every thread copies its share of them 16 times over, and the
     addresses are what makes registers spill.
     """
     pid, key_tile = tl.program_id(0) // key_tiles, tl.program_id(0) % key_tiles
-    rank = tl.load(rank_of_span + pid)
+    rank = tl.load(rank_of_split + pid)
     if rank >= lists:
         return
     which = tl.load(order + rank).to(tl.int32)
     part, block = which // blocks, which % blocks
     start, stop, _ = key_rows(bounds, block)
     first_key = start + key_tile * N
-    number = pid - tl.load(last_span + rank - 1, mask=rank > 0, other=0)
-    first = tl.load(last_tile + which - 1, mask=which > 0, other=0) + number * span
-    last = tl.minimum(first + span, tl.load(last_tile + which))
+    number = pid - tl.load(last_split + rank - 1, mask=rank > 0, other=0)
+    first = tl.load(last_tile + which - 1, mask=which > 0, other=0) + number * split
+    last = tl.minimum(first + split, tl.load(last_tile + which))
     if (first_key >= stop) | (first >= last):
         return
     column = (first_kv_head + part) * D
@@ -218,14 +218,14 @@ def dkdv_history(
         ds = p * (dp - delta_desc.load([row])[None, :])
         dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
     at = tl.arange(0, N)[:, None] * D + tl.arange(0, D)[None, :]
-    place = ((tl.load(slots + which) + number).to(tl.int64) * key_tiles + key_tile) * N * D
+    place = ((tl.load(first_split + which) + number).to(tl.int64) * key_tiles + key_tile) * N * D
     tl.store(part_dk + place + at, dk_ND * scale)
     tl.store(part_dv + place + at, dv_ND)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Room for the rows of one segment."""
+    """Room for the rows of one work range."""
 
     q: Tensor
     dout: Tensor
@@ -239,22 +239,22 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Spans:
-    """float32 dk and dv of every span of a segment's lists: [spans * keys of a block, D]."""
+class SplitSums:
+    """float32 dk and dv of every split of the lists of a work range: [splits * keys of a block, D]."""
 
-    table: SpanTable
+    table: ListSplitTable
     dk: Tensor
     dv: Tensor
 
 
 @dataclass(frozen=True)
 class PackedDkdv:
-    """The launches of one call. `stats` is `backward.prepare`'s."""
+    """The launches of one call. `stats`: what `softmax.prepare` computed."""
 
-    call: Call
+    call: BlockCall
     dout: Tensor
     stats: Tensor
-    lists: Lists
+    lists: BlockLists
 
     @property
     def key_tiles(self) -> int:
@@ -263,12 +263,12 @@ class PackedDkdv:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """dk and dv [S, K, D]."""
-        call, parts = self.call, self.segments()
+        call, parts = self.call, self.work_ranges()
         if len(parts) < 2:
             found = [self.history(part, self.room(parts)) for part in parts]  # the room is given back at once
             sums = self.own(slice(0, call.kv_heads))
-            for spans in found:
-                self.add(spans, *sums)
+            for splits in found:
+                self.add(splits, *sums)
             return sums[0].to(call.k_SKD.dtype), sums[1].to(call.k_SKD.dtype)
         dk, dv, room = call.like_k(), call.like_k(), self.room(parts)
         for heads, mine in groupby(parts, lambda part: part.kv_heads):
@@ -279,18 +279,18 @@ class PackedDkdv:
             dv[:, heads].copy_(sums[1])
         return dk, dv
 
-    def segments(self) -> list[Segment]:
-        """All use the same room, for as many rows as q has: twice the size of q.
+    def work_ranges(self) -> list[WorkRange]:
+        """Work ranges that fit into one room, for as many rows as q has: twice the size of q.
 
         Short sequences have room for some more, as fewer launches are faster.
         """
         call = self.call
-        if call.choices == 0:
+        if call.selected == 0:
             return []
-        return list(segments(self.lists, call.kv_heads, max(call.tokens * call.heads, _ROOM)))
+        return list(work_ranges(self.lists, call.kv_heads, max(call.tokens * call.heads, _ROOM)))
 
-    def room(self, parts: list[Segment]) -> Packed:
-        """Enough for any of these segments."""
+    def room(self, parts: list[WorkRange]) -> Packed:
+        """Room enough for any of these work ranges."""
         call, rows = self.call, self.call.shapes.dkdv.rows
         tiles = max(part.heads * (triton.cdiv(part.entries, rows) + call.tables.blocks) for part in parts)
         q, dout = (self.dout.new_empty(tiles * rows, call.head_dim) for _ in range(2))
@@ -316,10 +316,10 @@ class PackedDkdv:
         )
         return sum_dk, sum_dv
 
-    def pack(self, segment: Segment, room: Packed) -> TileTable:
-        """The segment's rows to `room`."""
+    def pack(self, work: WorkRange, room: Packed) -> TileTable:
+        """Copies the rows of a work range to `room`."""
         call, rows = self.call, self.call.shapes.dkdv.rows
-        table = tile_table(self.lists, segment, call.kv_heads, rows)
+        table = tile_table(self.lists, work, call.kv_heads, rows)
         pack[(table.bound,)](
             call.q_THD,
             self.dout,
@@ -330,55 +330,58 @@ class PackedDkdv:
             room.delta,
             *call.in_lists(self.lists, table),
             call.heads,
-            segment.kv_heads.start,
+            work.kv_heads.start,
             call.q_THD.stride(0),
             G=call.group,
-            C=call.choices,
+            C=call.selected,
             D=call.head_dim,
             M=rows,
             num_warps=_PACK_WARPS,
         )
         return table
 
-    def history(self, segment: Segment, room: Packed) -> Spans:
-        """What the rows of a segment give."""
-        call, shape, table = self.call, self.call.shapes.dkdv, self.pack(segment, room)
-        keys, tiles = self.key_tiles * shape.keys, _SPAN * self.key_tiles // shape.rows
-        spans = span_table(table, tiles)
-        part_dk, part_dv = (self.stats.new_empty(spans.bound * keys, call.head_dim) for _ in range(2))
+    def history(self, work: WorkRange, room: Packed) -> SplitSums:
+        """dk and dv of the rows of a work range, split by split."""
+        call = self.call
+        shape = call.shapes.dkdv
+        table = self.pack(work, room)
+        keys = self.key_tiles * shape.keys
+        tiles = _SPLIT * self.key_tiles // shape.rows
+        splits = split_table(table, tiles)
+        part_dk, part_dv = (self.stats.new_empty(splits.bound * keys, call.head_dim) for _ in range(2))
         sizes = call.sizes(shape)
         del sizes["G"]
-        dkdv_history[(spans.bound * self.key_tiles,)](
+        dkdv_history[(splits.bound * self.key_tiles,)](
             *room.descriptors(shape.rows),
             *call.descriptors(shape.keys),
             part_dk,
             part_dv,
-            spans.slots,
+            splits.first_split,
             table.last_tile,
-            spans.order,
-            spans.rank_of_span,
-            spans.last_span,
+            splits.order,
+            splits.rank_of_split,
+            splits.last_split,
             call.tables.bounds,
             table.begin.numel(),
             call.tables.blocks,
-            segment.kv_heads.start,
+            work.kv_heads.start,
             self.key_tiles,
             tiles,
             call.scale,
             **sizes,
         )
-        return Spans(spans, part_dk, part_dv)
+        return SplitSums(splits, part_dk, part_dv)
 
-    def add(self, spans: Spans, sum_dk: Tensor, sum_dv: Tensor) -> None:
-        """Adds the results of spans to the sums of their key/value heads."""
-        call, table = self.call, spans.table
-        short.sum_spans[(table.spans.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
+    def add(self, splits: SplitSums, sum_dk: Tensor, sum_dv: Tensor) -> None:
+        """Adds the results of splits to the sums of their key/value heads."""
+        call, table = self.call, splits.table
+        short_blocks.sum_splits[(table.splits.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
             sum_dk,
             sum_dv,
-            spans.dk,
-            spans.dv,
-            table.slots,
-            table.spans,
+            splits.dk,
+            splits.dv,
+            table.first_split,
+            table.splits,
             call.tables.bounds,
             call.tables.blocks,
             0,

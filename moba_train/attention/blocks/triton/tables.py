@@ -1,7 +1,7 @@
-"""Which block each token is in, and where each block lies: computed on the device, once per layout.
+"""Block tables: which block each token is in, and where each block lies. Computed on the device, once per layout.
 
-Queries and keys may each be a part of the sequence (a shard, made of runs). A block is consecutive tokens, so what is
-here of it is consecutive rows; where it also lies in one run, its rows and its tokens differ by one number.
+Queries and keys may each be a part of the sequence (a shard, made of token ranges). A block is consecutive tokens, so
+its given rows are consecutive; where it also lies in one range, its rows and its tokens differ by one number.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.moba.blocks import block_bound, first_blocks
-from moba_train.attention.protocol import Layout, Runs
+from moba_train.attention.blocks.geometry import block_bound, first_blocks
+from moba_train.attention.protocol import Layout, TokenRanges
 
 
 @dataclass(frozen=True)
 class BlockTables:
-    """Everything kernels need to know about documents and blocks."""
+    """What kernels read about documents and blocks."""
 
     blocks: int
     """Upper bound of the number of blocks, known on the host."""
@@ -26,18 +26,13 @@ class BlockTables:
     first_T: Tensor
     """int32 [T]: the first block of each token's document."""
     bounds: Tensor
-    """int32 [blocks, 6]: first row of q, one past the last, token minus row; the same three for the rows of k. First
-    and last are equal for blocks of which nothing is here and for ids that name no block."""
+    """int32 [blocks, 6]: first row of q, one past the last, token minus row; then these three for the rows of k. First
+    and last are equal for blocks without given rows and for ids that name no block."""
 
 
 def block_tables(layout: Layout, block_size: int) -> BlockTables:
-    """The tables of a layout, kept with it, as all layers of a model share it."""
-    key = ("moba block tables", block_size)
-    if key not in layout.cache:
-        layout.cache[key] = _build(layout, block_size)
-    tables = layout.cache[key]
-    assert isinstance(tables, BlockTables)
-    return tables
+    """The tables of a layout; kept with it."""
+    return layout.cached(("block tables", block_size), lambda: _build(layout, block_size))
 
 
 def _build(layout: Layout, block_size: int) -> BlockTables:
@@ -56,18 +51,18 @@ def _build(layout: Layout, block_size: int) -> BlockTables:
         _block_bounds[(triton.cdiv(blocks, size),)](
             layout.cu_seqlens, first, bounds, blocks, documents, block_size, steps, SIZE=size
         )
-    if layout.q_runs is not None:
+    if layout.q_ranges is not None:
         own_T, first_T = own_T[layout.q_tokens], first_T[layout.q_tokens]
-        bounds[:, :3] = _rows_of(bounds[:, :2].clone(), layout.q_runs)
-    if layout.k_runs is not None:
-        bounds[:, 3:] = _rows_of(bounds[:, 3:5].clone(), layout.k_runs)
+        bounds[:, :3] = _rows_of(bounds[:, :2].clone(), layout.q_ranges)
+    if layout.k_ranges is not None:
+        bounds[:, 3:] = _rows_of(bounds[:, 3:5].clone(), layout.k_ranges)
     return BlockTables(blocks, own_T, first_T, bounds)
 
 
-def _rows_of(tokens_N2: Tensor, runs: Runs) -> Tensor:
-    """[blocks, 3] for a part made of `runs`, from each block's first token and one past its last."""
+def _rows_of(tokens_N2: Tensor, ranges: TokenRanges) -> Tensor:
+    """[blocks, 3] for a part made of `ranges`, from each block's first token and one past its last."""
     rows_N2, token_N = torch.zeros_like(tokens_N2), tokens_N2[:, 1].clone()
-    for start, stop in reversed(runs):
+    for start, stop in reversed(ranges):
         rows_N2 += (tokens_N2 - start).clamp(0, stop - start)
         here = (tokens_N2[:, 0] < stop) & (tokens_N2[:, 1] > start)
         token_N = torch.where(here, tokens_N2[:, 0].clamp(min=start), token_N)
