@@ -32,7 +32,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.operators import OperatorEngine
-from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection, packed_layout
 from moba_train.parallel.context.choose import GATHERING, Scheme, Shape, check_heads, check_sizes, cost
 from moba_train.parallel.context.comm import Peers
 from moba_train.parallel.context.engine import ContextParallel, context_engine
@@ -110,15 +110,15 @@ class Setting:
 class Nothing(FullAttention):
     """Full attention to the engines, but it computes nothing, so that only its transport takes time."""
 
-    def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, plan: Plan) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
         """Undefined contents."""
         return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[1::-1], dtype=torch.float32)
 
-    def attend_backward(
-        self, dout_THD: Tensor, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """Undefined contents."""
-        return torch.empty_like(q_THD), torch.empty_like(k_SKD), torch.empty_like(v_SKD)
+        return torch.empty_like(state.q), torch.empty_like(state.k), torch.empty_like(state.v)
 
 
 def both_passes(
@@ -126,8 +126,9 @@ def both_passes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Forward and backward: out, dq, dk, dv."""
     q, k, v, dout = inputs
-    out, lse, plan = engine.forward(q, k, v, attention, layout)
-    return out, *engine.backward(dout, q, k, v, out, lse, plan, attention, layout)
+    call = engine.call(attention, layout)
+    out, lse, selection = engine.forward(q, k, v, call)
+    return out, *engine.backward(BackwardState(dout, q, k, v, out, lse), selection, call)
 
 
 def row_lengths(results: tuple[Tensor, ...]) -> list[Tensor]:
@@ -156,9 +157,9 @@ def one_share(
     q, dout = (sequence.shard(inputs[i], rank)[: sequence.tokens(rank)] for i in (0, 3))
     k, v = inputs[1:3]
     part = layout.part(sequence.place(rank), None)
-    plan = attention.plan(q, attention.summarize(k, layout.part(None, None)), part)
-    out, lse = attention.attend(q, k, v, part, plan)
-    attention.attend_backward(dout, q, k, v, out, lse, part, plan)
+    selection = attention.select(q, attention.summarize(k, layout.part(None, None)), part)
+    out, lse = attention.attend(q, k, v, part, selection)
+    attention.attend_backward(BackwardState(dout, q, k, v, out, lse), part, selection)
 
 
 def pairs(name: str, tokens: int) -> float:

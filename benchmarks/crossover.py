@@ -3,7 +3,7 @@
     python -m benchmarks.crossover --output benchmarks/results/crossover-h200.json
 
 Forward and backward, selection included, on about 32K tokens of equally long documents of n blocks each. With n <= topk
-every block is chosen and MoBA is dense attention, so `backend: auto` may take either: it should take the faster. With
+every block is selected and MoBA is dense attention, so `backend: auto` may take either: it should take the faster. With
 more blocks only MoBA is right, and the ratio tells from which length on sparsity pays. The dense kernels are those of
 `kind: full`; cuDNN's serves equally long documents only, FlashAttention-2's any.
 """

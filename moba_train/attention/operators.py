@@ -73,6 +73,10 @@ class OperatorEngine(ABC):
         finally:
             self.observers = tuple(other for other in self.observers if other is not observer)
 
+    def call(self, attention: LocalAttention, layout: Layout) -> AttentionCall:
+        """What `forward` and `backward` take: a call of `attention`, seen by this engine's observers."""
+        return AttentionCall(attention, layout, self.observers)
+
     @abstractmethod
     def forward(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: AttentionCall
@@ -135,7 +139,7 @@ def _attention(
     with _on_the_tensors_device(q):
         layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
         running = ENGINES[engine]  # continues in its `forward`: attention/local.py or parallel/context/engine.py
-        out, lse, selection = running.forward(q, k, v, AttentionCall(ATTENTIONS[attention], layout, running.observers))
+        out, lse, selection = running.forward(q, k, v, running.call(ATTENTIONS[attention], layout))
         return out.contiguous(), lse.contiguous(), list(selection)
 
 
@@ -176,7 +180,7 @@ def _attention_backward(
     with _on_the_tensors_device(q):
         layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
         running = ENGINES[engine]  # continues in its `backward`
-        call = AttentionCall(ATTENTIONS[attention], layout, running.observers)
+        call = running.call(ATTENTIONS[attention], layout)
         dq, dk, dv = running.backward(BackwardState(dout, q, k, v, out, lse), tuple(selection), call)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
 

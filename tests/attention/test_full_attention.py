@@ -6,8 +6,8 @@ from helpers import assert_all_close, make_qkv, run
 from oracle import full as oracle_full
 
 from moba_train.attention import masked
-from moba_train.attention.full.kernels import BACKENDS
 from moba_train.attention.full import FullAttention
+from moba_train.attention.full.kernels import BACKENDS
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import packed_layout
 

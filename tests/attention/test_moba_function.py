@@ -57,7 +57,7 @@ def test_every_head_width(head_dim, device):
     [
         (("current", "previous"), 2),
         (("current", "first"), 3),
-        (("previous", "first"), 3),  # the own block is chosen whether named or not
+        (("previous", "first"), 3),  # the own block is selected whether named or not
         (("current", "previous", "first"), 4),
     ],
 )
@@ -135,7 +135,7 @@ def test_topk_1_is_the_own_block_only(device):
 
 
 def test_no_gradient_flows_through_the_gate(device):
-    """A block that was not chosen gets exactly no gradient, although its mean took part in the choice."""
+    """A block that was not selected gets exactly no gradient, although its mean took part in the gate."""
     q, k, v = make_qkv(16, 1, 1, 8, device)
     with torch.no_grad():
         k[4:8] = -10 * q[12:].mean(0)  # block 1 repels the last block's queries
@@ -188,8 +188,8 @@ def test_choosing_every_block_is_full_attention_in_float64(lengths, device):
 
 
 @pytest.mark.parametrize("lengths", [[29], [9, 0, 20, 1], [32]])
-def test_auto_takes_dense_attention_exactly_where_every_block_is_chosen(lengths, device):
-    """At 32 tokens, 8 blocks of 4, topk 8 chooses everything and topk 7 does not: both equal the reference."""
+def test_auto_takes_dense_attention_exactly_where_every_block_is_selected(lengths, device):
+    """At 32 tokens, 8 blocks of 4, topk 8 selects everything and topk 7 does not: both equal the reference."""
     qkv = make_qkv(sum(lengths), 4, 2, 16, device)
     for topk in (7, 8):
         options = {"block_size": 4, "topk": topk, "cu_seqlens": edges(lengths, device), "return_lse": True}

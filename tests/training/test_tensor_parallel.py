@@ -86,7 +86,7 @@ def step(model: Transformer, share: Share, device: torch.device) -> tuple[Step, 
 
     def listening(q: Tensor, k: Tensor, v: Tensor, kind: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:
         if isinstance(kind, MobaAttention):
-            chosen.append(kind.plan(q.detach(), kind.summarize(k.detach(), layout), layout)[0].cpu())
+            chosen.append(kind.select(q.detach(), kind.summarize(k.detach(), layout), layout)[0].cpu())
         return LOCAL_ENGINE(q, k, v, kind, layout)
 
     engines: list[Engine] = [listening] * len(model.blocks)

@@ -9,7 +9,8 @@ from kernel_checks import PACKED, build, error, exact, inputs, layout_of, naive,
 from oracle_checks import assert_equals_oracle
 
 from moba_train.attention import varlen
-from moba_train.attention.moba import flash, moba_attention
+from moba_train.attention.blocks import composed
+from moba_train.attention.moba import moba_attention
 from moba_train.attention.protocol import Layout
 
 GRID = pytest.mark.parametrize(
@@ -61,10 +62,10 @@ def watch(monkeypatch, most_segments=2**31, dq_buffers=1) -> list[Call]:
             return varlen.Cpu.forward(q, k, v, segments, scale)
 
         @staticmethod
-        def backward(dout, q, k, v, out, lse, segments, scale, deterministic):
-            calls.append(Call(q.shape[0], segments.cu_q.numel() - 1, segments.causal))
+        def backward(state, segments, scale, deterministic):
+            calls.append(Call(state.q.shape[0], segments.cu_q.numel() - 1, segments.causal))
             assert deterministic
-            return varlen.Cpu.backward(dout, q, k, v, out, lse, segments, scale, deterministic)
+            return varlen.Cpu.backward(state, segments, scale, deterministic)
 
     Watched.most_segments = most_segments
     Watched.dq_buffers = staticmethod(lambda segments, device: dq_buffers)
@@ -75,18 +76,18 @@ def watch(monkeypatch, most_segments=2**31, dq_buffers=1) -> list[Call]:
 @pytest.mark.parametrize(("limit", "dq_buffers"), [(12, 1), (80, 1), (150, 1), (400, 1), (400, 3)])
 def test_memory_is_bounded_by_parts_that_leave_no_trace(limit, dq_buffers, monkeypatch):
     """Ranges of three tokens, of 19, one head at once, two at once."""
-    lengths, choices, group = [25, 3, 9], 2, 2
-    monkeypatch.setattr(flash, "entries_at_once", lambda rows, head_dim: limit)
+    lengths, selected, group = [25, 3, 9], 2, 2
+    monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: limit)
     calls = watch(monkeypatch, dq_buffers=dq_buffers)
-    assert_equals_oracle(lengths, 3 * group, 3, 8, "cpu", backend="flash", block_size=4, topk=choices + 1)
+    assert_equals_oracle(lengths, 3 * group, 3, 8, "cpu", backend="flash", block_size=4, topk=selected + 1)
     history = [call.rows for call in calls if not call.causal]
     assert max(history) * dq_buffers <= limit
-    assert len(history) >= 2 * 3 * sum(lengths) * group * choices // (2 * limit)  # half of the choices exist
+    assert len(history) >= 2 * 3 * sum(lengths) * group * selected // (2 * limit)  # half of them exist
 
 
 def test_own_blocks_of_many_heads_are_done_some_heads_at_a_time(monkeypatch):
     """A tensor of more elements than kernels can index; two key/value heads, three of their four queries at once."""
-    monkeypatch.setattr(flash, "_MOST_ELEMENTS", 3 * 37 * 8)
+    monkeypatch.setattr(composed, "_MOST_ELEMENTS", 3 * 37 * 8)
     calls = watch(monkeypatch)
     assert_equals_oracle([25, 3, 9], 8, 2, 8, "cpu", backend="flash", block_size=4, topk=3)
     assert len([call for call in calls if call.causal]) == 1 + 2 * 2  # all at once in the forward pass
@@ -102,12 +103,12 @@ def test_a_kernels_limit_of_segments_is_respected(monkeypatch):
 
 @pytest.mark.parametrize(("rows", "head_dim"), [(100, 64), (2**20 * 32, 128), (2**20 * 32, 64), (2**24, 256)])
 def test_a_part_is_half_of_q_at_most_and_within_32_bit_indices(rows, head_dim):
-    entries = flash.entries_at_once(rows, head_dim)
+    entries = composed.entries_at_once(rows, head_dim)
     assert entries * head_dim < 2**31
     assert entries <= max(rows // 2, 2**20)
 
 
-def test_rows_that_choose_nothing_are_not_touched_by_what_others_do():
+def test_rows_that_select_nothing_are_not_touched_by_what_others_do():
     """Documents shorter than a block share parts with long ones; even a NaN there must not reach them."""
     q, k, v = (x.detach() for x in make_qkv(30, 4, 2, 16))
     q[:20], k[:20], v[:20] = (torch.nan,) * 3
@@ -123,18 +124,18 @@ def test_rows_that_choose_nothing_are_not_touched_by_what_others_do():
 def test_lower_precision_is_as_exact_as_attention_written_plainly_and_repeats_bit_by_bit(dtype):
     tensors, layout = inputs(PACKED, 4, 2, 64, dtype, "cpu"), layout_of(PACKED, "cpu")
     ours = build("flash", 64, block_size=32, topk=4)
-    got, plan = run(ours, tensors, layout)
+    got, selection = run(ours, tensors, layout)
     again, _ = run(ours, tensors, layout)
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
     check_errors(
-        got, tensors, layout, plan[0], 32, ours.scale, slack={torch.float32: 1e-6, torch.bfloat16: 1e-4}[dtype]
+        got, tensors, layout, selection[0], 32, ours.scale, slack={torch.float32: 1e-6, torch.bfloat16: 1e-4}[dtype]
     )
 
 
-def check_errors(got, tensors, layout, chosen, block_size, scale, slack=0.0):
+def check_errors(got, tensors, layout, selected, block_size, scale, slack=0.0):
     """No worse than attention as one would write it in that dtype; `slack`: the CPU kernel's own exp is less exact."""
-    want = exact(tensors, layout, chosen, block_size, scale)
-    plain = naive(tensors, layout, chosen, block_size, scale)
+    want = exact(tensors, layout, selected, block_size, scale)
+    plain = naive(tensors, layout, selected, block_size, scale)
     torch.testing.assert_close(got[1].double(), want[1], atol=2e-5 + slack, rtol=0)
     for name, a, b, c in zip(("out", "dq", "dk", "dv"), (got[0], *got[2:]), (want[0], *want[2:]), plain, strict=True):
         assert error(a, b) <= 1.1 * error(c, b) + slack, f"{name}: {error(a, b):.2e}, written plainly {error(c, b):.2e}"
@@ -153,28 +154,28 @@ def test_shards_of_queries_that_meet_all_keys_are_composed(shards, monkeypatch):
     """As all-gather has them; 25 and 9 tokens end in short blocks."""
     lengths = [25, 3, 0, 9]
     tensors, layout = inputs(lengths, 4, 2, 16, torch.float64, "cpu"), layout_of(lengths, "cpu")
-    want, (chosen,) = run(build("reference", 16, block_size=4, topk=3), tensors, layout)
+    want, (selected,) = run(build("reference", 16, block_size=4, topk=3), tensors, layout)
     calls = watch(monkeypatch)
-    got, parts_chosen = run_in_parts(build("flash", 16, block_size=4, topk=3), tensors, layout, shards, all_keys=True)
-    assert torch.equal(parts_chosen, chosen)
+    got, parts_selected = run_in_parts(build("flash", 16, block_size=4, topk=3), tensors, layout, shards, all_keys=True)
+    assert torch.equal(parts_selected, selected)
     torch.testing.assert_close(got, want, atol=1e-13, rtol=0)
     assert len([call for call in calls if call.causal]) == 2 * len([shard for shard in shards if shard])
 
 
 @pytest.mark.parametrize(
-    ("q_runs", "k_runs"),
+    ("q_ranges", "k_ranges"),
     [pytest.param(((20, 30),), ((10, 30),), id="some keys"), pytest.param(((20, 22), (23, 30)), None, id="a gap")],
 )
-def test_what_cannot_be_composed_is_left_to_the_reference(q_runs, k_runs, monkeypatch):
+def test_what_cannot_be_composed_is_left_to_the_reference(q_ranges, k_ranges, monkeypatch):
     calls = watch(monkeypatch)
     q, k, v = (x.detach() for x in make_qkv(30, 4, 2, 16))
     layout = layout_of([30], "cpu")
-    mine, part = (Layout(layout.cu_seqlens, 30, 30, q_runs, runs) for runs in (None, k_runs))
+    mine, part = (Layout(layout.cu_seqlens, 30, 30, q_ranges, runs) for runs in (None, k_ranges))
     results = []
     for backend in ("flash", "reference"):
         ours = build(backend, 16, block_size=4, topk=3)
-        plan = ours.plan(q[mine.q_tokens], ours.summarize(k, layout), mine)
-        results.append(ours.attend(q[mine.q_tokens], k[part.k_tokens], v[part.k_tokens], part, plan))
+        selection = ours.select(q[mine.q_tokens], ours.summarize(k, layout), mine)
+        results.append(ours.attend(q[mine.q_tokens], k[part.k_tokens], v[part.k_tokens], part, selection))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
     assert not calls
 
@@ -214,13 +215,13 @@ def test_gpu_outputs_and_gradients(kernel, lengths, heads, kv_heads, head_dim, d
         pytest.skip(reason)
     monkeypatch.setattr(varlen, "KERNELS", (kernel,))
     if limit:
-        monkeypatch.setattr(flash, "entries_at_once", lambda rows, head_dim: limit)
+        monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: limit)
     ours = build("flash", head_dim, **options)
-    got, plan = run(ours, tensors, layout)
+    got, selection = run(ours, tensors, layout)
     again, _ = run(ours, tensors, layout)
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True)), "not deterministic"
     if sum(lengths):
-        check_errors(got, tensors, layout, plan[0], options["block_size"], ours.scale)
+        check_errors(got, tensors, layout, selection[0], options["block_size"], ours.scale)
 
 
 @pytest.mark.gpu
@@ -233,13 +234,13 @@ def test_gpu_shards_of_queries_that_meet_all_keys(kernel, block_size, topk, monk
         pytest.skip(reason)
     monkeypatch.setattr(varlen, "KERNELS", (kernel,))
     ours = build("flash", 128, block_size=block_size, topk=topk)
-    want, (chosen, *_) = run(ours, tensors, layout)
-    true = exact(tensors, layout, chosen, block_size, ours.scale)
+    want, (selected, *_) = run(ours, tensors, layout)
+    true = exact(tensors, layout, selected, block_size, ours.scale)
     for shards in ([((0, 1500),), ((1500, 4096),)], [((0, 700), (3000, 4096)), ((700, 3000),)]):
-        got, parts_chosen = run_in_parts(ours, tensors, layout, shards, all_keys=True)
+        got, parts_selected = run_in_parts(ours, tensors, layout, shards, all_keys=True)
         again, _ = run_in_parts(ours, tensors, layout, shards, all_keys=True)
         assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True)), "not deterministic"
-        assert torch.equal(parts_chosen, chosen)
+        assert torch.equal(parts_selected, selected)
         for name, a, b, c in zip(("out", "lse", "dq", "dk", "dv"), got, true, want, strict=True):
             assert error(a, b) <= 1.5 * error(c, b) + 1e-4, name
 
@@ -253,11 +254,11 @@ def test_gpu_more_than_2_31_elements_in_one_tensor():
     k, v = (torch.randn(tokens, 1, head_dim, dtype=torch.bfloat16, device="cuda", generator=generator) for _ in "kv")
     assert q.numel() > 2**31
     ours, layout = build("flash", head_dim, block_size=block_size, topk=2), layout_of([tokens], "cuda")
-    (out, lse, dq, _, _), (chosen, *_) = run(ours, [q, k, v, q], layout)
+    (out, lse, dq, _, _), (selected, *_) = run(ours, [q, k, v, q], layout)
     for token in (0, tokens // 2, tokens - 1):
         for head in (0, heads - 1):
             own = token // block_size
-            history = [block for block in chosen[head, token].tolist() if block >= 0]
+            history = [block for block in selected[head, token].tolist() if block >= 0]
             keys = [torch.arange(b * block_size, (b + 1) * block_size) for b in history]
             keys = torch.cat([*keys, torch.arange(own * block_size, token + 1)]).cuda()
             query = q[token, head].double().requires_grad_()

@@ -1,4 +1,4 @@
-"""Attention inside torch.compile and under activation checkpointing: the same numbers, the choice made once."""
+"""Attention inside torch.compile and under activation checkpointing: equal numbers, one selection."""
 
 from functools import partial
 
@@ -8,11 +8,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import _ENGINE, LOCAL_ENGINE
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba.attention import MobaAttention
-from moba_train.attention.named import Registry
 from moba_train.attention.operators import SAVED_OPERATORS, _attention
-from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
+from moba_train.attention.protocol import Layout, LocalAttention, OperatorHandles, packed_layout
 from moba_train.config.model import ModelConfig
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
@@ -39,7 +38,7 @@ def numbers(run: object, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 def test_compiled_whole_it_gives_the_same_bits(kind: LocalAttention) -> None:
-    """`fullgraph` refuses graph breaks; a second length must not need the plan's shapes to be known beforehand."""
+    """`fullgraph` refuses graph breaks; a second length must not need the selection's shapes to be known beforehand."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         return LOCAL_ENGINE(q * 1.5, k, v, kind, layout)
@@ -54,9 +53,9 @@ def test_compiled_whole_it_gives_the_same_bits(kind: LocalAttention) -> None:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 def test_recomputation_keeps_the_plan_and_the_attention(kind: LocalAttention, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the checkpointing that FSDP uses, plan and attend run once: near-ties cannot fall differently."""
+    """Under the checkpointing that FSDP uses, select and attend run once: near-ties cannot fall differently."""
     calls = []
-    for name in ("plan", "attend", "attend_backward"):
+    for name in ("select", "attend", "attend_backward"):
         method = getattr(type(kind), name)
 
         def spy(self: LocalAttention, *args: object, name: str = name, method: object = method) -> object:
@@ -76,23 +75,23 @@ def test_recomputation_keeps_the_plan_and_the_attention(kind: LocalAttention, mo
 
     for ours, theirs in zip(numbers(recomputed, *inputs()), plain, strict=True):
         assert torch.equal(ours, theirs)
-    assert calls == ["plan", "attend", "attend_backward"]
+    assert calls == ["select", "attend", "attend_backward"]
 
 
-def test_names_tell_apart_what_compiled_code_depends_on() -> None:
-    """torch keeps compiled code on disk and finds it by such names: other options must not be given that code."""
-    names = [
-        Registry[LocalAttention]().add(kind, *settings)
+def test_handles_tell_apart_what_compiled_code_depends_on() -> None:
+    """torch keeps compiled code on disk and finds it by such handles: other options must not be given that code."""
+    handles = [
+        OperatorHandles[LocalAttention]().add(kind, *settings)
         for kind, *settings in (
             (KINDS["moba"], MobaAttention.Options(topk=3), 16),
             (KINDS["moba"], MobaAttention.Options(topk=4), 16),
             (KINDS["moba"], MobaAttention.Options(topk=3), 32),
         )
     ]
-    assert len(set(names)) == 3
-    assert "topk=4" in names[1]
-    assert names[0] == Registry[LocalAttention]().add(KINDS["moba"], MobaAttention.Options(topk=3), 16)
-    built = MobaAttention(MobaAttention.Options(block_size=96, topk=7), 16).name
+    assert len(set(handles)) == 3
+    assert "topk=4" in handles[1]
+    assert handles[0] == OperatorHandles[LocalAttention]().add(KINDS["moba"], MobaAttention.Options(topk=3), 16)
+    built = MobaAttention(MobaAttention.Options(block_size=96, topk=7), 16).handle
     assert "block_size=96" in built
     assert "topk=7" in built
 
@@ -132,7 +131,7 @@ def test_any_strides_are_taken_and_contiguous_results_come_back(kind: LocalAtten
     expected = numbers(lambda *x: LOCAL_ENGINE(*x, kind, layout), *plain)
     for got, want in zip(numbers(lambda *x: LOCAL_ENGINE(*x, kind, layout), *ours), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-    results = _attention(*ours, *(layout.cu_seqlens, None, 90, 128), kind.name, _ENGINE.name)
+    results = _attention(*ours, *(layout.cu_seqlens, None, 90, 128), kind.handle, LOCAL_ENGINE.handle)
     grads = torch.autograd.grad(results[0].square().sum(), ours)
     assert all(x.is_contiguous() for x in (*results[:2], *results[2], *grads))
 

@@ -1,4 +1,4 @@
-"""How the chosen blocks are spread, against counting in the mask of the reference, one query and one key at a time."""
+"""How the selected blocks are spread, against counting in the reference's mask, one query and one key at a time."""
 
 import math
 import re
@@ -11,10 +11,10 @@ import torch
 from helpers import make_qkv
 from torch import Tensor
 
-from moba_train.attention.observer import mean_statistics
-from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.blocks.reference import selected_mask
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.moba.statistics import routing_statistics
+from moba_train.attention.observer import mean_statistics
 from moba_train.attention.protocol import Layout, packed_layout
 
 BLOCK = 4
@@ -36,11 +36,11 @@ def counted(mask_HTS: Tensor, tokens: list[int], lengths: list[int], topk: int, 
             forced = {own - 1} if "previous" in always else set()
             forced |= {first} if "first" in always else set()
             free = [block for block in free if block not in forced]
-            chosen = [block for block in free if all(mask_S[slice(*blocks[block][:2])])]
+            selected = [block for block in free if all(mask_S[slice(*blocks[block][:2])])]
             candidates.setdefault(document, set()).update(free)
-            loads.setdefault((document, head), Counter()).update(chosen)
-            distances += [(own - block) / (sum(own - other for other in free) / len(free)) for block in chosen]
-            on_first += [first in chosen] if chosen else []
+            loads.setdefault((document, head), Counter()).update(selected)
+            distances += [(own - block) / (sum(own - other for other in free) / len(free)) for block in selected]
+            on_first += [first in selected] if selected else []
     weights = {of: load.total() for of, load in loads.items()}
     total = sum(weights.values())
     if total == 0:
@@ -51,7 +51,7 @@ def counted(mask_HTS: Tensor, tokens: list[int], lengths: list[int], topk: int, 
         imbalance += weight * max(load.values()) / (weight / n)
         entropy += weight * sum(-x / weight * math.log(x / weight) for x in load.values()) / math.log(n)
     return {
-        "choices": total,
+        "selected": total,
         "load_imbalance": imbalance / total,
         "entropy": entropy / total,
         "first_block_share": sum(on_first) / len(on_first),
@@ -63,14 +63,14 @@ def build(topk: int, **options) -> MobaAttention:
     return MobaAttention(MobaAttention.Options(block_size=BLOCK, topk=topk, **options), 8)
 
 
-def described(attention: MobaAttention, q: Tensor, k: Tensor, whole: Layout, runs=None) -> tuple[dict, Tensor]:
-    """The description of what the queries in `runs` choose, and their choice."""
-    part = whole.part(runs, None)
-    plan = attention.plan(q[part.q_tokens], attention.summarize(k, whole), part)
-    return attention.describe_plan(plan, part), plan[0]
+def described(attention: MobaAttention, q: Tensor, k: Tensor, whole: Layout, ranges=None) -> tuple[dict, Tensor]:
+    """The description of what the queries in `ranges` select, and the selected blocks."""
+    part = whole.part(ranges, None)
+    selection = attention.select(q[part.q_tokens], attention.summarize(k, whole), part)
+    return attention.describe_selection(selection, part), selection[0]
 
 
-@pytest.mark.parametrize("runs", [None, ((5, 20), (34, 60))], ids=["all queries", "a shard"])
+@pytest.mark.parametrize("ranges", [None, ((5, 20), (34, 60))], ids=["all queries", "a shard"])
 @pytest.mark.parametrize(
     ("topk", "options"),
     [
@@ -86,32 +86,32 @@ def described(attention: MobaAttention, q: Tensor, k: Tensor, whole: Layout, run
         (10, {"backend": "reference"}),
     ],
 )
-def test_they_are_what_counting_gives(topk, options, runs, device):
+def test_they_are_what_counting_gives(topk, options, ranges, device):
     q, k, _ = (x.detach() for x in make_qkv(sum(LENGTHS), 4, 2, 8, device))
     whole = packed_layout(LENGTHS, device)
-    found, chosen = described(build(topk, **options), q, k, whole, runs)
-    part = whole.part(runs, None)
-    mask = selected_mask(chosen, part, BLOCK)(slice(0, chosen.shape[1]), slice(0, whole.total))
+    found, selected = described(build(topk, **options), q, k, whole, ranges)
+    part = whole.part(ranges, None)
+    mask = selected_mask(selected, part, BLOCK)(slice(0, selected.shape[1]), slice(0, whole.total))
     want = counted(mask, part.q_tokens.tolist(), LENGTHS, topk, options.get("always", ()))
     assert found == pytest.approx(want, rel=1e-6)
     assert bool(want) == (topk not in (1, 10) and (topk, options.get("always", ())[2:]) != (3, ("first",)))
 
 
-def test_where_every_block_is_chosen_there_is_nothing_to_tell(device):
+def test_where_every_block_is_selected_there_is_nothing_to_tell(device):
     q, k, _ = (x.detach() for x in make_qkv(60, 2, 1, 8, device))
     whole = packed_layout([60], device)
     attention = build(15)
-    assert attention.describe_plan(attention.plan(q, attention.summarize(k, whole), whole), whole) == {}
+    assert attention.describe_selection(attention.select(q, attention.summarize(k, whole), whole), whole) == {}
 
 
 def test_a_gate_that_collapses_onto_one_block_is_seen(device):
-    """All queries fit the first block best: 15 candidates, of which one has all choices."""
+    """All queries fit the first block best: 15 candidates, of which one has all selections."""
     whole = packed_layout([64], device)
     q, k = (torch.zeros(64, 1, 8, device=device) for _ in range(2))
     q[..., 0] = k[:BLOCK, :, 0] = 1
     found, _ = described(build(2), q, k, whole)
     assert found == {
-        "choices": 14 * BLOCK,  # of queries in the third block and later
+        "selected": 14 * BLOCK,  # of queries in the third block and later
         "load_imbalance": 15,
         "entropy": 0,
         "first_block_share": 1,
@@ -119,21 +119,21 @@ def test_a_gate_that_collapses_onto_one_block_is_seen(device):
     }
 
 
-def test_choosing_at_random_gives_what_the_guide_says(device):
+def test_selecting_at_random_gives_what_the_guide_says(device):
     """Of 64 blocks, 8; early blocks are candidates of more queries, so random is not even."""
     own_T = torch.arange(64 * 16) // 16
     luck_HTN = torch.rand(4, 64 * 16, 64, generator=torch.Generator().manual_seed(0))
     best = luck_HTN.masked_fill(torch.arange(64) >= own_T[:, None], -1).topk(7)
-    chosen = torch.where(best.values < 0, -1, best.indices).to(device, torch.int32)
+    selected = torch.where(best.values < 0, -1, best.indices).to(device, torch.int32)
     options = {"block_size": 16, "topk": 8, "always": ("current",)}
-    found = routing_statistics(chosen, packed_layout([64 * 16], device), **options)
+    found = routing_statistics(selected, packed_layout([64 * 16], device), **options)
     guide = (Path(__file__).parents[2] / "docs" / "run-health.md").read_text()
     told = {
         name: float(at_random)
         for name, at_random in re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) \|$", guide, re.MULTILINE)
     }
     for name, value in found.items():
-        assert name == "choices" or float(told[name]) == pytest.approx(value, rel=0.05), name
+        assert name == "selected" or float(told[name]) == pytest.approx(value, rel=0.05), name
 
 
 def test_weights_that_became_nan_leave_finite_numbers(device):
@@ -143,7 +143,7 @@ def test_weights_that_became_nan_leave_finite_numbers(device):
     assert all(map(math.isfinite, found.values()))
 
 
-def test_descriptions_of_parts_join_by_their_choices():
-    one = {"choices": 10, "entropy": 0.5}
-    assert mean_statistics([one, {"choices": 30, "entropy": 0.9}, {}, None]) == {"choices": 40, "entropy": 0.8}
+def test_descriptions_of_parts_join_by_their_selections():
+    one = {"selected": 10, "entropy": 0.5}
+    assert mean_statistics([one, {"selected": 30, "entropy": 0.9}, {}, None]) == {"selected": 40, "entropy": 0.8}
     assert mean_statistics([{}, None]) is None

@@ -1,4 +1,4 @@
-"""Shards: the calls that attention between runs of a sequence is cut into cover exactly what causality allows."""
+"""Shards: the calls that attention between ranges of a sequence is cut into cover exactly what causality allows."""
 
 from functools import cache
 from itertools import pairwise, product
@@ -8,17 +8,17 @@ import torch
 from helpers import NAMES, assert_all_close, edges, make_qkv, run
 from oracle import full as oracle_full
 
-from moba_train.attention.full.kernels import Cudnn
 from moba_train.attention.full import FullAttention
+from moba_train.attention.full.calls import kernel_calls, query_chunks
+from moba_train.attention.full.kernels import Cudnn
 from moba_train.attention.merge import merge
-from moba_train.attention.full.calls import pieces, strips
-from moba_train.attention.protocol import Layout, Runs
+from moba_train.attention.protocol import BackwardState, Layout, TokenRanges
 
 LENGTHS = {"one": [37], "packed": [5, 0, 1, 0, 17, 1, 13, 0], "long": [2, 30, 5], "short": [1] * 37}
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 37, 4, 2, 16
 
 
-def as_runs(tokens: list[int]) -> Runs:
+def as_ranges(tokens: list[int]) -> TokenRanges:
     first = [i for i in tokens if i - 1 not in tokens]
     last = [i + 1 for i in tokens if i + 1 not in tokens]
     return tuple(zip(first, last, strict=True))
@@ -28,28 +28,28 @@ def subsets(tokens: int) -> list[list[int]]:
     return [[i for i in range(tokens) if bits >> i & 1] for bits in range(2**tokens)]
 
 
-def tokens_of(runs: Runs) -> list[int]:
-    return [token for start, stop in runs for token in range(start, stop)]
+def tokens_of(ranges: TokenRanges) -> list[int]:
+    return [token for start, stop in ranges for token in range(start, stop)]
 
 
-def shards(kind: str, ranks: int, tokens: int = TOKENS) -> list[Runs]:
-    """The sequence cut for `ranks` ranks, unevenly where it must; a zigzag's last rank holds two runs that touch."""
+def shards(kind: str, ranks: int, tokens: int = TOKENS) -> list[TokenRanges]:
+    """The sequence cut for `ranks` ranks, unevenly where it must; a zigzag's last rank holds two ranges that touch."""
     parts = ranks if kind == "contiguous" else 2 * ranks
     cuts = [round(tokens * i / parts) for i in range(parts + 1)]
-    runs = list(pairwise(cuts))
+    ranges = list(pairwise(cuts))
     if kind == "contiguous":
-        return [(part,) for part in runs]
-    return [(runs[rank], runs[-1 - rank]) for rank in range(ranks)]
+        return [(part,) for part in ranges]
+    return [(ranges[rank], ranges[-1 - rank]) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("bottom_right", [True, False])
-def test_strips_show_each_query_exactly_its_past_for_all_sets_of_queries_and_keys(bottom_right):
+def test_chunks_show_each_query_exactly_its_past_for_all_sets_of_queries_and_keys(bottom_right):
     for q_tokens, k_tokens in product(subsets(6), subsets(6)):
         seen = []
-        for strip in strips(as_runs(q_tokens), as_runs(k_tokens)):
-            rows = strip.rows.stop - strip.rows.start
+        for chunk in query_chunks(as_ranges(q_tokens), as_ranges(k_tokens)):
+            rows = chunk.rows.stop - chunk.rows.start
             visible: list[list[int]] = [[] for _ in range(rows)]
-            for keys, causal in strip.calls(bottom_right):
+            for keys, causal in chunk.visible(bottom_right):
                 assert not causal or bottom_right or keys.stop - keys.start == rows
                 for i, of_query in enumerate(visible):
                     of_query += k_tokens[keys.start : keys.stop - (rows - 1 - i if causal else 0)]
@@ -61,10 +61,10 @@ def test_strips_show_each_query_exactly_its_past_for_all_sets_of_queries_and_key
 def test_documents_of_a_call_are_those_of_its_queries_and_keys(bottom_right):
     """Pairs that a call lets see each other, for all shards of short packed sequences."""
     for lengths, q_tokens, k_tokens in product(([5], [2, 3], [0, 1, 0, 3, 1]), subsets(5), subsets(5)):
-        layout = Layout(edges(lengths), max(lengths), 5, as_runs(q_tokens), as_runs(k_tokens))
+        layout = Layout(edges(lengths), max(lengths), 5, as_ranges(q_tokens), as_ranges(k_tokens))
         document = layout.documents(torch.arange(5)).tolist()
         pairs = []
-        for rows, calls in pieces(layout, bottom_right):
+        for rows, calls in kernel_calls(layout, bottom_right):
             for call in calls:
                 segments = call.segments
                 cu_q, cu_k = segments.cu_q.tolist(), segments.cu_k.tolist()
@@ -86,20 +86,20 @@ def test_a_step_of_a_ring_is_one_call(ranks):
     """Of any kernel, for the keys of another rank; none where all of them are in the future."""
     for kind in ("contiguous", "zigzag"):
         for i, j in product(range(ranks), repeat=2):
-            parts = strips(shards(kind, ranks)[i], shards(kind, ranks)[j])
-            calls = [call for strip in parts for call in strip.calls(bottom_right=False)]
+            parts = query_chunks(shards(kind, ranks)[i], shards(kind, ranks)[j])
+            calls = [call for chunk in parts for call in chunk.visible(bottom_right=False)]
             if i != j:
                 assert len(calls) == (kind == "zigzag" or j < i)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_all_keys_are_one_call_for_each_run_of_queries(ranks):
+def test_all_keys_are_one_call_for_each_range_of_queries(ranks):
     """Of a kernel whose causal mask may have more keys than queries."""
     for kind, shard in product(("contiguous", "zigzag"), range(ranks)):
-        runs = shards(kind, ranks)[shard]
-        calls = [strip.calls(bottom_right=True) for strip in strips(runs, ((0, TOKENS),))]
-        touching = len(runs) == 2 and runs[0][1] == runs[1][0]
-        assert [len(call) for call in calls] == [1] * (len(runs) - touching)
+        ranges = shards(kind, ranks)[shard]
+        calls = [chunk.visible(bottom_right=True) for chunk in query_chunks(ranges, ((0, TOKENS),))]
+        touching = len(ranges) == 2 and ranges[0][1] == ranges[1][0]
+        assert [len(call) for call in calls] == [1] * (len(ranges) - touching)
 
 
 @cache
@@ -119,7 +119,7 @@ def upstream(out: torch.Tensor) -> torch.Tensor:
 
 
 def by_shards(
-    attention, qkv, cu_seqlens, max_seqlen, queries: list[Runs], keys: list[Runs] | None
+    attention, qkv, cu_seqlens, max_seqlen, queries: list[TokenRanges], keys: list[TokenRanges] | None
 ) -> list[torch.Tensor]:
     """[out, lse, dq, dk, dv] put together from a call for each pair of shards; `keys` None: of each shard and all keys.
 
@@ -129,14 +129,14 @@ def by_shards(
     out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q), dtype=torch.float64, device=q.device)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in qkv)
     dout = upstream(q)
-    for q_runs in queries:
-        rows = torch.tensor(tokens_of(q_runs), device=q.device)
+    for q_ranges in queries:
+        rows = torch.tensor(tokens_of(q_ranges), device=q.device)
         calls = [
             (
-                Layout(cu_seqlens, max_seqlen, len(q), q_runs, k_runs),
-                torch.tensor(tokens_of(k_runs or ((0, len(q)),)), device=q.device),
+                Layout(cu_seqlens, max_seqlen, len(q), q_ranges, k_ranges),
+                torch.tensor(tokens_of(k_ranges or ((0, len(q)),)), device=q.device),
             )
-            for k_runs in (keys or [None])
+            for k_ranges in (keys or [None])
         ]
         results = [attention.attend(q[rows], k[seen], v[seen], layout, ()) for layout, seen in calls]
         wide, merged_lse = results[0][0].to(results[0][1].dtype), results[0][1]
@@ -146,7 +146,7 @@ def by_shards(
         out[rows], lse[:, rows] = merged[0], merged_lse.double()
         for layout, seen in calls:
             tensors = dout[rows], q[rows], k[seen], v[seen], *merged
-            part_dq, part_dk, part_dv = attention.attend_backward(*tensors, layout, ())
+            part_dq, part_dk, part_dv = attention.attend_backward(BackwardState(*tensors), layout, ())
             dq[rows] += part_dq
             dk[seen] += part_dk
             dv[seen] += part_dv
@@ -179,7 +179,7 @@ def test_float32_by_shards_is_as_exact_as_float32(documents, keys):
 
 @pytest.mark.parametrize("keys", [((3, 9), (20, 31)), ((10, 20),), ((0, 12), (14, 37)), ()])
 @pytest.mark.parametrize("queries", [((5, 25),), ((0, 8), (8, 8), (15, 37)), ((36, 37),), ()])
-def test_runs_need_not_be_those_of_a_known_layout(queries, keys):
+def test_ranges_need_not_be_those_of_a_known_layout(queries, keys):
     """The calls of `sdpa` against the explicit mask of `reference` with one query at a time."""
     q, k, v = inputs()
     rows, seen = torch.tensor(tokens_of(queries)).long(), torch.tensor(tokens_of(keys)).long()
@@ -194,12 +194,14 @@ def test_runs_need_not_be_those_of_a_known_layout(queries, keys):
         want = (scores.softmax(-1).unsqueeze(1) @ v[visible].repeat_interleave(2, 1).transpose(0, 1)).squeeze(1)
         torch.testing.assert_close(out[i], want, rtol=0, atol=1e-13)
         torch.testing.assert_close(lse[:, i], scores.logsumexp(-1), rtol=0, atol=1e-13)
-    grads = attention.attend_backward(torch.ones_like(out), q[rows], k[seen], v[seen], out, lse, layout, ())
+    grads = attention.attend_backward(
+        BackwardState(torch.ones_like(out), q[rows], k[seen], v[seen], out, lse), layout, ()
+    )
     assert [x.shape for x in grads] == [q[rows].shape, k[seen].shape, v[seen].shape]
     assert all(x.isfinite().all() for x in grads)
 
 
-def test_many_strips_do_not_round_the_sum_of_their_gradients_each_time():
+def test_many_chunks_do_not_round_the_sum_of_their_gradients_each_time():
     """A key that 37 lone queries see gets one rounding of the sum, not 36."""
     q, k, v = (x.bfloat16() for x in inputs())
     attention = FullAttention(FullAttention.Options(backend="reference"), HEAD_DIM)
@@ -208,8 +210,9 @@ def test_many_strips_do_not_round_the_sum_of_their_gradients_each_time():
     dout = upstream(q)[rows]
     layout = Layout(edges([TOKENS]), TOKENS, TOKENS, every_other)
     out, lse = attention.attend(q[rows], k, v, layout, ())
-    *_, dv = attention.attend_backward(dout, q[rows], k, v, out, lse, layout, ())
-    exact = attention.attend_backward(*(x.double() for x in (dout, q[rows], k, v, out, lse)), layout, ())[2]
+    state = BackwardState(dout, q[rows], k, v, out, lse)
+    *_, dv = attention.attend_backward(state, layout, ())
+    exact = attention.attend_backward(BackwardState(*(x.double() for x in state)), layout, ())[2]
     assert (dv[0] - exact[0]).norm() < 2**-8 * exact[0].norm()
 
 
@@ -270,6 +273,6 @@ def test_gpu_queries_without_keys_are_zero_and_send_nothing_back(device):
     assert (lse[:, 100:] == -torch.inf).all()
     assert lse[:, :100].isfinite().all()
     lse[:, 100:] = 0.0  # as it is once other keys are merged
-    dq, dk, dv = attention.attend_backward(q[200:], q[200:], k[:200], v[:200], out, lse, layout, ())
+    dq, dk, dv = attention.attend_backward(BackwardState(q[200:], q[200:], k[:200], v[:200], out, lse), layout, ())
     assert torch.equal(dq[100:], torch.zeros_like(dq[100:]))
     assert all(x.isfinite().all() for x in (dq, dk, dv))
