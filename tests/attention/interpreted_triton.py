@@ -8,14 +8,14 @@ import pytest
 import torch
 from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, list_bounds, run, run_in_parts
 
-from moba_train.attention.blocks import composed
+from moba_train.attention.blocks import composed, reference
 from moba_train.attention.blocks.geometry import block_bound
-from moba_train.attention.blocks.triton import call, long_blocks, packed, short_blocks
+from moba_train.attention.blocks.triton import attention, call, long_blocks, packed, short_blocks
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes, work_ranges
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.triton import select
-from moba_train.attention.protocol import Layout
+from moba_train.attention.protocol import BackwardState, Layout, TokenRange
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "start this through test_triton_interpreter.py"
 
@@ -75,7 +75,7 @@ def test_of_equal_gates_the_lower_block_wins_and_infinite_gates_are_candidates()
         assert ours.select(q, pooled, layout)[0][0, 639].tolist() == want
 
 
-@pytest.mark.parametrize("count", [3, 6, 17, 70])
+@pytest.mark.parametrize("count", [3, 6, 17, 127])
 def test_selection_over_many_chunks_is_exact_whatever_the_buckets(count, monkeypatch):
     """Random gates; and gates whose best blocks all share a bucket, which are found in a second pass."""
     monkeypatch.setattr(select, "_CHUNK", 16)
@@ -218,3 +218,26 @@ def test_the_composition_gathers_and_joins_with_kernels(lengths, limit, kv_heads
     for got in (whole, sharded):
         for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
             assert error(a, b.double()) < 2e-6, name
+
+
+@pytest.mark.parametrize("block_size", [16, 160])
+def test_a_query_may_attend_to_127_blocks_beside_its_own(block_size):
+    """Short and long blocks; every history block, or a random part of them. Blocks of 16 are not offered, but quick."""
+    whole = layout_of([128 * block_size], "cpu")
+    layout = whole.part((TokenRange(whole.total - 12, whole.total),), None)
+    (q, _, _, dout), (_, k, v, _) = (inputs([n], 2, 1, 64, torch.float32, "cpu") for n in (12, whole.total))
+    luck_HTN = torch.rand(2, 12, 127, generator=torch.Generator().manual_seed(0))
+    some_HTN = torch.where((luck_HTN < 0.9) | (torch.arange(12) < 4).view(-1, 1), torch.arange(127), 127)
+    selected = some_HTN.sort(-1).values.to(torch.int32)
+    selected = torch.where(selected == 127, -1, selected)
+    selection = selected, *attention.block_lists(selected, layout, 1, block_size)
+    options = {"block_size": block_size, "scale": 0.125}
+    out, lse = attention.attend(q, k, v, layout, selection, **options)
+    state = BackwardState(dout, q, k, v, out, lse)
+    got = [out, lse, *attention.attend_backward(state, layout, selection, **options)]
+    q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    out, lse = reference.attend(q, k, v, layout, selection, **options)
+    state = BackwardState(dout, q, k, v, out, lse)
+    want = [out, lse, *reference.attend_backward(state, layout, selection, **options)]
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert error(a, b) < 2e-6, name

@@ -187,18 +187,30 @@ def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(head_dim, block_si
     fits(short_blocks.gradients, constants, shape.short_backward, dtype, 512, tmp_path)
 
 
+def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path):
+    """Whatever kernels reserve must not grow with the number of selected blocks."""
+    long, short = tile_shapes(128, 4096), tile_shapes(128, 128)
+    sizes_of = {"PARTIAL": True, "C": 127}
+    for kernel, tile, more, allowed in (
+        (long_blocks.attend_history, long.forward, {"BLOCK": 4096}, 64),
+        (dq.dq_history, long.dq, {"BLOCK": 4096}, 32),
+        (short_blocks.attend, short.short_forward, {"BLOCK": 128, "SPLIT": 4096}, 128),
+        (short_blocks.gradients, short.short_backward, {"BLOCK": 128, "SPLIT": 4096}, 512),
+    ):
+        fits(kernel, sizes(tile, 128, **sizes_of, **more), tile, "bf16", allowed, tmp_path)
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(("count", "levels"), [(2, 1), (7, 3), (11, 4), (63, 0), (64, 0), (127, 0)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
     slots = triton.next_power_of_2(count)
     constants = {"GROUP": grouped, "PREVIOUS": True, "FIRST": True, "G": 4, "C": count, "SLOTS": slots}
-    rows = select.tile_rows(count)
-    constants |= {"D": head_dim, "M": rows, "N": 64}
+    constants |= {"D": head_dim, "M": 64, "N": 64}
     for kernel, more in ((select._select, {"LEVELS": levels}), (select._select_marked, {})):
         if levels or kernel is select._select_marked:
             allowed = 16 if count < 16 else 128
-            fits(kernel, {**constants, **more}, TileShape(64, 64, 4, 3), "bf16", allowed, tmp_path)
+            fits(kernel, {**constants, **more}, TileShape(64, 64, select.warps(count), 3), "bf16", allowed, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +232,11 @@ def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
         (short_blocks.sum_splits, {"ADD": True, "D": 128, "N": 128, "KEYS": 16}),
         (softmax.prepare, {"D": 128, "M": 32}),
         (packed.pack, {"G": 4, "C": 11, "D": 128, "M": 64}),
+        (lists._place, {"G": 4, "C": 127, "TILE": 64}),
+        (combine.combine_out, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 127, "D": 128, "M": 32}),
+        (combine.combine_dq, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 127, "D": 128, "M": 32}),
+        (gathered._place_rows, {"G": 4, "C": 127, "M": 64}),
+        (packed.pack, {"G": 4, "C": 127, "D": 128, "M": 64}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

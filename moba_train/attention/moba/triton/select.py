@@ -50,7 +50,7 @@ def select_blocks(
     if selected_HTC.numel() == 0:
         return selected_HTC
     grouped = select == "group"
-    rows = tile_rows(count)
+    rows = 64
     chunks = triton.cdiv(blocks, _CHUNK)
     levels = min(chunks, count, 3 if count <= 5 else 4)
     grid = (triton.cdiv(tokens, rows), kv_heads if grouped else heads)
@@ -64,7 +64,7 @@ def select_blocks(
         "D": head_dim,
         "M": rows,
         "N": _CHUNK,
-        "num_warps": 4,
+        "num_warps": warps(count),
     }
     marks = torch.ones(grid[0] * grid[1], dtype=torch.int32, device=q_THD.device)
     shared = (tables.own_T, tables.first_T, selected_HTC, marks, tokens, blocks, kv_heads, q_THD.stride(0))
@@ -77,9 +77,9 @@ def select_blocks(
     return selected_HTC
 
 
-def tile_rows(count: int) -> int:
-    """Queries of a program: the slots of all its queries stay in registers."""
-    return 64 if count <= 64 else 32
+def warps(count: int) -> int:
+    """Warps of a program: the slots of all its queries stay in registers."""
+    return 4 if count <= 64 else 8
 
 
 @triton.jit
