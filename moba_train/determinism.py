@@ -5,7 +5,7 @@ What is at stake, by part:
   chooses kernels without timing them;
 - cuBLAS: results depend on its workspace unless that is fixed;
 - dense attention: cuDNN's backward pass adds in the order of arrival and is left out, the flash kernels have a
-  reproducible one (attention/dense.py). MoBA's own kernels always add in a fixed order;
+  reproducible one (attention/full/kernels.py). MoBA's own kernels always add in a fixed order;
 - NCCL: rings and trees add in a fixed order, sums inside the NVLink switch (NVLS) are not promised to.
 """
 
