@@ -15,7 +15,7 @@ from trainer_ranks import Ranks
 from typer.testing import CliRunner
 
 from moba_train.attention import registry
-from moba_train.attention.full_kind import FullKind
+from moba_train.attention.full.kind import FullKind
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.cli import app
 from moba_train.config import attention as attention_config
