@@ -25,7 +25,8 @@ every_kind = pytest.mark.parametrize(("kind", "options"), CASES)
 
 
 def build(kind: str, options: dict) -> LocalAttention:
-    return KINDS[kind](KINDS[kind].Options(**options), HEAD_DIM)
+    (attention,) = KINDS[kind](KINDS[kind].Options(**options), HEAD_DIM).attentions
+    return attention
 
 
 def part(whole: Layout, rows=None, keys=None) -> Layout:
@@ -62,7 +63,7 @@ def test_every_registered_kind_is_tested_here():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_default_options_are_usable(kind, device):
-    attention = KINDS[kind](KINDS[kind].Options(), 16)
+    (attention,) = KINDS[kind](KINDS[kind].Options(), 16).attentions
     assert attention.alignment >= 1
     q, k, v = make_qkv(20, 4, 2, 16, device, torch.float32)
     out, lse = LOCAL_ENGINE(q, k, v, attention, packed_layout([20], device))
