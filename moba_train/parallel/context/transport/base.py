@@ -43,7 +43,7 @@ class Transport(ABC):
     """This rank's shard in the call's sequence."""
 
     def __repr__(self) -> str:
-        """The same for every process that does the same."""
+        """Equal text in all processes: the handle of an engine contains it."""
         return f"{type(self).__name__} of rank {self.rank}"
 
     @abstractmethod
