@@ -1,4 +1,4 @@
-"""What attention costs: operations, memory traffic, and the ideal time that follows from them.
+"""The cost of attention: operations, memory traffic, and the ideal time that follows from them.
 
 Symbols: T tokens, H query heads, Hkv key/value heads, d head width, B block size, k = topk, n blocks.
 """
@@ -13,7 +13,7 @@ MATRIX_TFLOPS = 790.0
 MEMORY_GB_PER_MS = 4.3
 """Large copies, measured on one H200: 4.3 TB/s."""
 BYTES = 2
-"""Of a bf16 number."""
+"""Bytes of a bf16 number."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of MoBA on some documents. Work in 10^12 operations, traffic in 10^9 bytes."""
+    """Costs of MoBA on some documents. Work in 10^12 operations, traffic in 10^9 bytes."""
 
     product: float
     """One matrix product over all pairs of a query and a key it attends to. Attention needs 2 forward, 5 backward."""
@@ -86,8 +86,8 @@ def history_blocks(length: int, block_size: int, topk: int) -> int:
     """Chosen history blocks, summed over the queries of one document and one head."""
     blocks, rest = divmod(length, block_size)
     growing = min(topk, blocks)
-    chosen = growing * (growing - 1) // 2 + (blocks - growing) * (topk - 1)
-    return chosen * block_size + min(topk - 1, blocks) * rest
+    selected = growing * (growing - 1) // 2 + (blocks - growing) * (topk - 1)
+    return selected * block_size + min(topk - 1, blocks) * rest
 
 
 def _gate_pairs(length: int, block_size: int) -> int:

@@ -94,7 +94,7 @@ class Case:
         return lengths
 
     def cost(self) -> Cost:
-        """What it must cost."""
+        """The cost that the algorithm cannot avoid."""
         shape = Heads(self.heads, self.kv_heads, self.head_dim)
         return moba_cost(self.lengths(), self.block_size, self.topk, shape)
 
@@ -139,7 +139,7 @@ class Row:
         return self.attention._backend(self.q, self.layout()).__name__.split(".moba.")[-1].split(".")[0]
 
     def using(self, backend: str) -> "Row":
-        """The same inputs for another implementation of MoBA."""
+        """These inputs for another implementation of MoBA."""
         row = copy.copy(self)
         row.attention = self._attention(backend)
         return row

@@ -145,7 +145,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "<!-- attention table: python -m benchmarks.attention_table --write FILE -->": render,
     "<!-- short attention table: python -m benchmarks.attention_table --write FILE -->": render_short,
 }
-"""What stands between a marker of this name and `END`."""
+"""Text between a marker of this name and `END`."""
 
 
 def insert(text: str, data: Result) -> str:

@@ -50,7 +50,7 @@ def against_dense(case: Case, budget_s: float) -> Result:
         try:
             if name != "reference" and (calls := dense_backend(name, row)):
                 result["dense_ms"][name] = spread(milliseconds(calls[1], budget_s))
-        except RuntimeError as error:  # a kernel that fails on this shape is no choice here
+        except RuntimeError as error:  # a kernel that fails on this shape is left out
             result.setdefault("errors", {})[name] = str(error)[:200]
     return result
 

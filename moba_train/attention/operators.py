@@ -74,7 +74,7 @@ class OperatorEngine(ABC):
             self.observers = tuple(other for other in self.observers if other is not observer)
 
     def call(self, attention: LocalAttention, layout: Layout) -> AttentionCall:
-        """What `forward` and `backward` take: a call of `attention`, seen by this engine's observers."""
+        """A call of `attention` for `forward` and `backward`, seen by this engine's observers."""
         return AttentionCall(attention, layout, self.observers)
 
     @abstractmethod

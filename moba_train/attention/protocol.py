@@ -22,7 +22,7 @@ from moba_train.config.base import Section
 T = TypeVar("T")
 
 Selection = tuple[Tensor, ...]
-"""What `select` decided, opaque to its callers; saved for the backward pass and for recomputation."""
+"""Result of `select`, opaque to its callers; saved for the backward pass and for recomputation."""
 
 
 class TokenRange(NamedTuple):
@@ -140,7 +140,7 @@ def packed_layout(lengths: list[int], device: torch.device | str = "cpu") -> Lay
 
 
 class BackwardState(NamedTuple):
-    """What a backward pass is computed from: the upstream gradient, the inputs, and the merged results.
+    """The tensors of a backward pass: the upstream gradient, the inputs, and the merged results.
 
     Around a ring, and for a part of the keys in general, `out` and `lse` come from more keys than `k` and `v` hold.
     """
@@ -238,7 +238,7 @@ class LocalAttention(Protocol):
     def __init__(self, options: Section, head_dim: int) -> None: ...
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor | None:
-        """What `select` needs to know of all keys, [units, K, ...], or None. Carries no gradient.
+        """Summary of the keys for `select`, [units, K, ...], or None. Carries no gradient.
 
         One row for every unit of the packed sequence, in its order, zero for units of which no key is given: the sum of
         what holders of different units compute is the summary of the sequence. Key/value heads do not mix, here or

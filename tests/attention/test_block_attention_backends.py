@@ -50,7 +50,7 @@ def test_auto_takes_triton_and_says_so_once(caplog):
     [
         ({"x": q(96)}, "head dim 96, 64 or 128 needed"),
         ({"block_size": 100}, "block_size 100, a multiple of 16 from 64 to 16384 needed"),
-        ({"selected": 128}, "128 selected blocks beside the own one, at most 127 supported"),
+        ({"selected": 128}, "128 selected blocks besides the own one, at most 127 supported"),
     ],
 )
 def test_auto_takes_flash_where_triton_cannot_and_says_why(call, reason, caplog):

@@ -1,4 +1,4 @@
-"""Dense attention: whichever backend runs it, the result is the same."""
+"""Full attention: all backends give equal results."""
 
 import pytest
 import torch

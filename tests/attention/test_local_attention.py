@@ -31,8 +31,8 @@ def build(kind: str, options: dict) -> LocalAttention:
 
 def part(whole: Layout, rows=None, keys=None) -> Layout:
     """The layout of the queries `rows` and the keys `keys`: ascending indices, None = all."""
-    runs = [None if index is None else as_ranges(index.tolist()) for index in (rows, keys)]
-    return Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, *runs)
+    ranges = [None if index is None else as_ranges(index.tolist()) for index in (rows, keys)]
+    return Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, *ranges)
 
 
 def as_ranges(index: list[int]) -> TokenRanges:

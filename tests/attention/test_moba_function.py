@@ -171,11 +171,11 @@ def test_compiled_it_is_compiled_once():
         torch.testing.assert_close(compiled(q, k, v), moba_attention(q, k, v, block_size=4, topk=2))
 
 
-# Line 10: choosing every block is full attention
+# Line 10: selecting every block is full attention
 
 
 @pytest.mark.parametrize("lengths", [[29], [9, 0, 20, 1]])
-def test_choosing_every_block_is_full_attention_in_float64(lengths, device):
+def test_selecting_every_block_is_full_attention_in_float64(lengths, device):
     qkv = make_qkv(sum(lengths), 4, 2, 16, device)
     cu_seqlens = edges(lengths, device)
     got = run(
@@ -209,7 +209,7 @@ def test_auto_takes_dense_attention_for_packed_documents_none_of_which_has_more_
         calls.clear()
 
 
-def test_choosing_every_block_is_full_attention_in_bf16_within_rounding(device):
+def test_selecting_every_block_is_full_attention_in_bf16_within_rounding(device):
     """No worse than twice the error that bf16 gives dense attention itself."""
     qkv = make_qkv(150, 4, 2, 64, device, torch.bfloat16)
     layout = packed_layout([100, 50], device)

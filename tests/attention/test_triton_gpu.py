@@ -113,7 +113,7 @@ def test_shards_of_queries_and_keys_give_the_whole(block_size, topk):
 
 @pytest.mark.parametrize(("block_size", "topk"), [(128, 4), (256, 5), (512, 3)])
 def test_gradients_of_shards_repeat_bit_by_bit(block_size, topk):
-    """Also for keys whose own block has no query here: what nobody waits for must not arrive where results are."""
+    """Also for keys whose own block has no query here: loads that are not waited for must not overwrite results."""
     lengths = [2900, 0, 1, 1195]
     (q, k, v, dout), layout = inputs(lengths, 4, 2, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
     ours = build("triton", 128, block_size=block_size, topk=topk)

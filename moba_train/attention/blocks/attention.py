@@ -29,7 +29,7 @@ class BlockAttention:
     """YAML key of `backend`, for messages."""
 
     def selection(self, selected_HTC: Tensor, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
-        """The selected blocks of the layout's queries, and what the backend keeps beside them."""
+        """The selected blocks of the layout's queries, and what the backend keeps with them."""
         backend = self._backend(q_THD, layout, selected_HTC)
         return (selected_HTC, *backend.block_lists(selected_HTC, layout, kv_heads, self.block_size))
 

@@ -32,7 +32,7 @@ def triton_runs_on(x: Tensor) -> bool:
 
 def triton_refuses(x: Tensor, layout: Layout, block_size: int, selected: int) -> str:
     """Why the kernels cannot work on queries or keys like `x` ([tokens, heads, D]), with `selected` blocks of a query
-    beside its own; empty when they can."""
+    besides its own; empty when they can."""
     if not has_triton():
         return "the package triton is not installed"
     if not x.is_cuda and not interpreted():
@@ -42,7 +42,7 @@ def triton_refuses(x: Tensor, layout: Layout, block_size: int, selected: int) ->
     if x.shape[-1] not in (64, 128):
         return f"head dim {x.shape[-1]}, 64 or 128 needed"
     if selected > _MOST_SELECTED:
-        return f"{selected} selected blocks beside the own one, at most {_MOST_SELECTED} supported"
+        return f"{selected} selected blocks besides the own one, at most {_MOST_SELECTED} supported"
     for ranges in (layout.q_ranges, layout.k_ranges):
         if not in_one_range(ranges, block_size):
             parts = ", ".join(f"{start}-{stop}" for start, stop in ranges or ())

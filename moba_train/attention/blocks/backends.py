@@ -26,13 +26,13 @@ _COMPOSED_ROWS_OF_A_SHARD = 2**19
 
 
 class Backend(Protocol):
-    """What a backend's module provides. Shapes and dtypes are those of `LocalAttention`.
+    """The functions of a backend's module. Shapes and dtypes are those of `LocalAttention`.
 
     `selected` is int32 [H, T, C]: ascending ids of history blocks, -1 behind. A selection is (selected, *block lists).
     """
 
     def block_lists(self, selected_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Selection:
-        """What it keeps beside the selected blocks for `attend` and `attend_backward`, if anything."""
+        """Tensors kept with the selected blocks for `attend` and `attend_backward`; often none."""
         ...
 
     def empty_block_lists(self, selected_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Selection:
@@ -63,7 +63,7 @@ class Backend(Protocol):
 def pick_backend(wanted: str, key: str, q_THD: Tensor, layout: Layout, *, block_size: int, selected: int) -> Backend:
     """The backend `wanted`, or the best one for `auto`; what `flash` cannot compose goes to the reference.
 
-    `key`: YAML key of `wanted`, for messages; `selected`: blocks of a query beside its own, at most. Raises ValueError
+    `key`: YAML key of `wanted`, for messages; `selected`: blocks of a query besides its own, at most. Raises ValueError
     when the wanted backend cannot do the call. What `auto` picks, and why, is logged once.
     """
     if wanted == "reference" or (wanted == "flash" and not composed.composes(layout, block_size)):
@@ -84,7 +84,7 @@ def _triton() -> Backend:
 
 
 def _best(key: str, q_THD: Tensor, layout: Layout, block_size: int, selected: int) -> str:
-    """What `auto` takes."""
+    """Name of the backend that `auto` takes."""
     if not q_THD.is_cuda:
         return "reference"
     no_triton = _triton_refuses(q_THD, layout, block_size, selected)

@@ -1,6 +1,6 @@
 """The reference backend: attention to selected blocks as a mask over dense attention, in plain PyTorch.
 
-A mask needs the selected blocks alone. Block lists beside them are ignored: kernels may have made them for queries that
+A mask needs the selected blocks alone. Block lists behind them are ignored: kernels may have made them for queries that
 then meet keys which the kernels refuse (backends.py).
 
 Shape suffixes: T queries, t a chunk of them, S keys, s a range of them, N blocks, H query heads, C selected blocks.

@@ -30,7 +30,7 @@ class FullBackend(Protocol):
 
     @staticmethod
     def pays(layout: Layout) -> bool:
-        """Whether it is the faster choice for this call, given that it can do it."""
+        """Whether it is fast enough for this call, given that it can do it."""
         ...
 
     @staticmethod

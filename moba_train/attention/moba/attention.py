@@ -18,7 +18,7 @@ from moba_train.config.quantities import Length
 
 
 class Selector(Protocol):
-    """What gate.py and triton/ both provide."""
+    """The functions that gate.py and triton/ both provide."""
 
     def pool_keys(self, k_SKD: Tensor, layout: Layout, block_size: int) -> Tensor:
         """Mean of the given keys in each block, [blocks, K, D]."""

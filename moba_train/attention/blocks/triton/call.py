@@ -172,8 +172,8 @@ def _token_stride(x: Tensor) -> int:
 
 def heads_side_by_side(x: Tensor) -> Tensor:
     """[tokens, heads, D] with the heads of a token contiguous and tokens 16 bytes aligned, as bulk copies need it."""
-    beside = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+    side_by_side = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
     aligned = _token_stride(x) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-    if beside and aligned:
+    if side_by_side and aligned:
         return x
     return x.clone(memory_format=torch.contiguous_format)

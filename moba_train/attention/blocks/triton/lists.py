@@ -43,7 +43,7 @@ class BlockLists:
 def chunking(tokens: int, row_entries: int, lists: int) -> tuple[int, int]:
     """(chunks, entries per chunk) of one key/value head; a chunk is whole tokens, `row_entries` = G * C entries each.
 
-    Up to 256 chunks per head keep all multiprocessors busy; `starts` stays below 64 MiB beside very many lists.
+    Up to 256 chunks per head keep all multiprocessors busy; `starts` stays below 64 MiB even for very many lists.
     """
     wanted = max(1, min(256, tokens * row_entries // 1024, 2**24 // max(lists, 1)))
     chunk_tokens = max(1, triton.cdiv(tokens, wanted))

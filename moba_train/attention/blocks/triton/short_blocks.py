@@ -5,8 +5,8 @@ flight while the rows before them are worked on. The block's own rows, causal, f
 With 128 keys a row costs 2 * D bytes of gathering and 2 * D of partial result against 4 * D * 128 operations, 128 a
 byte.
 
-`gradients` makes a row's part of dq beside dk and dv: five matrix products and one gather, where separate passes take
-seven and two. A list of several splits leaves float32 parts of dk and dv, which `sum_splits` adds in order.
+`gradients` makes a row's part of dq along with dk and dv: five matrix products and one gather, where separate passes
+take seven and two. A list of several splits leaves float32 parts of dk and dv, which `sum_splits` adds in order.
 """
 
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from moba_train.attention.protocol import Layout, TokenRanges
 
 @dataclass(frozen=True)
 class BlockTables:
-    """What kernels read about documents and blocks."""
+    """The documents and blocks of a layout, as kernels read them."""
 
     blocks: int
     """Upper bound of the number of blocks, known on the host."""

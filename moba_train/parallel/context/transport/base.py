@@ -43,7 +43,7 @@ class Transport(ABC):
     """Index of this rank's shard in the call's sequence."""
 
     def __repr__(self) -> str:
-        """Equal in all processes that run the same transport as the same rank."""
+        """Equal text in all processes: the handle of an engine contains it."""
         return f"{type(self).__name__} of rank {self.rank}"
 
     @abstractmethod
