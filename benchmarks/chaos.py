@@ -1,11 +1,11 @@
-"""Chaos: training processes are killed, stalled and starved of disk at random moments, and the run must not care.
+"""Chaos: training processes are killed, stalled and starved of disk at random moments, and the run must end the same.
 
     python -m benchmarks.chaos --kills 100 --fork --workers 3 --output benchmarks/results/chaos.json    (on Linux)
 
-Runs of 240 steps on two ranks under torchrun (`--max-restarts`) are disturbed up to twenty times each. Nobody helps:
-when torchrun itself was killed or told to end, the same command is given again, as a scheduler would. After each
-disturbance the run must go on from a checkpoint no older than the newest one published before it, and at its end the
-tensors of its last checkpoint (model, optimizer, random states) must be those of an undisturbed run, bit by bit.
+Runs of 240 steps on two ranks under torchrun (`--max-restarts`) are disturbed up to twenty times each. The only help is
+a scheduler's: when torchrun itself was killed or told to end, the same command is given again. After each disturbance
+the run must go on from a checkpoint no older than the newest one published before it, and at its end the tensors of its
+last checkpoint (model, optimizer, random states) must be those of an undisturbed run, bit by bit.
 """
 
 import argparse
@@ -26,7 +26,7 @@ STALL_TIMEOUT_S = 30
 
 
 def plan(kills: int, dice: random.Random) -> list[str]:
-    """So many kills, and one of each other kind for every 40 of them, in random order."""
+    """Disturbances in random order: `kills` kills, and one of each other kind for every 40 of them."""
     others = [kind for kind in ACTIONS if kind not in KILLS]
     kinds = dice.choices(KILLS, [4, 3, 3], k=kills) + others * max(1, kills // 40)
     dice.shuffle(kinds)
@@ -34,13 +34,16 @@ def plan(kills: int, dice: random.Random) -> list[str]:
 
 
 class Chaos:
-    """Runs below `folder` that are disturbed in the ways of `pending`, one after the other, `PER_RUN` in each run.
+    """Runs below `folder` that suffer the `pending` disturbances, one after the other, `PER_RUN` in each run.
 
-    Several threads may `work` at once; each takes its runs from the same list. `tally` holds what came of them.
+    Several threads may `work` at once; all take disturbances from the same list. `tally` holds the outcome.
     """
 
     def __init__(self, pending: list[str], folder: Path, seed: int, fork: bool, steps: int = STEPS) -> None:
-        self.pending, self.folder, self.fork, self.steps = list(pending), folder, fork, steps
+        self.pending = list(pending)
+        self.folder = folder
+        self.fork = fork
+        self.steps = steps
         self.tally = Tally()
         self._runs = 0
         self._dice = random.Random(seed)
@@ -53,16 +56,18 @@ class Chaos:
         self._expected = undisturbed.state()
 
     def work(self, report: Callable[[Tally], None] = lambda _: None) -> None:
-        """Disturb runs until nothing is pending; `report` hears of each run."""
+        """Disturb runs until nothing is pending, and call `report` after each."""
         while True:
             with self._lock:
                 kinds, self.pending = self.pending[:PER_RUN], self.pending[PER_RUN:]
                 if not kinds:
                     return
                 self._runs += 1
-                number, dice = self._runs, random.Random(self._dice.random())
+                number = self._runs
+                dice = random.Random(self._dice.random())
             timeout_s = STALL_TIMEOUT_S if "stall_rank" in kinds else 120
-            run, tally = ChaosRun(self.folder / f"run{number}", self.fork, self.steps, timeout_s), Tally(runs=1)
+            run = ChaosRun(self.folder / f"run{number}", self.fork, self.steps, timeout_s)
+            tally = Tally(runs=1)
             failure = self._disturb(run, kinds, dice, tally)
             tally.commands_given = run.launches
             tally.ended_bitwise_equal = int(failure is None)
@@ -73,7 +78,7 @@ class Chaos:
                 report(self.tally)
 
     def _disturb(self, run: ChaosRun, kinds: list[str], dice: random.Random, tally: Tally) -> str | None:
-        """One run from its start to its end. Takes from `kinds` what was done; returns what went wrong."""
+        """Take one run from start to end. Removes from `kinds` the disturbances that were made; returns the failure."""
         doing = "the start"
         try:
             run.launch()
@@ -102,7 +107,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="SIGKILLs of a rank, of all ranks or of torchrun")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fork", action="store_true", help="ranks forked from torchrun's agent: sooner restarted")
+    parser.add_argument(
+        "--fork", action="store_true", help="fork ranks from torchrun's agent, which restarts them faster"
+    )
     parser.add_argument("--workers", type=int, default=1, help="runs at the same time")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()

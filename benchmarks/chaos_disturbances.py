@@ -1,4 +1,4 @@
-"""What the chaos suite does to a run, and the count of it: kills, stalls, a full disk, damaged files, an odd clock."""
+"""The disturbances of the chaos suite, and their tally: kills, stalls, a full disk, damaged files, an odd clock."""
 
 import os
 import random
@@ -22,7 +22,7 @@ ORPHANS_MAY_TAKE_S = 5.0
 
 @dataclass
 class Tally:
-    """What was done and what came of it."""
+    """How many disturbances of each kind were made, and their outcome."""
 
     disturbances: Counter[str] = field(default_factory=Counter)
     moments: Counter[str] = field(default_factory=Counter)
@@ -37,7 +37,7 @@ class Tally:
     failures: list[str] = field(default_factory=list)
 
     def add(self, other: "Tally") -> None:
-        """Take over what another one counted."""
+        """Add the counts of `other`."""
         self.disturbances.update(other.disturbances)
         self.moments.update(other.moments)
         for name in ("steps_lost", "restart_s", "orphans_ended_s", "failures"):
@@ -47,7 +47,7 @@ class Tally:
         self.commands_given += other.commands_given
 
     def report(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The tally as JSON values."""
         lists = {"restart_s": self.restart_s, "orphans_ended_s": self.orphans_ended_s}
         return {
             "disturbances": dict(sorted(self.disturbances.items())),
@@ -66,16 +66,21 @@ class Disturbance:
     """One disturbance of a run, at a random moment."""
 
     def __init__(self, kind: str, run: ChaosRun, dice: random.Random, tally: Tally) -> None:
-        self.kind, self.run, self.dice, self.tally = kind, run, dice, tally
+        self.kind = kind
+        self.run = run
+        self.dice = dice
+        self.tally = tally
         self.floor = 0
         """Step of the oldest checkpoint that the run may go on from."""
 
     def apply(self) -> bool:
-        """False when the run came to its end before it could be disturbed."""
+        """Make the disturbance and check how the run goes on. False when the run ended before it could be disturbed."""
         run = self.run
         if not self._moment():
             return False
-        self.floor, attempts, first_line = run.saved_step, len(run.starts()), len(run.lines)
+        self.floor = run.saved_step
+        attempts = len(run.starts())
+        first_line = len(run.lines)
         began = time.monotonic()
         ACTIONS[self.kind](self)
         self.tally.disturbances[self.kind] += 1
@@ -92,15 +97,16 @@ class Disturbance:
         resumed = run.starts()[-1]
         self.tally.restart_s.append(round(time.monotonic() - began, 2))
         if resumed < self.floor:
-            raise AssertionError(f"{self.kind}: step {self.floor} was there to go on from, the run took {resumed}")
+            raise AssertionError(f"{self.kind}: step {self.floor} could be resumed from, the run took {resumed}")
         damaged = self.kind in ("flipped_byte", "truncated_manifest")
         if damaged and not run.says("Passing over a damaged checkpoint", first_line):
             raise AssertionError(f"{self.kind}: the damaged checkpoint was not named:\n{run.tail()}")
         return True
 
     def _moment(self) -> bool:
-        """Waits for the moment to strike: while starting, at any time, or during a save."""
-        run, dice = self.run, self.dice
+        """Waits for a random moment: while ranks start, at any time in training, or during a save."""
+        run = self.run
+        dice = self.dice
         if not run.wait(lambda: len(ranks_of(run.launcher.pid)) == 2, what="two ranks"):
             return False
         when = dice.choices(["starting", "any", "save"], MOMENTS.get(self.kind, (0, 1, 0)))[0]
@@ -152,7 +158,8 @@ class Disturbance:
 
     def fill_disk(self) -> None:
         """No file may grow beyond 1,000 bytes: the system refuses the writes of real saves."""
-        run, first = self.run, len(self.run.lines)
+        run = self.run
+        first = len(run.lines)
         ranks = ranks_of(run.launcher.pid)
         limits = [resource.prlimit(process, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY)) for process in ranks]
         try:
@@ -207,11 +214,11 @@ ACTIONS: dict[str, Callable[[Disturbance], None]] = {
 }
 KILLS = ("kill_rank", "kill_all_ranks", "kill_agent")
 MOMENTS = dict.fromkeys(KILLS, (1, 4, 4)) | dict.fromkeys(("sigterm_rank", "sigterm_agent"), (0, 1, 1))
-"""How often it strikes while ranks start, at any time in training, and during a save; the others at any time."""
+"""Odds of the moments (while ranks start, at any time in training, during a save); other kinds: at any time."""
 GO_ON = ("disk_full", "read_only_folder")
 """The run is not interrupted at all."""
 NEEDS_COMMAND = ("kill_agent", "sigterm_rank", "sigterm_agent", "flipped_byte", "truncated_manifest")
-"""torchrun is gone, so that somebody must give the command again."""
+"""torchrun has ended, so the command must be given again."""
 
 
 def _last_logged_step(run: ChaosRun) -> int:

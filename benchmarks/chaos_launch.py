@@ -1,4 +1,4 @@
-"""torchrun's agent with its ranks forked from it, for the chaos suite: a restart need not import torch anew.
+"""torchrun's agent with its ranks forked from it, for the chaos suite: a restart does not import torch again.
 
 python -m benchmarks.chaos_launch RANKS RECIPE.yaml      does what torchrun --standalone --max-restarts 1000 does
 """
@@ -13,7 +13,7 @@ from moba_train.train import main
 
 
 def train(recipe: str) -> None:
-    """One rank."""
+    """Train as one rank; exits with its code unless it is 0."""
     if code := main([recipe]):
         sys.exit(code)
 

@@ -39,8 +39,8 @@ time.time = _shifted
 
 
 class ChaosRun:
-    """A run folder below `folder`, and the command that trains in it on two ranks until so many steps are done:
-    torchrun, or with `fork` its agent in a form that restarts ranks sooner (`chaos_launch`)."""
+    """A run folder below `folder`, and the command that trains in it on two ranks for `steps` steps: torchrun, or with
+    `fork` its agent in a form that restarts ranks faster (`chaos_launch`)."""
 
     def __init__(self, folder: Path, fork: bool, steps: int = STEPS, timeout_s: int = 120) -> None:
         self.folder = folder
@@ -90,7 +90,7 @@ class ChaosRun:
         }
 
     def launch(self) -> None:
-        """Give the training command, once more if need be."""
+        """Start the training command, the first time or again."""
         self.launches += 1
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "1000"]
         launcher = ["benchmarks.chaos_launch", str(RANKS)] if self.fork else [*torchrun, "-m", "moba_train.train"]
@@ -123,7 +123,7 @@ class ChaosRun:
 
     @property
     def ended(self) -> bool:
-        """Whether the last command has come to its end."""
+        """Whether the last command has ended."""
         return self.launcher.poll() is not None
 
     @property
@@ -142,7 +142,7 @@ class ChaosRun:
         return any(self.checkpoints.glob(".tmp-step_*"))
 
     def starts(self) -> list[int]:
-        """The step at which each attempt so far began to train, newest last."""
+        """The step at which each restart attempt began to train, newest last."""
         found = (re.search(r"(?:resume|stage) at step (\d+): (resumed|stage short)", line) for line in list(self.lines))
         return [int(match[1]) for match in found if match and (match[2] == "resumed" or match[1] == "0")]
 
@@ -176,7 +176,7 @@ class ChaosRun:
         return {name: entry["sha256"] for name, entry in read_manifest(path).items() if name.endswith(".distcp")}
 
     def end(self) -> None:
-        """Kill what still runs."""
+        """Kill the processes that still run."""
         ranks = ranks_of(self.launcher.pid)
         self.launcher.kill()
         for process in ranks:
@@ -186,6 +186,6 @@ class ChaosRun:
 
 
 def _obey_permissions() -> None:
-    """Run by the child before torchrun: root gives up its right to write where permissions forbid it."""
+    """Called in the child before torchrun starts: takes from root the right to write where permissions forbid it."""
     drop_bounding, dac_override = 24, 1
     _LIBC.prctl(drop_bounding, dac_override)

@@ -1,11 +1,11 @@
-"""How long the Python of a save in the background keeps the training thread of its process from its turns.
+"""How long the Python of a save in the background keeps the training thread of its process from running.
 
     python -m benchmarks.checkpoint_python --output benchmarks/results/checkpoint-python-cpu.json
 
-As many tensors as 32 layers and their AdamW states have, each of a few numbers, so that writing takes no time and
-planning and bookkeeping all of it. `save` is torch.distributed.checkpoint's own, `planned` what training uses, after
-its first save. While a thread saves, this one gives small operations to torch, as training does. Lost is the time in
-which it came to none. In a real save the part called writing is spread over the minutes that the disk takes.
+As many tensors as 32 layers and their AdamW states have, each of a few numbers, so that writing takes no time, and the
+save plan and bookkeeping all of it. `save` is torch.distributed.checkpoint's own, `planned` the one of training, after
+its first save. While a thread saves, this one issues small operations to torch, as training does. The time in which it
+issues none is lost. In a real save the part called writing is spread over the minutes that the disk takes.
 """
 
 import argparse
@@ -35,7 +35,7 @@ STATES = ("model", "exp_avg", "exp_avg_sq", "step")
 
 
 def many_tensors(layers: int) -> dict[str, Tensor]:
-    """Sharded as FSDP2 does it."""
+    """Tensors sharded as by FSDP2."""
     mesh = init_device_mesh("cpu", (1,))
     return {
         f"{state}.{layer}.{name}": distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)])
@@ -46,7 +46,7 @@ def many_tensors(layers: int) -> dict[str, Tensor]:
 
 
 def operations_per_second(thread: threading.Thread | None, seconds: float = 1.0) -> tuple[float, float]:
-    """How many small operations come to their turn while the thread runs (or in so many seconds), and for how long."""
+    """Small operations per second while the thread runs (or for `seconds`), and how long that was."""
     numbers, began, count = torch.ones(64, 64), time.perf_counter(), 0
     while thread.is_alive() if thread else time.perf_counter() - began < seconds:
         for _ in range(20):
@@ -76,7 +76,7 @@ def measure(write: Callable[[Path], None], repeats: int) -> dict[str, Any]:
 
 @contextmanager
 def timed_writing(seconds: list[float]) -> Iterator[None]:
-    """Note how long the calls take that write the tensors."""
+    """Record the seconds of each call that writes the tensors."""
     write_data = dcp.FileSystemWriter.write_data
 
     def timed(*arguments: Any) -> Any:

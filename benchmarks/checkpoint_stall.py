@@ -1,4 +1,4 @@
-"""For how long a save holds up training, and whether steps are slower while it is written in the background.
+"""How long a save holds up training, and whether steps are slower while it is written in the background.
 
     python -m benchmarks.checkpoint_stall --output benchmarks/results/checkpoint-stall-cpu.json
     python -m benchmarks.checkpoint_stall --model llama3-8b --gpus 4 --seq-len 8192 --sequences-per-rank 1 \\
@@ -25,9 +25,11 @@ from moba_train.telemetry.jsonl import read_records
 
 
 def train(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train until `saves` saves are done, or the last of them was long enough under way; returns the run's records."""
-    sequences, steps = arguments.gpus * arguments.sequences_per_rank, arguments.every * (arguments.saves + 1)
-    model, metrics = model_shape(arguments.model), folder / "run" / "metrics.jsonl"
+    """Train until `saves` saves are done, or `beside` steps after the last of them began; returns the run's records."""
+    sequences = arguments.gpus * arguments.sequences_per_rank
+    steps = arguments.every * (arguments.saves + 1)
+    model = model_shape(arguments.model)
+    metrics = folder / "run" / "metrics.jsonl"
     write_corpus(folder / "corpus", 2 * steps * sequences * arguments.seq_len, model["vocab_size"])
 
     def enough() -> bool:
@@ -52,10 +54,10 @@ def train(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def summarise(records: list[dict[str, Any]], saves: int) -> dict[str, Any]:
-    """Of the first `saves` saves: seconds of steps with and without one beside them, of the stalls, and of the delays.
+    """Seconds of the first `saves` saves: steps with and without a save beside them, stalls, and delays.
 
-    A delay is a stall and what the step after it, whose update waits for the copies, took longer than others. Stalls
-    and delays also as shares of a step.
+    A delay is a stall plus the time by which the step after it, whose update waits for the copies, is longer than
+    others. Stalls and delays are also given as shares of a step.
     """
     steps = {record["step"]: record["step_s"] for record in records if record["type"] == "metrics"}
     events = [record for record in records if record["type"] == "checkpoint"]
@@ -94,7 +96,7 @@ def main() -> None:
     parser.add_argument("--sequences-per-rank", type=int, default=8)
     parser.add_argument("--every", type=int, default=20, help="steps between saves; a save must not take longer")
     parser.add_argument("--saves", type=int, default=4)
-    parser.add_argument("--beside", type=int, help="so many steps beside the last save are enough")
+    parser.add_argument("--beside", type=int, help="stop this many steps after the last save began")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

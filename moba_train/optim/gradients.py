@@ -1,4 +1,4 @@
-"""Gradient norms, over all ranks, and clipping by them."""
+"""Gradient norms over all ranks, and clipping."""
 
 import math
 from collections.abc import Sequence
@@ -12,12 +12,13 @@ from moba_train.model.transformer import Transformer
 
 
 def gradient_norm(module: nn.Module) -> Tensor:
-    """The L2 norm of all gradients of a module on all ranks, a float32 scalar; 0 without any. A collective."""
+    """L2 norm of all gradients of a module over all ranks, a float32 scalar; 0 if all its parameters are frozen. A
+    collective."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     shared = [g for g in gradients if isinstance(g, DTensor) and "tp" in (g.device_mesh.mesh_dim_names or ())]
     if shared:
         # On a mesh with tp, torch sums over one dimension after the other, and the result may differ in the last bit
-        # between ranks that hold copies of a norm weight, which they must clip alike.
+        # between ranks that hold copies of a norm weight. They must clip alike, so the sum is one all-reduce.
         square = _square_here(shared)
         dist.all_reduce(square)
         return square.sqrt()
@@ -26,20 +27,20 @@ def gradient_norm(module: nn.Module) -> Tensor:
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None, norm: Tensor) -> None:
-    """Scale all gradients down to `max_norm` if `norm`, which is theirs, is larger.
+    """Scale all gradients down so that their norm is `max_norm`, if `norm`, their present norm, is larger.
 
-    A norm that is not finite leaves the gradients useless: the caller must not step then.
+    A `norm` that is not finite leaves the gradients useless: the caller must not step then.
     """
     if max_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), max_norm, norm)
 
 
 def norms_by_kind(model: Transformer, kinds: Sequence[str]) -> dict[str, Tensor]:
-    """L2 norm of the gradients of all layers with the same kind of attention, float32 scalars, by `grad_norm_KIND`.
+    """L2 norm of the gradients of all layers of one attention kind, a float32 scalar for each `grad_norm_KIND`.
 
-    kinds  of attention, one for each layer, first to last
+    kinds: attention kind of each layer, first to last
 
-    A collective over all ranks, one whatever the number of layers and kinds.
+    One collective over all ranks, whatever the number of layers and kinds.
     """
     gradients: dict[str, list[Tensor]] = {name: [] for name in sorted(set(kinds))}
     for block, kind in zip(model.blocks, kinds, strict=True):
@@ -51,7 +52,7 @@ def norms_by_kind(model: Transformer, kinds: Sequence[str]) -> dict[str, Tensor]
 
 
 def _square_here(gradients: Sequence[Tensor]) -> Tensor:
-    """This rank's share of their squared norm: all ranks' shares add up to it."""
+    """This rank's contribution to the squared norm of `gradients`: those of all ranks add up to it."""
     by_copies: dict[int, list[Tensor]] = {}
     for gradient in gradients:
         part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -61,7 +62,7 @@ def _square_here(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _copies(gradient: Tensor) -> int:
-    """How many ranks hold each of its numbers."""
+    """How many ranks hold a copy of each number of `gradient`."""
     if not isinstance(gradient, DTensor):
         return dist.get_world_size()
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)

@@ -1,6 +1,6 @@
-"""Which rank ended the run, and in what: every rank says where it is, and why it gives up, where others can read it.
+"""Which rank ended the run, and why: heartbeats and failure reports of all ranks, in a store that every rank can read.
 
-Both are kept in a store that outlives the ranks (torchrun's). And a rank whose launcher is gone ends as well.
+The store, torchrun's, outlives the ranks. A rank whose torchrun dies is killed, too.
 """
 
 import ctypes
@@ -18,54 +18,60 @@ import torch.distributed as dist
 from moba_train.errors import CommunicationError
 
 GRACE_S = 5.0
-"""Ranks that wait for the same one give up within moments of each other; so long an answer is waited for."""
+"""How long a rank that gives up waits for the reports of others: ranks that wait for the same one give up within
+moments of each other."""
 
 _MOST_NAMED = 16
-"""Of the ranks that do not answer."""
+"""How many of the ranks without a report are described."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life: where a rank was when it gave it."""
+    """A rank's sign of life: the phase of training that it is in."""
 
     count: int
-    """Beats given so far."""
+    """Heartbeats of this rank so far."""
     entered: int
-    """Phases entered so far. All ranks go through the same ones, so the rank with the least is behind."""
+    """Phases entered so far. All ranks enter the same phases, so the rank with the lowest number is behind."""
     phase: str
     step: int
+    """Optimizer steps completed."""
     age_s: float
-    """In this phase."""
+    """Seconds since the phase was entered."""
     limit_s: float
-    """Of the phase: longer is a stall."""
+    """Seconds after which the phase counts as stalled."""
     stack: str
-    """Of the main thread, once half of that has gone by."""
+    """Stack of the main thread, once half of `limit_s` has passed; empty before."""
     waits: bool
     """Whether that stack ends in a collective."""
 
     def publish(self, store: dist.Store, rank: int) -> None:
-        """Publish it as the newest of `rank`."""
-        store.set(_beat_key(rank), json.dumps(asdict(self)))
+        """Store this as the latest heartbeat of `rank`."""
+        store.set(_heartbeat_key(rank), json.dumps(asdict(self)))
 
     @staticmethod
     def latest(store: dist.Store, rank: int) -> "Heartbeat | None":
-        """None where the rank has given none yet."""
-        return Heartbeat(**json.loads(store.get(_beat_key(rank)))) if store.check([_beat_key(rank)]) else None
+        """The latest heartbeat of `rank`; None before the first."""
+        key = _heartbeat_key(rank)
+        return Heartbeat(**json.loads(store.get(key))) if store.check([key]) else None
 
 
-def _beat_key(rank: int) -> str:
-    return f"moba_train/beat/{rank}"
+def _heartbeat_key(rank: int) -> str:
+    return f"moba_train/heartbeat/{rank}"
 
 
 class FailureReports:
-    """The reports of ranks that had to give up."""
+    """The errors of ranks that gave up, each readable by all ranks."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
 
-    def give_up(self, error: BaseException) -> str:
-        """Report `error` as this rank's end. Returns what is known of the others: who ended earlier and of what else,
-        and, if this rank was waiting for them, who does not answer."""
+    def report(self, error: BaseException) -> str:
+        """Reports that `error` ends this rank. Returns what is known about the others: ranks that ended earlier with
+        another error and, if this rank was waiting in a collective, ranks that have not reported."""
         mine = _summary(error)
         try:
             earlier = self._reports()
@@ -74,7 +80,7 @@ class FailureReports:
             while len(reports := self._reports()) < self._size and time.monotonic() < deadline:
                 time.sleep(0.1)
         except (RuntimeError, OSError) as unreachable:
-            return f"rank {self._rank} of {self._size} ended; the others cannot be asked: {unreachable}"
+            return f"rank {self._rank} of {self._size} ended; the other ranks' reports cannot be read: {unreachable}"
         silent = [rank for rank in range(self._size) if rank not in reports]
         lines = []
         if operation := _collective(error):
@@ -82,17 +88,17 @@ class FailureReports:
             lines.append(f"rank {self._rank} gave up in {operation} (parallel.timeout is {limit:g} s)")
         lines += [f"rank {rank} ended before: {text}" for rank, text in earlier.items() if text != mine]
         if silent and was_waiting(error):
-            who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
-            lines.append(f"no answer from {who}: dead, stalled, or still waiting; the rank to look at is among them")
+            ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+            lines.append(f"no answer from {ranks}: dead, stalled, or still waiting; the rank to look at is among them")
             lines += [text for rank in silent[:_MOST_NAMED] if (text := self._last_seen(rank))]
         return "\n".join(lines)
 
     def _last_seen(self, rank: int) -> str:
         try:
-            beat = Heartbeat.latest(self._store, rank)
+            last = Heartbeat.latest(self._store, rank)
         except (RuntimeError, OSError):
             return ""
-        return f"rank {rank} was last seen in {beat.phase!r} after step {beat.step}" if beat else ""
+        return f"rank {rank} was last seen in {last.phase!r} after step {last.step}" if last else ""
 
     def _reports(self) -> dict[int, str]:
         ranks = (rank for rank in range(self._size) if self._store.check([self._key(rank)]))
@@ -103,15 +109,15 @@ class FailureReports:
 
 
 def end_with_launcher() -> None:
-    """Has Linux kill this rank when the torchrun that started it dies, be it by SIGKILL: nobody would end it otherwise,
-    and it would train on beside the run that is started in its place."""
+    """Ask Linux to kill this rank if torchrun dies. Otherwise it would go on training beside the run that is started
+    next."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def was_waiting(error: BaseException) -> bool:
-    """Whether it was a collective that failed, and so perhaps another rank's fault."""
+    """Whether `error` comes from a collective, so that another rank may be its cause."""
     return isinstance(error, CommunicationError) or _collective(error) is not None
 
 
@@ -121,7 +127,7 @@ def _summary(error: BaseException) -> str:
 
 
 def _collective(error: BaseException) -> str | None:
-    """The function of torch.distributed that was called, if any."""
+    """The function of torch.distributed that raised `error`; None if it was raised elsewhere."""
     for frame in traceback.extract_tb(error.__traceback__):
         if "torch/distributed/" in frame.filename and frame.name not in ("wrapper", "_fn"):
             return frame.name

@@ -1,4 +1,4 @@
-"""The only calls of the model, one function for each use, so that a pipeline can take the model's place here."""
+"""The only places that call the model, one function for each use, so that a pipeline can replace the model here."""
 
 import torch
 from torch import Tensor

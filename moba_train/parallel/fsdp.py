@@ -1,4 +1,4 @@
-"""FSDP2 around the model: float32 master weights in shards, gathered in the compute dtype; float32 gradient sums."""
+"""FSDP2: float32 master weights in shards, gathered in the compute dtype; gradients are reduced in float32."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,23 +16,24 @@ from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.tensor import apply_tensor_parallel
 
 COMPILED_FORMS = 64
-"""So often torch may compile the blocks' code in one stage: for each kind of attention and sequence length, with
-gradients and without. What comes after its own limit, 8, it runs uncompiled, with no more than a warning."""
+"""How often torch may compile the blocks' code in one stage: for each attention kind and sequence length, with
+gradients and without. Beyond its own limit, 8, it runs the code uncompiled, with only a warning."""
 
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
-    """The dtype the layers compute in: `precision.compute`, where auto means bf16 on a GPU and float32 on a CPU."""
-    wanted = config.precision.compute
-    if wanted == "auto":
-        wanted = "bf16" if device.type == "cuda" else "fp32"
-    return torch.bfloat16 if wanted == "bf16" else torch.float32
+    """The dtype of the layers' computation: `precision.compute`, where auto is bf16 on a GPU and float32 on a CPU."""
+    compute = config.precision.compute
+    if compute == "auto":
+        compute = "bf16" if device.type == "cuda" else "fp32"
+    return torch.bfloat16 if compute == "bf16" else torch.float32
 
 
 def sharded_model(config: RunConfig, dims: ParallelDims) -> Transformer:
     """The recipe's model with its initial weights, sharded over the ranks of `dims`.
 
-    No rank ever holds the whole model: it is built without storage, cut, and filled one parameter at a time. Gradients
-    are summed over ranks, never averaged, because the loss is already divided by the global number of loss tokens.
+    No rank ever holds the whole model: it is built on the meta device, sharded, and filled one parameter at a time.
+    Gradients are summed over ranks, never averaged, because the loss is already divided by the global number of loss
+    tokens.
     """
     with torch.device("meta"):
         model = build_model(config)
@@ -43,7 +44,7 @@ def sharded_model(config: RunConfig, dims: ParallelDims) -> Transformer:
         block.forward = _block_forward(block.forward, config)
     if dims.tp_mesh is not None:
         apply_tensor_parallel(model, dims.tp_mesh)
-    # Inputs are not cast: cos and sin stay float32 when the layers compute in bf16.
+    # Inputs are not cast, so that cos and sin stay float32 when the layers compute in bf16.
     device = dims.world.device
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(config, device), reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -51,7 +52,7 @@ def sharded_model(config: RunConfig, dims: ParallelDims) -> Transformer:
     for module in (*model.blocks, model):
         fully_shard(module, mesh=dims.weight_mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other reduction with a factor
+        module.set_force_sum_reduction_for_comms(True)  # gloo can only sum
     for method in ("loss", "token_losses"):
         register_fsdp_forward_method(model, method)
     model.to_empty(device=device)

@@ -1,8 +1,8 @@
-"""Ranks that torchrun restarts find each other, and not what the ranks before them left behind.
+"""A key-value store for each restart attempt of torchrun, so that ranks do not read what dead ranks left behind.
 
-torchrun (2.11 to 2.13) hands the same key-value store to every attempt, and process groups read each other's addresses
-from it. A restarted rank that is quicker than another reads the address of that one's dead predecessor and fails, as
-often as it is restarted. TORCHELASTIC_RESTART_COUNT does not tell attempts apart: on several nodes it may differ.
+torchrun (2.11 to 2.13) hands the same store to every attempt, and process groups read the addresses of their ranks from
+it. A restarted rank that is faster than another reads the address of the other's dead predecessor and fails, in every
+attempt again. TORCHELASTIC_RESTART_COUNT does not identify the attempt: it may differ between nodes.
 """
 
 import time
@@ -18,24 +18,26 @@ _POLL_S = 0.05
 
 
 def attempt_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The part of `store` that belongs to this attempt alone; called on every rank.
+    """A view of `store` whose keys belong to this restart attempt alone; called on every rank.
 
-    Every process has a name that was never used before. Rank 0 gives the same token to the names it finds, and anew
-    whenever one of them is replaced; all go on once every rank has confirmed the token. Raises LaunchError, on rank 0
-    with the ranks that are missing, when that takes longer than `timeout`.
+    Every process publishes a new random name. Rank 0 gives one token to all the names that it finds, and a new token
+    whenever one of them is replaced; the attempt begins once every rank has confirmed the token. Raises LaunchError
+    when that takes longer than `timeout`; rank 0 names the missing ranks.
     """
     attempt = _lead(store, size, timeout) if rank == 0 else _follow(store, rank, timeout)
     return dist.PrefixStore(f"moba_train/attempt/{attempt}", store)
 
 
 def _lead(store: dist.Store, size: int, timeout: timedelta) -> str:
-    others, token = range(1, size), uuid.uuid4().hex
+    others = range(1, size)
+    token = uuid.uuid4().hex
     names: list[bytes] | None = None
     for _ in _until(timeout):
         if store.check([_name(rank) for rank in others]):
             found = [store.get(_name(rank)) for rank in others]
             if found != names:
-                names, token = found, uuid.uuid4().hex
+                names = found
+                token = uuid.uuid4().hex
                 for name in names:
                     store.set(_token(name.decode()), token)
             if store.check([_confirmed(token, rank) for rank in others]):
@@ -62,7 +64,8 @@ def _follow(store: dist.Store, rank: int, timeout: timedelta) -> str:
             if store.check([_go(token)]):
                 return token
     raise LaunchError(
-        f"rank {rank}: rank 0 did not bring all ranks together within {timeout.total_seconds():g} s (parallel.timeout)"
+        f"rank {rank}: rank 0 did not find all ranks within {timeout.total_seconds():g} s (parallel.timeout); look at "
+        "its output"
     )
 
 

@@ -17,19 +17,19 @@ from moba_train.parallel.world import World, broadcast
 LOCK = "lock"
 
 WAIT_S = 30.0
-"""The ranks of a run whose launcher was killed may need a moment to end."""
+"""How long to wait for the lock: the ranks of a run whose launcher was killed may need a moment to end."""
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def run_folder_lock(run_dir: Path, world: World, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Holds `run_dir`, which is made if need be, for this run; the system lets go of it when rank 0 ends, however that
-    happens. Called on every rank.
+    """Holds a lock on `run_dir`, which is created unless it exists. The system releases the lock when rank 0 ends, also
+    by SIGKILL. Called on every rank.
 
-    Raises LaunchError when another run still holds it after `wait_s` seconds, or when the folder cannot be written. It
-    is a POSIX record lock: it keeps out other nodes only on file systems that pass it on to them (NFS 4, Lustre mounted
-    with flock), and where there are no locks at all, a warning says so and the run goes on.
+    Raises LaunchError when another run still holds the lock after `wait_s` seconds, or when the folder cannot be
+    written. It is a POSIX record lock: it keeps out other nodes only on file systems that pass it on to them (NFS 4,
+    Lustre mounted with flock); where there are no locks at all, a warning says so and the run goes on.
     """
     lock: TextIO | None = None
     problem: str | None = None

@@ -1,12 +1,12 @@
-"""Tensor parallelism: the ranks of a node share every layer's heads and columns, and the rows between the layers.
+"""Tensor parallelism with sequence parallelism between the layers, over the ranks of a node.
 
-As in Megatron-LM (Korthikanti et al. 2022, arXiv:2205.05198), with torch's own styles. Of the T rows of a sequence (or
-of its shard, under context parallelism) each of the tp ranks holds T/tp consecutive ones between attention and
-feed-forward. Both gather all rows at their entry, compute with a part of the heads or columns, and sum their outputs
-over the ranks as each gets its rows back. The embedding is cut by its vocabulary. The loss of a rank is that of its own
-rows, with the whole output weight: ranks differ in their loss tokens as those of context parallelism do.
+As in Megatron-LM (Korthikanti et al. 2022, arXiv:2205.05198), with torch's parallel styles. Between attention and
+feed-forward each of the tp ranks holds T/tp consecutive rows of a sequence's T (of its shard's, under context
+parallelism). Attention and feed-forward all-gather the rows, compute with a part of the heads or columns, and
+reduce-scatter their outputs. The embedding is sharded by vocabulary. A rank computes the loss of its own rows with the
+gathered output weight, so ranks differ in their loss tokens as they do under context parallelism.
 
-Attention is given all rows of some heads, and so never hears of this.
+Attention gets all rows of some heads and does not know about tensor parallelism.
 """
 
 from typing import Any
@@ -27,11 +27,11 @@ from moba_train.model.transformer import Transformer
 
 
 def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
-    """Cut the parameters of `model` over the ranks of `mesh`, one dimension, and have it compute so, in place.
+    """Shards the parameters and the computation of `model` over the ranks of `mesh`, one dimension, in place.
 
-    From then on the model is called with all rows of tokens and positions, and with the loss of this rank's rows,
-    counted from the first of them. Heads, key/value heads, hidden columns, vocabulary and rows are divisible by the
-    ranks. Norm weights stay whole; their gradients are summed over the ranks.
+    From then on the model is called with the tokens and positions of all rows, and with the loss of this rank's rows,
+    counted from its first one. Heads, key/value heads, hidden columns, vocabulary and rows must be divisible by the
+    ranks. Norm weights are replicated; their gradients are summed over the ranks.
     """
     attention: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(sequence_dim=0),
@@ -63,16 +63,16 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
 
 
 class _VocabularyParallel(ParallelStyle):
-    """An embedding cut by its vocabulary, which gives each rank its rows.
+    """Style for an embedding that is sharded by vocabulary and returns this rank's rows.
 
-    Not RowwiseParallel: its result is still on its way, and a compiled block (torch 2.13) gives such an input no
-    gradient.
+    Not RowwiseParallel: it returns an asynchronous collective's tensor, and a compiled block (torch 2.13) gives such an
+    input no gradient.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(_name: str, embedding: nn.Module, mesh: DeviceMesh) -> None:
-            for name, whole in list(embedding.named_parameters(recurse=False)):
-                part = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+        def shard_by_vocabulary(_name: str, embedding: nn.Module, mesh: DeviceMesh) -> None:
+            for name, weight in list(embedding.named_parameters(recurse=False)):
+                part = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
                 embedding.register_parameter(name, nn.Parameter(part))
 
         def all_tokens(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
@@ -81,10 +81,10 @@ class _VocabularyParallel(ParallelStyle):
         def own_rows(_module: nn.Module, sums: DTensor, _mesh: DeviceMesh) -> Any:
             return sums.redistribute(placements=[Shard(0)]).to_local()
 
-        return distribute_module(module, device_mesh, cut, all_tokens, own_rows)
+        return distribute_module(module, device_mesh, shard_by_vocabulary, all_tokens, own_rows)
 
 
 def _gather_weight(weight_VD: Tensor) -> Tensor:
-    """Of all ranks' parts; each rank's gradient is for its own rows, so they are summed."""
+    """All-gathers the output weight [V, D]. The ranks' gradients come from different rows, so they are summed."""
     assert isinstance(weight_VD, DTensor)
     return weight_VD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

@@ -1,6 +1,6 @@
-"""This process among all others: rank, device, process group.
+"""This process among all ranks: rank, device, default process group, and small collectives on host values.
 
-Under torchrun the environment says who we are; without it, the world is this one process.
+torchrun describes the world in environment variables; without them it has one rank, this process.
 """
 
 import os
@@ -21,26 +21,26 @@ from moba_train.parallel.restart import attempt_store
 T = TypeVar("T")
 
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-"""The last collectives of each rank are remembered, and NCCL writes its own to a file when one takes too long."""
+"""Records the last collectives of each rank; NCCL writes its own to a file when a collective times out."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is."""
+    """This process's place among all ranks."""
 
     rank: int
     size: int
     device: torch.device
     ranks_per_node: int
-    """Consecutive ranks share a node."""
+    """Consecutive ranks run on one node."""
     timeout: timedelta
-    """Of every collective."""
+    """Limit for every collective."""
     store: dist.Store
-    """Shared by all ranks; torchrun's outlives them."""
+    """Key-value store of all ranks; torchrun's outlives them."""
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that writes logs."""
+        """Whether this is rank 0, the one that writes logs."""
         return self.rank == 0
 
 
@@ -48,11 +48,11 @@ class World:
 def joined_world(timeout: timedelta = timedelta(minutes=10), stalls: Path | None = None) -> Iterator[World]:
     """Join the process group that torchrun describes, and leave it at the end.
 
-    Collectives on CPU tensors go through gloo, on CUDA tensors through NCCL (created here, not inside the first step).
-    A collective that takes longer than `timeout` ends the run, and an exception that leaves the context carries a note
-    about the ranks that ended before or do not answer. On CUDA NCCL's watchdog ends it, or, where CUDA holds up that
-    one too, its monitor after half of `timeout` twice. `stalls` is the folder for flight records, /tmp by default.
-    Raises LaunchError when this node has fewer GPUs than ranks.
+    Collectives use gloo for CPU tensors and NCCL for CUDA tensors (created here, not inside the first step). A
+    collective that takes longer than `timeout` ends the run, and an exception that leaves the context carries a note
+    about ranks that ended before or do not answer. On CUDA, NCCL's watchdog ends the process or, where CUDA
+    blocks the watchdog too, NCCL's monitor of it, after half of `timeout` twice. `stalls`: folder for flight records,
+    /tmp by default. Raises LaunchError when this node has fewer GPUs than ranks.
     """
     nccl = _FLIGHT_RECORDER | {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, int(timeout.total_seconds() / 2)))}
     nccl |= {"TORCH_FR_DUMP_TEMP_FILE": str(flight_records(stalls))} if stalls else {}
@@ -62,7 +62,7 @@ def joined_world(timeout: timedelta = timedelta(minutes=10), stalls: Path | None
 
 @contextmanager
 def environment_defaults(values: dict[str, str]) -> Iterator[None]:
-    """Within, these variables are set, where they were not already."""
+    """Sets those of these environment variables that are not set yet, and removes them at the end."""
     ours = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(ours)
     try:
@@ -74,7 +74,8 @@ def environment_defaults(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _joined(timeout: timedelta) -> Iterator[World]:
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = _device(int(os.environ.get("LOCAL_RANK", 0)), per_node)
     store: dist.Store = dist.HashStore()
@@ -94,9 +95,9 @@ def _joined(timeout: timedelta) -> Iterator[World]:
     try:
         yield World(rank, size, device, per_node, timeout, store)
     except Exception as error:
-        if others := failures.give_up(error):
+        if others := failures.report(error):
             error.add_note(others)
-        if not was_waiting(error):  # NCCL would wait on for ranks that do not answer
+        if not was_waiting(error):  # destroying the group would wait for ranks that do not answer
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
@@ -115,19 +116,19 @@ def _device(local_rank: int, local_size: int) -> torch.device:
 
 
 def flight_records(folder: Path) -> Path:
-    """What the files of flight records in `folder` begin with; the rank follows. As `torchfrtrace` reads them."""
+    """Path prefix of the flight records in `folder`, which the rank follows; `torchfrtrace` expects this name."""
     return folder / "nccl_trace_rank_"
 
 
 def broadcast(value: T) -> T:
-    """Rank 0's value, any that can be pickled, on every rank."""
+    """Returns rank 0's `value`, which must be picklable, on every rank."""
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
 
 
 def values_of_ranks(values: list[float]) -> list[list[float]]:
-    """The numbers of every rank, by rank; known on the host, as many on all."""
+    """Returns the `values` of every rank, by rank; all give equally many. On the host: never touches the GPU."""
     own = torch.tensor(values, dtype=torch.float64)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)
@@ -135,14 +136,14 @@ def values_of_ranks(values: list[float]) -> list[list[float]]:
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:
-    """Element-wise sum over all ranks of numbers known on the host; never touches the GPU."""
+    """Returns the element-wise sum of `values` over all ranks. On the host: never touches the GPU."""
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
     return total.tolist()
 
 
 def min_over_ranks(value: float) -> float:
-    """The smallest of all ranks' numbers."""
-    least = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return least.item()
+    """Returns the smallest `value` of all ranks. On the host: never touches the GPU."""
+    smallest = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return smallest.item()

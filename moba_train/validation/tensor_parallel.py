@@ -1,4 +1,4 @@
-"""What tensor parallelism must be able to divide."""
+"""Checks of tensor parallelism: sizes that `parallel.tp` must divide."""
 
 from collections.abc import Iterator
 from math import gcd
@@ -15,20 +15,21 @@ _DIVIDED = ("heads", "kv_heads", "intermediate_size", "vocab_size")
 
 
 def tensor_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator[str]:
-    """Parts of the model, or ranks of a node, that `parallel.tp` does not divide."""
-    tp, sizes = config.parallel.tp, {key: getattr(config.model, key) for key in _DIVIDED}
-    torn = [f"model.{key} {size}" for key, size in sizes.items() if size % tp]
-    if torn:
-        yield f"parallel.tp: given {tp}, which does not divide {', '.join(torn)}; {divisors(gcd(*sizes.values()))}"
+    """Sizes of the model, and ranks of a node, that `parallel.tp` does not divide, as problems."""
+    tp = config.parallel.tp
+    sizes = {key: getattr(config.model, key) for key in _DIVIDED}
+    uneven = [f"model.{key} {size}" for key, size in sizes.items() if size % tp]
+    if uneven:
+        yield f"parallel.tp: given {tp}, which does not divide {', '.join(uneven)}; {divisors(gcd(*sizes.values()))}"
     if ranks_per_node is not None and ranks_per_node % tp:
         yield (
-            f"parallel.tp: given {tp}, which does not divide the {ranks_per_node} ranks of a node, and must not leave "
-            f"it; {divisors(ranks_per_node)}"
+            f"parallel.tp: given {tp}, which does not divide the {ranks_per_node} ranks of a node; a tp group must not "
+            f"span nodes; {divisors(ranks_per_node)}"
         )
 
 
 def row_problems(config: RunConfig) -> Iterator[str]:
-    """Stages whose rows `parallel.tp` does not divide, in training or evaluation."""
+    """Stages whose rows (tokens on a rank) `parallel.tp` does not divide, in training or evaluation, as problems."""
     tp = config.parallel.tp
     for stage in resolve_stages(config) if tp > 1 else ():
         cp, layout = stage.parallel.cp, stage.parallel.cp_layout
@@ -37,7 +38,7 @@ def row_problems(config: RunConfig) -> Iterator[str]:
             passes[f"seq_len {stage.seq_len} ({evaluation.key})"] = evaluation.sequences_per_pass(stage)
         for text, sequences in passes.items():
             tokens = stage.seq_len * sequences
-            # `auto` decides between them by the memory it finds
+            # `auto` may choose either, by the memory that is free
             kinds = get_args(CPLayout) if layout == "auto" else (layout,)
             rows = {SequenceLayout.split(tokens, cp, kind).rows for kind in kinds} if tokens >= cp else set()
             if uneven := [str(count) for count in sorted(rows) if count % tp]:

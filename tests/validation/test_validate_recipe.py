@@ -292,7 +292,7 @@ def test_stages_may_share_sequences_among_different_numbers_of_ranks(load):
         (
             ["parallel.tp=16", "model.heads=16", "model.kv_heads=16"],
             16,
-            "parallel.tp: given 16, which does not divide the 8 ranks of a node, and must not leave it; allowed: 1, 2,",
+            "parallel.tp: given 16, which does not divide the 8 ranks of a node; a tp group must not span nodes; ",
         ),
         (["parallel.tp=2"], 5, "parallel.tp: given 2, which does not divide the 5 ranks; allowed: 1, 5"),
         (
