@@ -1,4 +1,4 @@
-"""A sample of MoBA's choices, outputs and gradients against float64; outputs and gradients for the choice made."""
+"""A sample of MoBA's selections, outputs and gradients against float64; the last two for the selection made."""
 
 import bisect
 from typing import Any
@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_rows import Row
-from moba_train.attention.moba.blocks import first_blocks
+from moba_train.attention.blocks.geometry import first_blocks
 from moba_train.attention.moba.gate import pool_keys
-from moba_train.attention.protocol import Plan
+from moba_train.attention.protocol import Selection
 
 LIMITS = {"choice": 1e-3, "out": 1e-2, "lse": 1e-3, "dq": 2e-2, "dk": 2e-2, "dv": 2e-2}
-"""Largest error allowed: relative in norm, but absolute for lse and for the gates of the choice."""
+"""Largest error allowed: relative in norm, but absolute for lse and for the gates of the selection."""
 ENOUGH = 16
 """With fewer keys, gradients of the scores may cancel to nothing, and relative errors mean nothing."""
 
 
-def errors(row: Row, result: tuple[Tensor, Tensor, Plan, Tensor, Tensor, Tensor]) -> dict[str, float]:
+def errors(row: Row, result: tuple[Tensor, Tensor, Selection, Tensor, Tensor, Tensor]) -> dict[str, float]:
     """The largest error of each name in LIMITS in the result of `row.both()`.
 
-    `choice` is how much better the best block left out fits than the worst one chosen; a choice of a wrong number of
-    blocks, or of blocks that are no candidates, is infinite.
+    `choice` is how much better the best block left out fits than the worst one selected; a selection of a wrong number
+    of blocks, or of blocks that are no candidates, is infinite.
     """
     worst = dict.fromkeys(LIMITS, 0.0)
     sample = _Sample(row, result)
@@ -50,7 +50,7 @@ class _Sample:
 
     def __init__(self, row: Row, result: Any) -> None:
         self.row = row
-        self.out, self.lse, (self.chosen, *_), self.dq, self.dk, self.dv = result
+        self.out, self.lse, (self.selected, *_), self.dq, self.dk, self.dv = result
         layout = row.layout()
         self.means = pool_keys(row.k, layout, row.block_size).double()
         lengths, edges = row.case.lengths(), layout.cu_seqlens.tolist()
@@ -63,22 +63,22 @@ class _Sample:
         ] + [row.tokens]
 
     def query(self, head: int, token: int) -> dict[str, float]:
-        """One query's choice, output and gradient."""
+        """One query's selection, output and gradient."""
         row = self.row
         own = bisect.bisect_right(self.starts, token) - 1
         first = self.first_of[bisect.bisect_right(self.edges, token) - 1]
-        chosen = [block for block in self.chosen[head, token].tolist() if block >= 0]
-        if len(set(chosen)) != min(row.topk - 1, own - first) or any(not first <= block < own for block in chosen):
+        selected = [block for block in self.selected[head, token].tolist() if block >= 0]
+        if len(set(selected)) != min(row.topk - 1, own - first) or any(not first <= block < own for block in selected):
             return {"choice": float("inf")}
         kv_head = head // (row.case.heads // row.case.kv_heads)
         q, dout = row.q[token, head].double(), row.dout[token, head].double()
         found = {"choice": 0.0}
-        if chosen and len(chosen) < own - first:
+        if selected and len(selected) < own - first:
             gates = self.means[first:own, kv_head] @ q
             mine = torch.zeros_like(gates, dtype=torch.bool)
-            mine[[block - first for block in chosen]] = True
+            mine[[block - first for block in selected]] = True
             found["choice"] = max(0.0, (gates[~mine].max() - gates[mine].min()).item())
-        spans = [(self.starts[block], self.starts[block + 1]) for block in chosen] + [(self.starts[own], token + 1)]
+        spans = [(self.starts[block], self.starts[block + 1]) for block in selected] + [(self.starts[own], token + 1)]
         keys = torch.cat([torch.arange(*span) for span in spans]).to(row.device)
         k, v = row.k[keys, kv_head].double(), row.v[keys, kv_head].double()
         scale = row.attention.scale
@@ -98,7 +98,7 @@ class _Sample:
         group = row.case.heads // row.case.kv_heads
         kv_head = min(5, row.case.kv_heads - 1)
         start, stop = self.starts[block : block + 2]
-        at_g, at_t = (self.chosen[kv_head * group : (kv_head + 1) * group] == block).any(-1).nonzero(as_tuple=True)
+        at_g, at_t = (self.selected[kv_head * group : (kv_head + 1) * group] == block).any(-1).nonzero(as_tuple=True)
         own_t = torch.arange(start, stop, device=row.device)
         at_t = torch.cat([at_t, own_t.repeat(group)])
         own_g = torch.arange(group, device=row.device).repeat_interleave(len(own_t))

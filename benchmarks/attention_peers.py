@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_rows import Row, backends
-from moba_train.attention import pieces
-from moba_train.attention.dense import BACKENDS
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.full import calls
+from moba_train.attention.full.kernels import BACKENDS
+from moba_train.attention.protocol import BackwardState, packed_layout
 
 Calls = tuple[Callable[[], Any], Callable[[], Any]]
 """(forward, forward and backward)."""
@@ -112,11 +112,12 @@ def dense_backend(name: str, row: Row) -> Calls | None:
         return None
 
     def forward() -> tuple[Tensor, Tensor]:
-        return pieces.attend(backend, row.q, row.k, row.v, row.layout(), scale)
+        return calls.attend(backend, row.q, row.k, row.v, row.layout(), scale)
 
     def both() -> Any:
         out, lse = forward()
-        return out, pieces.attend_backward(backend, row.dout, row.q, row.k, row.v, out, lse, row.layout(), scale)
+        state = BackwardState(row.dout, row.q, row.k, row.v, out, lse)
+        return out, calls.attend_backward(backend, state, row.layout(), scale)
 
     return forward, both
 

@@ -1,12 +1,12 @@
-"""Queries and keys whose gate makes a known choice: an attention sink, neighbours, or any block alike.
+"""Queries and keys whose gate makes a known selection: an attention sink, neighbours, or any block alike.
 
-Shape suffixes: T tokens, N blocks, H query heads, K key/value heads, D head width, C choices.
+Shape suffixes: T tokens, N blocks, H query heads, K key/value heads, D head width, C selected blocks.
 """
 
 import torch
 from torch import Tensor
 
-from moba_train.attention.moba.blocks import block_bound, block_ids, first_blocks
+from moba_train.attention.blocks.geometry import block_bound, block_ids, first_blocks
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.protocol import Layout
 
@@ -66,30 +66,30 @@ def _turning(blocks: int, width: int, topk: int, device: torch.device) -> Tensor
     return (torch.cat([angles.cos(), angles.sin()], -1) * (width // 2) ** -0.5).float()
 
 
-def routed_share(routing: str, layout: Layout, chosen_HTC: Tensor, block_size: int) -> float:
-    """How far a choice of history blocks (int [H, T, C], -1 = none) is what `routing` wants, 0 to 1.
+def routed_share(routing: str, layout: Layout, selected_HTC: Tensor, block_size: int) -> float:
+    """How far selected history blocks (int [H, T, C], -1 = none) are what `routing` wants, 0 to 1.
 
-    sink: share of queries, among those with any history, that chose their document's first block. local: share of the
-    chosen blocks that are among the nearest C. random, uniform: overlap of the blocks' numbers of queries with those
-    that an even choice would give.
+    sink: share of queries, among those with any history, that selected their document's first block. local: share of
+    the selected blocks that are among the nearest C. random, uniform: overlap of the blocks' numbers of queries with
+    those that an even selection would give.
     """
     first_N = first_blocks(layout.cu_seqlens, block_size)
     own_T = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
     first_T = first_N[layout.q_documents]
-    heads, _, choices = chosen_HTC.shape
-    if choices == 0 or not bool((own_T > first_T).any()):
+    heads, _, count = selected_HTC.shape
+    if count == 0 or not bool((own_T > first_T).any()):
         return 1.0
     if routing == "sink":
-        return (chosen_HTC == first_T[:, None]).any(-1)[:, own_T > first_T].double().mean().item()
-    valid_HTC = chosen_HTC >= 0
+        return (selected_HTC == first_T[:, None]).any(-1)[:, own_T > first_T].double().mean().item()
+    valid_HTC = selected_HTC >= 0
     if routing == "local":
-        near_HTC = valid_HTC & (chosen_HTC >= own_T[:, None] - choices)
+        near_HTC = valid_HTC & (selected_HTC >= own_T[:, None] - count)
         return (near_HTC.sum() / valid_HTC.sum()).item()
     blocks = block_bound(layout, block_size)
-    got_N = torch.bincount(chosen_HTC[valid_HTC], minlength=blocks).double()
-    # A query of block o spreads min(C, h) choices over its h = o - first blocks of history.
+    got_N = torch.bincount(selected_HTC[valid_HTC], minlength=blocks).double()
+    # A query of block o spreads min(C, h) selections over its h = o - first blocks of history.
     history_T = (own_T - first_T).double()
-    share_T = heads * history_T.clamp(max=choices) / history_T.clamp(min=1)
+    share_T = heads * history_T.clamp(max=count) / history_T.clamp(min=1)
     by_own_N = torch.zeros(blocks + 1, dtype=torch.float64, device=own_T.device).index_add_(0, own_T, share_T)
     from_here_N = by_own_N.flip(0).cumsum(0).flip(0)
     ids_N = torch.arange(blocks, device=own_T.device)

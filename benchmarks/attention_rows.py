@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.attention_cost import Cost, Heads, moba_cost
 from benchmarks.attention_routing import ROUTINGS, routed_inputs
-from moba_train.attention.moba.layer import MobaAttention
-from moba_train.attention.protocol import Layout, Plan, packed_layout
+from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.protocol import BackwardState, Layout, Selection, packed_layout
 from moba_train.config.quantities import parse_number
 
 LONGEST_DOCUMENT = 2**15
@@ -148,17 +148,17 @@ class Row:
         """A new one, with nothing derived from it yet."""
         return packed_layout(self.case.lengths(), self.device)
 
-    def forward(self) -> tuple[Tensor, Tensor, Layout, Plan]:
+    def forward(self) -> tuple[Tensor, Tensor, Layout, Selection]:
         """Everything, the documents' tables included."""
         layout = self.layout()
-        plan = self.attention.plan(self.q, self.attention.summarize(self.k, layout), layout)
-        return (*self.attention.attend(self.q, self.k, self.v, layout, plan), layout, plan)
+        selection = self.attention.select(self.q, self.attention.summarize(self.k, layout), layout)
+        return (*self.attention.attend(self.q, self.k, self.v, layout, selection), layout, selection)
 
-    def both(self) -> tuple[Tensor, Tensor, Plan, Tensor, Tensor, Tensor]:
+    def both(self) -> tuple[Tensor, Tensor, Selection, Tensor, Tensor, Tensor]:
         """Forward and backward."""
-        out, lse, layout, plan = self.forward()
-        grads = self.attention.attend_backward(self.dout, self.q, self.k, self.v, out, lse, layout, plan)
-        return (out, lse, plan, *grads)
+        out, lse, layout, selection = self.forward()
+        state = BackwardState(self.dout, self.q, self.k, self.v, out, lse)
+        return (out, lse, selection, *self.attention.attend_backward(state, layout, selection))
 
 
 def compile_ahead(cases: Sequence[Case]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Times tile shapes of the attention kernels, to fill the table in moba_train/attention/moba/triton/tiles.py.
+"""Times tile shapes of the attention kernels, to fill the table in moba_train/attention/blocks/triton/tiles.py.
 
     python -m benchmarks.attention_tiles --row 128K:4096/12
     python -m benchmarks.attention_tiles --row 64K:128/8 --kernel short_backward --shapes 32x128x8x3 64x128x8x3
@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks.attention_rows import Case, Row
 from benchmarks.options import need_gpus
 from benchmarks.timing import kernel_times, milliseconds
+from moba_train.attention.protocol import BackwardState
 
 FORWARD = ("own", "forward", "short_forward")
 CANDIDATES = {
@@ -33,11 +34,12 @@ CANDIDATES = {
 
 def passes(row: Row) -> dict[bool, Callable[[], tuple[Tensor, ...]]]:
     """The forward (True) and the backward pass on this row's inputs; both read the tile shapes anew."""
-    out, lse, layout, plan = row.forward()
+    out, lse, layout, selection = row.forward()
     attention, inputs = row.attention, (row.q, row.k, row.v)
+    state = BackwardState(row.dout, *inputs, out, lse)
     return {
-        True: lambda: attention.attend(*inputs, layout, plan),
-        False: lambda: attention.attend_backward(row.dout, *inputs, out, lse, layout, plan),
+        True: lambda: attention.attend(*inputs, layout, selection),
+        False: lambda: attention.attend_backward(state, layout, selection),
     }
 
 
@@ -52,22 +54,22 @@ def sweep(arguments: argparse.Namespace) -> None:
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources
 
-    from moba_train.attention.moba.triton import call as kernels
-    from moba_train.attention.moba.triton.tiles import Shape, Shapes, shapes
+    from moba_train.attention.blocks.triton import call as kernels
+    from moba_train.attention.blocks.triton.tiles import TileShape, TileShapes, tile_shapes
 
-    assert set(CANDIDATES) == {field.name for field in fields(Shapes)}
+    assert set(CANDIDATES) == {field.name for field in fields(TileShapes)}
     for name in arguments.row:
         row = Row(Case.parse(name))
-        usual, run = shapes(row.q.shape[2], row.block_size), passes(row)
+        usual, run = tile_shapes(row.q.shape[2], row.block_size), passes(row)
         for kernel in arguments.kernel:
             if getattr(usual, kernel) is None:
                 continue
             call = run[kernel in FORWARD]
-            kernels.shapes = shapes
+            kernels.tile_shapes = tile_shapes
             want = call()
             for text in arguments.shapes or CANDIDATES[kernel].split():
-                case = replace(usual, **{kernel: Shape(*map(int, text.split("x")))})
-                kernels.shapes = lambda *_sizes, case=case: case
+                case = replace(usual, **{kernel: TileShape(*map(int, text.split("x")))})
+                kernels.tile_shapes = lambda *_sizes, case=case: case
                 label = f"{name} {kernel} {text}"
                 try:
                     different = errors(call(), want)
@@ -78,7 +80,7 @@ def sweep(arguments: argparse.Namespace) -> None:
                 times: dict[str, Any] = kernel_times(call)
                 split = " ".join(f"{key} {time:.2f}" for key, time in list(times.items())[:4])
                 print(f"{label}: {ms:.2f} ms ({split}), different by {different}", flush=True)
-        kernels.shapes = shapes
+        kernels.tile_shapes = tile_shapes
         del row, run
         torch.cuda.empty_cache()
 

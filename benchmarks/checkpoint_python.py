@@ -27,8 +27,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.record import save, spread
 from moba_train.checkpoint.planned import PlannedWriter
+from moba_train.checkpoint.rank_group import RankGroup
 from moba_train.checkpoint.state import local_part
-from moba_train.checkpoint.together import Together
 
 NAMES = ("q", "k", "v", "o", "gate", "up", "down", "attention_norm", "mlp_norm")
 STATES = ("model", "exp_avg", "exp_avg_sq", "step")
@@ -99,7 +99,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     tensors = many_tensors(arguments.layers)
     copies = {name: local_part(tensor).clone() for name, tensor in tensors.items()}
-    writer = PlannedWriter(Together(dist.new_group(backend="gloo")))
+    writer = PlannedWriter(RankGroup(dist.new_group(backend="gloo")))
     writer.plan(tensors, copies)
     ways: dict[str, Callable[[Path], None]] = {
         "save": lambda folder: dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder)),

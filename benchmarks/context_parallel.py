@@ -30,9 +30,16 @@ from benchmarks.record import save, spread
 from benchmarks.timing import queued
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LocalEngine
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.operators import OperatorEngine
-from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
+from moba_train.attention.protocol import (
+    BackwardState,
+    Gradients,
+    Layout,
+    LocalAttention,
+    Selection,
+    packed_layout,
+)
 from moba_train.parallel.context.checks import check_heads, check_sizes
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.costs import predict_cost
@@ -115,15 +122,15 @@ class Setting:
 class Nothing(FullAttention):
     """Full attention that computes nothing, so that only its transport takes time."""
 
-    def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Results of undefined contents."""
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
+        """Undefined contents."""
         return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[1::-1], dtype=torch.float32)
 
-    def attend_backward(
-        self, dout_THD: Tensor, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of undefined contents."""
-        return torch.empty_like(q_THD), torch.empty_like(k_SKD), torch.empty_like(v_SKD)
+    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
+        """Undefined contents."""
+        return torch.empty_like(state.q), torch.empty_like(state.k), torch.empty_like(state.v)
 
 
 def both_passes(
@@ -131,8 +138,9 @@ def both_passes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Forward and backward: out, dq, dk, dv."""
     q, k, v, dout = inputs
-    out, lse, plan = engine.forward(q, k, v, attention, layout)
-    return out, *engine.backward(dout, q, k, v, out, lse, plan, attention, layout)
+    call = engine.call(attention, layout)
+    out, lse, selection = engine.forward(q, k, v, call)
+    return out, *engine.backward(BackwardState(dout, q, k, v, out, lse), selection, call)
 
 
 def row_lengths(results: tuple[Tensor, ...]) -> list[Tensor]:
@@ -163,9 +171,9 @@ def one_share(
     q, dout = (sequence.shard(inputs[i], rank)[: sequence.tokens(rank)] for i in (0, 3))
     k, v = inputs[1:3]
     part = layout.part(sequence.ranges_of(rank), None)
-    plan = attention.plan(q, attention.summarize(k, layout.part(None, None)), part)
-    out, lse = attention.attend(q, k, v, part, plan)
-    attention.attend_backward(dout, q, k, v, out, lse, part, plan)
+    selection = attention.select(q, attention.summarize(k, layout.part(None, None)), part)
+    out, lse = attention.attend(q, k, v, part, selection)
+    attention.attend_backward(BackwardState(dout, q, k, v, out, lse), part, selection)
 
 
 def pairs(name: str, tokens: int) -> float:

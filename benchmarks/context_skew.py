@@ -10,8 +10,7 @@ only after attention to it, so that every step takes as long as its busiest rank
 
 import argparse
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,13 @@ from torch import Tensor
 from benchmarks.context_parallel import Setting, both_passes
 from benchmarks.options import length
 from benchmarks.record import save, spread
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.observer import AttentionTimer
 from moba_train.attention.protocol import packed_layout
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.parallel.context.transport.base import Job
+from moba_train.parallel.context.transport.base import ShardedCall
 from moba_train.parallel.context.transport.ring import Ring
 from moba_train.parallel.world import joined_world
 
@@ -38,54 +38,13 @@ STRENGTH = 16.0
 class LockstepRing(Ring):
     """The negative control: sends a chunk on only after attention to it."""
 
-    def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall) -> Iterator[tuple[int, Tensor, Tensor]]:
         chunk_2LKD = torch.stack([k_LKD, v_LKD])
         for step in range(self.communicator.size):
             owner = (self.rank - step) % self.communicator.size
-            yield owner, *chunk_2LKD[:, : job.sequence.tokens(owner)]
+            yield owner, *chunk_2LKD[:, : call.sequence.tokens(owner)]
             if step + 1 < self.communicator.size:
                 (chunk_2LKD,) = self.communicator.send_recv(chunk_2LKD, torch.empty_like(chunk_2LKD), 1).wait()
-
-
-class TimedMoba(MobaAttention):
-    """MoBA that records when each of its calls begins and ends."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.marks: list[tuple[Any, Any]] = []
-
-    def plan(self, *arguments: Any) -> Any:
-        """Timed."""
-        return self._timed(super().plan, *arguments)
-
-    def attend(self, *arguments: Any) -> Any:
-        """Timed."""
-        return self._timed(super().attend, *arguments)
-
-    def attend_backward(self, *arguments: Any) -> Any:
-        """Timed."""
-        return self._timed(super().attend_backward, *arguments)
-
-    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        begin = self._now(arguments[0])
-        result = call(*arguments)
-        self.marks.append((begin, self._now(arguments[0])))
-        return result
-
-    def _now(self, x: Tensor) -> Any:
-        if not x.is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def busy_ms(self) -> float:
-        """Milliseconds of all calls since `busy_ms` was last called."""
-        marks, self.marks = self.marks, []
-        if marks and isinstance(marks[0][0], float):
-            return 1000 * sum(end - begin for begin, end in marks)
-        torch.cuda.synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in marks)
 
 
 def routed(setting: Setting, routing: str, tokens: int, block_size: int, topk: int) -> list[Tensor]:
@@ -103,10 +62,10 @@ def routed(setting: Setting, routing: str, tokens: int, block_size: int, topk: i
 
 
 def first_shard_share(engine: ContextParallel, attention: MobaAttention, shard: list[Tensor], layout: Any) -> float:
-    """Share of this rank's selected history blocks that are among the first `topk - 1` blocks."""
-    *_, plan = engine.forward(*shard[:3], attention, layout)
-    chosen = torch.cat([x.flatten() for x in plan if x.dim() == 3])
-    history = chosen[chosen >= 0]
+    """Part of this rank's selected history blocks that are among the first `topk - 1` blocks."""
+    *_, selection = engine.forward(*shard[:3], engine.call(attention, layout))
+    selected = torch.cat([x.flatten() for x in selection if x.dim() == 3])
+    history = selected[selected >= 0]
     return (history < attention.options.topk - 1).double().mean().item() if history.numel() else 0.0
 
 
@@ -124,13 +83,13 @@ def measure(setting: Setting, name: str, cp_layout: str, tokens: int, block_size
     sequence = engine.sequence(tokens)
     result: dict[str, Any] = {"transport": name, "layout": cp_layout}
     for routing in ROUTINGS:
-        attention = TimedMoba(MobaAttention.Options(block_size=block_size, topk=topk), setting.head_dim)
+        attention = MobaAttention(MobaAttention.Options(block_size=block_size, topk=topk), setting.head_dim)
         shard = [sequence.shard(x, engine.rank) for x in routed(setting, routing, tokens, block_size, topk)]
         share = first_shard_share(engine, attention, shard, layout)
         both_passes(engine, attention, shard, layout)
-        attention.busy_ms()
-        times = setting.milliseconds(lambda: both_passes(engine, attention, shard, layout))  # noqa: B023  # called at once
-        busy = setting.of_all_ranks(attention.busy_ms() / (setting.repeats + setting.warm_ups))
+        with engine.observe(AttentionTimer(setting.device)) as timer:
+            times = setting.milliseconds(lambda: both_passes(engine, attention, shard, layout))  # noqa: B023  # called at once
+        busy = setting.of_all_ranks(1000 * timer.seconds() / (setting.repeats + setting.warm_ups))
         result[routing] = {
             "ms": spread([max(column) for column in zip(*setting.of_all_ranks(times), strict=True)]),
             "busy_ms": busy,

@@ -3,7 +3,7 @@
     python -m benchmarks.crossover --output benchmarks/results/crossover-h200.json
 
 Forward and backward, selection included, on about 32K tokens of equally long documents of n blocks each. With n <= topk
-every block is chosen and MoBA is dense attention, so `backend: auto` may take either: it should take the faster. With
+every block is selected and MoBA is dense attention, so `backend: auto` may take either: it should take the faster. With
 more blocks only MoBA is right, and the ratio tells from which length on sparsity pays. The dense kernels are those of
 `kind: full`; cuDNN's serves equally long documents only, FlashAttention-2's any.
 """
@@ -19,7 +19,7 @@ from benchmarks.attention_rows import Case, Row, compile_ahead, short
 from benchmarks.options import length, need_gpus
 from benchmarks.record import markdown, save, spread
 from benchmarks.timing import milliseconds
-from moba_train.attention.dense import BACKENDS
+from moba_train.attention.full.kernels import BACKENDS
 
 SETTINGS = "128/8 512/3 512/8 2048/4 4096/12"
 

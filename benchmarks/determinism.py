@@ -26,8 +26,8 @@ from benchmarks.record import save, spread
 from benchmarks.timing import milliseconds
 from benchmarks.trainer_run import WARM_UP_STEPS, launch, model_shape, recipe, write_corpus
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import run_local
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.protocol import LocalAttention, packed_layout
 from moba_train.report.compare import compare
 from moba_train.telemetry.jsonl import read_records
@@ -53,7 +53,7 @@ def gradients(attention: LocalAttention, tensors: list[Tensor], tokens: int) -> 
     layout = packed_layout([tokens], "cuda")
 
     def both() -> tuple[Tensor, ...]:
-        out, _ = run_local(*qkv, attention, layout)
+        out, _ = LOCAL_ENGINE(*qkv, attention, layout)
         return (out, *torch.autograd.grad(out, qkv, dout))
 
     return both

@@ -21,7 +21,7 @@ from benchmarks.options import need_gpus
 from benchmarks.record import markdown, save, spread
 from benchmarks.timing import milliseconds
 from moba_train.attention.full import FullAttention
-from moba_train.attention.protocol import Layout, packed_layout
+from moba_train.attention.protocol import BackwardState, Layout, packed_layout
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
@@ -62,7 +62,7 @@ def ours(backend: str) -> Callable[[Results, Layout], Call]:
 
         def call(backward: bool) -> Results:
             out, lse = attention.attend(q, k, v, layout, ())
-            grads = attention.attend_backward(dout, q, k, v, out, lse, layout, ()) if backward else ()
+            grads = attention.attend_backward(BackwardState(dout, q, k, v, out, lse), layout, ()) if backward else ()
             return [out, lse, *grads]
 
         return call

@@ -32,7 +32,7 @@ from benchmarks.recall_documents import Recall, conversations, pretraining_docum
 from benchmarks.record import save
 from benchmarks.sft_layers_plot import draw
 from benchmarks.sft_training import Clock, Documents, OutOfTimeError, evaluate, gradient_reach, train
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.protocol import LocalAttention
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.model import ModelConfig

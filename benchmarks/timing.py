@@ -56,10 +56,13 @@ def kernel_names() -> set[str]:
     """Every Triton kernel of our attention, found in its modules."""
     from triton.runtime import KernelInterface
 
-    from moba_train.attention.moba import triton as package
+    from moba_train.attention.blocks import triton as blocks
+    from moba_train.attention.moba import triton as gate
 
     modules = [
-        importlib.import_module(found.name) for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+        importlib.import_module(found.name)
+        for package in (blocks, gate)
+        for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     ]
     kernels = [value for module in modules for value in vars(module).values() if isinstance(value, KernelInterface)]
     return {kernel.fn.__name__ for kernel in kernels}

@@ -129,6 +129,10 @@ def test_context_parallelism_never_hears_of_blocks():
     assert importers("moba_train.attention.moba", "parallel/context") == set()
 
 
+def test_attention_to_selected_blocks_knows_no_selector():
+    assert importers("moba_train.attention.moba", "attention/blocks") == set()
+
+
 def test_one_file_of_context_parallelism_talks_to_other_ranks():
     """The engine knows what a process group is, to hand it on."""
     context = "moba_train.parallel.context"

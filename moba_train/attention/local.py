@@ -1,47 +1,30 @@
-"""Run a LocalAttention on one device: the engine that context parallelism replaces by its own."""
+"""The engine of one device, which context parallelism replaces by its own."""
 
 from torch import Tensor
 
+from moba_train.attention.call import AttentionCall
 from moba_train.attention.operators import OperatorEngine
-from moba_train.attention.protocol import Layout, LocalAttention, Plan
+from moba_train.attention.protocol import BackwardState, Gradients, Selection
 
 
 class LocalEngine(OperatorEngine):
-    """Attention of all queries to all keys, which are here."""
+    """Attention of all queries to all keys, which are on this device."""
 
     def forward(
-        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout
-    ) -> tuple[Tensor, Tensor, Plan]:
-        """See `OperatorEngine.forward`."""
-        plan = attention.plan(q_THD, attention.summarize(k_SKD, layout), layout)
-        return (*attention.attend(q_THD, k_SKD, v_SKD, layout, plan), plan)
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor, Selection]:
+        """Summarizes all keys, selects for all queries, and attends once."""
+        selection = call.select(q_THD, call.summarize(k_SKD))
+        return (*call.attend(q_THD, k_SKD, v_SKD, selection), selection)
 
-    def backward(
-        self,
-        dout_THD: Tensor,
-        q_THD: Tensor,
-        k_SKD: Tensor,
-        v_SKD: Tensor,
-        out_THD: Tensor,
-        lse_HT: Tensor,
-        plan: Plan,
-        attention: LocalAttention,
-        layout: Layout,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `OperatorEngine.backward`."""
-        return attention.attend_backward(dout_THD, q_THD, k_SKD, v_SKD, out_THD, lse_HT, layout, plan)
+    def backward(self, state: BackwardState, selection: Selection, call: AttentionCall) -> Gradients:
+        """One backward pass over all keys."""
+        return call.attend_backward(state, selection)
 
-    def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, attention: LocalAttention, layout: Layout) -> Plan:
-        """See `OperatorEngine.empty_plan`."""
-        return attention.empty_plan(q_THD, k_SKD, layout)
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, call: AttentionCall) -> Selection:
+        """The attention's own empty selection for the whole sequence."""
+        return call.empty_selection(q_THD, k_SKD)
 
 
-_ENGINE = LocalEngine()
-
-
-def run_local(
-    q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout
-) -> tuple[Tensor, Tensor]:
-    """Attention of all given queries to all given keys; see `OperatorEngine.__call__`."""
-    assert layout.is_whole, "parts of a sequence need context parallelism's engine"
-    return _ENGINE(q_THD, k_SKD, v_SKD, attention, layout)
+LOCAL_ENGINE = LocalEngine()
+"""Holds no state but its observers, so all models of a process share it."""

@@ -1,6 +1,6 @@
 """Exact attention under any mask, a chunk of queries at a time.
 
-What the reference attentions are built from: plain PyTorch, any device, any floating dtype up to float64, explicit
+The reference attentions are built from it: plain PyTorch, any device, any floating dtype up to float64, explicit
 backward. Scores are computed in float32 (float64 for float64 input) and exist for one chunk of queries only.
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, G = H / K, D head width, t one chunk of queries.
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+
+from moba_train.attention.protocol import BackwardState, Gradients
 
 Mask = Callable[[slice, slice], Tensor]
 """(query rows, key rows) -> bool, broadcastable to [H, rows, keys]: which scores count."""
@@ -96,23 +98,13 @@ def masked_attend(
     return out_THD, lse_HT
 
 
-def masked_attend_backward(
-    dout_THD: Tensor,
-    q_THD: Tensor,
-    k_SKD: Tensor,
-    v_SKD: Tensor,
-    out_THD: Tensor,
-    lse_HT: Tensor,
-    mask: Mask,
-    scale: float,
-    *,
-    prefix: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def masked_attend_backward(state: BackwardState, mask: Mask, scale: float, *, prefix: bool) -> Gradients:
     """Gradients (dq, dk, dv) of `masked_attend`, in the dtypes of q, k and v.
 
-    `out` and `lse` may come from a larger set of keys than given here: then these are the parts of the gradients that
-    pass through the given keys (Dao et al. 2022, arXiv:2205.14135, appendix B.2).
+    The state's `out` and `lse` may come from more keys than its `k` holds: then these are the parts of the gradients
+    that pass through the given keys (Dao et al. 2022, arXiv:2205.14135, appendix B.2).
     """
+    dout_THD, q_THD, k_SKD, v_SKD, out_THD, lse_HT = state
     scores = _Scores(q_THD, k_SKD, mask, scale, prefix)
     v_KSD = v_SKD.to(scores.dtype).transpose(0, 1)
     dk_KSD, dv_KSD = torch.zeros_like(scores.k_KSD), torch.zeros_like(v_KSD)

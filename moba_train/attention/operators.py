@@ -1,10 +1,11 @@
-"""Attention as torch custom operators: one forward, one backward, whatever runs them.
+"""Attention as torch custom operators: one forward, one backward, for every engine and every kind.
 
-Whatever the caller's strides, autocast and current device: an attention is given tensors whose last dimension is
-contiguous, on the current device, and computes in the dtypes it is given; its results come back contiguous.
+An engine hands over tensors and two handles; the operators find the attention and the engine by these handles and call
+`OperatorEngine.forward` or `OperatorEngine.backward`. An attention is given tensors whose last dimension is contiguous,
+on the current device, and computes in their dtypes without autocast; its results come back contiguous.
 
 torch.compile keeps operators whole, and activation checkpointing can keep their results: a recomputed forward pass then
-reuses the saved choice of blocks instead of choosing anew, and repeats no communication (see `SAVED_OPERATORS` and
+reuses the saved selection instead of selecting anew, and repeats no communication (`SAVED_OPERATORS`,
 parallel/fsdp.py).
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
@@ -13,25 +14,37 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from moba_train.attention.clock import on_the_clock
-from moba_train.attention.named import Registry
-from moba_train.attention.protocol import ATTENTIONS, Layout, LocalAttention, Plan
+from moba_train.attention.call import AttentionCall
+from moba_train.attention.observer import AttentionObserver
+from moba_train.attention.protocol import (
+    ATTENTIONS,
+    BackwardState,
+    Gradients,
+    Layout,
+    LocalAttention,
+    OperatorHandles,
+    Selection,
+)
+
+Observer = TypeVar("Observer", bound=AttentionObserver)
 
 
 class OperatorEngine(ABC):
     """Runs a LocalAttention through the operators: on one device (local.py) or on many (parallel/context)."""
 
-    name: str = ""
-    """Stands for this object in the arguments of the operators."""
+    handle: str = ""
+    """Names this object in the arguments of the operators."""
+    observers: tuple[AttentionObserver, ...] = ()
+    """Who observes the calls of this engine now."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         engine = super().__new__(cls)
-        engine.name = ENGINES.add(engine, *arguments, options)
+        engine.handle = ENGINES.add(engine, *arguments, options)
         return engine
 
     def __call__(
@@ -39,49 +52,53 @@ class OperatorEngine(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Attention of the given queries, differentiable in q, k and v.
 
-        q [T, H, D], k and v [S, K, D] of one floating dtype, K dividing H. Returns out [T, H, D] and lse [H, T]
-        (natural log, no gradient), contiguous. No gradient flows through `summarize` and `plan`; second derivatives
-        are a NotImplementedError.
+        q [T, H, D], k and v [S, K, D] of one floating dtype, K dividing H; `layout`: of the whole packed sequence.
+        Returns out [T, H, D] and lse [H, T] (natural log, no gradient), contiguous. No gradient flows through
+        `summarize` and `select`; second derivatives are a NotImplementedError.
         """
+        assert layout.is_whole, "the layout of the whole packed sequence is needed, not that of a part"
         # Flash kernels refuse other strides of the last dimension.
         q_THD, k_SKD, v_SKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_SKD, v_SKD))
         where = (layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total)
-        out_THD, lse_HT, _ = _attention(q_THD, k_SKD, v_SKD, *where, attention.name, self.name)
+        # Continues in `_attention` below, and from there in this engine's `forward`.
+        out_THD, lse_HT, _ = _attention(q_THD, k_SKD, v_SKD, *where, attention.handle, self.handle)
         return out_THD, lse_HT
+
+    @contextmanager
+    def observe(self, observer: Observer) -> Iterator[Observer]:
+        """Inside, `observer` sees all attention that this engine runs, on any thread of this process."""
+        self.observers = (*self.observers, observer)
+        try:
+            yield observer
+        finally:
+            self.observers = tuple(other for other in self.observers if other is not observer)
+
+    def call(self, attention: LocalAttention, layout: Layout) -> AttentionCall:
+        """What `forward` and `backward` take: a call of `attention`, seen by this engine's observers."""
+        return AttentionCall(attention, layout, self.observers)
 
     @abstractmethod
     def forward(
-        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout
-    ) -> tuple[Tensor, Tensor, Plan]:
-        """(out, lse, plan); the plan is kept for the backward pass."""
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor, Selection]:
+        """(out, lse, selection); the selection is kept for the backward pass. `call` has the whole layout."""
 
     @abstractmethod
-    def backward(
-        self,
-        dout_THD: Tensor,
-        q_THD: Tensor,
-        k_SKD: Tensor,
-        v_SKD: Tensor,
-        out_THD: Tensor,
-        lse_HT: Tensor,
-        plan: Plan,
-        attention: LocalAttention,
-        layout: Layout,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, state: BackwardState, selection: Selection, call: AttentionCall) -> Gradients:
         """Gradients (dq, dk, dv)."""
 
     @abstractmethod
-    def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, attention: LocalAttention, layout: Layout) -> Plan:
-        """Tensors of the shapes and dtypes of the plan, contents undefined: for torch.compile's tracing."""
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, call: AttentionCall) -> Selection:
+        """Tensors of the shapes and dtypes of the selection, contents undefined: for torch.compile's tracing."""
 
 
-ENGINES: Registry[OperatorEngine] = Registry()
+ENGINES: OperatorHandles[OperatorEngine] = OperatorHandles()
 
 _last_layout: tuple[Layout, int] | None = None
 
 
 def _layout(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, total: int) -> Layout:
-    """The layout of these tensors; the last one again while they are the same and unchanged, with its cache.
+    """The layout of these tensors; the previous one again, with its cache, while they are unchanged.
 
     The layers of a model pass the same tensors, so what an attention derives from a layout is derived once a step.
     """
@@ -100,8 +117,9 @@ def _layout(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, 
 
 
 @contextmanager
-def _as_the_tensors_are(q: Tensor) -> Iterator[None]:
-    """Triton launches on the current device, and autocast would round the float32 products of the references."""
+def _on_the_tensors_device(q: Tensor) -> Iterator[None]:
+    """Inside, q's device is the current one, on which Triton launches, and autocast is off, which would round the
+    float32 products of the references."""
     with torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False):
         yield
 
@@ -118,10 +136,11 @@ def _attention(
     attention: str,
     engine: str,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    with _as_the_tensors_are(q):
+    with _on_the_tensors_device(q):
         layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
-        out, lse, plan = ENGINES[engine].forward(q, k, v, on_the_clock(ATTENTIONS[attention]), layout)
-        return out.contiguous(), lse.contiguous(), list(plan)
+        running = ENGINES[engine]  # continues in its `forward`: attention/local.py or parallel/context/engine.py
+        out, lse, selection = running.forward(q, k, v, running.call(ATTENTIONS[attention], layout))
+        return out.contiguous(), lse.contiguous(), list(selection)
 
 
 @_attention.register_fake
@@ -137,9 +156,9 @@ def _(
     engine: str,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     layout = Layout(cu_seqlens, max_seqlen, total, cu_seqlens_cpu=cu_seqlens_cpu)
-    plan = ENGINES[engine].empty_plan(q, k, ATTENTIONS[attention], layout)
+    selection = ENGINES[engine].empty_selection(q, k, AttentionCall(ATTENTIONS[attention], layout))
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype), list(plan)
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype), list(selection)
 
 
 @torch.library.custom_op("moba_train::attention_backward", mutates_args=())
@@ -150,7 +169,7 @@ def _attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    plan: list[Tensor],
+    selection: list[Tensor],
     cu_seqlens: Tensor,
     cu_seqlens_cpu: Tensor | None,
     max_seqlen: int,
@@ -158,10 +177,11 @@ def _attention_backward(
     attention: str,
     engine: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with _as_the_tensors_are(q):
+    with _on_the_tensors_device(q):
         layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
-        timed = on_the_clock(ATTENTIONS[attention])
-        dq, dk, dv = ENGINES[engine].backward(dout, q, k, v, out, lse, tuple(plan), timed, layout)
+        running = ENGINES[engine]  # continues in its `backward`
+        call = running.call(ATTENTIONS[attention], layout)
+        dq, dk, dv = running.backward(BackwardState(dout, q, k, v, out, lse), tuple(selection), call)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -170,20 +190,20 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
     q, k, v, cu_seqlens, cu_seqlens_cpu, *rest = inputs
-    out, lse, plan = output
-    ctx.mark_non_differentiable(lse, *plan)
-    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *plan)
+    out, lse, selection = output
+    ctx.mark_non_differentiable(lse, *selection)
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *selection)
     ctx.rest = rest
-    # Alive until the backward pass, whatever the model has been given since.
-    ctx.attention, ctx.engine = ATTENTIONS[rest[-2]], ENGINES[rest[-1]]
+    # Kept alive until the backward pass, which finds them by handle; the model may have been given others by then.
+    ctx.kept_alive = ATTENTIONS[rest[-2]], ENGINES[rest[-1]]
 
 
 def _gradients(ctx: Any, dout: Tensor, *_others: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *plan = ctx.saved_tensors
+    q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *selection = ctx.saved_tensors
     where = (cu_seqlens, cu_seqlens_cpu, *ctx.rest)
-    grads = _attention_backward(dout.contiguous(), q, k, v, out, lse, list(plan), *where)
+    grads = _attention_backward(dout.contiguous(), q, k, v, out, lse, list(selection), *where)
     return (*grads, *[None] * len(where))
 
 
@@ -191,8 +211,8 @@ def _no_second_derivative(ctx: Any, *_grads: Any) -> None:
     raise NotImplementedError("attention: gradients have no second derivative (create_graph=True was given)")
 
 
-_attention.register_autograd(_gradients, setup_context=_remember)
+_attention.register_autograd(_gradients, setup_context=_save_for_backward)
 _attention_backward.register_autograd(_no_second_derivative)
 
 SAVED_OPERATORS = (torch.ops.moba_train.attention.default,)
-"""Operators whose results activation checkpointing should keep: attention, with the choice of blocks."""
+"""Operators whose results activation checkpointing should keep: attention, with its selection."""

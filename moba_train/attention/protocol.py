@@ -1,101 +1,116 @@
 """The contract between attention and context parallelism.
 
-An attention knows nothing of ranks; context parallelism knows nothing of blocks. They meet in five functions, called in
-order: `summarize` each shard of keys, `plan` from all summaries, `attend` to any subsets of the keys (merging the
+An attention knows nothing of ranks; context parallelism knows nothing of blocks. They meet in four functions, called in
+order: `summarize` each shard of keys, `select` from all summaries, `attend` to any subsets of the keys (merging the
 partial results by online softmax, see merge.py), and `attend_backward` with the merged results.
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
 
-from collections.abc import Iterable
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from moba_train.attention.named import Registry
 from moba_train.config.base import Section
 
-Plan = tuple[Tensor, ...]
-"""What `plan` decided, opaque to everyone else; saved for the backward pass and for recomputation."""
+T = TypeVar("T")
+
+Selection = tuple[Tensor, ...]
+"""What `select` decided, opaque to its callers; saved for the backward pass and for recomputation."""
 
 
-Runs = tuple[tuple[int, int], ...]
-"""Half-open ranges (start, stop) of indices in the packed sequence, ascending and disjoint: what a shard is made of."""
+class TokenRange(NamedTuple):
+    """Tokens [start, stop), by their indices in the packed sequence."""
+
+    start: int
+    stop: int
 
 
-def joined(ranges: Iterable[tuple[int, int]]) -> Runs:
-    """The same tokens as ascending ranges, adjacent ones merged, empty ones dropped."""
-    runs: list[tuple[int, int]] = []
+TokenRanges = tuple[TokenRange, ...]
+"""Ascending and disjoint: the tokens of a shard."""
+
+
+def joined_ranges(ranges: Iterable[tuple[int, int]]) -> TokenRanges:
+    """Ascending ranges that hold the tokens of `ranges`: adjacent ones are joined, empty ones dropped."""
+    joined: list[TokenRange] = []
     for start, stop in sorted(ranges):
         if start == stop:
             continue
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], stop)
+        if joined and joined[-1].stop == start:
+            joined[-1] = TokenRange(joined[-1].start, stop)
         else:
-            runs.append((start, stop))
-    return tuple(runs)
+            joined.append(TokenRange(start, stop))
+    return tuple(joined)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the given queries and keys stand in one packed sequence.
+    """The place of the given queries and keys in one packed sequence.
 
-    Everything follows from a token's index in the packed sequence and the document boundaries, so nobody guesses
-    positions from a local row number.
+    Positions, documents and blocks all follow from a token's index in the packed sequence and from the document
+    boundaries, so no code derives them from the number of a local row.
     """
 
     cu_seqlens: Tensor
     """int32 [docs + 1]: document boundaries in the packed sequence; first 0, last its length.
 
-    Not to be edited while the layout is in use: what follows from it is kept."""
+    Must not be edited while the layout is in use: what is derived from it is kept."""
     max_seqlen: int
     """An upper bound of the document lengths, known on the host."""
     total: int
     """Length of the packed sequence, known on the host."""
-    q_runs: Runs | None = None
-    """Where the queries stand, known on the host; None: they are the whole sequence."""
-    k_runs: Runs | None = None
-    """The same for the keys."""
+    q_ranges: TokenRanges | None = None
+    """Tokens of the queries, known on the host; None: the whole sequence."""
+    k_ranges: TokenRanges | None = None
+    """Tokens of the keys, known on the host; None: the whole sequence."""
     cu_seqlens_cpu: Tensor | None = None
-    """`cu_seqlens` in CPU memory, for those who must know the boundaries without waiting for the GPU."""
-    cache: dict[Any, object] = field(default_factory=dict, compare=False, repr=False)
-    """What an attention derived from this layout alone; all layers of a model share the layout, and so this."""
+    """`cu_seqlens` in CPU memory, for readers that must not wait for the GPU."""
+    _cache: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def is_whole(self) -> bool:
-        """True when queries and keys are both the whole sequence."""
-        return self.q_runs is None and self.k_runs is None
+        """Whether queries and keys are both the whole sequence."""
+        return self.q_ranges is None and self.k_ranges is None
 
     @cached_property
     def edges(self) -> tuple[int, ...]:
         """`cu_seqlens` as numbers; without `cu_seqlens_cpu`, this waits for the device."""
         return tuple((self.cu_seqlens if self.cu_seqlens_cpu is None else self.cu_seqlens_cpu).tolist())
 
-    def part(self, q_runs: Runs | None, k_runs: Runs | None) -> "Layout":
-        """The layout of these queries and keys of the same sequence: for equal runs the same object, with its cache."""
-        key = ("part", q_runs, k_runs)
-        if key not in self.cache:
-            self.cache[key] = replace(self, q_runs=q_runs, k_runs=k_runs, cache={})
-        part = self.cache[key]
-        assert isinstance(part, Layout)
-        return part
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """`make()` at the first call with this key, its result at later ones.
+
+        For what follows from the layout and the key alone. All layers of a model share the layout, and so the result.
+        """
+        if key not in self._cache:
+            self._cache[key] = make()
+        return cast(T, self._cache[key])
+
+    def part(self, q_ranges: TokenRanges | None, k_ranges: TokenRanges | None) -> "Layout":
+        """The layout of these queries and keys of the sequence; equal ranges give one object, with its cache."""
+        return self.cached(
+            ("part", q_ranges, k_ranges), lambda: replace(self, q_ranges=q_ranges, k_ranges=k_ranges, _cache={})
+        )
 
     @cached_property
     def q_tokens(self) -> Tensor:
         """int64 [T]: index of each query in the packed sequence."""
-        return self._indices(self.q_runs)
+        return self._indices(self.q_ranges)
 
     @cached_property
     def k_tokens(self) -> Tensor:
         """int64 [S]: index of each key in the packed sequence."""
-        return self._indices(self.k_runs)
+        return self._indices(self.k_ranges)
 
-    def _indices(self, runs: Runs | None) -> Tensor:
-        runs = ((0, self.total),) if runs is None else runs or ((0, 0),)
-        return torch.cat([torch.arange(start, stop, device=self.cu_seqlens.device) for start, stop in runs])
+    def _indices(self, ranges: TokenRanges | None) -> Tensor:
+        some = ((0, self.total),) if ranges is None else ranges or ((0, 0),)
+        return torch.cat([torch.arange(start, stop, device=self.cu_seqlens.device) for start, stop in some])
 
     @cached_property
     def q_documents(self) -> Tensor:
@@ -124,7 +139,75 @@ def packed_layout(lengths: list[int], device: torch.device | str = "cpu") -> Lay
     return Layout(on_device, max(lengths, default=0), sum(lengths), cu_seqlens_cpu=cu_seqlens)
 
 
-ATTENTIONS: "Registry[LocalAttention]" = Registry()
+class BackwardState(NamedTuple):
+    """What a backward pass is computed from: the upstream gradient, the inputs, and the merged results.
+
+    Around a ring, and for a part of the keys in general, `out` and `lse` come from more keys than `k` and `v` hold.
+    """
+
+    dout: Tensor
+    """[T, H, D]: gradient of `out`."""
+    q: Tensor
+    """[T, H, D]"""
+    k: Tensor
+    """[S, K, D]"""
+    v: Tensor
+    """[S, K, D]"""
+    out: Tensor
+    """[T, H, D]: merged over all keys."""
+    lse: Tensor
+    """[H, T], float32 or float64: merged over all keys."""
+
+    def with_queries(self, rows: slice) -> "BackwardState":
+        """These rows of the queries and of their results, all keys; `lse` becomes contiguous."""
+        return self._replace(
+            dout=self.dout[rows], q=self.q[rows], out=self.out[rows], lse=self.lse[:, rows].contiguous()
+        )
+
+    def with_keys(self, k: Tensor, v: Tensor) -> "BackwardState":
+        """The queries against other keys and values."""
+        return self._replace(k=k, v=v)
+
+    def with_heads(self, heads: slice, kv_heads: slice) -> "BackwardState":
+        """Some query heads and the key/value heads that they share, as views."""
+        return BackwardState(
+            self.dout[:, heads],
+            self.q[:, heads],
+            self.k[:, kv_heads],
+            self.v[:, kv_heads],
+            self.out[:, heads],
+            self.lse[heads],
+        )
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""(dq, dk, dv), shapes and dtypes of q, k and v."""
+
+
+class OperatorHandles(Generic[T]):
+    """Living objects by handle: the text that names an object in the arguments of a torch operator.
+
+    The arguments of a custom operator are tensors, numbers and text; torch.compile takes text as a constant. Compiled
+    code outlives the process in a cache on disk, together with the shapes of the operators' results, and is found again
+    by its constants: so a handle says all that those shapes may depend on, or a run with other options would be given
+    that code. No object is kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._objects: weakref.WeakValueDictionary[str, T] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+
+    def add(self, member: T, *settings: object) -> str:
+        """A new handle for `member`, which was constructed from these settings."""
+        handle = f"{type(member).__name__} {next(self._numbers)}: {', '.join(map(repr, settings))}"
+        self._objects[handle] = member
+        return handle
+
+    def __getitem__(self, handle: str) -> T:
+        return self._objects[handle]
+
+
+ATTENTIONS: "OperatorHandles[LocalAttention]" = OperatorHandles()
 
 
 class LocalAttention(Protocol):
@@ -138,60 +221,52 @@ class LocalAttention(Protocol):
     """The YAML options of this kind; its defaults must be usable."""
 
     alignment: int
-    """Tokens of a unit, which `summarize` must be given whole; counted from each document's start. The last unit of a
+    """Tokens of a unit, counted from each document's start. `summarize` must be given whole units; the last unit of a
     document may be short."""
     couples_heads: bool = False
-    """Whether the query heads that share a key/value head decide together, and so must be given together."""
+    """Whether the query heads that share a key/value head select together, and so must be given together."""
     work_grows: bool = True
-    """Whether a query's work grows with its position, so that equal runs of a sequence are unequal work."""
-    name: str = ""
-    """Stands for this object in the arguments of torch operators: text, which torch.compile takes as a constant."""
+    """Whether a query's work grows with its position, so that equal ranges of a sequence are unequal work."""
+    handle: str = ""
+    """Names this object in the arguments of torch operators (operators.py)."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         attention = super().__new__(cls)
-        attention.name = ATTENTIONS.add(attention, *arguments, options)
+        attention.handle = ATTENTIONS.add(attention, *arguments, options)
         return attention
 
     def __init__(self, options: Section, head_dim: int) -> None: ...
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor | None:
-        """What `plan` needs to know of all keys, [units, K, ...], or None. Carries no gradient.
+        """What `select` needs to know of all keys, [units, K, ...], or None. Carries no gradient.
 
-        One row for every unit of the packed sequence, in its order, zero for units of which no key is given: what
-        holders of different units compute adds up to the whole. Key/value heads do not mix, here or below: a slice
-        of them is the summary of that slice.
+        One row for every unit of the packed sequence, in its order, zero for units of which no key is given: the sum of
+        what holders of different units compute is the summary of the sequence. Key/value heads do not mix, here or
+        below: a slice of them is the summary of that slice.
         """
         ...
 
-    def plan(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Plan:
-        """Choose, for each query, what it will attend to, given all summaries."""
+    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
+        """Decide, for each query, what it attends to, given all summaries."""
         ...
 
-    def describe_plan(self, plan: Plan, layout: Layout) -> dict[str, float]:
-        """What the choices in a plan for the layout's queries are like, for people to read; {} without any.
+    def describe_selection(self, selection: Selection, layout: Layout) -> dict[str, float]:
+        """Routing statistics of a selection for the layout's queries; {} without any.
 
-        `choices` is how many there are, every other number the mean of something over them; all are finite.
+        `selected` is the number of free selections, every other number a mean over them; all are finite.
         """
         return {}
 
-    def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Plan:
-        """Tensors of the shapes and dtypes of `plan`'s result, contents undefined: for torch.compile's tracing."""
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """Tensors of the shapes and dtypes of `select`'s result, contents undefined: for torch.compile's tracing."""
         ...
 
-    def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Attention of these queries to these keys as far as `plan` and causality allow: out [T, H, D], lse [H, T]."""
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
+        """(out [T, H, D], lse [H, T]) of these queries over these keys, as far as `selection` and causality allow."""
         ...
 
-    def attend_backward(
-        self,
-        dout_THD: Tensor,
-        q_THD: Tensor,
-        k_SKD: Tensor,
-        v_SKD: Tensor,
-        out_THD: Tensor,
-        lse_HT: Tensor,
-        layout: Layout,
-        plan: Plan,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients (dq, dk, dv) of `attend`; `out` and `lse` are those merged over all keys, not only these."""
+    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
+        """Gradients (dq, dk, dv) of `attend`; the state's `out` and `lse` are merged over all keys, not only these."""
         ...

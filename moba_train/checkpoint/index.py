@@ -1,4 +1,4 @@
-"""DCP's index of a checkpoint, `.metadata`: a pickle, read so that it can neither run code nor name a foreign file."""
+"""DCP's index of a checkpoint, `.metadata`: a pickle, read so that it can neither run code nor name other files."""
 
 import math
 import pickle
@@ -41,8 +41,8 @@ _CLASSES = {
 
 
 def read_index(path: Path, files: Mapping[str, FileEntry]) -> Metadata:
-    """The index of checkpoint `path`, whose manifest lists `files`. Raises CheckpointError when it is not an index, or
-    leads to bytes that are not in these files."""
+    """The index of checkpoint `path`, whose manifest lists `files`. Raises CheckpointError when the file is not an
+    index, or refers to bytes outside these files."""
     file = path / INDEX
     try:
         with file.open("rb") as stream:
@@ -83,7 +83,7 @@ def _problem(index: Metadata, files: Mapping[str, FileEntry]) -> str | None:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Knows the classes of an index and nothing else. The one written in Python: in the one written in C, a single
+    """An unpickler that knows the classes of an index and no others. Python's own, not the one in C, where a single
     opcode of a hostile pickle can claim 64 GB of memory."""
 
     def find_class(self, module: str, name: str) -> Any:

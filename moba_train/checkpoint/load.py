@@ -2,7 +2,7 @@
 
 Nothing in a checkpoint can run code: `meta.json` and `manifest.json` are JSON, tensor data is read by
 torch.distributed.checkpoint (DCP) with `torch.load(weights_only=True)`, and DCP's index `.metadata`, which is a pickle,
-is read by `checkpoint.index`. Nothing in it can lead to a file that is not its own.
+is read by `checkpoint.index`. Nothing in it can lead to a file outside the checkpoint.
 """
 
 import logging
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 def load_checkpoint(
     path: Path, tensors: dict[str, Tensor], *, optional: Collection[str] = (), verify: bool = False
 ) -> dict[str, Any]:
-    """Fills `tensors` (plain ones and DTensors, by name) in place from the checkpoint `path` and returns its meta.
+    """Fills `tensors` (plain tensors and DTensors, by name) in place from the checkpoint `path` and returns its meta.
 
     Each rank reads what its own shards need. Names, global shapes and dtypes must be those of the checkpoint; names
     that begin with one of the prefixes in `optional` may be missing on either side. File sizes are always compared with
-    the manifest, hashes too with `verify`.
+    the manifest, with `verify` hashes too.
 
-    Called on every rank when there is a default process group. What is wrong on one rank raises CheckpointError, naming
-    the tensor or file, on all of them.
+    Called on every rank when there is a default process group. A problem on one rank raises CheckpointError, which
+    names the tensor or file, on all ranks.
     """
     index = _on_every_rank(lambda: _check(path, tensors, optional, verify))
     _on_every_rank(lambda: _read(path, tensors, index))
@@ -48,13 +48,14 @@ def load_checkpoint(
 
 
 class CheckpointReader:
-    """A checkpoint's tensors one at a time, whole, on the CPU, without a model or other ranks.
+    """Reads the tensors of a checkpoint one at a time, whole, on the CPU, without a model or other ranks.
 
     Raises CheckpointError, when made or at a `read`, if the checkpoint is damaged.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._index = path, read_index(path, check_sizes(path))
+        self._path = path
+        self._index = read_index(path, check_sizes(path))
         entries = self._index.state_dict_metadata
         self.tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -67,12 +68,12 @@ class CheckpointReader:
 
 
 def newest_intact(folder: Path, accept: Accept | None = None) -> Path | None:
-    """The newest checkpoint in `folder` whose every byte is as it was written and whose meta `accept` agrees to; None
-    when `folder` has none at all.
+    """The newest checkpoint in `folder` with every byte as it was written and a meta that `accept` agrees to; None
+    when `folder` has no checkpoints.
 
-    Called on every rank of the process group: each reads its share of the files, of those only that `accept` agrees to.
-    Damaged ones that are newer than the one found are reported and set aside, so that they neither count nor come up
-    again. Raises CheckpointError when there are checkpoints, but all are damaged or `accept` refuses them.
+    Called on every rank of the process group; each reads a part of the files, only of checkpoints that `accept` agrees
+    to. Damaged checkpoints that are newer than the one found are reported and set aside, so that they are not found
+    again. Raises CheckpointError when there are checkpoints, but all are damaged or refused by `accept`.
     """
     listing = broadcast([path for _, path in reversed(published(folder))])
     damaged: dict[Path, str] = {}
@@ -81,7 +82,7 @@ def newest_intact(folder: Path, accept: Accept | None = None) -> Path | None:
             meta = _on_every_rank(partial(read_meta, path))
             if accept is not None and not accept(meta):
                 continue
-            _on_every_rank(partial(_verify_share, path))
+            _on_every_rank(partial(_verify_own_part, path))
         except CheckpointError as error:
             damaged[path] = str(error)
             continue
@@ -99,19 +100,19 @@ def newest_intact(folder: Path, accept: Accept | None = None) -> Path | None:
 def _set_aside(damaged: dict[Path, str]) -> None:
     for path, problem in damaged.items():
         try:
-            where = f"It is now {set_aside(path).name}; delete it when you have looked at it."
+            where = f"It is now {set_aside(path).name}; delete it once you have looked at it."
         except OSError as error:
             where = f"It stays where it is ({error})."
         logger.warning("Passing over a damaged checkpoint and taking the one before. %s. %s", problem, where)
 
 
-def _verify_share(path: Path) -> dict[str, FileEntry]:
+def _verify_own_part(path: Path) -> dict[str, FileEntry]:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return verify_checkpoint(path, rank, ranks)
 
 
 def _check(path: Path, tensors: dict[str, Tensor], optional: Collection[str], verify: bool) -> Metadata:
-    files = _verify_share(path) if verify else check_sizes(path)
+    files = _verify_own_part(path) if verify else check_sizes(path)
     index = read_index(path, files)
     saved = index.state_dict_metadata
     problems = [
@@ -140,7 +141,7 @@ def _read(path: Path, tensors: dict[str, Tensor], index: Metadata) -> None:
     present = {name: tensor for name, tensor in tensors.items() if name in index.state_dict_metadata}
     try:
         with warnings.catch_warnings():
-            # `no_dist`: reading needs nothing from other ranks, so ranks may ask for different tensors.
+            # `no_dist`: reading needs no other rank, so ranks may ask for different tensors.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(present, storage_reader=_Reader(path, index), no_dist=True)
     except CheckpointException as error:
@@ -150,7 +151,8 @@ def _read(path: Path, tensors: dict[str, Tensor], index: Metadata) -> None:
 
 
 def _on_every_rank(action: Callable[[], T]) -> T:
-    """Runs `action`; a CheckpointError, or an error of the file system, on any rank is raised on all as the former."""
+    """Runs `action` and returns this rank's result. A CheckpointError or OSError on any rank becomes a CheckpointError
+    on all ranks."""
     problem = None
     try:
         result = action()
@@ -171,11 +173,11 @@ def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader, given an index that was read safely."""
+    """DCP's reader with an index that `checkpoint.index` has read."""
 
     def __init__(self, path: Path, index: Metadata) -> None:
         super().__init__(path)
         self._index = index
 
-    def read_metadata(self) -> Metadata:  # without `rank`, DCP never looks for another index
+    def read_metadata(self) -> Metadata:  # it has no argument `rank`, so DCP never looks for an index of one rank
         return self._index

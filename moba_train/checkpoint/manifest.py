@@ -1,7 +1,7 @@
-"""What a checkpoint says about its own files, read as if a stranger had written it.
+"""The manifest and meta of a checkpoint, read as untrusted input.
 
-`manifest.json` names every file with its size and SHA-256. Its names are plain file names: one that leads anywhere
-else is refused before the file system is asked, and so is a file that is a symbolic link.
+`manifest.json` names every file of the checkpoint with its size and SHA-256. Names are plain file names: a name that
+leads out of the folder is refused before the file system is asked, and so is a file that is a symbolic link.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class FileEntry(TypedDict):
-    """What the manifest says of one file: `size` in bytes, `sha256` in hex."""
+    """The manifest's entry for one file: `size` in bytes, `sha256` in hex."""
 
     size: int
     sha256: str
@@ -56,12 +56,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The JSON object that the checkpoint was saved with."""
+    """The meta (a JSON object) that the checkpoint was saved with. Raises CheckpointError when it cannot be read."""
     return read_json(path / META)
 
 
 def read_manifest(path: Path) -> dict[str, FileEntry]:
-    """The files of checkpoint `path`, by name. Raises CheckpointError when the manifest is not one."""
+    """The files of checkpoint `path`, by name. Raises CheckpointError when its manifest is missing or damaged."""
     file = path / MANIFEST
     manifest = read_json(file)
     if manifest.get("format_version") != FORMAT_VERSION:
@@ -81,8 +81,8 @@ def read_manifest(path: Path) -> dict[str, FileEntry]:
 
 
 def check_sizes(path: Path) -> dict[str, FileEntry]:
-    """Compares every file with its size in the manifest, which is returned. Raises CheckpointError naming all that
-    differ."""
+    """Compares the size of every file with the manifest, which is returned. Raises CheckpointError naming all
+    files that differ."""
     files = read_manifest(path)
     _raise_if_damaged(path, size_problems(path, files))
     return files
@@ -90,7 +90,7 @@ def check_sizes(path: Path) -> dict[str, FileEntry]:
 
 def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, FileEntry]:
     """Reads every byte and compares with the manifest, which is returned. Raises CheckpointError naming each damaged,
-    missing or extra file. With `ranks` > 1, only this rank's share of the files is read."""
+    missing or extra file. With `ranks` > 1, only every `ranks`-th file is read, beginning with number `rank`."""
     files = read_manifest(path)
     problems = size_problems(path, files)
     for name in sorted(files.keys() - problems.keys())[rank::ranks]:
@@ -106,7 +106,7 @@ def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, Fi
 
 
 def size_problems(path: Path, files: dict[str, FileEntry]) -> dict[str, str]:
-    """What is wrong, by file name."""
+    """Files that are missing, have another size, or are not regular files: the problem by file name."""
     problems = {}
     for name, entry in files.items():
         try:

@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint's `save`, planned once for all saves.
+"""torch.distributed.checkpoint's (DCP's) `save`, with one save plan for all saves.
 
-Which rank writes which part of which tensor takes most of a second of Python to agree upon when there are a thousand
-tensors, more with more ranks, and meanwhile the training thread of the same process hardly gets a turn. So a plan
-serves all saves of the same tensors, and of a save itself little is left but writing (docs/performance-log.md).
+The save plan says which rank writes which part of which tensor. For a thousand tensors it takes most of a second of
+Python, more with more ranks, and meanwhile the training thread of the same process hardly gets a turn. So one save plan
+serves all saves of the same tensors, and a save is little more than writing (docs/performance-log.md).
 """
 
 from dataclasses import replace
@@ -13,68 +13,70 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from moba_train.checkpoint.together import Together
+from moba_train.checkpoint.rank_group import RankGroup
 
 Shapes = dict[str, tuple[object, ...]]
-"""All that a plan depends on."""
+"""Global shape, local shape, dtype and placements of each tensor: all that a save plan depends on."""
 
 
 class PlannedWriter:
-    """Writes tensors that many ranks hold parts of. Every method is called on all ranks."""
+    """Writes tensors whose parts lie on many ranks. Every method is called on all ranks."""
 
-    def __init__(self, together: Together) -> None:
-        self._together = together
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
         self._shapes: Shapes | None = None
-        self._plan: SavePlan
+        self._save_plan: SavePlan
         self._metadata: Metadata | None = None
-        """Of all ranks' tensors; on rank 0."""
+        """DCP's index of the tensors of all ranks; on rank 0 only."""
 
     def plan(self, tensors: dict[str, Tensor], parts: dict[str, Tensor]) -> None:
-        """Agree upon who writes what, unless that is known. `parts`: this rank's, or copies. Raises SaveFailedError."""
+        """Makes the save plan, unless the one at hand is for such tensors. `parts`: this rank's part of each tensor, or
+        a copy of it. Raises SaveFailedError."""
         shapes: Shapes = {
             name: (tensor.shape, parts[name].shape, tensor.dtype, getattr(tensor, "placements", None))
             for name, tensor in tensors.items()
         }
-        if all(self._together.on_every_rank(lambda: shapes == self._shapes)):
+        if all(self._ranks.gather_from_every_rank(lambda: shapes == self._shapes)):
             return
-        self._shapes = None  # until all went well
+        self._shapes = None  # a failure below leaves no save plan
         planner = dcp.DefaultSavePlanner()
-        planner.set_up_planner(dict(tensors), is_coordinator=self._together.rank == 0)
-        wishes = self._together.to_rank_0(self._together.each(planner.create_local_plan))
+        planner.set_up_planner(dict(tensors), is_coordinator=self._ranks.rank == 0)
+        local_plans = self._ranks.gather_to_rank_0(self._ranks.on_every_rank(planner.create_local_plan))
 
-        def final() -> list[SavePlan]:
-            if not wishes:  # on all but rank 0
+        def global_plan() -> list[SavePlan]:
+            if not local_plans:  # on all ranks but 0
                 return []
-            plans, self._metadata = planner.create_global_plan(wishes)
-            return _writer(Path(), self._together).prepare_global_plan(plans)
+            plans, self._metadata = planner.create_global_plan(local_plans)
+            return _writer(Path(), self._ranks).prepare_global_plan(plans)
 
-        self._plan = planner.finish_plan(self._together.of_rank_0(self._together.each(final)))
+        self._save_plan = planner.finish_plan(self._ranks.scatter_from_rank_0(self._ranks.on_every_rank(global_plan)))
         self._shapes = shapes
 
     def write(self, folder: Path, tensors: dict[str, Tensor], copies: dict[str, Tensor]) -> None:
-        """Write into `folder`, which exists. `tensors` are looked at for their shapes and placements only, the values
-        are those of `copies`: this rank's parts, by name, on the CPU. Raises SaveFailedError."""
+        """Writes into `folder`, which exists. `tensors` give the shapes and placements, `copies` the values: the parts
+        of this rank, by name, on the CPU. Raises SaveFailedError."""
         self.plan(tensors, copies)
-        writer, values = _writer(folder, self._together), _Copies(copies)
-        written = self._together.each(lambda: writer.write_data(self._plan, values).value())
-        of_all = self._together.to_rank_0(written)
+        writer = _writer(folder, self._ranks)
+        values = _Copies(copies)
+        own_results = self._ranks.on_every_rank(lambda: writer.write_data(self._save_plan, values).value())
+        results = self._ranks.gather_to_rank_0(own_results)
 
         def finish() -> None:
             assert self._metadata is not None
-            writer.finish(replace(self._metadata), of_all)
+            writer.finish(replace(self._metadata), results)
 
-        self._together.from_rank_0(finish)
+        self._ranks.broadcast_from_rank_0(finish)
 
 
-def _writer(folder: Path, together: Together) -> dcp.FileSystemWriter:
-    # Nothing to copy ahead: it is on the CPU already, and the writer would wait for the default stream of GPU 0.
+def _writer(folder: Path, ranks: RankGroup) -> dcp.FileSystemWriter:
+    # No copying ahead: the values are on the CPU already, and the writer would wait for the default stream of GPU 0.
     writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
-    writer.set_up_storage_writer(together.rank == 0, rank=together.rank, use_collectives=True)
+    writer.set_up_storage_writer(ranks.rank == 0, rank=ranks.rank, use_collectives=True)
     return writer
 
 
 class _Copies(dcp.DefaultSavePlanner):
-    """Hands the copies to the writer."""
+    """A planner that gives the writer the copies in place of the tensors."""
 
     def __init__(self, copies: dict[str, Tensor]) -> None:
         super().__init__()

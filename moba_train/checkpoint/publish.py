@@ -1,6 +1,6 @@
 """How a checkpoint becomes visible, and how one is found again. Files and folders only: no torch here.
 
-A checkpoint is written into a hidden folder, `.tmp-step_00000100-<attempt>`, and ends with `manifest.json`, which names
+A checkpoint is written into a hidden folder, `.tmp-step_00000100-<random>`, and ends with `manifest.json`, which names
 every file with its size and SHA-256. Only then is the folder renamed to `step_00000100`, and only after that is the
 one-line file `latest` replaced. Everything is fsynced before the rename that depends on it, so a process killed at any
 moment leaves the checkpoints that were already published as they were.
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_good(meta: dict[str, Any]) -> bool:
-    """Whether the run was healthy when it saved: the meta's `good`, true where it is not given."""
+    """Whether the run was healthy when it saved: `good` in the meta, true by default."""
     return meta.get("good", True) is True
 
 
@@ -53,7 +53,7 @@ def step_name(step: int) -> str:
 def make_temporary_folder(folder: Path, step: int) -> Path:
     """An empty folder in which to write the checkpoint of `step`, to be published in `folder`.
 
-    No two have the same name, so a process left over from an earlier attempt cannot write into this one.
+    Its name is unique, so a process left over from an earlier restart attempt cannot write into it.
     """
     temporary = folder / f"{_TEMPORARY}{step_name(step)}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
@@ -64,8 +64,8 @@ def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
     """Makes a finished temporary folder the newest checkpoint of the folder it lies in.
 
     `files` names every file that was written, each already fsynced by its writer. Returns the published path. Raises
-    OSError if the disk refuses, CheckpointError if a file is not as its writer described it. A `latest` that cannot be
-    replaced is a warning: the checkpoint is there and is found without it.
+    OSError if the file system refuses, CheckpointError if a file differs from its entry. A `latest` that cannot be
+    replaced is only a warning: the checkpoint is found without it.
     """
     folder, final = temporary.parent, temporary.parent / step_name(step)
     if problems := size_problems(temporary, files):
@@ -77,7 +77,7 @@ def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
     _fsync_folder(temporary)
     replaced = folder / (_REPLACED + final.name)
     if final.exists():
-        final.rename(replaced)  # `clean_up` puts it back if we die before the next line
+        final.rename(replaced)  # `clean_up` puts it back if this process dies before the next line
     temporary.rename(final)
     _fsync_folder(folder)
     try:
@@ -89,16 +89,17 @@ def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
 
 
 def prepare(folder: Path) -> None:
-    """Makes `folder` for checkpoints, if need be, and removes what a killed process left in it."""
+    """Creates `folder` for checkpoints, unless it exists, and removes what a killed process left in it."""
     folder.mkdir(parents=True, exist_ok=True)
     _fsync_folder(folder.parent)
     clean_up(folder)
 
 
 def clean_up(folder: Path) -> None:
-    """Removes what a killed process left behind. Only while no other run saves into `folder`.
+    """Removes what a killed process left behind. To be called only while no other run saves into `folder`.
 
-    A rank of the run before that has not died yet may still be writing: what cannot be removed now is left for later.
+    A rank of an earlier start that has not died yet may still be writing: what cannot be removed now stays until the
+    next start.
     """
     for path in folder.glob(_REPLACED + "*"):
         published = folder / path.name.removeprefix(_REPLACED)
@@ -111,7 +112,7 @@ def clean_up(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder as far as the file system allows; warns about the rest."""
+    """Removes a file or folder as far as the file system allows; the rest is a warning."""
     try:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError as error:
@@ -119,13 +120,13 @@ def remove(path: Path) -> None:
 
 
 def hide(path: Path) -> Path:
-    """Takes a published checkpoint out of sight in one move, as a leftover that `clean_up` removes."""
+    """Hides a published checkpoint by one rename, as a leftover that `clean_up` removes. Returns the new path."""
     return path.rename(path.with_name(_TEMPORARY + path.name))
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a published checkpoint so that nothing finds, counts or removes it any more; a person may look at it.
-    One of the same step that was set aside before is removed. Returns the new path."""
+    """Renames a published checkpoint so that it is no longer found, counted or removed, and a person can look at it.
+    A checkpoint of the same step that was set aside before is removed. Returns the new path."""
     aside = path.with_name(_SET_ASIDE + path.name)
     if aside.exists():
         remove(aside)
@@ -133,10 +134,11 @@ def set_aside(path: Path) -> Path:
 
 
 def latest_checkpoint(folder: Path, accept: Accept | None = None) -> Path | None:
-    """The newest checkpoint in `folder` whose manifest and file sizes are right and whose meta `accept` agrees to; None
-    if there is none.
+    """The newest checkpoint in `folder` with the file sizes of its manifest and a meta that `accept` agrees to; None if
+    there is none.
 
-    A damaged one is passed over with a warning that names its damage. Sizes only: `verify_checkpoint` reads every byte.
+    A damaged checkpoint is passed over with a warning that names the damage. Only sizes are compared;
+    `verify_checkpoint` reads every byte.
     """
     for _, path in reversed(published(folder)):
         try:
@@ -149,7 +151,8 @@ def latest_checkpoint(folder: Path, accept: Accept | None = None) -> Path | None
 
 
 def find_checkpoint(path: Path) -> Path:
-    """`path` itself when it is a checkpoint, else the newest valid one of the run folder `path`."""
+    """`path` itself when it is a checkpoint, else the newest valid checkpoint of the run folder `path`. Raises
+    CheckpointError when there is none."""
     if (path / MANIFEST).is_file():
         return path
     newest = latest_checkpoint(path / "checkpoints")

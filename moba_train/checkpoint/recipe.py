@@ -11,7 +11,10 @@ from moba_train.errors import CheckpointError
 
 
 class SavedRun(NamedTuple):
-    """A checkpoint with its own recipe; `validation.checkpoints.open_checkpoint` makes one that is safe to use."""
+    """A checkpoint with the recipe that it was saved with, and the stage that it was saved in.
+
+    `validation.checkpoints.open_checkpoint` makes one that is safe to use.
+    """
 
     path: Path
     config: RunConfig
@@ -19,7 +22,8 @@ class SavedRun(NamedTuple):
 
 
 def saved_recipe(checkpoint: Path) -> RunConfig:
-    """The recipe of `checkpoint`, parsed but not validated against this machine. Raises CheckpointError without one."""
+    """The recipe of `checkpoint`, parsed but not validated against this machine. Raises CheckpointError when there is
+    none."""
     text = read_meta(checkpoint).get("config")
     if not isinstance(text, str):
         raise CheckpointError(f"{checkpoint}: its meta.json holds no recipe; use a checkpoint that training wrote")

@@ -12,10 +12,10 @@ from moba_train.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays: the `keep_last` newest, the multiples of `keep_every` steps for ever, and in each stage the
+    """Keeps the `keep_last` newest checkpoints, the multiples of `keep_every` steps for ever, and in each stage the
     `keep_best` of lowest validation loss (losses of stages with other lengths cannot be compared).
 
-    The loss and the stage are the meta's `eval_loss` and `stage`; a checkpoint without them is never among the best.
+    Loss and stage are `eval_loss` and `stage` of the meta; a checkpoint without them is never among the best.
     """
 
     keep_last: int
@@ -24,7 +24,7 @@ class Retention:
 
     def apply(self, folder: Path, protect: Accept = is_good) -> None:
         """Removes all other checkpoints, except the one that `latest` names and the newest whose meta `protect` agrees
-        to. Raises OSError when the file system does not let go of one."""
+        to. Raises OSError when the file system refuses to remove one."""
         metas = {path: _meta(path) for _, path in published(folder)}  # oldest first
         pointer = folder / LATEST
         keep = set(list(metas)[-self.keep_last :])
@@ -37,7 +37,7 @@ class Retention:
                 remove(hide(path))
 
     def _best(self, metas: dict[Path, dict[str, Any] | None]) -> set[Path]:
-        """The checkpoints of lowest validation loss; of equal ones the newer."""
+        """The checkpoints of lowest validation loss; among equal ones the newer."""
         stages: dict[str, list[tuple[float, Path]]] = {}
         for path, meta in reversed(metas.items()):
             loss = meta.get("eval_loss") if meta is not None else None
@@ -48,7 +48,7 @@ class Retention:
 
 
 def _meta(path: Path) -> dict[str, Any] | None:
-    """None for a checkpoint whose meta is damaged."""
+    """The meta of a checkpoint; None when it is damaged."""
     try:
         return read_meta(path)
     except CheckpointError:

@@ -141,6 +141,12 @@ def resolve_stages(config: RunConfig, exited_steps: Mapping[str, int] | None = N
     return tuple(stages)
 
 
+def used_kinds(config: RunConfig, stage: int) -> set[tuple[int, str]]:
+    """(layer, attention kind) of all layers in the stages up to and with this one."""
+    stages = resolve_stages(config)[: stage + 1]
+    return {(layer, kind) for resolved in stages for layer, kind in enumerate(resolved.kinds)}
+
+
 def kinds_by_layer(config: RunConfig) -> tuple[dict[str, Section], ...]:
     """For every layer, the attention kinds that any stage uses there, with the options of the first that does."""
     layers: tuple[dict[str, Section], ...] = tuple({} for _ in range(config.model.layers))

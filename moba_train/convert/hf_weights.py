@@ -14,6 +14,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.convert.hf_names import hf_name
 from moba_train.convert.safetensors_folder import SafetensorsFolder
 from moba_train.errors import CheckpointError
+from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
 
 _DERIVED = ("rotary_emb.inv_freq",)
@@ -24,10 +25,12 @@ _DERIVED = ("rotary_emb.inv_freq",)
 def load_hf_weights(model: nn.Module, folder: Path) -> None:
     """Fill the parameters of a `Transformer`, plain tensors or DTensors, from the Hugging Face model in `folder`.
 
-    Each rank reads the bytes of its own shards and nothing else, one tensor after the other, and needs no other rank.
+    Parameters of attention kinds, which no such model has, keep their values. Each rank reads the bytes of its own
+    shards and nothing else, one tensor after the other, and needs no other rank.
     Raises CheckpointError with every tensor that is missing, superfluous or of another shape.
     """
-    parameters: dict[str, Any] = get_model_state_dict(model)
+    state: dict[str, Any] = get_model_state_dict(model)
+    parameters = {name: value for name, value in state.items() if not kind_of_parameter(name)}
     files = SafetensorsFolder(folder)
     check_hf_weights({name: tuple(parameter.shape) for name, parameter in parameters.items()}, files)
     for name, parameter in sorted(parameters.items(), key=lambda item: files.file_of(hf_name(item[0]))):

@@ -11,6 +11,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.convert.hf_config import CONFIG, read_model_config
 from moba_train.convert.hf_weights import load_hf_weights
 from moba_train.errors import CheckpointError
+from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
 
 
@@ -35,6 +36,8 @@ def source_model(folder: Path) -> ModelConfig:
 def load_initial_weights(model: Transformer, folder: Path) -> None:
     """Fill `model`, sharded or not, from `folder` (see `source_model`). Called on all ranks; each reads its shards.
 
+    Parameters of attention kinds that the folder's model does not have keep their initial values.
+
     Raises CheckpointError when the folder's model is another one, or a checkpoint of ours has a byte that is not as it
     was written.
     """
@@ -43,7 +46,8 @@ def load_initial_weights(model: Transformer, folder: Path) -> None:
     if is_hf_folder(folder):
         load_hf_weights(model, folder)
     else:
-        load_model(model, find_checkpoint(folder), verify=True)
+        own = [name for name, _ in model.named_parameters() if kind_of_parameter(name)]
+        load_model(model, find_checkpoint(folder), optional=own, verify=True)
 
 
 def initial_problems(config: RunConfig) -> Iterator[str]:

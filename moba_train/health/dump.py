@@ -10,10 +10,10 @@
       loss_tokens     how many there are
       max_lse         by layer, the largest log-sum-exp of a query's attention scores: at least its largest logit, at
                       most that + ln(keys)
-      gate            by layer, how the chosen blocks are spread: {choices, load_imbalance, entropy, first_block_share,
-                      distance}, see attention/moba/statistics.py; null where nothing was chosen: full attention, or
-                      every block. They cover what this rank chose: under context parallelism for its own queries, with
-                      ulysses and hierarchical for those of all ranks or of its node, with its own heads
+      gate            by layer, routing statistics {selected, load_imbalance, entropy, first_block_share, distance}:
+                      attention/moba/statistics.py; null where nothing was selected: full attention, or every block.
+                      They cover what this rank selected: under context parallelism for its own queries, with ulysses
+                      and hierarchical for those of all ranks or of its node, with its own heads
       micro_batches   [[{source, document, start, stop, loss, loss_tokens}]]: the document parts in order; loss
                       is the mean over their loss tokens on this rank, from the repeated pass
 
@@ -34,8 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from moba_train.attention.choices import described, mean_choices
-from moba_train.attention.local import run_local
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.observer import SelectionRecorder, mean_statistics
+from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.data.batch import Batch
 from moba_train.model.transformer import Engine, Transformer
@@ -66,7 +67,7 @@ def write_dump(
     layer; `batches`: this rank's part of the step; `loss_sum`: sum of its weighted token losses, a scalar. Costs a
     forward pass and many reads of the device. A file that cannot be written is only a warning.
 
-    Returns, for the log, `gate_load_imbalance` and so on: means over the choices of all layers and ranks, if any.
+    Returns, for the log, `gate_load_imbalance` and so on: means over the selections of all layers and ranks, if any.
     """
     norms = _gradient_norms(model, kinds)
     own = _look_at(model, share, batches, loss_sum)
@@ -75,8 +76,8 @@ def write_dump(
     if dist.get_rank() == 0:
         path = dump_folder(run_dir) / f"step_{head['step']:08d}.json"
         _write(path, {**head, "gradient_norms": norms, "ranks": ranks})
-    gate = mean_choices(layer for rank in ranks for layer in rank["gate"])
-    return {f"gate_{name}": value for name, value in (gate or {}).items() if name != "choices"}
+    gate = mean_statistics(layer for rank in ranks for layer in rank["gate"])
+    return {f"gate_{name}": value for name, value in (gate or {}).items() if name != "selected"}
 
 
 def _write(path: Path, dump: dict[str, Any]) -> None:
@@ -105,7 +106,7 @@ def _gradient_norms(model: Transformer, kinds: Sequence[str]) -> dict[str, Any]:
 def _look_at(model: Transformer, share: DataShard, batches: list[Batch], loss_sum: Tensor) -> dict[str, Any]:
     """Entry of this rank."""
     repeated, micro_batches = 0.0, []
-    with _listening(model, share.engine or run_local) as layers:
+    with _listening(model, share.engine or LOCAL_ENGINE) as layers:
         for batch in batches:
             losses_n = token_losses(model, batch)
             repeated += (losses_n * batch.loss_weight).sum().item()
@@ -118,7 +119,7 @@ def _look_at(model: Transformer, share: DataShard, batches: list[Batch], loss_su
         "repeated_loss": repeated / weight if weight else None,
         "loss_tokens": sum(batch.loss_tokens for batch in batches),
         "max_lse": [layer.max_lse.item() for layer in layers],
-        "gate": [mean_choices(layer.choices) for layer in layers],
+        "gate": [mean_statistics(layer.recorder.statistics) for layer in layers],
         "micro_batches": micro_batches,
     }
 
@@ -128,21 +129,22 @@ class _Heard:
     """Of one layer's attention."""
 
     max_lse: Tensor
-    choices: list[dict[str, float]]
+    recorder: SelectionRecorder
 
 
 @contextmanager
-def _listening(model: Transformer, engine: Engine) -> Iterator[list[_Heard]]:
+def _listening(model: Transformer, engine: OperatorEngine) -> Iterator[list[_Heard]]:
     """Inside, every layer's attention is listened to, and compiled blocks run as they are written.
 
     `engine` runs the attention of all layers.
     """
     device = model.embedding.weight.device
-    layers = [_Heard(torch.tensor(-torch.inf, device=device), []) for _ in model.blocks]
+    layers = [_Heard(torch.tensor(-torch.inf, device=device), SelectionRecorder()) for _ in model.blocks]
 
     def listening(heard: _Heard) -> Engine:
         def run(q: Tensor, k: Tensor, v: Tensor, kind: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:
-            out, lse_HT = engine(q, k, v, described(kind, heard.choices), layout)
+            with engine.observe(heard.recorder):
+                out, lse_HT = engine(q, k, v, kind, layout)
             heard.max_lse = torch.maximum(heard.max_lse, lse_HT.max())
             return out, lse_HT
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moba_train.attention.choices import mean_choices
+from moba_train.attention.observer import mean_statistics
 from moba_train.config.load import load_config
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.stream import DocumentPart
@@ -95,16 +95,23 @@ def _layer_table(dump: dict[str, Any]) -> Table:
     norms = dump["gradient_norms"]
     ranks = dump["ranks"]
     max_lse = [max(lse) for lse in zip(*(rank["max_lse"] for rank in ranks), strict=True)]
-    gate = [mean_choices(layer) or {} for layer in zip(*(rank["gate"] for rank in ranks), strict=True)]
-    names = [name for name in dict.fromkeys(name for layer in gate for name in layer) if name != "choices"]
+    gate = [
+        mean_statistics(map(_statistics, layer)) or {} for layer in zip(*(rank["gate"] for rank in ranks), strict=True)
+    ]
+    names = [name for name in dict.fromkeys(name for layer in gate for name in layer) if name != "selected"]
     rows = [
-        [layer["layer"], layer["kind"], layer["norm"], lse, *(chosen.get(name, "") for name in names)]
-        for layer, lse, chosen in zip(norms["layers"], max_lse, gate, strict=True)
+        [layer["layer"], layer["kind"], layer["norm"], lse, *(routing.get(name, "") for name in names)]
+        for layer, lse, routing in zip(norms["layers"], max_lse, gate, strict=True)
     ]
     rest = [""] * (1 + len(names))
     rows += [[f"all {kind}", "", norm, *rest] for kind, norm in norms["kinds"].items()]
     rows += [[name, "", norm, *rest] for name, norm in norms.items() if name not in ("layers", "kinds")]
     return _table(("layer", "kind", "gradient norm", "max lse", *(name.replace("_", " ") for name in names)), rows)
+
+
+def _statistics(entry: dict[str, float] | None) -> dict[str, float] | None:
+    """Routing statistics of a dump's entry; older dumps say `choices` for `selected`."""
+    return {"selected" if name == "choices" else name: value for name, value in entry.items()} if entry else None
 
 
 def _part_losses(dump: dict[str, Any]) -> list[PartLoss]:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from moba_train.attention.clock import AttentionClock, attention_timed
+from moba_train.attention.observer import AttentionTimer
+from moba_train.attention.operators import OperatorEngine
 from moba_train.parallel.world import values_of_ranks
 
 
@@ -23,7 +24,7 @@ class Stragglers:
         self._device = device
         self._met: float | None = None
         self._step_s = 0.0
-        self._clock: AttentionClock | None = None
+        self._timer: AttentionTimer | None = None
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
@@ -34,12 +35,12 @@ class Stragglers:
         self._met = time.perf_counter()
 
     @contextmanager
-    def attention(self, step: int) -> Iterator[None]:
-        """Around the forward and backward passes of `step`."""
+    def attention(self, step: int, engine: OperatorEngine) -> Iterator[None]:
+        """Around the forward and backward passes of `step`, whose attention `engine` runs."""
         if not self._due(step):
             yield
             return
-        with attention_timed(self._device) as self._clock:
+        with engine.observe(AttentionTimer(self._device)) as self._timer:
             yield
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -48,9 +49,9 @@ class Stragglers:
         `straggler_step` and `straggler_attention` are the longest time over the mean of all ranks, `straggler_*_rank`
         the rank that took it, and `attention_s` the mean time in attention. The step's time is that of the step before.
         """
-        if not self._due(step) or self._clock is None:
+        if not self._due(step) or self._timer is None:
             return {}
-        every = values_of_ranks([self._step_s, self._clock.seconds()])
+        every = values_of_ranks([self._step_s, self._timer.seconds()])
         metrics = {"attention_s": sum(attention_s for _, attention_s in every) / len(every)}
         if len(every) > 1:
             for name, times in zip(("step", "attention"), zip(*every, strict=True), strict=True):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import run_local
-from moba_train.attention.protocol import Layout, LocalAttention, Runs
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, TokenRanges
 
 
 class CachedAttention:
@@ -16,7 +16,7 @@ class CachedAttention:
 
     The first call prefills with the layer's own attention; later calls bring one token each and attend to the cache,
     with the layer's own attention (`sparse_decode`) or with full attention, as the MoBA paper does. What an attention
-    needs to plan (MoBA: the mean keys of all finished blocks) is cached too and renewed when another `alignment`
+    needs to select (MoBA: the mean keys of all finished blocks) is cached too and renewed when another `alignment`
     tokens are complete.
     """
 
@@ -36,14 +36,15 @@ class CachedAttention:
         first = self.length
         k_SKD, v_SKD = self._append(k_TKD, v_TKD)
         if first == 0:
-            return run_local(q_THD, k_SKD, v_SKD, attention, _one_document(self.length, q_THD.device))
+            return LOCAL_ENGINE(q_THD, k_SKD, v_SKD, attention, _one_document(self.length, q_THD.device))
         if not self.sparse_decode:
             attention = FullAttention(FullAttention.Options(), q_THD.shape[-1])
-        layout = _one_document(self.length, q_THD.device, ((first, self.length),))
+        layout = _one_document(self.length, q_THD.device, (TokenRange(first, self.length),))
         if self.length // attention.alignment != self.summarized_blocks:
             self.summaries = attention.summarize(k_SKD, layout)
             self.summarized_blocks = self.length // attention.alignment
-        return attention.attend(q_THD, k_SKD, v_SKD, layout, attention.plan(q_THD, self.summaries, layout))
+        selection = attention.select(q_THD, self.summaries, layout)
+        return attention.attend(q_THD, k_SKD, v_SKD, layout, selection)
 
     def _append(self, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
         if self.k_SKD is None or self.v_SKD is None:
@@ -55,5 +56,5 @@ class CachedAttention:
         return self.k_SKD[:end], self.v_SKD[:end]
 
 
-def _one_document(length: int, device: torch.device, q_runs: Runs | None = None) -> Layout:
-    return Layout(torch.tensor([0, length], dtype=torch.int32, device=device), length, length, q_runs)
+def _one_document(length: int, device: torch.device, q_ranges: TokenRanges | None = None) -> Layout:
+    return Layout(torch.tensor([0, length], dtype=torch.int32, device=device), length, length, q_ranges)

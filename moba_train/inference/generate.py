@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moba_train.attention.local import run_local
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import packed_layout
 from moba_train.inference.cache import CachedAttention
 from moba_train.model.transformer import Transformer
@@ -57,7 +57,7 @@ def generate(
             start += len(tokens)
             tokens = [token]
     finally:
-        model.set_engines([run_local] * len(model.blocks))
+        model.set_engines([LOCAL_ENGINE] * len(model.blocks))
 
 
 def _sample(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import run_local
-from moba_train.attention.protocol import Layout, LocalAttention
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.protocol import Layout, LocalAttention, TokenRange
 from moba_train.convert.hf_config import parse_layer
 from moba_train.model.build import build_attention
 
@@ -81,12 +81,12 @@ def _attend(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttenti
     total, queries = len(k_SKD), len(q_THD)
     cu_seqlens = torch.tensor([0, total], dtype=torch.int32, device=q_THD.device)
     if queries == total:
-        return run_local(q_THD, k_SKD, v_SKD, attention, Layout(cu_seqlens, total, total))[0]
+        return LOCAL_ENGINE(q_THD, k_SKD, v_SKD, attention, Layout(cu_seqlens, total, total))[0]
     if _decode == "full" and queries == 1:
         attention = FullAttention(FullAttention.Options(), q_THD.shape[-1])
-    layout = Layout(cu_seqlens, total, total, q_runs=((total - queries, total),))
-    plan = attention.plan(q_THD, attention.summarize(k_SKD, layout), layout)
-    return attention.attend(q_THD, k_SKD, v_SKD, layout, plan)[0]
+    layout = Layout(cu_seqlens, total, total, q_ranges=(TokenRange(total - queries, total),))
+    selection = attention.select(q_THD, attention.summarize(k_SKD, layout), layout)
+    return attention.attend(q_THD, k_SKD, v_SKD, layout, selection)[0]
 
 
 def _attention(module: Any) -> LocalAttention:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moba_train.attention.kind import AttentionKind, Engine, LayerInput
-from moba_train.attention.local import run_local
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import Layout
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.model.loss import token_losses, weighted_loss_sum
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         for name, module in kind_parameters.items():
             self.add_module(name, module)
         self.kind: AttentionKind | None = None
-        self.engine: Engine = run_local
+        self.engine: Engine = LOCAL_ENGINE
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
         """The layer's output [T, D] and, for kinds that have one, the auxiliary loss of each token, float32 [T]."""

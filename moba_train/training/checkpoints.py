@@ -18,8 +18,10 @@ from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer
 from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
+from moba_train.config.stages import used_kinds
 from moba_train.convert.initial_weights import load_initial_weights
 from moba_train.errors import CheckpointError, LaunchError, TrainingError
+from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel.world import World, broadcast
@@ -61,7 +63,7 @@ class RunCheckpoints:
         """
         path = newest_intact(self.folder)
         if path is not None:
-            progress = self.load(path)
+            progress = self.load(path, with_new_kinds=True)
             self.saved_step = progress.step
         else:
             if self._config.init_from is not None:
@@ -78,15 +80,24 @@ class RunCheckpoints:
             raise CheckpointError(f"{self.folder} is empty")
         return path
 
-    def load(self, path: Path) -> Progress:
+    def load(self, path: Path, with_new_kinds: bool = False) -> Progress:
         """Restore weights, optimizer and random state, and return the progress that they were saved with.
 
-        Raises CheckpointError when the recipe cannot go on from there.
+        `with_new_kinds`: parameters of attention kinds that no stage has used so far may be missing, because the recipe
+        got a new later stage; they keep their initial values. Raises CheckpointError when the recipe cannot go on from
+        there.
         """
         progress = Progress.from_meta(read_meta(path).get("progress"), len(self._config.stages))
         check_resumable(self._config, progress, str(path))
-        load_model_and_optimizer(self._model, self._optimizer, path)
+        unused = self._parameters_unused_until(progress.stage) if with_new_kinds else []
+        load_model_and_optimizer(self._model, self._optimizer, path, optional=unused)
         return progress
+
+    def _parameters_unused_until(self, stage: int) -> list[str]:
+        """Parameters of attention kinds that no stage up to this one uses in their layer."""
+        used = {f"blocks.{layer}.attention.{kind}." for layer, kind in used_kinds(self._config, stage)}
+        names = [name for name, _ in self._model.named_parameters() if kind_of_parameter(name)]
+        return [name for name in names if not name.startswith(tuple(used))]
 
     def save(self, progress: Progress, facts: dict[str, object], protect: Accept) -> float:
         """Begin to save the state after `progress.step`, with `facts` in the meta.

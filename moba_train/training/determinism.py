@@ -5,7 +5,7 @@ What depends on the switch, by part:
   selects kernels without timing them;
 - cuBLAS: results depend on its workspace unless its size is fixed;
 - dense attention: cuDNN's backward pass adds in the order of arrival and is left out, the flash kernels have a
-  reproducible one (attention/dense.py). MoBA's own kernels always add in a fixed order;
+  reproducible one (attention/full/kernels.py). MoBA's own kernels always add in a fixed order;
 - NCCL: rings and trees add in a fixed order; for sums inside the NVLink switch (NVLS) that is not guaranteed.
 """
 

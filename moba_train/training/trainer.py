@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moba_train.attention.local import run_local
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.config.load import dump_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
@@ -177,7 +177,7 @@ class Trainer:
     def _forward_and_backward(self, data: StepData, counts: StepCounts) -> StepLosses:
         """Accumulate the gradients of the micro-batches; this rank's part of the step's losses."""
         losses = StepLosses(self.world.device)
-        with self.stragglers.attention(self.progress.step):
+        with self.stragglers.attention(self.progress.step, self.shard.engine or LOCAL_ENGINE):
             for batch in data.batches:
                 sums = training_loss(self.model, batch)
                 (sums.total / counts.loss_weight).backward()
@@ -256,7 +256,7 @@ class Trainer:
         self.model.set_rope(stage.rope)
         set_trainable(self.model, stage.trainable)
         self.shard, choice = self.context_engines.data_shard(stage, mesh_sizes(stage.parallel, self.world.size))
-        self.model.set_engines([self.shard.engine or run_local] * config.model.layers)
+        self.model.set_engines([self.shard.engine or LOCAL_ENGINE] * config.model.layers)
         data = training_data(config, stage, progress.starts)
         data.check_fingerprints(progress.fingerprints)
         progress.fingerprints |= data.fingerprints

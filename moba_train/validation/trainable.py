@@ -12,8 +12,10 @@ from moba_train.optim.trainable import is_trainable
 
 
 def trainable_problems(config: RunConfig) -> Iterator[str]:
-    """Patterns in `stages[i].trainable` that no parameter of the model matches, and stages that would train nothing: only
-    parameters of attention kinds that they do not use. The recipe's model must be sound."""
+    """Patterns in `stages[i].trainable` that no parameter of the model matches, and stages that would train nothing.
+
+    The recipe's model must be sound.
+    """
     if all(stage.trainable == "all" for stage in config.stages):
         return
     names = _parameter_names(config)

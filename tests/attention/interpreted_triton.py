@@ -8,13 +8,14 @@ import pytest
 import torch
 from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, list_bounds, run, run_in_parts
 
-from moba_train.attention.moba import flash
-from moba_train.attention.moba.blocks import block_bound
+from moba_train.attention.blocks import composed, reference
+from moba_train.attention.blocks.geometry import block_bound
+from moba_train.attention.blocks.triton import attention, call, long_blocks, packed, short_blocks
+from moba_train.attention.blocks.triton.lists import BlockLists
+from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes, work_ranges
 from moba_train.attention.moba.gate import pool_keys
-from moba_train.attention.moba.triton import call, long_blocks, packed, select, short_blocks
-from moba_train.attention.moba.triton.lists import Lists
-from moba_train.attention.moba.triton.tiles import Shape, segments, shapes
-from moba_train.attention.protocol import Layout
+from moba_train.attention.moba.triton import select
+from moba_train.attention.protocol import BackwardState, Layout, TokenRange
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "start this through test_triton_interpreter.py"
 
@@ -37,19 +38,21 @@ def case(lengths, heads, kv_heads, head_dim, dtype=torch.float32, **options):
         case([1100], 1, 1, 64, block_size=512, topk=2),
     ],
 )
-def test_choice_lists_output_and_gradients_equal_the_reference(lengths, heads, kv_heads, head_dim, dtype, options):
+def test_selection_lists_output_and_gradients_equal_the_reference(lengths, heads, kv_heads, head_dim, dtype, options):
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cpu"), layout_of(lengths, "cpu")
     ours, reference = (build(kind, head_dim, **options) for kind in ("triton", "reference"))
     q, k = tensors[:2]
     pooled = ours.summarize(k, layout)
     assert torch.equal(pooled, pool_keys(k, layout, options["block_size"]))
-    got, (chosen, entries, starts) = run(ours, tensors, layout)
-    plan = reference.plan(q, pooled, layout)
-    assert torch.equal(chosen, plan[0])
-    assert ours.describe_plan((chosen, entries, starts), layout) == reference.describe_plan(plan, layout)
-    if chosen.numel():
-        check_lists(chosen, entries, starts, kv_heads, block_bound(layout, options["block_size"]))
-    want = exact(tensors, layout, chosen, options["block_size"], ours.scale)
+    got, (selected, entries, starts) = run(ours, tensors, layout)
+    selection = reference.select(q, pooled, layout)
+    assert torch.equal(selected, selection[0])
+    assert ours.describe_selection((selected, entries, starts), layout) == reference.describe_selection(
+        selection, layout
+    )
+    if selected.numel():
+        check_lists(selected, entries, starts, kv_heads, block_bound(layout, options["block_size"]))
+    want = exact(tensors, layout, selected, options["block_size"], ours.scale)
     limit = 2e-6 if dtype == torch.float32 else 1e-3
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert error(a, b) < limit, name
@@ -69,15 +72,15 @@ def test_of_equal_gates_the_lower_block_wins_and_infinite_gates_are_candidates()
         pooled = torch.zeros(11, 1, 64)
         pooled[:10, 0, 0] = torch.tensor(gates, dtype=torch.float32)
         pooled[:10, 0, 1:] = 0 if max(gates) < float("inf") and min(gates) > float("-inf") else 1
-        assert ours.plan(q, pooled, layout)[0][0, 639].tolist() == want
+        assert ours.select(q, pooled, layout)[0][0, 639].tolist() == want
 
 
-@pytest.mark.parametrize("choices", [3, 6, 17])
-def test_selection_over_many_chunks_is_exact_whatever_the_buckets(choices, monkeypatch):
+@pytest.mark.parametrize("count", [3, 6, 17, 127])
+def test_selection_over_many_chunks_is_exact_whatever_the_buckets(count, monkeypatch):
     """Random gates; and gates whose best blocks all share a bucket, which are found in a second pass."""
     monkeypatch.setattr(select, "_CHUNK", 16)
     layout = layout_of([64 * 100, 64 * 20], "cpu")
-    ours, reference = (build(kind, 64, block_size=64, topk=choices + 1) for kind in ("triton", "reference"))
+    ours, reference = (build(kind, 64, block_size=64, topk=count + 1) for kind in ("triton", "reference"))
     own = slice(6390, 6400)  # the last rows of the first document, and the second document
     q = torch.zeros(64 * 120, 1, 64)
     q[..., 0] = 1
@@ -89,8 +92,8 @@ def test_selection_over_many_chunks_is_exact_whatever_the_buckets(choices, monke
             pooled[:, 0, 0] = torch.randn(122, generator=generator)
         elif kind == "one bucket":
             pooled[:, 0, 0] = torch.where(torch.arange(122) % 16 == 5, 10.0 + torch.arange(122) % 7, -1.0)
-        chosen = [kind.plan(q[last.q_tokens], pooled, last)[0] for kind in (ours, reference)]
-        assert torch.equal(*chosen), kind
+        selected = [kind.select(q[last.q_tokens], pooled, last)[0] for kind in (ours, reference)]
+        assert torch.equal(*selected), kind
 
 
 @pytest.mark.parametrize("block_size", [64, 192])
@@ -98,44 +101,44 @@ def test_shards_of_queries_and_keys_give_the_whole(block_size):
     """Blocks that straddle the edges of shards, documents that span them, keys of the future."""
     tensors, layout = inputs([250, 1, 79], 4, 2, 64, torch.float32, "cpu"), layout_of([250, 1, 79], "cpu")
     ours = build("triton", 64, block_size=block_size, topk=3)
-    want, (chosen, *_) = run(ours, tensors, layout)
-    got, parts_chosen = run_in_parts(ours, tensors, layout, [((0, 37), (300, 330)), ((37, 300),)])
-    assert torch.equal(parts_chosen, chosen)
+    want, (selected, *_) = run(ours, tensors, layout)
+    got, parts_selected = run_in_parts(ours, tensors, layout, [((0, 37), (300, 330)), ((37, 300),)])
+    assert torch.equal(parts_selected, selected)
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert error(a, b.double()) < 2e-6, name
 
 
 @pytest.mark.parametrize("block_size", [64, 192])
-def test_lists_of_several_spans_are_summed(block_size, monkeypatch):
-    monkeypatch.setattr(short_blocks, "_SPAN", 64)
-    monkeypatch.setattr(packed, "_SPAN", 64)
+def test_lists_of_several_splits_are_summed(block_size, monkeypatch):
+    monkeypatch.setattr(short_blocks, "_SPLIT", 64)
+    monkeypatch.setattr(packed, "_SPLIT", 64)
     tensors, layout = inputs([450, 70], 4, 2, 64, torch.float32, "cpu"), layout_of([450, 70], "cpu")
     ours = build("triton", 64, block_size=block_size, topk=3)
-    got, plan = run(ours, tensors, layout)
-    want = exact(tensors, layout, plan[0], block_size, ours.scale)
+    got, selection = run(ours, tensors, layout)
+    want = exact(tensors, layout, selection[0], block_size, ours.scale)
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert error(a, b) < 2e-6, name
 
 
 @pytest.mark.parametrize("limit", [2000, 4000])
 @pytest.mark.parametrize("block_size", [64, 192])
-def test_work_is_cut_into_segments_without_a_trace(block_size, limit, monkeypatch):
+def test_work_is_cut_into_work_ranges_without_a_trace(block_size, limit, monkeypatch):
     """Bounded buffers: by key/value heads, and by ranges of queries where one head's partial results are too many."""
     lengths = [500, 140]
     tensors, layout = inputs(lengths, 4, 2, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     ours = build("triton", 64, block_size=block_size, topk=4)
-    want, plan = run(ours, tensors, layout)
+    want, selection = run(ours, tensors, layout)
     seen = []
 
     def record(lists, kv_heads, most):
-        parts = list(segments(lists, kv_heads, most))
+        parts = list(work_ranges(lists, kv_heads, most))
         seen.append(len(parts))
         return parts
 
-    for way in (long_blocks, short_blocks):
-        monkeypatch.setattr(way, "segments", record)
-    monkeypatch.setattr(call.Call, "limit", limit)
-    got, _ = run(ours, tensors, layout, plan)
+    for launches in (long_blocks, short_blocks):
+        monkeypatch.setattr(launches, "work_ranges", record)
+    monkeypatch.setattr(call.BlockCall, "limit", limit)
+    got, _ = run(ours, tensors, layout, selection)
     assert max(seen) > 2 if limit == 2000 else max(seen) == 2
     assert all(error(a, b) < 1e-6 for a, b in zip(got, want, strict=True))  # NumPy's products depend on the shape
 
@@ -152,15 +155,15 @@ def test_work_is_cut_into_segments_without_a_trace(block_size, limit, monkeypatc
     ],
 )
 def test_packed_rows_give_the_same_gradients(lengths, heads, kv_heads, head_dim, dtype, options, limit, monkeypatch):
-    """dk and dv against float64, bit for bit again, in one segment and in several."""
+    """dk and dv against float64, bit for bit again, in one work range and in several."""
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cpu"), layout_of(lengths, "cpu")
     ours = build("triton", head_dim, **options)
-    shape = Shape(32, 64, 4, 2)
-    monkeypatch.setattr(call, "shapes", lambda d, b: replace(shapes(d, 4096), dkdv=shape))
-    monkeypatch.setattr(packed, "segments", lambda lists, kv, most: segments(lists, kv, min(limit, most)))
-    got, plan = run(ours, tensors, layout)
-    again, _ = run(ours, tensors, layout, plan)
-    want = exact(tensors, layout, plan[0], options["block_size"], ours.scale)
+    shape = TileShape(32, 64, 4, 2)
+    monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, 4096), dkdv=shape))
+    monkeypatch.setattr(packed, "work_ranges", lambda lists, kv, most: work_ranges(lists, kv, min(limit, most)))
+    got, selection = run(ours, tensors, layout)
+    again, _ = run(ours, tensors, layout, selection)
+    want = exact(tensors, layout, selection[0], options["block_size"], ours.scale)
     bound = 2e-6 if dtype == torch.float32 else 1e-3
     for name, a, b, c in zip(("out", "lse", "dq", "dk", "dv"), got, want, again, strict=True):
         assert error(a, b) < bound, name
@@ -172,23 +175,23 @@ def test_lists_are_packed_in_order_and_filled_up():
     lengths, block_size, rows = [200, 70, 129], 64, 32
     (q, k, v, dout), layout = inputs(lengths, 4, 2, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     ours = build("triton", 64, block_size=block_size, topk=3)
-    chosen, entries, starts = ours.plan(q, ours.summarize(k, layout), layout)
-    sizes = call.Call.of(q, k, v, layout, chosen, block_size, ours.scale)
-    sizes = replace(sizes, shapes=replace(sizes.shapes, dkdv=Shape(rows, 64, 4, 2)))
+    selected, entries, starts = ours.select(q, ours.summarize(k, layout), layout)
+    sizes = call.BlockCall.from_tensors(q, k, v, layout, selected, block_size, ours.scale)
+    sizes = replace(sizes, shapes=replace(sizes.shapes, dkdv=TileShape(rows, 64, 4, 2)))
     blocks = sizes.tables.blocks
-    lists = Lists.of(entries, starts, chosen, 2, blocks)
+    lists = BlockLists.from_tensors(entries, starts, selected, 2, blocks)
     stats = torch.randn(399, 4, 2)
     work = packed.PackedDkdv(sizes, dout, stats, lists)
-    (segment,) = segments(lists, 2, 10**9)
-    room = work.room([segment])
-    tiles = work.pack(segment, room).last_tile.tolist()
+    (whole,) = work_ranges(lists, 2, 10**9)
+    room = work.room([whole])
+    tiles = work.pack(whole, room).last_tile.tolist()
     begin, end = (x.tolist() for x in list_bounds(lists))
     assert {0, 2} <= {stop - first for first, stop in zip(begin, end, strict=True)}
     for which, (first, stop) in enumerate(zip(begin, end, strict=True)):
         place = rows * (tiles[which - 1] if which else 0)
         used = slice(place, place + stop - first)
         filling = slice(used.stop, rows * tiles[which])
-        row = entries[first:stop] // chosen.shape[2]
+        row = entries[first:stop] // selected.shape[2]
         token, head = row // 2, which // blocks * 2 + row % 2
         for mine, theirs in ((room.q, q), (room.dout, dout), (room.lse, stats[..., 0]), (room.delta, stats[..., 1])):
             assert torch.equal(mine[used], theirs[token, head])
@@ -203,15 +206,38 @@ def test_lists_are_packed_in_order_and_filled_up():
 )
 def test_the_composition_gathers_and_joins_with_kernels(lengths, limit, kv_heads, block_size, topk, monkeypatch):
     if limit:
-        monkeypatch.setattr(flash, "entries_at_once", lambda rows, head_dim: limit)
+        monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: limit)
     tensors, layout = inputs(lengths, 4, kv_heads, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     ours = build("flash", 64, block_size=block_size, topk=topk)
-    whole, plan = run(ours, tensors, layout)
-    assert len(plan) == 3, "no lists from the kernels"
+    whole, selection = run(ours, tensors, layout)
+    assert len(selection) == 3, "no lists from the kernels"
     shards = [((0, 37), (180, sum(lengths))), ((37, 180),)]
-    sharded, chosen = run_in_parts(ours, tensors, layout, shards, all_keys=True)
-    assert torch.equal(chosen, plan[0])
-    want = exact(tensors, layout, plan[0], block_size, ours.scale)
+    sharded, selected = run_in_parts(ours, tensors, layout, shards, all_keys=True)
+    assert torch.equal(selected, selection[0])
+    want = exact(tensors, layout, selection[0], block_size, ours.scale)
     for got in (whole, sharded):
         for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
             assert error(a, b.double()) < 2e-6, name
+
+
+@pytest.mark.parametrize("block_size", [16, 160])
+def test_a_query_may_attend_to_127_blocks_beside_its_own(block_size):
+    """Short and long blocks; every history block, or a random part of them. Blocks of 16 are not offered, but quick."""
+    whole = layout_of([128 * block_size], "cpu")
+    layout = whole.part((TokenRange(whole.total - 12, whole.total),), None)
+    (q, _, _, dout), (_, k, v, _) = (inputs([n], 2, 1, 64, torch.float32, "cpu") for n in (12, whole.total))
+    luck_HTN = torch.rand(2, 12, 127, generator=torch.Generator().manual_seed(0))
+    some_HTN = torch.where((luck_HTN < 0.9) | (torch.arange(12) < 4).view(-1, 1), torch.arange(127), 127)
+    selected = some_HTN.sort(-1).values.to(torch.int32)
+    selected = torch.where(selected == 127, -1, selected)
+    selection = selected, *attention.block_lists(selected, layout, 1, block_size)
+    options = {"block_size": block_size, "scale": 0.125}
+    out, lse = attention.attend(q, k, v, layout, selection, **options)
+    state = BackwardState(dout, q, k, v, out, lse)
+    got = [out, lse, *attention.attend_backward(state, layout, selection, **options)]
+    q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    out, lse = reference.attend(q, k, v, layout, selection, **options)
+    state = BackwardState(dout, q, k, v, out, lse)
+    want = [out, lse, *reference.attend_backward(state, layout, selection, **options)]
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert error(a, b) < 2e-6, name

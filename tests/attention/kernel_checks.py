@@ -1,14 +1,14 @@
-"""What the Triton kernels are held to, in the interpreter and on a GPU: the reference, and the choice held fixed."""
+"""What the Triton kernels are held to, in the interpreter and on a GPU: the reference, and the selection held fixed."""
 
 import torch
 from helpers import make_qkv
 from torch import Tensor
 
+from moba_train.attention.blocks.reference import selected_mask
 from moba_train.attention.masked import masked_attend, masked_attend_backward
 from moba_train.attention.merge import merge
-from moba_train.attention.moba.layer import MobaAttention
-from moba_train.attention.moba.reference import chosen_mask
-from moba_train.attention.protocol import Layout, Runs, packed_layout
+from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.protocol import BackwardState, Layout, TokenRanges, packed_layout
 
 
 def build(kind: str, head_dim: int, **options) -> MobaAttention:
@@ -22,59 +22,67 @@ def inputs(lengths, heads, kv_heads, head_dim, dtype, device, seed=0) -> list[Te
     return [x.detach() for x in (q, k, v, dout)]
 
 
-def run(attention: MobaAttention, tensors: list[Tensor], layout: Layout, plan=None) -> tuple[list[Tensor], tuple]:
-    """[out, lse, dq, dk, dv] and the plan."""
+def run(attention: MobaAttention, tensors: list[Tensor], layout: Layout, selection=None) -> tuple[list[Tensor], tuple]:
+    """[out, lse, dq, dk, dv] and the selection."""
     q, k, v, dout = tensors
-    plan = plan or attention.plan(q, attention.summarize(k, layout), layout)
-    out, lse = attention.attend(q, k, v, layout, plan)
-    return [out, lse, *attention.attend_backward(dout, q, k, v, out, lse, layout, plan)], plan
+    selection = selection or attention.select(q, attention.summarize(k, layout), layout)
+    out, lse = attention.attend(q, k, v, layout, selection)
+    state = BackwardState(dout, q, k, v, out, lse)
+    return [out, lse, *attention.attend_backward(state, layout, selection)], selection
 
 
 def run_in_parts(
-    attention: MobaAttention, tensors: list[Tensor], layout: Layout, shards: list[Runs], *, all_keys: bool = False
+    attention: MobaAttention,
+    tensors: list[Tensor],
+    layout: Layout,
+    shards: list[TokenRanges],
+    *,
+    all_keys: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
-    """[out, lse, dq, dk, dv] and the choice as a ring computes them: each shard's queries meet each shard's keys; with
-    `all_keys`, all keys at once."""
+    """[out, lse, dq, dk, dv] and the selected blocks as a ring computes them: each shard's queries meet each shard's
+    keys; with `all_keys`, all keys at once."""
     q, k, v, dout = tensors
     summaries = attention.summarize(k, layout)
     rows = [Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, runs).q_tokens for runs in shards]
     wide = torch.promote_types(torch.float32, q.dtype)
-    outs, lses, plans = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device), []
+    outs, lses, selections = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device), []
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     key_shards = list(zip(shards, rows, strict=True)) if not all_keys else [(None, slice(None))]
     for mine, at in zip(shards, rows, strict=True):
         here = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, mine)
-        plan = attention.plan(q[at], summaries, here)
-        plans.append(plan[0])
+        selection = attention.select(q[at], summaries, here)
+        selections.append(selection[0])
         parts = [
             (Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, mine, theirs), keys)
             for theirs, keys in key_shards
         ]
         out, lse = torch.zeros_like(q[at]), torch.full_like(lses[:, at], -torch.inf)
         for part, keys in parts:
-            out, lse = merge(out, lse, *attention.attend(q[at], k[keys], v[keys], part, plan))
+            out, lse = merge(out, lse, *attention.attend(q[at], k[keys], v[keys], part, selection))
         outs[at], lses[:, at] = out, lse
         for part, keys in parts:
-            grads = attention.attend_backward(dout[at], q[at], k[keys], v[keys], out, lse, part, plan)
+            grads = attention.attend_backward(
+                BackwardState(dout[at], q[at], k[keys], v[keys], out, lse), part, selection
+            )
             for total, where, grad in zip((dq, dk, dv), (at, keys, keys), grads, strict=True):
                 total[where] += grad
     order = torch.cat(rows).argsort()
-    return [outs, lses, dq, dk, dv], torch.cat(plans, 1)[:, order]
+    return [outs, lses, dq, dk, dv], torch.cat(selections, 1)[:, order]
 
 
-def exact(tensors: list[Tensor], layout: Layout, chosen: Tensor, block_size: int, scale: float) -> list[Tensor]:
-    """[out, lse, dq, dk, dv] in float64 for this choice."""
+def exact(tensors: list[Tensor], layout: Layout, selected: Tensor, block_size: int, scale: float) -> list[Tensor]:
+    """[out, lse, dq, dk, dv] in float64 for these selected blocks."""
     q, k, v, dout = (x.double() for x in tensors)
-    mask = chosen_mask(chosen, layout, block_size)
+    mask = selected_mask(selected, layout, block_size)
     out, lse = masked_attend(q, k, v, mask, scale, prefix=True)
-    return [out, lse, *masked_attend_backward(dout, q, k, v, out, lse, mask, scale, prefix=True)]
+    return [out, lse, *masked_attend_backward(BackwardState(dout, q, k, v, out, lse), mask, scale, prefix=True)]
 
 
-def naive(tensors: list[Tensor], layout: Layout, chosen: Tensor, block_size: int, scale: float) -> list[Tensor]:
+def naive(tensors: list[Tensor], layout: Layout, selected: Tensor, block_size: int, scale: float) -> list[Tensor]:
     """[out, dq, dk, dv] of attention as one would write it in the inputs' dtype, for its error."""
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
     tokens, group = q.shape[0], q.shape[1] // k.shape[1]
-    mask = chosen_mask(chosen, layout, block_size)(slice(0, tokens), slice(0, tokens))
+    mask = selected_mask(selected, layout, block_size)(slice(0, tokens), slice(0, tokens))
     keys, values = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (k, v))
     scores = (q.transpose(0, 1) @ keys.transpose(1, 2) * scale).masked_fill(~mask, -torch.inf)
     out = (scores.softmax(-1) @ values).transpose(0, 1)
@@ -94,14 +102,14 @@ def list_bounds(lists) -> tuple[Tensor, Tensor]:
     return edges[:-1], edges[1:]
 
 
-def check_lists(chosen: Tensor, entries: Tensor, starts: Tensor, kv_heads: int, blocks: int) -> None:
-    """Every list holds, in ascending order, exactly the entries that chose its block."""
-    from moba_train.attention.moba.triton.lists import Lists  # needs Triton
+def check_lists(selected: Tensor, entries: Tensor, starts: Tensor, kv_heads: int, blocks: int) -> None:
+    """Every list holds, in ascending order, exactly the entries that selected its block."""
+    from moba_train.attention.blocks.triton.lists import BlockLists  # needs Triton
 
-    group = chosen.shape[0] // kv_heads
-    begin, end = list_bounds(Lists.of(entries, starts, chosen, kv_heads, blocks))
+    group = selected.shape[0] // kv_heads
+    begin, end = list_bounds(BlockLists.from_tensors(entries, starts, selected, kv_heads, blocks))
     for kv_head in range(kv_heads):
-        flat = chosen[kv_head * group : (kv_head + 1) * group].transpose(0, 1).flatten()
+        flat = selected[kv_head * group : (kv_head + 1) * group].transpose(0, 1).flatten()
         for block in range(blocks):
             which = kv_head * blocks + block
             want = (flat == block).nonzero().flatten().to(torch.int32)

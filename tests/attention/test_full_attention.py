@@ -6,9 +6,9 @@ from helpers import assert_all_close, make_qkv, run
 from oracle import full as oracle_full
 
 from moba_train.attention import masked
-from moba_train.attention.dense import BACKENDS
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import run_local
+from moba_train.attention.full.kernels import BACKENDS
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import packed_layout
 
 PACKED = [9, 0, 1, 21]
@@ -17,7 +17,7 @@ PACKED = [9, 0, 1, 21]
 def results(backend, qkv, lengths):
     attention = FullAttention(FullAttention.Options(backend=backend), qkv[0].shape[-1])
     layout = packed_layout(lengths, qkv[0].device)
-    return run(lambda q, k, v: run_local(q, k, v, attention, layout), qkv)
+    return run(lambda q, k, v: LOCAL_ENGINE(q, k, v, attention, layout), qkv)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])

@@ -7,9 +7,9 @@ import pytest
 import torch
 from helpers import make_qkv
 
-from moba_train.attention.local import run_local
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.merge import merge
-from moba_train.attention.protocol import Layout, LocalAttention, Runs, packed_layout
+from moba_train.attention.protocol import BackwardState, Layout, LocalAttention, TokenRanges, packed_layout
 from moba_train.attention.registry import KINDS
 
 # The kind and options for sequences of a few dozen tokens; shards below begin at multiples of 4 tokens.
@@ -30,11 +30,11 @@ def build(kind: str, options: dict) -> LocalAttention:
 
 def part(whole: Layout, rows=None, keys=None) -> Layout:
     """The layout of the queries `rows` and the keys `keys`: ascending indices, None = all."""
-    runs = [None if index is None else as_runs(index.tolist()) for index in (rows, keys)]
+    runs = [None if index is None else as_ranges(index.tolist()) for index in (rows, keys)]
     return Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, *runs)
 
 
-def as_runs(index: list[int]) -> Runs:
+def as_ranges(index: list[int]) -> TokenRanges:
     first = [i for i in index if i - 1 not in index]
     last = [i for i in index if i + 1 not in index]
     return tuple((start, stop + 1) for start, stop in zip(first, last, strict=True))
@@ -65,7 +65,7 @@ def test_default_options_are_usable(kind, device):
     attention = KINDS[kind](KINDS[kind].Options(), 16)
     assert attention.alignment >= 1
     q, k, v = make_qkv(20, 4, 2, 16, device, torch.float32)
-    out, lse = run_local(q, k, v, attention, packed_layout([20], device))
+    out, lse = LOCAL_ENGINE(q, k, v, attention, packed_layout([20], device))
     assert out.shape == q.shape
     assert lse.shape == (4, 20)
     assert out.isfinite().all()
@@ -77,9 +77,9 @@ def test_results_have_the_inputs_dtype_and_lse_is_float32_or_better(kind, option
     attention = build(kind, options)
     q, k, v = (x.to(dtype) for x in qkv)
     for layout in (whole, part(whole, whole.q_tokens, whole.k_tokens)):
-        plan = attention.plan(q, attention.summarize(k, layout), layout)
-        out, lse = attention.attend(q, k, v, layout, plan)
-        grads = attention.attend_backward(out, q, k, v, out, lse, layout, plan)
+        selection = attention.select(q, attention.summarize(k, layout), layout)
+        out, lse = attention.attend(q, k, v, layout, selection)
+        grads = attention.attend_backward(BackwardState(out, q, k, v, out, lse), layout, selection)
         assert {x.dtype for x in (out, *grads)} == {dtype}
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
         assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -90,9 +90,9 @@ def test_gradients_are_the_derivatives(kind, options, device):
     layout = packed_layout([7, 0, 6], device)
     attention = build(kind, options)
     q, k, v = make_qkv(13, 2, 1, HEAD_DIM, device)
-    # Away from q and k that sit on the edge of another choice, the choice is constant and finite differences hold.
+    # Away from q and k that sit on the edge of another selection, it is constant and finite differences hold.
     assert torch.autograd.gradcheck(
-        lambda q, k, v: run_local(q, k, v, attention, layout)[0], (q, k, v), eps=1e-7, atol=1e-5, rtol=1e-4
+        lambda q, k, v: LOCAL_ENGINE(q, k, v, attention, layout)[0], (q, k, v), eps=1e-7, atol=1e-5, rtol=1e-4
     )
 
 
@@ -101,14 +101,16 @@ def test_a_query_that_sees_none_of_the_given_keys_gives_zero_and_minus_infinity(
     """Keys of the future, of another document, or none at all: two thirds of a ring's partial results are like this."""
     attention = build(kind, options)
     q, k, v = qkv
-    plan = attention.plan(q, attention.summarize(k, whole), whole)
+    selection = attention.select(q, attention.summarize(k, whole), whole)
     first_document = slice(0, 12)
     for keys in (torch.arange(30, 34, device=device), torch.arange(0, device=device)):
         layout = part(whole, keys=keys)
-        out, lse = attention.attend(q, k[keys], v[keys], layout, plan)
+        out, lse = attention.attend(q, k[keys], v[keys], layout, selection)
         assert torch.equal(out[first_document], torch.zeros_like(out[first_document]))
         assert (lse[:, first_document] == -torch.inf).all()
-        grads = attention.attend_backward(torch.ones_like(q), q, k[keys], v[keys], out, lse, layout, plan)
+        grads = attention.attend_backward(
+            BackwardState(torch.ones_like(q), q, k[keys], v[keys], out, lse), layout, selection
+        )
         assert all(grad.isfinite().all() for grad in grads)
         assert torch.equal(grads[0][first_document], torch.zeros_like(q[first_document]))
 
@@ -117,11 +119,11 @@ def test_a_query_that_sees_none_of_the_given_keys_gives_zero_and_minus_infinity(
 def test_merged_results_over_disjoint_keys_are_the_result_over_all(kind, options, whole, qkv, device):
     attention = build(kind, options)
     q, k, v = qkv
-    plan = attention.plan(q, attention.summarize(k, whole), whole)
-    out, lse = attention.attend(q, k, v, whole, plan)
+    selection = attention.select(q, attention.summarize(k, whole), whole)
+    out, lse = attention.attend(q, k, v, whole, selection)
     merged = torch.zeros_like(q), torch.full_like(lse, -torch.inf)
     for keys in key_subsets(device):
-        merged = merge(*merged, *attention.attend(q, k[keys], v[keys], part(whole, keys=keys), plan))
+        merged = merge(*merged, *attention.attend(q, k[keys], v[keys], part(whole, keys=keys), selection))
     torch.testing.assert_close(merged, (out, lse), rtol=0, atol=1e-13)
 
 
@@ -129,14 +131,14 @@ def test_merged_results_over_disjoint_keys_are_the_result_over_all(kind, options
 def test_gradients_over_disjoint_keys_with_the_merged_results_sum_to_the_whole(kind, options, whole, qkv, device):
     attention = build(kind, options)
     q, k, v = qkv
-    plan = attention.plan(q, attention.summarize(k, whole), whole)
-    out, lse = attention.attend(q, k, v, whole, plan)
+    selection = attention.select(q, attention.summarize(k, whole), whole)
+    out, lse = attention.attend(q, k, v, whole, selection)
     dout = torch.randn_like(out)
-    want = attention.attend_backward(dout, q, k, v, out, lse, whole, plan)
+    want = attention.attend_backward(BackwardState(dout, q, k, v, out, lse), whole, selection)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for keys in key_subsets(device):
         part_dq, part_dk, part_dv = attention.attend_backward(
-            dout, q, k[keys], v[keys], out, lse, part(whole, keys=keys), plan
+            BackwardState(dout, q, k[keys], v[keys], out, lse), part(whole, keys=keys), selection
         )
         dq += part_dq
         dk[keys], dv[keys] = part_dk, part_dv
@@ -145,22 +147,22 @@ def test_gradients_over_disjoint_keys_with_the_merged_results_sum_to_the_whole(k
 
 @every_kind
 def test_queries_may_be_split_as_well(kind, options, whole, qkv, device):
-    """Each shard of queries plans for itself and attends to all keys; dk and dv add up over the shards."""
+    """Each shard of queries selections for itself and attends to all keys; dk and dv add up over the shards."""
     attention = build(kind, options)
     q, k, v = qkv
     summaries = attention.summarize(k, whole)
-    plan = attention.plan(q, summaries, whole)
-    out, lse = attention.attend(q, k, v, whole, plan)
+    selection = attention.select(q, summaries, whole)
+    out, lse = attention.attend(q, k, v, whole, selection)
     dout = torch.randn_like(out)
-    dq, dk, dv = attention.attend_backward(dout, q, k, v, out, lse, whole, plan)
+    dq, dk, dv = attention.attend_backward(BackwardState(dout, q, k, v, out, lse), whole, selection)
     sum_dk, sum_dv = torch.zeros_like(k), torch.zeros_like(v)
     for rows in key_subsets(device):
         layout = part(whole, rows=rows)
-        shard_plan = attention.plan(q[rows], summaries, layout)
-        shard_out, shard_lse = attention.attend(q[rows], k, v, layout, shard_plan)
+        shard_selection = attention.select(q[rows], summaries, layout)
+        shard_out, shard_lse = attention.attend(q[rows], k, v, layout, shard_selection)
         torch.testing.assert_close((shard_out, shard_lse), (out[rows], lse[:, rows]), rtol=0, atol=1e-13)
         shard_dq, shard_dk, shard_dv = attention.attend_backward(
-            dout[rows], q[rows], k, v, shard_out, shard_lse, layout, shard_plan
+            BackwardState(dout[rows], q[rows], k, v, shard_out, shard_lse), layout, shard_selection
         )
         torch.testing.assert_close(shard_dq, dq[rows], rtol=0, atol=1e-12)
         sum_dk, sum_dv = sum_dk + shard_dk, sum_dv + shard_dv
@@ -169,26 +171,26 @@ def test_queries_may_be_split_as_well(kind, options, whole, qkv, device):
 
 @every_kind
 def test_queries_and_keys_may_both_be_split(kind, options, whole, qkv, device):
-    """What a ring does: every shard of queries meets every shard of keys, with the plan it made for all of them."""
+    """What a ring does: every shard of queries meets every shard of keys, with one selection for all of them."""
     attention = build(kind, options)
     q, k, v = qkv
     summaries = attention.summarize(k, whole)
-    plan = attention.plan(q, summaries, whole)
-    out, lse = attention.attend(q, k, v, whole, plan)
+    selection = attention.select(q, summaries, whole)
+    out, lse = attention.attend(q, k, v, whole, selection)
     dout = torch.randn_like(out)
-    want = attention.attend_backward(dout, q, k, v, out, lse, whole, plan)
+    want = attention.attend_backward(BackwardState(dout, q, k, v, out, lse), whole, selection)
     sums = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in key_subsets(device):
-        shard_plan = attention.plan(q[rows], summaries, part(whole, rows=rows))
+        shard_selection = attention.select(q[rows], summaries, part(whole, rows=rows))
         layouts = [(keys, part(whole, rows, keys)) for keys in key_subsets(device)]
         merged = torch.zeros_like(q[rows]), torch.full_like(lse[:, rows], -torch.inf)
         for keys, layout in layouts:
-            merged = merge(*merged, *attention.attend(q[rows], k[keys], v[keys], layout, shard_plan))
+            merged = merge(*merged, *attention.attend(q[rows], k[keys], v[keys], layout, shard_selection))
         torch.testing.assert_close(merged, (out[rows], lse[:, rows]), rtol=0, atol=1e-13)
         for keys, layout in layouts:
-            tensors = dout[rows], q[rows], k[keys], v[keys], *merged
+            state = BackwardState(dout[rows], q[rows], k[keys], v[keys], *merged)
             for total, index, grad in zip(
-                sums, (rows, keys, keys), attention.attend_backward(*tensors, layout, shard_plan), strict=True
+                sums, (rows, keys, keys), attention.attend_backward(state, layout, shard_selection), strict=True
             ):
                 total[index] += grad
     torch.testing.assert_close(sums, want, rtol=0, atol=1e-12)
@@ -200,12 +202,12 @@ def test_key_value_heads_may_be_split_as_well(kind, options, whole, qkv):
     attention = build(kind, options)
     q, k, v = qkv
     summaries = attention.summarize(k, whole)
-    want = attention.attend(q, k, v, whole, attention.plan(q, summaries, whole))
+    want = attention.attend(q, k, v, whole, attention.select(q, summaries, whole))
     for kv in range(2):
         of = slice(2 * kv, 2 * kv + 2)
         own = None if summaries is None else summaries[:, kv : kv + 1]
-        plan = attention.plan(q[:, of], own, whole)
-        got = attention.attend(q[:, of], k[:, kv : kv + 1], v[:, kv : kv + 1], whole, plan)
+        selection = attention.select(q[:, of], own, whole)
+        got = attention.attend(q[:, of], k[:, kv : kv + 1], v[:, kv : kv + 1], whole, selection)
         torch.testing.assert_close(got, (want[0][:, of], want[1][of]), rtol=0, atol=1e-13)
 
 
@@ -215,11 +217,11 @@ def test_query_heads_that_are_not_coupled_may_be_split(kind, options, whole, qkv
     assert attention.couples_heads == (options.get("select") == "group")
     q, k, v = qkv
     summaries = attention.summarize(k, whole)
-    want = attention.attend(q, k, v, whole, attention.plan(q, summaries, whole))
+    want = attention.attend(q, k, v, whole, attention.select(q, summaries, whole))
     if not attention.couples_heads:
         own = None if summaries is None else summaries[:, :1]
-        plan = attention.plan(q[:, 1:2], own, whole)
-        got = attention.attend(q[:, 1:2], k[:, :1], v[:, :1], whole, plan)
+        selection = attention.select(q[:, 1:2], own, whole)
+        got = attention.attend(q[:, 1:2], k[:, :1], v[:, :1], whole, selection)
         torch.testing.assert_close(got, (want[0][:, 1:2], want[1][1:2]), rtol=0, atol=1e-13)
 
 

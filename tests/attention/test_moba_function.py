@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 
 from moba_train.attention import masked
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import run_local
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba import moba_attention as any_moba_attention
 from moba_train.attention.protocol import packed_layout
 
@@ -57,7 +57,7 @@ def test_every_head_width(head_dim, device):
     [
         (("current", "previous"), 2),
         (("current", "first"), 3),
-        (("previous", "first"), 3),  # the own block is chosen whether named or not
+        (("previous", "first"), 3),  # the own block is selected whether named or not
         (("current", "previous", "first"), 4),
     ],
 )
@@ -135,7 +135,7 @@ def test_topk_1_is_the_own_block_only(device):
 
 
 def test_no_gradient_flows_through_the_gate(device):
-    """A block that was not chosen gets exactly no gradient, although its mean took part in the choice."""
+    """A block that was not selected gets exactly no gradient, although its mean took part in the gate."""
     q, k, v = make_qkv(16, 1, 1, 8, device)
     with torch.no_grad():
         k[4:8] = -10 * q[12:].mean(0)  # block 1 repels the last block's queries
@@ -183,13 +183,13 @@ def test_choosing_every_block_is_full_attention_in_float64(lengths, device):
     )
     layout = packed_layout(lengths, device)
     dense = FullAttention(FullAttention.Options(), 16)
-    assert_all_close(got, run(lambda q, k, v: run_local(q, k, v, dense, layout), qkv))
+    assert_all_close(got, run(lambda q, k, v: LOCAL_ENGINE(q, k, v, dense, layout), qkv))
     assert_all_close(got, run(lambda q, k, v: oracle_full(q, k, v, lengths), tuple(x.cpu() for x in qkv)))
 
 
 @pytest.mark.parametrize("lengths", [[29], [9, 0, 20, 1], [32]])
-def test_auto_takes_dense_attention_exactly_where_every_block_is_chosen(lengths, device):
-    """At 32 tokens, 8 blocks of 4, topk 8 chooses everything and topk 7 does not: both equal the reference."""
+def test_auto_takes_dense_attention_exactly_where_every_block_is_selected(lengths, device):
+    """At 32 tokens, 8 blocks of 4, topk 8 selects everything and topk 7 does not: both equal the reference."""
     qkv = make_qkv(sum(lengths), 4, 2, 16, device)
     for topk in (7, 8):
         options = {"block_size": 4, "topk": topk, "cu_seqlens": edges(lengths, device), "return_lse": True}
@@ -214,8 +214,8 @@ def test_choosing_every_block_is_full_attention_in_bf16_within_rounding(device):
     qkv = make_qkv(150, 4, 2, 64, device, torch.bfloat16)
     layout = packed_layout([100, 50], device)
     dense = FullAttention(FullAttention.Options(), 64)
-    exact = run(lambda q, k, v: run_local(q, k, v, dense, layout), tuple(x.double() for x in qkv))
-    full = run(lambda q, k, v: run_local(q, k, v, dense, layout), qkv)
+    exact = run(lambda q, k, v: LOCAL_ENGINE(q, k, v, dense, layout), tuple(x.double() for x in qkv))
+    full = run(lambda q, k, v: LOCAL_ENGINE(q, k, v, dense, layout), qkv)
     moba = run(
         lambda q, k, v: moba_attention(q, k, v, block_size=16, topk=7, cu_seqlens=layout.cu_seqlens, return_lse=True),
         qkv,

@@ -1,5 +1,5 @@
-"""Which blocks a query attends to. In 16-bit dtypes near-ties may flip, so there the choice is checked as a choice, and
-the attention with that choice held fixed."""
+"""Which blocks a query attends to. In 16-bit dtypes near-ties may flip, so there the selection is checked as a
+selection, and the attention with that selection held fixed."""
 
 import oracle
 import pytest
@@ -7,19 +7,19 @@ import torch
 from helpers import make_qkv
 from torch import Tensor
 
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.moba.gate import gate_scores, pool_keys
-from moba_train.attention.moba.layer import MobaAttention
-from moba_train.attention.protocol import Layout, packed_layout
+from moba_train.attention.protocol import BackwardState, Layout, packed_layout
 
 
-def plan_of(q, k, lengths, **options) -> Tensor:
+def selected_by(q, k, lengths, **options) -> Tensor:
     attention = MobaAttention(MobaAttention.Options(backend="reference", **options), q.shape[-1])
     layout = packed_layout(lengths, q.device)
-    return attention.plan(q, attention.summarize(k, layout), layout)[0]
+    return attention.select(q, attention.summarize(k, layout), layout)[0]
 
 
-def as_lists(chosen_HTC: Tensor) -> oracle.Choice:
-    return [[[block for block in row if block >= 0] for row in head] for head in chosen_HTC.tolist()]
+def as_lists(selected_HTC: Tensor) -> oracle.Choice:
+    return [[[block for block in row if block >= 0] for row in head] for head in selected_HTC.tolist()]
 
 
 def rank_one(gates: list[float], block_size: int, device: torch.device, dtype=torch.float64) -> tuple[Tensor, Tensor]:
@@ -33,29 +33,29 @@ def rank_one(gates: list[float], block_size: int, device: torch.device, dtype=to
 
 @pytest.mark.parametrize("select", ["head", "group"])
 @pytest.mark.parametrize("always", [("current",), ("current", "previous"), ("current", "previous", "first")])
-def test_the_chosen_blocks_are_the_specified_ones(select, always, device):
+def test_the_selected_blocks_are_the_specified_ones(select, always, device):
     lengths = [37, 0, 3, 22]
     q, k, _ = make_qkv(62, 4, 2, 16, device)
     options = {"block_size": 4, "topk": 4, "select": select, "always": always}
-    assert as_lists(plan_of(q, k, lengths, **options)) == oracle.choose(q.cpu(), k.cpu(), lengths, **options)
+    assert as_lists(selected_by(q, k, lengths, **options)) == oracle.choose(q.cpu(), k.cpu(), lengths, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_of_equal_gates_the_lower_block_wins(dtype, device):
     q, k = rank_one([1, 2, 1, 2, 1, 2, 0, 0], 4, device, dtype)
-    assert as_lists(plan_of(q, k, [32], block_size=4, topk=3))[0][31] == [1, 3]
-    assert as_lists(plan_of(q, k, [32], block_size=4, topk=5))[0][31] == [0, 1, 3, 5]
+    assert as_lists(selected_by(q, k, [32], block_size=4, topk=3))[0][31] == [1, 3]
+    assert as_lists(selected_by(q, k, [32], block_size=4, topk=5))[0][31] == [0, 1, 3, 5]
     flat_q, flat_k = rank_one([0] * 40, 2, device, dtype)
-    assert as_lists(plan_of(flat_q, flat_k, [80], block_size=2, topk=4))[0][79] == [0, 1, 2]
+    assert as_lists(selected_by(flat_q, flat_k, [80], block_size=2, topk=4))[0][79] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("gate", [float("-inf"), -3e38, 3e38, float("inf")])
 @pytest.mark.parametrize("topk", [2, 3, 10])
-def test_whatever_the_gates_exactly_topk_minus_1_candidates_are_chosen(gate, topk, device):
+def test_whatever_the_gates_exactly_topk_minus_1_candidates_are_selected(gate, topk, device):
     q, k = rank_one([gate] * 5, 4, device, torch.float32)
     q[..., 1:], k[..., 1:] = 0, 1  # finite beside the overflow
     lengths = [8, 12]
-    for token, row in enumerate(as_lists(plan_of(q, k, lengths, block_size=4, topk=topk))[0]):
+    for token, row in enumerate(as_lists(selected_by(q, k, lengths, block_size=4, topk=topk))[0]):
         _, candidates = oracle.history(lengths, 4, token)
         assert len(set(row)) == min(topk - 1, len(candidates))
         assert set(row) <= set(candidates)
@@ -64,24 +64,24 @@ def test_whatever_the_gates_exactly_topk_minus_1_candidates_are_chosen(gate, top
 def test_a_forced_block_wins_over_an_infinite_gate(device):
     q, k = rank_one([float("inf"), 0, 0, 0], 4, device, torch.float32)
     q[..., 1:], k[..., 1:] = 0, 1
-    chosen = as_lists(plan_of(q, k, [16], block_size=4, topk=2, always=("current", "previous")))
-    assert chosen[0][15] == [2]
+    selected = as_lists(selected_by(q, k, [16], block_size=4, topk=2, always=("current", "previous")))
+    assert selected[0][15] == [2]
 
 
-def test_own_and_future_blocks_are_never_chosen_as_history(device):
+def test_own_and_future_blocks_are_never_selected_as_history(device):
     """The gates that peek ahead are the largest by far, and still nothing but the past is taken."""
     q, k = rank_one([1, 10, 100, 1000, 10000], 4, device)
-    for token, row in enumerate(as_lists(plan_of(q, k, [20], block_size=4, topk=3))[0]):
+    for token, row in enumerate(as_lists(selected_by(q, k, [20], block_size=4, topk=3))[0]):
         own = token // 4
         assert row == list(range(max(0, own - 2), own))
 
 
-def test_group_makes_one_choice_for_all_heads_of_a_key_head(device):
+def test_group_makes_one_selection_for_all_heads_of_a_key_head(device):
     q, k, _ = make_qkv(40, 8, 2, 16, device)
-    chosen = plan_of(q, k, [40], block_size=4, topk=3, select="group")
-    assert all(torch.equal(chosen[0], chosen[head]) for head in range(4))
-    assert all(torch.equal(chosen[4], chosen[head]) for head in range(4, 8))
-    assert not torch.equal(chosen[0], chosen[4])
+    selected = selected_by(q, k, [40], block_size=4, topk=3, select="group")
+    assert all(torch.equal(selected[0], selected[head]) for head in range(4))
+    assert all(torch.equal(selected[4], selected[head]) for head in range(4, 8))
+    assert not torch.equal(selected[0], selected[4])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -106,7 +106,7 @@ def test_gates_are_not_scaled_and_accumulate_in_float32(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3, 13])
-def test_a_query_chooses_the_same_whatever_others_are_chosen_for(rows, dtype, device):
+def test_a_query_selects_alike_whatever_others_are_selected_for(rows, dtype, device):
     """As when a sequence is cut over ranks. All blocks fit equally well, but for the order of the sum: their keys hold
     the same numbers in another order, and a query is the same in every dimension."""
     tokens, head_dim = 37, 8
@@ -118,21 +118,21 @@ def test_a_query_chooses_the_same_whatever_others_are_chosen_for(rows, dtype, de
     pooled = values[torch.rand(blocks, 2, head_dim, generator=generator).argsort(-1)].to(device, dtype)
     q = torch.rand(tokens, 4, 1, generator=generator).expand(-1, -1, head_dim).to(device, dtype)
 
-    def chosen(start: int, stop: int) -> Tensor:
-        return attention.plan(q[start:stop], pooled, layout.part(((start, stop),), None))[0]
+    def selected(start: int, stop: int) -> Tensor:
+        return attention.select(q[start:stop], pooled, layout.part(((start, stop),), None))[0]
 
-    together = chosen(0, tokens)
+    together = selected(0, tokens)
     for start in range(0, tokens - rows + 1, rows):
-        assert torch.equal(chosen(start, start + rows), together[:, start : start + rows]), start
+        assert torch.equal(selected(start, start + rows), together[:, start : start + rows]), start
 
 
 @pytest.mark.parametrize("select", ["head", "group"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_every_bf16_choice_is_a_valid_topk_of_the_float64_gates(select, head_dim, device):
+def test_every_bf16_selection_is_a_valid_topk_of_the_float64_gates(select, head_dim, device):
     """Margin: d products, exact in float32, summed with a relative error below d * 2**-24 each."""
     lengths, block_size, topk = [90, 6, 64], 8, 4
     q, k, _ = (x.detach() for x in make_qkv(160, 4, 2, head_dim, device, torch.bfloat16))
-    chosen = as_lists(plan_of(q, k, lengths, block_size=block_size, topk=topk, select=select))
+    selected = as_lists(selected_by(q, k, lengths, block_size=block_size, topk=topk, select=select))
     q, k = q.cpu(), k.cpu()
     means = torch.stack(oracle.block_means(k, lengths, block_size)).double().repeat_interleave(2, dim=1)
     gates = torch.einsum("thd,nhd->htn", q.double(), means)
@@ -142,7 +142,7 @@ def test_every_bf16_choice_is_a_valid_topk_of_the_float64_gates(select, head_dim
     for token in range(160):
         _, candidates = oracle.history(lengths, block_size, token)
         for head in range(4):
-            row, gate = chosen[head][token], gates[head, token]
+            row, gate = selected[head][token], gates[head, token]
             assert len(row) == min(topk - 1, len(candidates))
             assert set(row) <= set(candidates)
             left = [block for block in candidates if block not in row]
@@ -153,19 +153,21 @@ def test_every_bf16_choice_is_a_valid_topk_of_the_float64_gates(select, head_dim
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 1)])
-def test_with_the_choice_held_fixed_16_bit_outputs_and_gradients_are_right_to_rounding(dtype, heads, kv_heads, device):
+def test_with_the_selection_held_fixed_16_bit_outputs_and_gradients_are_right_to_rounding(
+    dtype, heads, kv_heads, device
+):
     """Relative error of each result, in norm, below 4 units in the last place of the dtype."""
     lengths = [40, 3, 17]
     q, k, v = (x.detach() for x in make_qkv(60, heads, kv_heads, 64, device, dtype))
     attention = MobaAttention(MobaAttention.Options(block_size=8, topk=3), 64)
     layout = packed_layout(lengths, device)
-    plan = attention.plan(q, attention.summarize(k, layout), layout)
-    out, lse = attention.attend(q, k, v, layout, plan)
+    selection = attention.select(q, attention.summarize(k, layout), layout)
+    out, lse = attention.attend(q, k, v, layout, selection)
     dout = make_qkv(60, heads, kv_heads, 64, device, dtype, seed=5)[0].detach()
-    grads = attention.attend_backward(dout, q, k, v, out, lse, layout, plan)
+    grads = attention.attend_backward(BackwardState(dout, q, k, v, out, lse), layout, selection)
 
     wide = [x.double().cpu().requires_grad_() for x in (q, k, v)]
-    want, want_lse = oracle.attend(*wide, lengths, as_lists(plan[0]), block_size=8, scale=64**-0.5)
+    want, want_lse = oracle.attend(*wide, lengths, as_lists(selection[0]), block_size=8, scale=64**-0.5)
     want_grads = torch.autograd.grad(want, wide, dout.double().cpu())
     for name, got, truth in zip(("out", "dq", "dk", "dv"), (out, *grads), (want, *want_grads), strict=True):
         assert got.dtype == dtype
@@ -184,30 +186,30 @@ def test_decoding_one_query_against_the_cache_equals_the_last_row_of_the_full_ca
     attention = MobaAttention(options, 16)
     whole = packed_layout(lengths, device)
     pooled = attention.summarize(k, whole)
-    plan = attention.plan(q, pooled, whole)
-    out, lse = attention.attend(q, k, v, whole, plan)
+    selection = attention.select(q, pooled, whole)
+    out, lse = attention.attend(q, k, v, whole, selection)
 
     first = 13 if keys == "own document" else 0
-    k_runs = None if keys == "None" else ((first, 39),)
-    last = Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, ((38, 39),), k_runs)
-    step_plan = attention.plan(q[-1:], pooled, last)
+    k_ranges = None if keys == "None" else ((first, 39),)
+    last = Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, ((38, 39),), k_ranges)
+    step_plan = attention.select(q[-1:], pooled, last)
     step_out, step_lse = attention.attend(q[-1:], k[first:], v[first:], last, step_plan)
-    assert torch.equal(step_plan[0], plan[0][:, -1:])
+    assert torch.equal(step_plan[0], selection[0][:, -1:])
     torch.testing.assert_close((step_out, step_lse), (out[-1:], lse[:, -1:]), rtol=0, atol=1e-13)
 
 
 def test_growing_a_document_token_by_token_gives_the_rows_of_the_full_call(device):
-    """A pooled-key cache that is recomputed as the last block fills never changes a choice: history is complete."""
+    """A pooled-key cache that is recomputed as the last block fills never changes a selection: history is complete."""
     q, k, v = (x.detach() for x in make_qkv(18, 2, 1, 16, device))
     attention = MobaAttention(MobaAttention.Options(block_size=4, topk=3), 16)
     whole = packed_layout([18], device)
-    out, lse = attention.attend(q, k, v, whole, attention.plan(q, attention.summarize(k, whole), whole))
+    out, lse = attention.attend(q, k, v, whole, attention.select(q, attention.summarize(k, whole), whole))
     outs, lses = [], []
     for length in range(1, 19):
         cached = packed_layout([length], device)
         step = Layout(cached.cu_seqlens, length, length, ((length - 1, length),))
-        plan = attention.plan(q[length - 1 : length], attention.summarize(k[:length], cached), step)
-        row_out, row_lse = attention.attend(q[length - 1 : length], k[:length], v[:length], step, plan)
+        selection = attention.select(q[length - 1 : length], attention.summarize(k[:length], cached), step)
+        row_out, row_lse = attention.attend(q[length - 1 : length], k[:length], v[:length], step, selection)
         outs.append(row_out)
         lses.append(row_lse)
     torch.testing.assert_close((torch.cat(outs), torch.cat(lses, 1)), (out, lse), rtol=0, atol=1e-13)

@@ -12,27 +12,36 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from moba_train.attention.moba.triton import (  # noqa: E402
-    backward,
+from moba_train.attention.blocks.triton import (  # noqa: E402
     combine,
-    forward,
+    dq,
     gathered,
     lists,
+    long_blocks,
     packed,
-    pool,
-    select,
-    short,
+    short_blocks,
+    softmax,
     tables,
 )
-from moba_train.attention.moba.triton.tiles import Shape, shapes  # noqa: E402
+from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes  # noqa: E402
+from moba_train.attention.moba.triton import pool, select  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
 HALF = "q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
 FLOATS = "partial_lse lse own_lse stats packed_lse packed_delta sum_dk sum_dv part_dk part_dv".split()  # noqa: SIM905
 INTEGERS = (
-    *("entries", "list_of_tile", "last_tile", "list_of_span", "spans_of", "rank_of_span", "last_span", "slots"),
-    *("begin", "end", "bounds", "chosen", "own", "first", "marks", "counts", "cursors", "cu_seqlens", "first_of"),
+    *(
+        "entries",
+        "list_of_tile",
+        "last_tile",
+        "list_of_split",
+        "splits_of",
+        "rank_of_split",
+        "last_split",
+        "first_split",
+    ),
+    *("begin", "end", "bounds", "selected", "own", "first", "marks", "counts", "cursors", "cu_seqlens", "first_of"),
     *("place", "row_of"),
 )
 SCALARS = {"scale": "fp32", "scale_log2": "fp32"}
@@ -126,7 +135,7 @@ def spills_in_the_loop(compiled: Any, folder: Path) -> int:
     return sum("LDL" in x or "STL" in x for x in body)
 
 
-def sizes(shape: Shape, head_dim: int, **more: Any) -> dict[str, Any]:
+def sizes(shape: TileShape, head_dim: int, **more: Any) -> dict[str, Any]:
     return {"G": 4, "D": head_dim, "M": shape.rows, "N": shape.keys, **more}
 
 
@@ -134,7 +143,7 @@ half = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 partial = pytest.mark.parametrize("partial", [False, True], ids=["all keys", "some keys"])
 
 
-def fits(kernel: Any, constants: dict[str, Any], shape: Shape, dtype: str, allowed: int, folder: Path) -> Any:
+def fits(kernel: Any, constants: dict[str, Any], shape: TileShape, dtype: str, allowed: int, folder: Path) -> Any:
     """Compile; the matrix units are used, shared memory suffices, and no more than `allowed` bytes are spilled."""
     name = f"{kernel.__name__} {shape} {constants}"
     compiled = compile_for_hopper(kernel, constants, shape.keys, dtype, num_warps=shape.warps, num_stages=shape.stages)
@@ -148,14 +157,14 @@ def fits(kernel: Any, constants: dict[str, Any], shape: Shape, dtype: str, allow
 @partial
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, dtype, tmp_path):
-    shape = shapes(head_dim, 4096)
+    shape = tile_shapes(head_dim, 4096)
     call = {"PARTIAL": partial}
     history = {**call, "C": 11, "BLOCK": 4096}
     for kernel, tile, more, allowed in (
-        (forward.attend_own, shape.own, call, 32),
-        (forward.attend_history, shape.forward, history, 64),
-        (backward.dq_own, shape.dq, {}, 32),
-        (backward.dq_history, shape.dq, history, 32),
+        (long_blocks.attend_own, shape.own, call, 32),
+        (long_blocks.attend_history, shape.forward, history, 64),
+        (dq.dq_own, shape.dq, {}, 32),
+        (dq.dq_history, shape.dq, history, 32),
         (packed.dkdv_own, shape.dkdv, {}, 96),
     ):
         fits(kernel, sizes(tile, head_dim, **more), tile, dtype, allowed, tmp_path)
@@ -171,24 +180,37 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
 @pytest.mark.parametrize("block_size", [64, 128])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(head_dim, block_size, partial, dtype, tmp_path):
-    shape = shapes(head_dim, block_size)
-    call = {"PARTIAL": partial, "C": 7, "BLOCK": block_size, "SPAN": 4096}
-    fits(short.attend, sizes(shape.short_forward, head_dim, **call), shape.short_forward, dtype, 128, tmp_path)
+    shape = tile_shapes(head_dim, block_size)
+    call = {"PARTIAL": partial, "C": 7, "BLOCK": block_size, "SPLIT": 4096}
+    fits(short_blocks.attend, sizes(shape.short_forward, head_dim, **call), shape.short_forward, dtype, 128, tmp_path)
     constants = sizes(shape.short_backward, head_dim, **call)
-    fits(short.gradients, constants, shape.short_backward, dtype, 512, tmp_path)
+    fits(short_blocks.gradients, constants, shape.short_backward, dtype, 512, tmp_path)
+
+
+def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path):
+    """Whatever kernels reserve must not grow with the number of selected blocks."""
+    long, short = tile_shapes(128, 4096), tile_shapes(128, 128)
+    sizes_of = {"PARTIAL": True, "C": 127}
+    for kernel, tile, more, allowed in (
+        (long_blocks.attend_history, long.forward, {"BLOCK": 4096}, 64),
+        (dq.dq_history, long.dq, {"BLOCK": 4096}, 32),
+        (short_blocks.attend, short.short_forward, {"BLOCK": 128, "SPLIT": 4096}, 128),
+        (short_blocks.gradients, short.short_backward, {"BLOCK": 128, "SPLIT": 4096}, 512),
+    ):
+        fits(kernel, sizes(tile, 128, **sizes_of, **more), tile, "bf16", allowed, tmp_path)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(("choices", "levels"), [(2, 1), (7, 3), (11, 4), (63, 0)])
+@pytest.mark.parametrize(("count", "levels"), [(2, 1), (7, 3), (11, 4), (63, 0), (64, 0), (127, 0)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_selection_fits(head_dim, choices, levels, grouped, tmp_path):
-    slots = triton.next_power_of_2(choices)
-    constants = {"GROUP": grouped, "PREVIOUS": True, "FIRST": True, "G": 4, "C": choices, "SLOTS": slots}
+def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
+    slots = triton.next_power_of_2(count)
+    constants = {"GROUP": grouped, "PREVIOUS": True, "FIRST": True, "G": 4, "C": count, "SLOTS": slots}
     constants |= {"D": head_dim, "M": 64, "N": 64}
     for kernel, more in ((select._select, {"LEVELS": levels}), (select._select_marked, {})):
         if levels or kernel is select._select_marked:
-            allowed = 16 if choices < 16 else 128
-            fits(kernel, {**constants, **more}, Shape(64, 64, 4, 3), "bf16", allowed, tmp_path)
+            allowed = 16 if count < 16 else 128
+            fits(kernel, {**constants, **more}, TileShape(64, 64, select.warps(count), 3), "bf16", allowed, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +229,14 @@ def test_selection_fits(head_dim, choices, levels, grouped, tmp_path):
         (combine.combine_dq, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 11, "D": 128, "M": 32}),
         (gathered._place_rows, {"G": 4, "C": 11, "M": 64}),
         (gathered._gather, {"D": 128, "M": 64}),
-        (short.sum_spans, {"ADD": True, "D": 128, "N": 128, "KEYS": 16}),
-        (backward.prepare, {"D": 128, "M": 32}),
+        (short_blocks.sum_splits, {"ADD": True, "D": 128, "N": 128, "KEYS": 16}),
+        (softmax.prepare, {"D": 128, "M": 32}),
         (packed.pack, {"G": 4, "C": 11, "D": 128, "M": 64}),
+        (lists._place, {"G": 4, "C": 127, "TILE": 64}),
+        (combine.combine_out, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 127, "D": 128, "M": 32}),
+        (combine.combine_dq, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 127, "D": 128, "M": 32}),
+        (gathered._place_rows, {"G": 4, "C": 127, "M": 64}),
+        (packed.pack, {"G": 4, "C": 127, "D": 128, "M": 64}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

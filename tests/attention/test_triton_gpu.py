@@ -15,10 +15,10 @@ if not torch.cuda.is_available():
 
 from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, naive, run, run_in_parts  # noqa: E402
 
+from moba_train.attention.blocks.geometry import block_bound  # noqa: E402
 from moba_train.attention.moba import moba_attention  # noqa: E402
-from moba_train.attention.moba.blocks import block_bound  # noqa: E402
 from moba_train.attention.moba.gate import gate_scores, pool_keys  # noqa: E402
-from moba_train.attention.protocol import Layout  # noqa: E402
+from moba_train.attention.protocol import BackwardState, Layout  # noqa: E402
 
 LONG = [1500, 0, 1, 333, 0, 700, 128]
 
@@ -46,18 +46,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES)
-def test_outputs_and_gradients_for_the_kernels_own_choice(lengths, heads, kv_heads, head_dim, dtype, options):
+def test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_heads, head_dim, dtype, options):
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda"), layout_of(lengths, "cuda")
     ours = build("triton", head_dim, **options)
-    got, (chosen, entries, starts) = run(ours, tensors, layout)
-    again, plan = run(ours, tensors, layout)
-    assert all(torch.equal(a, b) for a, b in zip([*got, chosen], [*again, plan[0]], strict=True)), "not deterministic"
-    if not chosen.numel() and not sum(lengths):
+    got, (selected, entries, starts) = run(ours, tensors, layout)
+    again, selection = run(ours, tensors, layout)
+    assert all(torch.equal(a, b) for a, b in zip([*got, selected], [*again, selection[0]], strict=True)), (
+        "not deterministic"
+    )
+    if not selected.numel() and not sum(lengths):
         return
-    if chosen.numel():
-        check_lists(chosen, entries, starts, kv_heads, block_bound(layout, options["block_size"]))
-    want = exact(tensors, layout, chosen, options["block_size"], ours.scale)
-    plain = naive(tensors, layout, chosen, options["block_size"], ours.scale)
+    if selected.numel():
+        check_lists(selected, entries, starts, kv_heads, block_bound(layout, options["block_size"]))
+    want = exact(tensors, layout, selected, options["block_size"], ours.scale)
+    plain = naive(tensors, layout, selected, options["block_size"], ours.scale)
     torch.testing.assert_close(got[1].double(), want[1], atol=2e-5, rtol=0)
     for name, a, b, c in zip(("out", "dq", "dk", "dv"), (got[0], *got[2:]), (want[0], *want[2:]), plain, strict=True):
         assert error(a, b) <= 1.1 * error(c, b), f"{name}: {error(a, b):.2e}, written plainly {error(c, b):.2e}"
@@ -65,22 +67,22 @@ def test_outputs_and_gradients_for_the_kernels_own_choice(lengths, heads, kv_hea
 
 MANY_BLOCKS = [
     case([20000, 3000, 7], 2, 1, 128, block_size=64, topk=topk, **more)
-    for topk in (4, 8, 17, 24)
+    for topk in (4, 8, 17, 24, 65, 128)
     for more in ({}, {"always": ("current", "first", "previous"), "select": "group"})
 ]
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES + MANY_BLOCKS)
-def test_the_choice_is_a_valid_topk(lengths, heads, kv_heads, head_dim, dtype, options):
+def test_the_selection_is_a_valid_topk(lengths, heads, kv_heads, head_dim, dtype, options):
     """Block means are the reference's bit for bit; gates differ from float64 by rounding of the sums alone."""
     (q, k, *_), layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda"), layout_of(lengths, "cuda")
     ours, reference = (build(kind, head_dim, **options) for kind in ("triton", "reference"))
     pooled = ours.summarize(k, layout)
     assert torch.equal(pooled, pool_keys(k, layout, options["block_size"]))
-    chosen, want = ours.plan(q, pooled, layout)[0].long(), reference.plan(q, pooled, layout)[0].long()
-    assert chosen.shape == want.shape
-    assert torch.equal(chosen >= 0, want >= 0)
-    if not chosen.numel():
+    selected, want = ours.select(q, pooled, layout)[0].long(), reference.select(q, pooled, layout)[0].long()
+    assert selected.shape == want.shape
+    assert torch.equal(selected >= 0, want >= 0)
+    if not selected.numel():
         return
     select = options.get("select", "head")
     gates = gate_scores(q.double(), pooled.double(), select)
@@ -88,23 +90,23 @@ def test_the_choice_is_a_valid_topk(lengths, heads, kv_heads, head_dim, dtype, o
     margin = head_dim * 2.0**-22 * gate_scores(q.double().abs(), pooled.double().abs(), select).max()
     chunk_bits = ((gates.shape[2] + 63) // 64 - 1).bit_length()  # of a gate, that the number of its chunk replaces
     margin += 2.0 ** (chunk_bits - 23) * gates.abs().max() if chunk_bits else 0
-    # Where the two choices differ, the gates that were exchanged are equal within rounding.
-    sums = [gates.gather(2, x.clamp(min=0)).masked_fill(x < 0, 0).sort(-1).values for x in (chosen, want)]
+    # Where the two selections differ, the gates that were exchanged are equal within rounding.
+    sums = [gates.gather(2, x.clamp(min=0)).masked_fill(x < 0, 0).sort(-1).values for x in (selected, want)]
     assert (sums[0] - sums[1]).abs().max() <= margin
-    assert (chosen != want).float().mean() < 1e-3
+    assert (selected != want).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize(("block_size", "topk"), [(128, 4), (512, 3), (1040, 2)])
 def test_shards_of_queries_and_keys_give_the_whole(block_size, topk):
-    """As a ring computes it: the same choice, and results no worse than those of one call by more than a rounding."""
+    """As a ring computes it: an equal selection, and results that differ from those of one call by rounding."""
     lengths = [2900, 0, 1, 1195]
     tensors, layout = inputs(lengths, 4, 2, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
     ours = build("triton", 128, block_size=block_size, topk=topk)
-    want, (chosen, *_) = run(ours, tensors, layout)
-    true = exact(tensors, layout, chosen, block_size, ours.scale)
+    want, (selected, *_) = run(ours, tensors, layout)
+    true = exact(tensors, layout, selected, block_size, ours.scale)
     for shards in ([((0, 1500),), ((1500, 4096),)], [((0, 700), (3000, 4096)), ((700, 3000),)]):
-        got, parts_chosen = run_in_parts(ours, tensors, layout, shards)
-        assert torch.equal(parts_chosen, chosen)
+        got, parts_selected = run_in_parts(ours, tensors, layout, shards)
+        assert torch.equal(parts_selected, selected)
         for name, a, b, c in zip(("out", "lse", "dq", "dk", "dv"), got, true, want, strict=True):
             assert error(a, b) <= 1.5 * error(c, b) + 1e-4, name
 
@@ -119,12 +121,14 @@ def test_gradients_of_shards_repeat_bit_by_bit(block_size, topk):
     here, there = ((0, 700), (3000, 4096)), ((700, 3000),)
     part = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, here, there)
     at, keys = (Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, x).q_tokens for x in (here, there))
-    plan = ours.plan(q[at], ours.summarize(k, layout), Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, here))
-    tensors = [x[at] for x in (dout, q)], [x[keys] for x in (k, v)], [out[at], lse[:, at].contiguous()]
+    selection = ours.select(
+        q[at], ours.summarize(k, layout), Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, here)
+    )
+    state = BackwardState(dout[at], q[at], k[keys], v[keys], out[at], lse[:, at].contiguous())
     want, noise = None, torch.empty(2**22, device="cuda")
     for _ in range(20):
         noise.normal_()  # other work before, and other contents of what is allocated
-        got = ours.attend_backward(*(x for some in tensors for x in some), part, plan)
+        got = ours.attend_backward(state, part, selection)
         want = want or got
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
@@ -139,9 +143,10 @@ def test_results_repeat_bit_by_bit_beside_another_process(block_size, topk):
     tensors, layout = inputs(lengths, 4, 1, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
     q, k, v, dout = tensors
     ours = build("triton", 128, block_size=block_size, topk=topk)
-    plan = ours.plan(q, ours.summarize(k, layout), layout)
-    want = ours.attend(q, k, v, layout, plan)
-    gradients = ours.attend_backward(dout, q, k, v, *want, layout, plan)
+    selection = ours.select(q, ours.summarize(k, layout), layout)
+    want = ours.attend(q, k, v, layout, selection)
+    state = BackwardState(dout, q, k, v, *want)
+    gradients = ours.attend_backward(state, layout, selection)
     differs = torch.zeros(5, dtype=torch.int64, device="cuda")
     with subprocess.Popen([sys.executable, "-c", BESIDE], stdout=subprocess.PIPE) as other:
         try:
@@ -149,8 +154,8 @@ def test_results_repeat_bit_by_bit_beside_another_process(block_size, topk):
             assert other.stdout.readline() == b"ready\n"
             end = time.monotonic() + 5
             while time.monotonic() < end:
-                got = [ours.attend(q, k, v, layout, plan) for _ in range(20)]
-                found = [(*x, *ours.attend_backward(dout, q, k, v, *want, layout, plan)) for x in got]
+                got = [ours.attend(q, k, v, layout, selection) for _ in range(20)]
+                found = [(*x, *ours.attend_backward(state, layout, selection)) for x in got]
                 for result in found:
                     differs += torch.stack([(a != b).any() for a, b in zip(result, (*want, *gradients), strict=True)])
                 torch.cuda.synchronize()

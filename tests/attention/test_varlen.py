@@ -5,6 +5,7 @@ import torch
 from helpers import make_qkv
 from torch import Tensor
 
+from moba_train.attention.protocol import BackwardState
 from moba_train.attention.varlen import KERNELS, Cpu, Segments, TorchFlash, best_kernel, refusals
 from moba_train.attention.varlen.flash_attention_2 import _deterministic_algorithms
 
@@ -55,7 +56,7 @@ def results(kernel, tensors, segments, scale=0.3) -> list[Tensor]:
     """[out, lse, dq, dk, dv]."""
     q, k, v, dout = tensors
     out, lse = kernel.forward(q, k, v, segments, scale)
-    return [out, lse, *kernel.backward(dout, q, k, v, out, lse, segments, scale, deterministic=True)]
+    return [out, lse, *kernel.backward(BackwardState(dout, q, k, v, out, lse), segments, scale, deterministic=True)]
 
 
 def exactly(tensors, segments, scale=0.3) -> list[Tensor]:
@@ -122,9 +123,8 @@ def check_parts_of_gradients(kernel, tensors, dtype, atol):
     dk, dv = [], []
     for half in (slice(0, keys // 3), slice(keys // 3, keys)):
         part = segments_of([(rows, half.stop - half.start)], False, q.device)
-        dq_part, dk_part, dv_part = kernel.backward(
-            dout, q, k[half].clone(), v[half].clone(), out, lse, part, 0.3, deterministic=True
-        )
+        state = BackwardState(dout, q, k[half].clone(), v[half].clone(), out, lse)
+        dq_part, dk_part, dv_part = kernel.backward(state, part, 0.3, deterministic=True)
         dq += dq_part
         dk.append(dk_part)
         dv.append(dv_part)

@@ -99,9 +99,9 @@ def test_the_gate_chooses_what_the_routing_wants_and_the_reference_passes_the_ch
 def test_a_choice_that_misses_its_routing_is_told() -> None:
     """The share of random inputs under each other routing is far from one."""
     row = Row(Case.parse(SMALL[0]), "cpu", "reference")
-    *_, layout, (chosen,) = row.forward()
-    assert routed_share("sink", layout, chosen, 64) < 0.7
-    assert routed_share("local", layout, chosen, 64) < 0.7
+    *_, layout, (selected,) = row.forward()
+    assert routed_share("sink", layout, selected, 64) < 0.7
+    assert routed_share("local", layout, selected, 64) < 0.7
     sink = Row(Case.parse(SMALL[1]), "cpu", "reference").forward()[3][0]
     assert routed_share("uniform", layout, sink, 64) < 0.9
 
@@ -109,14 +109,14 @@ def test_a_choice_that_misses_its_routing_is_told() -> None:
 @pytest.mark.parametrize("name", sorted(LIMITS))
 def test_the_check_sees_a_wrong_result(name: str) -> None:
     row = Row(Case.parse("1K:64/4,heads=4,kv=2,d=64,documents=5"), "cpu", "reference")
-    out, lse, (chosen,), dq, dk, dv = row.both()
+    out, lse, (selected,), dq, dk, dv = row.both()
     if name == "choice":
-        last = chosen[:, :, 0].clone()
-        chosen[:, :, 0] = torch.where(last >= 0, last + 1, last)
+        last = selected[:, :, 0].clone()
+        selected[:, :, 0] = torch.where(last >= 0, last + 1, last)
     else:
         tensor = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}[name]
         tensor *= 1.05
-    assert name in wrong(errors(row, (out, lse, (chosen,), dq, dk, dv)))
+    assert name in wrong(errors(row, (out, lse, (selected,), dq, dk, dv)))
 
 
 def test_a_result_that_is_no_number_is_wrong() -> None:

@@ -12,7 +12,7 @@ from benchmarks import sft_layers
 from benchmarks.recall_documents import Recall, conversations, pretraining_documents
 from benchmarks.sft_layers import SETUPS, Setup, attention_layers
 from benchmarks.sft_training import Documents, gradient_reach
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 

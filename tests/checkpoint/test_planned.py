@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from moba_train.checkpoint.planned import PlannedWriter
+from moba_train.checkpoint.rank_group import RankGroup, SaveFailedError
 from moba_train.checkpoint.state import local_part
-from moba_train.checkpoint.together import SaveFailedError, Together
 
 
 def tensors(rows: int) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ def contents(folder: Path, ranks: int, rows: int) -> dict[str, Tensor]:
 
 def write_four(folder: Path, plans: Path) -> None:
     """The same tensors twice, then a longer one, then one that only rank 0 has; and each as torch's `save` does it."""
-    writer, made = PlannedWriter(Together(dist.new_group(backend="gloo"))), []
+    writer, made = PlannedWriter(RankGroup(dist.new_group(backend="gloo"))), []
     create = dcp.DefaultSavePlanner.create_local_plan
 
     def counted(planner: dcp.DefaultSavePlanner) -> object:
@@ -82,7 +82,7 @@ def test_it_writes_what_torch_does_and_plans_when_tensors_change(tmp_path: Path,
 
 def fail_once(folder: Path) -> None:
     """Rank 1 cannot write its file; afterwards it can."""
-    writer, values = PlannedWriter(Together(dist.new_group(backend="gloo"))), tensors(6)
+    writer, values = PlannedWriter(RankGroup(dist.new_group(backend="gloo"))), tensors(6)
     for number in (0, 1):
         obstacle = folder / f"try{number}" / "__1_0.distcp"
         if dist.get_rank() == 0 and number == 0:
@@ -102,8 +102,8 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_next_save_is_whole(tmp_path
 
 def test_an_error_of_one_rank_is_told_with_its_rank(tmp_path: Path) -> None:
     with process_group(tmp_path / "store"):
-        together = Together(dist.new_group(backend="gloo"))
+        ranks = RankGroup(dist.new_group(backend="gloo"))
         with pytest.raises(SaveFailedError, match=r"rank 0: ZeroDivisionError"):
-            together.each(lambda: 1 // 0)
-        assert together.each(lambda: "large") == "large"
-        assert together.of_rank_0(together.to_rank_0("mine")) == "mine"
+            ranks.on_every_rank(lambda: 1 // 0)
+        assert ranks.on_every_rank(lambda: "large") == "large"
+        assert ranks.scatter_from_rank_0(ranks.gather_to_rank_0("mine")) == "mine"

@@ -17,7 +17,6 @@ from moba_train.checkpoint.state import (
     TrainingTensors,
     load_model,
     load_model_and_optimizer,
-    model_and_optimizer_tensors,
 )
 from moba_train.errors import CheckpointError
 
@@ -35,13 +34,13 @@ def save_and_resume(folder: Path, tp: int = 1) -> None:
     tensors = TrainingTensors(model, optimizer)
     tensors()  # before FSDP's first forward pass, which moves them
     train(model, optimizer, 3)
-    at_save = full_values(model_and_optimizer_tensors(model, optimizer))
+    at_save = full_values(TrainingTensors(model, optimizer)())
     assert_equal(full_values(tensors()), at_save)
     checkpointer = Checkpointer(folder, Retention(1))
     checkpointer.save(3, tensors(), {"consumed_tokens": 12345})
     checkpointer.before_update()
     train(model, optimizer, 2)
-    at_end = full_values(model_and_optimizer_tensors(model, optimizer))
+    at_end = full_values(TrainingTensors(model, optimizer)())
     checkpointer.close()
     assert checkpointer.last_error is None
 
@@ -50,9 +49,9 @@ def save_and_resume(folder: Path, tp: int = 1) -> None:
     verify_checkpoint(path)
     model, optimizer = build(seed=1, tp=tp)
     assert load_model_and_optimizer(model, optimizer, path, verify=True) == {"consumed_tokens": 12345}
-    assert_equal(full_values(model_and_optimizer_tensors(model, optimizer)), at_save)
+    assert_equal(full_values(TrainingTensors(model, optimizer)()), at_save)
     train(model, optimizer, 2)
-    assert_equal(full_values(model_and_optimizer_tensors(model, optimizer)), at_end)
+    assert_equal(full_values(TrainingTensors(model, optimizer)()), at_end)
     torch.save(at_save, folder / "expected.pt")
 
 
@@ -62,7 +61,7 @@ def load_and_compare(folder: Path, tp: int = 1) -> None:
     model, optimizer = build(seed=2, tp=tp)
     load_model_and_optimizer(model, optimizer, path)
     expected = torch.load(folder / "expected.pt")
-    assert_equal(full_values(model_and_optimizer_tensors(model, optimizer)), expected)
+    assert_equal(full_values(TrainingTensors(model, optimizer)()), expected)
 
 
 def two_ranks_save_and_load(own: Path, own_tp: Path, others: Path) -> None:
@@ -120,9 +119,9 @@ def test_saving_before_the_first_step_changes_nothing(tmp_path: Path, one_rank: 
     for save_first in (False, True):
         model, optimizer = build(seed=0)
         if save_first:
-            model_and_optimizer_tensors(model, optimizer)
+            TrainingTensors(model, optimizer)()
         train(model, optimizer, 2)
-        results.append(full_values(model_and_optimizer_tensors(model, optimizer)))
+        results.append(full_values(TrainingTensors(model, optimizer)()))
     assert_equal(*results)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moba_train.attention.full_kind import FullKind
+from moba_train.attention.full.kind import FullKind
 from moba_train.attention.protocol import LocalAttention, packed_layout
 from moba_train.convert.hf_config import read_model_config
 from moba_train.convert.hf_weights import load_hf_weights

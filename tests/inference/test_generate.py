@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moba_train.attention.full_kind import FullKind
+from moba_train.attention.full.kind import FullKind
 from moba_train.attention.moba.kind import MobaKind
 from moba_train.attention.protocol import LocalAttention, packed_layout
 from moba_train.config.model import ModelConfig

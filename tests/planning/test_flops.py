@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moba_train.attention.full_kind import FullKind
+from moba_train.attention.full.kind import FullKind
 from moba_train.attention.moba.kind import MobaKind
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import AttentionConfig, resolve_layers

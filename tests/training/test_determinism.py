@@ -11,7 +11,7 @@ from tiny_run import Run
 from typer.testing import CliRunner
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import run_local
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import packed_layout
 from moba_train.cli import app
 from moba_train.config.load import load_config
@@ -124,7 +124,7 @@ def test_dense_attention_gives_the_same_gradients_again(device: torch.device) ->
     with deterministic(True):
         grads = []
         for _ in range(5):
-            out, _ = run_local(q, k, v, attention, layout)
+            out, _ = LOCAL_ENGINE(q, k, v, attention, layout)
             grads.append(torch.autograd.grad(out, (q, k, v), dout))
     for other in grads[1:]:
         assert all(torch.equal(x, y) for x, y in zip(grads[0], other, strict=True))

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from trainer_ranks import Ranks
 
-from moba_train.attention.full_kind import FullKind
-from moba_train.attention.local import run_local
+from moba_train.attention.full.kind import FullKind
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
@@ -62,7 +62,7 @@ def step(micro_batches: list[Batch], world: World, transport: CPTransport | None
         group = dist.group.WORLD
         assert group is not None
         share = DataShard(engine=context_engine(strategy, group, world.device))
-        model.set_engines([share.engine or run_local] * MODEL.layers)
+        model.set_engines([share.engine or LOCAL_ENGINE] * MODEL.layers)
         micro_batches = [share.shard_batch(batch) for batch in micro_batches]
     model.set_attention([FullKind(FullKind.Options(), MODEL.head_width)] * MODEL.layers)
     count = torch.tensor(sum(batch.loss_weight_sum for batch in micro_batches))

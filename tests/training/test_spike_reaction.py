@@ -102,9 +102,9 @@ def test_the_dump_and_the_log_say_how_the_chosen_blocks_are_spread(
     run, _ = skipping
     moba, full = dump(run, POISONED)["ranks"][0]["gate"]
     assert full is None
-    assert moba["choices"] > 0
+    assert moba["selected"] > 0
     spike = run.records("spike")[-1]
-    assert {name: moba[name] for name in moba if name != "choices"} == {
+    assert {name: moba[name] for name in moba if name != "selected"} == {
         name.removeprefix("gate_"): value for name, value in spike.items() if name.startswith("gate_")
     }
     code, output = invoke("inspect-spike", str(run.run_dir))

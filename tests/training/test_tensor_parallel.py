@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from trainer_ranks import Ranks, free_port
 
-from moba_train.attention.full_kind import FullKind
-from moba_train.attention.local import run_local
+from moba_train.attention.full.kind import FullKind
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba.kind import MobaKind
 from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.config.data import DataConfig, SourceConfig
@@ -88,7 +88,7 @@ def step(model: Transformer, share: DataShard, device: torch.device) -> tuple[St
     def listening(q: Tensor, k: Tensor, v: Tensor, kind: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:
         if isinstance(kind, MobaKind):
             chosen.append(kind.plan(q.detach(), kind.summarize(k.detach(), layout), layout)[0].cpu())
-        return run_local(q, k, v, kind, layout)
+        return LOCAL_ENGINE(q, k, v, kind, layout)
 
     engines: list[Engine] = [listening] * len(model.blocks)
     width = model.config.head_width

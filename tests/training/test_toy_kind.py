@@ -1,6 +1,7 @@
 """A new attention kind is one file: the kind `toy`, with parameters and an auxiliary loss, is defined here and nowhere
 else, and goes where `full` and `moba` go: plan, training under context parallelism, resume, evaluation, generation."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from trainer_ranks import Ranks
 from typer.testing import CliRunner
 
 from moba_train.attention import registry
-from moba_train.attention.full_kind import FullKind
+from moba_train.attention.full.kind import FullKind
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.cli import app
 from moba_train.config import attention as attention_config
@@ -200,6 +201,36 @@ def test_a_run_resumes_bitwise_inside_its_stage(finished: Run, toy_run: Run, own
     train(toy_run, own_ranks, 2)
     assert toy_run.losses() == finished.losses()
     assert_same_tensors(toy_run.newest_checkpoint, finished.newest_checkpoint)
+
+
+def test_a_run_may_get_a_stage_with_it_later(run: Run, ranks: Ranks, own_ranks: Ranks) -> None:
+    """Its parameters are not in the checkpoint of a run that knew nothing of it: they begin with their initial values.
+    A checkpoint whose stages use it must have them."""
+    ranks.train(run, 2)
+    run.recipe["stages"].append({**run.recipe["stages"][1], "name": "toys", "attention": {"default": "toy"}})
+    train(run, own_ranks, 2)
+    assert len(run.losses()) == 18
+    first = run.records()[12]
+    assert first["auxiliary_loss"] == pytest.approx(0.1 * 0.25**2)
+
+    lost = Run(run.folder / "lost", run.folder)
+    lost.folder.mkdir()
+    lost.recipe = {**run.recipe, "run_dir": str(run.folder / "run"), "stages": run.recipe["stages"][:2]}
+    lost.recipe["stages"][1]["attention"] = {"default": "toy"}
+    lost.recipe["stages"][1]["tokens"] += 512
+    shutil.rmtree(run.run_dir / "checkpoints" / "step_00000018")
+    with pytest.raises(AssertionError, match="rank 0 failed"):
+        train(lost, own_ranks, 2)
+
+
+def test_it_begins_from_a_checkpoint_without_it(finished_run: Run, toy_run: Run) -> None:
+    toy_run.recipe["init_from"] = str(finished_run.run_dir)
+    toy_run.recipe["stages"] = toy_run.recipe["stages"][1:]
+    toy_run.recipe["model"]["rope"] = toy_run.recipe["stages"][0].pop("rope")
+    assert toy_run.train_here("--stop-at-step", "1") == 0
+    before = checkpoint_tensors(finished_run.newest_checkpoint)["model.embedding.weight"]
+    after = checkpoint_tensors(toy_run.newest_checkpoint)["model.embedding.weight"]
+    torch.testing.assert_close(after, before, rtol=0, atol=0.05)
 
 
 def test_evaluation_repeats_the_runs_own_number(finished: Run) -> None:

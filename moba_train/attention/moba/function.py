@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moba_train.attention.local import run_local
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.protocol import Layout
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -45,13 +45,14 @@ def moba_attention(
         softmax_scale: factor on the scores, positive; default D ** -0.5.
         return_lse: also return the natural log-sum-exp of the scaled scores, [H, T], float32 (float64 for float64
             input), without gradient.
-        select: "head" chooses per query head, "group" once for the H / K query heads that share a key/value head
+        select: "head" selects per query head, "group" once for the H / K query heads that share a key/value head
             (by the sum of their gates).
-        always: blocks chosen whatever their gate, counting towards `topk`: "current" (always so), "previous", "first".
+        always: blocks selected whatever their gate, counting towards `topk`: "current" (always so), "previous",
+            "first".
         backend: "triton" is kernels for CUDA, float16 or bfloat16, D 64 or 128, block_size a multiple of 16 from 64 to
-            16384, topk up to 64; "flash" is varlen flash attention over gathered queries: CUDA, float16 or bfloat16, D
+            16384, topk up to 128; "flash" is varlen flash attention over gathered queries: CUDA, float16 or bfloat16, D
             a multiple of 8 up to 256, any block_size and topk (on the CPU, any dtype: for tests); "reference" is plain
-            PyTorch; "auto" takes dense attention where every block is chosen, else "triton" where it can run, else
+            PyTorch; "auto" takes dense attention where every block is selected, else "triton" where it can run, else
             "flash" on CUDA, else "reference".
 
     Returns:
@@ -66,21 +67,21 @@ def moba_attention(
     options = {"block_size": block_size, "topk": topk, "select": select, "always": always, "backend": backend}
     head_dim = index(q.shape[-1])  # a number, also where torch.compile made the sizes symbolic
     attention = _attention(options, head_dim, softmax_scale)
-    out, lse = run_local(q, k, v, attention, layout)
+    out, lse = LOCAL_ENGINE(q, k, v, attention, layout)
     return (out, lse) if return_lse else out
 
 
 @torch.compiler.assume_constant_result
 def _attention(options: dict[str, Any], head_dim: int, softmax_scale: float | None) -> MobaAttention:
-    """The one for these settings: operators refer to it by its name, and a new name would be compiled anew."""
-    return _made(MobaAttention.Options(**options), head_dim, softmax_scale)
+    """One object for equal settings: operators find it by its handle, and a new handle would be compiled anew."""
+    return _cached(MobaAttention.Options(**options), head_dim, softmax_scale)
 
 
-_made = cache(MobaAttention)
+_cached = cache(MobaAttention)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, block_size: int, topk: int, always: tuple[str, ...]) -> None:
-    """Refuse what `moba_attention` cannot do, but for the documents and what `MobaAttention` refuses itself."""
+    """Refuse what `moba_attention` cannot do, except for the documents and what `MobaAttention` refuses itself."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name}: shape {tuple(x.shape)} given, [tokens, heads, head dim] needed")
@@ -100,9 +101,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_size: int, topk: int, always: 
         raise ValueError(f"block_size: {block_size} given, at least 1 needed")
     if topk < 1:
         raise ValueError(f"topk: {topk} given, at least 1 needed (the own block counts)")
-    strange = [name for name in always if name not in ("current", "previous", "first")]
-    if strange:
-        raise ValueError(f"always: {strange[0]!r} given, allowed: current, previous, first")
+    unknown = [name for name in always if name not in ("current", "previous", "first")]
+    if unknown:
+        raise ValueError(f"always: {unknown[0]!r} given, allowed: current, previous, first")
 
 
 def _documents(q: Tensor, cu_seqlens: Tensor | None) -> Layout:

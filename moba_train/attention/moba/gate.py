@@ -1,13 +1,15 @@
-"""The parameter-free gate: how well a query fits a block (MoBA, Lu et al. 2025, arXiv:2502.13189, section 2.2).
+"""MoBA's parameter-free gate in plain PyTorch: mean key of each block, query . mean key, and the top-k of these scores
+(Lu et al. 2025, arXiv:2502.13189, section 2.2).
 
-Shape suffixes: T queries, S keys, N blocks, H query heads, K key/value heads, D head width.
+Shape suffixes: T queries, t a chunk of them, S keys, N blocks, H query heads, K key/value heads, D head width,
+C selected blocks.
 """
 
 import torch
 from torch import Tensor
 
-from moba_train.attention.masked import accumulation_dtype
-from moba_train.attention.moba.blocks import block_bound, block_ids
+from moba_train.attention.blocks.geometry import block_bound, block_ids, first_blocks
+from moba_train.attention.masked import accumulation_dtype, query_chunks
 from moba_train.attention.protocol import Layout
 
 
@@ -30,11 +32,58 @@ def gate_scores(q_THD: Tensor, pooled_NKD: Tensor, select: str) -> Tensor:
 
     [H, T, N] with `select="head"`; with "group" the gates of the query heads that share a key/value head are summed:
     [K, T, N]. Operands are rounded to the input dtype, as they arrive; their products are exact, and summed in float64:
-    matrix products of other sizes add in another order, which in float32 chose other blocks of two that fit equally
-    well when a rank had one query (test_moba_selection.py).
+    matrix products of other sizes add in another order, which in float32 selected the other of two blocks that fit
+    equally well when a rank had one query (test_moba_selection.py).
     """
-    queries, kv_heads = q_THD.shape[0], pooled_NKD.shape[1]
+    queries = q_THD.shape[0]
+    kv_heads = pooled_NKD.shape[1]
     q_KND = q_THD.detach().double().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
     scores_KNN = (q_KND @ pooled_NKD.double().permute(1, 2, 0)).to(accumulation_dtype(q_THD.dtype))
     scores_KGTN = scores_KNN.unflatten(1, (-1, queries))
     return scores_KGTN.sum(1) if select == "group" else scores_KGTN.flatten(0, 1)
+
+
+def select_blocks(
+    q_THD: Tensor,
+    pooled_NKD: Tensor,
+    layout: Layout,
+    *,
+    block_size: int,
+    count: int,
+    select: str,
+    always: tuple[str, ...],
+) -> Tensor:
+    """The history blocks that each query selects: int32 [H, T, C] with C = `count` <= N, ascending, -1 behind.
+
+    Candidates are the blocks of the query's document before its own block; min(C, candidates) of them are selected.
+    Blocks forced by `always` come first, then the highest gates; of equal gates the lower block id wins, so the
+    selection is deterministic. The own block is always attended to and not listed.
+    """
+    blocks = block_bound(layout, block_size)
+    queries, heads, _ = q_THD.shape
+    selected_HTC = torch.full((heads, queries, count), -1, dtype=torch.int32, device=q_THD.device)
+    if count == 0:
+        return selected_HTC
+
+    first_T = first_blocks(layout.cu_seqlens, block_size)[layout.q_documents]
+    own_T = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
+    ids_N = torch.arange(blocks, device=q_THD.device)
+    for rows in query_chunks(queries, heads * blocks, q_THD.device):
+        own_t1, first_t1 = own_T[rows, None], first_T[rows, None]
+        candidate_tN = (ids_N >= first_t1) & (ids_N < own_t1)
+        forced_tN = torch.zeros_like(candidate_tN)
+        if "previous" in always:
+            forced_tN |= ids_N == own_t1 - 1
+        if "first" in always:
+            forced_tN |= ids_N == first_t1
+        gates = gate_scores(q_THD[rows], pooled_NKD, select)
+        # A candidate's gate stays finite: above what is no candidate, so that exactly min(C, candidates) are taken, and
+        # below what is forced.
+        gates = gates.clamp(torch.finfo(gates.dtype).min, torch.finfo(gates.dtype).max)
+        gates = gates.masked_fill(forced_tN & candidate_tN, torch.inf).masked_fill(~candidate_tN, -torch.inf)
+        best = gates.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+        valid = torch.arange(count, device=q_THD.device) < (own_t1 - first_t1)
+        ordered = torch.where(valid, best, blocks).sort(-1).values
+        ordered = torch.where(ordered == blocks, -1, ordered).to(torch.int32)
+        selected_HTC[:, rows] = ordered.repeat_interleave(heads // ordered.shape[0], dim=0)
+    return selected_HTC

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from moba_train.attention.kind import AttentionKind, StageContext
-from moba_train.attention.moba.layer import MobaAttention
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 

@@ -1,9 +1,10 @@
-"""How the blocks are spread that the gate chose: what a spike is looked at for (health/dump.py).
+"""Routing statistics: how the blocks that the gate selected are spread. Spike dumps report them (health/dump.py).
 
-Only free choices count. A query with at most topk - 1 earlier blocks takes them all; a block that `always` forces is
-neither a choice nor a candidate.
+Only free selections count. A query with at most topk - 1 earlier blocks takes them all; a block that `always` forces is
+neither a free selection nor a candidate.
 
-Shape suffixes: T queries, t those that had a choice, H query heads, C choices, N blocks, n a document's candidates.
+Shape suffixes: T queries, t those that select freely, H query heads, C selected blocks, N blocks, n a document's
+candidates.
 """
 
 import math
@@ -11,25 +12,25 @@ import math
 import torch
 from torch import Tensor
 
-from moba_train.attention.moba.blocks import block_bound, block_ids, first_blocks
+from moba_train.attention.blocks.geometry import block_bound, block_ids, first_blocks
 from moba_train.attention.protocol import Layout
 
 
-def choice_statistics(
-    chosen_HTC: Tensor, layout: Layout, *, block_size: int, topk: int, always: tuple[str, ...]
+def routing_statistics(
+    selected_HTC: Tensor, layout: Layout, *, block_size: int, topk: int, always: tuple[str, ...]
 ) -> dict[str, float]:
-    """What `LocalAttention.describe_plan` tells of a choice, int32 [H, T, C], of the layout's queries.
+    """Routing statistics of selected blocks, int32 [H, T, C], of the layout's queries; {} without a free selection.
 
-    choices            (query, head, block) that were freely chosen
-    load_imbalance     choices of the busiest block of a document over the mean of the document's candidates; 1: even
-    entropy            of the choices over a document's candidates, relative to its maximum, the logarithm of their
-                       number; 1: even, 0: all choices are one block
-    first_block_share  share of the queries that chose the first block of their document
-    distance           how many blocks the chosen one lies before the query's own, relative to the mean of the query's
-                       candidates; 1: what uniform choice gives, below: nearer
+    selected           (query, head, block) that were freely selected
+    load_imbalance     selections of the busiest block of a document over the mean of the document's candidates; 1: even
+    entropy            entropy of the selections over a document's candidates, relative to its maximum, the logarithm of
+                       their number; 1: even, 0: all selections are one block
+    first_block_share  share of the queries that selected the first block of their document
+    distance           how many blocks the selected one lies before the query's own, relative to the mean of the query's
+                       candidates; 1: as uniform selection, below: nearer
 
-    The candidates of a document are the blocks that one of these queries could have chosen. Of `load_imbalance` and
-    `entropy`, every head has its own in every document; all numbers are means over choices. {} without any.
+    The candidates of a document are the blocks that one of these queries could have selected. Every head has its own
+    `load_imbalance` and `entropy` in every document; all numbers are means over selections.
     """
     previous, first = (int(name in always) for name in ("previous", "first"))
     free = topk - 1 - previous - first
@@ -42,19 +43,20 @@ def choice_statistics(
     own_t, first_t = own_T[rows_t], first_T[rows_t]
     # Candidates lie 1 + previous to own - first blocks back, the first block left out where it is forced.
     mean_distance_t1 = (own_t - first_t + 1 + previous - first).unsqueeze(1) / 2
-    loads, distance = [], 0.0
-    for chosen_TC in chosen_HTC:  # a head at a time: int64 copies of the whole choice would be twice its size
-        chosen_tC = chosen_TC[rows_t].long()
-        distance_tC = own_t.unsqueeze(1) - chosen_tC
-        is_free_tC = chosen_tC >= 0
+    loads = []
+    distance = 0.0
+    for selected_TC in selected_HTC:  # a head at a time: an int64 copy of all would be twice the size
+        selected_tC = selected_TC[rows_t].long()
+        distance_tC = own_t.unsqueeze(1) - selected_tC
+        is_free_tC = selected_tC >= 0
         if previous:
             is_free_tC &= distance_tC > 1
         if first:
-            is_free_tC &= chosen_tC > first_t.unsqueeze(1)
+            is_free_tC &= selected_tC > first_t.unsqueeze(1)
         distance += (distance_tC / mean_distance_t1)[is_free_tC].sum(dtype=torch.float64).item()
-        loads.append(chosen_tC[is_free_tC].bincount(minlength=block_bound(layout, block_size)))
+        loads.append(selected_tC[is_free_tC].bincount(minlength=block_bound(layout, block_size)))
     load_HN = torch.stack(loads).double().cpu()
-    choices = int(load_HN.sum())
+    selected = int(load_HN.sum())
 
     start_d, queries_d = first_t.unique_consecutive(return_counts=True)
     stop_d = own_t[queries_d.cumsum(0) - 1]  # queries ascend: a document's last has the most candidates
@@ -67,9 +69,9 @@ def choice_statistics(
         entropy += nats_H.sum().item() / math.log(candidates)
         first_share += free * load_HN[:, start].sum().item()
     return {
-        "choices": choices,
-        "load_imbalance": imbalance / choices,
-        "entropy": entropy / choices,
-        "first_block_share": first_share / choices,
-        "distance": distance / choices,
+        "selected": selected,
+        "load_imbalance": imbalance / selected,
+        "entropy": entropy / selected,
+        "first_block_share": first_share / selected,
+        "distance": distance / selected,
     }

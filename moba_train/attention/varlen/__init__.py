@@ -1,4 +1,4 @@
-"""Attention inside many segments at once: what dense attention and MoBA's composition are built from.
+"""Attention inside many segments at once: full attention and the composed block attention are built from it.
 
 protocol           `Segments` of rows, and `VarlenKernel`: attention inside them, forward and backward
 flash_attention_4  the package flash-attn-4
@@ -11,13 +11,12 @@ from torch import Tensor
 from moba_train.attention.varlen.cpu import Cpu
 from moba_train.attention.varlen.flash_attention_2 import PackagedFlash2, TorchFlash
 from moba_train.attention.varlen.flash_attention_4 import FlashAttention4
-from moba_train.attention.varlen.protocol import Gradients, Segments, VarlenKernel
+from moba_train.attention.varlen.protocol import Segments, VarlenKernel
 
 __all__ = [
     "KERNELS",
     "Cpu",
     "FlashAttention4",
-    "Gradients",
     "Segments",
     "TorchFlash",
     "VarlenKernel",
@@ -30,12 +29,12 @@ KERNELS: tuple[type[VarlenKernel], ...] = (FlashAttention4, TorchFlash, Packaged
 
 
 def best_kernel(q_NHD: Tensor, segments: int = 1) -> type[VarlenKernel] | None:
-    """The fastest kernel that works on tensors like `q` with this many segments, if there is one."""
+    """The fastest kernel that works on tensors like `q` with this many segments; None without any."""
     return next((kernel for kernel in KERNELS if not _refuses(kernel, q_NHD, segments)), None)
 
 
 def refusals(q_NHD: Tensor, segments: int = 1) -> str:
-    """Why there is no such kernel: every kernel's reason."""
+    """Why no kernel works on tensors like `q` with this many segments: every kernel's reason."""
     return "; ".join(f"{kernel.name}: {_refuses(kernel, q_NHD, segments)}" for kernel in KERNELS)
 
 

@@ -1,4 +1,4 @@
-"""torch's fused CPU kernel, segment by segment: the same interface where there is no GPU, in every dtype."""
+"""torch's fused CPU kernel, called segment by segment: attention inside segments without a GPU, in every dtype."""
 
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moba_train.attention.varlen.protocol import Gradients, Segments
+from moba_train.attention.protocol import BackwardState, Gradients
+from moba_train.attention.varlen.protocol import Segments
 
 _aten = torch.ops.aten
 
@@ -19,17 +20,17 @@ class Cpu:
 
     @staticmethod
     def refuses(q_NHD: Tensor) -> str:
-        """See `VarlenKernel.refuses`."""
+        """Why this kernel cannot work on tensors like `q`; empty when it can."""
         return "" if q_NHD.device.type == "cpu" else f"tensors are on {q_NHD.device.type}, not on the CPU"
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:
-        """See `VarlenKernel.dq_buffers`."""
+        """Copies of dq in float32 that the deterministic backward pass holds."""
         return 1
 
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        """See `VarlenKernel.forward`."""
+        """out [N, H, D] and lse [H, N]; (0, -inf) for rows without keys."""
         heads = q_NHD.shape[1]
         out_NHD = torch.zeros(q_NHD.shape, dtype=q_NHD.dtype)
         lse_HN = torch.full((heads, q_NHD.shape[0]), -torch.inf, dtype=torch.promote_types(torch.float32, q_NHD.dtype))
@@ -42,27 +43,17 @@ class Cpu:
         return out_NHD, lse_HN
 
     @staticmethod
-    def backward(
-        dout_NHD: Tensor,
-        q_NHD: Tensor,
-        k_SKD: Tensor,
-        v_SKD: Tensor,
-        out_NHD: Tensor,
-        lse_HN: Tensor,
-        segments: Segments,
-        scale: float,
-        deterministic: bool,
-    ) -> Gradients:
-        """See `VarlenKernel.backward`; always deterministic."""
-        heads, kv_heads = q_NHD.shape[1], k_SKD.shape[1]
-        dq_NHD, dk_SKD, dv_SKD = (torch.zeros(x.shape, dtype=x.dtype) for x in (q_NHD, k_SKD, v_SKD))
+    def backward(state: BackwardState, segments: Segments, scale: float, deterministic: bool) -> Gradients:
+        """(dq, dk, dv) in the dtypes of q, k and v; always deterministic."""
+        heads, kv_heads = state.q.shape[1], state.k.shape[1]
+        dq_NHD, dk_SKD, dv_SKD = (torch.zeros(x.shape, dtype=x.dtype) for x in (state.q, state.k, state.v))
         for rows, keys in _rows_and_keys(segments):
-            inputs = (dout_NHD[rows], q_NHD[rows], k_SKD[keys], v_SKD[keys], out_NHD[rows])
+            *inputs, lse_HN = state.with_queries(rows).with_keys(state.k[keys], state.v[keys])
             dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *(_heads_first(x, heads) for x in inputs),
-                lse_HN[:, rows].unsqueeze(0).contiguous(),
+                lse_HN.unsqueeze(0),
                 0.0,
-                **_masked(rows, keys, segments.causal, q_NHD),
+                **_masked(rows, keys, segments.causal, state.q),
                 scale=scale,
             )
             dq_NHD[rows] = dq[0].transpose(0, 1)
@@ -79,7 +70,7 @@ def _rows_and_keys(segments: Segments) -> list[tuple[slice, slice]]:
 
 
 def _masked(rows: slice, keys: slice, causal: bool, like: Tensor) -> dict[str, Any]:
-    """Arguments: torch's own causal mask begins at the first key, where there are more keys than queries too."""
+    """The mask arguments: torch's own causal mask begins at the first key, even with more keys than queries."""
     queries, seen = rows.stop - rows.start, keys.stop - keys.start
     if not causal or queries == seen:
         return {"is_causal": causal}

@@ -1,4 +1,4 @@
-"""FlashAttention-2: as it ships inside torch, and as the package flash-attn. The kernels are the same."""
+"""FlashAttention-2: as it ships inside torch, and as the package flash-attn, with equal kernels."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moba_train.attention.varlen.protocol import Gradients, Segments, lacks, refuses_other_than_16_bit
+from moba_train.attention.protocol import BackwardState, Gradients
+from moba_train.attention.varlen.protocol import Segments, lacks, refuses_other_than_16_bit
 
 _aten = torch.ops.aten
 
@@ -24,19 +25,19 @@ class TorchFlash:
 
     @staticmethod
     def refuses(q_NHD: Tensor) -> str:
-        """See `VarlenKernel.refuses`."""
+        """Why this kernel cannot work on tensors like `q`; empty when it can."""
         if reason := _refuses(q_NHD):
             return reason
         return "" if torch.backends.cuda.is_flash_attention_available() else "this build of torch has none"
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:
-        """See `VarlenKernel.dq_buffers`."""
+        """Copies of dq in float32 that the deterministic backward pass holds."""
         return _dq_buffers(segments, device)
 
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        """See `VarlenKernel.forward`."""
+        """out [N, H, D] and lse [H, N]; (0, -inf) for rows without keys."""
         segments = _for_forward(segments)
         out, lse, *_ = _aten._flash_attention_forward(
             q_NHD,
@@ -54,27 +55,12 @@ class TorchFlash:
         return out, _unseen_as_minus_infinity(lse)
 
     @staticmethod
-    def backward(
-        dout_NHD: Tensor,
-        q_NHD: Tensor,
-        k_SKD: Tensor,
-        v_SKD: Tensor,
-        out_NHD: Tensor,
-        lse_HN: Tensor,
-        segments: Segments,
-        scale: float,
-        deterministic: bool,
-    ) -> Gradients:
-        """See `VarlenKernel.backward`."""
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_NHD.device)
+    def backward(state: BackwardState, segments: Segments, scale: float, deterministic: bool) -> Gradients:
+        """(dq, dk, dv) in the dtypes of q, k and v."""
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=state.q.device)
         with _deterministic_algorithms(deterministic):
             dq, dk, dv = _aten._flash_attention_backward(
-                dout_NHD,
-                q_NHD,
-                k_SKD,
-                v_SKD,
-                out_NHD,
-                lse_HN.contiguous(),
+                *state._replace(lse=state.lse.contiguous()),
                 segments.cu_q,
                 segments.cu_k,
                 segments.max_q,
@@ -89,26 +75,26 @@ class TorchFlash:
 
 
 class PackagedFlash2:
-    """The package flash-attn from 2.7 on, for builds of torch that come without."""
+    """The package flash-attn from 2.7 on, for builds of torch that come without FlashAttention-2."""
 
     name: ClassVar[str] = "flash-attn 2"
     most_segments: ClassVar[int] = _MOST_SEGMENTS
 
     @staticmethod
     def refuses(q_NHD: Tensor) -> str:
-        """See `VarlenKernel.refuses`."""
+        """Why this kernel cannot work on tensors like `q`; empty when it can."""
         # The names with _wrapped came with 2.7, and with them the parameters used below.
         names = "_wrapped_flash_attn_varlen_forward", "_wrapped_flash_attn_varlen_backward"
         return _refuses(q_NHD) or lacks("flash_attn.flash_attn_interface", *names)
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:
-        """See `VarlenKernel.dq_buffers`."""
+        """Copies of dq in float32 that the deterministic backward pass holds."""
         return _dq_buffers(segments, device)
 
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        """See `VarlenKernel.forward`."""
+        """out [N, H, D] and lse [H, N]; (0, -inf) for rows without keys."""
         from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_forward
 
         out, lse, *_ = _wrapped_flash_attn_varlen_forward(
@@ -117,23 +103,13 @@ class PackagedFlash2:
         return out, _unseen_as_minus_infinity(lse)
 
     @staticmethod
-    def backward(
-        dout_NHD: Tensor,
-        q_NHD: Tensor,
-        k_SKD: Tensor,
-        v_SKD: Tensor,
-        out_NHD: Tensor,
-        lse_HN: Tensor,
-        segments: Segments,
-        scale: float,
-        deterministic: bool,
-    ) -> Gradients:
-        """See `VarlenKernel.backward`."""
+    def backward(state: BackwardState, segments: Segments, scale: float, deterministic: bool) -> Gradients:
+        """(dq, dk, dv) in the dtypes of q, k and v."""
         from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_backward
 
-        grads = torch.empty_like(q_NHD), torch.empty_like(k_SKD), torch.empty_like(v_SKD)
+        grads = torch.empty_like(state.q), torch.empty_like(state.k), torch.empty_like(state.v)
         _wrapped_flash_attn_varlen_backward(
-            *(x.contiguous() for x in (dout_NHD, q_NHD, k_SKD, v_SKD, out_NHD, lse_HN)),
+            *(x.contiguous() for x in state),
             *grads,
             **segments.named(),
             dropout_p=0.0,
@@ -155,24 +131,24 @@ def _refuses(q_NHD: Tensor) -> str:
 
 
 def _dq_buffers(segments: int, device: torch.device) -> int:
-    """Its programs share out a segment's key tiles, as many as fill the GPU, and each adds to a buffer of its own."""
+    """The kernel's programs, as many as fill the GPU, share out a segment's key tiles; each adds to its own buffer."""
     programs: int = torch.cuda.get_device_properties(device).multi_processor_count
     return -(-programs // segments)
 
 
 def _for_forward(segments: Segments) -> Segments:
-    """The same segments: a bound of one query it would take for exactly one in every segment."""
+    """`segments` with `max_q` at least 2: the kernel takes a bound of 1 for exactly one query in every segment."""
     return replace(segments, max_q=max(2, segments.max_q))
 
 
 def _unseen_as_minus_infinity(lse_HN: Tensor) -> Tensor:
-    """It marks a row without keys with +inf, and gives it out = 0."""
+    """`lse` with -inf for rows without keys, which the kernel marks with +inf (their out is 0)."""
     return lse_HN.masked_fill_(lse_HN == torch.inf, -torch.inf)
 
 
 @contextmanager
 def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """torch's own switch on for a while, which is all that its kernel looks at; left alone if not `wanted`.
+    """Inside, torch's own switch is on, which is all that its kernel looks at; left alone if not `wanted`.
 
     Not through `torch.use_deterministic_algorithms`, which changes the compiler's settings too.
     """

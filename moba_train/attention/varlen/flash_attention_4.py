@@ -5,10 +5,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moba_train.attention.varlen.protocol import Gradients, Segments, lacks, refuses_other_than_16_bit
+from moba_train.attention.protocol import BackwardState, Gradients
+from moba_train.attention.varlen.protocol import Segments, lacks, refuses_other_than_16_bit
 
 _WIDEST_HEAD = {9: 128, 10: 128, 11: 128}
-"""By compute capability."""
+"""The largest head dim, by the major number of the compute capability."""
 
 
 class FlashAttention4:
@@ -23,7 +24,7 @@ class FlashAttention4:
 
     @staticmethod
     def refuses(q_NHD: Tensor) -> str:
-        """See `VarlenKernel.refuses`."""
+        """Why this kernel cannot work on tensors like `q`; empty when it can."""
         if reason := refuses_other_than_16_bit(q_NHD, 256):
             return reason
         major, minor = torch.cuda.get_device_capability(q_NHD.device)
@@ -38,12 +39,12 @@ class FlashAttention4:
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:
-        """See `VarlenKernel.dq_buffers`."""
+        """Copies of dq in float32 that the deterministic backward pass holds."""
         return 1
 
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        """See `VarlenKernel.forward`. Rows without keys it marks as we do."""
+        """out [N, H, D] and lse [H, N]; the library itself marks rows without keys with (0, -inf)."""
         from flash_attn.cute.interface import _flash_attn_fwd
 
         tensors = (x.contiguous() for x in (q_NHD, k_SKD, v_SKD))
@@ -51,27 +52,18 @@ class FlashAttention4:
         return out, lse
 
     @staticmethod
-    def backward(
-        dout_NHD: Tensor,
-        q_NHD: Tensor,
-        k_SKD: Tensor,
-        v_SKD: Tensor,
-        out_NHD: Tensor,
-        lse_HN: Tensor,
-        segments: Segments,
-        scale: float,
-        deterministic: bool,
-    ) -> Gradients:
-        """See `VarlenKernel.backward`."""
+    def backward(state: BackwardState, segments: Segments, scale: float, deterministic: bool) -> Gradients:
+        """(dq, dk, dv) in the dtypes of q, k and v."""
         from flash_attn.cute.interface import _flash_attn_bwd
 
         # The order of its sums is open only where a row meets several key tiles (dq) or a key several heads (dk, dv).
         # Fixing it takes a counter for every pair of a segment and a query tile of the longest one: gigabytes for many
         # short blocks, none of which needs it.
-        key_tile = 128 if q_NHD.shape[-1] <= 128 else 64
-        open_order = segments.max_k > key_tile or q_NHD.shape[1] != k_SKD.shape[1]
+        dout, q, k, v, out, lse = state
+        key_tile = 128 if q.shape[-1] <= 128 else 64
+        open_order = segments.max_k > key_tile or q.shape[1] != k.shape[1]
         dq, dk, dv = _flash_attn_bwd(
-            *(x.contiguous() for x in (q_NHD, k_SKD, v_SKD, out_NHD, dout_NHD, lse_HN)),
+            *(x.contiguous() for x in (q, k, v, out, dout, lse)),
             **segments.named(),
             softmax_scale=scale,
             deterministic=deterministic and open_order,

@@ -1,4 +1,4 @@
-"""What a kernel for attention inside segments does, and what such kernels commonly need.
+"""The interface of kernels for attention inside segments, and what such kernels have in common.
 
 A segment is a range of query rows and the range of key rows that they see. Every kernel hands out the log-sum-exp and
 takes an `out` and `lse` from outside in the backward pass, so that partial results can be merged (attention/merge.py).
@@ -15,14 +15,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-Gradients = tuple[Tensor, Tensor, Tensor]
-"""(dq, dk, dv)."""
+from moba_train.attention.protocol import BackwardState, Gradients
 
 
 @dataclass(frozen=True)
 class Segments:
     """The segments of one call: rows `cu_q[i]` to `cu_q[i + 1]` of the queries see rows `cu_k[i]` to `cu_k[i + 1]` of
-    the keys. Either may be none.
+    the keys. Either range may be empty.
     """
 
     cu_q: Tensor
@@ -30,15 +29,15 @@ class Segments:
     cu_k: Tensor
     """int32 [segments + 1], ascending, covering all keys."""
     max_q: int
-    """An upper bound of a segment's queries, known on the host; exact if there is but one segment."""
+    """An upper bound of a segment's queries, known on the host; exact if there is only one segment."""
     max_k: int
-    """The same for the keys."""
+    """An upper bound of a segment's keys, known on the host; exact if there is only one segment."""
     causal: bool
     """The last query of a segment sees all of its keys, the one before all but the last, and so on; otherwise all see
     all. No segment has fewer keys than queries."""
 
     def named(self) -> dict[str, Any]:
-        """As the flash-attn packages call them."""
+        """Keyword arguments as the flash-attn packages name them."""
         return {
             "cu_seqlens_q": self.cu_q,
             "cu_seqlens_k": self.cu_k,
@@ -53,11 +52,11 @@ class VarlenKernel(Protocol):
 
     name: ClassVar[str]
     most_segments: ClassVar[int]
-    """Of one call."""
+    """The most segments that one call may have."""
 
     @staticmethod
     def refuses(q_NHD: Tensor) -> str:
-        """Why it cannot work on tensors like this one, here and now; empty when it can. Reads no contents."""
+        """Why the kernel cannot work on tensors like this one; empty when it can. Reads no contents."""
         ...
 
     @staticmethod
@@ -74,27 +73,17 @@ class VarlenKernel(Protocol):
         ...
 
     @staticmethod
-    def backward(
-        dout_NHD: Tensor,
-        q_NHD: Tensor,
-        k_SKD: Tensor,
-        v_SKD: Tensor,
-        out_NHD: Tensor,
-        lse_HN: Tensor,
-        segments: Segments,
-        scale: float,
-        deterministic: bool,
-    ) -> Gradients:
-        """(dq, dk, dv) in the dtypes of q, k and v; `out` and `lse` may come from more keys than are given here.
+    def backward(state: BackwardState, segments: Segments, scale: float, deterministic: bool) -> Gradients:
+        """(dq, dk, dv) in the dtypes of q, k and v; the state's `out` and `lse` may come from more keys than its `k`.
 
-        Keys of a segment without queries get zeros. `deterministic`: equal inputs give equal bits; without it, as the
-        library likes or as torch's own switch says.
+        State: dout, q, out [N, H, D], k, v [S, K, D], lse [H, N]. Keys of a segment without queries get zeros.
+        `deterministic`: equal inputs give equal bits; without it, the library or torch's own switch decides.
         """
         ...
 
 
 def refuses_other_than_16_bit(q_NHD: Tensor, widest: int) -> str:
-    """What every flash kernel refuses: other devices, dtypes and head dims (all multiples of 8 up to `widest`)."""
+    """Why a flash kernel refuses the device, dtype or head dim (a multiple of 8 up to `widest`) of q; empty if not."""
     if not q_NHD.is_cuda:
         return f"tensors are on {q_NHD.device.type}, not on CUDA"
     if q_NHD.dtype not in (torch.float16, torch.bfloat16):
@@ -106,7 +95,7 @@ def refuses_other_than_16_bit(q_NHD: Tensor, widest: int) -> str:
 
 @cache
 def lacks(module: str, *functions: str, parameters: tuple[str, ...] = ()) -> str:
-    """What an optional package lacks of these functions, each with these parameters; empty when it has all."""
+    """Which of these functions, each with these parameters, an optional package lacks; empty when it has all."""
     try:
         for name in functions:
             function = getattr(importlib.import_module(module), name)

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moba_train.attention.call import AttentionCall
 from moba_train.attention.operators import OperatorEngine
-from moba_train.attention.protocol import Layout, LocalAttention, Plan
+from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.parallel.context.checks import check_heads, check_sizes
 from moba_train.parallel.context.comm import Communicator, hierarchical_groups
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
-from moba_train.parallel.context.transport.base import Job, Transport
+from moba_train.parallel.context.transport.base import ShardedCall, Transport
 from moba_train.parallel.context.transport.ring import Ring
 from moba_train.parallel.context.transport.ulysses import Local, Ulysses
 
@@ -41,41 +42,29 @@ class ContextParallel(OperatorEngine):
         return SequenceLayout.split(total, self.strategy.ranks, self.strategy.layout)
 
     def forward(
-        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout
-    ) -> tuple[Tensor, Tensor, Plan]:
-        """Attention of this rank's queries: (out, lse, plan), with one row per row of the shard."""
-        return self.transport.forward(q_THD, k_SKD, v_SKD, self._job(q_THD, k_SKD, attention, layout))
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor, Selection]:
+        """Attention of this rank's queries: (out, lse, selection), with one row per row of the shard."""
+        return self.transport.forward(q_THD, k_SKD, v_SKD, self._sharded(q_THD, k_SKD, call))
 
-    def backward(
-        self,
-        dout_THD: Tensor,
-        q_THD: Tensor,
-        k_SKD: Tensor,
-        v_SKD: Tensor,
-        out_THD: Tensor,
-        lse_HT: Tensor,
-        plan: Plan,
-        attention: LocalAttention,
-        layout: Layout,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, state: BackwardState, selection: Selection, call: AttentionCall) -> Gradients:
         """Gradients of this rank's shard: (dq, dk, dv)."""
-        job = self._job(q_THD, k_SKD, attention, layout)
-        return self.transport.backward(dout_THD, q_THD, k_SKD, v_SKD, out_THD, lse_HT, plan, job)
+        return self.transport.backward(state, selection, self._sharded(state.q, state.k, call))
 
-    def empty_plan(self, q_THD: Tensor, k_SKD: Tensor, attention: LocalAttention, layout: Layout) -> Plan:
-        """Tensors shaped like `forward`'s plan, with undefined contents, for tracing by torch.compile."""
-        return self.transport.empty_plan(q_THD, k_SKD, self._job(q_THD, k_SKD, attention, layout))
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, call: AttentionCall) -> Selection:
+        """Tensors shaped like `forward`'s selection, with undefined contents, for tracing by torch.compile."""
+        return self.transport.empty_selection(q_THD, k_SKD, self._sharded(q_THD, k_SKD, call))
 
-    def _job(self, q_LHD: Tensor, k_LKD: Tensor, attention: LocalAttention, layout: Layout) -> Job:
+    def _sharded(self, q_LHD: Tensor, k_LKD: Tensor, call: AttentionCall) -> ShardedCall:
         """Raises ValueError, before any message, for shapes that the transport cannot do."""
-        assert layout.is_whole, "the layout of the whole sequence is needed, not that of a shard"
-        sequence = self.sequence(int(layout.total))
+        total = call.layout.total
+        sequence = self.sequence(int(total))
         if q_LHD.shape[0] != sequence.rows:
             raise ValueError(
-                f"q: {q_LHD.shape[0]} rows given, {sequence.rows} needed: this rank's shard of {layout.total} tokens"
+                f"q: {q_LHD.shape[0]} rows given, {sequence.rows} needed: this rank's shard of {total} tokens"
             )
-        check_heads(self.strategy, q_LHD.shape[1], k_LKD.shape[1], attention.couples_heads)
-        return Job(attention, layout, sequence)
+        check_heads(self.strategy, q_LHD.shape[1], k_LKD.shape[1], call.attention.couples_heads)
+        return ShardedCall(call, sequence)
 
 
 def context_engine(

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self, get_args
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import Runs, joined
+from moba_train.attention.protocol import TokenRange, TokenRanges, joined_ranges
 from moba_train.config.run import CPLayout
 from moba_train.parallel.context.copies import copy_into
 
@@ -37,7 +37,7 @@ class SequenceLayout:
     """Tokens of the packed sequence."""
     rows: int
     """Rows of every shard, L."""
-    ranges: tuple[Runs, ...]
+    ranges: tuple[TokenRanges, ...]
     """Token ranges of each rank."""
 
     @classmethod
@@ -61,8 +61,8 @@ class SequenceLayout:
         edges = [min(part * size, total) for part in range(count + 1)]
         parts = list(pairwise(edges))
         if layout == "contiguous":
-            return cls(total, size, tuple(joined([part]) for part in parts))
-        return cls(total, 2 * size, tuple(joined([parts[r], parts[-1 - r]]) for r in range(ranks)))
+            return cls(total, size, tuple(joined_ranges([part]) for part in parts))
+        return cls(total, 2 * size, tuple(joined_ranges([parts[r], parts[-1 - r]]) for r in range(ranks)))
 
     @property
     def ranks(self) -> int:
@@ -73,17 +73,17 @@ class SequenceLayout:
         """Number of tokens in a rank's shard; its remaining rows are padding."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
-    def ranges_of(self, rank: int) -> Runs | None:
+    def ranges_of(self, rank: int) -> TokenRanges | None:
         """Token ranges of a rank, as `attention.protocol.Layout` takes them: None for the whole sequence."""
         return self._none_if_complete(self.ranges[rank])
 
     @cached_property
-    def all_ranges(self) -> Runs | None:
+    def all_ranges(self) -> TokenRanges | None:
         """Token ranges of all ranks, as `attention.protocol.Layout` takes them: None for the whole sequence."""
         return self._none_if_complete(_joined(self.ranges))
 
-    def _none_if_complete(self, ranges: Runs) -> Runs | None:
-        return None if ranges == ((0, self.total),) else ranges
+    def _none_if_complete(self, ranges: TokenRanges) -> TokenRanges | None:
+        return None if ranges == (TokenRange(0, self.total),) else ranges
 
     def select_ranks(self, ranks: range) -> "SequenceLayout":
         """The layout with the shards of these ranks only."""
@@ -175,12 +175,12 @@ class SequenceLayout:
         return shards_RL
 
 
-def _joined(groups: tuple[Runs, ...]) -> Runs:
+def _joined(groups: tuple[TokenRanges, ...]) -> TokenRanges:
     """The tokens of several ranks as ascending ranges."""
-    return joined([token_range for ranges in groups for token_range in ranges])
+    return joined_ranges([token_range for ranges in groups for token_range in ranges])
 
 
-def sees(queries: Runs, keys: Runs, edges: tuple[int, ...]) -> bool:
+def sees(queries: TokenRanges, keys: TokenRanges, edges: tuple[int, ...]) -> bool:
     """Whether any of the queries sees any of the keys under causal attention inside documents.
 
     `edges`: document boundaries, as `Layout.edges`.

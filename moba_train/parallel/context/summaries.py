@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import Layout, LocalAttention, Runs
+from moba_train.attention.call import AttentionCall
+from moba_train.attention.protocol import Layout, TokenRange, TokenRanges
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.layout import SequenceLayout
 
@@ -33,7 +34,7 @@ class UnitMove:
 class OwnedUnits:
     """The units that each rank owns, and the tokens that other ranks send to complete them."""
 
-    ranges: tuple[Runs, ...]
+    ranges: tuple[TokenRanges, ...]
     """Token ranges of each rank's own units."""
     moves: tuple[UnitMove, ...]
     """Moves between all ranks, in ascending token order. Every rank knows all of them, and so all message sizes."""
@@ -43,7 +44,7 @@ class OwnedUnits:
         """The owners of units of `size` tokens in documents with the boundaries `edges`, for a complete sequence."""
         assert sequence.all_ranges is None
         held = sorted((start, stop, rank) for rank, ranges in enumerate(sequence.ranges) for start, stop in ranges)
-        own: list[list[tuple[int, int]]] = [[] for _ in sequence.ranges]
+        own: list[list[TokenRange]] = [[] for _ in sequence.ranges]
         moves = []
         for start, stop, rank in held:
             begin, end = _unit_of(start, edges, size)
@@ -52,7 +53,7 @@ class OwnedUnits:
                 first = min(end, stop)
                 moves.append(UnitMove(start, first, rank, sequence.owner(begin)))
             if first < stop:
-                own[rank].append((first, _unit_of(stop - 1, edges, size)[1]))
+                own[rank].append(TokenRange(first, _unit_of(stop - 1, edges, size)[1]))
         return cls(tuple(map(tuple, own)), tuple(moves))
 
 
@@ -64,12 +65,12 @@ def _unit_of(token: int, edges: tuple[int, ...], size: int) -> tuple[int, int]:
 
 
 def all_summaries(
-    k_LKD: Tensor, attention: LocalAttention, layout: Layout, sequence: SequenceLayout, communicator: Communicator
+    k_LKD: Tensor, call: AttentionCall, sequence: SequenceLayout, communicator: Communicator
 ) -> Tensor | None:
-    """The result of `attention.summarize` for all keys of the sequence, bit for bit, from each rank's shard of keys."""
-    units = _owned_units(layout, sequence, attention.alignment)
+    """The result of `summarize` for all keys of the sequence, bit for bit, from each rank's shard of keys."""
+    units = _owned_units(call.layout, sequence, call.attention.alignment)
     keys_UKD = _keys_of_own_units(k_LKD, units, sequence, communicator)
-    summaries = attention.summarize(keys_UKD, layout.part(None, units.ranges[communicator.rank]))
+    summaries = call.part(None, units.ranges[communicator.rank]).summarize(keys_UKD)
     if summaries is not None:
         communicator.all_reduce(summaries)  # exact: each row is zero on all ranks but one
     return summaries
@@ -78,12 +79,9 @@ def all_summaries(
 def _owned_units(layout: Layout, sequence: SequenceLayout, size: int) -> OwnedUnits:
     if size == 1:
         return OwnedUnits(sequence.ranges, ())
-    key = ("owned units", sequence, size)
-    if key not in layout.cache:
-        layout.cache[key] = OwnedUnits.from_sequence(sequence, layout.edges, size)
-    units = layout.cache[key]
-    assert isinstance(units, OwnedUnits)
-    return units
+    return layout.cached(
+        ("owned units", sequence, size), lambda: OwnedUnits.from_sequence(sequence, layout.edges, size)
+    )
 
 
 def _keys_of_own_units(

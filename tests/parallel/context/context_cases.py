@@ -10,8 +10,9 @@ from torch import Tensor
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LocalEngine
-from moba_train.attention.moba.layer import MobaAttention
-from moba_train.attention.protocol import Layout, LocalAttention, Plan, packed_layout
+from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.observer import AttentionObserver
+from moba_train.attention.protocol import BackwardState, Layout, LocalAttention, Selection, packed_layout
 from moba_train.parallel.context.comm import Work
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.layout import SequenceLayout
@@ -70,51 +71,54 @@ class Result:
 
     tensors: list[Tensor]
     """out [T, H, D], lse as [T, H], dq, dk, dv."""
-    chosen: Tensor | None
+    selected: Tensor | None
     """int32 [T, H, C]: the selected blocks."""
 
 
-def on_one_device(case: Case, inputs: list[Tensor]) -> Result:
+def on_one_device(case: Case, inputs: list[Tensor], *observers: AttentionObserver) -> Result:
     engine, attention, layout = LocalEngine(), case.attention(), case.layout(inputs[0].device)
+    engine.observers = observers
     q, k, v, dout = inputs
-    out, lse, plan = engine.forward(q, k, v, attention, layout)
-    grads = engine.backward(dout, q, k, v, out, lse, plan, attention, layout)
-    return Result([out, lse.T, *grads], plan[0].transpose(0, 1) if plan else None)
+    call = engine.call(attention, layout)
+    out, lse, selection = engine.forward(q, k, v, call)
+    grads = engine.backward(BackwardState(dout, q, k, v, out, lse), selection, call)
+    return Result([out, lse.T, *grads], selection[0].transpose(0, 1) if selection else None)
 
 
-def for_the_same_choice(case: Case, chosen_THC: Tensor | None, inputs: list[Tensor]) -> list[Tensor]:
-    """The tensors of a result in float64, for blocks that were selected in another dtype; None: dense attention."""
-    exact = replace(case, dtype=torch.float64, backend="reference", topk=None if chosen_THC is None else case.topk)
+def for_the_same_selection(case: Case, selected_THC: Tensor | None, inputs: list[Tensor]) -> list[Tensor]:
+    """The tensors of a result in float64, for a selection that was made in another dtype; None: dense attention."""
+    exact = replace(case, dtype=torch.float64, backend="reference", topk=None if selected_THC is None else case.topk)
     attention, layout = exact.attention(), case.layout(inputs[0].device)
-    plan = () if chosen_THC is None else (chosen_THC.transpose(0, 1),)
+    selection = () if selected_THC is None else (selected_THC.transpose(0, 1),)
     q, k, v, dout = (x.double() for x in inputs)
-    out, lse = attention.attend(q, k, v, layout, plan)
-    return [out, lse.T, *attention.attend_backward(dout, q, k, v, out, lse, layout, plan)]
+    out, lse = attention.attend(q, k, v, layout, selection)
+    return [out, lse.T, *attention.attend_backward(BackwardState(dout, q, k, v, out, lse), layout, selection)]
 
 
-def on_a_rank(engine: ContextParallel, case: Case, inputs: list[Tensor]) -> tuple[Result, Plan]:
-    """This rank's result without `chosen` and without padding, whose contents are checked first."""
+def on_a_rank(engine: ContextParallel, case: Case, inputs: list[Tensor]) -> tuple[Result, Selection]:
+    """This rank's part, its rows without padding, after checking what padding must be; `selected` is left out."""
     sequence, rank = engine.sequence(case.total), engine.transport.rank
     attention, layout = case.attention(), case.layout(inputs[0].device)
     q, k, v, dout = (sequence.shard(x, rank, padding=float("nan")) for x in inputs)
-    out, lse, plan = engine.forward(q, k, v, attention, layout)
-    grads = engine.backward(dout, q, k, v, out, lse, plan, attention, layout)
+    call = engine.call(attention, layout)
+    out, lse, selection = engine.forward(q, k, v, call)
+    grads = engine.backward(BackwardState(dout, q, k, v, out, lse), selection, call)
     tokens = sequence.tokens(rank)
     for name, tensor in zip(NAMES, (out, lse.T, *grads), strict=True):
         padding = tensor[tokens:]
         wanted = torch.full_like(padding, -torch.inf if name == "lse" else 0)
         assert torch.equal(padding, wanted), f"{name}: padding holds {padding}"
-    return Result([x[:tokens] for x in (out, lse.T, *grads)], None), plan
+    return Result([x[:tokens] for x in (out, lse.T, *grads)], None), selection
 
 
-def chosen_of_ranks(plans: list[Plan], strategy: CPStrategy, sequence: SequenceLayout) -> Tensor:
-    """The selected blocks of the whole sequence [T, H, C], taken from the plans of all ranks."""
-    # A plan holds one such tensor for each slice of heads, and others that the kernels need.
-    plans_HTC = [torch.cat([x for x in plan if x.dim() == 3]) for plan in plans]
+def selected_by_ranks(selections: list[Selection], strategy: CPStrategy, sequence: SequenceLayout) -> Tensor:
+    """The selected blocks of the whole sequence [T, H, C], from the opaque selections of all ranks."""
+    # One tensor for each slice of the heads, beside the block lists of the kernels.
+    selected_HTC = [torch.cat([x for x in selection if x.dim() == 3]) for selection in selections]
     group = {"ulysses": strategy.ranks, "hierarchical": strategy.node_size}.get(strategy.transport, 1)
-    by_group = [plans_HTC[first : first + group] for first in range(0, strategy.ranks, group)]
+    by_group = [selected_HTC[first : first + group] for first in range(0, strategy.ranks, group)]
     joined = sequence.merge_ranks(group)
-    shards = [torch.cat(plans).transpose(0, 1) for plans in by_group]
+    shards = [torch.cat(group).transpose(0, 1) for group in by_group]
     return joined.to_packed(padded_shards(shards, joined.rows))
 
 
@@ -204,12 +208,14 @@ def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board
     return [make(communicator) for communicator in communicators], [board]
 
 
-def on_threads(strategy: CPStrategy, case: Case, inputs: list[Tensor]) -> Result:
-    """The result for the whole sequence, from all ranks."""
+def on_threads(strategy: CPStrategy, case: Case, inputs: list[Tensor], *observers: AttentionObserver) -> Result:
+    """The result of all ranks put together."""
     transports, boards = thread_transports(strategy)
     engines = [ContextParallel(strategy, transport) for transport in transports]
+    for engine in engines:
+        engine.observers = observers
 
-    def run(engine: ContextParallel) -> tuple[Result, Plan]:
+    def run(engine: ContextParallel) -> tuple[Result, Selection]:
         try:
             return on_a_rank(engine, case, inputs)
         except BaseException:
@@ -222,11 +228,11 @@ def on_threads(strategy: CPStrategy, case: Case, inputs: list[Tensor]) -> Result
     errors = [future.exception() for future in futures if future.exception()]
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
-    results, plans = zip(*(future.result() for future in futures), strict=True)
+    results, selections = zip(*(future.result() for future in futures), strict=True)
     sequence = engines[0].sequence(case.total)
     shards = [
         padded_shards(list(tensors), sequence.rows)
         for tensors in zip(*(result.tensors for result in results), strict=True)
     ]
-    chosen = chosen_of_ranks(list(plans), strategy, sequence) if plans[0] else None
-    return Result([sequence.to_packed(x) for x in shards], chosen)
+    selected = selected_by_ranks(list(selections), strategy, sequence) if selections[0] else None
+    return Result([sequence.to_packed(x) for x in shards], selected)

@@ -18,11 +18,11 @@ from context_cases import (
     Case,
     Result,
     assert_same,
-    chosen_of_ranks,
-    for_the_same_choice,
+    for_the_same_selection,
     on_a_rank,
     on_one_device,
     padded_shards,
+    selected_by_ranks,
 )
 from forked import forked
 from torch import Tensor
@@ -105,7 +105,7 @@ def recorded_calls():
 def equal_to_one_device(
     case: Case, strategy: CPStrategy, member: Member, engine: ContextParallel | None = None
 ) -> None:
-    """Compare results, gradients and selected blocks with one device, the calls of all ranks, and the bits of two runs.
+    """Results and gradients, the selected blocks, the same calls on all ranks, the same bits again.
 
     It fails only after the last message; otherwise the other ranks would wait for ever.
     """
@@ -115,15 +115,15 @@ def equal_to_one_device(
     inputs = case.inputs(member.device)
     want = on_one_device(case, inputs)
     with recorded_calls() as calls:
-        (got, plan), (again, _) = (on_a_rank(engine, case, inputs) for _ in range(2))
+        (got, selection), (again, _) = (on_a_rank(engine, case, inputs) for _ in range(2))
     sequence, rank = engine.sequence(case.total), engine.transport.rank
-    parts = member.everyone(strategy.ranks, (calls, [x.cpu() for x in plan], [x.cpu() for x in got.tensors]))
+    parts = member.everyone(strategy.ranks, (calls, [x.cpu() for x in selection], [x.cpu() for x in got.tensors]))
     all_calls, plans, shards = zip(*parts, strict=True)
     assert all(theirs == calls for theirs in all_calls), f"calls differ: {all_calls}"
     assert calls or strategy.ranks == 1, "nothing was recorded"
     assert all(torch.equal(a, b) for a, b in zip(got.tensors, again.tensors, strict=True)), "two runs differ"
-    if want.chosen is not None:
-        assert torch.equal(chosen_of_ranks([tuple(p) for p in plans], strategy, sequence), want.chosen.cpu())
+    if want.selected is not None:
+        assert torch.equal(selected_by_ranks([tuple(p) for p in plans], strategy, sequence), want.selected.cpu())
     if case.dtype == torch.float64:
         assert_same(got.tensors, [sequence.shard(x, rank)[: sequence.tokens(rank)] for x in want.tensors])
     else:
@@ -138,7 +138,7 @@ def assert_as_exact(got: list[Tensor], one: Result, case: Case, inputs: list[Ten
     computes in float32 and rounds once; kernels also round probabilities.
     """
     bar = 1.5 if inputs[0].is_cuda else 2.5
-    truth = for_the_same_choice(case, one.chosen, inputs)
+    truth = for_the_same_selection(case, one.selected, inputs)
     for name, ours, single, right in zip(NAMES, got, one.tensors, truth, strict=True):
         right, norm = right.cpu(), right.norm().item()
         errors = [((x.cpu().double() - right).norm() / norm).item() for x in (ours, single)]

@@ -6,13 +6,19 @@ from itertools import product
 
 import pytest
 import torch
-from context_cases import Case, ThreadCommunicator, assert_same, for_the_same_choice, on_one_device, on_threads
+from context_cases import (
+    Case,
+    ThreadCommunicator,
+    assert_same,
+    for_the_same_selection,
+    on_one_device,
+    on_threads,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moba_train.attention.choices import described, mean_choices
 from moba_train.attention.full import FullAttention
-from moba_train.attention.protocol import LocalAttention
+from moba_train.attention.observer import SelectionRecorder, mean_statistics
 from moba_train.parallel.context.strategy import CPStrategy
 
 TRANSPORTS = ("allgather", "ring", "ulysses", "hierarchical")
@@ -27,8 +33,8 @@ def check(how: CPStrategy, case: Case) -> None:
     inputs = case.inputs()
     want, got = on_one_device(case, inputs), on_threads(how, case, inputs)
     assert_same(got.tensors, want.tensors)
-    assert (got.chosen is None) == (want.chosen is None)
-    assert got.chosen is None or torch.equal(got.chosen, want.chosen)
+    assert (got.selected is None) == (want.selected is None)
+    assert got.selected is None or torch.equal(got.selected, want.selected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -78,20 +84,16 @@ def test_equal_to_one_device_at_random_sizes(data):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_routing_statistics_of_the_ranks_are_those_of_one_device(transport, layout):
-    """Load and entropy are left out: a rank computes them for its own queries only."""
+def test_the_routing_statistics_of_the_ranks_join_to_those_of_one_device(transport, layout):
+    """Load and entropy are left out: a rank has them for its own queries."""
 
-    class Described(Case):
-        def attention(self) -> LocalAttention:
-            return described(super().attention(), told)
-
-    case = Described((60, 3, 37), options={"always": ("current", "first")}, topk=4)
+    case = Case((60, 3, 37), options={"always": ("current", "first")}, topk=4)
     means = []
     for run in (on_one_device, partial(on_threads, strategy(transport, layout))):
-        told: list[dict[str, float]] = []
-        run(case, case.inputs())
-        means.append(mean_choices(told))
-    one, ranks = ({name: mean[name] for name in ("choices", "first_block_share", "distance")} for mean in means)
+        recorder = SelectionRecorder()
+        run(case, case.inputs(), recorder)
+        means.append(mean_statistics(recorder.statistics))
+    one, ranks = ({name: mean[name] for name in ("selected", "first_block_share", "distance")} for mean in means)
     assert ranks == pytest.approx(one)
 
 
@@ -125,8 +127,8 @@ def test_bf16_selects_the_same_blocks_and_is_as_exact_as_one_device(transport, l
     case = Case((37, 43), dtype=torch.bfloat16)
     inputs = case.inputs()
     one, many = on_one_device(case, inputs), on_threads(strategy(transport, layout), case, inputs)
-    want = for_the_same_choice(case, one.chosen, inputs)
-    assert torch.equal(many.chosen, one.chosen)
+    want = for_the_same_selection(case, one.selected, inputs)
+    assert torch.equal(many.selected, one.selected)
     for ours, single, truth in zip(many.tensors, one.tensors, want, strict=True):
         worst = [(x.double() - truth).abs().max().item() for x in (ours, single)]
         assert worst[0] <= 1.5 * worst[1] + 1e-2  # a bf16 unit in the last place of numbers around 2
@@ -152,10 +154,10 @@ def test_the_ring_sends_chunks_on_before_it_attends(depth, before_each_attention
         begun[threading.get_ident()] = begun.get(threading.get_ident(), 0) + 1
         return send_recv(communicator, *args, **options)
 
-    def counted_attend(attention, q, k, v, layout, plan):
-        if layout.q_runs == ((24, 32),):
+    def counted_attend(attention, q, k, v, layout, selection):
+        if layout.q_ranges == ((24, 32),):
             counts.append(begun[threading.get_ident()])
-        return attend(attention, q, k, v, layout, plan)
+        return attend(attention, q, k, v, layout, selection)
 
     monkeypatch.setattr(ThreadCommunicator, "send_recv", counted_send_recv)
     monkeypatch.setattr(FullAttention, "attend", counted_attend)

@@ -4,8 +4,8 @@
 c; the best LEVELS scores of each bucket stay in registers, by minima and maxima alone: no reductions, no branches. At
 the end C winners are drawn from the N * LEVELS left. That is exact unless one bucket held more than LEVELS of the
 winners; with N = 64, LEVELS = 4 and C = 11 that is one row in 36,000, and near blocks, which are alike, lie in
-different buckets. Such a tile is marked, and `_select_marked` does it again, exactly: it walks the
-chunks, puts what enters one by one in its place, and is an order of magnitude slower.
+different buckets. Such a tile is marked, and `_select_marked` does it again, exactly: it walks the chunks, puts what
+enters one by one in its place, and is an order of magnitude slower. With more than 16 selected blocks it does all.
 
 A score enters as a sortable int32: the float's bits made monotone, of which the lowest ones, as many as number the
 chunks (7 at 1M tokens in blocks of 128), give way to the complement of the chunk: of equal gates the lower block id
@@ -21,6 +21,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moba_train.attention.blocks.triton.call import heads_side_by_side
+from moba_train.attention.blocks.triton.tables import block_tables
+from moba_train.attention.protocol import Layout
+
 _CHUNK = 64
 """Block keys looked at together, and so the number of buckets."""
 
@@ -28,47 +32,54 @@ _CHUNK = 64
 def select_blocks(
     q_THD: Tensor,
     pooled_NKD: Tensor,
-    own_T: Tensor,
-    first_T: Tensor,
+    layout: Layout,
     *,
-    topk: int,
+    block_size: int,
+    count: int,
     select: str,
     always: tuple[str, ...],
 ) -> Tensor:
-    """The same choice as `selection.select_blocks`: int32 [H, T, C], ascending, -1 behind.
-
-    `own_T` and `first_T`: int32, each query's block and the first block of its document.
-    """
+    """The history blocks that each query selects, by the rules of `gate.select_blocks`: int32 [H, T, C], ascending, -1
+    behind; C = `count` <= 127."""
+    tables = block_tables(layout, block_size)
+    q_THD = heads_side_by_side(q_THD.detach())
+    pooled_NKD = pooled_NKD.contiguous()
     tokens, heads, head_dim = q_THD.shape
     blocks, kv_heads, _ = pooled_NKD.shape
-    choices = min(topk - 1, blocks)
-    chosen_HTC = torch.empty(heads, tokens, choices, dtype=torch.int32, device=q_THD.device)
-    if chosen_HTC.numel() == 0:
-        return chosen_HTC
-    grouped, rows, chunks = select == "group", 64, triton.cdiv(blocks, _CHUNK)
-    levels = min(chunks, choices, 3 if choices <= 5 else 4)
+    selected_HTC = torch.empty(heads, tokens, count, dtype=torch.int32, device=q_THD.device)
+    if selected_HTC.numel() == 0:
+        return selected_HTC
+    grouped = select == "group"
+    rows = 64
+    chunks = triton.cdiv(blocks, _CHUNK)
+    levels = min(chunks, count, 3 if count <= 5 else 4)
     grid = (triton.cdiv(tokens, rows), kv_heads if grouped else heads)
     sizes = {
         "GROUP": grouped,
         "PREVIOUS": "previous" in always,
         "FIRST": "first" in always,
         "G": heads // kv_heads,
-        "C": choices,
-        "SLOTS": max(2, triton.next_power_of_2(choices)),
+        "C": count,
+        "SLOTS": max(2, triton.next_power_of_2(count)),
         "D": head_dim,
         "M": rows,
         "N": _CHUNK,
-        "num_warps": 4,
+        "num_warps": warps(count),
     }
     marks = torch.ones(grid[0] * grid[1], dtype=torch.int32, device=q_THD.device)
-    shared = (own_T, first_T, chosen_HTC, marks, tokens, blocks, kv_heads, q_THD.stride(0))
-    if choices <= 16:  # with more, too many tiles would have to be done again
+    shared = (tables.own_T, tables.first_T, selected_HTC, marks, tokens, blocks, kv_heads, q_THD.stride(0))
+    if count <= 16:  # with more, too many tiles would have to be done again
         pooled = pooled_NKD.flatten(1)
         desc = TensorDescriptor(pooled, list(pooled.shape), list(pooled.stride()), [_CHUNK, head_dim])
         _select[grid](q_THD, desc, *shared, (chunks - 1).bit_length(), LEVELS=levels, **sizes)
-    if choices > 16 or levels < min(chunks, choices):
+    if count > 16 or levels < min(chunks, count):
         _select_marked[grid](q_THD, pooled_NKD, *shared, **sizes)
-    return chosen_HTC
+    return selected_HTC
+
+
+def warps(count: int) -> int:
+    """Warps of a program: the slots of all its queries stay in registers."""
+    return 4 if count <= 64 else 8
 
 
 @triton.jit
@@ -110,7 +121,7 @@ def _keep(key, best1, best2, best3, best4, LEVELS: tl.constexpr):
 
 @triton.jit
 def _store_ids(
-    chosen, id_MS, token, ok, tokens, head, GROUP: tl.constexpr, G: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr
+    selected, id_MS, token, ok, tokens, head, GROUP: tl.constexpr, G: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr
 ):
     """Ascending, -1 behind; an absent id is 0x7FFFFFFF."""
     slot = tl.arange(0, SLOTS)
@@ -120,9 +131,9 @@ def _store_ids(
     mask = ok[:, None] & (slot < C)[None, :]
     if GROUP:
         for g in range(0, G):
-            tl.store(chosen + (head * G + g).to(tl.int64) * tokens * C + place, id_MS, mask=mask)
+            tl.store(selected + (head * G + g).to(tl.int64) * tokens * C + place, id_MS, mask=mask)
     else:
-        tl.store(chosen + head.to(tl.int64) * tokens * C + place, id_MS, mask=mask)
+        tl.store(selected + head.to(tl.int64) * tokens * C + place, id_MS, mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads", "chunk_bits"])
@@ -131,7 +142,7 @@ def _select(
     pooled_desc,
     own,
     first,
-    chosen,
+    selected,
     marks,
     tokens,
     blocks,
@@ -207,7 +218,7 @@ def _select(
             best3 = tl.where(drawn, best4 if LEVELS > 3 else HIDDEN, best3)
         if LEVELS > 3:
             best4 = tl.where(drawn, HIDDEN, best4)
-    _store_ids(chosen, id_MS, token, ok, tokens, head, GROUP, G, C, SLOTS)
+    _store_ids(selected, id_MS, token, ok, tokens, head, GROUP, G, C, SLOTS)
     if LEVELS < C:
         hidden_M = tl.max((best1 == HIDDEN).to(tl.int32), 1)
         mark = tl.max(tl.where(ok, hidden_M, 0), 0)
@@ -244,7 +255,7 @@ def _select_marked(
     pooled,
     own,
     first,
-    chosen,
+    selected,
     marks,
     tokens,
     blocks,
@@ -335,4 +346,4 @@ def _select_marked(
 
     taken = (best_MS > -0x7FFFFFFFFFFF0000) & (slot < C)[None, :]
     id_MS = tl.where(taken, 0x7FFFFFFF - (best_MS & 0x7FFFFFFF).to(tl.int32), 0x7FFFFFFF)
-    _store_ids(chosen, id_MS, token, ok, tokens, head, GROUP, G, C, SLOTS)
+    _store_ids(selected, id_MS, token, ok, tokens, head, GROUP, G, C, SLOTS)

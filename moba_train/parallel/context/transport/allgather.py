@@ -13,11 +13,11 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import Plan
+from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.parallel.context.comm import Communicator, Work
 from moba_train.parallel.context.copies import contiguous, copy_into
 from moba_train.parallel.context.summaries import all_summaries
-from moba_train.parallel.context.transport.base import Job, Transport, padded_lse, sum_dtype
+from moba_train.parallel.context.transport.base import ShardedCall, Transport, padded_lse, sum_dtype
 
 Heads = tuple[slice, slice]
 """A slice of the key/value heads, and the query heads that share them."""
@@ -33,43 +33,36 @@ class AllGather(Transport):
         self.rank = communicator.rank
         self.slices = slices
 
-    def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
-        """Attend slice by slice of the heads while the next slice is gathered."""
-        attention, tokens, part = job.attention, job.sequence.tokens(self.rank), job.part(self.rank)
+    def forward(
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall
+    ) -> tuple[Tensor, Tensor, Selection]:
+        """Attend slice by slice of the heads while the next slice is gathered; the selection is that of all slices."""
+        tokens, part = call.sequence.tokens(self.rank), call.against_all(self.rank)
         slices = self._slices(q_LHD, k_LKD)
-        summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.communicator)
-        out_LHD, plan = _zero_behind(q_LHD, tokens), list[Tensor]()
+        summaries = all_summaries(k_LKD, call.whole, call.sequence, self.communicator)
+        out_LHD, selections = _zero_behind(q_LHD, tokens), list[Tensor]()
         lse_Hn = q_LHD.new_empty((q_LHD.shape[1], tokens), dtype=sum_dtype(q_LHD.dtype))
         for (kv, of), gather in self._gathers(k_LKD, v_LKD, slices):
             q_nHD = contiguous(q_LHD[:tokens, of])
             if tokens:  # selection needs no keys, so it overlaps even the first transfer
-                chosen = attention.plan(q_nHD, None if summaries is None else summaries[:, kv], part)
+                selection = part.select(q_nHD, None if summaries is None else summaries[:, kv])
             else:
-                chosen = attention.empty_plan(q_nHD, k_LKD[:, kv], part)
-            k_TKD, v_TKD = (job.sequence.to_packed(x) for x in gather.wait())
+                selection = part.empty_selection(q_nHD, k_LKD[:, kv])
+            k_TKD, v_TKD = (call.sequence.to_packed(x) for x in gather.wait())
             if tokens:
-                out_nHD, lse_Hn[of] = attention.attend(q_nHD, k_TKD, v_TKD, part, chosen)
+                out_nHD, lse_Hn[of] = part.attend(q_nHD, k_TKD, v_TKD, selection)
                 copy_into(out_LHD[:tokens, of], out_nHD)
-            plan += chosen
+            selections += selection
             del k_TKD, v_TKD  # otherwise three slices are in memory when the next but one is gathered
-        return out_LHD, padded_lse(lse_Hn, q_LHD.shape[0]), tuple(plan)
+        return out_LHD, padded_lse(lse_Hn, q_LHD.shape[0]), tuple(selections)
 
-    def backward(
-        self,
-        dout_LHD: Tensor,
-        q_LHD: Tensor,
-        k_LKD: Tensor,
-        v_LKD: Tensor,
-        out_LHD: Tensor,
-        lse_HL: Tensor,
-        plan: Plan,
-        job: Job,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
         """Gather again, slice by slice, and send the gradients of keys and values to their owners."""
-        tokens, part = job.sequence.tokens(self.rank), job.part(self.rank)
+        dout_LHD, q_LHD, k_LKD, v_LKD, out_LHD, lse_HL = state
+        tokens, part = call.sequence.tokens(self.rank), call.against_all(self.rank)
         slices = self._slices(q_LHD, k_LKD)
-        length = len(plan) // len(slices)
-        plans = [plan[i * length : (i + 1) * length] for i in range(len(slices))]
+        length = len(selection) // len(slices)
+        selections = [selection[i * length : (i + 1) * length] for i in range(len(slices))]
         dq_LHD, dk_LKD, dv_LKD = _zero_behind(q_LHD, tokens), torch.empty_like(k_LKD), torch.empty_like(v_LKD)
         in_flight: tuple[slice, Work] | None = None
 
@@ -79,17 +72,17 @@ class AllGather(Transport):
             dk_LKD[:, kv], dv_LKD[:, kv] = total.chunk(2, dim=1)
 
         gathers = self._gathers(k_LKD, v_LKD, slices)
-        for chosen, ((kv, of), gather) in zip(plans, gathers, strict=True):
+        for own, ((kv, of), gather) in zip(selections, gathers, strict=True):
             dout, q, out = (contiguous(x[:tokens, of]) for x in (dout_LHD, q_LHD, out_LHD))
-            k_TKD, v_TKD = (job.sequence.to_packed(x) for x in gather.wait())
+            k_TKD, v_TKD = (call.sequence.to_packed(x) for x in gather.wait())
             if tokens:
                 lse = lse_HL[of, :tokens].contiguous()
-                dq, dk, dv = job.attention.attend_backward(dout, q, k_TKD, v_TKD, out, lse, part, chosen)
+                dq, dk, dv = part.attend_backward(BackwardState(dout, q, k_TKD, v_TKD, out, lse), own)
                 copy_into(dq_LHD[:tokens, of], dq)
             else:
                 dk, dv = torch.zeros_like(k_TKD), torch.zeros_like(v_TKD)
             del k_TKD, v_TKD
-            sent = self.communicator.all_to_all(job.sequence.to_shards(dk, dv))
+            sent = self.communicator.all_to_all(call.sequence.to_shards(dk, dv))
             if in_flight:  # from the previous slice; this slice's attention overlapped it
                 receive(*in_flight)
             in_flight = kv, sent
@@ -97,13 +90,11 @@ class AllGather(Transport):
         receive(*in_flight)
         return dq_LHD, dk_LKD, dv_LKD
 
-    def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
-        """The empty plans of all slices, one after the other."""
-        tokens, part = job.sequence.tokens(self.rank), job.part(self.rank)
-        plans = [
-            job.attention.empty_plan(q_LHD[:tokens, of], k_LKD[:, kv], part) for kv, of in self._slices(q_LHD, k_LKD)
-        ]
-        return tuple(tensor for plan in plans for tensor in plan)
+    def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
+        """The empty selections of all slices, one after the other."""
+        tokens, part = call.sequence.tokens(self.rank), call.against_all(self.rank)
+        selections = [part.empty_selection(q_LHD[:tokens, of], k_LKD[:, kv]) for kv, of in self._slices(q_LHD, k_LKD)]
+        return tuple(tensor for selection in selections for tensor in selection)
 
     def _slices(self, q_LHD: Tensor, k_LKD: Tensor) -> list[Heads]:
         """All heads in slices of the same width, but the last may be narrower."""

@@ -10,59 +10,55 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moba_train.attention.protocol import Layout, LocalAttention, Plan
+from moba_train.attention.call import AttentionCall
+from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.parallel.context.layout import SequenceLayout
 
 
 @dataclass(frozen=True)
-class Job:
-    """One call of an attention over a sequence that is sharded over ranks."""
+class ShardedCall:
+    """One attention call over a sequence that is sharded over ranks."""
 
-    attention: LocalAttention
-    layout: Layout
-    """The layout of the whole packed sequence."""
+    whole: AttentionCall
+    """The call on the layout of the whole packed sequence."""
     sequence: SequenceLayout
 
-    def part(self, rank: int) -> Layout:
-        """The layout of a rank's queries against the keys of all ranks."""
-        return self.layout.part(self.sequence.ranges_of(rank), self.sequence.all_ranges)
+    def against_all(self, rank: int) -> AttentionCall:
+        """The call for a rank's queries against the keys of all ranks."""
+        return self.whole.part(self.sequence.ranges_of(rank), self.sequence.all_ranges)
+
+    def against(self, rank: int, owner: int) -> AttentionCall:
+        """The call for a rank's queries against the keys of the rank `owner`."""
+        return self.whole.part(self.sequence.ranges_of(rank), self.sequence.ranges_of(owner))
 
 
 class Transport(ABC):
-    """Runs a job's attention with one shard of the sequence on each rank.
+    """Runs an attention call with one shard of the sequence on each rank.
 
     q, dout and out are [L, H, D], k and v [L, K, D], lse [H, L]: the rows of this rank's shard. No query attends to
     padding; rows of padding have out = 0, lse = -inf and zero gradients.
     """
 
     rank: int
-    """Index of this rank's shard in the job's sequence."""
+    """Index of this rank's shard in the call's sequence."""
 
     def __repr__(self) -> str:
         """Equal in all processes that run the same transport as the same rank."""
         return f"{type(self).__name__} of rank {self.rank}"
 
     @abstractmethod
-    def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
-        """Attention of this rank's queries to the keys of all ranks: (out, lse, plan)."""
+    def forward(
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall
+    ) -> tuple[Tensor, Tensor, Selection]:
+        """Attention of this rank's queries to the keys of all ranks: (out, lse, selection)."""
 
     @abstractmethod
-    def backward(
-        self,
-        dout_LHD: Tensor,
-        q_LHD: Tensor,
-        k_LKD: Tensor,
-        v_LKD: Tensor,
-        out_LHD: Tensor,
-        lse_HL: Tensor,
-        plan: Plan,
-        job: Job,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of this rank's shard: (dq, dk, dv). `out`, `lse` and `plan` are the results of `forward`."""
+    def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
+        """Gradients of this rank's shard: (dq, dk, dv). `state` and `selection` hold the results of `forward`."""
 
     @abstractmethod
-    def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
-        """Tensors shaped like `forward`'s plan, with undefined contents, for tracing by torch.compile."""
+    def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
+        """Tensors shaped like `forward`'s selection, with undefined contents, for tracing by torch.compile."""
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.merge import merge_into
-from moba_train.attention.protocol import Layout, Plan
+from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.parallel.context.comm import Communicator, Work
 from moba_train.parallel.context.layout import sees
 from moba_train.parallel.context.summaries import all_summaries
-from moba_train.parallel.context.transport.base import Job, Transport, padded, padded_lse, sum_dtype
+from moba_train.parallel.context.transport.base import ShardedCall, Transport, padded, padded_lse, sum_dtype
 
 
 class Ring(Transport):
@@ -33,35 +33,31 @@ class Ring(Transport):
         self.rank = communicator.rank
         self.depth = min(depth or communicator.size, communicator.size)
 
-    def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
-        """Attend to each chunk as it arrives and merge the partial results by online softmax."""
-        attention, tokens, part = job.attention, job.sequence.tokens(self.rank), job.part(self.rank)
-        summaries = all_summaries(k_LKD, attention, job.layout, job.sequence, self.communicator)
+    def forward(
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall
+    ) -> tuple[Tensor, Tensor, Selection]:
+        """Select, attend to each chunk as it arrives, and merge the partial results by online softmax."""
+        tokens = call.sequence.tokens(self.rank)
+        summaries = all_summaries(k_LKD, call.whole, call.sequence, self.communicator)
         q_nHD = q_LHD[:tokens]
-        plan = attention.plan(q_nHD, summaries, part) if tokens else self.empty_plan(q_LHD, k_LKD, job)
+        if tokens:
+            selection = call.against_all(self.rank).select(q_nHD, summaries)
+        else:
+            selection = self.empty_selection(q_LHD, k_LKD, call)
         out_nHD = torch.zeros_like(q_nHD, dtype=sum_dtype(q_LHD.dtype))
         lse_Hn = out_nHD.new_full((q_LHD.shape[1], tokens), -torch.inf)
-        for owner, k, v in self._chunks(k_LKD, v_LKD, job):
-            if self._is_seen(owner, job):
-                merge_into(out_nHD, lse_Hn, *attention.attend(q_nHD, k, v, self._pair(owner, job), plan))
+        for owner, k, v in self._chunks(k_LKD, v_LKD, call):
+            if self._is_seen(owner, call):
+                merge_into(out_nHD, lse_Hn, *call.against(self.rank, owner).attend(q_nHD, k, v, selection))
         rows = q_LHD.shape[0]
-        return padded(out_nHD.to(q_LHD.dtype), rows), padded_lse(lse_Hn, rows), plan
+        return padded(out_nHD.to(q_LHD.dtype), rows), padded_lse(lse_Hn, rows), selection
 
-    def backward(
-        self,
-        dout_LHD: Tensor,
-        q_LHD: Tensor,
-        k_LKD: Tensor,
-        v_LKD: Tensor,
-        out_LHD: Tensor,
-        lse_HL: Tensor,
-        plan: Plan,
-        job: Job,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
         """Pass the chunks around again and send the gradients of each straight to its owner."""
-        rows, tokens, dtype = q_LHD.shape[0], job.sequence.tokens(self.rank), sum_dtype(q_LHD.dtype)
-        dout, q, out, lse = dout_LHD[:tokens], q_LHD[:tokens], out_LHD[:tokens], lse_HL[:, :tokens].contiguous()
-        dq_nHD = torch.zeros_like(q, dtype=dtype)
+        _, q_LHD, k_LKD, v_LKD, _, _ = state
+        rows, dtype = q_LHD.shape[0], sum_dtype(q_LHD.dtype)
+        state = state.with_queries(slice(0, call.sequence.tokens(self.rank)))
+        dq_nHD = torch.zeros_like(state.q, dtype=dtype)
         dkv_2LKD = torch.empty(2, *k_LKD.shape, dtype=dtype, device=k_LKD.device)
         received_2LKD = torch.empty_like(dkv_2LKD, dtype=k_LKD.dtype)
         returning: deque[Work] = deque()
@@ -69,9 +65,10 @@ class Ring(Transport):
         def add_received() -> None:
             dkv_2LKD.add_(received_2LKD)
 
-        for step, (owner, k, v) in enumerate(self._chunks(k_LKD, v_LKD, job)):
-            if self._is_seen(owner, job):
-                dq, dk, dv = job.attention.attend_backward(dout, q, k, v, out, lse, self._pair(owner, job), plan)
+        for step, (owner, k, v) in enumerate(self._chunks(k_LKD, v_LKD, call)):
+            if self._is_seen(owner, call):
+                pair = call.against(self.rank, owner)
+                dq, dk, dv = pair.attend_backward(state.with_keys(k, v), selection)
                 dq_nHD += dq
                 partial_2LKD = torch.stack([padded(dk, rows), padded(dv, rows)])
             else:
@@ -89,21 +86,17 @@ class Ring(Transport):
         )  # operators may not return views of one tensor
         return padded(dq_nHD.to(q_LHD.dtype), rows), dk_LKD, dv_LKD
 
-    def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
-        """The empty plan of this rank's queries."""
-        tokens = job.sequence.tokens(self.rank)
-        return job.attention.empty_plan(q_LHD[:tokens], k_LKD, job.part(self.rank))
+    def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
+        """The empty selection of this rank's queries."""
+        tokens = call.sequence.tokens(self.rank)
+        return call.against_all(self.rank).empty_selection(q_LHD[:tokens], k_LKD)
 
-    def _is_seen(self, owner: int, job: Job) -> bool:
+    def _is_seen(self, owner: int, call: ShardedCall) -> bool:
         """Whether any of this rank's queries sees any key of rank `owner`."""
-        ranges = job.sequence.ranges
-        return sees(ranges[self.rank], ranges[owner], job.layout.edges)
+        ranges = call.sequence.ranges
+        return sees(ranges[self.rank], ranges[owner], call.whole.layout.edges)
 
-    def _pair(self, owner: int, job: Job) -> Layout:
-        """The layout of this rank's queries against the keys of rank `owner`."""
-        return job.layout.part(job.sequence.ranges_of(self.rank), job.sequence.ranges_of(owner))
-
-    def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield each rank with its keys and values, without padding: this rank first, then back around the ring."""
         size = self.communicator.size
         own_2LKD = torch.stack([k_LKD, v_LKD])
@@ -121,6 +114,6 @@ class Ring(Transport):
             if step:
                 receiving.pop(step).wait()
             owner = (self.rank - step) % size
-            yield owner, *chunk_2LKD[:, : job.sequence.tokens(owner)]
+            yield owner, *chunk_2LKD[:, : call.sequence.tokens(owner)]
             if step:
                 start_receiving(step + len(buffers))  # into the buffer whose chunk attention has just used

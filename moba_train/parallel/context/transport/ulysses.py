@@ -10,10 +10,10 @@ Shape suffixes as in base.py; N rows of all shards of the group, h of the H head
 
 from torch import Tensor
 
-from moba_train.attention.protocol import Plan
+from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.copies import contiguous
-from moba_train.parallel.context.transport.base import Job, Transport, padded, padded_lse, sum_dtype
+from moba_train.parallel.context.transport.base import ShardedCall, Transport, padded, padded_lse, sum_dtype
 
 
 class Ulysses(Transport):
@@ -25,54 +25,45 @@ class Ulysses(Transport):
         self.across = across
         self.rank = across.rank * communicator.size + communicator.rank
 
-    def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
+    def forward(
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall
+    ) -> tuple[Tensor, Tensor, Selection]:
         """Exchange tokens for heads, attend, and exchange the results back."""
-        swap = _Swap(self, job)
+        swap = _Swap(self, call)
         q_NhD, k_NhD, v_NhD = swap.to_heads(q_LHD, k_LKD, v_LKD)
-        out_NhD, lse_hN, plan = self.across.forward(q_NhD, k_NhD, v_NhD, swap.job)
+        out_NhD, lse_hN, selection = self.across.forward(q_NhD, k_NhD, v_NhD, swap.call)
         out_LHD, lse_LH1 = swap.to_rows(out_NhD, lse_hN.T.unsqueeze(-1))
-        lse_Hn = lse_LH1[: job.sequence.tokens(self.rank), :, 0].T.contiguous()
-        return out_LHD, padded_lse(lse_Hn, q_LHD.shape[0]), plan
+        lse_Hn = lse_LH1[: call.sequence.tokens(self.rank), :, 0].T.contiguous()
+        return out_LHD, padded_lse(lse_Hn, q_LHD.shape[0]), selection
 
-    def backward(
-        self,
-        dout_LHD: Tensor,
-        q_LHD: Tensor,
-        k_LKD: Tensor,
-        v_LKD: Tensor,
-        out_LHD: Tensor,
-        lse_HL: Tensor,
-        plan: Plan,
-        job: Job,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange tokens for heads, compute the gradients, and exchange them back."""
-        swap = _Swap(self, job)
-        lse_LH1 = lse_HL.T.unsqueeze(-1)
-        dout, q, k, v, out, lse_Nh1 = swap.to_heads(dout_LHD, q_LHD, k_LKD, v_LKD, out_LHD, lse_LH1)
-        lse_hN = lse_Nh1.squeeze(-1).T.contiguous()
-        dq_LHD, dk_LPD, dv_LPD = swap.to_rows(*self.across.backward(dout, q, k, v, out, lse_hN, plan, swap.job))
-        kv_heads = k_LKD.shape[1]
+    def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
+        """Exchange tokens for heads, compute the gradients, and exchange them back; copies of heads are summed."""
+        swap = _Swap(self, call)
+        dout, q, k, v, out, lse_Nh1 = swap.to_heads(*state._replace(lse=state.lse.T.unsqueeze(-1)))
+        swapped = BackwardState(dout, q, k, v, out, lse_Nh1.squeeze(-1).T.contiguous())
+        dq_LHD, dk_LPD, dv_LPD = swap.to_rows(*self.across.backward(swapped, selection, swap.call))
+        kv_heads = state.k.shape[1]
         return dq_LHD, _sum_copies(dk_LPD, kv_heads), _sum_copies(dv_LPD, kv_heads)
 
-    def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
-        """The empty plan of this rank's heads for all tokens of the group."""
-        swap = _Swap(self, job)
+    def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
+        """The empty selection of this rank's heads for all tokens of the group."""
+        swap = _Swap(self, call)
         shapes = ((self.communicator.size * x.shape[0], swap.heads(x.shape[1]), *x.shape[2:]) for x in (q_LHD, k_LKD))
         q_NhD, k_NhD = (q_LHD.new_empty(shape) for shape in shapes)
-        return self.across.empty_plan(q_NhD, k_NhD, swap.job)
+        return self.across.empty_selection(q_NhD, k_NhD, swap.call)
 
 
 class _Swap:
-    """The exchange of tokens for heads in a group of ranks, for one job."""
+    """The exchange of tokens for heads in a group of ranks, for one call."""
 
-    def __init__(self, ulysses: Ulysses, job: Job) -> None:
+    def __init__(self, ulysses: Ulysses, call: ShardedCall) -> None:
         self.communicator = ulysses.communicator
         self.size = self.communicator.size
         place = ulysses.across.rank
-        self.group = job.sequence.select_ranks(range(place * self.size, (place + 1) * self.size))
-        groups = job.sequence.merge_ranks(self.size)
+        self.group = call.sequence.select_ranks(range(place * self.size, (place + 1) * self.size))
+        groups = call.sequence.merge_ranks(self.size)
         self.joint = groups.select_ranks(range(place, place + 1))
-        self.job = Job(job.attention, job.layout, groups)
+        self.call = ShardedCall(call.whole, groups)
 
     def heads(self, heads: int) -> int:
         """Number of heads that each rank gets out of `heads`."""
@@ -107,34 +98,25 @@ class Local(Transport):
 
     rank = 0
 
-    def forward(self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, job: Job) -> tuple[Tensor, Tensor, Plan]:
+    def forward(
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall
+    ) -> tuple[Tensor, Tensor, Selection]:
         """Attend to the complete sequence, without communication."""
-        attention, layout, tokens = job.attention, job.part(0), job.sequence.total
-        q, k, v = (x[:tokens] for x in (q_LHD, k_LKD, v_LKD))
-        plan = attention.plan(q, attention.summarize(k, layout), layout)
-        out_THD, lse_HT = attention.attend(q, k, v, layout, plan)
-        return padded(out_THD, q_LHD.shape[0]), padded_lse(lse_HT, q_LHD.shape[0]), plan
+        everything = call.against_all(0)
+        q, k, v = (x[: call.sequence.total] for x in (q_LHD, k_LKD, v_LKD))
+        selection = everything.select(q, everything.summarize(k))
+        out_THD, lse_HT = everything.attend(q, k, v, selection)
+        return padded(out_THD, q_LHD.shape[0]), padded_lse(lse_HT, q_LHD.shape[0]), selection
 
-    def backward(
-        self,
-        dout_LHD: Tensor,
-        q_LHD: Tensor,
-        k_LKD: Tensor,
-        v_LKD: Tensor,
-        out_LHD: Tensor,
-        lse_HL: Tensor,
-        plan: Plan,
-        job: Job,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
         """Gradients for the complete sequence, without communication."""
-        tokens = job.sequence.total
-        dout, q, k, v, out = (x[:tokens] for x in (dout_LHD, q_LHD, k_LKD, v_LKD, out_LHD))
-        lse = lse_HL[:, :tokens].contiguous()
-        grads = job.attention.attend_backward(dout, q, k, v, out, lse, job.part(0), plan)
-        dq, dk, dv = (padded(grad, q_LHD.shape[0]) for grad in grads)
+        tokens = slice(0, call.sequence.total)
+        here = state.with_queries(tokens).with_keys(state.k[tokens], state.v[tokens])
+        grads = call.against_all(0).attend_backward(here, selection)
+        dq, dk, dv = (padded(grad, state.q.shape[0]) for grad in grads)
         return dq, dk, dv
 
-    def empty_plan(self, q_LHD: Tensor, k_LKD: Tensor, job: Job) -> Plan:
-        """The empty plan of the complete sequence."""
-        tokens = job.sequence.total
-        return job.attention.empty_plan(q_LHD[:tokens], k_LKD[:tokens], job.part(0))
+    def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
+        """The empty selection of the complete sequence."""
+        tokens = call.sequence.total
+        return call.against_all(0).empty_selection(q_LHD[:tokens], k_LKD[:tokens])

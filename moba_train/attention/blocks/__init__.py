@@ -1,0 +1,11 @@
+"""Attention to selected blocks: what every block-sparse kind is built on. A selector says which blocks.
+
+attention     `BlockAttention`: takes selected block ids from any selector, and attends
+geometry      which tokens are in which block
+available     whether the Triton kernels can run
+backends      which of these a call gets:
+reference     plain PyTorch
+composed      the paper's composition of calls of a varlen flash kernel
+sorted_parts  what the composition sorts, gathers and joins, in plain PyTorch (triton/gathered.py has kernels for it)
+triton        GPU kernels
+"""

@@ -1,0 +1,260 @@
+"""Attention to selected blocks as MoBA's paper composes it: varlen flash attention over the queries that selected each
+block, then a merge (Lu et al. 2025, arXiv:2502.13189, algorithm 1), forward and backward.
+
+Own blocks are causal segments, in a shard of queries as in a whole sequence. For the history, the *entries* (token,
+head, j-th selected block) are sorted by block, stably: the entries of a list and their block are a segment of a second
+call. Results do not depend on timing, whatever the kernel: a row is joined in a fixed order, own block first, then the
+selected blocks one by one, in float32 (float64 for float64).
+
+Partial results exist for a part of the work at a time: some key/value heads or, where one head's are too many, a range
+of its tokens (`entries_at_once`). Sorting, gathering and joining have Triton kernels (triton/gathered.py) and, for
+other devices and head dims, PyTorch (sorted_parts.py). Both wait for the GPU to know how long the longest list is.
+
+Shape suffixes: T queries, S keys, H query heads, h some of them, K key/value heads, k some of them, C selected blocks,
+E entries of a part, D head width.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.blocks.available import triton_runs_on
+from moba_train.attention.blocks.geometry import block_bound, block_edges, in_one_range
+from moba_train.attention.blocks.sorted_parts import sorted_parts
+from moba_train.attention.masked import accumulation_dtype
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection, joined_ranges
+from moba_train.attention.varlen import Segments, VarlenKernel, best_kernel, refusals
+
+_MOST_ELEMENTS = 2**30
+"""The most elements of a tensor in a backward call: kernels index some of theirs, padded, with 32 bits."""
+
+
+def composes(layout: Layout, block_size: int) -> bool:
+    """Whether the own blocks of these queries are segments: all keys are there, and no block's queries have a gap."""
+    return layout.k_ranges is None and in_one_range(layout.q_ranges, block_size)
+
+
+def refuses(q_THD: Tensor, layout: Layout, block_size: int) -> str:
+    """Why the composition cannot do this call; empty when it can."""
+    if not composes(layout, block_size):
+        return "some of the keys, or queries of one block with a gap between"
+    return "" if _kernel(q_THD, layout, block_size) else refusals(q_THD, _most_segments(layout, block_size))
+
+
+def kernel_name(q_THD: Tensor, layout: Layout, block_size: int) -> str:
+    """Name of the varlen kernel that the composition runs on."""
+    kernel = _kernel(q_THD, layout, block_size)
+    return kernel.name if kernel else "no kernel"
+
+
+def _kernel(q_THD: Tensor, layout: Layout, block_size: int) -> type[VarlenKernel] | None:
+    return best_kernel(q_THD, _most_segments(layout, block_size))
+
+
+def _most_segments(layout: Layout, block_size: int) -> int:
+    return block_bound(layout, block_size) + len(layout.q_ranges or ())
+
+
+def _own_segments(layout: Layout, block_size: int) -> Segments:
+    """The queries of each block and its keys, up to that of the last query; kept with the layout."""
+    return layout.cached(("own segments", block_size), lambda: _cut_own_segments(layout, block_size))
+
+
+def _cut_own_segments(layout: Layout, block_size: int) -> Segments:
+    """Where a range of queries ends inside a block, the block's other keys are a segment without queries."""
+    longest = min(block_size, layout.max_seqlen)
+    edges = block_edges(layout, block_size)
+    if layout.q_ranges is None:
+        return Segments(edges, edges, longest, longest, causal=True)
+    ranges = joined_ranges(layout.q_ranges)
+    cu_k = torch.cat([edges, edges.new_tensor([stop for _, stop in ranges])]).sort().values
+    cu_q = torch.zeros_like(cu_k)
+    for start, stop in ranges:
+        cu_q += (cu_k - start).clamp_(0, stop - start)
+    return Segments(cu_q, cu_k, longest, longest, causal=True)
+
+
+def block_lists(selected_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Selection:
+    """The lists of the rows that selected each block, where Triton runs; else nothing: a part at a time is sorted."""
+    if not triton_runs_on(selected_HTC):
+        return ()
+    from moba_train.attention.blocks.triton import attention
+
+    return attention.block_lists(selected_HTC, layout, kv_heads, block_size)
+
+
+def empty_block_lists(selected_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Selection:
+    """Uninitialised tensors of the shapes and dtypes of `block_lists`'s, for tracing."""
+    if not triton_runs_on(selected_HTC):
+        return ()
+    from moba_train.attention.blocks.triton import attention
+
+    return attention.empty_block_lists(selected_HTC, layout, kv_heads, block_size)
+
+
+def attend(
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    layout: Layout,
+    selection: Selection,
+    *,
+    block_size: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """out [T, H, D] and lse [H, T] over the own blocks and the selected ones (int32 [H, T, C], -1 = none)."""
+    if q_THD.shape[0] == 0:
+        return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[1], 0, dtype=accumulation_dtype(q_THD.dtype))
+    call = _Call.from_tensors(q_THD, k_SKD, v_SKD, layout, selection, block_size, scale)
+    out_THD, own_lse_HT = call.kernel.forward(q_THD, k_SKD, v_SKD, call.own, scale)
+    lse_HT = own_lse_HT.clone()
+    q_rows = q_THD.reshape(-1, call.head_dim)
+    for kv_heads, parts in call.parts():
+        k, v = (_heads_end_to_end(x, kv_heads) for x in (k_SKD, v_SKD))
+        for part in parts:
+            part_E1D, part_1E = call.kernel.forward(part.gather(q_rows), k, v, part.segments, scale)
+            part.merge(out_THD, lse_HT, own_lse_HT, part_E1D.squeeze(1), part_1E.squeeze(0))
+    return out_THD, lse_HT
+
+
+def attend_backward(
+    state: BackwardState, layout: Layout, selection: Selection, *, block_size: int, scale: float
+) -> Gradients:
+    """(dq, dk, dv) of `attend`; the state's `out` and `lse` are the merged ones."""
+    _, q_THD, k_SKD, v_SKD, _, _ = state
+    if q_THD.shape[0] == 0:
+        return torch.empty_like(q_THD), torch.zeros_like(k_SKD), torch.zeros_like(v_SKD)
+    dq_THD, dk_SKD, dv_SKD = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_SKD, v_SKD))
+    call = _Call.from_tensors(q_THD, k_SKD, v_SKD, layout, selection, block_size, scale)
+    wide = accumulation_dtype(q_THD.dtype)
+    rows = [x.reshape(-1, call.head_dim) for x in (state.dout, state.q, state.out)]
+    lse_rows = state.lse.T.reshape(-1)
+    rows_of_k = k_SKD.shape[0], k_SKD.shape[2]
+    for kv_heads, parts in call.parts():
+        dk_kSD, dv_kSD = (x.new_zeros(kv_heads.stop - kv_heads.start, *rows_of_k, dtype=wide) for x in (k_SKD, v_SKD))
+        for some, shared in call.own_heads(kv_heads):
+            own = state.with_heads(some, shared)
+            dq_THD[:, some], dk_SkD, dv_SkD = call.kernel.backward(own, call.own, scale, deterministic=True)
+            where = slice(shared.start - kv_heads.start, shared.stop - kv_heads.start)
+            dk_kSD[where] += dk_SkD.transpose(0, 1)
+            dv_kSD[where] += dv_SkD.transpose(0, 1)
+        k, v = (_heads_end_to_end(x, kv_heads) for x in (k_SKD, v_SKD))
+        for part in parts:
+            dout, q, out = (part.gather(x) for x in rows)
+            gathered = BackwardState(dout, q, k, v, out, part.gather_lse(lse_rows))
+            dq, dk, dv = call.kernel.backward(gathered, part.segments, scale, deterministic=True)
+            part.add(dq_THD, dq.squeeze(1))
+            dk_kSD += dk.view_as(dk_kSD)
+            dv_kSD += dv.view_as(dv_kSD)
+        dk_SKD[:, kv_heads], dv_SKD[:, kv_heads] = dk_kSD.transpose(0, 1), dv_kSD.transpose(0, 1)
+    return dq_THD, dk_SKD, dv_SKD
+
+
+def entries_at_once(rows: int, head_dim: int) -> int:
+    """Entries of a part at most, given the query rows (tokens x heads) of the call.
+
+    Half as many as rows: the backward pass then holds three times the size of q (three gathered tensors, dq, and dq
+    again in float32 inside the kernel; fewer entries where a kernel holds that several times). Not so few that calls
+    get small, and at most 2**30 elements, which kernels index with 32 bits.
+    """
+    return min(max(rows // 2, 2**20), _MOST_ELEMENTS // head_dim)
+
+
+class Part(Protocol):
+    """The entries of some key/value heads, from all tokens or from a range of them, in list order."""
+
+    @property
+    def segments(self) -> Segments:
+        """The lists and their blocks, the keys of each key/value head behind those of the head before."""
+        ...
+
+    def gather(self, x_rows: Tensor) -> Tensor:
+        """[T * H, D] -> [E, 1, D]."""
+        ...
+
+    def gather_lse(self, lse_rows: Tensor) -> Tensor:
+        """[T * H] -> [1, E]."""
+        ...
+
+    def merge(self, out_THD: Tensor, lse_HT: Tensor, own_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
+        """Join the entries' out and lse with the own blocks', by online softmax: out in place, lse written."""
+        ...
+
+    def add(self, dq_THD: Tensor, part_ED: Tensor) -> None:
+        """Add the entries' parts of dq, in place."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The tensors of one call, and its work cut into parts."""
+
+    kernel: type[VarlenKernel]
+    own: Segments
+    tensors: tuple[Tensor, Tensor, Tensor]
+    """q, k, v."""
+    selection: Selection
+    layout: Layout
+    block_size: int
+    scale: float
+
+    @classmethod
+    def from_tensors(
+        cls, q: Tensor, k: Tensor, v: Tensor, layout: Layout, selection: Selection, block_size: int, scale: float
+    ) -> "_Call":
+        kernel = _kernel(q, layout, block_size)
+        assert kernel, "ask `refuses` first"
+        return cls(kernel, _own_segments(layout, block_size), (q, k, v), selection, layout, block_size, scale)
+
+    @property
+    def head_dim(self) -> int:
+        return self.tensors[0].shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.tensors[1].shape[1]
+
+    def own_heads(self, kv_heads: slice) -> Iterator[tuple[slice, slice]]:
+        """(query heads, the key/value heads they share): what one call of the own blocks' backward pass takes.
+
+        All, as long as kernels can index their rows with 32 bits; else one key/value head and some of its queries.
+        """
+        group = self.tensors[0].shape[1] // self.kv_heads
+        rows = max(self.tensors[0].shape[0], self.tensors[1].shape[0])
+        most = max(1, _MOST_ELEMENTS // (rows * self.head_dim))
+        if (kv_heads.stop - kv_heads.start) * group <= most:
+            yield slice(kv_heads.start * group, kv_heads.stop * group), kv_heads
+            return
+        for kv_head in range(kv_heads.start, kv_heads.stop):
+            for first in range(kv_head * group, (kv_head + 1) * group, most):
+                yield slice(first, min(first + most, (kv_head + 1) * group)), slice(kv_head, kv_head + 1)
+
+    def parts(self) -> Iterator[tuple[slice, Iterator[Part]]]:
+        """(key/value heads, their parts); all heads are named, even if there is no history."""
+        selected_HTC, *lists = self.selection
+        heads, tokens, selected = selected_HTC.shape
+        edges = block_edges(self.layout, self.block_size)
+        longest = self.own.max_k
+        buffers = self.kernel.dq_buffers(edges.numel() - 1, selected_HTC.device)
+        limit = max(1, entries_at_once(tokens * heads, self.head_dim) // buffers)
+        if selected == 0:
+            return iter([(slice(0, self.kv_heads), iter(()))])
+        if not lists or self.head_dim & (self.head_dim - 1):
+            most = self.kernel.most_segments
+            return sorted_parts(selected_HTC, self.kv_heads, limit, most, edges, longest, self.layout.total)
+        from moba_train.attention.blocks.triton.call import BlockCall
+        from moba_train.attention.blocks.triton.gathered import gathered_parts
+        from moba_train.attention.blocks.triton.lists import BlockLists
+
+        entries, starts = lists
+        call = BlockCall.from_tensors(*self.tensors, self.layout, selected_HTC, self.block_size, self.scale)
+        found = BlockLists.from_tensors(entries, starts, selected_HTC, self.kv_heads, call.tables.blocks)
+        return gathered_parts(call, found, limit, self.kernel.most_segments, edges, longest)
+
+
+def _heads_end_to_end(x_SKD: Tensor, kv_heads: slice) -> Tensor:
+    """[S, K, D] -> [k * S, 1, D]: all tokens of one key/value head, then all of the next, as one head."""
+    return x_SKD[:, kv_heads].transpose(0, 1).reshape(-1, 1, x_SKD.shape[2])

@@ -1,0 +1,52 @@
+"""Block geometry: which tokens are in which block.
+
+Blocks are aligned at each document's start and never cross a document; ids count over the whole packed sequence, so a
+document's blocks are consecutive and an earlier block has a smaller id. The host need not know the lengths.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.protocol import Layout, TokenRanges
+
+
+def block_bound(layout: Layout, block_size: int) -> int:
+    """An upper bound of the number of blocks, known on the host: sum of ceil(length / B) <= total // B + documents."""
+    return layout.total // block_size + layout.cu_seqlens.numel() - 1
+
+
+def first_blocks(cu_seqlens: Tensor, block_size: int) -> Tensor:
+    """int64 [docs + 1]: id of each document's first block; the last entry is the number of blocks."""
+    lengths = cu_seqlens.long().diff()
+    blocks = (lengths + block_size - 1) // block_size
+    return torch.cat([blocks.new_zeros(1), blocks.cumsum(0)])
+
+
+def block_edges(layout: Layout, block_size: int) -> Tensor:
+    """int32 [block_bound + 1]: each block's first token; the number of tokens for ids that name no block.
+
+    Kept with the layout.
+    """
+    return layout.cached(("block edges", block_size), lambda: _edges(layout, block_size))
+
+
+def _edges(layout: Layout, block_size: int) -> Tensor:
+    first = first_blocks(layout.cu_seqlens, block_size)
+    ids = torch.arange(block_bound(layout, block_size) + 1, device=first.device)
+    document = torch.searchsorted(first[1:], ids, right=True).clamp_(max=first.numel() - 2)
+    edges = layout.cu_seqlens.long()[document] + (ids - first[document]) * block_size
+    return edges.clamp_(max=layout.total).to(torch.int32)
+
+
+def block_ids(tokens: Tensor, documents: Tensor, layout: Layout, block_size: int) -> Tensor:
+    """int64, the shape of `tokens`: block of each token, given its index in the packed sequence and its document."""
+    first = first_blocks(layout.cu_seqlens, block_size)
+    return first[documents] + layout.positions(tokens, documents) // block_size
+
+
+def in_one_range(ranges: TokenRanges | None, block_size: int) -> bool:
+    """Whether no block can lie in two of these ranges with a gap between."""
+    gaps = [start - stop for (_, stop), (start, _) in pairwise(ranges or ())]
+    return all(gap == 0 or gap >= block_size for gap in gaps)

@@ -1,0 +1,25 @@
+"""Attention to selected blocks on NVIDIA GPUs (Hopper first), in Triton: forward and backward, deterministic, without
+host synchronisation (except in gathered, which serves ../composed.py).
+
+tables        which block each token is in, where each block lies
+lists         for each block, the query rows that selected it
+tiles         tile shapes, and the tables that hand row tiles to programs
+call          the sizes of one call, and the launches that all blocks share
+softmax       what kernels share about a row's softmax
+short_blocks  blocks of one tile of keys: attention; all gradients in one pass
+long_blocks   longer blocks: attention of row tiles to one block; launches of all their kernels
+dq            dq of longer blocks, over these row tiles
+packed        dk and dv of longer blocks, from rows copied side by side
+gathered      rows side by side for a varlen kernel, instead of the two kinds of blocks above
+combine       joins the partial results of one query
+attention     the backend: all of it, in bounded memory
+
+Imported only when used, so that moba_train needs no Triton.
+
+Names of sizes in kernels: D head width, G query heads per key/value head, C selected blocks per query, BLOCK tokens per
+block, M rows and N keys of a tile. A *row* is one query of one head. Inside a key/value head, row `t * G + g` is head g
+of its group at token t, and *entry* `(t * G + g) * C + j` is that row's j-th selected block.
+
+Counts that change from batch to batch are `do_not_specialize`: Triton would compile a kernel anew whenever one happens
+to be 1 or a multiple of 16.
+"""

@@ -1,0 +1,179 @@
+"""The sizes of one call of the kernels, and the launches that its passes share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moba_train.attention.blocks.triton import softmax
+from moba_train.attention.blocks.triton.lists import BlockLists
+from moba_train.attention.blocks.triton.tables import BlockTables, block_tables
+from moba_train.attention.blocks.triton.tiles import TileShape, TileShapes, TileTable, WorkRange, tile_shapes
+from moba_train.attention.protocol import Layout
+
+_LOG2_E = 1.4426950408889634
+_COMBINE_ROWS = 32
+_PREPARE_ROWS = 32
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """Tensors as kernels need them, tables, tile shapes; the launches that both passes share."""
+
+    q_THD: Tensor
+    k_SKD: Tensor
+    v_SKD: Tensor
+    selected_HTC: Tensor
+    layout: Layout
+    tables: BlockTables
+    shapes: TileShapes
+    block_size: int
+    scale: float
+
+    @classmethod
+    def from_tensors(
+        cls, q: Tensor, k: Tensor, v: Tensor, layout: Layout, selected_HTC: Tensor, block_size: int, scale: float
+    ) -> "BlockCall":
+        """Copies tensors whose heads do not lie side by side; builds the tables once for a layout."""
+        tables = block_tables(layout, block_size)
+        shapes = tile_shapes(q.shape[-1], block_size)
+        q, k, v = (heads_side_by_side(x) for x in (q, k, v))
+        return cls(q, k, v, selected_HTC, layout, tables, shapes, block_size, scale)
+
+    @property
+    def selected(self) -> int:
+        """Selected blocks of a query, C."""
+        return self.selected_HTC.shape[2]
+
+    @property
+    def partial(self) -> bool:
+        """Whether k and v are a part of the sequence's keys."""
+        return self.layout.k_ranges is not None
+
+    @property
+    def limit(self) -> int:
+        """Partial results in memory at once, at most: two for every query and head."""
+        return 2 * self.tokens * self.heads
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a block, at most."""
+        return min(self.block_size, self.layout.max_seqlen)
+
+    @property
+    def tokens(self) -> int:
+        return self.q_THD.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.q_THD.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q_THD.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k_SKD.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def scale_log2(self) -> float:
+        """`scale` for scores in units of log 2."""
+        return self.scale * _LOG2_E
+
+    def sizes(self, shape: TileShape) -> dict[str, Any]:
+        """Compile-time sizes of a kernel over tiles of this shape."""
+        tile = {"M": shape.rows, "N": shape.keys, "num_warps": shape.warps, "num_stages": shape.stages}
+        return {"G": self.group, "D": self.head_dim, **tile}
+
+    def like_q(self) -> Tensor:
+        """Uninitialised, contiguous, with q's shape and dtype."""
+        return torch.empty(self.q_THD.shape, dtype=self.q_THD.dtype, device=self.q_THD.device)
+
+    def like_k(self) -> Tensor:
+        """Uninitialised, contiguous, with k's shape and dtype."""
+        return torch.empty(self.k_SKD.shape, dtype=self.k_SKD.dtype, device=self.k_SKD.device)
+
+    def descriptors(self, keys: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """K and V for bulk copies of [keys, D]; what lies past the end reads as zero."""
+        return self.descriptor(self.k_SKD, keys), self.descriptor(self.v_SKD, keys)
+
+    def descriptor(self, x: Tensor, many: int) -> TensorDescriptor:
+        """[tokens, heads, D] for bulk copies of `many` tokens of one head."""
+        return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [_token_stride(x), 1], [many, self.head_dim])
+
+    def in_lists(self, lists: BlockLists, table: TileTable) -> tuple[Any, ...]:
+        """The arguments by which a kernel over the tiles of some lists finds its rows and its block."""
+        return lists.entries, *table.arguments, self.tables.bounds, table.begin.numel(), self.tables.blocks
+
+    def own_tiles(self, shape: TileShape) -> int:
+        """Row tiles of a block's own rows, at most."""
+        return triton.cdiv(self.longest * self.group, shape.rows)
+
+    def buffer(self, parts: list[WorkRange]) -> Tensor:
+        """Room for the partial results of any of these work ranges: [entries, D]."""
+        entries = max(part.heads * part.entries for part in parts)
+        return torch.empty(entries, self.head_dim, dtype=self.q_THD.dtype, device=self.q_THD.device)
+
+    def stats(self, dout_THD: Tensor, out_THD: Tensor, lse_HT: Tensor) -> Tensor:
+        """float32 [T, H, 2]: what `softmax.prepare` computes of each row; dout contiguous."""
+        many = self.tokens * self.heads
+        stats_TH2 = torch.empty(self.tokens, self.heads, 2, dtype=torch.float32, device=self.q_THD.device)
+        softmax.prepare[(triton.cdiv(many, _PREPARE_ROWS),)](
+            dout_THD,
+            out_THD.contiguous(),
+            lse_HT.contiguous(),
+            stats_TH2,
+            many,
+            self.tokens,
+            self.heads,
+            D=self.head_dim,
+            M=_PREPARE_ROWS,
+        )
+        return stats_TH2
+
+    def combine(self, kernel: Any, work: WorkRange, *tensors: Tensor, place: Tensor | None = None) -> None:
+        """Join the partial results of a work range into the tensors that hold the own blocks' part.
+
+        Partial results are in the order of the entries, or in the order of `place` (int32, of each entry).
+        """
+        row_entries = self.group * self.selected
+        first = work.first_entry // row_entries
+        tokens = work.entries // row_entries
+        kernel[(triton.cdiv(tokens * self.group, _COMBINE_ROWS), work.heads)](
+            *tensors,
+            self.selected_HTC if place is None else place,
+            self.selected_HTC,
+            self.tables.bounds,
+            self.tokens,
+            first,
+            first + tokens,
+            work.kv_heads.start,
+            self.heads,
+            PARTIAL=self.partial,
+            PLACED=place is not None,
+            G=self.group,
+            C=self.selected,
+            D=self.head_dim,
+            M=_COMBINE_ROWS,
+        )
+
+
+def _token_stride(x: Tensor) -> int:
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1] * x.shape[2]
+
+
+def heads_side_by_side(x: Tensor) -> Tensor:
+    """[tokens, heads, D] with the heads of a token contiguous and tokens 16 bytes aligned, as bulk copies need it."""
+    beside = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+    aligned = _token_stride(x) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    if beside and aligned:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,129 @@
+"""For each block and key/value head, the rows that selected it: a stable counting sort of the entries by block.
+
+Entry `(t * G + g) * C + j` is the j-th selected block of head g of the group at token t. Entries are cut into chunks.
+Each chunk counts how often it names each block (integer atomics: the sums do not depend on their order); after one
+prefix sum over (key/value head, block, chunk), each chunk puts its entries in place, in order. So a list ascends, its
+part that comes from a range of chunks (a range of queries) is one slice, and nothing depends on timing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 64
+"""Entries ranked at once, by one warp; ranking compares each with each."""
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """The inverse of a selection: the rows of each block."""
+
+    entries: Tensor
+    """int32 [K * T * G * C]: the entries of list 0, list 1, ...; list `kv_head * blocks + block`. Unused at the end."""
+    starts: Tensor
+    """int [lists * chunks + 1]: where list l's entries from chunk c begin, at index l * chunks + c."""
+    chunks: int
+    chunk: int
+    """Entries per chunk."""
+    lists: int
+
+    @classmethod
+    def from_tensors(
+        cls, entries: Tensor, starts: Tensor, selected_HTC: Tensor, kv_heads: int, blocks: int
+    ) -> "BlockLists":
+        """From what `invert` returned for this selection."""
+        heads, tokens, selected = selected_HTC.shape
+        lists = kv_heads * blocks
+        return cls(entries, starts, *chunking(tokens, heads // kv_heads * selected, lists), lists)
+
+
+def chunking(tokens: int, row_entries: int, lists: int) -> tuple[int, int]:
+    """(chunks, entries per chunk) of one key/value head; a chunk is whole tokens, `row_entries` = G * C entries each.
+
+    Up to 256 chunks per head keep all multiprocessors busy; `starts` stays below 64 MiB beside very many lists.
+    """
+    wanted = max(1, min(256, tokens * row_entries // 1024, 2**24 // max(lists, 1)))
+    chunk_tokens = max(1, triton.cdiv(tokens, wanted))
+    return max(1, triton.cdiv(tokens, chunk_tokens)), chunk_tokens * row_entries
+
+
+def empty_inverse(selected_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised (entries, starts) for selected blocks of this shape, int32 [H, T, C]."""
+    heads, tokens, selected = selected_HTC.shape
+    if selected == 0 or tokens == 0:
+        return selected_HTC.new_empty(0), selected_HTC.new_empty(1)
+    lists = kv_heads * blocks
+    chunks, _ = chunking(tokens, heads // kv_heads * selected, lists)
+    place = torch.int32 if selected_HTC.numel() < 2**31 else torch.int64
+    return selected_HTC.new_empty(selected_HTC.numel()), selected_HTC.new_empty(lists * chunks + 1, dtype=place)
+
+
+def invert(selected_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Tensor]:
+    """The (entries, starts) of `BlockLists` for selected blocks: int32 [H, T, C], -1 = none."""
+    heads, tokens, selected = selected_HTC.shape
+    group = heads // kv_heads
+    lists = kv_heads * blocks
+    per_head = tokens * group * selected
+    if per_head >= 2**31:
+        raise ValueError(
+            f"{selected} selected blocks for each of {tokens} tokens and {group} query heads of a key/value head are "
+            f"{per_head} entries; fewer than {2**31} allowed: select fewer blocks (topk), or set parallel.cp"
+        )
+    entries, starts = empty_inverse(selected_HTC, kv_heads, blocks)
+    starts[0] = 0
+    if selected == 0 or tokens == 0:
+        return entries, starts
+    device = selected_HTC.device
+    chunks, chunk = chunking(tokens, group * selected, lists)
+    # Chunk by chunk for the kernels, so that a chunk's counters share cache lines; list by list for the prefix sum.
+    counts_KCN = torch.zeros(kv_heads, chunks, blocks, dtype=torch.int32, device=device)
+    grid = (chunks, kv_heads)
+    sizes = {"G": group, "C": selected, "TILE": _TILE, "num_warps": 1}
+    _count[grid](selected_HTC, counts_KCN, tokens, blocks, chunk, **sizes)
+    torch.cumsum(counts_KCN.transpose(1, 2).reshape(-1), 0, dtype=starts.dtype, out=starts[1:])
+    cursor_KCN = starts[:-1].view(kv_heads, blocks, chunks).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    _place[grid](selected_HTC, cursor_KCN, entries, tokens, blocks, chunk, **sizes)
+    return entries, starts
+
+
+@triton.jit
+def _selected_block(selected, entry, stop, kv_head, tokens, G: tl.constexpr, C: tl.constexpr):
+    """The selected blocks of these entries; -1 for none, and from `stop` on."""
+    row, j = entry // C, entry % C
+    token, head = row // G, kv_head * G + row % G
+    at = (head.to(tl.int64) * tokens + token) * C + j
+    return tl.load(selected + at, mask=(entry < stop) & (token < tokens), other=-1)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "chunk"])
+def _count(selected, counts, tokens, blocks, chunk, G: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr):
+    which, kv_head = tl.program_id(0), tl.program_id(1)
+    mine = counts + (kv_head.to(tl.int64) * tl.num_programs(0) + which) * blocks
+    start = which * chunk
+    for first in range(start, start + chunk, TILE):
+        block = _selected_block(selected, first + tl.arange(0, TILE), start + chunk, kv_head, tokens, G, C)
+        tl.atomic_add(mine + block, 1, mask=block >= 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "chunk"])
+def _place(selected, cursors, entries, tokens, blocks, chunk, G: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr):
+    which, kv_head = tl.program_id(0), tl.program_id(1)
+    mine = cursors + (kv_head.to(tl.int64) * tl.num_programs(0) + which) * blocks
+    i = tl.arange(0, TILE)
+    start = which * chunk
+    for first in range(start, start + chunk, TILE):
+        entry = first + i
+        block = _selected_block(selected, entry, start + chunk, kv_head, tokens, G, C)
+        same = (block[:, None] == block[None, :]).to(tl.int32)
+        rank = tl.sum(tl.where(i[None, :] < i[:, None], same, 0), 1)
+        count = tl.sum(same, 1)
+        used = block >= 0
+        # Past the first-level cache: the cursors change from tile to tile.
+        cursor = tl.load(mine + block, mask=used, other=0, cache_modifier=".cg")
+        tl.store(entries + cursor.to(tl.int64) + rank, entry, mask=used)
+        tl.debug_barrier()  # every cursor is read before any moves on
+        tl.store(mine + block, cursor + count, mask=used & (rank == count - 1))
+        tl.debug_barrier()

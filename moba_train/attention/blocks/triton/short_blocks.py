@@ -1,0 +1,402 @@
+"""Short blocks, whose keys are one tile: they stay on chip while the rows of their list stream past.
+
+A program takes a split of a list. It loads the block's keys and values once; its rows, gathered by address, are in
+flight while the rows before them are worked on. The block's own rows, causal, follow at the end of its first split.
+With 128 keys a row costs 2 * D bytes of gathering and 2 * D of partial result against 4 * D * 128 operations, 128 a
+byte.
+
+`gradients` makes a row's part of dq beside dk and dv: five matrix products and one gather, where separate passes take
+seven and two. A list of several splits leaves float32 parts of dk and dv, which `sum_splits` adds in order.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moba_train.attention.blocks.triton import combine
+from moba_train.attention.blocks.triton.call import BlockCall
+from moba_train.attention.blocks.triton.lists import BlockLists
+from moba_train.attention.blocks.triton.softmax import LOG2_E, LOWEST, load_rows, normalised
+from moba_train.attention.blocks.triton.tables import key_rows, query_rows
+from moba_train.attention.blocks.triton.tiles import (
+    TileShape,
+    TileTable,
+    WorkRange,
+    steps,
+    sums_before,
+    tile_table,
+    work_ranges,
+)
+
+_SPLIT = 4096
+"""Rows of a list that one program takes, at most: a block that all queries select costs balance."""
+_SUMMED_KEYS = 16
+
+
+@triton.jit
+def _split(pid, list_of_split, last_split, begin, end, lists, SPLIT: tl.constexpr):
+    """(list or `lists`, its splits, number of this split, first entry, one past the last)."""
+    which = tl.load(list_of_split + pid)
+    safe = tl.minimum(which, lists - 1)
+    before = tl.load(last_split + safe - 1, mask=safe > 0, other=0)
+    splits = tl.load(last_split + safe) - before
+    first = tl.load(begin + safe) + (pid - before) * SPLIT
+    return which, splits, pid - before, first, tl.minimum(first + SPLIT, tl.load(end + safe))
+
+
+@triton.jit
+def _softmax(s_MN, v_ND, scale_log2, PARTIAL: tl.constexpr):
+    """(out [M, D] normalised, lse [M], natural) of rows whose keys are all here."""
+    top_M = tl.max(s_MN, 1) * scale_log2
+    if PARTIAL:
+        top_M = tl.maximum(top_M, LOWEST)
+    p_MN = tl.math.exp2(s_MN * scale_log2 - top_M[:, None])
+    return normalised(tl.dot(p_MN.to(v_ND.dtype), v_ND), top_M, tl.sum(p_MN, 1), PARTIAL)
+
+
+@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "tokens", "first_entry", "head_entries"])
+def attend(
+    q,
+    k_desc,
+    v_desc,
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    entries,
+    list_of_split,
+    last_split,
+    begin,
+    end,
+    bounds,
+    lists,
+    blocks,
+    first_kv_head,
+    heads,
+    tokens,
+    first_entry,
+    head_entries,
+    stride_t,
+    scale_log2,
+    PARTIAL: tl.constexpr,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One split: the partial (out, lse) of each entry; with a list's first split out [T, H, D], lse [H, T] of its
+    block's own rows, in the work range that has the first entries. The block is one tile."""
+    which, _, number, first, last = _split(tl.program_id(0), list_of_split, last_split, begin, end, lists, SPLIT)
+    if which >= lists:
+        return
+    part, block = which // blocks, which % blocks
+    kv_head = first_kv_head + part
+    start, stop, key_shift = key_rows(bounds, block)
+    k_ND = k_desc.load([start, kv_head * D])
+    v_ND = v_desc.load([start, kv_head * D])
+    column, key = tl.arange(0, D), start + tl.arange(0, N)
+    if PARTIAL:
+        last = tl.where(start < stop, last, first)
+    for at in tl.range(first, last, M):
+        position = at + tl.arange(0, M)
+        ok = position < last
+        entry = tl.load(entries + position, mask=ok, other=0)
+        row = entry // C
+        q_at = (row // G).to(tl.int64) * stride_t + (kv_head * G + row % G) * D
+        s = tl.dot(tl.load(q + q_at[:, None] + column[None, :], mask=ok[:, None], other=0.0), k_ND.T)
+        if BLOCK < N or PARTIAL:
+            s = tl.where((key < stop)[None, :], s, float("-inf"))
+        out_MD, lse_M = _softmax(s, v_ND, scale_log2, False)
+        place = part.to(tl.int64) * head_entries + (entry - first_entry)
+        tl.store(partial_out + place[:, None] * D + column[None, :], out_MD.to(v_ND.dtype), mask=ok[:, None])
+        tl.store(partial_lse + place, lse_M, mask=ok)
+    if (number > 0) | (first_entry > 0):
+        return
+    first_row, last_row, shift = query_rows(bounds, block)
+    for at in tl.range(0, (last_row - first_row) * G, M):
+        row = at + tl.arange(0, M)
+        at_M, head = first_row + row // G, kv_head * G + row % G
+        ok = at_M < last_row
+        q_at = at_M.to(tl.int64) * stride_t + head * D
+        s = tl.dot(tl.load(q + q_at[:, None] + column[None, :], mask=ok[:, None], other=0.0), k_ND.T)
+        visible = key[None, :] <= (at_M + shift - key_shift)[:, None]
+        if PARTIAL:
+            visible = visible & (key < stop)[None, :]
+        out_MD, lse_M = _softmax(tl.where(visible, s, float("-inf")), v_ND, scale_log2, PARTIAL)
+        out_at = (at_M.to(tl.int64) * heads + head) * D
+        tl.store(out + out_at[:, None] + column[None, :], out_MD.to(v_ND.dtype), mask=ok[:, None])
+        tl.store(lse + head.to(tl.int64) * tokens + at_M, lse_M, mask=ok)
+
+
+@triton.jit
+def _gradients(q_MD, dout_MD, p_NM, dp_NM, delta_M, k_ND, dk_ND, dv_ND):
+    """(dq [M, D], dk, dv [N, D]) with the rows' part, dq and dk not yet scaled."""
+    dv_ND = tl.dot(p_NM.to(q_MD.dtype), dout_MD, dv_ND)
+    ds_NM = (p_NM * (dp_NM - delta_M[None, :])).to(q_MD.dtype)
+    dk_ND = tl.dot(ds_NM, q_MD, dk_ND)
+    return tl.dot(ds_NM.T, k_ND), dk_ND, dv_ND
+
+
+@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "head_entries"])
+def gradients(
+    q,
+    dout,
+    stats,
+    k_desc,
+    v_desc,
+    dq,
+    dk,
+    dv,
+    partial_dq,
+    part_dk,
+    part_dv,
+    first_split,
+    entries,
+    list_of_split,
+    last_split,
+    begin,
+    end,
+    bounds,
+    lists,
+    blocks,
+    first_kv_head,
+    heads,
+    head_entries,
+    stride_t,
+    scale,
+    PARTIAL: tl.constexpr,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One split: each entry's part of dq, and dk and dv [S, K, D]; with a list's first split its block's own rows and
+    their dq [T, H, D].
+
+    dk and dv of a list of several splits go in parts to part_dk and part_dv [splits, N, D].
+    """
+    which, splits, number, first, last = _split(tl.program_id(0), list_of_split, last_split, begin, end, lists, SPLIT)
+    if which >= lists:
+        return
+    part, block = which // blocks, which % blocks
+    kv_head = first_kv_head + part
+    start, stop, key_shift = key_rows(bounds, block)
+    first_row, last_row, shift = query_rows(bounds, block)
+    k_ND = k_desc.load([start, kv_head * D])
+    v_ND = v_desc.load([start, kv_head * D])
+    column, key = tl.arange(0, D), start + tl.arange(0, N)
+    dk_ND = tl.zeros([N, D], tl.float32)
+    dv_ND = tl.zeros([N, D], tl.float32)
+    scale_log2 = scale * LOG2_E
+    if PARTIAL:
+        last = tl.where(start < stop, last, first)
+    for at in tl.range(first, last, M):
+        position = at + tl.arange(0, M)
+        ok = position < last
+        entry = tl.load(entries + position, mask=ok, other=0)
+        row = entry // C
+        q_MD, dout_MD, lse_M, delta_M = load_rows(
+            q, dout, stats, row // G, kv_head * G + row % G, heads, ok, stride_t, D
+        )
+        s = tl.dot(k_ND, q_MD.T)
+        dp = tl.dot(v_ND, dout_MD.T)
+        p = tl.math.exp2(s * scale_log2 - lse_M[None, :])
+        if BLOCK < N or PARTIAL:
+            p = tl.where((key < stop)[:, None], p, 0.0)
+        dq_MD, dk_ND, dv_ND = _gradients(q_MD, dout_MD, p, dp, delta_M, k_ND, dk_ND, dv_ND)
+        place = part.to(tl.int64) * head_entries + entry
+        at_MD = partial_dq + place[:, None] * D + column[None, :]
+        tl.store(at_MD, (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
+    if number == 0:
+        shift -= key_shift
+        for at in tl.range(0, (last_row - first_row) * G, M):
+            row = at + tl.arange(0, M)
+            at_M, head = first_row + row // G, kv_head * G + row % G
+            ok = at_M < last_row
+            q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, at_M, head, heads, ok, stride_t, D)
+            s = tl.dot(k_ND, q_MD.T)
+            dp = tl.dot(v_ND, dout_MD.T)
+            p = tl.math.exp2(s * scale_log2 - lse_M[None, :])
+            visible = key[:, None] <= (at_M + shift)[None, :]
+            if PARTIAL:
+                visible = visible & (key < stop)[:, None]
+            p = tl.where(visible, p, 0.0)
+            dq_MD, dk_ND, dv_ND = _gradients(q_MD, dout_MD, p, dp, delta_M, k_ND, dk_ND, dv_ND)
+            at_MD = dq + (at_M.to(tl.int64) * heads + head)[:, None] * D + column[None, :]
+            tl.store(at_MD, (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
+    if splits == 1:
+        place = (key.to(tl.int64) * (heads // G) + kv_head) * D
+        at_ND, mask = place[:, None] + column[None, :], (key < stop)[:, None]
+        tl.store(dk + at_ND, (dk_ND * scale).to(dk.dtype.element_ty), mask=mask)
+        tl.store(dv + at_ND, dv_ND.to(dv.dtype.element_ty), mask=mask)
+    else:
+        split = tl.load(first_split + which).to(tl.int64) + number
+        at_ND = (split * N + tl.arange(0, N))[:, None] * D + column[None, :]
+        tl.store(part_dk + at_ND, dk_ND * scale)
+        tl.store(part_dv + at_ND, dv_ND)
+
+
+@triton.jit(do_not_specialize=["blocks", "first_kv_head", "kv_heads"])
+def sum_splits(
+    dk,
+    dv,
+    part_dk,
+    part_dv,
+    first_split,
+    splits_of,
+    bounds,
+    blocks,
+    first_kv_head,
+    kv_heads,
+    ADD: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """dk and dv [S, K, D] of KEYS keys of a list of several splits; its parts are [splits, N keys, D].
+
+    ADD: to what is there already, and for a list of one split too.
+    """
+    which = tl.program_id(0)
+    splits = tl.load(splits_of + which)
+    if splits < (1 if ADD else 2):
+        return
+    part, block = which // blocks, which % blocks
+    key, column = tl.program_id(1) * KEYS + tl.arange(0, KEYS), tl.arange(0, D)
+    split = tl.load(first_split + which).to(tl.int64)
+    dk_ND = tl.zeros([KEYS, D], tl.float32)
+    dv_ND = tl.zeros([KEYS, D], tl.float32)
+    for number in tl.range(0, splits):
+        at = ((split + number) * N + key)[:, None] * D + column[None, :]
+        dk_ND += tl.load(part_dk + at)
+        dv_ND += tl.load(part_dv + at)
+    start, stop, _ = key_rows(bounds, block)
+    at = (((start + key).to(tl.int64) * kv_heads + first_kv_head + part) * D)[:, None] + column[None, :]
+    mask = (start + key < stop)[:, None]
+    if ADD:
+        dk_ND += tl.load(dk + at, mask=mask, other=0.0).to(tl.float32)
+        dv_ND += tl.load(dv + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dk + at, dk_ND.to(dk.dtype.element_ty), mask=mask)
+    tl.store(dv + at, dv_ND.to(dv.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class ShortBlocks:
+    """The launches of one call."""
+
+    call: BlockCall
+    lists: BlockLists
+
+    def attend(self, out_THD: Tensor, lse_HT: Tensor) -> None:
+        """Write out [T, H, D] and lse [H, T]."""
+        call, shape = self.call, self.call.shapes.short_forward
+        assert shape
+        parts = list(work_ranges(self.lists, call.kv_heads, call.limit))
+        partial_out = call.buffer(parts)
+        partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
+        own_lse_HT = torch.empty_like(lse_HT) if call.selected else lse_HT
+        for work in parts:
+            table = self.splits(work)
+            attend[(table.bound,)](
+                call.q_THD,
+                *call.descriptors(shape.keys),
+                out_THD,
+                own_lse_HT,
+                partial_out,
+                partial_lse,
+                *call.in_lists(self.lists, table),
+                work.kv_heads.start,
+                call.heads,
+                call.tokens,
+                work.first_entry,
+                work.entries,
+                call.q_THD.stride(0),
+                call.scale_log2,
+                **self.sizes(shape),
+            )
+            if call.selected:
+                call.combine(combine.combine_out, work, out_THD, lse_HT, own_lse_HT, partial_out, partial_lse)
+
+    def pays_backward(self) -> bool:
+        """Whether a block's program can have all its rows: one head's partial dq fit into the limit."""
+        entries = self.lists.entries.numel() // self.call.kv_heads
+        return self.call.shapes.short_backward is not None and entries <= self.call.limit
+
+    def attend_backward(self, dout: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [T, H, D], dk and dv [S, K, D]."""
+        call, shape = self.call, self.call.shapes.short_backward
+        assert shape
+        dq, dk, dv = call.like_q(), call.like_k(), call.like_k()
+        parts = list(work_ranges(self.lists, call.kv_heads, call.limit))
+        partial_dq = call.buffer(parts)
+        most_splits = 2 * max(part.heads * part.entries for part in parts) // _SPLIT  # of lists that have several
+        part_dk, part_dv = (stats.new_empty(most_splits * shape.keys, call.head_dim) for _ in range(2))
+        for work in parts:
+            table = self.splits(work)
+            splits = steps(table.last_tile)
+            first_split = sums_before(splits * (splits > 1))
+            gradients[(table.bound,)](
+                call.q_THD,
+                dout,
+                stats,
+                *call.descriptors(shape.keys),
+                dq,
+                dk,
+                dv,
+                partial_dq,
+                part_dk,
+                part_dv,
+                first_split,
+                *call.in_lists(self.lists, table),
+                work.kv_heads.start,
+                call.heads,
+                work.entries,
+                call.q_THD.stride(0),
+                call.scale,
+                **self.sizes(shape),
+            )
+            if most_splits:
+                sum_splits[(table.begin.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
+                    dk,
+                    dv,
+                    part_dk,
+                    part_dv,
+                    first_split,
+                    splits,
+                    call.tables.bounds,
+                    call.tables.blocks,
+                    work.kv_heads.start,
+                    call.kv_heads,
+                    ADD=False,
+                    D=call.head_dim,
+                    N=shape.keys,
+                    KEYS=_SUMMED_KEYS,
+                )
+            if call.selected:
+                call.combine(combine.combine_dq, work, dq, partial_dq)
+        return dq, dk, dv
+
+    def splits(self, work: WorkRange) -> TileTable:
+        """The splits of a work range, at least one for each list: the block's own rows go with it."""
+        return tile_table(self.lists, work, self.call.kv_heads, _SPLIT, at_least=1)
+
+    def sizes(self, shape: TileShape) -> dict[str, Any]:
+        """Compile-time sizes of the kernels here."""
+        call = self.call
+        return {
+            "PARTIAL": call.partial,
+            "C": max(call.selected, 1),
+            "BLOCK": call.block_size,
+            "SPLIT": _SPLIT,
+            **call.sizes(shape),
+        }

@@ -1,0 +1,10 @@
+"""Full attention: dense, causal, over packed documents.
+
+attention  the LocalAttention that a recipe's `kind: full` names
+calls      the kernel calls that make up the attention between two shards
+kernels    the kernels behind them
+"""
+
+from moba_train.attention.full.attention import FullAttention
+
+__all__ = ["FullAttention"]

@@ -1,0 +1,67 @@
+"""Full attention as a LocalAttention."""
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from moba_train.attention.full import calls
+from moba_train.attention.full.kernels import BACKENDS, FullBackend
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.config.base import Section
+
+
+class FullAttention(LocalAttention):
+    """Every query attends to all earlier tokens of its document and to itself."""
+
+    class Options(Section):
+        """Options of `kind: full`."""
+
+        backend: Literal["auto", "flash4", "cudnn", "flash", "sdpa", "reference"] = Field(
+            "auto",
+            description="flash4: the package flash-attn-4; cudnn: CUDA, one document or equally long ones; flash: "
+            "CUDA, any documents; sdpa: fused CPU kernel; reference: plain PyTorch; auto: the fastest that can do it",
+        )
+
+    alignment = 1
+
+    def __init__(self, options: Section, head_dim: int, softmax_scale: float | None = None) -> None:
+        assert isinstance(options, FullAttention.Options)
+        self.options = options
+        self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+
+    def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
+        """Nothing: full attention selects nothing."""
+        return None
+
+    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
+        """Nothing: every query attends to all keys that causality allows."""
+        return ()
+
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """Nothing, as `select`."""
+        return ()
+
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
+        """(out [T, H, D], lse [H, T]) over the given keys that causality allows."""
+        return calls.attend(self._backend(q_THD, layout), q_THD, k_SKD, v_SKD, layout, self.scale)
+
+    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
+        """(dq, dk, dv) of `attend`."""
+        return calls.attend_backward(self._backend(state.q, layout), state, layout, self.scale)
+
+    def _backend(self, q_THD: Tensor, layout: Layout) -> type[FullBackend]:
+        """The backend for this call. Raises ValueError when the options demand one that cannot do it."""
+        able = [name for name, backend in BACKENDS.items() if backend.can(q_THD, layout)]
+        wanted = self.options.backend
+        if wanted == "auto":
+            return next(BACKENDS[name] for name in able if BACKENDS[name].pays(layout))
+        if wanted not in able:
+            raise ValueError(
+                f"attention.full.backend: {wanted!r} cannot run head dim {q_THD.shape[-1]}, {q_THD.dtype} on "
+                f"{q_THD.device.type}, {'all' if layout.is_whole else 'a part'} of the sequence; usable here: auto, "
+                f"{', '.join(able)}"
+            )
+        return BACKENDS[wanted]

@@ -1,0 +1,164 @@
+"""Full attention of any token ranges of queries to any token ranges of keys, cut into calls of kernels that know only
+documents.
+
+Of the given keys, a chunk of neighbouring queries sees all that come before the chunk, and its own tokens causally if
+they are among the keys. That is one call for a kernel whose causal mask may have more keys than queries (the last query
+of a document is aligned with its last key), and at most two for any other: a rectangle and a square, merged. Which
+documents a call covers is computed on the device; all else follows from the ranges, on the host.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.full.kernels import FullBackend, nothing_seen
+from moba_train.attention.masked import accumulation_dtype
+from moba_train.attention.merge import merge
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, TokenRange, TokenRanges, joined_ranges
+from moba_train.attention.varlen import Segments
+
+
+@dataclass(frozen=True)
+class QueryChunk:
+    """Neighbouring queries that see the same keys, apart from their own tokens'."""
+
+    rows: slice
+    """Rows of the queries."""
+    earlier: int
+    """The first `earlier` rows of the keys come before the chunk, or are a single query and what comes before it."""
+    own: bool
+    """Whether the next rows of the keys are the chunk's own tokens."""
+
+    def visible(self, bottom_right: bool) -> list[tuple[slice, bool]]:
+        """(rows of the keys, whether causal) of the calls that cover what the chunk sees, each key once."""
+        end = self.earlier + self.rows.stop - self.rows.start
+        if not self.own:
+            calls = [(slice(0, self.earlier), False)]
+        elif bottom_right:
+            calls = [(slice(0, end), True)]
+        else:
+            calls = [(slice(0, self.earlier), False), (slice(self.earlier, end), True)]
+        return [(keys, causal) for keys, causal in calls if keys.start < keys.stop]
+
+
+def query_chunks(q_ranges: TokenRanges, k_ranges: TokenRanges) -> list[QueryChunk]:
+    """The fewest chunks that make up the queries, in order. A chunk that sees no keys has `earlier` 0 and not `own`."""
+    q_ranges = joined_ranges(q_ranges)
+    k_ranges = joined_ranges(k_ranges)
+    edges = {edge for k_range in k_ranges for edge in k_range}
+    chunks: list[QueryChunk] = []
+    row = 0
+    for first, last in q_ranges:
+        cuts = sorted({first, last, *(edge for edge in edges if first < edge < last)})
+        for start, stop in pairwise(cuts):
+            chunk = QueryChunk(
+                rows=slice(row, row + stop - start),
+                earlier=sum(max(0, min(end, start) - begin) for begin, end in k_ranges),
+                own=any(begin <= start < end for begin, end in k_ranges),
+            )
+            row = chunk.rows.stop
+            if chunk.own and stop - start == 1:
+                chunk = replace(chunk, earlier=chunk.earlier + 1, own=False)
+            if chunks and not chunk.own and replace(chunks[-1], rows=chunk.rows) == chunk:
+                chunks[-1] = replace(chunk, rows=slice(chunks[-1].rows.start, row))
+            else:
+                chunks.append(chunk)
+    return chunks
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One kernel call of a chunk's queries."""
+
+    keys: slice
+    """Rows of the keys."""
+    segments: Segments
+
+
+KernelCalls = list[tuple[slice, list[KernelCall]]]
+"""(rows of the queries, the calls that cover all that they see) of every chunk, in order."""
+
+
+def kernel_calls(layout: Layout, bottom_right: bool) -> KernelCalls:
+    """The calls for a kernel with that causal mask (`FullBackend.bottom_right`); kept with the layout."""
+    return layout.cached(("full kernel calls", bottom_right), lambda: _cut(layout, bottom_right))
+
+
+def _cut(layout: Layout, bottom_right: bool) -> KernelCalls:
+    q_edges, k_edges = (_document_edges(layout.cu_seqlens, ranges) for ranges in (layout.q_ranges, layout.k_ranges))
+
+    def call(rows: slice, keys: slice, causal: bool) -> KernelCall:
+        max_q, max_k = (min(layout.max_seqlen, part.stop - part.start) for part in (rows, keys))
+        return KernelCall(keys, Segments(_clip(q_edges, rows), _clip(k_edges, keys), max_q, max_k, causal))
+
+    everything = (TokenRange(0, layout.total),)
+    q_ranges, k_ranges = (everything if ranges is None else ranges for ranges in (layout.q_ranges, layout.k_ranges))
+    return [
+        (chunk.rows, [call(chunk.rows, keys, causal) for keys, causal in chunk.visible(bottom_right)])
+        for chunk in query_chunks(q_ranges, k_ranges)
+    ]
+
+
+def _document_edges(cu_seqlens: Tensor, ranges: TokenRanges | None) -> Tensor:
+    """int32 [docs + 1]: where each document begins among the rows of these ranges."""
+    if ranges is None:
+        return cu_seqlens
+    edges = torch.zeros_like(cu_seqlens)
+    for start, stop in ranges:
+        edges += (cu_seqlens - start).clamp_(0, stop - start)
+    return edges
+
+
+def _clip(edges: Tensor, rows: slice) -> Tensor:
+    """int32 [docs + 1]: where each document begins among `rows`, from where it begins among all rows."""
+    return (edges - rows.start).clamp_(0, rows.stop - rows.start)
+
+
+def attend(
+    backend: type[FullBackend], q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`LocalAttention.attend` of full attention by `backend`."""
+    results = []
+    for rows, calls in kernel_calls(layout, backend.bottom_right):
+        partial = [
+            backend.forward(q_THD[rows], k_SKD[call.keys], v_SKD[call.keys], call.segments, scale) for call in calls
+        ]
+        results.append(reduce(lambda a, b: merge(*a, *b), partial) if partial else nothing_seen(q_THD[rows]))
+    outs, lses = zip(*(results or [nothing_seen(q_THD)]), strict=True)
+    return _concatenated(outs, 0), _concatenated(lses, 1)
+
+
+def attend_backward(backend: type[FullBackend], state: BackwardState, layout: Layout, scale: float) -> Gradients:
+    """`LocalAttention.attend_backward` of full attention by `backend`."""
+    _, q_THD, k_SKD, v_SKD, _, _ = state
+    chunks = kernel_calls(layout, backend.bottom_right)
+
+    def backward(rows: slice, call: KernelCall) -> Gradients:
+        part = state.with_queries(rows).with_keys(k_SKD[call.keys], v_SKD[call.keys])
+        return backend.backward(part, call.segments, scale)
+
+    if [len(calls) for _, calls in chunks] == [1] and chunks[0][1][0].keys == slice(0, k_SKD.shape[0]):
+        return backward(chunks[0][0], chunks[0][1][0])
+    # A sum of two is rounded once in any dtype, so only more terms need a wider one. Those of dq are a chunk's calls,
+    # at most two; those of dk and dv are at most one for each chunk.
+    dtype = k_SKD.dtype if len(chunks) <= 2 else accumulation_dtype(k_SKD.dtype)
+    dk_SKD, dv_SKD = torch.zeros_like(k_SKD, dtype=dtype), torch.zeros_like(v_SKD, dtype=dtype)
+    dqs = []
+    for rows, calls in chunks:
+        partial = []
+        for call in calls:
+            dq, dk, dv = backward(rows, call)
+            partial.append(dq)
+            dk_SKD[call.keys].add_(dk)
+            dv_SKD[call.keys].add_(dv)
+        dqs.append(reduce(torch.add, partial) if partial else torch.zeros_like(q_THD[rows]))
+    return _concatenated(dqs or [torch.zeros_like(q_THD)], 0), dk_SKD.to(k_SKD.dtype), dv_SKD.to(v_SKD.dtype)
+
+
+def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """torch.cat, without a copy where there is one part only."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

@@ -1,0 +1,197 @@
+"""The kernels behind full attention, fastest first.
+
+Each takes packed documents, grouped-query heads and an external `out` and `lse` in the backward pass, so that partial
+results can be merged (calls.py cuts any layout into calls of them). Shapes and dtypes are those of `LocalAttention`.
+"""
+
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.masked import Mask, masked_attend, masked_attend_backward
+from moba_train.attention.protocol import BackwardState, Gradients, Layout
+from moba_train.attention.varlen import Cpu, FlashAttention4, Segments, TorchFlash, VarlenKernel
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class FullBackend(Protocol):
+    """One implementation; never instantiated."""
+
+    bottom_right: ClassVar[bool]
+    """Whether its causal mask may have more keys than queries; otherwise they are as many in every document."""
+
+    @staticmethod
+    def can(q: Tensor, layout: Layout) -> bool:
+        """Whether it computes this call."""
+        ...
+
+    @staticmethod
+    def pays(layout: Layout) -> bool:
+        """Whether it is the faster choice for this call, given that it can do it."""
+        ...
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        ...
+
+    @staticmethod
+    def backward(state: BackwardState, segments: Segments, scale: float) -> Gradients:
+        """(dq, dk, dv)."""
+        ...
+
+
+class Cudnn:
+    """cuDNN's fused attention on one document, or on equally long ones as a batch.
+
+    It is built anew for every new shape (tens of milliseconds), which does not pay for packed documents of any length.
+    Its backward pass is not reproducible, so torch's deterministic algorithms exclude it.
+    """
+
+    bottom_right: ClassVar[bool] = False
+
+    @staticmethod
+    def can(q: Tensor, layout: Layout) -> bool:
+        documents = layout.cu_seqlens.numel() - 1
+        equal = documents == 1 or (layout.is_whole and layout.total == layout.max_seqlen * documents)
+        usable = q.is_cuda and q.dtype in _HALF and not torch.are_deterministic_algorithms_enabled()
+        return usable and equal and q.shape[-1] in (64, 128)
+
+    @staticmethod
+    def pays(layout: Layout) -> bool:
+        ranges = (layout.q_ranges or ()) + (layout.k_ranges or ())  # decoding asks for another shape with every token
+        return min([layout.max_seqlen, *(stop - start for start, stop in ranges)]) >= 1024
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        batch = _documents_first(q, segments.max_q), *(_documents_first(x, segments.max_k) for x in (k, v))
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            *batch, None, True, 0.0, segments.causal, False, scale=scale
+        )
+        lse_BHL = lse.view(-1, q.shape[1], segments.max_q)
+        return out.transpose(1, 2).reshape(q.shape), lse_BHL.transpose(0, 1).flatten(1)
+
+    @staticmethod
+    def backward(state: BackwardState, segments: Segments, scale: float) -> Gradients:
+        max_q, max_k = segments.max_q, segments.max_k
+        dout, q, out = (_documents_first(x, max_q) for x in (state.dout, state.q, state.out))
+        k, v = (_documents_first(x, max_k) for x in (state.k, state.v))
+        lse = state.lse.unflatten(1, (-1, max_q)).transpose(0, 1).unsqueeze(-1).contiguous()
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # unused without dropout
+        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse, seed, seed, None, None, None, max_q, max_k, 0.0, segments.causal, scale=scale
+        )
+        pairs = ((dq, state.q), (dk, state.k), (dv, state.v))
+        return tuple(grad.transpose(1, 2).reshape(x.shape) for grad, x in pairs)
+
+
+def _documents_first(x_THD: Tensor, length: int) -> Tensor:
+    """[T, H, D] -> [documents, H, length, D], a view."""
+    return x_THD.unflatten(0, (-1, length)).transpose(1, 2)
+
+
+class _Varlen:
+    """A varlen kernel, on documents of any lengths."""
+
+    kernel: ClassVar[type[VarlenKernel]]
+
+    @classmethod
+    def can(cls, q: Tensor, layout: Layout) -> bool:
+        return not cls.kernel.refuses(q)
+
+    @staticmethod
+    def pays(layout: Layout) -> bool:
+        return True
+
+    @classmethod
+    def forward(cls, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        return cls.kernel.forward(q, k, v, segments, scale)
+
+    @classmethod
+    def backward(cls, state: BackwardState, segments: Segments, scale: float) -> Gradients:
+        fixed_order = torch.are_deterministic_algorithms_enabled()
+        return cls.kernel.backward(state, segments, scale, deterministic=fixed_order)
+
+
+class Flash4(_Varlen):
+    """The package flash-attn-4, where it is installed."""
+
+    bottom_right: ClassVar[bool] = True
+    kernel = FlashAttention4
+
+
+class Flash(_Varlen):
+    """FlashAttention-2 as it ships inside torch; key/value heads are never repeated."""
+
+    bottom_right: ClassVar[bool] = True
+    kernel = TorchFlash
+
+
+class Sdpa(_Varlen):
+    """torch's fused CPU kernel, document by document; key/value heads are repeated for one at a time."""
+
+    bottom_right: ClassVar[bool] = False
+    kernel = Cpu
+
+
+class Reference:
+    """Plain PyTorch: any device and dtype."""
+
+    bottom_right: ClassVar[bool] = True
+
+    @staticmethod
+    def can(q: Tensor, layout: Layout) -> bool:
+        return True
+
+    @staticmethod
+    def pays(layout: Layout) -> bool:
+        return True
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        square = segments.causal and q.shape[0] == k.shape[0]
+        return masked_attend(q, k, v, _document_mask(segments), scale, prefix=square)
+
+    @staticmethod
+    def backward(state: BackwardState, segments: Segments, scale: float) -> Gradients:
+        square = segments.causal and state.q.shape[0] == state.k.shape[0]
+        return masked_attend_backward(state, _document_mask(segments), scale, prefix=square)
+
+
+def _document_mask(segments: Segments) -> Mask:
+    """The mask of `segments`: bool [1, rows, keys]."""
+
+    def mask(rows: slice, keys: slice) -> Tensor:
+        q_document, q_left = _places(segments.cu_q, rows)
+        k_document, k_left = _places(segments.cu_k, keys)
+        same = q_document[:, None] == k_document[None]
+        return (same & (q_left[:, None] <= k_left[None]) if segments.causal else same).unsqueeze(0)
+
+    return mask
+
+
+def _places(edges: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    """(document of each row, rows left to the document's end)."""
+    row = torch.arange(rows.start, rows.stop, device=edges.device)
+    document = torch.searchsorted(edges[1:].long(), row, right=True)
+    return document, edges[1:].long()[document] - row
+
+
+def nothing_seen(q_THD: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries that see no keys: zeros and -inf."""
+    dtype = torch.promote_types(torch.float32, q_THD.dtype)
+    lse_HT = torch.full((q_THD.shape[1], q_THD.shape[0]), -torch.inf, dtype=dtype, device=q_THD.device)
+    return torch.zeros_like(q_THD), lse_HT
+
+
+BACKENDS: dict[str, type[FullBackend]] = {
+    "flash4": Flash4,
+    "cudnn": Cudnn,
+    "flash": Flash,
+    "sdpa": Sdpa,
+    "reference": Reference,
+}
+"""In the order in which `auto` tries them."""

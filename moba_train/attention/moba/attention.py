@@ -1,0 +1,156 @@
+"""MoBA as a LocalAttention: the gate summarizes keys and selects blocks, `BlockAttention` attends to them."""
+
+import math
+from typing import Literal, Protocol, cast
+
+from pydantic import Field
+from torch import Tensor
+
+from moba_train.attention.blocks.attention import BlockAttention
+from moba_train.attention.blocks.available import triton_refuses
+from moba_train.attention.blocks.geometry import block_bound
+from moba_train.attention.full import FullAttention
+from moba_train.attention.moba import gate
+from moba_train.attention.moba.statistics import routing_statistics
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.config.base import Section
+from moba_train.config.quantities import Length
+
+
+class Selector(Protocol):
+    """What gate.py and triton/ both provide."""
+
+    def pool_keys(self, k_SKD: Tensor, layout: Layout, block_size: int) -> Tensor:
+        """Mean of the given keys in each block, [blocks, K, D]."""
+        ...
+
+    def select_blocks(
+        self,
+        q_THD: Tensor,
+        pooled_NKD: Tensor,
+        layout: Layout,
+        *,
+        block_size: int,
+        count: int,
+        select: str,
+        always: tuple[str, ...],
+    ) -> Tensor:
+        """The selected history blocks, int32 [H, T, count]."""
+        ...
+
+
+def pick_selector(wanted: str, x: Tensor, layout: Layout, *, block_size: int, count: int) -> Selector:
+    """The selector for tensors like `x` ([tokens, heads, D]): kernels where they can run and are not refused by the
+    backend `wanted`, else plain PyTorch. `flash` has none of its own and takes the kernels."""
+    if wanted == "reference" or (wanted != "triton" and not x.is_cuda):
+        return cast(Selector, gate)
+    return cast(Selector, gate) if triton_refuses(x, layout, block_size, count) else _triton()
+
+
+def _triton() -> Selector:
+    """The kernels, imported at the first use."""
+    from moba_train.attention.moba import triton
+
+    return cast(Selector, triton)
+
+
+class MobaAttention(LocalAttention):
+    """Mixture of Block Attention: each query and head attends to its own block and to its top-k blocks of history."""
+
+    class Options(Section):
+        """Options of `kind: moba`."""
+
+        block_size: Length = Field(512, description="tokens per block; blocks start anew with each document")
+        topk: int = Field(3, ge=1, description="blocks each query attends to, its own included; 1: own block only")
+        select: Literal["head", "group"] = Field(
+            "head", description="choose per query head, or once for all query heads that share a key/value head"
+        )
+        always: tuple[Literal["current", "previous", "first"], ...] = Field(
+            ("current",), description="blocks that are chosen whatever their gate; they count towards topk"
+        )
+        backend: Literal["auto", "triton", "flash", "reference"] = Field(
+            "auto",
+            description="triton: kernels for CUDA and 16-bit dtypes; flash: varlen flash attention over gathered "
+            "queries, then a merge; reference: plain PyTorch, any device; auto: dense attention where no document is "
+            "longer than block_size x topk, else triton where it can, else flash where it can",
+        )
+
+    work_grows = False  # every query attends to topk blocks; the gate, which does grow, is small
+
+    def __init__(self, options: Section, head_dim: int, softmax_scale: float | None = None) -> None:
+        assert isinstance(options, MobaAttention.Options)
+        forced = {"current", *options.always}
+        if len(forced) > options.topk:
+            raise ValueError(f"always: {options.always} forces {len(forced)} blocks, topk is {options.topk}")
+        self.options = options
+        self.alignment = options.block_size
+        self.couples_heads = options.select == "group"
+        self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        if not 0 < self.scale < math.inf:  # flash kernels find a row's maximum before they scale it
+            raise ValueError(f"softmax_scale: {softmax_scale} given, a positive, finite number needed")
+        self.dense = FullAttention(FullAttention.Options(), head_dim, self.scale)
+        self.blocks = BlockAttention(options.block_size, self.scale, options.backend, "attention.moba.backend")
+
+    def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
+        """The mean key of every block, [blocks, K, D]; zeros for blocks without given keys."""
+        return self._selector(k_SKD, layout).pool_keys(k_SKD, layout, self.options.block_size)
+
+    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
+        """The selected history blocks, int32 [H, T, C] (`gate.select_blocks`), and what the backend makes of them.
+
+        Nothing where every block is selected.
+        """
+        if self._is_dense(layout):
+            return ()
+        assert summaries is not None
+        selected_HTC = self._selector(q_THD, layout).select_blocks(
+            q_THD,
+            summaries,
+            layout,
+            block_size=self.options.block_size,
+            count=self._count(layout),
+            select=self.options.select,
+            always=self.options.always,
+        )
+        return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=summaries.shape[1])
+
+    def describe_selection(self, selection: Selection, layout: Layout) -> dict[str, float]:
+        """Routing statistics of the selected blocks (`routing_statistics`); {} where every block is selected."""
+        if not selection:
+            return {}
+        options = self.options
+        return routing_statistics(
+            selection[0], layout, block_size=options.block_size, topk=options.topk, always=options.always
+        )
+
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
+        if self._is_dense(layout):
+            return ()
+        return self.blocks.empty_selection(self._count(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
+
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
+        """(out [T, H, D], lse [H, T]) over the given keys of the own and the selected blocks."""
+        attend = self.dense.attend if self._is_dense(layout) else self.blocks.attend
+        return attend(q_THD, k_SKD, v_SKD, layout, selection)
+
+    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
+        """(dq, dk, dv) of `attend`."""
+        attend_backward = self.dense.attend_backward if self._is_dense(layout) else self.blocks.attend_backward
+        return attend_backward(state, layout, selection)
+
+    def _is_dense(self, layout: Layout) -> bool:
+        """Whether no document has more than `topk` blocks: then MoBA is full attention, whose kernels are faster."""
+        longest = self.options.topk * self.options.block_size
+        return self.options.backend == "auto" and layout.max_seqlen <= longest
+
+    def _count(self, layout: Layout) -> int:
+        """C: history blocks of a query, at most; the own block is one of `topk`."""
+        return min(self.options.topk - 1, block_bound(layout, self.options.block_size))
+
+    def _selector(self, x: Tensor, layout: Layout) -> Selector:
+        return pick_selector(
+            self.options.backend, x, layout, block_size=self.options.block_size, count=self._count(layout)
+        )

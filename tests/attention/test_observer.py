@@ -1,0 +1,87 @@
+"""Observers of an engine: they see every local function while they observe, and change no number."""
+
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from helpers import make_qkv
+
+from moba_train.attention.local import LocalEngine
+from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.observer import AttentionObserver, AttentionTimer, SelectionRecorder
+from moba_train.attention.protocol import packed_layout
+
+FUNCTIONS = ["summarize", "select", "selected", "attend", "attend_backward"]
+
+
+class Recorder(AttentionObserver):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.running: list[str] = []
+
+    @contextmanager
+    def around(self, function):
+        self.running.append(function)
+        yield
+        self.seen.append(self.running.pop())
+
+    def selected(self, attention, selection, layout):
+        assert not self.running, "describing a selection is not timed with it"
+        self.seen.append("selected")
+
+
+@pytest.fixture
+def attention() -> MobaAttention:
+    return MobaAttention(MobaAttention.Options(block_size=4, topk=2), 8)
+
+
+def both_passes(engine: LocalEngine, attention: MobaAttention) -> list[torch.Tensor]:
+    qkv = make_qkv(30, 2, 1, 8)
+    out, lse = engine(*qkv, attention, packed_layout([30]))
+    return [out, lse, *torch.autograd.grad(out.sum(), qkv)]
+
+
+def test_every_observer_sees_every_function_while_it_observes(attention):
+    engine, one, other = LocalEngine(), Recorder(), Recorder()
+    plain = both_passes(engine, attention)
+    with engine.observe(one) as same, engine.observe(other):
+        observed = both_passes(engine, attention)
+    assert same is one
+    assert one.seen == other.seen == FUNCTIONS
+    assert all(torch.equal(a, b) for a, b in zip(plain, observed, strict=True))
+    both_passes(engine, attention)
+    assert one.seen == FUNCTIONS
+    assert engine.observers == ()
+
+
+def test_an_observer_of_one_engine_sees_nothing_of_another(attention):
+    recorder = Recorder()
+    with LocalEngine().observe(recorder):
+        both_passes(LocalEngine(), attention)
+    assert recorder.seen == []
+
+
+def test_the_timer_adds_up_the_local_functions(attention, monkeypatch):
+    engine = LocalEngine()
+    attend = MobaAttention.attend
+
+    def slow(*arguments):
+        time.sleep(0.05)
+        return attend(*arguments)
+
+    monkeypatch.setattr(MobaAttention, "attend", slow)
+    began = time.perf_counter()
+    with engine.observe(AttentionTimer(torch.device("cpu"))) as timer:
+        both_passes(engine, attention)
+    assert 0.05 <= timer.seconds() <= time.perf_counter() - began
+
+
+def test_the_recorder_collects_the_statistics_of_every_selection(attention):
+    engine = LocalEngine()
+    with engine.observe(SelectionRecorder()) as recorder:
+        for _ in range(2):
+            both_passes(engine, attention)
+    first, second = recorder.statistics
+    assert first == second
+    assert first["selected"] > 0
