@@ -158,7 +158,8 @@ def position_wise_loss(
 
 def summarize(curves: Mapping[str, PositionWiseLoss], own: str) -> EvaluationResult:
     """The result of evaluating one model with several attentions, by name; `own` is the one it was trained with."""
-    curve, full = curves[own], curves.get("full")
+    curve = curves[own]
+    full = curves.get("full")
     message = f"trailing loss {curve.trailing:.4f} +- {curve.trailing_error:.4f} with {own} attention"
     numbers = {"trailing_loss": curve.trailing, "trailing_loss_error": curve.trailing_error}
     if full is not None and own != "full":

@@ -24,7 +24,8 @@ class ValidationLoss(Evaluation):
 
     def __init__(self, config: RunConfig, stage: Stage) -> None:
         self.every = config.evaluation.every
-        sequences, vocab_size = config.evaluation.sequences, config.model.vocab_size
+        sequences = config.evaluation.sequences
+        vocab_size = config.model.vocab_size
         self._data = StageData(config.data.validation, stage.seq_len, sequences, config.seed, {}, vocab_size)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What is written down at a spike, enough to find its cause: `run_dir/spikes/step_00001234.json`.
+"""The dump of a step at a spike, with what is needed to find its cause: `run_dir/spikes/step_00001234.json`.
 
     step, stage, tokens, message, level, action, loss, grad_norm, lr, spike_z_loss, spike_z_grad
     gradient_norms  of the whole step, before clipping: {layers: [{layer, kind, norm}], kinds: {full, moba, ...},
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def dump_folder(run_dir: Path) -> Path:
-    """Where a run keeps its dumps; their names sort like their steps."""
+    """Folder of a run for its dumps; their names sort like their steps."""
     return run_dir / "spikes"
 
 
@@ -61,11 +61,11 @@ def write_dump(
     batches: list[Batch],
     loss_sum: Tensor,
 ) -> dict[str, float]:
-    """Look into a step before it is applied, and write what is there, on rank 0, behind `head`, which names the `step`.
+    """Dump a step before it is applied; rank 0 writes the file, which begins with `head` and its `step`.
 
-    Called on all ranks together, with the step's gradients in place and not clipped. `kinds`: of the layers' attention;
-    `batches`: this rank's part of the step; `loss_sum`: what its losses added up to, a scalar. Costs a forward pass and
-    many reads of the device. A file that cannot be written is a warning.
+    Called on all ranks together, with the step's gradients in place and not clipped. `kinds`: attention kind of each
+    layer; `batches`: this rank's part of the step; `loss_sum`: sum of its weighted token losses, a scalar. Costs a
+    forward pass and many reads of the device. A file that cannot be written is only a warning.
 
     Returns, for the log, `gate_load_imbalance` and so on: means over the selections of all layers and ranks, if any.
     """
@@ -81,7 +81,7 @@ def write_dump(
 
 
 def _write(path: Path, dump: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write the file completely or not at all."""
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def _gradient_norms(model: Transformer, kinds: Sequence[str]) -> dict[str, Any]:
 
 @torch.no_grad()
 def _look_at(model: Transformer, share: DataShard, batches: list[Batch], loss_sum: Tensor) -> dict[str, Any]:
-    """This rank's entry."""
+    """Entry of this rank."""
     repeated, micro_batches = 0.0, []
     with _listening(model, share.engine or LOCAL_ENGINE) as layers:
         for batch in batches:
@@ -112,7 +112,7 @@ def _look_at(model: Transformer, share: DataShard, batches: list[Batch], loss_su
             repeated += (losses_n * batch.loss_weight).sum().item()
             micro_batches.append(_parts(batch, share, losses_n))
     if isinstance(model, FSDPModule):
-        model.reshard()  # else the next forward pass would use the weights that were gathered for this one
+        model.reshard()  # the next forward pass would use the weights that were gathered for this one
     weight = sum(batch.loss_weight_sum for batch in batches)
     return {
         "loss": loss_sum.item() / weight if weight else None,

@@ -92,7 +92,8 @@ def _rank_table(dump: dict[str, Any]) -> Table:
 
 def _layer_table(dump: dict[str, Any]) -> Table:
     """Numbers of each layer: gradient norm, largest max lse of all ranks, and how the selected blocks are spread."""
-    norms, ranks = dump["gradient_norms"], dump["ranks"]
+    norms = dump["gradient_norms"]
+    ranks = dump["ranks"]
     max_lse = [max(lse) for lse in zip(*(rank["max_lse"] for rank in ranks), strict=True)]
     gate = [
         mean_statistics(map(_statistics, layer)) or {} for layer in zip(*(rank["gate"] for rank in ranks), strict=True)

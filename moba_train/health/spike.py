@@ -89,7 +89,8 @@ class SpikeDetector:
         level: Level = "warn" if flagged else "ok"
         message = f"step {step}: {', '.join(flagged)}" if flagged else ""
         if error := self._not_recovering(step, loss):
-            level, message = "error", error
+            level = "error"
+            message = error
         return SpikeReport(level, z_loss, z_grad, message, bool(flagged), continues)
 
     def is_calm(self, step: int) -> bool:
@@ -133,7 +134,8 @@ class SpikeDetector:
         if limit is None:
             return None
         if loss <= limit:
-            self._recovery_limit, self._steps_above = None, 0
+            self._recovery_limit = None
+            self._steps_above = 0
             return None
         self._steps_above += 1
         if self._steps_above < RECOVERY_STEPS:

@@ -20,7 +20,8 @@ class Stragglers:
     """Compares the times of the ranks at every `every`-th step (0: never)."""
 
     def __init__(self, every: int, device: torch.device) -> None:
-        self._every, self._device = every, device
+        self._every = every
+        self._device = device
         self._met: float | None = None
         self._step_s = 0.0
         self._timer: AttentionTimer | None = None

@@ -59,7 +59,9 @@ class PhaseTimes:
     more than `most` seconds; `most` while it has completed fewer than 3 times."""
 
     def __init__(self, least: float, factor: float, most: float) -> None:
-        self._least, self._factor, self._most = least, factor, most
+        self._least = least
+        self._factor = factor
+        self._most = most
         self._times: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=64))
 
     def add(self, phase: str, seconds: float) -> None:
@@ -88,10 +90,13 @@ class Watch:
         most = BEFORE_TIMEOUT * world.timeout.total_seconds()
         self._times = PhaseTimes(config.least, config.factor, most)
         self._interval_s = min(5.0, min(config.least, most) / 20)
-        self._rank, self._size, self._cuda = world.rank, world.size, world.device.type == "cuda"
+        self._rank = world.rank
+        self._size = world.size
+        self._cuda = world.device.type == "cuda"
         # A connection of its own: the training thread may be waiting for an answer on the world's.
         self._store: dist.Store = world.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        self._folder, self._report = folder, report
+        self._folder = folder
+        self._report = report
         self._watched = threading.get_ident()
         self._now = _Phase(0, _BETWEEN, 0, time.monotonic(), most)
         self._beats = 0

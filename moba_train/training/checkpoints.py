@@ -47,7 +47,9 @@ class RunCheckpoints:
         self.folder = run_dir / "checkpoints"
         self.saved_step = 0
         """Step of the newest checkpoint, complete or being saved; 0: none."""
-        self._config, self._model, self._optimizer = config, model, optimizer
+        self._config = config
+        self._model = model
+        self._optimizer = optimizer
         self._tensors = TrainingTensors(model, optimizer)
         self._collected = False
         self._checkpointer = Checkpointer(self.folder, Retention(keep.keep_last, keep.keep_every, keep.keep_best))

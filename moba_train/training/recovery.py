@@ -34,8 +34,13 @@ class Recovery:
         progress: Progress,
         telemetry: Telemetry,
     ) -> None:
-        self._config, self._model, self._optimizer, self._detector = config, model, optimizer, detector
-        self._checkpoints, self._progress, self._telemetry = checkpoints, progress, telemetry
+        self._config = config
+        self._model = model
+        self._optimizer = optimizer
+        self._detector = detector
+        self._checkpoints = checkpoints
+        self._progress = progress
+        self._telemetry = telemetry
 
     def act_on(
         self,

@@ -23,7 +23,8 @@ class StageExit:
 
         Raises CheckpointError when the criterion refers to it and it is None.
         """
-        self._stage, self._trailing_loss_before = stage, trailing_loss_before
+        self._stage = stage
+        self._trailing_loss_before = trailing_loss_before
         recovered = stage.until.trailing_loss_recovered if stage.until else None
         if recovered is not None and recovered.reference == "before" and trailing_loss_before is None:
             raise CheckpointError(
@@ -51,10 +52,12 @@ def judge(until: UntilConfig, numbers: Mapping[str, float], trailing_loss_before
     if until.trailing_loss_recovered is not None:
         tolerance = until.trailing_loss_recovered.tolerance
         if until.trailing_loss_recovered.reference == "full":
-            reference, words = numbers["trailing_loss_full"], "with full attention on the same weights"
+            reference = numbers["trailing_loss_full"]
+            words = "with full attention on the same weights"
         else:
             assert trailing_loss_before is not None
-            reference, words = trailing_loss_before, "at the end of the stage before"
+            reference = trailing_loss_before
+            words = "at the end of the stage before"
         trailing = numbers["trailing_loss"]
         met = trailing <= reference + tolerance
         comparison = f"trailing loss {trailing:.4f}, {reference:.4f} {words}, tolerance {tolerance:g}"

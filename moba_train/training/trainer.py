@@ -60,7 +60,8 @@ class Trainer:
 
     def __init__(self, config: RunConfig, world: World, stop_at_step: int | None = None) -> None:
         """`stop_at_step`: save and leave once this number of optimizer steps is done (over all stages)."""
-        self.config, self.world = config, world
+        self.config = config
+        self.world = world
         self.run_dir = Path(config.run_dir)
         self.stop_at_step = stop_at_step
         self.stop_requested = False
@@ -81,7 +82,8 @@ class Trainer:
         self.telemetry = Telemetry([])
         if world.is_main:
             (self.run_dir / "config.yaml").write_text(dump_config(config))
-            run_id, resumed_step = self.progress.run_id, self.progress.step or None
+            run_id = self.progress.run_id
+            resumed_step = self.progress.step or None
             self.telemetry = make_telemetry(config, self.run_dir, run_id, resumed_step, self.stages[-1].end_step)
         self.telemetry.stage = self.stage.name
         self._event("code", describe(code_version()))
@@ -239,11 +241,13 @@ class Trainer:
 
     def _enter(self, stage: Stage) -> StageData:
         """Give the model the stage's attention, engine and RoPE, and open its data and evaluations."""
-        config, progress = self.config, self.progress
+        config = self.config
+        progress = self.progress
         if stage.index > progress.stage:
             self._report_boundary(progress.boundary.compare())
             progress.boundary.begin_stage()
-            progress.stage, progress.starts = stage.index, self.next_starts
+            progress.stage = stage.index
+            progress.starts = self.next_starts
             progress.trailing_loss_before = progress.trailing_loss
             self.spikes.rebaseline()
         if config.compile:

@@ -9,7 +9,7 @@ from tiny_run import VOCAB, Run
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moba_train.model.transformer import Transformer
+from moba_train.model.transformer import LossSums, Transformer
 from moba_train.training.step import StepData
 from moba_train.training.trainer import Trainer
 
@@ -42,7 +42,8 @@ def inject(
 
     Returns a list that fills with (step, whether it changed any tensor of model or optimizer).
     """
-    train_step, forward = Trainer._step, Transformer.forward
+    train_step = Trainer._step
+    loss = Transformer.loss
     now: list[int] = [0]
     changed: list[tuple[int, bool]] = []
 
@@ -60,12 +61,14 @@ def inject(
             changed.append((trainer.progress.step, not same))
         return done
 
-    def faulty_forward(model: Transformer, *arguments: Any, **options: Any) -> Tensor:
-        result = forward(model, *arguments, **options)
-        return faults[now[0]](result) if now[0] in faults and torch.is_grad_enabled() else result
+    def faulty_loss(model: Transformer, *arguments: Any) -> LossSums:
+        sums = loss(model, *arguments)
+        if now[0] in faults and torch.is_grad_enabled():
+            return sums._replace(loss=faults[now[0]](sums.loss))
+        return sums
 
     monkeypatch.setattr(Trainer, "_step", step)
-    monkeypatch.setattr(Transformer, "forward", faulty_forward)
+    monkeypatch.setattr(Transformer, "loss", faulty_loss)
     return changed
 
 

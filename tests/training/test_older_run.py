@@ -1,6 +1,5 @@
 """A run that an older version of the package began goes on with this one, with the losses of the older one."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 
 from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
 from moba_train.checkpoint.publish import latest_checkpoint
+from moba_train.telemetry.jsonl import read_records
 from moba_train.train import main
 from moba_train.validation.checkpoints import open_checkpoint
 
@@ -24,20 +24,20 @@ def older_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "run"
 
 
-def records(path: Path, kind: str) -> list[dict[str, Any]]:
-    return [record for record in map(json.loads, path.read_text().splitlines()) if record["kind"] == kind]
+def records(path: Path, record_type: str) -> list[dict[str, Any]]:
+    return [record for record in read_records(path) if record["type"] == record_type]
 
 
 def test_an_older_run_goes_on_as_the_older_version_did(older_run: Path) -> None:
     """Same learning rates, losses, evaluations and stage ends: counters, data order, optimizer state and the stage's
     exit criterion are all restored. Up to the rounding of another CPU."""
     assert main(["recipe.yaml"]) == 0
-    for kind in ("metrics", "evaluation", "position_wise"):
-        ours = [record for record in records(older_run / "metrics.jsonl", kind) if record["step"] > 5]
-        theirs = records(FIXTURE / "continued.jsonl", kind)
+    for then, now in (("metrics", "metrics"), ("evaluation", "validation_loss"), ("position_wise", "position_wise")):
+        ours = [record for record in records(older_run / "metrics.jsonl", now) if record["step"] > 5]
+        theirs = records(FIXTURE / "continued.jsonl", then)
         assert [record["step"] for record in ours] == [record["step"] for record in theirs] != []
         for got, want in zip(ours, theirs, strict=True):
-            for key, value in want.items():
+            for key, value in (want | {"type": now}).items():
                 assert got[key] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), key
     newest = latest_checkpoint(older_run / "checkpoints")
     assert newest is not None

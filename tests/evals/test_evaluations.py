@@ -1,0 +1,139 @@
+"""What every evaluation promises, and that a new one is a class and a registry line: for training and for `eval`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from moba_train.cli import app
+from moba_train.config.load import load_config
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage, resolve_stages
+from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.evals import registry
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
+from moba_train.evals.registry import EVALUATIONS, evaluation_of
+from moba_train.evals.variants import name_of, with_full
+from moba_train.model.build import initialize_weights
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.stage import DataShard
+from moba_train.parallel.world import World, joined_world
+from moba_train.telemetry.jsonl import read_records
+from moba_train.train import main
+
+RECIPE = """
+name: test
+run_dir: {folder}/run
+model: {{vocab_size: 64, hidden_size: 32, intermediate_size: 48, layers: 2, heads: 2, kv_heads: 1}}
+attention: {{full_layers: "last:1", moba: {{block_size: 8, topk: 2}}}}
+data: {{train: [{{path: {folder}/corpus}}], validation: [{{path: {folder}/corpus}}]}}
+batch_tokens: 64
+stages: [{{name: only, seq_len: 32, tokens: 192}}]
+evaluation: {{every: 2, sequences: 3, position_wise: {{bucket: 16, sequences: 2}}}}
+telemetry: {{console: false, wandb: {{mode: disabled}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One stage of three steps, with a layer of MoBA and a full one."""
+    folder, rng = tmp_path_factory.mktemp("evaluations"), np.random.default_rng(0)
+    with IndexedDatasetWriter(folder / "corpus", np.uint16) as writer:
+        for _ in range(20):
+            writer.add_document(rng.integers(64, size=70))
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.format(folder=folder))
+    return path
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with joined_world() as alone:
+        yield alone
+
+
+@pytest.mark.parametrize("evaluation", EVALUATIONS)
+@pytest.mark.parametrize("attentions", ["own", "both"])
+def test_an_evaluation_gives_what_it_declares(
+    recipe: Path, world: World, evaluation: type[Evaluation], attentions: str
+) -> None:
+    config = load_config(recipe)
+    (stage,) = resolve_stages(config)
+    model = Transformer(config.model).to(world.device)
+    initialize_weights(model, 0)
+    both = with_full(stage.attention)
+    tried = both if attentions == "both" else {name_of(stage.attention): stage.attention}
+    context = EvaluationContext(model, stage, DataShard(), world.device, tried)
+    result = evaluation(config, stage).run(context)
+    wanted = evaluation.numbers | (evaluation.numbers_against_full if attentions == "both" else set())
+    assert result.numbers.keys() == wanted
+    assert all(evaluation_of(name) is evaluation for name in wanted)
+    assert result.message
+    assert any(name in line for name in tried for line in result.table)
+    assert json.loads(json.dumps(result.data)) == result.data
+    # The model is left as the stage trains it.
+    assert name_of(stage.attention) == "moba"
+    assert context.own == "moba"
+    again = evaluation(config, stage).run(context)
+    assert again.numbers == result.numbers
+
+
+def test_no_two_evaluations_give_the_same_number_or_name() -> None:
+    numbers = [name for evaluation in EVALUATIONS for name in evaluation.numbers | evaluation.numbers_against_full]
+    assert len(numbers) == len(set(numbers))
+    assert len({evaluation.name for evaluation in EVALUATIONS}) == len(EVALUATIONS)
+    assert evaluation_of("loss") is None
+
+
+class Countdown(Evaluation):
+    """Gives 3, 2, 1 at its evaluations, and the number of ranks."""
+
+    name = "countdown"
+    key = "evaluation"
+    numbers = frozenset({"left"})
+    left = 3.0
+
+    def __init__(self, config: RunConfig, stage: Stage) -> None:
+        self.every = 1
+
+    @classmethod
+    def enabled(cls, config: RunConfig) -> bool:
+        return True
+
+    def run(self, context: EvaluationContext) -> EvaluationResult:
+        """One less than at the last evaluation."""
+        left = Countdown.left
+        Countdown.left -= 1
+        names = list(context.each_attention())
+        data = {"ranks": dist.get_world_size(), "attentions": names}
+        return EvaluationResult({"left": left}, f"{left:g} left", [f"left: {left:g}"], data)
+
+
+def test_a_new_evaluation_runs_in_training_ends_a_stage_and_is_part_of_eval(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in (registry, "moba_train.validation.recipe", "moba_train.validation.stage_exit"):
+        target = module if isinstance(module, str) else module.__name__
+        monkeypatch.setattr(f"{target}.EVALUATIONS", (*EVALUATIONS, Countdown))
+    monkeypatch.setattr(Countdown, "left", 3.0)
+    until = "{metric: left, at_most: 1, max_tokens: 1024}"
+    overrides = [f"run_dir={tmp_path}/run", "stages.0.tokens=128", f"stages.0.until={until}"]
+    assert main([str(recipe), *overrides]) == 0
+
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [(r["step"], r["left"]) for r in records if r["type"] == "countdown"] == [(1, 3.0), (2, 2.0), (3, 1.0)]
+    assert all(r["countdown"] == {"ranks": 1, "attentions": ["moba"]} for r in records if r["type"] == "countdown")
+    exits = [(r["step"], r["message"]) for r in records if r["type"] == "stage_exit"]
+    assert [step for step, _ in exits] == [2, 3]
+    assert exits[-1][1] == "criterion met: left 1.0000, wanted: at most 1"
+
+    done = CliRunner().invoke(app, ["eval", str(tmp_path / "run"), "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "left: 0" in done.output
+    written = json.loads((tmp_path / "evaluation.json").read_text())
+    assert written["countdown"] == {"ranks": 1, "attentions": ["moba", "full"]}
+    assert written.keys() == {"stage", "seq_len", "validation_loss", "position_wise", "countdown"}
