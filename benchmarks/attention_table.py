@@ -30,7 +30,7 @@ BARS = {
 COLUMNS = {
     "auto": "MoBA, ours",
     "triton": "by Triton",
-    "flash": "over a varlen kernel",
+    "composed": "over a varlen kernel",
     "cudnn": "dense, cuDNN",
     "flash2": "dense, FlashAttention-2",
     "flash4": "dense, FlashAttention-4",
@@ -65,7 +65,7 @@ def summary(result: Result) -> dict[str, Any]:
 
 def render(data: Result) -> str:
     """The tables of a whole result file, as Markdown."""
-    results = [result for result in data["results"] if "columns" in result]
+    results = _rows(data)
     plain = [result for result in results if Case.parse(result["row"]).is_plain]
     varied = [result for result in results if not Case.parse(result["row"]).is_plain]
     parts = [_table(plain, _plain_cells)] if plain else []
@@ -78,8 +78,15 @@ def render(data: Result) -> str:
 
 def render_short(data: Result) -> str:
     """One table for the README: MoBA beside whichever dense kernel was the fastest."""
-    results = [result for result in data["results"] if "columns" in result and Case.parse(result["row"]).is_plain]
+    results = [result for result in _rows(data) if Case.parse(result["row"]).is_plain]
     return _table(results, _short_cells)
+
+
+def _rows(data: Result) -> list[Result]:
+    """The rows that were measured. Files of before 2026-11-22 call the backend `composed` flash."""
+    rows = [result for result in data["results"] if "columns" in result]
+    names = {"flash": "composed"}
+    return [row | {"columns": {names.get(name, name): cell for name, cell in row["columns"].items()}} for row in rows]
 
 
 def _table(results: list[Result], cells: Any) -> str:

@@ -208,7 +208,7 @@ def test_the_composition_gathers_and_joins_with_kernels(lengths, limit, kv_heads
     if limit:
         monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: limit)
     tensors, layout = inputs(lengths, 4, kv_heads, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
-    ours = build("flash", 64, block_size=block_size, topk=topk)
+    ours = build("composed", 64, block_size=block_size, topk=topk)
     whole, selection = run(ours, tensors, layout)
     assert len(selection) == 3, "no lists from the kernels"
     shards = [((0, 37), (180, sum(lengths))), ((37, 180),)]

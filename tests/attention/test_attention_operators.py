@@ -22,7 +22,7 @@ LENGTHS = [37, 0, 1, 90]
 KINDS: dict[str, LocalAttention] = {
     "full": FullAttention(FullAttention.Options(backend="reference"), 16),
     "moba": MobaAttention(MobaAttention.Options(block_size=16, topk=3, backend="reference"), 16),
-    "moba-flash": MobaAttention(MobaAttention.Options(block_size=16, topk=3, backend="flash"), 16),
+    "moba-flash": MobaAttention(MobaAttention.Options(block_size=16, topk=3, backend="composed"), 16),
 }
 
 

@@ -57,7 +57,7 @@ def test_auto_takes_flash_where_triton_cannot_and_says_why(call, reason, caplog)
     with caplog.at_level(logging.INFO):
         assert pick(**call) is composed
     assert caplog.records[0].message == (
-        f"attention.moba.backend: auto takes flash, on some kernel; not triton: {reason}"
+        f"attention.moba.backend: auto takes composed, on some kernel; not triton: {reason}"
     )
 
 
@@ -92,7 +92,7 @@ def test_a_shard_of_queries_needs_fewer_rows_for_flash_than_a_whole_sequence(mon
     ("wanted", "call", "reason"),
     [
         ("triton", {"x": q(96)}, "head dim 96"),
-        ("flash", {}, "no such kernel"),
+        ("composed", {}, "no such kernel"),
     ],
 )
 def test_a_backend_that_is_demanded_and_cannot_run_is_refused_with_the_reason(wanted, call, reason, monkeypatch):
@@ -105,8 +105,8 @@ def test_flash_shares_the_selection_kernels_where_they_can_run():
     def pick(wanted: str, x: torch.Tensor, count: int = 2):
         return pick_selector(wanted, x, packed([1], "cpu"), block_size=64, count=count)
 
-    assert pick("flash", q(128)) == "triton"
-    assert pick("flash", q(96)) is gate
+    assert pick("composed", q(128)) == "triton"
+    assert pick("composed", q(96)) is gate
     assert pick("auto", q(128)) == "triton"
     assert pick("auto", q(128), 127) == "triton"
     assert pick("auto", q(128), 128) is gate
@@ -116,7 +116,7 @@ def test_flash_shares_the_selection_kernels_where_they_can_run():
 
 def test_the_selection_of_flash_is_the_blocks_alone_and_of_the_shape_that_tracing_is_told():
     x = torch.zeros(9, 2, 16)
-    attention, layout = build("flash", 16, block_size=4, topk=3), packed([9], "cpu")
+    attention, layout = build("composed", 16, block_size=4, topk=3), packed([9], "cpu")
     (selected,) = attention.select(x, attention.summarize(x, layout), layout)
     (empty,) = attention.empty_selection(x, x, layout)
     assert (empty.shape, empty.dtype) == (selected.shape, selected.dtype)

@@ -30,19 +30,19 @@ GRID = pytest.mark.parametrize(
 @GRID
 @pytest.mark.parametrize("topk", [1, 2, 3, 50])
 def test_output_lse_and_gradients_equal_the_specification(lengths, topk):
-    assert_equals_oracle(lengths, 4, 2, 16, "cpu", backend="flash", block_size=4, topk=topk)
+    assert_equals_oracle(lengths, 4, 2, 16, "cpu", backend="composed", block_size=4, topk=topk)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1)])
 @pytest.mark.parametrize("select", ["head", "group"])
 def test_any_number_of_queries_may_share_a_key_head(heads, kv_heads, select):
     options = {"block_size": 3, "topk": 3, "select": select, "always": ("current", "first")}
-    assert_equals_oracle([13, 7], heads, kv_heads, 16, "cpu", backend="flash", **options)
+    assert_equals_oracle([13, 7], heads, kv_heads, 16, "cpu", backend="composed", **options)
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 1000])
 def test_every_block_size_from_one_token_to_more_than_the_sequence(block_size):
-    assert_equals_oracle([9, 8], 2, 1, 16, "cpu", backend="flash", block_size=block_size, topk=3, scale=0.7)
+    assert_equals_oracle([9, 8], 2, 1, 16, "cpu", backend="composed", block_size=block_size, topk=3, scale=0.7)
 
 
 class Call(NamedTuple):
@@ -79,7 +79,7 @@ def test_memory_is_bounded_by_parts_that_leave_no_trace(limit, dq_buffers, monke
     lengths, selected, group = [25, 3, 9], 2, 2
     monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: limit)
     calls = watch(monkeypatch, dq_buffers=dq_buffers)
-    assert_equals_oracle(lengths, 3 * group, 3, 8, "cpu", backend="flash", block_size=4, topk=selected + 1)
+    assert_equals_oracle(lengths, 3 * group, 3, 8, "cpu", backend="composed", block_size=4, topk=selected + 1)
     history = [call.rows for call in calls if not call.causal]
     assert max(history) * dq_buffers <= limit
     assert len(history) >= 2 * 3 * sum(lengths) * group * selected // (2 * limit)  # half of them exist
@@ -89,16 +89,16 @@ def test_own_blocks_of_many_heads_are_done_some_heads_at_a_time(monkeypatch):
     """A tensor of more elements than kernels can index; two key/value heads, three of their four queries at once."""
     monkeypatch.setattr(composed, "_MOST_ELEMENTS", 3 * 37 * 8)
     calls = watch(monkeypatch)
-    assert_equals_oracle([25, 3, 9], 8, 2, 8, "cpu", backend="flash", block_size=4, topk=3)
+    assert_equals_oracle([25, 3, 9], 8, 2, 8, "cpu", backend="composed", block_size=4, topk=3)
     assert len([call for call in calls if call.causal]) == 1 + 2 * 2  # all at once in the forward pass
 
 
 def test_a_kernels_limit_of_segments_is_respected(monkeypatch):
     calls = watch(monkeypatch, most_segments=21)
-    assert_equals_oracle([25, 3, 9], 4, 4, 8, "cpu", backend="flash", block_size=4, topk=3)
+    assert_equals_oracle([25, 3, 9], 4, 4, 8, "cpu", backend="composed", block_size=4, topk=3)
     assert max(call.segments for call in calls) <= 21
-    with pytest.raises(ValueError, match=r"attention\.moba\.backend: 'flash' cannot run .* at most 21 supported"):
-        assert_equals_oracle([25, 3, 9], 4, 4, 8, "cpu", backend="flash", block_size=1, topk=3)
+    with pytest.raises(ValueError, match=r"attention\.moba\.backend: 'composed' cannot run .* at most 21 supported"):
+        assert_equals_oracle([25, 3, 9], 4, 4, 8, "cpu", backend="composed", block_size=1, topk=3)
 
 
 @pytest.mark.parametrize(("rows", "head_dim"), [(100, 64), (2**20 * 32, 128), (2**20 * 32, 64), (2**24, 256)])
@@ -113,7 +113,7 @@ def test_rows_that_select_nothing_are_not_touched_by_what_others_do():
     q, k, v = (x.detach() for x in make_qkv(30, 4, 2, 16))
     q[:20], k[:20], v[:20] = (torch.nan,) * 3
     cu_seqlens = torch.tensor([0, 20, 23, 30], dtype=torch.int32)
-    options = {"block_size": 4, "topk": 4, "backend": "flash"}
+    options = {"block_size": 4, "topk": 4, "backend": "composed"}
     got = moba_attention(q, k, v, **options, cu_seqlens=cu_seqlens)
     alone = moba_attention(*(x[20:] for x in (q, k, v)), **options, cu_seqlens=cu_seqlens[1:] - 20)
     assert torch.equal(got[20:], alone)
@@ -123,7 +123,7 @@ def test_rows_that_select_nothing_are_not_touched_by_what_others_do():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision_is_as_exact_as_attention_written_plainly_and_repeats_bit_by_bit(dtype):
     tensors, layout = inputs(PACKED, 4, 2, 64, dtype, "cpu"), layout_of(PACKED, "cpu")
-    ours = build("flash", 64, block_size=32, topk=4)
+    ours = build("composed", 64, block_size=32, topk=4)
     got, selection = run(ours, tensors, layout)
     again, _ = run(ours, tensors, layout)
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
@@ -156,7 +156,9 @@ def test_shards_of_queries_that_meet_all_keys_are_composed(shards, monkeypatch):
     tensors, layout = inputs(lengths, 4, 2, 16, torch.float64, "cpu"), layout_of(lengths, "cpu")
     want, (selected,) = run(build("reference", 16, block_size=4, topk=3), tensors, layout)
     calls = watch(monkeypatch)
-    got, parts_selected = run_in_parts(build("flash", 16, block_size=4, topk=3), tensors, layout, shards, all_keys=True)
+    got, parts_selected = run_in_parts(
+        build("composed", 16, block_size=4, topk=3), tensors, layout, shards, all_keys=True
+    )
     assert torch.equal(parts_selected, selected)
     torch.testing.assert_close(got, want, atol=1e-13, rtol=0)
     assert len([call for call in calls if call.causal]) == 2 * len([shard for shard in shards if shard])
@@ -172,7 +174,7 @@ def test_what_cannot_be_composed_is_left_to_the_reference(q_ranges, k_ranges, mo
     layout = layout_of([30], "cpu")
     mine, part = (Layout(layout.cu_seqlens, 30, 30, q_ranges, runs) for runs in (None, k_ranges))
     results = []
-    for backend in ("flash", "reference"):
+    for backend in ("composed", "reference"):
         ours = build(backend, 16, block_size=4, topk=3)
         selection = ours.select(q[mine.q_tokens], ours.summarize(k, layout), mine)
         results.append(ours.attend(q[mine.q_tokens], k[part.k_tokens], v[part.k_tokens], part, selection))
@@ -216,7 +218,7 @@ def test_gpu_outputs_and_gradients(kernel, lengths, heads, kv_heads, head_dim, d
     monkeypatch.setattr(varlen, "KERNELS", (kernel,))
     if limit:
         monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: limit)
-    ours = build("flash", head_dim, **options)
+    ours = build("composed", head_dim, **options)
     got, selection = run(ours, tensors, layout)
     again, _ = run(ours, tensors, layout)
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True)), "not deterministic"
@@ -233,7 +235,7 @@ def test_gpu_shards_of_queries_that_meet_all_keys(kernel, block_size, topk, monk
     if reason := kernel.refuses(tensors[0]):
         pytest.skip(reason)
     monkeypatch.setattr(varlen, "KERNELS", (kernel,))
-    ours = build("flash", 128, block_size=block_size, topk=topk)
+    ours = build("composed", 128, block_size=block_size, topk=topk)
     want, (selected, *_) = run(ours, tensors, layout)
     true = exact(tensors, layout, selected, block_size, ours.scale)
     for shards in ([((0, 1500),), ((1500, 4096),)], [((0, 700), (3000, 4096)), ((700, 3000),)]):
@@ -253,7 +255,7 @@ def test_gpu_more_than_2_31_elements_in_one_tensor():
     q = torch.randn(tokens, heads, head_dim, dtype=torch.bfloat16, device="cuda", generator=generator)
     k, v = (torch.randn(tokens, 1, head_dim, dtype=torch.bfloat16, device="cuda", generator=generator) for _ in "kv")
     assert q.numel() > 2**31
-    ours, layout = build("flash", head_dim, block_size=block_size, topk=2), layout_of([tokens], "cuda")
+    ours, layout = build("composed", head_dim, block_size=block_size, topk=2), layout_of([tokens], "cuda")
     (out, lse, dq, _, _), (selected, *_) = run(ours, [q, k, v, q], layout)
     for token in (0, tokens // 2, tokens - 1):
         for head in (0, heads - 1):

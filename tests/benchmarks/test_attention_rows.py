@@ -73,7 +73,7 @@ def test_lengths_are_named_as_they_are_written() -> None:
 
 
 def test_our_kernels_come_first_among_the_backends() -> None:
-    assert set(backends()) == {"triton", "flash"}
+    assert set(backends()) == {"triton", "composed"}
     assert not {"auto", "reference"} & set(backends())
 
 

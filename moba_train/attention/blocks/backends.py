@@ -61,19 +61,19 @@ class Backend(Protocol):
 
 
 def pick_backend(wanted: str, key: str, q_THD: Tensor, layout: Layout, *, block_size: int, selected: int) -> Backend:
-    """The backend `wanted`, or the best one for `auto`; what `flash` cannot compose goes to the reference.
+    """The backend `wanted`, or the best one for `auto`; what `composed` cannot compose goes to the reference.
 
     `key`: YAML key of `wanted`, for messages; `selected`: blocks of a query besides its own, at most. Raises ValueError
     when the wanted backend cannot do the call. What `auto` picks, and why, is logged once.
     """
-    if wanted == "reference" or (wanted == "flash" and not composed.composes(layout, block_size)):
+    if wanted == "reference" or (wanted == "composed" and not composed.composes(layout, block_size)):
         return cast(Backend, reference)
-    no_composed = composed.refuses(q_THD, layout, block_size) if wanted == "flash" else ""
+    no_composed = composed.refuses(q_THD, layout, block_size) if wanted == "composed" else ""
     no_triton = _triton_refuses(q_THD, layout, block_size, selected) if wanted == "triton" else ""
     if reason := no_composed or no_triton:
         raise ValueError(f"{key}: {wanted!r} cannot run this call: {reason}; use 'auto'")
     name = _best(key, q_THD, layout, block_size, selected) if wanted == "auto" else wanted
-    return _triton() if name == "triton" else cast(Backend, {"flash": composed, "reference": reference}[name])
+    return _triton() if name == "triton" else cast(Backend, {"composed": composed, "reference": reference}[name])
 
 
 def _triton() -> Backend:
@@ -95,10 +95,10 @@ def _best(key: str, q_THD: Tensor, layout: Layout, block_size: int, selected: in
         return "reference"
     if no_triton:
         kernel = composed.kernel_name(q_THD, layout, block_size)
-        return _picked(key, "flash", f"on {kernel}; not triton: {no_triton}")
+        return _picked(key, "composed", f"on {kernel}; not triton: {no_triton}")
     if _composed_pays(q_THD, layout, block_size):
         kernel = composed.kernel_name(q_THD, layout, block_size)
-        return _picked(key, "flash", f"on {kernel}, faster for blocks of {block_size}")
+        return _picked(key, "composed", f"on {kernel}, faster for blocks of {block_size}")
     return _picked(key, "triton", f"which can do head dim {q_THD.shape[-1]} and block_size {block_size}")
 
 

@@ -1,9 +1,9 @@
 """MoBA as a LocalAttention: the gate summarizes keys and selects blocks, `BlockAttention` attends to them."""
 
 import math
-from typing import Literal, Protocol, cast
+from typing import Annotated, Literal, Protocol, cast
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from moba_train.attention.blocks.attention import BlockAttention
@@ -41,7 +41,7 @@ class Selector(Protocol):
 
 def pick_selector(wanted: str, x: Tensor, layout: Layout, *, block_size: int, count: int) -> Selector:
     """The selector for tensors like `x` ([tokens, heads, D]): kernels where they can run and are not refused by the
-    backend `wanted`, else plain PyTorch. `flash` has none of its own and takes the kernels."""
+    backend `wanted`, else plain PyTorch. `composed` has none of its own and takes the kernels."""
     if wanted == "reference" or (wanted != "triton" and not x.is_cuda):
         return cast(Selector, gate)
     return cast(Selector, gate) if triton_refuses(x, layout, block_size, count) else _triton()
@@ -52,6 +52,11 @@ def _triton() -> Selector:
     from moba_train.attention.moba import triton
 
     return cast(Selector, triton)
+
+
+def _current_name(backend: object) -> object:
+    """`composed` was called `flash` in recipes and checkpoints before 2026-11-22; both load."""
+    return "composed" if backend == "flash" else backend
 
 
 class MobaAttention(LocalAttention):
@@ -68,11 +73,11 @@ class MobaAttention(LocalAttention):
         always: tuple[Literal["current", "previous", "first"], ...] = Field(
             ("current",), description="blocks that are chosen whatever their gate; they count towards topk"
         )
-        backend: Literal["auto", "triton", "flash", "reference"] = Field(
+        backend: Annotated[Literal["auto", "triton", "composed", "reference"], BeforeValidator(_current_name)] = Field(
             "auto",
-            description="triton: kernels for CUDA and 16-bit dtypes; flash: varlen flash attention over gathered "
+            description="triton: kernels for CUDA and 16-bit dtypes; composed: varlen flash attention over gathered "
             "queries, then a merge; reference: plain PyTorch, any device; auto: dense attention where no document is "
-            "longer than block_size x topk, else triton where it can, else flash where it can",
+            "longer than block_size x topk, else triton where it can run, else composed where it can run",
         )
 
     work_grows = False  # every query attends to topk blocks; the gate, which does grow, is small

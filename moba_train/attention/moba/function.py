@@ -27,7 +27,7 @@ def moba_attention(
     return_lse: bool = False,
     select: Literal["head", "group"] = "head",
     always: tuple[Literal["current", "previous", "first"], ...] = ("current",),
-    backend: Literal["auto", "triton", "flash", "reference"] = "auto",
+    backend: Literal["auto", "triton", "composed", "reference"] = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal Mixture of Block Attention over packed documents (Lu et al. 2025, arXiv:2502.13189).
 
@@ -50,10 +50,11 @@ def moba_attention(
         always: blocks selected whatever their gate, counting towards `topk`: "current" (always so), "previous",
             "first".
         backend: "triton" is kernels for CUDA, float16 or bfloat16, D 64 or 128, block_size a multiple of 16 from 64 to
-            16384, topk up to 128; "flash" is varlen flash attention over gathered queries: CUDA, float16 or bfloat16, D
-            a multiple of 8 up to 256, any block_size and topk (on the CPU, any dtype: for tests); "reference" is plain
+            16384, topk up to 128; "composed" is varlen flash attention over gathered queries: CUDA, float16 or
+            bfloat16, D a multiple of 8 up to 256, any block_size and topk (on the CPU, any dtype: for tests);
+            "reference" is plain
             PyTorch; "auto" takes dense attention where every block is selected, else "triton" where it can run, else
-            "flash" on CUDA, else "reference".
+            "composed" on CUDA, else "reference".
 
     Returns:
         out [T, H, D] in q's dtype, differentiable once in q, k and v (no gradient passes the gate); with `return_lse`,
