@@ -1,10 +1,11 @@
-"""What no single key can know: combinations that cannot work, found before any GPU is touched.
+"""Checks across the keys of a recipe: combinations that cannot work are refused before any GPU is touched.
 
 recipe           `validate`: every check of a recipe, all problems at once
 attention        kinds and options of the layers
 data             corpora and tokenizer
 stage_exit       stages that train until a criterion is met
-tensor_parallel  what tensor parallelism must be able to divide
+tensor_parallel  sizes that tensor parallelism must divide
+trainable        stages that train a part of the parameters
 checkpoints      a checkpoint's own recipe, checked before it is used
-foreign_paths    which files such a recipe may make us read
+foreign_paths    files that such a recipe may make this process read
 """

@@ -1,4 +1,4 @@
-"""What cannot work about a stage's exit criterion (`until`)."""
+"""Problems of a stage's exit criterion (`until`)."""
 
 from collections.abc import Iterator
 

@@ -188,11 +188,13 @@ def test_a_stage_exits_alike_on_ranks_that_share_batches_and_sequences(
 DOCUMENT = Path(__file__).parents[2] / "docs" / "stages.md"
 
 
-def test_the_guides_recipe_and_commands_work(undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (recipe,) = guide.blocks(DOCUMENT, "yaml")
+def test_the_guide_works(undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, other_stages = guide.blocks(DOCUMENT, "yaml")
     monkeypatch.chdir(DOCUMENT.parents[1])
     (tmp_path / "recipe.yaml").write_text(recipe.replace("configs/", f"{Path.cwd()}/configs/"))
-    guide.run(["moba-train", "plan", f"{tmp_path}/recipe.yaml", "--gpus", "64"])
+    (tmp_path / "other.yaml").write_text(f"extends: recipe.yaml\n{other_stages}")
+    for name in ("recipe", "other"):
+        guide.run(["moba-train", "plan", f"{tmp_path}/{name}.yaml", "--gpus", "64"])
     lines = [words for block in guide.blocks(DOCUMENT, "bash") for words in guide.commands(block)]
     assert len(lines) == 4
     for words in lines:
