@@ -186,10 +186,12 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "stages.md"
 
 
 def test_the_guides_recipe_and_commands_work(undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (recipe,) = guide.blocks(DOCUMENT, "yaml")
+    recipe, frozen_stages = guide.blocks(DOCUMENT, "yaml")
     monkeypatch.chdir(DOCUMENT.parents[1])
-    (tmp_path / "recipe.yaml").write_text(recipe.replace("configs/", f"{Path.cwd()}/configs/"))
-    guide.run(["moba-train", "plan", f"{tmp_path}/recipe.yaml", "--gpus", "64"])
+    for stages in (recipe[recipe.index("stages:") :], frozen_stages):
+        whole = recipe[: recipe.index("stages:")] + stages
+        (tmp_path / "recipe.yaml").write_text(whole.replace("configs/", f"{Path.cwd()}/configs/"))
+        guide.run(["moba-train", "plan", f"{tmp_path}/recipe.yaml", "--gpus", "64"])
     lines = [words for block in guide.blocks(DOCUMENT, "bash") for words in guide.commands(block)]
     assert len(lines) == 4
     for words in lines:
