@@ -107,9 +107,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="SIGKILLs of a rank, of all ranks or of torchrun")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--fork", action="store_true", help="fork ranks from torchrun's agent, which restarts them faster"
-    )
+    parser.add_argument("--fork", action="store_true", help="fork ranks from torchrun's agent: faster restarts")
     parser.add_argument("--workers", type=int, default=1, help="runs at the same time")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()

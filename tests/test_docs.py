@@ -205,9 +205,9 @@ def test_durability_has_the_measured_stall() -> None:
     text = " ".join((ROOT / "docs" / "durability.md").read_text().split())
     for claim in (
         f"for {1000 * found['first_stall_s']:.0f} ms, {percent(found['first_stall_share_of_step'], 1)} of a step of "
-        f"{step['median']:.2f} s; the step after it takes {after:.2f} s",
-        f"other steps between {step['min']:.2f} and {step['max']:.2f}",
-        f"beside the writing {beside['median']:.2f}, the slowest {beside['max']:.2f} (",
+        f"{step['median']:.2f} s. The step after it takes {after:.2f} s",
+        f"other steps take between {step['min']:.2f} and {step['max']:.2f} s",
+        f"during the writing take {beside['median']:.2f} s, the slowest {beside['max']:.2f} s (",
     ):
         assert claim in text, claim
 
@@ -251,7 +251,7 @@ def test_durability_has_the_counts_of_the_chaos_test() -> None:
     assert sorted(counts) == sorted([*found["disturbances"].values(), len(found["failures"])])
     moments = found["moments_of_kills"]
     assert (
-        f"Of the {found['kills']} kills {moments['in a save']} fell into a save, {moments['starting']} before" in text
+        f"Of the {found['kills']} kills, {moments['in a save']} fell into a save, {moments['starting']} before" in text
     )
     assert f"{found['ended_bitwise_equal']} of {found['runs']} runs ended bitwise equal" in " ".join(text.split())
 
