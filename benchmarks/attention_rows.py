@@ -136,7 +136,7 @@ class Row:
 
     def picked(self) -> str:
         """The backend that runs it: what `auto` takes."""
-        return self.attention._backend(self.q, self.layout()).__name__.split(".moba.")[-1].split(".")[0]
+        return self.attention.blocks.pick(self.q, self.layout(), self.topk - 1).NAME
 
     def using(self, backend: str) -> "Row":
         """These inputs for another implementation of MoBA."""

@@ -24,7 +24,7 @@ class BlockAttention:
     scale: float
     """Factor on the scores: positive, finite."""
     backend: str
-    """auto, triton, flash (composed.py) or reference."""
+    """auto, triton, composed or reference."""
     key: str
     """YAML key of `backend`, for messages."""
 
@@ -36,7 +36,7 @@ class BlockAttention:
     def empty_selection(self, selected: int, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
         """Tensors of the shapes and dtypes of `selection`'s for C = `selected`, contents undefined."""
         selected_HTC = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], selected), dtype=torch.int32)
-        backend = self._pick(q_THD, layout, selected)  # not kept: sizes may be symbolic in torch.compile's tracing
+        backend = self.pick(q_THD, layout, selected)  # not kept: sizes may be symbolic in torch.compile's tracing
         return (selected_HTC, *backend.empty_block_lists(selected_HTC, layout, kv_heads, self.block_size))
 
     def attend(
@@ -59,7 +59,8 @@ class BlockAttention:
         """
         selected = selected_HTC.shape[2]
         key = ("block backend", self, selected, q_THD.shape, q_THD.dtype, q_THD.device)
-        return layout.cached(key, lambda: self._pick(q_THD, layout, selected))
+        return layout.cached(key, lambda: self.pick(q_THD, layout, selected))
 
-    def _pick(self, q_THD: Tensor, layout: Layout, selected: int) -> Backend:
+    def pick(self, q_THD: Tensor, layout: Layout, selected: int) -> Backend:
+        """The backend for queries like these, with `selected` blocks of a query besides its own."""
         return pick_backend(self.backend, self.key, q_THD, layout, block_size=self.block_size, selected=selected)

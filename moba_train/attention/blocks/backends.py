@@ -31,6 +31,9 @@ class Backend(Protocol):
     `selected` is int32 [H, T, C]: ascending ids of history blocks, -1 behind. A selection is (selected, *block lists).
     """
 
+    NAME: str
+    """Its value in YAML."""
+
     def block_lists(self, selected_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Selection:
         """Tensors kept with the selected blocks for `attend` and `attend_backward`; often none."""
         ...
@@ -73,7 +76,8 @@ def pick_backend(wanted: str, key: str, q_THD: Tensor, layout: Layout, *, block_
     if reason := no_composed or no_triton:
         raise ValueError(f"{key}: {wanted!r} cannot run this call: {reason}; use 'auto'")
     name = _best(key, q_THD, layout, block_size, selected) if wanted == "auto" else wanted
-    return _triton() if name == "triton" else cast(Backend, {"composed": composed, "reference": reference}[name])
+    plain = {composed.NAME: composed, reference.NAME: reference}
+    return cast(Backend, plain[name]) if name in plain else _triton()
 
 
 def _triton() -> Backend:

@@ -28,6 +28,8 @@ from moba_train.attention.masked import accumulation_dtype
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection, joined_ranges
 from moba_train.attention.varlen import Segments, VarlenKernel, best_kernel, refusals
 
+NAME = "composed"
+
 _MOST_ELEMENTS = 2**30
 """The most elements of a tensor in a backward call: kernels index some of theirs, padded, with 32 bits."""
 

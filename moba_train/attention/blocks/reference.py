@@ -13,6 +13,8 @@ from moba_train.attention.blocks.geometry import block_bound, block_ids
 from moba_train.attention.masked import Mask, masked_attend, masked_attend_backward
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
 
+NAME = "reference"
+
 
 def block_lists(selected_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Selection:
     """Nothing."""

@@ -18,6 +18,8 @@ from moba_train.attention.blocks.triton.short_blocks import ShortBlocks
 from moba_train.attention.blocks.triton.tables import block_tables
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
 
+NAME = "triton"
+
 
 def block_lists(selected_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Selection:
     """(entries, starts): the lists of the rows that selected each block (lists.py), for both passes."""
