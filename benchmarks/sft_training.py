@@ -66,7 +66,7 @@ def mean_loss(model: Transformer, documents: Documents, step: int) -> Tensor:
     tokens, labels, rows = documents[step]
     weights = torch.full(rows.shape, 1 / rows.numel(), device=rows.device)
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
-        return model(tokens, documents.positions, documents.layout, (labels, rows, weights))
+        return model.loss(tokens, documents.positions, documents.layout, (labels, rows, weights)).loss
 
 
 def train(

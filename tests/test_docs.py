@@ -4,6 +4,7 @@ hold the numbers of the result files."""
 import ast
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,15 @@ def test_commands_exist(document: Path) -> None:
 def schema() -> tuple[dict[str, Any], set[str]]:
     """The recipe's JSON schema, and the name of every key in it."""
     root = RunConfig.model_json_schema()
-    sections = [root, *root["$defs"].values()]
-    return root, {"extends"} | {key for section in sections for key in section.get("properties", {})}
+    return root, {"extends", *_keys(root)}
+
+
+def _keys(node: Any) -> Iterator[str]:
+    """Every name of a property at or below a node of a JSON schema."""
+    if isinstance(node, dict):
+        yield from node.get("properties", {})
+    for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _keys(inner)
 
 
 def is_key(path: str) -> bool:

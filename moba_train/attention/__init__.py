@@ -1,6 +1,7 @@
 """Attention on one device, or on any subset of the keys.
 
 protocol   `LocalAttention` and `Layout`: all that context parallelism may know
+kind       what an attention kind owns: its options, layer, costs and place in exports
 registry   the kinds a recipe may name
 call       one attention call: the attention, its layout, its observers
 operators  attention as torch operators, and the base class of the engines that run them

@@ -54,11 +54,11 @@ def crashed_run(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
     run.recipe["telemetry"]["wandb"] = {"mode": "offline", "project": "test"}
     crashes, train_step = list(CRASHES), Trainer._step
 
-    def step(trainer: Trainer, *arguments: Any) -> None:
+    def step(trainer: Trainer, *arguments: Any) -> bool:
         if trainer.progress.step + 1 in crashes:
             crashes.remove(trainer.progress.step + 1)
             raise PowerCut
-        train_step(trainer, *arguments)
+        return train_step(trainer, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_step", step)

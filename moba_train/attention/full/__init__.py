@@ -1,6 +1,7 @@
 """Full attention: dense, causal, over packed documents.
 
-attention  the LocalAttention that a recipe's `kind: full` names
+kind       what a recipe's `kind: full` names
+attention  its LocalAttention
 calls      the kernel calls that make up the attention between two shards
 kernels    the kernels behind them
 """

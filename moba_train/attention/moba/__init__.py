@@ -3,7 +3,8 @@
 gate        mean key of each block, query . mean key, top-k with a fixed order among ties: plain PyTorch
 triton      the gate as GPU kernels
 statistics  how the selected blocks are spread
-attention   the LocalAttention that a recipe's `kind: moba` names
+kind        what a recipe's `kind: moba` names
+attention   its LocalAttention
 function    `moba_attention`, on plain tensors
 
 Attention to the selected blocks is ../blocks. Nothing here imports torch.distributed.
