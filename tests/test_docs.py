@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from guide import ROOT, anchors, blocks, check_usage, commands, links
+from test_import_directions import ORDER
 
 from benchmarks import miniatures
 from benchmarks.attention_rows import short
@@ -21,6 +22,7 @@ from moba_train.planning.plan import make_plan
 from moba_train.validation.recipe import validate
 
 README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 PACKAGES = [path.parent for name in ("moba_train", "data_tools") for path in sorted((ROOT / name).rglob("__init__.py"))]
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
@@ -65,6 +67,44 @@ def test_a_packages_docstring_lists_its_files(package: Path) -> None:
     modules |= {path.parent.name for path in package.glob("*/__init__.py")}
     listed = re.findall(r"^([a-z_]\w*) {2,}\S", docstring, re.MULTILINE)
     assert sorted(listed) == sorted(modules)
+
+
+def test_the_architecture_has_every_folder_in_the_order_of_imports() -> None:
+    told = re.findall(r"^\| `(\w+)/` \|", ARCHITECTURE.read_text(), re.MULTILINE)
+    assert told == [name for name in ORDER if (ROOT / "moba_train" / name).is_dir()]
+
+
+def source(path: str) -> Path:
+    """A file or folder that docs/architecture.md names: of the repository, or of moba_train/."""
+    inside = ROOT / "moba_train" / path
+    return inside if inside.exists() else ROOT / path
+
+
+def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+    """Functions, classes with their members (`Class.member`), and assigned names of a module or class."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield prefix + node.name
+        if isinstance(node, ast.ClassDef):
+            yield from definitions(node.body, f"{prefix}{node.name}.")
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+
+def test_the_architectures_files_exist_and_define_what_it_says() -> None:
+    """`path/file.py` (`function`, `Class.method`): the file defines both."""
+    text = ARCHITECTURE.read_text()
+    for path in re.findall(r"`([\w/]+(?:\.py|/))`", text):
+        assert source(path).exists(), path
+    defined: set[str] = set()
+    for path in sorted({name for name in re.findall(r"`([\w/]+\.py)`", text)}):
+        defined |= {f"{path} {name}" for name in definitions(ast.parse(source(path).read_text()).body)}
+    named = re.findall(r"`([\w/]+\.py)`\s\(([^)]*)\)", text)
+    pairs = [f"{path} {name}" for path, inside in named for name in re.findall(r"`([A-Za-z_][\w.]*)`", inside)]
+    assert len(pairs) > 50
+    assert [pair for pair in pairs if pair not in defined] == []
+    anywhere = {pair.partition(" ")[2] for pair in defined}
+    assert [name for name in re.findall(r"`([A-Z]\w+(?:\.\w+)*)`", text) if name not in anywhere] == []
 
 
 @documents
