@@ -97,7 +97,7 @@ def test_the_architectures_files_exist_and_define_what_it_says() -> None:
     for path in re.findall(r"`([\w/]+(?:\.py|/))`", text):
         assert source(path).exists(), path
     defined: set[str] = set()
-    for path in sorted({name for name in re.findall(r"`([\w/]+\.py)`", text)}):
+    for path in sorted(set(re.findall(r"`([\w/]+\.py)`", text))):
         defined |= {f"{path} {name}" for name in definitions(ast.parse(source(path).read_text()).body)}
     named = re.findall(r"`([\w/]+\.py)`\s\(([^)]*)\)", text)
     pairs = [f"{path} {name}" for path, inside in named for name in re.findall(r"`([A-Za-z_][\w.]*)`", inside)]

@@ -103,7 +103,8 @@ def test_the_real_commands_of_the_guide_are_what_the_programs_take(monkeypatch: 
     for row in rows:
         values = [cell.strip() for cell in row.split("|")]
         assert re.search(r"[│ ]+".join(map(re.escape, values)), first_of_continue), values
-    assert "116.59" in plans[plans.index(first_of_continue) + 1]
+    on_one_node = plans[plans.index(first_of_continue) + 1]
+    assert all(memory in on_one_node for memory in ("116.59", "122.56"))
 
 
 def test_the_blend_in_the_guide_is_that_of_the_recipe() -> None:

@@ -1,7 +1,8 @@
 """Attention as torch custom operators: one forward, one backward, for every engine and every kind.
 
-An engine hands over tensors and two handles; the operators find the attention and the engine by these handles and call
-`OperatorEngine.forward` or `OperatorEngine.backward`. An attention is given tensors whose last dimension is contiguous,
+An engine hands over tensors and two handles (`protocol.OperatorHandles`). The operators find the attention and the
+engine by these handles, and control continues in the engine's `forward` or `backward`: in local.py on one device, in
+parallel/context/engine.py under context parallelism. An attention is given tensors whose last dimension is contiguous,
 on the current device, and computes in their dtypes without autocast; its results come back contiguous.
 
 torch.compile keeps operators whole, and activation checkpointing can keep their results: a recomputed forward pass then
@@ -156,6 +157,7 @@ def _(
     engine: str,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     layout = Layout(cu_seqlens, max_seqlen, total, cu_seqlens_cpu=cu_seqlens_cpu)
+    # Shapes alone, for torch.compile's tracing: continues in the engine's `empty_selection`, in the same two files.
     selection = ENGINES[engine].empty_selection(q, k, AttentionCall(ATTENTIONS[attention], layout))
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype), list(selection)
@@ -179,7 +181,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     with _on_the_tensors_device(q):
         layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
-        running = ENGINES[engine]  # continues in its `backward`
+        running = ENGINES[engine]  # continues in its `backward`: attention/local.py or parallel/context/engine.py
         call = running.call(ATTENTIONS[attention], layout)
         dq, dk, dv = running.backward(BackwardState(dout, q, k, v, out, lse), tuple(selection), call)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
@@ -202,7 +204,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _gradients(ctx: Any, dout: Tensor, *_others: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *selection = ctx.saved_tensors
-    where = (cu_seqlens, cu_seqlens_cpu, *ctx.rest)
+    where = (cu_seqlens, cu_seqlens_cpu, *ctx.rest)  # ends with the handles, by which the operator below goes on
     grads = _attention_backward(dout.contiguous(), q, k, v, out, lse, list(selection), *where)
     return (*grads, *[None] * len(where))
 
