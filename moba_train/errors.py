@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend.
+"""Errors that users can correct.
 
 Each carries a message that names the key or file, what was found there and what is allowed. The command-line entry
 points print the message without a traceback and exit with code 2; any other exception is a bug of ours and keeps its
