@@ -59,9 +59,11 @@ def plan(
         float | None,
         typer.Option(min=1.0, help="dense bf16 peak of one GPU; default: this machine's GPU, else an H100's"),
     ] = None,
-    mfu: Annotated[float, typer.Option(min=0.01, max=1.0, help="share of the peak that is reached")] = 0.4,
+    mfu: Annotated[float, typer.Option(min=0.01, max=1.0, help="fraction of the peak that is reached")] = 0.4,
 ) -> None:
-    """Check a recipe and say what it costs: parameters, FLOPs, memory, communication, time."""
+    """Check a recipe and say what it costs: parameters, FLOPs, memory, communication, time.
+
+    FLOPs are counted by the documents of the corpora where these are on disk, else by one document per sequence."""
     from rich.console import Console
 
     from moba_train.config.load import load_config

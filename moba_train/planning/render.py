@@ -21,8 +21,11 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"{plan.world_size} GPUs: {', then '.join(layouts)}; "
         f"time at {plan.peak_tflops:g} TFLOP/s peak and {plan.mfu:.0%} utilisation"
     )
-    for table in (_parameters(plan), _stages(plan), _flops(plan), _memory(plan)):
-        console.print(table)
+    console.print(_parameters(plan))
+    console.print(_stages(plan))
+    console.print(_flops(plan))
+    console.print(f"real FLOPs count {_documents(plan)}", soft_wrap=True)
+    console.print(_memory(plan))
     if any(item.context for item in plan.stages):
         console.print(_context(plan))
     for item in plan.stages:
@@ -112,6 +115,14 @@ def _flops(plan: Plan) -> Table:
             "real / dense": lambda item: f"{item.real_flops / item.dense_flops:.3f}",
         },
     )
+
+
+def _documents(plan: Plan) -> str:
+    """Origin of the document lengths: once if all stages have the same, else by stage."""
+    sources = {item.stage.name: item.documents.source for item in plan.stages}
+    if len(set(sources.values())) == 1:
+        return next(iter(sources.values()))
+    return "; ".join(f"{name}: {source}" for name, source in sources.items())
 
 
 def _memory(plan: Plan) -> Table:

@@ -147,6 +147,7 @@ def test_the_tables_show_every_stage_and_part():
         "29 moba, 3 full",
         "1,048,576",
         "dense causal",
+        "real FLOPs count one document per sequence: corpora not found",
         "activations",
         "hours",
     ):
