@@ -1,8 +1,9 @@
 """`moba-train`: parses, calls, prints. Imports what a command needs inside it, so that `--help` starts at once."""
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -20,8 +21,11 @@ Checkpoint = Annotated[
 ]
 
 
+Choice = TypeVar("Choice", bound=StrEnum)
+
+
 class Dtype(StrEnum):
-    """Of exported weights."""
+    """Element types of exported weights."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -134,12 +138,24 @@ class EvaluatedAttention(StrEnum):
     both = "both"
 
 
-def _parse_attention(text: str) -> EvaluatedAttention:
-    if text == "moba":
-        raise typer.BadParameter("'moba' is called own now: --attention own")
-    if text not in list(EvaluatedAttention):
-        raise typer.BadParameter(f"given {text!r}; allowed: {', '.join(EvaluatedAttention)}")
-    return EvaluatedAttention(text)
+class DecodeAttention(StrEnum):
+    """Values of `generate --decode`."""
+
+    full = "full"
+    own = "own"
+
+
+def _attention_parser(choices: type[Choice], option: str) -> Callable[[str], Choice]:
+    """A parser of `option` that accepts `choices` and tells the new name of a former value."""
+
+    def parse(text: str) -> Choice:
+        if text == "moba":
+            raise typer.BadParameter(f"'moba' is called own now: {option} own")
+        if text not in list(choices):
+            raise typer.BadParameter(f"given {text!r}; allowed: {', '.join(choices)}")
+        return choices(text)
+
+    return parse
 
 
 @app.command(name="eval")
@@ -148,7 +164,7 @@ def evaluate(
     attention: Annotated[
         EvaluatedAttention,
         typer.Option(
-            parser=_parse_attention,
+            parser=_attention_parser(EvaluatedAttention, "--attention"),
             metavar="own|full|both",
             help="own: the stage's attention or, where all its layers are full, the recipe's; full: full in all layers",
         ),
@@ -202,7 +218,14 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token")] = 0.8,
     top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens that make up this probability")] = 0.95,
     seed: Annotated[int, typer.Option(help="the same seed gives the same text")] = 0,
-    decode: Annotated[str, typer.Option(help="attention of new tokens: full, or the layers' own (moba)")] = "full",
+    decode: Annotated[
+        DecodeAttention,
+        typer.Option(
+            parser=_attention_parser(DecodeAttention, "--decode"),
+            metavar="full|own",
+            help="attention of new tokens: full, or each layer's own attention kind",
+        ),
+    ] = DecodeAttention.full,
 ) -> None:
     """Continue a prompt. The prompt is read with each layer's own attention."""
     import torch
@@ -226,7 +249,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
-        decode=decode,
+        decode=decode.value,
     )
     for piece in text:
         typer.echo(piece, nl=False)
