@@ -1,4 +1,4 @@
-"""A recipe's plan: layout, parameters, and for each stage its FLOPs, memory, communication and time."""
+"""Plan of a recipe: layout, parameters, and the FLOPs, memory, communication and time of each stage."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class ContextPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one stage costs. FLOPs are per token, forward and backward."""
+    """Cost of one stage. FLOPs are per token, forward and backward."""
 
     stage: Stage
     mesh: MeshSizes
@@ -46,24 +46,24 @@ class StagePlan:
     """Documents whose attention `real_flops` counts."""
     memory: Memory
     context: ContextPlan | None
-    """None where no sequence is shared."""
+    """None without context parallelism."""
     tensor_seconds: float
-    """Communication of tensor parallelism in one optimizer step, none of it hidden."""
+    """Seconds that tensor parallelism communicates in one optimizer step; nothing overlaps with it."""
     accumulation: int
     """Micro-batches per rank and optimizer step."""
     seconds: float
-    """Time of the whole stage at the plan's rate, counted by the real FLOPs, the communication of context parallelism
-    that attention cannot hide, and that of tensor parallelism."""
+    """Time of the stage: real FLOPs at the plan's rate, the communication of context parallelism that attention cannot
+    overlap, and that of tensor parallelism."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of the stage, whole steps; with an exit criterion, the most there can be, and so for the time."""
+        """Tokens of all optimizer steps; with an exit criterion the maximum, which `seconds` counts as well."""
         return self.stage.end_token - self.stage.first_token
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe costs on `world_size` GPUs of `peak_tflops`, used at `mfu` (counted by the real FLOPs)."""
+    """Cost of a recipe on `world_size` GPUs of `peak_tflops`, at a utilisation of `mfu` (by the real FLOPs)."""
 
     world_size: int
     ranks_per_node: int
