@@ -1,8 +1,9 @@
 """`moba-train`: parses, calls, prints. Imports what a command needs inside it, so that `--help` starts at once."""
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -20,8 +21,11 @@ Checkpoint = Annotated[
 ]
 
 
+Choice = TypeVar("Choice", bound=StrEnum)
+
+
 class Dtype(StrEnum):
-    """Of exported weights."""
+    """Element types of exported weights."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -34,7 +38,7 @@ def train(
     overrides: Overrides = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="ranks on this machine; default: all its GPUs")] = None,
     restarts: Annotated[
-        int, typer.Option(min=0, help="starts after a failure; each goes on from the newest checkpoint")
+        int, typer.Option(min=0, help="starts after a failure; each continues from the newest checkpoint")
     ] = 0,
 ) -> None:
     """Train on this machine: torchrun with one rank per GPU. For several nodes see launch/multinode.sh."""
@@ -59,9 +63,11 @@ def plan(
         float | None,
         typer.Option(min=1.0, help="dense bf16 peak of one GPU; default: this machine's GPU, else an H100's"),
     ] = None,
-    mfu: Annotated[float, typer.Option(min=0.01, max=1.0, help="share of the peak that is reached")] = 0.4,
+    mfu: Annotated[float, typer.Option(min=0.01, max=1.0, help="fraction of the peak that is reached")] = 0.4,
 ) -> None:
-    """Check a recipe and say what it costs: parameters, FLOPs, memory, communication, time."""
+    """Check a recipe and say what it costs: parameters, FLOPs, memory, communication, time.
+
+    FLOPs are counted by the documents of the corpora where these are on disk, else by one document per sequence."""
     from rich.console import Console
 
     from moba_train.config.load import load_config
@@ -132,12 +138,24 @@ class EvaluatedAttention(StrEnum):
     both = "both"
 
 
-def _parse_attention(text: str) -> EvaluatedAttention:
-    if text == "moba":
-        raise typer.BadParameter("'moba' is called own now: --attention own")
-    if text not in list(EvaluatedAttention):
-        raise typer.BadParameter(f"given {text!r}; allowed: {', '.join(EvaluatedAttention)}")
-    return EvaluatedAttention(text)
+class DecodeAttention(StrEnum):
+    """Values of `generate --decode`."""
+
+    full = "full"
+    own = "own"
+
+
+def _attention_parser(choices: type[Choice], option: str) -> Callable[[str], Choice]:
+    """A parser of `option` that accepts `choices` and tells the new name of a former value."""
+
+    def parse(text: str) -> Choice:
+        if text == "moba":
+            raise typer.BadParameter(f"'moba' is called own now: {option} own")
+        if text not in list(choices):
+            raise typer.BadParameter(f"given {text!r}; allowed: {', '.join(choices)}")
+        return choices(text)
+
+    return parse
 
 
 @app.command(name="eval")
@@ -146,7 +164,7 @@ def evaluate(
     attention: Annotated[
         EvaluatedAttention,
         typer.Option(
-            parser=_parse_attention,
+            parser=_attention_parser(EvaluatedAttention, "--attention"),
             metavar="own|full|both",
             help="own: the stage's attention or, where all its layers are full, the recipe's; full: full in all layers",
         ),
@@ -161,7 +179,7 @@ def evaluate(
     ] = None,
     sequences: Annotated[int | None, typer.Option(min=2, help="loss by position: samples of long documents")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
-    cp: Annotated[int | None, typer.Option(min=1, help="ranks that share a sequence; default: the stage's")] = None,
+    cp: Annotated[int | None, typer.Option(min=1, help="context-parallel ranks; default: the stage's")] = None,
     output: Annotated[Path | None, typer.Option(help="folder for evaluation.json and plots")] = None,
 ) -> None:
     """Evaluate on the recipe's held-out text, also by position, with own and full attention on the same weights."""
@@ -184,7 +202,7 @@ def inspect_spike(
     step: Annotated[int | None, typer.Option(help="default: the newest dump")] = None,
     documents: Annotated[int, typer.Option(min=0, help="how many documents of the batch to show")] = 10,
 ) -> None:
-    """Show what was written down at a loss spike: numbers, and the documents of the batch, highest loss first."""
+    """Show what was recorded at a loss spike: numbers, and the documents of the batch, highest loss first."""
     from rich.console import Console
 
     from moba_train.health.inspect import print_spike
@@ -199,8 +217,15 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token")] = 0.8,
     top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens that make up this probability")] = 0.95,
-    seed: Annotated[int, typer.Option(help="the same seed gives the same text")] = 0,
-    decode: Annotated[str, typer.Option(help="attention of new tokens: full, or the layers' own (moba)")] = "full",
+    seed: Annotated[int, typer.Option(help="equal seeds give equal text")] = 0,
+    decode: Annotated[
+        DecodeAttention,
+        typer.Option(
+            parser=_attention_parser(DecodeAttention, "--decode"),
+            metavar="full|own",
+            help="attention of new tokens: full, or each layer's own attention kind",
+        ),
+    ] = DecodeAttention.full,
 ) -> None:
     """Continue a prompt. The prompt is read with each layer's own attention."""
     import torch
@@ -224,14 +249,14 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
-        decode=decode,
+        decode=decode.value,
     )
-    for piece in text:
-        typer.echo(piece, nl=False)
+    for addition in text:
+        typer.echo(addition, nl=False)
     typer.echo()
 
 
-convert = command_group("Between checkpoints of ours and Hugging Face folders (Llama, Qwen2, Qwen3, SmolLM2).")
+convert = command_group("Convert between our checkpoints and Hugging Face folders (Llama, Qwen2, Qwen3, SmolLM2).")
 app.add_typer(convert, name="convert")
 
 
@@ -239,11 +264,15 @@ app.add_typer(convert, name="convert")
 def moba_to_hf(
     checkpoint: Checkpoint,
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],
-    dtype: Annotated[Dtype, typer.Option(help="of the weights written; ours are float32")] = Dtype.bfloat16,
-    shard_gib: Annotated[float, typer.Option(min=0.001, help="GiB of one file at most, and of memory")] = 4.0,
+    dtype: Annotated[
+        Dtype, typer.Option(help="element type of the written weights; checkpoints hold float32")
+    ] = Dtype.bfloat16,
+    shard_gib: Annotated[
+        float, typer.Option(min=0.001, help="largest size of a file in GiB; as much memory is needed")
+    ] = 4.0,
 ) -> None:
-    """Write a checkpoint as safetensors, config.json and tokenizer. Its `moba` entry tells how each layer attends;
-    who ignores it has an ordinary model with full attention."""
+    """Write a checkpoint as safetensors, config.json and tokenizer. The `moba` entry of config.json gives each
+    layer's attention; software that ignores it has an ordinary model with full attention."""
     import torch
 
     from moba_train.convert.hf_export import export_to_hf
@@ -268,7 +297,7 @@ def hf_to_moba(
 
 @app.command()
 def env() -> None:
-    """Report versions, GPUs and optional packages, with what to install where something is missing."""
+    """Report versions, GPUs and optional packages, with a command to install what is missing."""
     from rich.console import Console
 
     from moba_train.environment import print_environment

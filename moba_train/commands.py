@@ -1,4 +1,4 @@
-"""What the command-line programs share. Imports nothing heavy, so that `--help` answers at once."""
+"""Common parts of the command-line programs. Imports nothing heavy, so that `--help` answers at once."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def parse_length(text: str) -> int:
 
 
 def command_group(help_text: str) -> typer.Typer:
-    """A program made of commands."""
+    """A command-line program that consists of commands."""
     return typer.Typer(
         cls=_Commands, help=help_text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
     )

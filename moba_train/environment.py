@@ -1,4 +1,4 @@
-"""What this machine offers: versions, GPUs, and the optional packages, probed by what they can do, not by name."""
+"""Versions, GPUs and optional packages of this machine. A package is probed by importing the features that we use."""
 
 import importlib
 import importlib.metadata
@@ -15,7 +15,7 @@ from moba_train import __version__
 
 @dataclass(frozen=True)
 class OptionalPackage:
-    """A distribution's name, the (module, attribute) pairs that we would use, and how to install it."""
+    """A distribution's name, the (module, attribute) pairs that we use, and how to install it."""
 
     name: str
     features: tuple[tuple[str, str], ...]
@@ -26,7 +26,7 @@ OPTIONAL_PACKAGES = (
     OptionalPackage(
         "flash-attn", (("flash_attn", "flash_attn_varlen_func"),), "pip install flash-attn --no-build-isolation"
     ),
-    # Pre-releases only, in the same name space as flash-attn; what it compiles with, as it ran here.
+    # Has only pre-releases, which share the namespace of flash-attn. The pinned packages are those it was tested with.
     OptionalPackage(
         "flash-attn-4",
         (("flash_attn.cute.interface", "_flash_attn_fwd"), ("flash_attn.cute.interface", "_flash_attn_bwd")),
@@ -54,7 +54,7 @@ OPTIONAL_PACKAGES = (
 
 
 def probe(package: OptionalPackage) -> str | None:
-    """Why `package` cannot be used, None when it can: every feature is imported and looked up."""
+    """Reason why `package` cannot be used, None if it can. Imports every module and looks up every attribute."""
     for module, attribute in package.features:
         try:
             getattr(importlib.import_module(module), attribute)

@@ -1,17 +1,17 @@
 """Errors that users can correct.
 
 Each carries a message that names the key or file, what was found there and what is allowed. The command-line entry
-points print the message without a traceback and exit with code 2; any other exception is a bug of ours and keeps its
-traceback.
+points print the message without a traceback and exit with code 2; any other exception is a bug of this package and
+keeps its traceback.
 """
 
 
 class UserError(Exception):
-    """Something outside the program is wrong: a recipe, a file, the machine. `str()` is the whole story."""
+    """Something outside the program is wrong: a recipe, a file, the machine. `str()` is the complete message."""
 
 
 class ConfigError(UserError):
-    """The recipe cannot be used. `problems` holds every one found, not only the first."""
+    """The recipe cannot be used. `problems` holds all problems found, not only the first."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
@@ -32,7 +32,7 @@ class LaunchError(UserError):
 
 
 class CommunicationError(UserError):
-    """Other ranks did not answer in time, or are gone."""
+    """Other ranks did not answer in time, or have ended."""
 
 
 class TrainingError(UserError):

@@ -23,7 +23,7 @@ from moba_train.validation.recipe import validate
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train a recipe. Returns the exit code: 0 trained to the end or stopped as asked, 2 a mistake of the user."""
+    """Train a recipe. Returns the exit code: 0 if training ended or stopped as asked, 2 for a UserError."""
     parser = argparse.ArgumentParser(prog="python -m moba_train.train", description=__doc__)
     parser.add_argument("recipe", help="YAML recipe")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the recipe's")
@@ -35,10 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", 0))
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank}] %(levelname)s %(message)s")
     try:
-        # Every rank finds the same faults in the recipe, so only the first one reports them.
+        # Every rank finds the same problems in the recipe, so only rank 0 reports them.
         try:
             config = load_config(given.recipe, given.overrides)
-            ranks, per_node = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+            ranks = int(os.environ.get("WORLD_SIZE", 1))
+            per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             validate(config, ranks, check_files=True, ranks_per_node=per_node)
         except UserError as error:
             if rank == 0:
@@ -60,7 +61,7 @@ def _train(config: RunConfig, world: World, stop_at_step: int | None) -> None:
     with run_folder_lock(Path(config.run_dir), world):
         finished = Trainer(config, world, stop_at_step).run()
     if world.is_main and not finished:
-        print("stopped as asked; the same command goes on from here", flush=True)
+        print("stopped as asked; the same command continues from here", flush=True)
 
 
 if __name__ == "__main__":

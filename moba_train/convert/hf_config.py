@@ -27,7 +27,7 @@ _SAME = {
     "norm_eps": "rms_norm_eps",
     "init_std": "initializer_range",
 }
-"""Our key: theirs."""
+"""Keys with equal values: ours, then the one of config.json."""
 _REFUSED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -35,22 +35,22 @@ _REFUSED = {
     "use_sliding_window": False,
     "quantization_config": None,
 }
-"""Their key: the only value that our Transformer knows."""
+"""Keys of config.json, and the only value that our Transformer implements."""
 
 
 def read_model_config(folder: Path) -> ModelConfig:
     """The `model` section for the Hugging Face model in `folder`.
 
-    Raises CheckpointError, naming the key, for a model that our Transformer cannot be.
+    Raises CheckpointError, naming the key, for a model that our Transformer does not implement.
     """
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        kind = config["model_type"]
+        model_type = config["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: is not a Hugging Face model's config ({error!r})") from error
-    if kind not in _ARCHITECTURES:
-        raise CheckpointError(f"{path}: model_type is {kind!r}, allowed: {', '.join(_ARCHITECTURES)}")
+    if model_type not in _ARCHITECTURES:
+        raise CheckpointError(f"{path}: model_type is {model_type!r}, allowed: {', '.join(_ARCHITECTURES)}")
     for key, allowed in _REFUSED.items():
         if config.get(key, allowed) != allowed:
             raise CheckpointError(f"{path}: {key} is {config[key]!r}, allowed: {allowed!r}")
@@ -59,12 +59,12 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{path}: layer_types has {sliding[0]!r}, allowed: full_attention")
     values = {ours: config[theirs] for ours, theirs in _SAME.items() if config.get(theirs) is not None}
     values.setdefault("kv_heads", values.get("heads"))
-    values.setdefault("norm_eps", 1e-6)  # theirs; ours is another
+    values.setdefault("norm_eps", 1e-6)  # the default of Hugging Face, not ours
     values |= {
-        "head_dim": config.get("head_dim", 128 if kind == "qwen3" else None),
+        "head_dim": config.get("head_dim", 128 if model_type == "qwen3" else None),
         "tie_embeddings": config.get("tie_word_embeddings", False),
-        "qkv_bias": kind == "qwen2",
-        "qk_norm": kind == "qwen3",
+        "qkv_bias": model_type == "qwen2",
+        "qk_norm": model_type == "qwen3",
     }
     try:
         return ModelConfig.model_validate(values | {"rope": read_rope(config)})
@@ -81,10 +81,10 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
     """
     if model.qk_norm and model.qkv_bias:
         raise CheckpointError("model.qk_norm and model.qkv_bias: both given; Hugging Face has no such architecture")
-    kind = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+    model_type = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
     return {
-        "architectures": [_ARCHITECTURES[kind]],
-        "model_type": kind,
+        "architectures": [_ARCHITECTURES[model_type]],
+        "model_type": model_type,
         **{theirs: getattr(model, ours) for ours, theirs in _SAME.items()},
         "head_dim": model.head_width,
         "hidden_act": "silu",
@@ -98,7 +98,7 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
 
 
 def read_layers(folder: Path) -> dict[str, Any]:
-    """The `attention` section: as the `moba` entry of config.json says, if there is one, else full in all layers."""
+    """The `attention` section of a recipe: the layers of config.json's `moba` entry, else full attention."""
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     entries = (config.get("moba") or {}).get("layers", [])
     head_width = read_model_config(folder).head_width
@@ -107,7 +107,7 @@ def read_layers(folder: Path) -> dict[str, Any]:
 
 
 def parse_layer(entry: dict[str, Any]) -> LayerAttention:
-    """The inverse of `AttentionKind.export_entry`. Raises CheckpointError for an entry that is none."""
+    """Attention of a layer from its entry by `AttentionKind.export_entry`. Raises CheckpointError for other entries."""
     try:
         options = KINDS[entry["kind"]].Options
         return LayerAttention(
@@ -116,4 +116,6 @@ def parse_layer(entry: dict[str, Any]) -> LayerAttention:
     except ValidationError as error:
         raise CheckpointError(f"{CONFIG}: moba.layers: {'; '.join(explain(error, options))}") from None
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{CONFIG}: moba.layers: {entry!r} names none of the kinds {', '.join(KINDS)}") from error
+        raise CheckpointError(
+            f"{CONFIG}: moba.layers: {entry!r} is no entry of the kinds {', '.join(KINDS)}"
+        ) from error

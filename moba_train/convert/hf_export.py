@@ -1,4 +1,4 @@
-"""A checkpoint of ours as a Hugging Face folder, a tensor at a time."""
+"""Export of a checkpoint to a Hugging Face folder, a tensor at a time."""
 
 import json
 import shutil
@@ -27,11 +27,11 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     """Write `output`, a Hugging Face folder with the model of a checkpoint.
 
     Holds the tensors of one file of at most `shard_bytes`. RoPE, sequence length and attention are those of the stage
-    the checkpoint was in; config.json keeps the attention of every layer under `moba`, and to whoever ignores that it
-    is an ordinary Llama, Qwen2 or Qwen3 with full attention. The tokenizer's files come along.
+    the checkpoint was in; config.json keeps the attention of every layer under `moba`; software that ignores the
+    entry sees an ordinary Llama, Qwen2 or Qwen3 with full attention. The tokenizer's files are copied.
 
     Raises CheckpointError when `output` is not empty, no Hugging Face architecture has the model's shape, an attention
-    kind would lose something, or the checkpoint has a byte that is not as it was written.
+    kind would lose something, or a byte of the checkpoint has changed since it was written.
     """
     checkpoint, config, stage = saved
     contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."))
@@ -48,12 +48,12 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
             shutil.copyfile(file, output / file.name)
         contents |= _special_tokens(output)
     write_safetensors(output, _tensors(checkpoint, config.model, dtype), shard_bytes)
-    # Last: without it the folder is no model.
+    # Written last: a folder without it is not read as a model.
     (output / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
 def _export_problems(config: RunConfig, kinds: Sequence[AttentionKind]) -> list[str]:
-    """What would be lost: of the stage's kinds, and parameters that kinds of other stages left in the model."""
+    """Losses of an export: what kinds of the stage would lose, and parameters of kinds that only other stages use."""
     problems = dict.fromkeys(kind.export_problem(config.model) for kind in kinds)
     active = {kind.name for kind in kinds}
     for name, parameters in kind_parameter_sizes(config).items():
@@ -70,7 +70,7 @@ def _tensors(checkpoint: Path, model: ModelConfig, dtype: torch.dtype) -> Iterat
 
 
 def _special_tokens(folder: Path) -> dict[str, int]:
-    """Ids that transformers' generation looks for in config.json, from the generation_config.json that came along."""
+    """Ids that transformers reads from config.json to generate, from the generation_config.json that was copied."""
     try:
         generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a checkpoint of ours, a tensor at a time, with a recipe to extend."""
+"""Import of a Hugging Face folder as a checkpoint, a tensor at a time, with a recipe to extend."""
 
 import json
 import shutil
@@ -30,10 +30,12 @@ def import_from_hf(folder: Path, output: Path) -> None:
     """Write `output`: a checkpoint (float32, without optimizer state) of the model in `folder`, its tokenizer, and
     recipe.yaml, to be extended by a run.
 
-    Holds one tensor at a time. Raises CheckpointError when the model is none of ours or `output` is not empty.
+    Holds one tensor at a time. Raises CheckpointError when our Transformer does not implement the model or
+    `output` is not empty.
     """
     model = read_model_config(folder)
-    shapes, files = parameter_shapes(model), SafetensorsFolder(folder)
+    shapes = parameter_shapes(model)
+    files = SafetensorsFolder(folder)
     check_hf_weights(shapes, files)
     if output.exists() and any(output.iterdir()):
         raise CheckpointError(f"{output}: is not empty; give a new folder")
@@ -52,7 +54,7 @@ def import_from_hf(folder: Path, output: Path) -> None:
 
 
 def _recipe(folder: Path, output: Path, model: ModelConfig) -> RunConfig:
-    """recipe.yaml: what the folder says about a run. Where the corpora are it does not, so these are to be replaced."""
+    """Write recipe.yaml from what the folder says about a run, and return the recipe. Its corpora are placeholders."""
     length = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("max_position_embeddings", 4096)
     recipe: dict[str, Any] = {
         "name": output.name,
@@ -65,15 +67,15 @@ def _recipe(folder: Path, output: Path, model: ModelConfig) -> RunConfig:
         "stages": [{"name": "imported", "seq_len": length, "tokens": length}],
     }
     if (output / "tokenizer.json").is_file() or (output / "tokenizer.model").is_file():
-        kind = "json" if (output / "tokenizer.json").is_file() else "model"
-        recipe["data"]["tokenizer"] = str(output / f"tokenizer.{kind}")
+        suffix = "json" if (output / "tokenizer.json").is_file() else "model"
+        recipe["data"]["tokenizer"] = str(output / f"tokenizer.{suffix}")
     text = yaml.safe_dump(recipe, sort_keys=False)
     (output / RECIPE).write_text(f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
     return RunConfig.model_validate(recipe)
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):
-    """Plans from shapes alone, and reads each tensor when its turn to be written comes."""
+    """Save planner that needs only shapes to plan a save, and reads each tensor when it is written."""
 
     def __init__(self, files: SafetensorsFolder) -> None:
         super().__init__()

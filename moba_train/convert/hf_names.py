@@ -1,11 +1,11 @@
-"""What a parameter of `model.transformer.Transformer` is called in Hugging Face's Llama, Qwen2 and Qwen3.
+"""Names that Hugging Face's Llama, Qwen2 and Qwen3 give to the parameters of `model.transformer.Transformer`.
 
-The tensors are the same, shape for shape: rotary embeddings turn halves on both sides, so nothing is permuted.
+The tensors are equal: rotary embeddings pair the two halves of a head on both sides, so nothing is permuted.
 """
 
 import re
 
-_WHOLE = {
+_OUTSIDE_BLOCKS = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
@@ -24,4 +24,4 @@ def hf_name(name: str) -> str:
     if match := _BLOCK.fullmatch(name):
         layer, part, rest = match.groups()
         return f"model.layers.{layer}.{_IN_BLOCK[part]}.{rest}"
-    return _WHOLE[name]
+    return _OUTSIDE_BLOCKS[name]

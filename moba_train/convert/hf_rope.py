@@ -1,4 +1,4 @@
-"""Rotary embeddings in a Hugging Face `config.json` and in ours: the kinds that both have."""
+"""Rotary embeddings of a Hugging Face `config.json` and of our `model.rope`."""
 
 from typing import Any
 
@@ -7,30 +7,31 @@ from moba_train.errors import CheckpointError
 from moba_train.model.rope import attention_factor
 
 _TURNS = {"yarn": ("beta_fast", "beta_slow"), "llama3": ("high_freq_factor", "low_freq_factor")}
-"""Their names of our `beta_fast` and `beta_slow`."""
+"""Keys of our `beta_fast` and `beta_slow` in config.json, by rope type."""
 
 
 def read_rope(config: dict[str, Any]) -> RopeConfig:
-    """`rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before.
+    """Rotary embedding of a `config.json`: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling`.
 
-    Raises CheckpointError for a kind that we do not have; KeyError and ValidationError for values that are none.
+    Raises CheckpointError for a rope type that we do not have; KeyError and ValidationError for unusable values.
     """
     values = {"rope_theta": config.get("rope_theta", 10_000.0)}
     values |= config.get("rope_scaling") or {}
     values |= config.get("rope_parameters") or {}
-    kind, theta = values.get("rope_type", values.get("type", "default")), values["rope_theta"]
+    rope_type = values.get("rope_type", values.get("type", "default"))
+    theta = values["rope_theta"]
     if values.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(f"partial_rotary_factor is {values['partial_rotary_factor']!r}, allowed: 1.0")
-    if kind == "default":
+    if rope_type == "default":
         return RopeConfig(theta=theta)
-    if kind == "linear":
+    if rope_type == "linear":
         return RopeConfig(kind="pi", theta=theta, factor=values["factor"])
-    if kind not in _TURNS:
-        raise CheckpointError(f"rope_type is {kind!r}, allowed: default, linear, {', '.join(_TURNS)}")
-    fast, slow = (values.get(name) for name in _TURNS[kind])
+    if rope_type not in _TURNS:
+        raise CheckpointError(f"rope_type is {rope_type!r}, allowed: default, linear, {', '.join(_TURNS)}")
+    fast, slow = (values.get(name) for name in _TURNS[rope_type])
     original = values.get("original_max_position_embeddings", config.get("max_position_embeddings"))
     rope = RopeConfig(
-        kind=kind,
+        kind=rope_type,
         theta=theta,
         factor=values["factor"],
         original_seq_len=original,
@@ -38,16 +39,16 @@ def read_rope(config: dict[str, Any]) -> RopeConfig:
         **({} if slow is None else {"beta_slow": slow}),
     )
     temperature = values.get("attention_factor")
-    if kind == "yarn" and temperature is not None and abs(temperature - attention_factor(rope)) > 1e-6:
+    if rope_type == "yarn" and temperature is not None and abs(temperature - attention_factor(rope)) > 1e-6:
         raise CheckpointError(f"attention_factor is {temperature}, allowed: {attention_factor(rope)} or none")
     for key, allowed in {"mscale": None, "mscale_all_dim": None, "truncate": True}.items():
-        if kind == "yarn" and values.get(key, allowed) != allowed:
+        if rope_type == "yarn" and values.get(key, allowed) != allowed:
             raise CheckpointError(f"{key} is {values[key]!r} in a yarn embedding, allowed: {allowed}")
     return rope.model_copy(update={"beta_fast": rope.fast_turns})
 
 
 def hf_rope(rope: RopeConfig) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, which every version of transformers reads."""
+    """`rope_theta` and `rope_scaling` of a `config.json`, which every version of transformers reads."""
     if rope.kind == "pi":
         return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": "linear", "factor": rope.factor}}
     if rope.kind not in _TURNS:

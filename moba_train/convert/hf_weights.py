@@ -18,7 +18,7 @@ from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
 
 _DERIVED = ("rotary_emb.inv_freq",)
-"""What old files hold besides weights: it follows from the config."""
+"""Endings of tensors in old files that are not weights: their values follow from the config."""
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def load_hf_weights(model: nn.Module, folder: Path) -> None:
     """Fill the parameters of a `Transformer`, plain tensors or DTensors, from the Hugging Face model in `folder`.
 
     Parameters of attention kinds, which no such model has, keep their values. Each rank reads the bytes of its own
-    shards and nothing else, one tensor after the other, and needs no other rank.
+    shards only, one tensor after the other, without communication.
     Raises CheckpointError with every tensor that is missing, superfluous or of another shape.
     """
     state: dict[str, Any] = get_model_state_dict(model)
@@ -69,6 +69,6 @@ def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFo
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the model, by our names."""
+    """Shape of every parameter of the model, by our names."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}

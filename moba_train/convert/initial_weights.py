@@ -1,4 +1,4 @@
-"""Where a new run's weights come from: `init_from`, a Hugging Face folder or a checkpoint of ours."""
+"""Initial weights of a new run, `init_from`: a Hugging Face folder or a checkpoint."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,8 +38,8 @@ def load_initial_weights(model: Transformer, folder: Path) -> None:
 
     Parameters of attention kinds that the folder's model does not have keep their initial values.
 
-    Raises CheckpointError when the folder's model is another one, or a checkpoint of ours has a byte that is not as it
-    was written.
+    Raises CheckpointError when the folder's model differs from `model`, or a byte of the checkpoint has changed since
+    it was written.
     """
     if problems := list(model_differences(model.config, folder)):
         raise CheckpointError("\n".join(problems))
@@ -51,7 +51,7 @@ def load_initial_weights(model: Transformer, folder: Path) -> None:
 
 
 def initial_problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with `init_from`, for a run that has not begun; one that has goes on from its own checkpoints."""
+    """Problems of `init_from` in a run that has no checkpoints yet; a resumed run does not read it."""
     if config.init_from is None or (Path(config.run_dir) / "checkpoints").exists():
         return
     try:
@@ -61,7 +61,7 @@ def initial_problems(config: RunConfig) -> Iterator[str]:
 
 
 def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
-    """Every key in which the recipe's `model` is not the model that `folder` holds."""
+    """Differences between the recipe's `model` and the model that `folder` holds, one text for each key."""
     ours, theirs = _comparable(model), _comparable(source_model(folder))
     for key, value in theirs.items():
         if ours[key] != value:

@@ -1,7 +1,7 @@
-"""Tensors in a folder of safetensors files: read by name, whole or in part, and written file by file.
+"""Tensors in a folder of safetensors files: read by name, complete or in part, and written file by file.
 
-A folder holds `model.safetensors`, or several files and `model.safetensors.index.json`, which says where each tensor
-is. A reader opens one file at a time and reads the bytes asked for; a writer holds the tensors of one file.
+A folder holds `model.safetensors`, or several files and `model.safetensors.index.json`, which names the file of each
+tensor. A reader opens one file at a time and reads the bytes asked for; a writer holds the tensors of one file.
 """
 
 import json
@@ -32,15 +32,15 @@ class SafetensorsFolder:
 
     @property
     def names(self) -> frozenset[str]:
-        """All tensors."""
+        """Names of all tensors."""
         return frozenset(self._file_of)
 
     def file_of(self, name: str) -> str:
-        """The file that tensor `name` is in: read in this order, each file is opened once."""
+        """Name of the file that holds tensor `name`. Reading in the order of files opens each of them once."""
         return self._file_of[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """From the file's header alone. Raises CheckpointError for a dtype that holds no floating-point weights."""
+        """Shape of tensor `name`, from the file's header. Raises CheckpointError if its dtype is not floating-point."""
         header = self._slice(name)
         if header.get_dtype() not in DTYPES:
             raise CheckpointError(
@@ -86,10 +86,10 @@ class SafetensorsFolder:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: is not an index of safetensors files ({error!r})") from error
         if strange:
-            raise CheckpointError(f"{path}: names the file {strange[0]!r}, allowed: *.safetensors beside it")
+            raise CheckpointError(f"{path}: names the file {strange[0]!r}, allowed: *.safetensors in the same folder")
         missing = sorted({file for file in files.values() if not (self.folder / file).is_file()})
         if missing:
-            raise CheckpointError(f"{path}: names {', '.join(missing)}, which the folder has not")
+            raise CheckpointError(f"{path}: names {', '.join(missing)}, not found in the folder")
         return dict(files)
 
     def _unreadable(self, file: str, error: Exception) -> CheckpointError:
@@ -97,7 +97,7 @@ class SafetensorsFolder:
 
 
 def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """Write `tensors` (names and CPU tensors) into files of at most `shard_bytes`, a larger tensor into one of its own.
+    """Write `tensors` (names and CPU tensors) into files of at most `shard_bytes`; a larger tensor has its own file.
 
     `tensors` is consumed as it is written: no more than a file's worth is held. One file is `model.safetensors`,
     several get an index.
@@ -107,10 +107,10 @@ def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard
     total = 0
 
     def write() -> None:
-        # How many files there will be is known at the end only.
+        # Final names contain the number of files, which is known only at the end.
         file = folder / _part(len(files))
         save_file(waiting, file, metadata={"format": "pt"})
-        file.chmod(0o644)  # safetensors makes files that nobody else may read
+        file.chmod(0o644)  # safetensors makes files that only their owner can read
         files.append(list(waiting))
         waiting.clear()
 

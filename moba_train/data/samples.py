@@ -130,12 +130,27 @@ class StageData:
 
         Raises IndexError outside [0, sequences), DataError when a token id is not below `vocab_size`.
         """
+        return self._sample(*self._parts(index))
+
+    def lengths(self, index: int) -> list[int]:
+        """`lengths` of sample `index`, without reading its tokens. Raises IndexError outside [0, sequences)."""
+        _, parts = self._parts(index)
+        return self._lengths(parts)
+
+    def _parts(self, index: int) -> tuple[str, list[DocumentPart]]:
+        """Path of the corpus that sample `index` comes from, and the sample's document parts."""
         if not 0 <= index < self.sequences:
             raise IndexError(f"sample {index} of a stage of {self.sequences}")
         block, within = divmod(index, BLEND_BLOCK)
         source, ordinal = self._blend_block(block)
         bucket = int(source[within])
-        return self._sample(self.buckets[bucket].path, self._packers[bucket].parts(int(ordinal[within])))
+        return self.buckets[bucket].path, self._packers[bucket].parts(int(ordinal[within]))
+
+    def _lengths(self, parts: list[DocumentPart]) -> list[int]:
+        """Tokens in each document part, then the padding if any."""
+        lengths = [part.stop - part.start for part in parts]
+        padding = self.seq_len - sum(lengths)
+        return [*lengths, padding] if padding else lengths
 
     def _sample(self, path: str, parts: list[DocumentPart]) -> Sample:
         """The sample made of these parts of the corpus at `path`, padded to `seq_len`."""
@@ -155,10 +170,7 @@ class StageData:
             labels[at:labelled] = found[1:]
             loss_weight[at:labelled] = self._loss_weights[path].slice(part.document, part.start + 1, stop)
             at += length
-        lengths = [part.stop - part.start for part in parts]
-        if at < self.seq_len:
-            lengths.append(self.seq_len - at)
-        return Sample(tokens, labels, loss_weight, lengths, parts)
+        return Sample(tokens, labels, loss_weight, self._lengths(parts), parts)
 
     def _check_vocabulary(self, part: DocumentPart, tokens: npt.NDArray[Any]) -> None:
         """Raises DataError when one of the part's `tokens` lies outside [0, vocab_size)."""

@@ -2,5 +2,5 @@
 
 cache     key/value cache with cached block summaries, as an attention engine
 generate  prefill, then one token at a time
-text      text in, text out
+text      continues a text
 """

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import packed_layout
-from moba_train.inference.cache import CachedAttention
+from moba_train.inference.cache import CachedAttention, Decode, check_decode
 from moba_train.model.transformer import Transformer
 
 
@@ -21,16 +21,16 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     stop_token: int | None = None,
-    sparse_decode: bool = False,
+    decode: Decode = "full",
 ) -> Iterator[int]:
     """Yield up to `max_new_tokens` token ids that continue `prompt`; `stop_token` ends it and is not yielded.
 
     `temperature` 0 takes the most likely token; `top_p` < 1 samples from the smallest set of tokens with at least that
-    probability (nucleus sampling, Holtzman et al. 2020). The same seed gives the same text on the same device. The
-    prompt is read with each layer's own attention; answers attend with full attention, or with the layer's own when
-    `sparse_decode`. Raises ValueError for an empty prompt, values out of
-    range, or an attention kind that cannot generate.
+    probability (nucleus sampling, Holtzman et al. 2020). Equal seeds give equal text on the same device. The prompt is
+    read with each layer's own attention; new tokens attend as `decode` says. Raises ValueError for an empty prompt,
+    values out of range, or an attention kind that cannot generate.
     """
+    check_decode(decode)
     if not prompt:
         raise ValueError("prompt: no tokens given, at least one needed")
     if temperature < 0:
@@ -42,7 +42,7 @@ def generate(
     device = model.embedding.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     capacity = len(prompt) + max_new_tokens
-    model.set_engines([CachedAttention(capacity, sparse_decode) for _ in model.blocks])
+    model.set_engines([CachedAttention(capacity, decode) for _ in model.blocks])
     try:
         tokens, start = prompt, 0
         for _ in range(max_new_tokens):

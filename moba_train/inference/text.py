@@ -1,9 +1,10 @@
-"""Text in, text out."""
+"""Generation from text to text: tokenizer, generation, detokenizer."""
 
 from collections.abc import Iterator
 
 from moba_train.data.tokenizer import TextTokenizer
 from moba_train.errors import UserError
+from moba_train.inference.cache import Decode
 from moba_train.inference.generate import generate
 from moba_train.model.transformer import Transformer
 
@@ -17,15 +18,12 @@ def generate_text(
     temperature: float,
     top_p: float,
     seed: int,
-    decode: str,
+    decode: Decode,
 ) -> Iterator[str]:
-    """Yield the prompt, then its continuation piece by piece.
+    """Yield the prompt, then the text that continues it as its tokens are sampled.
 
-    `decode` is the attention of new tokens: "full", or "moba" for the layers' own. Raises UserError for values out of
-    range.
+    The arguments are those of `generate`. Raises UserError for values out of range.
     """
-    if decode not in ("full", "moba"):
-        raise UserError(f"--decode: {decode!r} given, allowed: full, moba")
     tokens = tokenizer.encode(prompt)
     yield prompt
     try:
@@ -38,7 +36,7 @@ def generate_text(
             top_p=top_p,
             seed=seed,
             stop_token=tokenizer.eos_id,
-            sparse_decode=decode == "moba",
+            decode=decode,
         ):
             # Decoded from the start each time: a token alone may be part of a character, or lose its leading space.
             tokens.append(token)

@@ -1,4 +1,4 @@
-"""Other people's programs running on our attention. Imports of theirs stay inside the functions that need them.
+"""Our attention inside other libraries, which are imported only in the functions that need them.
 
 transformers  `attn_implementation="moba"`
 """

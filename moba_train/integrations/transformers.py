@@ -6,10 +6,10 @@
 
 FOLDER is what `moba-train convert moba-to-hf` wrote: its config.json says under `moba` how each layer attends. Prompts
 are read with each layer's own attention, and new tokens attend to all keys, as in the MoBA paper (`decode="full"`), or
-with the layer's own attention (`decode="moba"`).
+with the layer's own attention (`decode="own"`).
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +18,21 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import Layout, LocalAttention, TokenRange
 from moba_train.convert.hf_config import parse_layer
+from moba_train.inference.cache import Decode, check_decode
 from moba_train.model.build import build_attention
 
-_decode = "full"
+_decode: Decode = "full"
 
 
-def register(decode: Literal["full", "moba"] = "full") -> None:
-    """Make `attn_implementation="moba"` known to transformers. Called again, it changes how new tokens attend."""
+def register(decode: Decode = "full") -> None:
+    """Make `attn_implementation="moba"` known to transformers. A second call changes how new tokens attend.
+
+    Raises ValueError for another `decode`.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
-    if decode not in ("full", "moba"):
-        raise ValueError(f"decode: {decode!r} given, allowed: full, moba")
+    check_decode(decode)
     global _decode
     _decode = decode
     AttentionInterface.register("moba", attention_forward)
@@ -46,11 +49,12 @@ def attention_forward(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer of a transformers model, in its registry's terms.
+    """Attention of one layer of a transformers model, with the signature that its registry asks for.
 
     query [B, H, T, D], key and value [B, K, S, D]; the queries are the last T of the S tokens. `attention_mask` [B, S]
     is 0 at padding, None without any. Returns out [B, T, H, D]; rows of padding are 0. Documents packed into one row
-    are not told apart, and a static cache is not understood. Raises ValueError for what cannot be done.
+    are not told apart, and a static cache is not supported. Raises ValueError for dropout, another scaling, a mask of
+    another shape, and a layer whose attention the config does not give.
     """
     if dropout:
         raise ValueError(f"attention_dropout: {dropout} given, allowed: 0 with attn_implementation='moba'")
@@ -90,7 +94,7 @@ def _attend(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttenti
 
 
 def _attention(module: Any) -> LocalAttention:
-    """How the layer `module` attends, from the model's config."""
+    """Attention of the layer `module`, from the model's config."""
     entry = getattr(module.config, "moba", None)
     if entry is None:
         raise ValueError(

@@ -21,7 +21,7 @@ from moba_train.model.transformer import Transformer
 def build_model(config: RunConfig) -> Transformer:
     """The recipe's model on torch's current device, its weights undefined.
 
-    It has the parameters of every attention kind that any stage uses: stages only choose which of them compute.
+    It has the parameters of every attention kind that any stage uses; a stage only sets which kinds compute.
     """
     parameters = [
         {name: module for name, options in kinds.items() if (module := _parameters(name, options, config, layer))}
@@ -35,7 +35,7 @@ def _parameters(kind: str, options: Section, config: RunConfig, layer: int) -> n
 
 
 def kind_parameter_sizes(config: RunConfig) -> dict[str, dict[str, int]]:
-    """The parameters that attention kinds add to the model: by the kind's name, by their own, how many elements."""
+    """Element counts of the parameters that attention kinds add to the model, by kind and parameter name."""
     with torch.device("meta"):
         model = build_model(config)
     sizes: dict[str, dict[str, int]] = {}
@@ -46,7 +46,7 @@ def kind_parameter_sizes(config: RunConfig) -> dict[str, dict[str, int]]:
 
 
 def build_attention(layers: Iterable[LayerAttention], head_dim: int) -> list[AttentionKind]:
-    """The kind of every layer. Equal layers share one object: torch.compile compiles once for each object."""
+    """The attention kind of every layer. Equal layers share one object: torch.compile compiles once for each object."""
     return [_kind(layer, head_dim) for layer in layers]
 
 
@@ -60,7 +60,7 @@ def initialize_weights(model: Transformer, seed: int) -> None:
     """Fill every parameter in place: norms 1, biases 0, matrices normal with the config's `init_std`.
 
     The two matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers) (GPT-2, Radford et al. 2019);
-    an attention kind says the standard deviation of its own matrices. Each parameter has its own generator, seeded by
+    an attention kind gives the standard deviation of its own matrices. Each parameter has its own generator, seeded by
     its name, and is drawn in full before it is cut into shards: the same seed gives the same weights on any number of
     ranks. Parameters may be plain tensors or DTensors, never on "meta".
     """
@@ -97,6 +97,6 @@ def _draw_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:
 
 def _copy_full(parameter: Tensor, full: Tensor) -> None:
     if isinstance(parameter, DTensor):
-        # Every rank drew the same numbers, so each keeps its part without communication.
+        # Every rank drew the same numbers, so each keeps its shard without communication.
         full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(full)

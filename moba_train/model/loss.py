@@ -12,7 +12,7 @@ CHUNK_TOKENS = 4096
 def weighted_loss_sum(
     hidden_TD: Tensor, weight_VD: Tensor, labels_n: Tensor, index_n: Tensor, weights_n: Tensor
 ) -> Tensor:
-    """Sum of the weighted token losses (nats), a float32 scalar; never divided here, see trainer.
+    """Sum of the weighted token losses (nats), a float32 scalar. The trainer divides it by the weights of all ranks.
 
     hidden [T, D]; weight [V, D]; index int64 [n]: rows of `hidden` that carry loss; labels int64 [n] and weights
     float32 [n] belong to those rows. Logits are recomputed in the backward pass, so they never exist for all tokens.
@@ -28,7 +28,7 @@ def weighted_loss_sum(
 
 @torch.no_grad()
 def token_losses(hidden_TD: Tensor, weight_VD: Tensor, labels_n: Tensor, index_n: Tensor) -> Tensor:
-    """The loss (nats) of each token, float32 [n], for evaluation: no gradient, a chunk of logits at a time.
+    """Loss (nats) of each token, float32 [n], for evaluation: without gradient, a chunk of logits at a time.
 
     hidden [T, D]; weight [V, D]; index int64 [n]: rows of `hidden`; labels int64 [n] belong to those rows.
     """

@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-split as in Llama.
 
-Positions are always given, never guessed from a row number: packed documents, context parallelism and decoding need it.
+Positions are arguments, never row numbers: packed documents, context parallelism and decoding need that.
 """
 
 import math
@@ -18,36 +18,37 @@ def rope_frequencies(config: RopeConfig, head_dim: int, device: torch.device | s
     if config.kind == "pi":
         return frequencies / config.factor
     if config.kind == "yarn":
-        return _stretched(frequencies, config.factor, _yarn_ramp(config, head_dim, device))
+        return _interpolate(frequencies, config.factor, _yarn_ramp(config, head_dim, device))
     if config.kind == "llama3":
-        return _stretched(frequencies, config.factor, _llama3_ramp(config, frequencies))
+        return _interpolate(frequencies, config.factor, _llama3_ramp(config, frequencies))
     return frequencies
 
 
 def attention_factor(config: RopeConfig) -> float:
-    """What queries and keys are multiplied by: YaRN's sqrt(1/t) = 0.1 ln(factor) + 1 (Peng et al. 2023, equation 15),
-    1 for all other kinds."""
+    """Factor on rotated queries and keys: YaRN's sqrt(1/t) = 0.1 ln(factor) + 1 (Peng et al. 2023, equation 15), 1 for
+    all other embeddings."""
     return 0.1 * math.log(config.factor) + 1 if config.kind == "yarn" else 1.0
 
 
-def _stretched(frequencies: Tensor, factor: float, ramp: Tensor) -> Tensor:
-    """Each frequency divided by `factor` as far as `ramp` says: 0 not at all, 1 wholly."""
+def _interpolate(frequencies: Tensor, factor: float, ramp: Tensor) -> Tensor:
+    """Blend of each frequency (`ramp` 0) and the frequency divided by `factor` (`ramp` 1)."""
     return frequencies * (1 - ramp) + frequencies / factor * ramp
 
 
 def _llama3_ramp(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """How far each frequency is stretched, by its turns in the trained length (Llama 3.1's code)."""
+    """Ramp of `_interpolate`, float64 [head_dim / 2], by the turns of each frequency in the trained length, as in
+    Llama 3.1's code."""
     assert config.original_seq_len is not None
     turns = config.original_seq_len * frequencies / (2 * math.pi)
     return ((config.fast_turns - turns) / (config.fast_turns - config.beta_slow)).clamp(0, 1)
 
 
 def _yarn_ramp(config: RopeConfig, head_dim: int, device: torch.device | str | None) -> Tensor:
-    """How far each frequency is stretched, float64 [head_dim / 2]: 0 for the fast ones, 1 for the slow ones.
+    """Ramp of `_interpolate`, float64 [head_dim / 2]: 0 for fast frequencies, 1 for slow ones.
 
-    The authors' code and transformers', which round the ends of the ramp to whole frequencies and let it grow with the
-    frequency's index; the paper's own ramp (equation 13) grows with the number of turns and is not what their published
-    models use.
+    Follows the authors' code and transformers, which round the ends of the ramp to integer indices and let it grow with
+    the frequency's index. The ramp of the paper (equation 13) grows with the number of turns; the published models do
+    not use it.
     """
     trained = config.original_seq_len
     assert trained is not None

@@ -27,7 +27,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, kind_parameters: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        width, bias = config.head_width, config.qkv_bias
+        width = config.head_width
+        bias = config.qkv_bias
         self.head_dim = width
         self.q_proj = nn.Linear(config.hidden_size, config.heads * width, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, config.kv_heads * width, bias=bias)
@@ -83,7 +84,8 @@ class Block(nn.Module):
 
 
 class LossSums(NamedTuple):
-    """Sums over the loss tokens of a micro-batch, each weighted; never divided here, see training/trainer.py."""
+    """Sums over the loss tokens of a micro-batch, each weighted. The trainer divides them by the weights of all
+    ranks."""
 
     loss: Tensor
     """Cross entropy in nats, a float32 scalar."""
@@ -92,7 +94,7 @@ class LossSums(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """What training minimises."""
+        """The sum that training minimises."""
         return self.loss if self.auxiliary is None else self.loss + self.auxiliary.sum()
 
 
@@ -100,8 +102,9 @@ class Transformer(nn.Module):
     """Embedding, blocks, norm and output projection over one packed sequence of documents.
 
     A micro-batch of several samples is a longer packed sequence: the document boundaries in `layout` keep them apart.
-    The model has three uses, each a method of its own: `forward` gives logits, `loss` what training needs, and
-    `token_losses` what evaluation needs. FSDP treats all three as forward passes (parallel/fsdp.py).
+    The model has three uses, each a method of its own: `forward` returns logits, `loss` the sums that training
+    minimises, and `token_losses` the losses that evaluation reports. FSDP treats all three as forward
+    passes (parallel/fsdp.py).
     """
 
     def __init__(self, config: ModelConfig, kind_parameters: Sequence[Mapping[str, nn.Module]] = ()) -> None:
@@ -110,14 +113,14 @@ class Transformer(nn.Module):
         self.config = config
         self.rope = config.rope
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        own = kind_parameters or [{}] * config.layers
-        self.blocks = nn.ModuleList(Block(config, own[layer]) for layer in range(config.layers))
+        modules = kind_parameters or [{}] * config.layers
+        self.blocks = nn.ModuleList(Block(config, modules[layer]) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.output = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.gather_output_weight: Callable[[Tensor], Tensor] | None = None
 
     def set_attention(self, kinds: Iterable[AttentionKind]) -> None:
-        """Choose the attention kind of every block, first to last; may change between steps."""
+        """Set the attention kind of every block, first to last; may change between steps."""
         for attention, kind in zip(self._attentions(), kinds, strict=True):
             attention.kind = kind
 
@@ -127,7 +130,7 @@ class Transformer(nn.Module):
         return [kind for kind in kinds if kind is not None]
 
     def set_engines(self, engines: Iterable[Engine]) -> None:
-        """Choose what runs the attention of every block, first to last."""
+        """Set the engine that runs the attention of every block, first to last."""
         for attention, engine in zip(self._attentions(), engines, strict=True):
             attention.engine = engine
 
@@ -135,11 +138,11 @@ class Transformer(nn.Module):
         return (module for module in self.modules() if isinstance(module, Attention))
 
     def set_gather_output_weight(self, gather: Callable[[Tensor], Tensor]) -> None:
-        """Choose what makes the full weight of the output projection from this rank's part."""
+        """Set the function that gathers the full weight of the output projection from this rank's shard."""
         self.gather_output_weight = gather
 
     def set_rope(self, rope: RopeConfig) -> None:
-        """Choose the rotary embedding of all blocks; may change between steps."""
+        """Set the rotary embedding of all blocks; may change between steps."""
         self.rope = rope
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> tuple[Tensor, list[Tensor | None]]:
@@ -164,13 +167,13 @@ class Transformer(nn.Module):
         return F.linear(hidden_TD if rows_n is None else hidden_TD[rows_n], self.output_weight)
 
     def loss(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> LossSums:
-        """The weighted sums of the losses of some rows, with gradient."""
+        """Weighted sums of the losses of the rows in `loss_tokens`, with gradient."""
         hidden_TD, auxiliary = self.hidden(tokens_T, positions_T, layout)
         loss = weighted_loss_sum(hidden_TD, self.output_weight, *loss_tokens)
         return LossSums(loss, _auxiliary_sums(auxiliary, loss_tokens))
 
     def token_losses(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> Tensor:
-        """The loss (nats) of each of some rows, float32 [n], not weighted, without gradient."""
+        """Loss (nats) of each row in `loss_tokens`, float32 [n], unweighted, without gradient."""
         hidden_TD, _ = self.hidden(tokens_T, positions_T, layout)
         labels_n, index_n, _ = loss_tokens
         return token_losses(hidden_TD, self.output_weight, labels_n, index_n)

@@ -2,7 +2,7 @@
 
 import torch
 
-# The first name that is part of the device's name counts, so variants stand before their family.
+# The first name that is part of the device's name counts, so variants are listed before their family.
 _PEAK_TFLOPS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -19,11 +19,11 @@ _PEAK_TFLOPS = {
 
 
 def peak_tflops(device: str) -> float | None:
-    """Dense bf16 TFLOP/s of a device by the name CUDA gives it, None when it is not in the table."""
+    """Dense bf16 TFLOP/s of a device by the name that CUDA reports; None if it is not in the table."""
     return next((rate for name, rate in _PEAK_TFLOPS.items() if name.lower() in device.lower()), None)
 
 
 def local_peak_tflops() -> float:
-    """Dense bf16 TFLOP/s of this machine's first GPU; an H100's without a known one."""
+    """Dense bf16 TFLOP/s of this machine's first GPU, or of an H100 if that GPU is absent or unknown."""
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
     return peak_tflops(name) or _PEAK_TFLOPS["H100"]

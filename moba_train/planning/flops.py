@@ -2,8 +2,8 @@
 
 A multiply-add counts as two operations and the backward pass as twice the forward pass, so a weight costs 6 per token
 (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Recomputation is not counted, as in model FLOPs utilisation
-(Chowdhery et al. 2022, arXiv:2204.02311, appendix B), nor are norms, activations and softmax. What a layer's attention
-costs, its kind says, for the documents that it really attends in: a packed sequence is not one long document.
+(Chowdhery et al. 2022, arXiv:2204.02311, appendix B), nor are norms, activations and softmax. Each
+attention kind counts its own operations, document by document: a packed sequence is not one long document.
 
 Symbols: T tokens of a sequence, H query heads, d head width.
 """
@@ -18,8 +18,8 @@ from moba_train.planning.parameters import attention_matrices, feed_forward_matr
 
 
 def matmul_flops(model: ModelConfig) -> float:
-    """6 per weight of every matrix product of a token, the output projection (6 V D) included, the embedding lookup
-    not."""
+    """FLOPs per token of all matrix products with weights, 6 per weight. Includes the output projection (6 V D) and
+    excludes the embedding lookup."""
     weights = model.layers * (attention_matrices(model) + feed_forward_matrices(model))
     return 6.0 * (weights + model.vocab_size * model.hidden_size)
 
@@ -34,7 +34,7 @@ def dense_flops(model: ModelConfig, seq_len: int) -> float:
 
 
 def real_flops(model: ModelConfig, layers: Sequence[LayerAttention], lengths: Sequence[int]) -> float:
-    """FLOPs of a batch whose documents have these `lengths` (tokens), with what each layer's kind really computes."""
+    """FLOPs of a batch whose documents have these `lengths` (tokens), counted by each layer's attention kind."""
     attention = sum(count * layer_flops(model, layer, lengths) for layer, count in Counter(layers).items())
     return matmul_flops(model) * sum(lengths) + attention
 

@@ -18,7 +18,7 @@ from moba_train.optim.registry import OPTIMIZERS
 from moba_train.planning.parameters import count_recipe_parameters
 
 USABLE = 0.9
-"""Of a GPU's memory; the rest goes to the CUDA context, NCCL and fragmentation."""
+"""Fraction of a GPU's memory that a run can use; the CUDA context, NCCL and fragmentation take the rest."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Memory:
     unsharded: int
     """Gathered weights in the compute dtype: two blocks (one at work, one prefetched), embedding and output."""
     activations: int
-    """What the forward pass of one micro-batch keeps for the backward pass."""
+    """Tensors that the forward pass of one micro-batch keeps for the backward pass."""
     logits: int
     """One chunk of logits, with log-softmax and gradient."""
     transport: int
@@ -47,14 +47,14 @@ class Memory:
 
 
 def element_bytes(config: RunConfig) -> int:
-    """Of what the layers compute in, on a GPU."""
+    """Bytes of one element in the compute dtype of the layers, on a GPU."""
     return 4 if config.precision.compute == "fp32" else 2
 
 
 def estimate_memory(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: float = 0) -> Memory:
-    """Memory of a rank in a stage, on a mesh of these sizes.
+    """Memory of one rank in `stage`, on a mesh of these sizes.
 
-    `transport`: bytes of its buffers for context parallelism.
+    transport: bytes of the rank's buffers for context parallelism.
     """
     tp = sizes.tp
     model = config.model
@@ -70,7 +70,7 @@ def estimate_memory(config: RunConfig, stage: Stage, sizes: MeshSizes, transport
         parameters=4 * shard,
         gradients=4 * shard,
         optimizer=OPTIMIZERS[config.optim.kind].state_bytes * shard,
-        # the loss takes the whole output weight, whichever part of it the rank holds
+        # the loss gathers the full output weight over the tp group
         unsharded=width * ((blocks + counts.embedding + counts.output) // tp + (counts.embedding if tp > 1 else 0)),
         activations=(_activations(model, checkpointing, width, tp) + saved_by_kinds) * tokens // tp,
         # logits in the compute dtype, and three fp32 tensors: their copy, log-softmax, gradient
@@ -92,10 +92,11 @@ def _activations(model: ModelConfig, checkpointing: bool, width: int, tp: int) -
 
     One block keeps the inputs of both norms and of the projections behind them (4 D), rotated queries and keys,
     values and the attention's output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of
-    the SwiGLU; the inputs of the projections, 2 D, are gathered, and so on each rank of a tp group. With checkpointing
-    every block keeps its input and its attention's output and LSE, and one block at a time everything.
+    the SwiGLU. Every rank of a tp group holds the gathered inputs of the projections, 2 D. With checkpointing every
+    block keeps its input and its attention's output and LSE, and one block at a time keeps everything.
     """
-    queries, keys = model.heads * model.head_width, model.kv_heads * model.head_width
+    queries = model.heads * model.head_width
+    keys = model.kv_heads * model.head_width
     heads = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
     block = width * ((2 + 2 * tp) * model.hidden_size + heads + 4 * model.intermediate_size) + 4 * model.heads
     kept = width * (model.hidden_size + queries) + 4 * model.heads

@@ -16,13 +16,13 @@ class ParameterCounts:
     feed_forward: int
     norms: int
     output: int
-    """The output projection; 0 when it shares the embedding."""
+    """Output projection; 0 when it is tied to the embedding."""
     attention_kinds: int = 0
     """Parameters that attention kinds add to the layers."""
 
     @property
     def total(self) -> int:
-        """All parameters, a shared embedding counted once."""
+        """All parameters, a tied embedding counted once."""
         return self.without_embeddings + self.embedding + self.output
 
     @property
@@ -34,7 +34,7 @@ class ParameterCounts:
 def count_parameters(model: ModelConfig, attention_kinds: int = 0) -> ParameterCounts:
     """Parameters of the model, exact also with tied embeddings, `qkv_bias` and `qk_norm`.
 
-    attention_kinds: those that attention kinds add, over all layers.
+    attention_kinds: parameters that attention kinds add, over all layers.
     """
     vocabulary = model.vocab_size * model.hidden_size
     biases = (model.heads + 2 * model.kv_heads) * model.head_width if model.qkv_bias else 0
@@ -51,8 +51,8 @@ def count_parameters(model: ModelConfig, attention_kinds: int = 0) -> ParameterC
 
 def count_recipe_parameters(config: RunConfig) -> ParameterCounts:
     """Parameters of the recipe's model, those of the attention kinds of all its stages included."""
-    own = sum(size for sizes in kind_parameter_sizes(config).values() for size in sizes.values())
-    return count_parameters(config.model, own)
+    attention_kinds = sum(size for sizes in kind_parameter_sizes(config).values() for size in sizes.values())
+    return count_parameters(config.model, attention_kinds)
 
 
 def attention_matrices(model: ModelConfig) -> int:

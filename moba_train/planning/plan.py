@@ -1,4 +1,4 @@
-"""A recipe's plan: layout, parameters, and for each stage its FLOPs, memory, communication and time."""
+"""Plan of a recipe: layout, parameters, and the FLOPs, memory, communication and time of each stage."""
 
 from dataclasses import dataclass
 
@@ -9,6 +9,7 @@ from moba_train.config.stages import Stage, resolve_stages
 from moba_train.parallel.context.costs import NODE_BANDWIDTH, TransportCost, predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.strategy import stage_attention_shape, stage_strategy
+from moba_train.planning.documents import Documents, stage_documents
 from moba_train.planning.flops import dense_flops, layer_flops, real_flops
 from moba_train.planning.memory import USABLE, Memory, element_bytes, estimate_memory
 from moba_train.planning.parameters import ParameterCounts, count_recipe_parameters
@@ -35,32 +36,34 @@ class ContextPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one stage costs. FLOPs are per token, forward and backward."""
+    """Cost of one stage. FLOPs are per token, forward and backward."""
 
     stage: Stage
     mesh: MeshSizes
     dense_flops: float
     real_flops: float
+    documents: Documents
+    """Documents whose attention `real_flops` counts."""
     memory: Memory
     context: ContextPlan | None
-    """None where no sequence is shared."""
+    """None without context parallelism."""
     tensor_seconds: float
-    """Communication of tensor parallelism in one optimizer step, none of it hidden."""
+    """Seconds that tensor parallelism communicates in one optimizer step; nothing overlaps with it."""
     accumulation: int
     """Micro-batches per rank and optimizer step."""
     seconds: float
-    """Time of the whole stage at the plan's rate, counted by the real FLOPs, the communication of context parallelism
-    that attention cannot hide, and that of tensor parallelism."""
+    """Time of the stage: real FLOPs at the plan's rate, the communication of context parallelism that attention cannot
+    overlap, and that of tensor parallelism."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of the stage, whole steps; with an exit criterion, the most there can be, and so for the time."""
+        """Tokens of all optimizer steps; with an exit criterion the maximum, which `seconds` counts as well."""
         return self.stage.end_token - self.stage.first_token
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe costs on `world_size` GPUs of `peak_tflops`, used at `mfu` (counted by the real FLOPs)."""
+    """Cost of a recipe on `world_size` GPUs of `peak_tflops`, at a utilisation of `mfu` (by the real FLOPs)."""
 
     world_size: int
     ranks_per_node: int
@@ -76,40 +79,39 @@ class Plan:
 
 
 def make_plan(config: RunConfig, world_size: int, peak_tflops: float, mfu: float, ranks_per_node: int = 8) -> Plan:
-    """The plan of a validated recipe. peak_tflops: dense peak of one GPU; mfu: 0 to 1."""
+    """The plan of a validated recipe. peak_tflops: dense peak of one GPU; mfu: 0 to 1.
+
+    Attention is counted by the documents of each stage's corpora where these are on disk, see `stage_documents`. Raises
+    ConfigError for a layout that does not fit `world_size`, DataError for a corpus that is found but unusable.
+    """
     rate = peak_tflops * 1e12 * mfu
     stages = tuple(
         _stage_plan(config, stage, mesh_sizes(stage.parallel, world_size), rate, ranks_per_node)
         for stage in resolve_stages(config)
     )
-    return Plan(
-        world_size,
-        ranks_per_node,
-        peak_tflops,
-        mfu,
-        count_recipe_parameters(config),
-        stages,
-    )
+    return Plan(world_size, ranks_per_node, peak_tflops, mfu, count_recipe_parameters(config), stages)
 
 
 def _stage_plan(config: RunConfig, stage: Stage, mesh: MeshSizes, rate: float, ranks_per_node: int) -> StagePlan:
-    real = real_flops(config.model, stage.attention, [stage.seq_len]) / stage.seq_len
+    documents = stage_documents(config, stage)
+    real = real_flops(config.model, stage.attention, documents.lengths) / documents.tokens
     tokens = -(-stage.micro_batch_size * stage.seq_len // mesh.cp)
     memory = estimate_memory(config, stage, mesh)
     accumulation = stage.batch_sequences // (stage.micro_batch_size * mesh.dp)
     seconds = real * (stage.end_token - stage.first_token) / (rate * mesh.dp * mesh.cp * mesh.tp)
     context = None
     if mesh.cp > 1:
-        context = _context_plan(config, stage, rate, ranks_per_node, USABLE * GPU_BYTES - memory.total)
+        context = _context_plan(config, stage, documents, rate, ranks_per_node, USABLE * GPU_BYTES - memory.total)
         memory = estimate_memory(config, stage, mesh, context.cost.memory_bytes)
         seconds += stage.steps * accumulation * sum(map(context.exposed_seconds, stage.attention))
-    tensor_seconds = accumulation * _tensor_seconds(config, tokens, mesh.tp)
+    tensor_seconds = accumulation * _tensor_parallel_seconds(config, tokens, mesh.tp)
     seconds += stage.steps * tensor_seconds
     return StagePlan(
         stage=stage,
         mesh=mesh,
         dense_flops=dense_flops(config.model, stage.seq_len),
         real_flops=real,
+        documents=documents,
         memory=memory,
         context=context,
         tensor_seconds=tensor_seconds,
@@ -118,11 +120,13 @@ def _stage_plan(config: RunConfig, stage: Stage, mesh: MeshSizes, rate: float, r
     )
 
 
-def _tensor_seconds(config: RunConfig, tokens: int, tp: int) -> float:
-    """Of a micro-batch's forward and backward pass on a tp group that holds `tokens` tokens of it.
+def _tensor_parallel_seconds(config: RunConfig, tokens: int, tp: int) -> float:
+    """Seconds that a tp group communicates in one micro-batch, forward and backward.
 
-    All rows are gathered, and outputs summed, once for each half of a block, and the other way round for the gradients;
-    recomputation gathers both times again and sums the first half's output.
+    tokens: tokens of the micro-batch that the group holds.
+
+    Attention and SwiGLU of every block each all-gather their input and reduce-scatter their output, and do the reverse
+    for the gradients; recomputation all-gathers both inputs once more and reduce-scatters the output of attention.
     """
     transfers = config.model.layers * (11 if config.activation_checkpointing == "full" else 8)
     received = tokens * (1 - 1 / tp) * config.model.hidden_size * element_bytes(config)
@@ -130,12 +134,12 @@ def _tensor_seconds(config: RunConfig, tokens: int, tp: int) -> float:
 
 
 def _context_plan(
-    config: RunConfig, stage: Stage, rate: float, ranks_per_node: int, memory_bytes: float
+    config: RunConfig, stage: Stage, documents: Documents, rate: float, ranks_per_node: int, memory_bytes: float
 ) -> ContextPlan:
     width = element_bytes(config)
     strategy, reason = stage_strategy(config, stage, ranks_per_node, width, memory_bytes)
     shape = stage_attention_shape(config, stage, width)
-    flops = {layer: layer_flops(config.model, layer, [stage.seq_len]) for layer in stage.attention}
-    sequences = stage.micro_batch_size / (strategy.ranks * stage.parallel.tp)
-    seconds = {layer: count * sequences / rate for layer, count in flops.items()}
+    tokens = stage.micro_batch_size * stage.seq_len / (strategy.ranks * stage.parallel.tp)  # on each rank
+    flops = {layer: layer_flops(config.model, layer, documents.lengths) for layer in dict.fromkeys(stage.attention)}
+    seconds = {layer: count / documents.tokens * tokens / rate for layer, count in flops.items()}
     return ContextPlan(strategy, reason, predict_cost(strategy, shape), seconds)

@@ -21,8 +21,11 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"{plan.world_size} GPUs: {', then '.join(layouts)}; "
         f"time at {plan.peak_tflops:g} TFLOP/s peak and {plan.mfu:.0%} utilisation"
     )
-    for table in (_parameters(plan), _stages(plan), _flops(plan), _memory(plan)):
-        console.print(table)
+    console.print(_parameters(plan))
+    console.print(_stages(plan))
+    console.print(_flops(plan))
+    console.print(f"real FLOPs count {_documents(plan)}", soft_wrap=True)
+    console.print(_memory(plan))
     if any(item.context for item in plan.stages):
         console.print(_context(plan))
     for item in plan.stages:
@@ -33,7 +36,7 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in the unit that suits them, e.g. `3.2 hours`."""
+    """Seconds in the largest unit that they fill, e.g. `3.2 hours`."""
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"
@@ -64,7 +67,7 @@ def _parameters(plan: Plan) -> Table:
 
 
 def _by_stage(plan: Plan, title: str, rows: dict[str, Callable[[StagePlan], str]]) -> Table:
-    """One column a stage, one row a quantity: recipes have few stages and terminals few columns."""
+    """A table with a column for each stage and a row for each quantity."""
     table = _table(title, "", *(item.stage.name for item in plan.stages))
     for name, text in rows.items():
         table.add_row(name, *(text(item) for item in plan.stages))
@@ -114,6 +117,14 @@ def _flops(plan: Plan) -> Table:
     )
 
 
+def _documents(plan: Plan) -> str:
+    """Origin of the document lengths: once if all stages have the same, else by stage."""
+    sources = {item.stage.name: item.documents.source for item in plan.stages}
+    if len(set(sources.values())) == 1:
+        return next(iter(sources.values()))
+    return "; ".join(f"{name}: {source}" for name, source in sources.items())
+
+
 def _memory(plan: Plan) -> Table:
     parts = [*(field.name for field in fields(Memory)), "total"]
     rows: dict[str, Callable[[StagePlan], str]] = {part: partial(_gibibytes, part) for part in parts}
@@ -134,10 +145,10 @@ def _context(plan: Plan) -> Table:
         f"Context parallelism: one layer and micro-batch on one rank, forward and backward\n(H200, "
         f"{plan.ranks_per_node} GPUs a node, 400 Gbit/s a GPU between nodes)"
     )
-    return _by_stage(plan, title, {name: partial(_of_context, show) for name, show in rows.items()})
+    return _by_stage(plan, title, {name: partial(_context_cell, show) for name, show in rows.items()})
 
 
-def _of_context(show: Callable[[ContextPlan], str], item: StagePlan) -> str:
+def _context_cell(show: Callable[[ContextPlan], str], item: StagePlan) -> str:
     return show(item.context) if item.context else "-"
 
 

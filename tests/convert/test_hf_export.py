@@ -108,7 +108,7 @@ def with_moba(folder: Path, moba: dict[str, Any] | None = None, decode: Any = "f
 
 
 def test_transformers_runs_it_with_moba(exported: tuple[Path, Path]) -> None:
-    """Our model's logits with the layers of config.json, and full attention's where every block is chosen."""
+    """Our model's logits with the layers of config.json, and full attention's where every block is selected."""
     tokens = random_tokens(LENGTH)
     model = with_moba(exported[1])
     layers = [parse_layer(entry) for entry in model.config.moba["layers"]]
@@ -122,9 +122,10 @@ def test_transformers_runs_it_with_moba(exported: tuple[Path, Path]) -> None:
     torch.testing.assert_close(dense, full, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("decode", ["full", "moba"])
+@pytest.mark.parametrize("decode", ["full", "own"])
 def test_padding_and_cache_change_nothing(exported: tuple[Path, Path], decode: str) -> None:
-    """A padded batch generates what each prompt alone generates; with MoBA decoding, what one pass would choose."""
+    """A padded batch generates what each prompt alone generates; with `own` attention of new tokens, what one
+    pass over the complete text predicts."""
     model = with_moba(exported[1], SPARSE, decode)
     prompts = [random_tokens(count) for count in (90, 61)]
     width = max(map(len, prompts))
@@ -136,10 +137,16 @@ def test_padding_and_cache_change_nothing(exported: tuple[Path, Path], decode: s
     for row, prompt in enumerate(prompts):
         alone = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **options)[0]
         assert together[row].tolist() == alone[len(prompt) :].tolist()
-        if decode == "moba":
+        if decode == "own":
             with torch.no_grad():
                 again = model(alone[None]).logits[0].argmax(-1)
             assert again[len(prompt) - 1 : -1].tolist() == alone[len(prompt) :].tolist()
+
+
+def test_the_former_name_of_own_decoding_is_refused() -> None:
+    former: Any = "moba"
+    with pytest.raises(ValueError, match="is called 'own' now"):
+        register(former)
 
 
 def test_a_model_without_moba_entry_says_how_to_get_one(exported: tuple[Path, Path]) -> None:

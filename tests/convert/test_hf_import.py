@@ -1,4 +1,4 @@
-"""Models of Hugging Face as ours: the same logits, read in parts, and what we cannot be is refused by name."""
+"""Import of Hugging Face models: equal logits, shards read in parts, unsupported models refused by name."""
 
 import json
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def second_of_three_ranks() -> Iterator[None]:
-    """A process group in which nobody answers."""
+    """A process group without other processes."""
     dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
     yield
     dist.destroy_process_group()
@@ -50,7 +50,7 @@ def second_of_three_ranks() -> Iterator[None]:
 
 @pytest.mark.usefixtures("second_of_three_ranks")
 def test_a_rank_reads_its_own_shards_without_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 over three ranks, of which one is here. Sizes that three does not divide are cut unevenly."""
+    """FSDP2 over three ranks, of which only one runs. Sizes that three does not divide are cut unevenly."""
     whole = our_model(folder).state_dict()
     with torch.device("meta"):
         model = Transformer(read_model_config(folder))

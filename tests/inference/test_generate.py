@@ -1,4 +1,6 @@
-"""Generation through the cache says what the whole model would say."""
+"""Generation through the cache gives the tokens that one pass over the complete text predicts."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -35,10 +37,10 @@ def prompt(length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 30])
-def test_moba_decoding_is_the_moba_model(length: int) -> None:
+def test_decoding_with_own_attention_is_the_whole_model_without_cache(length: int) -> None:
     """Prompts shorter than a block, ending with a block, and over several blocks; 40 tokens finish more blocks."""
     model = model_with([MOBA, MOBA, FULL])
-    answer = list(generate(model, prompt(length), 40, temperature=0, sparse_decode=True))
+    answer = list(generate(model, prompt(length), 40, temperature=0, decode="own"))
     assert answer == most_likely(model, prompt(length) + answer)[length - 1 : -1]
 
 
@@ -53,7 +55,7 @@ def test_full_decoding_of_a_moba_model_prefills_sparsely() -> None:
     model = model_with([MOBA] * 3)
     answer = list(generate(model, prompt(60), 40, temperature=0))
     assert answer[0] == most_likely(model, prompt(60))[-1]
-    assert answer != list(generate(model, prompt(60), 40, temperature=0, sparse_decode=True))
+    assert answer != list(generate(model, prompt(60), 40, temperature=0, decode="own"))
 
 
 def test_sampling_repeats_with_the_seed_and_differs_without() -> None:
@@ -92,3 +94,9 @@ def test_values_out_of_range_are_named(options: dict[str, float], named: str) ->
         next(generate(model_with([FULL] * 3), prompt(5), 5, **options))
     with pytest.raises(ValueError, match="prompt"):
         next(generate(model_with([FULL] * 3), [], 5))
+
+
+@pytest.mark.parametrize(("decode", "message"), [("moba", "is called 'own' now"), ("sparse", "allowed: full, own")])
+def test_another_attention_of_new_tokens_is_refused(decode: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        next(generate(model_with([FULL] * 3), prompt(5), 5, decode=decode))

@@ -120,8 +120,8 @@ def test_packed_documents_give_the_logits_of_each_document_alone(kind, device):
         start += length
 
 
-def test_a_moba_model_that_chooses_every_block_is_the_full_attention_model(device):
-    """The same weights, layer by layer interchangeable: what staged training relies on."""
+def test_a_moba_model_that_selects_every_block_is_the_full_attention_model(device):
+    """Kinds are interchangeable layer by layer on equal weights, which staged training relies on."""
     model = build(device)
     batch = inputs([20, 7], device)
     full = model(*batch)
@@ -156,14 +156,14 @@ def test_the_rotary_embedding_may_change_between_steps(device):
     assert (model(tokens, positions, layout) - logits).abs().max() > 1e-2
 
 
-def test_logits_of_chosen_rows_only(device):
+def test_logits_of_given_rows_only(device):
     model = build(device)
     batch = inputs([5, 6], device)
     rows = torch.tensor([4, 10], device=device)
     torch.testing.assert_close(model(*batch, rows_n=rows), model(*batch)[rows], rtol=1e-5, atol=1e-5)
 
 
-def test_the_loss_is_the_cross_entropy_of_the_chosen_rows(device):
+def test_the_loss_is_the_cross_entropy_of_the_given_rows(device):
     model = build(device)
     batch = inputs([9, 6], device)
     index = torch.tensor([0, 3, 8, 14], device=device)
@@ -187,7 +187,7 @@ def test_without_loss_tokens_every_parameter_still_gets_a_gradient_of_zero(rows,
         assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
 
 
-def test_a_model_without_a_choice_of_attention_says_what_to_do(device):
+def test_a_model_without_attention_kinds_says_what_to_do(device):
     model = Transformer(ModelConfig(**BASE)).to(device)
     with pytest.raises(RuntimeError, match="set_attention"):
         model(*inputs([4], device))

@@ -1,5 +1,8 @@
 """FLOPs of training: the standard formula, and what every kind of attention really computes in packed documents."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +12,16 @@ from moba_train.attention.moba.kind import MobaKind
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.model import ModelConfig
-from moba_train.planning.flops import dense_flops, matmul_flops, real_flops
+from moba_train.config.run import ParallelConfig
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.data.loader import step_batches
+from moba_train.data.stage_data import training_data
+from moba_train.planning import documents
+from moba_train.planning.flops import dense_flops, layer_flops, matmul_flops, real_flops
+from moba_train.planning.plan import StagePlan, make_plan
+from moba_train.training.throughput import batch_flops
 
 LLAMA_8B = ModelConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, layers=32, heads=32, kv_heads=8)
 LENGTHS = st.lists(st.integers(0, 120), min_size=1, max_size=6)
@@ -95,3 +107,118 @@ def test_sparse_attention_saves_what_the_design_table_says():
     assert 4 * heads * pairs / 1e12 == pytest.approx(791, rel=0.03)
     gate = moba(4096, 12).flops(LLAMA_8B, [tokens]) - 12 * heads * pairs
     assert gate / 1e12 == pytest.approx(1.1, rel=0.03)
+
+
+BLOCK_SIZE, TOPK, SEQ_LEN = 16, 3, 256
+
+
+def write_corpus(prefix: Path, seed: int) -> str:
+    """Documents of 1 to 600 tokens: many shorter than a block, some longer than a sequence."""
+    lengths = np.random.default_rng(seed).choice([1, 5, 17, 40, 90, 250, 600], size=60)
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+        for length in lengths:
+            writer.add_document(np.arange(length) % 64)
+    return str(prefix)
+
+
+def packed_run(folder: Path, packing: str) -> RunConfig:
+    """One stage of a full and two MoBA layers on a blend of two corpora: 2 steps of 8 sequences."""
+    return RunConfig.model_validate(
+        {
+            "name": "packed",
+            "run_dir": str(folder / "run"),
+            "model": {
+                "vocab_size": 64,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "layers": 3,
+                "heads": 4,
+                "kv_heads": 2,
+            },
+            "attention": {"moba": {"block_size": BLOCK_SIZE, "topk": TOPK}, "full_layers": "last:1"},
+            "data": {
+                "train": [
+                    {"path": write_corpus(folder / "one", 1)},
+                    {"path": write_corpus(folder / "two", 2), "weight": 2},
+                ],
+                "packing": packing,
+            },
+            "batch_tokens": 8 * SEQ_LEN,
+            "stages": [{"name": "only", "seq_len": SEQ_LEN, "tokens": 16 * SEQ_LEN}],
+        }
+    )
+
+
+def planned(config: RunConfig) -> StagePlan:
+    (stage,) = make_plan(config, 1, 989, 0.4).stages
+    return stage
+
+
+def brute_force_flops(model: ModelConfig, document_of_token: list[int]) -> float:
+    """FLOPs of a full and two MoBA layers, counted query by query over tokens that name their document.
+
+    A pair of a query and an attended key costs 12 d a head, a block that MoBA's gate scores 2 d; a query's own key
+    counts half, and the gate scores half of the document's blocks for every query.
+    """
+    width = model.heads * model.head_width
+    total = matmul_flops(model) * len(document_of_token)
+    for query, document in enumerate(document_of_token):
+        keys = [key for key in range(query + 1) if document_of_token[key] == document]
+        first = keys[0]
+        own_block = (query - first) // BLOCK_SIZE
+        in_own_block = [key for key in keys if (key - first) // BLOCK_SIZE == own_block]
+        selected = min(TOPK - 1, own_block) * BLOCK_SIZE
+        blocks = -(-document_of_token.count(document) // BLOCK_SIZE)
+        total += 12 * width * (len(keys) - 0.5)
+        total += 2 * (12 * width * (len(in_own_block) - 0.5 + selected) + 2 * width * blocks / 2)
+    return total
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_plan_and_throughput_agree_with_a_count_over_real_batches(tmp_path, packing):
+    config = packed_run(tmp_path, packing)
+    (stage,) = resolve_stages(config)
+    data = training_data(config, stage, {})
+    batches = [batch for first in (0, 8) for batch in step_batches(data, first, 8, 2, dp_rank=0, dp_size=1)]
+    counted = 0.0
+    for batch in batches:
+        # A document begins where positions return to 0.
+        documents_T = (batch.positions == 0).cumsum(0).tolist()
+        counted += brute_force_flops(config.model, documents_T)
+    stage_plan = planned(config)
+    assert batch_flops(config.model, stage, batches) == pytest.approx(counted, rel=1e-12)
+    assert stage_plan.real_flops * 16 * SEQ_LEN == pytest.approx(counted, rel=1e-12)
+    assert stage_plan.seconds == pytest.approx(counted / (989e12 * 0.4))
+    assert len({batch.padding > 0 for batch in batches}) == (2 if packing == "best_fit" else 1)
+
+
+def test_a_plan_without_corpora_counts_one_document_per_sequence(tmp_path):
+    config = packed_run(tmp_path, "concat")
+    by_documents = planned(config)
+    (tmp_path / "two.bin").unlink()
+    by_sequences = planned(config)
+    assert by_documents.documents.source == "documents of the corpora"
+    assert by_sequences.documents.source == "one document per sequence: corpora not found"
+    (stage,) = resolve_stages(config)
+    assert by_sequences.real_flops == real_flops(config.model, stage.attention, [SEQ_LEN]) / SEQ_LEN
+    assert by_documents.real_flops < by_sequences.real_flops
+
+
+def test_time_of_a_context_parallel_layer_is_counted_by_documents(tmp_path):
+    config = packed_run(tmp_path, "concat")
+    config = config.model_copy(update={"parallel": ParallelConfig(cp=2)})
+    (stage_plan,) = make_plan(config, 2, 989, 0.4).stages
+    assert stage_plan.context is not None
+    for layer, seconds in stage_plan.context.attention_seconds.items():
+        flops = layer_flops(config.model, layer, stage_plan.documents.lengths)
+        assert seconds == pytest.approx(flops / 16 / 2 / (989e12 * 0.4))  # of 16 sequences one, on 2 ranks
+
+
+def test_a_plan_reads_a_bounded_number_of_sequences_and_at_least_one(tmp_path, monkeypatch):
+    config = packed_run(tmp_path, "concat")
+    (stage,) = resolve_stages(config)
+    data = training_data(config, stage, {})
+    for limit, sequences in ((5 * SEQ_LEN + 1, 5), (SEQ_LEN - 1, 1)):
+        monkeypatch.setattr(documents, "READ_TOKENS", limit)
+        expected = [length for index in range(sequences) for length in data.sample(index).lengths]
+        assert documents.stage_documents(config, stage).lengths == tuple(expected)

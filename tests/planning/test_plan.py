@@ -43,10 +43,11 @@ def test_a_plan_adds_up():
     assert plan.seconds == short.seconds + long.seconds
 
 
-def test_a_shared_sequence_divides_activations_and_costs_communication():
+def test_context_parallelism_divides_activations_and_costs_communication():
     alone = make_plan(config(activation_checkpointing="full"), 16, 989, 0.4).stages[1]
-    sharing = {"parallel": {"cp": 8}, "activation_checkpointing": "full"}
-    (short, long), tables = make_plan(config(**sharing), 16, 989, 0.4).stages, io.StringIO()
+    cp_recipe = {"parallel": {"cp": 8}, "activation_checkpointing": "full"}
+    short, long = make_plan(config(**cp_recipe), 16, 989, 0.4).stages
+    tables = io.StringIO()
     assert long.mesh == MeshSizes(dp_shard=2, cp=8)
     assert long.memory.activations == alone.memory.activations / 8
     assert long.memory.parameters == alone.memory.parameters
@@ -60,7 +61,7 @@ def test_a_shared_sequence_divides_activations_and_costs_communication():
     assert 0 <= long.context.exposed_seconds(full) <= long.context.exposed_seconds(moba)
     assert long.seconds > alone.seconds
 
-    across = make_plan(config(**sharing), 16, 989, 0.4, ranks_per_node=4)
+    across = make_plan(config(**cp_recipe), 16, 989, 0.4, ranks_per_node=4)
     context = across.stages[1].context
     assert context is not None
     assert context.strategy.transport == "hierarchical"
@@ -70,22 +71,20 @@ def test_a_shared_sequence_divides_activations_and_costs_communication():
         assert part in tables.getvalue(), part
 
 
-def test_shared_layers_divide_weights_activations_and_heads_and_cost_communication():
+def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_communication():
     alone = make_plan(config(batch_tokens="2M"), 16, 989, 0.4).stages[0]
-    plan, tables = (
-        make_plan(config(batch_tokens="2M", parallel={"tp": 8, "dp_replicate": 2}), 16, 989, 0.4),
-        io.StringIO(),
-    )
-    shared = plan.stages[0]
-    assert shared.mesh == MeshSizes(dp_replicate=2, tp=8)
-    assert shared.memory.parameters == pytest.approx(4 * 8_030_261_248 / 8)
+    plan = make_plan(config(batch_tokens="2M", parallel={"tp": 8, "dp_replicate": 2}), 16, 989, 0.4)
+    tables = io.StringIO()
+    sharded = plan.stages[0]
+    assert sharded.mesh == MeshSizes(dp_replicate=2, tp=8)
+    assert sharded.memory.parameters == pytest.approx(4 * 8_030_261_248 / 8)
     # The gathered inputs of the projections, 2 x 4096 numbers a token, are on all ranks.
     gathered = 32 * 2 * 2 * 4096 * 8192
-    assert shared.memory.activations - gathered == pytest.approx((alone.memory.activations - gathered) / 8)
-    assert shared.memory.logits == alone.memory.logits / 4  # 1,024 rows, where a chunk has 4,096
+    assert sharded.memory.activations - gathered == pytest.approx((alone.memory.activations - gathered) / 8)
+    assert sharded.memory.logits == alone.memory.logits / 4  # 1,024 rows, where a chunk has 4,096
     # A micro-batch of 8192 rows: 8 transfers of 7/8 of 64 MiB in each of 32 layers, at 300 GB/s.
-    assert shared.tensor_seconds == pytest.approx(shared.accumulation * 32 * 8 * 7 / 8 * 2**26 / 300e9)
-    assert shared.seconds == pytest.approx(alone.seconds + shared.stage.steps * shared.tensor_seconds)
+    assert sharded.tensor_seconds == pytest.approx(sharded.accumulation * 32 * 8 * 7 / 8 * 2**26 / 300e9)
+    assert sharded.seconds == pytest.approx(alone.seconds + sharded.stage.steps * sharded.tensor_seconds)
     print_plan(plan, Console(file=tables, width=100))
     for part in ("dp_shard 1 x tp 8", "tp's communication"):
         assert part in tables.getvalue(), part
@@ -147,6 +146,7 @@ def test_the_tables_show_every_stage_and_part():
         "29 moba, 3 full",
         "1,048,576",
         "dense causal",
+        "real FLOPs count one document per sequence: corpora not found",
         "activations",
         "hours",
     ):
@@ -156,7 +156,8 @@ def test_the_tables_show_every_stage_and_part():
 def test_a_stage_with_until_is_planned_from_its_tokens_to_its_maximum():
     until = {"trailing_loss_recovered": {"tolerance": 0.01}, "max_tokens": "4B"}
     prolonged = {"name": "activate", "seq_len": "8K", "tokens": "1B", "until": until}
-    plan, text = make_plan(config(stages=[prolonged]), 8, 989, 0.4), io.StringIO()
+    plan = make_plan(config(stages=[prolonged]), 8, 989, 0.4)
+    text = io.StringIO()
     assert plan.stages[0].tokens == pytest.approx(4e9, rel=1e-3)
     print_plan(plan, Console(file=text, width=100))
     for part in ("1B to 4B", "954 to 3,815", "at most"):

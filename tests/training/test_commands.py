@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from typer.testing import CliRunner
 
 from moba_train.cli import app
 from moba_train.config.load import load_config
-from moba_train.errors import UserError
-from moba_train.inference.text import generate_text
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -81,7 +78,8 @@ def test_the_resolved_recipe_in_the_run_folder_is_a_recipe(finished_run: Run) ->
     assert config.stages[0].attention.default == "full"
 
 
-def test_an_unknown_kind_of_decoding_is_refused() -> None:
-    nothing: Any = None  # refused before model and tokenizer are used
-    with pytest.raises(UserError, match="--decode"):
-        next(generate_text(nothing, nothing, "x", 1, temperature=1.0, top_p=1.0, seed=0, decode="sparse"))
+@pytest.mark.parametrize(("decode", "message"), [("moba", "--decode own"), ("sparse", "allowed: full, own")])
+def test_another_attention_of_new_tokens_is_refused(decode: str, message: str) -> None:
+    code, output = invoke("generate", "nowhere", "--prompt", "x", "--decode", decode)
+    assert code == 2
+    assert message in " ".join(output.split())

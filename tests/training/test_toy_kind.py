@@ -249,7 +249,7 @@ def test_generation_decodes_through_the_cache(finished: Run) -> None:
 
     model = load_trained(open_checkpoint(finished.run_dir), torch.device("cpu"), torch.float64)
     prompt = list(range(1, 40))
-    answer = list(generate(model, prompt, 8, temperature=0.0, sparse_decode=True))
+    answer = list(generate(model, prompt, 8, temperature=0.0, decode="own"))
     text = torch.tensor(prompt + answer)
     with torch.no_grad():
         logits = model(text, torch.arange(len(text)), packed_layout([len(text)]))
