@@ -25,7 +25,7 @@ def matmul_flops(model: ModelConfig) -> float:
 
 
 def dense_flops(model: ModelConfig, seq_len: int) -> float:
-    """FLOPs per token as if every layer had dense causal attention over the whole sequence, 6 H d T a layer.
+    """FLOPs per token as if every layer had dense causal attention over the full sequence, 6 H d T a layer.
 
     The formula behind published MFU numbers of causal models, e.g. in FlashAttention's benchmarks (Dao 2023,
     arXiv:2307.08691, section 4.1: half the operations of full attention).

@@ -51,7 +51,7 @@ def second_of_three_ranks() -> Iterator[None]:
 @pytest.mark.usefixtures("second_of_three_ranks")
 def test_a_rank_reads_its_own_shards_without_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 over three ranks, of which only one runs. Sizes that three does not divide are cut unevenly."""
-    whole = our_model(folder).state_dict()
+    full = our_model(folder).state_dict()
     with torch.device("meta"):
         model = Transformer(read_model_config(folder))
     for module in (*model.blocks, model):
@@ -68,7 +68,7 @@ def test_a_rank_reads_its_own_shards_without_the_others(folder: Path, monkeypatc
     monkeypatch.setattr(torch.Tensor, "copy_", counted)
     load_hf_weights(model, folder)
     for name, parameter in model.named_parameters():
-        rows = whole[name].chunk(3)
+        rows = full[name].chunk(3)
         assert torch.equal(parameter.to_local(), rows[1]), name
     assert read < 0.4 * sum(parameter.numel() for parameter in model.parameters())
 

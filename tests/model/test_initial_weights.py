@@ -55,7 +55,7 @@ def test_a_rank_holds_its_shard_of_the_one_model():
 
     The last rank, because 401 rows do not divide by 3; one rank only, because DTensor caches local shapes per process.
     """
-    whole = initialized()
+    full = initialized()
     dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
     try:
         mesh = init_device_mesh("cpu", (3,))
@@ -69,7 +69,7 @@ def test_a_rank_holds_its_shard_of_the_one_model():
         distribute_module(model, mesh, shard)
         initialize_weights(model, 0)
         for name, parameter in model.named_parameters():
-            assert torch.equal(parameter.to_local(), whole[name].chunk(3)[2]), name
+            assert torch.equal(parameter.to_local(), full[name].chunk(3)[2]), name
     finally:
         dist.destroy_process_group()
 

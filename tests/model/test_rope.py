@@ -76,7 +76,7 @@ def test_the_rotation_is_rounded_once_to_the_inputs_dtype(dtype, device):
 
 def yarn_by_hand(i: int, theta: float, factor: float, trained: int, head_dim: int) -> float:
     """The frequency of pair i, in plain float64 and in the words of the paper's section 3.2: the pairs that turn 32
-    times and once in the trained length are where the ramp begins and ends, rounded outwards to whole pairs."""
+    times and once in the trained length are where the ramp begins and ends, rounded outwards to integer indices."""
     plain = theta ** (-2 * i / head_dim)
 
     def pair_that_turns(times: float) -> float:

@@ -1,4 +1,4 @@
-"""Plans of whole recipes: memory, time, tables."""
+"""Plans of recipes: memory, time, tables."""
 
 import io
 
