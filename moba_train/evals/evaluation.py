@@ -27,7 +27,7 @@ class EvaluationContext:
     model: Transformer
     """Sharded, with the stage's RoPE and engines."""
     stage: Stage
-    shard: DataShard
+    data_shard: DataShard
     device: torch.device
     attentions: Mapping[str, Layers] = field(default_factory=dict)
     """Attention of every layer, by a name for people; at least one where an evaluation runs."""

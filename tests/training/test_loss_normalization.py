@@ -54,16 +54,16 @@ def samples() -> list[Sample]:
 
 
 def step(micro_batches: list[Batch], world: World, transport: CPTransport | None) -> dict[str, torch.Tensor]:
-    """Loss, gradient norm and whole gradients of one step, as the trainer forms them; with a `transport`, the ranks
+    """Loss, gradient norm and unsharded gradients of one step, as the trainer forms them; with a `transport`, the ranks
     share every sequence."""
     model = sharded_model(CONFIG, ParallelDims(MeshSizes(dp_shard=world.size), world))
     if transport:
         strategy = CPStrategy(world.size, transport, "zigzag", world.size)
         group = dist.group.WORLD
         assert group is not None
-        share = DataShard(engine=context_engine(strategy, group, world.device))
-        model.set_engines([share.engine or LOCAL_ENGINE] * MODEL.layers)
-        micro_batches = [share.shard_batch(batch) for batch in micro_batches]
+        data_shard = DataShard(engine=context_engine(strategy, group, world.device))
+        model.set_engines([data_shard.engine or LOCAL_ENGINE] * MODEL.layers)
+        micro_batches = [data_shard.shard_batch(batch) for batch in micro_batches]
     model.set_attention([FullKind(FullKind.Options(), MODEL.head_width)] * MODEL.layers)
     count = torch.tensor(sum(batch.loss_weight_sum for batch in micro_batches))
     dist.all_reduce(count)
