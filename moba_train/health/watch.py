@@ -173,7 +173,8 @@ class Watch:
 
     def _silent(self, rank: int, limit_s: float) -> bool:
         """Whether no heartbeat of `rank` came for a quarter of the limit, since this rank first read it."""
-        beat, now = Heartbeat.latest(self._store, rank), time.monotonic()
+        beat = Heartbeat.latest(self._store, rank)
+        now = time.monotonic()
         count = beat.count if beat else 0
         if rank not in self._seen or self._seen[rank][0] != count:
             self._seen[rank] = count, now

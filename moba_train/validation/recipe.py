@@ -116,7 +116,8 @@ def _cp_key(config: RunConfig, index: int, key: str = "cp") -> str:
 
 def _context_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator[str]:
     for index, stage in enumerate(resolve_stages(config)):
-        parallel, tokens = stage.parallel, stage.micro_batch_size * stage.seq_len
+        parallel = stage.parallel
+        tokens = stage.micro_batch_size * stage.seq_len
         where = f"in stage {stage.name!r}"
         if parallel.cp == 1:
             continue

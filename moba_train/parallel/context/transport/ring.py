@@ -55,7 +55,8 @@ class Ring(Transport):
     def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
         """Pass the chunks around again and send the gradients of each straight to its owner."""
         _, q_LHD, k_LKD, v_LKD, _, _ = state
-        rows, dtype = q_LHD.shape[0], sum_dtype(q_LHD.dtype)
+        rows = q_LHD.shape[0]
+        dtype = sum_dtype(q_LHD.dtype)
         state = state.with_queries(slice(0, call.sequence.tokens(self.rank)))
         dq_nHD = torch.zeros_like(state.q, dtype=dtype)
         dkv_2LKD = torch.empty(2, *k_LKD.shape, dtype=dtype, device=k_LKD.device)
