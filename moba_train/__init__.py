@@ -22,7 +22,7 @@ inference     generation
 integrations  our attention inside other programs
 environment   `moba-train env`
 commands      what the command-line programs share
-errors        errors that are the user's to mend
+errors        errors that the user can correct
 
 Importing the package is cheap on purpose: torch is imported by the modules that need it, so that
 `moba-train --help` and the data tools start at once.

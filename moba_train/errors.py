@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend.
+"""Errors that the user can correct.
 
 Each carries a message that names the key or file, what was found there and what is allowed. The command-line entry
 points print the message without a traceback and exit with code 2; any other exception is a bug of ours and keeps its
@@ -7,7 +7,7 @@ traceback.
 
 
 class UserError(Exception):
-    """Something outside the program is wrong: a recipe, a file, the machine. `str()` is the whole story."""
+    """Something outside the program is wrong: a recipe, a file, the machine. `str()` says all of it."""
 
 
 class ConfigError(UserError):

@@ -35,7 +35,7 @@ class LayerInput(NamedTuple):
     rotate: Callable[[Tensor], Tensor]
     """Applies the rotary embedding to [T, heads, d]."""
     layout: Layout
-    """Of the whole packed sequence."""
+    """The layout of the complete packed sequence."""
     engine: Engine
     """Runs local attentions, on one device or over all ranks of context parallelism."""
 

@@ -8,7 +8,7 @@ dims      the device mesh, the coordinates of every rank in it, and every proces
 tensor    heads and columns of the layers over the ranks of a node
 forward   the only calls of the model, one function for each use
 fsdp      sharding, mixed precision, activation checkpointing and compilation of the model
-strategy  the context-parallel strategy of a stage, from the recipe
 stage     a rank's data shard in a stage: its sequences, its tokens of them, the engine of its attention
+stage_strategy  the context-parallel strategy of a stage, from the recipe
 context   context parallelism
 """

@@ -119,7 +119,7 @@ def _bits(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
-def described(result: Comparison, most: int) -> Iterator[str]:
+def describe(result: Comparison, most: int) -> Iterator[str]:
     """Lines for the terminal: the number of equal things, and the first `most` that differ."""
     equal = result.compared - len(result.differing)
     yield f"{equal} of {result.compared} {result.what} are equal"

@@ -11,7 +11,7 @@ from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
 from moba_train.convert.initial_weights import initial_problems
 from moba_train.errors import ConfigError
 from moba_train.evals.registry import EVALUATIONS
-from moba_train.parallel.strategy import stage_strategy
+from moba_train.parallel.stage_strategy import stage_strategy
 from moba_train.validation.attention import attention_problems
 from moba_train.validation.data import file_problems, length_problems
 from moba_train.validation.stage_exit import exit_problems

@@ -108,7 +108,7 @@ def with_moba(folder: Path, moba: dict[str, Any] | None = None, decode: Any = "f
 
 
 def test_transformers_runs_it_with_moba(exported: tuple[Path, Path]) -> None:
-    """Our model's logits with the layers of config.json, and full attention's where every block is chosen."""
+    """Our model's logits with the layers of config.json, and full attention's where every block is selected."""
     tokens = random_tokens(LENGTH)
     model = with_moba(exported[1])
     layers = [parse_layer(entry) for entry in model.config.moba["layers"]]
@@ -124,7 +124,7 @@ def test_transformers_runs_it_with_moba(exported: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("decode", ["full", "moba"])
 def test_padding_and_cache_change_nothing(exported: tuple[Path, Path], decode: str) -> None:
-    """A padded batch generates what each prompt alone generates; with MoBA decoding, what one pass would choose."""
+    """A padded batch generates what each prompt alone generates; with MoBA decoding, what one pass would select."""
     model = with_moba(exported[1], SPARSE, decode)
     prompts = [random_tokens(count) for count in (90, 61)]
     width = max(map(len, prompts))

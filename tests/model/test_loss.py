@@ -1,4 +1,4 @@
-"""The loss sum: cross entropy on chosen rows, in chunks, safe when nothing counts."""
+"""The loss sum: cross entropy on selected rows, in chunks, safe when nothing counts."""
 
 import pytest
 import torch

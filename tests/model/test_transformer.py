@@ -120,8 +120,8 @@ def test_packed_documents_give_the_logits_of_each_document_alone(kind, device):
         start += length
 
 
-def test_a_moba_model_that_chooses_every_block_is_the_full_attention_model(device):
-    """The same weights, layer by layer interchangeable: what staged training relies on."""
+def test_a_moba_model_that_selects_every_block_is_the_full_attention_model(device):
+    """Staged training relies on it: weights do not depend on the attention kind of a layer."""
     model = build(device)
     batch = inputs([20, 7], device)
     full = model(*batch)

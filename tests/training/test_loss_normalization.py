@@ -96,7 +96,7 @@ def worker(spread: list[list[list[int]]], transport: CPTransport | None, output:
 
 
 def expected() -> dict[str, torch.Tensor]:
-    """The same step by definition: each sequence alone through the plain model, sums divided by the global count."""
+    """One step by definition: each sequence alone through the plain model, sums divided by the global count."""
     model = Transformer(MODEL)
     made, total, count = samples(), torch.zeros(()), 0.0
     initialize_weights(model, CONFIG.seed)
@@ -129,7 +129,7 @@ def check(spread: list[list[list[int]]], transport: CPTransport | None, ranks: R
 
 @pytest.mark.parametrize("transport", ["ring", "ulysses"])
 def test_nor_on_the_ranks_that_share_a_sequence(transport: CPTransport, ranks: Ranks, tmp_path: Path) -> None:
-    """Of the last three micro-batches, one has a single loss token, on one of the ranks, and two have none."""
+    """One of the last three micro-batches has a single loss token, on one of the ranks; the other two have none."""
     check([[[0], [1], [2, 3]]] * 2, transport, ranks, tmp_path / "result.pt")
 
 

@@ -126,7 +126,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def results(prefix: str, ranks: Ranks) -> dict[tuple[int, LossNorm], dict[str, Any]]:
-    """Of every case, by its number and norm."""
+    """Results of every case, by its number and norm."""
     ranks.work(all_steps, (prefix, f"{prefix}.pt"), 4)
     found = torch.load(f"{prefix}.pt", weights_only=True)
     return dict(zip(itertools.product(range(len(GRID)), NORMS), found, strict=True))

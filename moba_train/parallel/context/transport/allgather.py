@@ -40,7 +40,7 @@ class AllGather(Transport):
         tokens = call.sequence.tokens(self.rank)
         part = call.against_all(self.rank)
         slices = self._slices(q_LHD, k_LKD)
-        summaries = all_summaries(k_LKD, call.whole, call.sequence, self.communicator)
+        summaries = all_summaries(k_LKD, call.unsharded, call.sequence, self.communicator)
         out_LHD = _zero_behind(q_LHD, tokens)
         selections = list[Tensor]()
         lse_Hn = q_LHD.new_empty((q_LHD.shape[1], tokens), dtype=sum_dtype(q_LHD.dtype))

@@ -38,7 +38,7 @@ class Ring(Transport):
     ) -> tuple[Tensor, Tensor, Selection]:
         """Select, attend to each chunk as it arrives, and merge the partial results by online softmax."""
         tokens = call.sequence.tokens(self.rank)
-        summaries = all_summaries(k_LKD, call.whole, call.sequence, self.communicator)
+        summaries = all_summaries(k_LKD, call.unsharded, call.sequence, self.communicator)
         q_nHD = q_LHD[:tokens]
         if tokens:
             selection = call.against_all(self.rank).select(q_nHD, summaries)
@@ -95,7 +95,7 @@ class Ring(Transport):
     def _is_seen(self, owner: int, call: ShardedCall) -> bool:
         """Whether any of this rank's queries sees any key of rank `owner`."""
         ranges = call.sequence.ranges
-        return sees(ranges[self.rank], ranges[owner], call.whole.layout.edges)
+        return sees(ranges[self.rank], ranges[owner], call.unsharded.layout.edges)
 
     def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield each rank with its keys and values, without padding: this rank first, then back around the ring."""
