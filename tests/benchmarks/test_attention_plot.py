@@ -49,7 +49,7 @@ def test_the_ideal_is_below_every_bar() -> None:
 
 
 @pytest.mark.parametrize("source", ["small", "committed"])
-def test_a_picture_is_drawn(source: str, tmp_path: Path) -> None:
+def test_a_plot_is_drawn(source: str, tmp_path: Path) -> None:
     path = RESULT if source == "committed" else some_results(tmp_path / "r.json", *ROWS)
     draw(path, tmp_path / "plot.svg")
     text = (tmp_path / "plot.svg").read_text()
@@ -61,7 +61,7 @@ def test_a_picture_is_drawn(source: str, tmp_path: Path) -> None:
     assert (tmp_path / "again.svg").read_text() == text, "the same results give the same plot"
 
 
-def test_the_committed_picture_shows_the_committed_results() -> None:
+def test_the_committed_plot_shows_the_committed_results() -> None:
     assert stamp(RESULT.read_text()) in PLOT.read_text(), "run python -m benchmarks.attention_plot"
 
 
@@ -83,7 +83,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("background", ["#ffffff", "#0d1117"])
-def test_pictures_can_be_read_on_light_and_on_dark(background: str) -> None:
+def test_plots_can_be_read_on_light_and_on_dark(background: str) -> None:
     figure = (PLOT.parent / "moba-kernels.svg").read_text()
     colours = {GREY, *COLOURS.values(), *re.findall(r"#[0-9a-f]{6}", figure)}
     assert len(colours) > 5
