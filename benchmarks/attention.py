@@ -6,7 +6,7 @@
 
 Shape of Llama-3-8B's attention unless a row says otherwise: 32 query heads, 8 key/value heads of 128, bf16, one
 document of random data. Before a row is timed, a sample of its outputs and gradients is compared with float64. Times
-are medians over CUDA events. Exit status 1 when a result is wrong or a row of ours fails. Then, for README and picture:
+are medians over CUDA events. Exit status 1 when a result is wrong or a row of ours fails. Tables and plot are made with
 
     python -m benchmarks.attention_table --write README.md docs/kernels.md
     python -m benchmarks.attention_plot
@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import attention_check
 from benchmarks.attention_peers import Peer, dense_key, peers, versions
-from benchmarks.attention_routing import routed_share
+from benchmarks.attention_routing import routed_fraction
 from benchmarks.attention_rows import SYNTAX, Case, Row, compile_ahead
 from benchmarks.attention_table import Result, render, summary
 from benchmarks.options import length, need_gpus
@@ -40,7 +40,7 @@ ROWS += [f"128K:512/8,routing={routing}" for routing in ("sink", "uniform")]
 ROWS += ["128K:128/8,documents=1", "256K:4096/12,documents=4x64K"]
 QUICK = ["8K:512/3", "64K:128/8", "128K:4096/12"]
 PROFILED_MS = 4000.0
-"""Rows that take longer are not profiled: it would cost one more call of theirs and tell nothing new."""
+"""Rows that take longer are not profiled: profiling costs one more call and shows nothing new at such lengths."""
 
 Measured = dict[tuple[Any, ...], dict[str, Any]]
 
@@ -57,7 +57,7 @@ def run(case: Case, arguments: argparse.Namespace, others: list[Peer], dense: Me
     outcome = row.both()
     result["errors"] = attention_check.errors(row, outcome)
     if not case.is_plain:
-        result["routed"] = routed_share(case.routing, row.layout(), outcome[2][0], case.block_size)
+        result["routed"] = routed_fraction(case.routing, row.layout(), outcome[2][0], case.block_size)
     del outcome
     ours = measure(row.forward, row.both, arguments.budget, warm=True)
     if ours["both_ms"]["median"] < PROFILED_MS:
@@ -81,7 +81,7 @@ def run(case: Case, arguments: argparse.Namespace, others: list[Peer], dense: Me
 
 
 def timed(peer: Peer, row: Row, budget_s: float) -> dict[str, Any] | None:
-    """One column of one row; None where the peer has no way to compute it."""
+    """One column of one row; None where the peer cannot compute the row."""
     try:
         calls = peer.calls(row)
         return measure(*calls, budget_s) if calls else None
@@ -91,12 +91,14 @@ def timed(peer: Peer, row: Row, budget_s: float) -> dict[str, Any] | None:
 
 
 def report(result: Result) -> None:
-    """Print one row at once: a run that is cut short has then still told something."""
+    """Print one row as soon as it is measured, so that an interrupted run has shown its first rows."""
     if "error" in result:
         print(f"{result['row']}: {result['error']}", flush=True)
         return
-    ours, work = result["columns"]["auto"], result["tflop"]
-    both, forward = ours["both_ms"]["median"], ours["forward_ms"]["median"]
+    ours = result["columns"]["auto"]
+    work = result["tflop"]
+    both = ours["both_ms"]["median"]
+    forward = ours["forward_ms"]["median"]
     rates = (work["forward"] + work["gate"]) / forward, sum(work.values()) / both
     bar = result.get("bar")
     wanted = f", bar {bar['both_ms']:g} {'reached' if bar['reached'] else 'MISSED'}" if bar else ""
@@ -119,7 +121,7 @@ def report(result: Result) -> None:
 
 
 def case_argument(text: str) -> Case:
-    """`Case.parse`, its message kept by argparse."""
+    """`Case.parse` for argparse, which shows the message of an ArgumentTypeError alone."""
     try:
         return Case.parse(text)
     except ValueError as error:

@@ -1,4 +1,5 @@
-"""A sample of MoBA's selections, outputs and gradients against float64; the last two for the selection made."""
+"""A sample of MoBA's selections, outputs and gradients against float64; outputs and gradients are those that follow
+from the selection that was made."""
 
 import bisect
 from typing import Any
@@ -11,17 +12,17 @@ from moba_train.attention.blocks.geometry import first_blocks
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.protocol import Selection
 
-LIMITS = {"choice": 1e-3, "out": 1e-2, "lse": 1e-3, "dq": 2e-2, "dk": 2e-2, "dv": 2e-2}
+LIMITS = {"selection": 1e-3, "out": 1e-2, "lse": 1e-3, "dq": 2e-2, "dk": 2e-2, "dv": 2e-2}
 """Largest error allowed: relative in norm, but absolute for lse and for the gates of the selection."""
 ENOUGH = 16
-"""With fewer keys, gradients of the scores may cancel to nothing, and relative errors mean nothing."""
+"""With fewer keys, gradients of the scores may cancel to zero, and relative errors mean nothing."""
 
 
 def errors(row: Row, result: tuple[Tensor, Tensor, Selection, Tensor, Tensor, Tensor]) -> dict[str, float]:
     """The largest error of each name in LIMITS in the result of `row.both()`.
 
-    `choice` is how much better the best block left out fits than the worst one selected; a selection of a wrong number
-    of blocks, or of blocks that are no candidates, is infinite.
+    `selection` is the largest gate of a block left out minus the smallest gate of a selected block, or 0 if negative;
+    it is infinite for a wrong number of blocks and for blocks that are no candidates.
     """
     worst = dict.fromkeys(LIMITS, 0.0)
     sample = _Sample(row, result)
@@ -37,7 +38,7 @@ def errors(row: Row, result: tuple[Tensor, Tensor, Selection, Tensor, Tensor, Te
 
 
 def wrong(found: dict[str, float]) -> dict[str, float]:
-    """Those beyond their limit, NaN included."""
+    """The errors beyond their limits, NaN included."""
     return {name: error for name, error in found.items() if not error <= LIMITS[name]}
 
 
@@ -46,41 +47,42 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 
 class _Sample:
-    """Looks at single queries and single blocks of a result."""
+    """Checks single queries and single blocks of a result."""
 
     def __init__(self, row: Row, result: Any) -> None:
         self.row = row
         self.out, self.lse, (self.selected, *_), self.dq, self.dk, self.dv = result
         layout = row.layout()
         self.means = pool_keys(row.k, layout, row.block_size).double()
-        lengths, edges = row.case.lengths(), layout.cu_seqlens.tolist()
         self.first_of = first_blocks(layout.cu_seqlens, row.block_size).tolist()
-        self.edges = edges
+        self.edges = layout.cu_seqlens.tolist()
         self.starts = [
             start
-            for edge, length in zip(edges, lengths, strict=False)
+            for edge, length in zip(self.edges, row.case.lengths(), strict=False)
             for start in range(edge, edge + length, row.block_size)
         ] + [row.tokens]
 
     def query(self, head: int, token: int) -> dict[str, float]:
-        """One query's selection, output and gradient."""
+        """Errors of one query's selection, output and gradient."""
         row = self.row
         own = bisect.bisect_right(self.starts, token) - 1
         first = self.first_of[bisect.bisect_right(self.edges, token) - 1]
         selected = [block for block in self.selected[head, token].tolist() if block >= 0]
         if len(set(selected)) != min(row.topk - 1, own - first) or any(not first <= block < own for block in selected):
-            return {"choice": float("inf")}
+            return {"selection": float("inf")}
         kv_head = head // (row.case.heads // row.case.kv_heads)
-        q, dout = row.q[token, head].double(), row.dout[token, head].double()
-        found = {"choice": 0.0}
+        q = row.q[token, head].double()
+        dout = row.dout[token, head].double()
+        found = {"selection": 0.0}
         if selected and len(selected) < own - first:
             gates = self.means[first:own, kv_head] @ q
             mine = torch.zeros_like(gates, dtype=torch.bool)
             mine[[block - first for block in selected]] = True
-            found["choice"] = max(0.0, (gates[~mine].max() - gates[mine].min()).item())
-        spans = [(self.starts[block], self.starts[block + 1]) for block in selected] + [(self.starts[own], token + 1)]
-        keys = torch.cat([torch.arange(*span) for span in spans]).to(row.device)
-        k, v = row.k[keys, kv_head].double(), row.v[keys, kv_head].double()
+            found["selection"] = max(0.0, (gates[~mine].max() - gates[mine].min()).item())
+        ranges = [(self.starts[block], self.starts[block + 1]) for block in selected] + [(self.starts[own], token + 1)]
+        keys = torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(row.device)
+        k = row.k[keys, kv_head].double()
+        v = row.v[keys, kv_head].double()
         scale = row.attention.scale
         scores = k @ q * scale
         p = scores.softmax(0)
@@ -93,7 +95,7 @@ class _Sample:
         return found
 
     def block(self, block: int) -> dict[str, float]:
-        """Gradients of some keys and values of one block, from all the queries that attend to it."""
+        """Errors of the gradients of some keys and values of one block, from all the queries that attend to it."""
         row = self.row
         group = row.case.heads // row.case.kv_heads
         kv_head = min(5, row.case.kv_heads - 1)
@@ -104,8 +106,10 @@ class _Sample:
         own_g = torch.arange(group, device=row.device).repeat_interleave(len(own_t))
         at_h = torch.cat([at_g, own_g]) + kv_head * group
         keys = own_t[:: max(1, len(own_t) // 5)]
-        q, dout = row.q[at_t, at_h].double(), row.dout[at_t, at_h].double()
-        k, v = row.k[keys, kv_head].double(), row.v[keys, kv_head].double()
+        q = row.q[at_t, at_h].double()
+        dout = row.dout[at_t, at_h].double()
+        k = row.k[keys, kv_head].double()
+        v = row.v[keys, kv_head].double()
         scale = row.attention.scale
         p = (q @ k.T * scale - self.lse[at_h, at_t].double()[:, None]).exp() * (keys <= at_t[:, None])
         delta = (self.out[at_t, at_h].double() * dout).sum(-1)

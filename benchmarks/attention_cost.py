@@ -32,29 +32,31 @@ class Cost:
     product: float
     """One matrix product over all pairs of a query and a key it attends to. Attention needs 2 forward, 5 backward."""
     gate: float
-    """Every query times the mean keys of the blocks before its own."""
+    """The gate: every query times the mean keys of the blocks before its own."""
     forward_traffic: float
     backward_traffic: float
 
     @property
     def forward(self) -> float:
-        """Scores, and weights times values."""
+        """Two products forward: scores, and weights times values."""
         return 2 * self.product
 
     @property
     def backward(self) -> float:
-        """Scores again, dv, dp, dq, dk. A second pass for dq does two of them twice."""
+        """Five products backward: scores again, dv, dp, dq, dk. A kernel with a pass of its own for dq does two of them
+        twice."""
         return 5 * self.product
 
     @property
     def forward_floor_ms(self) -> float:
-        """Gate, then the longer of attention's work and its traffic."""
-        work, gate = 1000 * self.forward / MATRIX_TFLOPS, 1000 * self.gate / MATRIX_TFLOPS
+        """Ideal milliseconds forward: the gate, then the longer of attention's work and its traffic."""
+        work = 1000 * self.forward / MATRIX_TFLOPS
+        gate = 1000 * self.gate / MATRIX_TFLOPS
         return gate + max(work, self.forward_traffic / MEMORY_GB_PER_MS)
 
     @property
     def backward_floor_ms(self) -> float:
-        """The longer of work and traffic."""
+        """Ideal milliseconds backward: the longer of work and traffic."""
         return max(1000 * self.backward / MATRIX_TFLOPS, self.backward_traffic / MEMORY_GB_PER_MS)
 
 
@@ -63,15 +65,16 @@ def moba_cost(lengths: Sequence[int], block_size: int, topk: int, shape: Heads |
 
     Traffic, with r bytes in a row of d numbers: a query and head reads and writes its row once (2 r; k and v: 2 r
     Hkv / H). Each of its history blocks makes it read its row again, write a partial result, read that for the merge,
-    and read a list entry of 4 bytes. Backward twice as much of everything: dout beside q in two passes, and partial dq.
+    and read a list entry of 4 bytes. The backward pass moves twice as much: dout as well as q in two passes, and
+    partial dq.
     """
     shape = shape or Heads()
     pairs = sum(attended_pairs(length, block_size, topk) for length in lengths)
     gates = sum(_gate_pairs(length, block_size) for length in lengths)
     history = shape.heads * sum(history_blocks(length, block_size, topk) for length in lengths)
     row = BYTES * shape.head_dim
-    whole = sum(lengths) * (2 * shape.heads + 2 * shape.kv_heads) * row
-    traffic = 1e-9 * (whole + history * (3 * row + 4))
+    once = sum(lengths) * (2 * shape.heads + 2 * shape.kv_heads) * row
+    traffic = 1e-9 * (once + history * (3 * row + 4))
     per_pair = 2e-12 * shape.heads * shape.head_dim
     return Cost(per_pair * pairs, per_pair * gates, traffic, 2 * traffic)
 
@@ -83,7 +86,7 @@ def dense_product(lengths: Sequence[int], shape: Heads | None = None) -> float:
 
 
 def history_blocks(length: int, block_size: int, topk: int) -> int:
-    """Chosen history blocks, summed over the queries of one document and one head."""
+    """Selected history blocks, summed over the queries of one document and one head."""
     blocks, rest = divmod(length, block_size)
     growing = min(topk, blocks)
     selected = growing * (growing - 1) // 2 + (blocks - growing) * (topk - 1)

@@ -1,4 +1,4 @@
-"""What MoBA's kernels are compared with: dense attention, and other people's MoBA where it is installed."""
+"""Other implementations that MoBA's kernels are compared with: dense attention, and other MoBAs that are installed."""
 
 import importlib
 import importlib.metadata
@@ -25,11 +25,11 @@ class Peer:
     name: str
     """Its key in the result file."""
     up_to: int
-    """Longest sequence it is measured at by default: dense attention takes minutes beyond."""
+    """Longest sequence that it is measured at by default: beyond, dense attention takes minutes."""
     calls: Callable[[Row], Calls | None]
-    """None where it cannot compute the row."""
+    """Its calls on a row's inputs; None where it cannot compute the row."""
     dense: bool = False
-    """Otherwise another MoBA, which is measured in plain rows only."""
+    """Whether it is dense attention; another MoBA is measured in plain rows only."""
     package: str = ""
     """Distribution whose version the result file records."""
 
@@ -41,7 +41,7 @@ def peers() -> list[Peer]:
     others = [
         Peer("flash4", 2**18, _flash4, dense=True, package="flash-attn-4"),
         Peer("flash_moba", 2**18, _flash_moba, package="flash_moba"),
-        # Fails with an illegal address at 128K, after which the process can do nothing on the GPU any more.
+        # It fails with an illegal address at 128K, after which the process cannot use the GPU any more.
         Peer("moonshot", 2**16, _moonshot, package="moba"),
     ]
     entries = {"flash4": "flash_attn.cute", "flash_moba": "flash_moba", "moonshot": "moba.moba_efficient"}
@@ -49,7 +49,7 @@ def peers() -> list[Peer]:
 
 
 def dense_key(row: Row) -> tuple[Any, ...]:
-    """What the time of dense attention depends on: rows that agree in it share one measurement."""
+    """All that the time of dense attention depends on: rows with the same key need one measurement only."""
     case = row.case
     return case.tokens, case.heads, case.kv_heads, case.head_dim, case.documents
 
@@ -83,7 +83,7 @@ def _our(name: str) -> Callable[[Row], Calls | None]:
 
 
 def _sdpa(backend: str) -> Callable[[Row], Calls | None]:
-    """torch's scaled_dot_product_attention, the dense attention most people call; one document."""
+    """torch's scaled_dot_product_attention with one document, the dense attention that most people call."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def calls(row: Row) -> Calls | None:
@@ -101,13 +101,14 @@ def _sdpa(backend: str) -> Callable[[Row], Calls | None]:
 
 
 def _flash2(row: Row) -> Calls | None:
-    """FlashAttention-2 inside torch; of packed documents by the operator for them."""
+    """FlashAttention-2 inside torch; packed documents go to its varlen operator."""
     return dense_backend("flash", row) if row.case.documents else _sdpa("FLASH_ATTENTION")(row)
 
 
 def dense_backend(name: str, row: Row) -> Calls | None:
-    """One of our own dense attention's backends on the row's documents."""
-    backend, scale = BACKENDS[name], row.attention.scale
+    """Calls of a backend of `kind: full` on the row's documents; None where it cannot compute them."""
+    backend = BACKENDS[name]
+    scale = row.attention.scale
     if not backend.can(row.q, row.layout()):
         return None
 
@@ -123,7 +124,7 @@ def dense_backend(name: str, row: Row) -> Calls | None:
 
 
 def with_gradients(attend: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor], dout: Tensor) -> Calls:
-    """The calls of a differentiable function of (q, k, v)."""
+    """Forward alone, and forward and backward, of a differentiable function of (q, k, v)."""
     leaves = [x.detach().requires_grad_() for x in inputs]
 
     def forward() -> Tensor:
@@ -153,7 +154,8 @@ def _flash4(row: Row) -> Calls | None:
 def _flash_moba(row: Row) -> Calls | None:
     function = importlib.import_module("flash_moba").flash_moba_varlen_func
     layout = packed_layout(row.case.lengths(), row.device)
-    edges, longest = layout.cu_seqlens, layout.max_seqlen
+    edges = layout.cu_seqlens
+    longest = layout.max_seqlen
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return function(q, k, v, edges, edges, longest, longest, row.block_size, row.topk, causal=True)
@@ -163,10 +165,11 @@ def _flash_moba(row: Row) -> Calls | None:
 
 def _moonshot(row: Row) -> Calls | None:
     function = importlib.import_module("moba.moba_efficient").moba_attn_varlen
-    layout, group = packed_layout(row.case.lengths(), row.device), row.case.heads // row.case.kv_heads
+    layout = packed_layout(row.case.lengths(), row.device)
+    group = row.case.heads // row.case.kv_heads
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(group, 1) for x in (k, v))  # it knows no groups
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))  # it has no grouped-query heads
         return function(q, k, v, layout.cu_seqlens, layout.max_seqlen, row.block_size, row.topk)
 
     return with_gradients(attend, (row.q, row.k, row.v), row.dout)

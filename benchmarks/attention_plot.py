@@ -20,7 +20,7 @@ from benchmarks.attention_rows import Case, short
 from benchmarks.attention_table import RESULT
 from benchmarks.plotting import GREY, STYLE, plain, stamp
 
-PICTURE = Path(__file__).parent.parent / "docs" / "attention.svg"
+PLOT = Path(__file__).parent.parent / "docs" / "attention.svg"
 LONGEST = 2**20
 COLOURS = {
     "128/8": "#1c7ed6",
@@ -29,7 +29,7 @@ COLOURS = {
     "dense, cuDNN": "#d9480f",
     "dense, FlashAttention-2": "#a8741a",
 }
-"""Like GREY, with a contrast of at least 3 to GitHub's white and to its dark background."""
+"""Colours with a contrast of at least 3 to GitHub's white and to its dark background, as GREY."""
 DENSE = {"dense, cuDNN": "cudnn", "dense, FlashAttention-2": "flash2"}
 FLOOR = f"ideal: work at {MATRIX_TFLOPS:.0f} TFLOP/s or traffic at {MEMORY_GB_PER_MS} TB/s, the longer"
 TICKS_MS = {1: "1 ms", 10: "10 ms", 100: "100 ms", 1000: "1 s", 10_000: "10 s", 60_000: "1 min"}
@@ -39,7 +39,7 @@ Curve = list[tuple[int, float]]
 
 
 def measured(data: dict[str, Any]) -> dict[str, Curve]:
-    """Medians of forward and backward in rows without options, by curve; curves without a point are left out."""
+    """Median time of forward and backward in rows without options, by curve; curves without a point are left out."""
     curves: dict[str, dict[int, float]] = {label: {} for label in COLOURS}
     for result in data["results"]:
         case = Case.parse(result["row"])
@@ -53,7 +53,7 @@ def measured(data: dict[str, Any]) -> dict[str, Curve]:
 
 
 def extrapolated(curve: Curve) -> Curve:
-    """From the longest measured point of dense attention on, by T^2."""
+    """The curve of dense attention from its longest measured point on, by T^2."""
     tokens, ms = curve[-1]
     lengths = [tokens * 2**i for i in range(LONGEST.bit_length()) if tokens * 2**i <= LONGEST]
     return [(length, ms * (length / tokens) ** 2) for length in lengths]
@@ -67,7 +67,7 @@ def floor(setting: str, shortest: int) -> Curve:
     return [(length, cost.forward_floor_ms + cost.backward_floor_ms) for length, cost in costs]
 
 
-def draw(source: Path, picture: Path) -> None:
+def draw(source: Path, plot: Path) -> None:
     """Draw the result file `source` as an SVG. Raises ValueError when it has nothing to draw."""
     text = source.read_text()
     data = json.loads(text)
@@ -79,7 +79,7 @@ def draw(source: Path, picture: Path) -> None:
         for label, curve in curves.items():
             _draw_curve(axes, label, curve)
         _decorate(axes, data)
-        figure.savefig(picture, transparent=True, metadata={"Date": None, "Description": stamp(text)})
+        figure.savefig(plot, transparent=True, metadata={"Date": None, "Description": stamp(text)})
         plt.close(figure)
 
 
@@ -90,11 +90,13 @@ def _draw_curve(axes: Axes, label: str, curve: Curve) -> None:
     axes.plot(*zip(*further, strict=True), "--" if label in DENSE else ":", color=colour, lw=1.2)
     end = further[-1] if label in DENSE else curve[-1]
     if label == "dense, FlashAttention-2":  # just above cuDNN's curve
-        place, side = (-6, 4), "right"
+        offset = (-6, 4)
+        side = "right"
     else:
-        place, side = (7, -3), "left"
+        offset = (7, -3)
+        side = "left"
     name = label if label in DENSE else f"MoBA {label}"
-    axes.annotate(name, end, place, textcoords="offset points", color=colour, ha=side)
+    axes.annotate(name, end, offset, textcoords="offset points", color=colour, ha=side)
 
 
 def _decorate(axes: Axes, data: dict[str, Any]) -> None:
@@ -125,7 +127,7 @@ def _decorate(axes: Axes, data: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=RESULT)
-    parser.add_argument("--output", type=Path, default=PICTURE)
+    parser.add_argument("--output", type=Path, default=PLOT)
     arguments = parser.parse_args()
     draw(arguments.json, arguments.output)
 

@@ -11,8 +11,9 @@ from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.protocol import Layout
 
 ROUTINGS = ("random", "sink", "local", "uniform")
-SINK, LOCAL = 5.0, 8.0
-"""Lengths of what is added: the gate rises by their squares, far above its noise, scores by a few nats only."""
+SINK = 5.0
+LOCAL = 8.0
+"""Lengths of the added vectors: the gate rises by their squares, far above its noise, scores by a few nats only."""
 
 
 def routed_inputs(
@@ -27,19 +28,20 @@ def routed_inputs(
     """q [T, H, D] and k [T, K, D] of `sizes` (H, K, D) on the layout's device.
 
     random: independent normal numbers. The others give every block's keys a mean that is known exactly, plus normal
-    numbers without any mean. uniform: random directions, so that each block is as good as another. sink: the same, but
-    all queries look for the first block of their document. local: directions that turn from block to block, so that
-    the nearest blocks fit best.
+    numbers whose mean is 0. uniform: means in random directions, so that all blocks are equally likely. sink: as
+    uniform, but the first block of each document has the largest gate of all its queries. local: the mean's direction
+    turns from block to block, so that the nearest blocks have the largest gates.
     """
     heads, kv_heads, width = sizes
     device = layout.cu_seqlens.device
 
-    def normal(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(*shape, dtype=kind, device=device, generator=generator)
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
 
     if routing == "random":
-        return normal(layout.total, heads, width, kind=dtype), normal(layout.total, kv_heads, width, kind=dtype)
-    q_THD, k_TKD = normal(layout.total, heads, width), normal(layout.total, kv_heads, width)
+        return normal(layout.total, heads, width, dtype=dtype), normal(layout.total, kv_heads, width, dtype=dtype)
+    q_THD = normal(layout.total, heads, width)
+    k_TKD = normal(layout.total, kv_heads, width)
     ids_T = block_ids(layout.k_tokens, layout.k_documents, layout, block_size)
     k_TKD -= pool_keys(k_TKD, layout, block_size)[ids_T]
     blocks = block_bound(layout, block_size)
@@ -66,12 +68,12 @@ def _turning(blocks: int, width: int, topk: int, device: torch.device) -> Tensor
     return (torch.cat([angles.cos(), angles.sin()], -1) * (width // 2) ** -0.5).float()
 
 
-def routed_share(routing: str, layout: Layout, selected_HTC: Tensor, block_size: int) -> float:
-    """How far selected history blocks (int [H, T, C], -1 = none) are what `routing` wants, 0 to 1.
+def routed_fraction(routing: str, layout: Layout, selected_HTC: Tensor, block_size: int) -> float:
+    """Fraction of the selected history blocks (int [H, T, C], -1 = none) that `routing` intends, 0 to 1.
 
-    sink: share of queries, among those with any history, that selected their document's first block. local: share of
-    the selected blocks that are among the nearest C. random, uniform: overlap of the blocks' numbers of queries with
-    those that an even selection would give.
+    sink: fraction of the queries with any history that selected their document's first block. local: fraction of the
+    selected blocks that are among the nearest C. random, uniform: overlap of the blocks' query counts with those of an
+    even selection.
     """
     first_N = first_blocks(layout.cu_seqlens, block_size)
     own_T = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
@@ -89,8 +91,8 @@ def routed_share(routing: str, layout: Layout, selected_HTC: Tensor, block_size:
     got_N = torch.bincount(selected_HTC[valid_HTC], minlength=blocks).double()
     # A query of block o spreads min(C, h) selections over its h = o - first blocks of history.
     history_T = (own_T - first_T).double()
-    share_T = heads * history_T.clamp(max=count) / history_T.clamp(min=1)
-    by_own_N = torch.zeros(blocks + 1, dtype=torch.float64, device=own_T.device).index_add_(0, own_T, share_T)
+    expected_T = heads * history_T.clamp(max=count) / history_T.clamp(min=1)
+    by_own_N = torch.zeros(blocks + 1, dtype=torch.float64, device=own_T.device).index_add_(0, own_T, expected_T)
     from_here_N = by_own_N.flip(0).cumsum(0).flip(0)
     ids_N = torch.arange(blocks, device=own_T.device)
     document_N = torch.searchsorted(first_N[1:], ids_N, right=True).clamp(max=first_N.numel() - 2)

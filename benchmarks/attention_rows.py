@@ -1,4 +1,4 @@
-"""The rows of the attention benchmark: how one is written, its inputs and what is timed."""
+"""The rows of the attention benchmark: their notation, their inputs and the calls that are timed."""
 
 import copy
 import multiprocessing
@@ -24,7 +24,7 @@ _OPTIONS = {"heads": "heads", "kv": "kv_heads", "d": "head_dim", "routing": "rou
 
 @dataclass(frozen=True)
 class Case:
-    """One row: sizes, and where the queries look."""
+    """One row: sizes, and the routing of its queries."""
 
     tokens: int
     block_size: int
@@ -65,7 +65,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Text that `parse` reads as this case: what differs from a plain row, numbers of heads together."""
+        """Text that `parse` reads as this case: the sizes and all that differs from a plain row. Both numbers of heads
+        are given if one of them differs."""
         usual = Case(self.tokens, self.block_size, self.topk)
         said = {name for name in _OPTIONS.values() if getattr(self, name) != getattr(usual, name)}
         said |= {"heads", "kv_heads"} if said & {"heads", "kv_heads"} else set()
@@ -78,7 +79,7 @@ class Case:
         return self == Case(self.tokens, self.block_size, self.topk)
 
     def lengths(self) -> list[int]:
-        """Document lengths."""
+        """Document lengths in tokens."""
         if not self.documents:
             return [self.tokens]
         count, times, length = self.documents.partition("x")
@@ -117,8 +118,11 @@ class Row:
     """Inputs of one case and the calls that are timed."""
 
     def __init__(self, case: Case, device: str = "cuda", backend: str = "triton") -> None:
-        self.case, self.device = case, device
-        self.tokens, self.block_size, self.topk = case.tokens, case.block_size, case.topk
+        self.case = case
+        self.device = device
+        self.tokens = case.tokens
+        self.block_size = case.block_size
+        self.topk = case.topk
         generator = torch.Generator(device).manual_seed(0)
         sizes = (case.heads, case.kv_heads, case.head_dim)
         layout = self.layout()
@@ -135,34 +139,34 @@ class Row:
         return MobaAttention(options, self.case.head_dim)
 
     def picked(self) -> str:
-        """The backend that runs it: what `auto` takes."""
+        """Name of the backend that computes this row; under `auto`, the one that it picks."""
         return self.attention.blocks.pick(self.q, self.layout(), self.topk - 1).NAME
 
     def using(self, backend: str) -> "Row":
-        """These inputs for another implementation of MoBA."""
+        """A row with the same inputs for another implementation of MoBA."""
         row = copy.copy(self)
         row.attention = self._attention(backend)
         return row
 
     def layout(self) -> Layout:
-        """A new one, with nothing derived from it yet."""
+        """A new layout, with nothing derived from it yet."""
         return packed_layout(self.case.lengths(), self.device)
 
     def forward(self) -> tuple[Tensor, Tensor, Layout, Selection]:
-        """Everything, the documents' tables included."""
+        """The forward pass, from the layout's tables on: out, lse, layout, selection."""
         layout = self.layout()
         selection = self.attention.select(self.q, self.attention.summarize(self.k, layout), layout)
         return (*self.attention.attend(self.q, self.k, self.v, layout, selection), layout, selection)
 
     def both(self) -> tuple[Tensor, Tensor, Selection, Tensor, Tensor, Tensor]:
-        """Forward and backward."""
+        """Forward and backward: out, lse, selection, dq, dk, dv."""
         out, lse, layout, selection = self.forward()
         state = BackwardState(self.dout, self.q, self.k, self.v, out, lse)
         return (out, lse, selection, *self.attention.attend_backward(state, layout, selection))
 
 
 def compile_ahead(cases: Sequence[Case]) -> list[str]:
-    """Compile the kernels of all `cases` at once, in processes of their own; returns what went wrong.
+    """Compile the kernels of all `cases` at the same time, in processes of their own; returns error messages.
 
     One after the other it would take minutes of the GPU's time. Triton keeps the code on disk, where this process
     finds it; code depends on the sizes of heads and blocks, not on the length, so a few blocks are enough.

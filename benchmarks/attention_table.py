@@ -1,7 +1,7 @@
 """Tables from the attention benchmark's result file.
 
 python -m benchmarks.attention_table                                   # print them as Markdown
-python -m benchmarks.attention_table --write README.md docs/kernels.md # replace what stands between their markers
+python -m benchmarks.attention_table --write README.md docs/kernels.md # replace the text between their markers
 """
 
 import argparse
@@ -50,8 +50,9 @@ def median(result: Result, column: str, what: str) -> float | None:
 
 
 def summary(result: Result) -> dict[str, Any]:
-    """What follows from one row's measurements: against dense cuDNN in the same run, and against the bar."""
-    ours, theirs = median(result, "auto", "both_ms"), median(result, "cudnn", "both_ms")
+    """Comparison of one row's measurements with dense cuDNN in the same run, and with the row's bar."""
+    ours = median(result, "auto", "both_ms")
+    theirs = median(result, "cudnn", "both_ms")
     found: dict[str, Any] = {}
     if ours and theirs:
         found["speedup"] = theirs / ours
@@ -64,26 +65,25 @@ def summary(result: Result) -> dict[str, Any]:
 
 
 def render(data: Result) -> str:
-    """The tables of a whole result file, as Markdown."""
+    """All tables of a result file, as Markdown."""
     results = _rows(data)
     plain = [result for result in results if Case.parse(result["row"]).is_plain]
     varied = [result for result in results if not Case.parse(result["row"]).is_plain]
     parts = [_table(plain, _plain_cells)] if plain else []
     if varied:
         parts.append(_table(varied, _varied_cells))
-    command, commit = data["command"], data["commit"][:7]
-    parts.append(f"{data['device']}, torch {data['torch']}, commit {commit}: `{command}`.")
+    parts.append(f"{data['device']}, torch {data['torch']}, commit {data['commit'][:7]}: `{data['command']}`.")
     return "\n\n".join(parts)
 
 
 def render_short(data: Result) -> str:
-    """One table for the README: MoBA beside whichever dense kernel was the fastest."""
+    """One table for the README: MoBA next to the fastest dense kernel."""
     results = [result for result in _rows(data) if Case.parse(result["row"]).is_plain]
     return _table(results, _short_cells)
 
 
 def _rows(data: Result) -> list[Result]:
-    """The rows that were measured. Files of before 2026-11-22 call the backend `composed` flash."""
+    """The rows that were measured. Files from before 2026-11-22 call the backend `composed` by its old name, flash."""
     rows = [result for result in data["results"] if "columns" in result]
     names = {"flash": "composed"}
     return [row | {"columns": {names.get(name, name): cell for name, cell in row["columns"].items()}} for row in rows]
@@ -97,7 +97,8 @@ def _table(results: list[Result], cells: Any) -> str:
 
 
 def _short_cells(result: Result, columns: list[str]) -> dict[str, str]:
-    case, ours = Case.parse(result["row"]), median(result, "auto", "both_ms")
+    case = Case.parse(result["row"])
+    ours = median(result, "auto", "both_ms")
     dense = {name: both for name in DENSE if (both := median(result, name, "both_ms")) is not None}
     fastest = min(dense, key=lambda name: dense[name], default=None)
     return {
@@ -111,7 +112,8 @@ def _short_cells(result: Result, columns: list[str]) -> dict[str, str]:
 
 
 def _plain_cells(result: Result, columns: list[str]) -> dict[str, str]:
-    case, found = Case.parse(result["row"]), summary(result)
+    case = Case.parse(result["row"])
+    found = summary(result)
     cells = {"tokens": short(case.tokens), "block/topk": f"{case.block_size}/{case.topk}"}
     cells |= {COLUMNS[name]: _times(result, name) for name in columns}
     bar = found.get("bar")
@@ -144,7 +146,7 @@ def _peak(result: Result, found: dict[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """Three significant digits, whole above a hundred."""
+    """Three significant digits, no decimals from a hundred on."""
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
 
 
@@ -152,11 +154,11 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "<!-- attention table: python -m benchmarks.attention_table --write FILE -->": render,
     "<!-- short attention table: python -m benchmarks.attention_table --write FILE -->": render_short,
 }
-"""Text between a marker of this name and `END`."""
+"""The table that belongs between each marker and `END`."""
 
 
 def insert(text: str, data: Result) -> str:
-    """`text` with each table that it has a marker for. Raises ValueError where it has none, or no end to it."""
+    """`text` with each table that it has a marker for. Raises ValueError where it has no marker, or one without END."""
     found = [marker for marker in TABLES if marker in text]
     if not found:
         raise ValueError(f"no place for a table: one of the lines {', '.join(map(repr, TABLES))} is needed")

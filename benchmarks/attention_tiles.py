@@ -3,7 +3,7 @@
     python -m benchmarks.attention_tiles --row 128K:4096/12
     python -m benchmarks.attention_tiles --row 64K:128/8 --kernel short_backward --shapes 32x128x8x3 64x128x8x3
 
-A shape is rows x keys x warps x stages. Each is timed in the whole forward or backward pass, with its kernels
+A shape is rows x keys x warps x stages. Each is timed in the complete forward or backward pass, with its kernels
 and the difference of the results from those of the shape that ships.
 """
 
@@ -33,9 +33,10 @@ CANDIDATES = {
 
 
 def passes(row: Row) -> dict[bool, Callable[[], tuple[Tensor, ...]]]:
-    """The forward (True) and the backward pass on this row's inputs; both read the tile shapes anew."""
+    """The forward (True) and the backward pass on this row's inputs; both look up the tile shapes again."""
     out, lse, layout, selection = row.forward()
-    attention, inputs = row.attention, (row.q, row.k, row.v)
+    attention = row.attention
+    inputs = (row.q, row.k, row.v)
     state = BackwardState(row.dout, *inputs, out, lse)
     return {
         True: lambda: attention.attend(*inputs, layout, selection),
@@ -44,7 +45,7 @@ def passes(row: Row) -> dict[bool, Callable[[], tuple[Tensor, ...]]]:
 
 
 def errors(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> str:
-    """Relative differences in norm."""
+    """Relative differences in norm, as text."""
     parts = zip(got, want, strict=True)
     return " ".join(f"{((a.float() - b.float()).norm() / b.float().norm()).item():.0e}" for a, b in parts)
 
@@ -60,7 +61,8 @@ def sweep(arguments: argparse.Namespace) -> None:
     assert set(CANDIDATES) == {field.name for field in fields(TileShapes)}
     for name in arguments.row:
         row = Row(Case.parse(name))
-        usual, run = tile_shapes(row.q.shape[2], row.block_size), passes(row)
+        usual = tile_shapes(row.q.shape[2], row.block_size)
+        run = passes(row)
         for kernel in arguments.kernel:
             if getattr(usual, kernel) is None:
                 continue

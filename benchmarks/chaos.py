@@ -1,4 +1,4 @@
-"""Chaos: training processes are killed, stalled and starved of disk at random moments, and the run must end the same.
+"""Chaos: training processes are killed, stalled and starved of disk at random moments; the run must end bitwise equal.
 
     python -m benchmarks.chaos --kills 100 --fork --workers 3 --output benchmarks/results/chaos.json    (on Linux)
 
@@ -59,7 +59,8 @@ class Chaos:
         """Disturb runs until nothing is pending, and call `report` after each."""
         while True:
             with self._lock:
-                kinds, self.pending = self.pending[:PER_RUN], self.pending[PER_RUN:]
+                kinds = self.pending[:PER_RUN]
+                self.pending = self.pending[PER_RUN:]
                 if not kinds:
                     return
                 self._runs += 1
@@ -78,7 +79,7 @@ class Chaos:
                 report(self.tally)
 
     def _disturb(self, run: ChaosRun, kinds: list[str], dice: random.Random, tally: Tally) -> str | None:
-        """Take one run from start to end. Removes from `kinds` the disturbances that were made; returns the failure."""
+        """Take one run from start to end. Removes the disturbances that were made from `kinds`; returns the failure."""
         doing = "the start"
         try:
             run.launch()

@@ -1,4 +1,4 @@
-"""The disturbances of the chaos suite, and their tally: kills, stalls, a full disk, damaged files, an odd clock."""
+"""The disturbances of the chaos suite, and their tally: kills, stalls, a full disk, damaged files, a wrong clock."""
 
 import os
 import random
@@ -26,9 +26,9 @@ class Tally:
 
     disturbances: Counter[str] = field(default_factory=Counter)
     moments: Counter[str] = field(default_factory=Counter)
-    """When the kills fell: during a save, between saves, before the first step."""
+    """When the kills happened: during a save, between saves, before the first step."""
     steps_lost: list[int] = field(default_factory=list)
-    """Steps trained and not saved when a kill fell, as far as they were logged."""
+    """Steps trained and not saved when a kill happened, as far as they were logged."""
     restart_s: list[float] = field(default_factory=list)
     orphans_ended_s: list[float] = field(default_factory=list)
     runs: int = 0
@@ -79,7 +79,7 @@ class Disturbance:
         if not self._moment():
             return False
         self.floor = run.saved_step
-        attempts = len(run.starts())
+        earlier_starts = len(run.starts())
         first_line = len(run.lines)
         began = time.monotonic()
         ACTIONS[self.kind](self)
@@ -92,7 +92,7 @@ class Disturbance:
             if self.kind not in NEEDS_COMMAND:
                 raise AssertionError(f"torchrun ended with {run.launcher.returncode} after {self.kind}:\n{run.tail()}")
             run.launch()
-        if not run.wait(lambda: len(run.starts()) > attempts, what="a new start"):
+        if not run.wait(lambda: len(run.starts()) > earlier_starts, what="a new start"):
             return True  # the last step was done and saved before
         resumed = run.starts()[-1]
         self.tally.restart_s.append(round(time.monotonic() - began, 2))
@@ -104,7 +104,8 @@ class Disturbance:
         return True
 
     def _moment(self) -> bool:
-        """Waits for a random moment: while ranks start, at any time in training, or during a save."""
+        """Wait for a random moment: while ranks start, at any time in training, or during a save. False when the run
+        has ended."""
         run = self.run
         dice = self.dice
         if not run.wait(lambda: len(ranks_of(run.launcher.pid)) == 2, what="two ranks"):
@@ -128,9 +129,9 @@ class Disturbance:
         """SIGKILL one rank, all ranks or the agent."""
         run = self.run
         ranks = ranks_of(run.launcher.pid)
-        chosen = {"rank": self.dice.sample(ranks, min(1, len(ranks))), "ranks": ranks}
+        victims = {"rank": self.dice.sample(ranks, min(1, len(ranks))), "ranks": ranks}
         logged = _last_logged_step(run)
-        for process in chosen.get(which, [run.launcher.pid]):
+        for process in victims.get(which, [run.launcher.pid]):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         if self.kind in KILLS:
@@ -146,18 +147,18 @@ class Disturbance:
             self.tally.orphans_ended_s.append(round(time.monotonic() - began, 3))
 
     def stall(self) -> None:
-        """SIGSTOP one rank: the other gives up after `parallel.timeout`, torchrun starts both anew."""
+        """SIGSTOP one rank: the other gives up after `parallel.timeout`, and torchrun restarts both."""
         with suppress(ProcessLookupError):
             os.kill(self.dice.choice(ranks_of(self.run.launcher.pid)), signal.SIGSTOP)
 
     def terminate(self, agent: bool) -> None:
-        """SIGTERM to a rank, as schedulers send it, or to torchrun, which hands it on: save and end."""
+        """Send SIGTERM to a rank, as schedulers do, or to torchrun, which passes it on: the run saves and ends."""
         ranks = ranks_of(self.run.launcher.pid)
         with suppress(ProcessLookupError):
             os.kill(self.run.launcher.pid if agent else self.dice.choice(ranks), signal.SIGTERM)
 
     def fill_disk(self) -> None:
-        """No file may grow beyond 1,000 bytes: the system refuses the writes of real saves."""
+        """Limit all files to 1,000 bytes for a while: the system refuses the writes of real saves."""
         run = self.run
         first = len(run.lines)
         ranks = ranks_of(run.launcher.pid)
@@ -170,7 +171,7 @@ class Disturbance:
                     resource.prlimit(process, resource.RLIMIT_FSIZE, limit)
 
     def forbid_writing(self) -> None:
-        """The checkpoint folder becomes read-only for a while."""
+        """Make the checkpoint folder read-only for a while."""
         first = len(self.run.lines)
         self.run.checkpoints.chmod(0o500)
         try:
@@ -182,7 +183,7 @@ class Disturbance:
         self.run.wait(lambda: self.run.says("was not saved", first), 60, "the report of a failed save")
 
     def damage(self, flip: bool) -> None:
-        """With the run dead, flip a byte of the newest checkpoint's largest shard, or cut its manifest in half."""
+        """Kill the run, then flip a bit of the newest checkpoint's largest shard, or cut its manifest in half."""
         self.kill("agent")
         (self.floor, _), (_, newest) = published(self.run.checkpoints)[-2:]
         file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size) if flip else newest / MANIFEST
@@ -191,7 +192,7 @@ class Disturbance:
         file.write_bytes(content if flip else content[: len(content) // 2])
 
     def turn_back_clock(self) -> None:
-        """The clock goes back a day and files claim odd ages, the older checkpoints to be newer; then a kill."""
+        """Set the clock back by a day, change file times so that older checkpoints look newer, and kill the run."""
         self.run.folder.joinpath("clock").write_text("-86400")
         for age, (_, path) in enumerate(published(self.run.checkpoints)):
             for file in (path, *path.iterdir()):
@@ -216,9 +217,9 @@ KILLS = ("kill_rank", "kill_all_ranks", "kill_agent")
 MOMENTS = dict.fromkeys(KILLS, (1, 4, 4)) | dict.fromkeys(("sigterm_rank", "sigterm_agent"), (0, 1, 1))
 """Odds of the moments (while ranks start, at any time in training, during a save); other kinds: at any time."""
 GO_ON = ("disk_full", "read_only_folder")
-"""The run is not interrupted at all."""
+"""Disturbances that do not interrupt the run."""
 NEEDS_COMMAND = ("kill_agent", "sigterm_rank", "sigterm_agent", "flipped_byte", "truncated_manifest")
-"""torchrun has ended, so the command must be given again."""
+"""Disturbances that end torchrun, so that the command must be given again."""
 
 
 def _last_logged_step(run: ChaosRun) -> int:

@@ -1,6 +1,6 @@
 """torchrun's agent with its ranks forked from it, for the chaos suite: a restart does not import torch again.
 
-python -m benchmarks.chaos_launch RANKS RECIPE.yaml      does what torchrun --standalone --max-restarts 1000 does
+python -m benchmarks.chaos_launch RANKS RECIPE.yaml      equivalent to torchrun --standalone --max-restarts 1000
 """
 
 import argparse

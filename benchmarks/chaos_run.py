@@ -23,7 +23,8 @@ STEPS = 240
 EVERY = 4
 """Steps between checkpoints."""
 
-_BATCH, _VOCAB = 256, 64
+_BATCH = 256
+_VOCAB = 64
 _LIBC = ctypes.CDLL(None)
 _CLOCK = """
 import os, time
@@ -40,7 +41,7 @@ time.time = _shifted
 
 class ChaosRun:
     """A run folder below `folder`, and the command that trains in it on two ranks for `steps` steps: torchrun, or with
-    `fork` its agent in a form that restarts ranks faster (`chaos_launch`)."""
+    `fork` an agent that restarts ranks faster (`chaos_launch`)."""
 
     def __init__(self, folder: Path, fork: bool, steps: int = STEPS, timeout_s: int = 120) -> None:
         self.folder = folder
@@ -187,5 +188,6 @@ class ChaosRun:
 
 def _obey_permissions() -> None:
     """Called in the child before torchrun starts: takes from root the right to write where permissions forbid it."""
-    drop_bounding, dac_override = 24, 1
+    drop_bounding = 24
+    dac_override = 1
     _LIBC.prctl(drop_bounding, dac_override)

@@ -1,11 +1,11 @@
-"""How long the Python of a save in the background keeps the training thread of its process from running.
+"""How long the Python code of a background save blocks the training thread of its process.
 
     python -m benchmarks.checkpoint_python --output benchmarks/results/checkpoint-python-cpu.json
 
-As many tensors as 32 layers and their AdamW states have, each of a few numbers, so that writing takes no time, and the
-save plan and bookkeeping all of it. `save` is torch.distributed.checkpoint's own, `planned` the one of training, after
-its first save. While a thread saves, this one issues small operations to torch, as training does. The time in which it
-issues none is lost. In a real save the part called writing is spread over the minutes that the disk takes.
+The tensors are as many as 32 layers and their AdamW states have, each of a few numbers, so that writing takes no time
+and the save plan and bookkeeping take all of it. `save` is torch.distributed.checkpoint's own, `planned` is the one of
+training after its first save. While a thread saves, the main thread issues small operations to torch, as training does.
+The time in which it issues none is lost. In a real save, writing is spread over the minutes that the disk takes.
 """
 
 import argparse
@@ -46,8 +46,10 @@ def many_tensors(layers: int) -> dict[str, Tensor]:
 
 
 def operations_per_second(thread: threading.Thread | None, seconds: float = 1.0) -> tuple[float, float]:
-    """Small operations per second while the thread runs (or for `seconds`), and how long that was."""
-    numbers, began, count = torch.ones(64, 64), time.perf_counter(), 0
+    """(small operations per second while the thread runs or, without one, for `seconds`; the seconds it took)."""
+    numbers = torch.ones(64, 64)
+    count = 0
+    began = time.perf_counter()
     while thread.is_alive() if thread else time.perf_counter() - began < seconds:
         for _ in range(20):
             numbers.mul_(1.0)
@@ -57,7 +59,11 @@ def operations_per_second(thread: threading.Thread | None, seconds: float = 1.0)
 
 
 def measure(write: Callable[[Path], None], repeats: int) -> dict[str, Any]:
-    alone, writing, beside, lost = [], list[float](), [], []
+    """Spreads of the seconds of a save alone and while the main thread computes, and of the time that is lost."""
+    alone: list[float] = []
+    writing: list[float] = []
+    overlapped: list[float] = []
+    lost: list[float] = []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder, timed_writing(writing):
             began = time.perf_counter()
@@ -68,9 +74,9 @@ def measure(write: Callable[[Path], None], repeats: int) -> dict[str, Any]:
             thread = threading.Thread(target=write, args=(Path(folder),))
             thread.start()
             rate, took = operations_per_second(thread)
-        beside.append(took)
+        overlapped.append(took)
         lost.append(took * (1 - rate / quiet))
-    seconds = {"alone_s": alone, "of_it_writing_s": writing, "beside_operations_s": beside, "lost_s": lost}
+    seconds = {"alone_s": alone, "of_it_writing_s": writing, "beside_operations_s": overlapped, "lost_s": lost}
     return {name: spread(values) for name, values in seconds.items()}
 
 

@@ -1,4 +1,4 @@
-"""How long a save holds up training, and whether steps are slower while it is written in the background.
+"""How long a save stalls training, and whether steps are slower while it is written in the background.
 
     python -m benchmarks.checkpoint_stall --output benchmarks/results/checkpoint-stall-cpu.json
     python -m benchmarks.checkpoint_stall --model llama3-8b --gpus 4 --seq-len 8192 --sequences-per-rank 1 \\
@@ -25,7 +25,7 @@ from moba_train.telemetry.jsonl import read_records
 
 
 def train(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train until `saves` saves are done, or `beside` steps after the last of them began; returns the run's records."""
+    """Train until `saves` saves are done, or `beside` steps after the last one began; returns the run's records."""
     sequences = arguments.gpus * arguments.sequences_per_rank
     steps = arguments.every * (arguments.saves + 1)
     model = model_shape(arguments.model)
@@ -37,9 +37,9 @@ def train(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         begun = [record["step"] for record in records if "checkpoint_stall_s" in record]
         if len(begun) < arguments.saves:
             return False
-        beside = records[-1]["step"] - begun[arguments.saves - 1]
+        steps_since = records[-1]["step"] - begun[arguments.saves - 1]
         done = sum("checkpoint_save_s" in record for record in records)
-        return done >= arguments.saves or (arguments.beside is not None and beside >= arguments.beside)
+        return done >= arguments.saves or (arguments.beside is not None and steps_since >= arguments.beside)
 
     own = {
         "model": {"layers": arguments.layers or model["layers"]},
@@ -54,10 +54,10 @@ def train(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def summarise(records: list[dict[str, Any]], saves: int) -> dict[str, Any]:
-    """Seconds of the first `saves` saves: steps with and without a save beside them, stalls, and delays.
+    """Seconds of the first `saves` saves: steps during a save and without one, stalls, and delays.
 
     A delay is a stall plus the time by which the step after it, whose update waits for the copies, is longer than
-    others. Stalls and delays are also given as shares of a step.
+    others. Stalls and delays are also given as fractions of a step.
     """
     steps = {record["step"]: record["step_s"] for record in records if record["type"] == "metrics"}
     events = [record for record in records if record["type"] == "checkpoint"]
@@ -65,11 +65,11 @@ def summarise(records: list[dict[str, Any]], saves: int) -> dict[str, Any]:
     ended = [record["step"] for record in events if "checkpoint_save_s" in record][:saves]
     begun = dict(all_begun[:saves])  # it may have begun another before it was killed
     ended += [max(steps)] * (len(begun) - len(ended))
-    beside = {step for first, last in zip(begun, ended, strict=True) for step in range(first + 1, last + 1)}
-    quiet = [seconds for step, seconds in steps.items() if step > WARM_UP_STEPS and step not in beside]
+    saving = {step for first, last in zip(begun, ended, strict=True) for step in range(first + 1, last + 1)}
+    quiet = [seconds for step, seconds in steps.items() if step > WARM_UP_STEPS and step not in saving]
     saved = [record["checkpoint_save_s"] for record in events if "checkpoint_save_s" in record]
     stalls = list(begun.values())
-    busy = [steps[step] for step in sorted(beside & steps.keys())]
+    busy = [steps[step] for step in sorted(saving & steps.keys())]
     step_s = statistics.median(quiet)
     after = [(steps[step + 1], stall) for step, stall in begun.items() if step + 1 in steps]
     delays = [stall + next_s - step_s for next_s, stall in after]

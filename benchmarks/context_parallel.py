@@ -6,9 +6,9 @@
 It runs forward and backward of one layer of Llama-3-8B's shape in bf16 on one document of random data. The time of a
 call is that of its slowest rank. Its efficiency is its rate, in pairs of query and key per second and rank, relative to
 one rank alone with its own sequence of up to --alone-up-to tokens. Communication alone is the transport with an
-attention that computes nothing; attention alone is a rank's share with all keys in its memory. Results are compared row
-by row: up to --alone-up-to tokens with those of one rank that has the whole sequence, beyond with those of the first
-transport. On a CPU sizes are tiny and only ratios are meaningful.
+attention that computes nothing; attention alone is that of a rank's queries with all keys in its memory. Results are
+compared row by row: up to --alone-up-to tokens with those of one rank that has the unsharded sequence, beyond with
+those of the first transport. On a CPU sizes are tiny and only ratios are meaningful.
 """
 
 import argparse
@@ -69,12 +69,18 @@ class Setting:
     @cached_property
     def communicator(self) -> Communicator:
         """The communicator of all ranks."""
-        return Communicator(dist.group.WORLD, self.device)
+        return Communicator(self.group, self.device)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of all ranks."""
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
 
     def engine(self, strategy: CPStrategy) -> ContextParallel:
         """The engine of a strategy, created once: communicators take memory."""
         if strategy not in self._engines:
-            self._engines[strategy] = context_engine(strategy, dist.group.WORLD, self.device)
+            self._engines[strategy] = context_engine(strategy, self.group, self.device)
         return self._engines[strategy]
 
     def attention(self, name: str) -> LocalAttention:
@@ -93,8 +99,8 @@ class Setting:
         ]
 
     def milliseconds(self, call: Callable[[], Any]) -> list[float]:
-        """This rank's times of single calls, after warm-up. On a GPU the calls queue up, as in training; on a CPU all
-        ranks start each call together."""
+        """This rank's times of single calls, after warm-up. On a GPU the calls are queued, as in training; on a CPU all
+        ranks start each call at the same time."""
         for _ in range(self.warm_ups):
             call()
         dist.barrier()
@@ -108,15 +114,15 @@ class Setting:
             times.append(1000 * (time.perf_counter() - began))
         return times
 
-    def of_all_ranks(self, mine: Any) -> list[Any]:
-        """`mine` of every rank."""
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in the order of ranks."""
         gathered: list[Any] = [None] * self.world.size
-        dist.all_gather_object(gathered, mine)
+        dist.all_gather_object(gathered, value)
         return gathered
 
     def slowest(self, call: Callable[[], Any]) -> dict[str, float]:
         """Median and spread of the time until the slowest rank is done."""
-        return spread([max(times) for times in zip(*self.of_all_ranks(self.milliseconds(call)), strict=True)])
+        return spread([max(times) for times in zip(*self.gather(self.milliseconds(call)), strict=True)])
 
 
 class Nothing(FullAttention):
@@ -125,11 +131,11 @@ class Nothing(FullAttention):
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:
-        """Undefined contents."""
+        """(out, lse) with undefined contents."""
         return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[1::-1], dtype=torch.float32)
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
-        """Undefined contents."""
+        """(dq, dk, dv) with undefined contents."""
         return torch.empty_like(state.q), torch.empty_like(state.k), torch.empty_like(state.v)
 
 
@@ -151,7 +157,7 @@ def row_lengths(results: tuple[Tensor, ...]) -> list[Tensor]:
 def differing_rows(
     setting: Setting, results: tuple[Tensor, ...], sequence: SequenceLayout, other: list[Tensor]
 ) -> float:
-    """Share of all ranks' rows, in the order of the sequence, whose lengths differ from `other` by more than 5 %.
+    """Fraction of all ranks' rows, in the order of the sequence, whose lengths differ from `other` by more than 5 %.
 
     An empty `other` is filled with these lengths.
     """
@@ -164,10 +170,10 @@ def differing_rows(
     return max(off).item()
 
 
-def one_share(
+def local_attention(
     attention: LocalAttention, inputs: list[Tensor], layout: Layout, rank: int, sequence: SequenceLayout
 ) -> None:
-    """Attention of a rank's queries to the keys of the whole sequence, without communication."""
+    """Attention of a rank's queries to all keys of the sequence, forward and backward, without communication."""
     q, dout = (sequence.shard(inputs[i], rank)[: sequence.tokens(rank)] for i in (0, 3))
     k, v = inputs[1:3]
     part = layout.part(sequence.ranges_of(rank), None)
@@ -204,9 +210,10 @@ def measure(
     differing = differing_rows(setting, both_passes(engine, attention, shard, layout), sequence, rows)
     communication = setting.slowest(lambda: both_passes(engine, Nothing(Nothing.Options(), HEAD_DIM), shard, layout))
     group = {"ulysses": strategy.ranks, "hierarchical": strategy.node_size}.get(strategy.transport, 1)
-    sequence, rank = sequence.merge_ranks(group), engine.rank // group
+    sequence = sequence.merge_ranks(group)
+    rank = engine.rank // group
     inputs = [x[:, : max(1, x.shape[1] // group)].contiguous() for x in inputs]  # Ulysses: some heads, more tokens
-    attention_alone = setting.slowest(lambda: one_share(attention, inputs, layout, rank, sequence))
+    attention_alone = setting.slowest(lambda: local_attention(attention, inputs, layout, rank, sequence))
     hidden = communication["median"] + attention_alone["median"] - total["median"]
     rate = pairs(name, tokens) / strategy.ranks / total["median"]
     return {
@@ -220,14 +227,14 @@ def measure(
         "communication_ms": communication,
         "attention_ms": attention_alone,
         "hidden_share": max(0.0, min(1.0, hidden / communication["median"])) if strategy.ranks > 1 else 1.0,
-        "peak_gib": max(setting.of_all_ranks(peak)),
+        "peak_gib": max(setting.gather(peak)),
         "differing_rows": differing,
         "predicted_communication_ms": 1000 * predicted(setting, strategy, tokens),
     }
 
 
 def predicted(setting: Setting, strategy: CPStrategy, tokens: int) -> float:
-    """Seconds by the cost model of `auto`, with traffic between nodes over the links of this node."""
+    """Seconds of communication by the cost model of `auto`, with traffic between nodes over the links of this node."""
     shape = AttentionShape(tokens, setting.heads, setting.kv_heads, setting.head_dim, setting.dtype.itemsize)
     if strategy.transport != "hierarchical":
         strategy = replace(strategy, node_size=strategy.ranks)
@@ -236,9 +243,10 @@ def predicted(setting: Setting, strategy: CPStrategy, tokens: int) -> float:
 
 
 def alone_rate(setting: Setting, name: str, tokens: int, limit: int) -> tuple[dict[str, float], list[Tensor]]:
-    """Run every rank alone with a whole sequence: its tokens, the slowest rank's median time, and its `row_lengths`.
+    """Run every rank alone with an unsharded sequence of at most `limit` tokens.
 
-    The sequence has at most `limit` tokens; if it is shorter than `tokens`, there are no row lengths.
+    Returns ({tokens, ms of the slowest rank's median}, `row_lengths`); if `limit` is less than `tokens`, there are no
+    row lengths.
     """
     complete = tokens <= limit
     tokens = min(tokens, limit)
@@ -248,13 +256,13 @@ def alone_rate(setting: Setting, name: str, tokens: int, limit: int) -> tuple[di
     engine = LocalEngine()
     times = setting.milliseconds(lambda: both_passes(engine, attention, inputs, layout))
     rows = row_lengths(both_passes(engine, attention, inputs, layout)) if complete else []
-    return {"tokens": tokens, "ms": max(setting.of_all_ranks(statistics.median(times)))}, rows
+    return {"tokens": tokens, "ms": max(setting.gather(statistics.median(times)))}, rows
 
 
 def strategies(
     setting: Setting, transports: list[str], layouts: list[str], node: int, slices: list[int]
 ) -> list[CPStrategy]:
-    """The strategies that are possible with these ranks and heads; `slices` applies to transports that gather."""
+    """The strategies that these ranks and heads allow; `slices` applies to transports that gather."""
     found = []
     for transport, layout in product(transports, layouts):
         for number in slices if transport in GATHERING_TRANSPORTS else slices[:1]:
@@ -289,7 +297,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=["contiguous", "zigzag"])
     parser.add_argument("--attention", nargs="+", default=["dense", "128/8", "4096/12"], help="dense or BLOCK/TOPK")
     parser.add_argument(
-        "--tokens", nargs="+", type=length, help="tokens of the whole sequence (default: 64K 128K 256K, on a CPU 1K)"
+        "--tokens", nargs="+", type=length, help="tokens of the sequence (default: 64K 128K 256K, on a CPU 1K)"
     )
     parser.add_argument("--alone-up-to", type=length, default=2**18, help="longest sequence that one rank runs alone")
     parser.add_argument("--ranks-per-node", type=int, help="ranks in a node, for hierarchical (default: all)")
@@ -311,7 +319,11 @@ def main() -> None:
                     if world.is_main:
                         report(results[-1])
                         if arguments.output:
-                            settings = {"ranks": world.size, "heads": setting.heads, "kv_heads": setting.kv_heads}
+                            settings: dict[str, Any] = {
+                                "ranks": world.size,
+                                "heads": setting.heads,
+                                "kv_heads": setting.kv_heads,
+                            }
                             settings |= {"head_dim": setting.head_dim, "dtype": str(setting.dtype)}
                             save(arguments.output, settings, results)
 

@@ -1,4 +1,4 @@
-"""Does an attention sink slow ranks down? MoBA over a sharded sequence, with queries routed to chosen blocks.
+"""Does an attention sink slow ranks down? MoBA over a sharded sequence, with queries routed to prescribed blocks.
 
     torchrun --nproc-per-node 4 -m benchmarks.context_skew --output benchmarks/results/context-skew-h200.json
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.context_parallel import Setting, both_passes
@@ -23,7 +22,7 @@ from benchmarks.options import length
 from benchmarks.record import save, spread
 from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.observer import AttentionTimer
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.protocol import Layout, packed_layout
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
@@ -61,9 +60,12 @@ def routed(setting: Setting, routing: str, tokens: int, block_size: int, topk: i
     return [q, k, v, dout]
 
 
-def first_shard_share(engine: ContextParallel, attention: MobaAttention, shard: list[Tensor], layout: Any) -> float:
-    """Part of this rank's selected history blocks that are among the first `topk - 1` blocks."""
-    *_, selection = engine.forward(*shard[:3], engine.call(attention, layout))
+def first_blocks_fraction(
+    engine: ContextParallel, attention: MobaAttention, shard: list[Tensor], layout: Layout
+) -> float:
+    """Fraction of this rank's selected history blocks that are among the first `topk - 1` blocks."""
+    q, k, v, _ = shard
+    *_, selection = engine.forward(q, k, v, engine.call(attention, layout))
     selected = torch.cat([x.flatten() for x in selection if x.dim() == 3])
     history = selected[selected >= 0]
     return (history < attention.options.topk - 1).double().mean().item() if history.numel() else 0.0
@@ -74,7 +76,7 @@ def measure(setting: Setting, name: str, cp_layout: str, tokens: int, block_size
     size = setting.world.size
     if name == "lockstep":
         strategy = CPStrategy(size, "ring", cp_layout, size)  # type: ignore[arg-type]  # argparse checks
-        engine = ContextParallel(strategy, LockstepRing(Communicator(dist.group.WORLD, setting.device)))
+        engine = ContextParallel(strategy, LockstepRing(Communicator(setting.group, setting.device)))
     else:
         transport, _, depth = name.partition(":")
         strategy = CPStrategy(size, transport, cp_layout, size, int(depth) if depth else None)  # type: ignore[arg-type]
@@ -85,16 +87,16 @@ def measure(setting: Setting, name: str, cp_layout: str, tokens: int, block_size
     for routing in ROUTINGS:
         attention = MobaAttention(MobaAttention.Options(block_size=block_size, topk=topk), setting.head_dim)
         shard = [sequence.shard(x, engine.rank) for x in routed(setting, routing, tokens, block_size, topk)]
-        share = first_shard_share(engine, attention, shard, layout)
+        fraction = first_blocks_fraction(engine, attention, shard, layout)
         both_passes(engine, attention, shard, layout)
         with engine.observe(AttentionTimer(setting.device)) as timer:
             times = setting.milliseconds(lambda: both_passes(engine, attention, shard, layout))  # noqa: B023  # called at once
-        busy = setting.of_all_ranks(1000 * timer.seconds() / (setting.repeats + setting.warm_ups))
+        busy = setting.gather(1000 * timer.seconds() / (setting.repeats + setting.warm_ups))
         result[routing] = {
-            "ms": spread([max(column) for column in zip(*setting.of_all_ranks(times), strict=True)]),
+            "ms": spread([max(column) for column in zip(*setting.gather(times), strict=True)]),
             "busy_ms": busy,
             "busy_max_over_mean": max(busy) / (sum(busy) / len(busy)),
-            "choices_among_first_blocks": setting.of_all_ranks(share),
+            "choices_among_first_blocks": setting.gather(fraction),
         }
     result["sink_over_uniform"] = result["sink"]["ms"]["median"] / result["uniform"]["ms"]["median"]
     return result
@@ -117,7 +119,7 @@ def main() -> None:
     transports = ["allgather", "ring", "ring:2", "ulysses", "lockstep"]
     parser.add_argument("--transports", nargs="+", default=transports, help="NAME, ring:BUFFERS or lockstep")
     parser.add_argument("--layouts", nargs="+", default=["contiguous"], choices=["contiguous", "zigzag"])
-    parser.add_argument("--tokens", type=length, help="tokens of the whole sequence (default: 256K, on a CPU 2K)")
+    parser.add_argument("--tokens", type=length, help="tokens of the sequence (default: 256K, on a CPU 2K)")
     parser.add_argument("--moba", help="BLOCK/TOPK (default: 512/8, on a CPU 32/4)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)

@@ -49,7 +49,7 @@ def joined(intervals: list[Bar], gap_ms: float = 0.02) -> list[Bar]:
 
 
 def covered(ours: list[Bar], by: list[Bar]) -> float:
-    """Share of the time of `ours` during which a bar of `by` runs, too."""
+    """Fraction of the time of `ours` during which a bar of `by` runs, too."""
     total = sum(duration for _, duration in ours)
     both = sum(max(0.0, min(a + la, b + lb) - max(a, b)) for a, la in joined(ours, 0.0) for b, lb in joined(by, 0.0))
     return both / total if total else 1.0

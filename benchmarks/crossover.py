@@ -1,11 +1,11 @@
-"""Where the dense kernel should take over from MoBA's: measured.
+"""Measures up to which length a dense kernel is faster than MoBA's.
 
     python -m benchmarks.crossover --output benchmarks/results/crossover-h200.json
 
 Forward and backward, selection included, on about 32K tokens of equally long documents of n blocks each. With n <= topk
 every block is selected and MoBA is dense attention, so `backend: auto` may take either: it should take the faster. With
-more blocks only MoBA is right, and the ratio tells from which length on sparsity pays. The dense kernels are those of
-`kind: full`; cuDNN's serves equally long documents only, FlashAttention-2's any.
+more blocks only MoBA is right, and the ratio shows from which length on sparsity pays. The dense kernels are those of
+`kind: full`; cuDNN's supports equally long documents only, FlashAttention-2's any.
 """
 
 import argparse
@@ -27,7 +27,8 @@ Result = dict[str, Any]
 
 
 def cases(setting: str, total: int) -> list[Case]:
-    """Documents of half of topk blocks, topk, one more, twice and four times as many; about `total` tokens or one."""
+    """Cases whose documents have topk / 2, topk, topk + 1, 2 topk and 4 topk blocks; each case has about `total` tokens
+    and at least one document."""
     block_size, topk = map(int, setting.split("/"))
     found = []
     for blocks in sorted({max(1, topk // 2), topk, topk + 1, 2 * topk, 4 * topk}):
@@ -40,7 +41,8 @@ def cases(setting: str, total: int) -> list[Case]:
 def against_dense(case: Case, budget_s: float) -> Result:
     """Milliseconds of MoBA's Triton kernels (`auto` would take dense attention itself where it may) and of each dense
     kernel on the same documents."""
-    row, size = Row(case), case.lengths()[0]
+    row = Row(case)
+    size = case.lengths()[0]
     blocks = size // case.block_size
     result: Result = {"row": case.name, "setting": f"{case.block_size}/{case.topk}", "length": size}
     result |= {"documents": len(case.lengths()), "blocks": blocks, "same_result": blocks <= case.topk}
@@ -56,7 +58,7 @@ def against_dense(case: Case, budget_s: float) -> Result:
 
 
 def dense_table(results: list[Result]) -> str:
-    """One line a case, and whether dense attention is the faster one wherever it may be taken."""
+    """A table with a line for each case, and how often each dense kernel is the faster one where it may be taken."""
     names = list(dict.fromkeys(name for result in results for name in result["dense_ms"]))
     titles = ["block/topk", "blocks", "documents", "MoBA", *(f"dense, {name}" for name in names), "MoBA / dense", "may"]
     lines = [titles]

@@ -1,10 +1,10 @@
-"""What `deterministic: true` costs, and whether it keeps its promise.
+"""The cost of `deterministic: true`, and whether results are then bitwise equal.
 
     python -m benchmarks.determinism --output benchmarks/results/determinism-h200.json
 
 Two tables. `kernels` (on a GPU): dense attention forward and backward by each backend, with and without the switch, and
-by MoBA's kernels with every block chosen, which is full attention too: milliseconds, and in how many of some repeats
-the gradients were other bits. `runs`: the real trainer, twice with the switch and twice without: tokens per second, and
+by MoBA's kernels with every block selected, which is full attention too: milliseconds, and in how many of the repeats
+the gradients had other bits. `runs`: the real trainer, twice with the switch and twice without: tokens per second, and
 how many tensors of the last checkpoint differ between the two.
 """
 
@@ -48,20 +48,26 @@ def attentions(tokens: int) -> Iterator[tuple[str, LocalAttention, bool]]:
 
 
 def gradients(attention: LocalAttention, tensors: list[Tensor], tokens: int) -> Callable[[], tuple[Tensor, ...]]:
-    """A forward and backward pass; gives (out, dq, dk, dv)."""
-    *qkv, dout = tensors
+    """A call that runs the forward and the backward pass and returns (out, dq, dk, dv)."""
+    q, k, v, dout = tensors
     layout = packed_layout([tokens], "cuda")
 
     def both() -> tuple[Tensor, ...]:
-        out, _ = LOCAL_ENGINE(*qkv, attention, layout)
-        return (out, *torch.autograd.grad(out, qkv, dout))
+        out, _ = LOCAL_ENGINE(q, k, v, attention, layout)
+        return (out, *torch.autograd.grad(out, [q, k, v], dout))
 
     return both
 
 
 def kernels(tokens: int, budget_s: float) -> dict[str, Any]:
+    """Milliseconds of each attention at this length, and the repeats whose results had other bits."""
     generator = torch.Generator("cuda").manual_seed(0)
-    like = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator, "requires_grad": True}
+    like: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": torch.bfloat16,
+        "generator": generator,
+        "requires_grad": True,
+    }
     tensors = [torch.randn(tokens, heads, HEAD_DIM, **like) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     results: dict[str, Any] = {}
     for name, attention, switch in attentions(tokens):
@@ -80,9 +86,10 @@ def kernels(tokens: int, budget_s: float) -> dict[str, Any]:
 
 
 def train(folder: Path, switch: bool, settings: argparse.Namespace) -> Path:
-    """One run of the real trainer, saved at its end; its folder."""
+    """Run the real trainer, which saves at its end; returns the run's folder."""
     own = {"attention": {"full_layers": "last:3", "moba": {"block_size": 512, "topk": 3}}, "deterministic": switch}
-    sequences, corpus = settings.gpus * settings.sequences_per_gpu, folder.parent / "corpus"
+    sequences = settings.gpus * settings.sequences_per_gpu
+    corpus = folder.parent / "corpus"
     folder.mkdir()
     launch(
         recipe(settings.model, corpus, folder / "run", settings.seq_len, sequences, settings.steps, **own),
@@ -95,6 +102,7 @@ def train(folder: Path, switch: bool, settings: argparse.Namespace) -> Path:
 
 
 def runs(folder: Path, settings: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second, and the differences between two runs, with the switch and without it."""
     needed = settings.steps * settings.gpus * settings.sequences_per_gpu * settings.seq_len
     write_corpus(folder / "corpus", 2 * needed, model_shape(settings.model)["vocab_size"])
     results: dict[str, Any] = {}
@@ -106,7 +114,8 @@ def runs(folder: Path, settings: argparse.Namespace) -> dict[str, Any]:
             for record in read_records(run / "metrics.jsonl")
             if record["type"] == "metrics" and record["step"] > WARM_UP_STEPS
         ]
-        tensors, steps = compare(one, again), compare(one / "metrics.jsonl", again / "metrics.jsonl")
+        tensors = compare(one, again)
+        steps = compare(one / "metrics.jsonl", again / "metrics.jsonl")
         results["deterministic" if switch else "as it is"] = {
             "tokens_per_s": spread(rates),
             "tensors": tensors.compared,

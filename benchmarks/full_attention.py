@@ -1,4 +1,4 @@
-"""The kernels that dense causal attention could run on, on one GPU.
+"""Compares kernels for dense causal attention on one GPU.
 
     python -m benchmarks.full_attention --output benchmarks/results/full-attention-h200.json
 
@@ -26,14 +26,15 @@ from moba_train.attention.protocol import BackwardState, Layout, packed_layout
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 Results = list[Tensor]
-"""out, lse, dq, dk, dv; the first two after a forward pass alone."""
+"""[out, lse, dq, dk, dv], or [out, lse] after a forward pass alone."""
 Call = Callable[[bool], Results]
 """A kernel on fixed inputs; the argument says whether to run the backward pass too."""
 
 
 def random_lengths(total: int) -> list[int]:
     """Documents of 200 to 32K tokens, short ones as likely as long ones (uniform in the logarithm); the last is cut."""
-    generator, lengths = random.Random(0), [0]
+    generator = random.Random(0)
+    lengths = [0]
     while sum(lengths) < total:
         length = round(math.exp(generator.uniform(math.log(200), math.log(2**15))))
         lengths.append(min(length, total - sum(lengths)))
@@ -50,11 +51,12 @@ def inputs(tokens: int) -> Results:
 
 
 def full(backend: str) -> FullAttention:
+    """Full attention with this backend."""
     return FullAttention(FullAttention.Options.model_validate({"backend": backend}), HEAD_DIM)
 
 
 def ours(backend: str) -> Callable[[Results, Layout], Call]:
-    """`FullAttention` with this backend."""
+    """A kernel of `KERNELS`: full attention with this backend."""
 
     def prepare(tensors: Results, layout: Layout) -> Call:
         attention = full(backend)
@@ -91,11 +93,12 @@ def cudnn_varlen(tensors: Results, layout: Layout) -> Call:
 
 
 def flex(tensors: Results, layout: Layout) -> Call:
-    """FlexAttention, compiled, with a block mask of documents and causality (made beforehand, and timed apart)."""
+    """FlexAttention, compiled, with a block mask of documents and causality, which is made and timed beforehand."""
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     torch._dynamo.reset()
-    compiled, tokens = torch.compile(flex_attention, dynamic=False), layout.total
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    tokens = layout.total
     document = layout.documents(torch.arange(tokens, device="cuda")).int()
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -115,8 +118,8 @@ def flex(tensors: Results, layout: Layout) -> Call:
         with torch.set_grad_enabled(backward):
             out, aux = compiled(*leaves, block_mask=mask, scale=SCALE, enable_gqa=True, return_aux=AuxRequest(lse=True))
         grads = torch.autograd.grad(out, leaves, dout) if backward else ()
-        out, *grads = (x.detach()[0].transpose(0, 1) for x in (out, *grads))
-        return [out, aux.lse.detach()[0], *grads]
+        out_THD, *grads_THD = (x.detach()[0].transpose(0, 1) for x in (out, *grads))
+        return [out_THD, aux.lse.detach()[0], *grads_THD]
 
     return call
 
@@ -131,30 +134,31 @@ KERNELS: dict[str, Callable[[Results, Layout], Call]] = {
 
 
 def differences(got: Results, want: Results) -> dict[str, float]:
-    """Relative errors in norm of what both have; about 0.003 where both are right in bf16."""
+    """Relative differences in norm of the results that both have; about 0.003 where both are right in bf16."""
     pairs = zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=False)
     return {name: ((a.float() - b.float()).norm() / b.float().norm()).item() for name, a, b in pairs}
 
 
 def measured(call: Call, budget_s: float) -> dict[str, Any]:
-    """Spreads of the milliseconds of the forward pass and of both."""
+    """Spreads of the milliseconds of the forward pass and of both passes."""
     return {
         "forward_ms": spread(milliseconds(lambda: call(False), budget_s)),
         "both_ms": spread(milliseconds(lambda: call(True), budget_s)),
     }
 
 
-def described(row: dict[str, Any]) -> str:
-    """Median times and differences in words."""
+def describe(row: dict[str, Any]) -> str:
+    """Median times and differences as text."""
     errors = " ".join(f"{name} {error:.1e}" for name, error in row["difference"].items())
     return f"{row['forward_ms']['median']:.2f} / {row['both_ms']['median']:.2f} ms, difference {errors}"
 
 
 def compare(name: str, lengths: list[int], kernels: list[str], budget_s: float) -> dict[str, Any]:
     """Check and time these kernels on documents of these lengths."""
-    layout, tensors = packed_layout(lengths, "cuda"), inputs(sum(lengths))
+    layout = packed_layout(lengths, "cuda")
+    tensors = inputs(sum(lengths))
     pairs = sum(length * (length + 1) / 2 for length in lengths)
-    auto = full("auto")._backend(tensors[0], layout).__name__.lower()
+    auto = full("auto").pick(tensors[0], layout).__name__.lower()
     result: dict[str, Any] = {"case": name, "lengths": lengths, "auto": auto, "kernels": {}}
     print(f"{name}: {len(lengths)} documents, the longest of {max(lengths)}; auto takes {auto}", flush=True)
     want: Results = []
@@ -171,7 +175,7 @@ def compare(name: str, lengths: list[int], kernels: list[str], budget_s: float) 
             row |= measured(call, budget_s)
             # 2 products forward, 5 backward
             row["tflops"] = 7 * 2e-9 * HEADS * HEAD_DIM * pairs / row["both_ms"]["median"]
-            print(f"  {kernel}: {described(row)}, {row['tflops']:.0f} TFLOP/s", flush=True)
+            print(f"  {kernel}: {describe(row)}, {row['tflops']:.0f} TFLOP/s", flush=True)
         except Exception as error:  # whatever a kernel or its compiler raises where it cannot do the case
             row["error"] = f"{type(error).__name__}: {error}"[:300]
             print(f"  {kernel}: {row['error'][:110]}", flush=True)
@@ -180,7 +184,7 @@ def compare(name: str, lengths: list[int], kernels: list[str], budget_s: float) 
 
 
 def times(row: dict[str, Any]) -> str:
-    """forward / forward and backward."""
+    """A cell of the table: milliseconds forward / forward and backward."""
     if "both_ms" not in row:
         return "–"
     wrong = "" if row["right"] else " WRONG"
@@ -188,6 +192,7 @@ def times(row: dict[str, Any]) -> str:
 
 
 def kernels_table(results: list[dict[str, Any]], kernels: list[str]) -> None:
+    """Print a Markdown table with a line for each case."""
     lines = [["forward / forward and backward, ms", *kernels, "auto"]]
     for result in results:
         lines.append([result["case"], *(times(result["kernels"][kernel]) for kernel in kernels), result["auto"]])

@@ -1,4 +1,4 @@
-"""Memory and time of a corpus of many documents: written, opened, sampled, packed, verified.
+"""Memory and time of writing, opening, sampling, packing and verifying a corpus of many documents.
 
 python -m benchmarks.index_memory [--documents N] [--output JSON]
 

@@ -1,10 +1,11 @@
-"""Memory of the output projection and its loss, by the share of tokens that carry loss: predicted and measured.
+"""Memory of the output projection and its loss, by the fraction of tokens that carry loss: predicted and measured.
 
     python -m benchmarks.loss_memory --output benchmarks/results/loss-memory-h200.json
 
-Forward and backward of `weighted_loss_sum` alone, in bf16, on the hidden states of one sequence; without options of the
-size of Llama-3-8B's, 128K tokens, on a GPU and a sixteenth of it in every direction on a CPU. Counted is the peak above
-the inputs: gradients, the rows with loss, logits. Beside it the prediction, and that of plain logits for all tokens.
+It runs forward and backward of `weighted_loss_sum` alone, in bf16, on the hidden states of one sequence. Default sizes
+are those of Llama-3-8B with 128K tokens on a GPU, and a sixteenth of each on a CPU. The measurement is the peak above
+the inputs: gradients, the rows with loss, logits. The table also has the prediction, and that of plain logits for all
+tokens.
 """
 
 import argparse
@@ -20,34 +21,36 @@ from benchmarks.record import save
 from moba_train.model.loss import CHUNK_TOKENS, weighted_loss_sum
 
 DENSITIES = (0.001, 0.01, 0.1, 1.0)
-_BF16, _FP32 = 2, 4
+_BF16 = 2
+_FP32 = 4
 
 
 def logits_bytes(rows: int, vocab_size: int) -> int:
-    """Peak of the cross entropy of `rows` rows: log-probabilities, their gradient and that of the logits, float32."""
+    """Peak bytes of the cross entropy of `rows` rows: log-probabilities, their gradient and that of the logits, all
+    float32."""
     return 3 * _FP32 * rows * vocab_size
 
 
 def predicted_bytes(tokens: int, rows: int, vocab_size: int, hidden_size: int) -> int:
-    """Peak of `weighted_loss_sum` and its backward pass above its inputs, where `rows` of `tokens` carry loss.
+    """Peak bytes of `weighted_loss_sum` and its backward pass above its inputs, where `rows` of `tokens` carry loss.
 
-    The logits of one chunk and, from the chunks before it, the gradients of the weight and of the hidden states; the
-    rows of all chunks are kept for the backward pass.
+    It consists of the logits of one chunk and, from the chunks before it, the gradients of the weight and of the hidden
+    states; the rows of all chunks are kept for the backward pass.
     """
     chunks = -(-rows // CHUNK_TOKENS)
     kept = _BF16 * rows * hidden_size
     gradients = _BF16 * (vocab_size + tokens) * hidden_size
     logits = logits_bytes(min(rows, CHUNK_TOKENS), vocab_size)
-    if (
-        chunks == 1
-    ):  # what is float32 is gone when the weight's gradient comes, and all logits when the hidden states' do
+    if chunks == 1:
+        # The float32 tensors are freed before the weight's gradient is allocated, and all logits before the gradient of
+        # the hidden states.
         weight_gradient = _BF16 * vocab_size * (hidden_size + rows)
         return max(kept + logits, 2 * kept + weight_gradient, kept + gradients)
     return kept + gradients + logits
 
 
 def measured_bytes(step: Callable[[], None], device: torch.device) -> int:
-    """Peak of memory that `step` holds above what was there before."""
+    """Peak bytes that `step` allocates above those that were allocated before it."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -66,14 +69,15 @@ def measured_bytes(step: Callable[[], None], device: torch.device) -> int:
 
 
 def measure(tokens: int, rows: int, vocab_size: int, hidden_size: int, device: torch.device) -> int:
-    """Bytes at the peak, see `predicted_bytes`."""
+    """Measured peak bytes of `weighted_loss_sum` and its backward pass above its inputs."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         x = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
         return x.requires_grad_()
 
-    hidden_TD, weight_VD = normal(tokens, hidden_size), normal(vocab_size, hidden_size)
+    hidden_TD = normal(tokens, hidden_size)
+    weight_VD = normal(vocab_size, hidden_size)
     index_n = torch.arange(tokens - rows, tokens, device=device)
     labels_n = torch.randint(vocab_size, (rows,), generator=generator, device=device)
     weights_n = torch.ones(rows, device=device)
@@ -97,7 +101,9 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=4096 // divisor)
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    tokens, vocab_size, hidden_size = arguments.tokens, arguments.vocab_size, arguments.hidden_size
+    tokens = arguments.tokens
+    vocab_size = arguments.vocab_size
+    hidden_size = arguments.hidden_size
     all_logits = logits_bytes(tokens, vocab_size)
     results: list[dict[str, Any]] = []
     print(f"{tokens} tokens, vocabulary {vocab_size}, width {hidden_size}; MiB above the inputs")

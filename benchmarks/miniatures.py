@@ -1,9 +1,9 @@
-"""What the miniatures of the recipes came to, one row a stage, read from the runs that launch/miniature.sh left.
+"""Results of the recipes' miniatures, one row for each stage, read from the runs of launch/miniature.sh.
 
     for name in short-then-long continue-1m hybrid-90-10 sft-1m; do bash launch/miniature.sh $name; done
     python -m benchmarks.miniatures runs/mini --output benchmarks/results/miniatures-h200.json
 
-To be run on the machine that trained them: the file says what machine that was.
+Run it on the machine that trained them: the result file names this machine.
 """
 
 import argparse
@@ -19,7 +19,7 @@ RECIPES = ("short-then-long", "continue-1m", "hybrid-90-10", "sft-1m")
 
 
 def run_results(folder: Path) -> dict[str, Any]:
-    """A run's training time in seconds, its stages, and the evaluation of its last checkpoint."""
+    """Training time in seconds, tokens and stages of a run, and the evaluation of its last checkpoint."""
     records = read_records(folder / "metrics.jsonl")
     evaluation = json.loads((folder / "evaluation" / "evaluation.json").read_text())
     curves = evaluation.get("position_wise", {}).get("curves", {})
@@ -38,7 +38,7 @@ def run_results(folder: Path) -> dict[str, Any]:
 
 
 def stage_results(start: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
-    """A stage's length, steps, speed and losses (nats per token), None where the recipe does not ask for them."""
+    """Length, steps, speed and losses (nats per token) of a stage; None for losses that the recipe does not measure."""
     metrics = [record for record in records if record["type"] == "metrics"]
     rates = sorted(record["tokens_per_s"] for record in metrics)
     return {
@@ -58,10 +58,12 @@ def stage_results(start: dict[str, Any], records: list[dict[str, Any]]) -> dict[
 
 
 def last(records: list[dict[str, Any]], key: str) -> Any:
+    """The newest value of `key`, or None."""
     return next((record[key] for record in reversed(records) if key in record), None)
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
+    """A Markdown table with a line for each stage of each run."""
     rows = [["recipe", "stage", "length", "steps", "tokens/s", "loss step", "validation loss", "trailing loss"]]
     for name, run in results.items():
         for stage in run["stages"]:
@@ -75,7 +77,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of the four runs")
+    parser.add_argument("folder", type=Path, help="folder of the four runs")
     parser.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()
     results = {name: run_results(given.folder / name) for name in RECIPES}

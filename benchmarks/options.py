@@ -1,4 +1,4 @@
-"""What the command lines of several programs share."""
+"""Command-line options that several programs have in common."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from moba_train.config.quantities import parse_number
 
 
 def length(text: str) -> int:
-    """The type of an option that counts tokens: `8192`, `128K`, `1M`; K is 1024."""
+    """Parse an option that counts tokens: `8192`, `128K`, `1M`; K is 1024."""
     return parse_number(text, 1024)
 
 

@@ -1,8 +1,8 @@
-"""What best-fit packing saves and costs on real documents: documents cut, padding, time.
+"""Benefit and cost of best-fit packing on real documents: documents cut, padding, time.
 
 python -m benchmarks.packing PREFIX... [--seq-len N ...] [--output JSON]
 
-Whole epochs of each corpus are packed at each length, by the code that training runs.
+One epoch of each corpus is packed at each length, by the code that training runs.
 """
 
 import argparse
@@ -21,7 +21,7 @@ SEQ_LENS = (2048, 8192, 32768, 131072)
 
 
 def concatenation_cuts(stream: DocumentStream, seq_len: int) -> float:
-    """Share of the documents no longer than a sample that concatenation cuts all the same, over one epoch."""
+    """Fraction of the documents no longer than a sample that concatenation cuts nevertheless, over one epoch."""
     lengths = stream.dataset.document_lengths[stream.documents_between(0, stream.tokens)]
     ends = np.cumsum(lengths)
     short = lengths <= seq_len

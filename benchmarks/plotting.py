@@ -1,4 +1,4 @@
-"""The look that the pictures of the docs share: readable on a light and on a dark page."""
+"""The common style of the plots in the docs: readable on a light and on a dark page."""
 
 import hashlib
 from typing import Any
@@ -9,18 +9,18 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 
 GREY = "#797979"
-"""With a contrast of at least 3 to GitHub's white and to its dark background."""
+"""Has a contrast of at least 3 to GitHub's white and to its dark background."""
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "moba", "font.family": "sans-serif", "font.size": 10}
-"""For `rc_context`; the same results give the same bytes."""
+"""Settings for `rc_context`, with which equal results give equal bytes."""
 
 
 def stamp(text: str) -> str:
-    """What a picture says of the file it was drawn from."""
+    """Description of the result file that a plot was drawn from, kept in the plot's metadata."""
     return f"drawn from results with sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def plain(axes: Axes) -> None:
-    """Grey ticks, a faint grid, no frame at the top and on the right."""
+    """Give the axes grey ticks, a faint grid, and no frame at the top and on the right."""
     axes.tick_params(colors=GREY, length=3, which="both")
     axes.grid(color=GREY, alpha=0.3, lw=0.5)
     for side in ("top", "right"):

@@ -60,14 +60,15 @@ def pretraining_documents(sizes: Recall, count: int, generator: torch.Generator)
     """Token ids of `count` documents, int64 [count, length].
 
     All mentions of a fact lie within an interval whose length is drawn log-uniformly between a hundredth of the
-    document and the whole of it, so that the model can learn distant recall from near recall.
+    document's length and its full length, so that the model can learn distant recall from near recall.
     """
     tokens = _text(sizes, count, generator)
     facts = _facts(sizes, count, sizes.facts, generator)
-    shape, device = (count, sizes.facts, 1), tokens.device
-    span = 0.01 ** torch.rand(shape, generator=generator, device=device)
+    shape = (count, sizes.facts, 1)
+    device = tokens.device
+    interval = 0.01 ** torch.rand(shape, generator=generator, device=device)
     within = torch.rand((*shape[:2], sizes.mentions), generator=generator, device=device)
-    times = (torch.rand(shape, generator=generator, device=device) + span * within) % 1
+    times = (torch.rand(shape, generator=generator, device=device) + interval * within) % 1
     order = times.flatten(1).argsort(1) // sizes.mentions
     mentions = facts[torch.arange(count, device=device)[:, None], order]
     _scatter(tokens, mentions, sizes.length, generator)

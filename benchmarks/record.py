@@ -1,4 +1,4 @@
-"""What every result file says about where its numbers come from."""
+"""Result files: their numbers, and where the numbers come from."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import torch
 
 
 def provenance() -> dict[str, Any]:
-    """Command, commit ($GIT_COMMIT, for copies without their history; else `git`), device and versions."""
+    """Command, commit (from $GIT_COMMIT in copies without a git history, else from `git`), device and versions."""
     asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     commit = os.environ.get("GIT_COMMIT") or (asked.stdout.strip() if asked.returncode == 0 else "")
     cuda = torch.cuda.is_available()
@@ -38,7 +38,7 @@ def _launcher() -> list[str]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, minimum, maximum and how many there were."""
+    """Median, minimum, maximum and count of `values`."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "count": len(values)}
 
 

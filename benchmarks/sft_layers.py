@@ -1,18 +1,18 @@
-"""The cliff of supervised fine-tuning with MoBA: few loss tokens, and full attention in the last layers that mends it.
+"""Supervised fine-tuning with MoBA when few tokens carry loss, and how full attention in the last layers helps.
 
-    python -m benchmarks.sft_layers --output benchmarks/results/sft-layers-h200.json --picture docs/sft-layers.svg
+    python -m benchmarks.sft_layers --output benchmarks/results/sft-layers-h200.json --plot docs/sft-layers.svg
 
 A small model learns to recall facts on short documents with full attention in all layers, then is pretrained on long
 ones with MoBA in all layers, every token carrying loss. Then it is fine-tuned on conversations of which 1 % of the
 tokens carry loss (benchmarks/recall_documents.py), with full attention in the last 1, 2, 4 or half of the layers, in
-none, in all, and, to tell the number of full layers from their place, in the first half. Everything else is the same:
-first weights, data and their order, learning rate, steps. Each seed has its own pretraining and its own data.
+none, in all, and, to tell the number of full layers from their place, in the first half. Everything else is equal:
+initial weights, data and their order, learning rate, steps. Each seed has its own pretraining and its own data.
 `--controls` are fine-tuned with loss on every token.
 
-Measured on held-out conversations: mean loss of the loss tokens and the share of them that is predicted right. During
-fine-tuning, the gradient norm of every layer; before it, how many of the document's tokens a loss gradient reaches, and
-which layers recall: what one single full layer does for the base. Seeds run side by side. `--minutes` is a hard bound:
-runs in progress are dropped there.
+It measures, on held-out conversations, the mean loss of the loss tokens and the fraction of them that is predicted
+right; during fine-tuning, the gradient norm of every layer; before it, the fraction of the document's tokens that a
+loss gradient reaches, and how well the base recalls with one full layer alone. Seeds run in parallel. `--minutes` is a
+hard limit: runs in progress are dropped there.
 """
 
 import argparse
@@ -31,9 +31,9 @@ import torch
 from benchmarks.recall_documents import Recall, conversations, pretraining_documents
 from benchmarks.record import save
 from benchmarks.sft_layers_plot import draw
-from benchmarks.sft_training import Clock, Documents, OutOfTimeError, evaluate, gradient_reach, train
+from benchmarks.sft_training import Deadline, Documents, OutOfTimeError, evaluate, gradient_reach, train
+from moba_train.attention.kind import AttentionKind
 from moba_train.attention.moba.attention import MobaAttention
-from moba_train.attention.protocol import LocalAttention
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.model import ModelConfig
 from moba_train.model.build import build_attention, initialize_weights
@@ -42,7 +42,7 @@ from moba_train.model.transformer import Transformer
 HELD_OUT = 64
 """Documents and conversations that are never trained on."""
 EVALUATIONS = 8
-"""Of each fine-tuning run."""
+"""Evaluations in each fine-tuning run."""
 BASE_EVERY = 100
 """Steps of pretraining between evaluations."""
 Record = dict[str, Any]
@@ -58,13 +58,14 @@ class Setup:
     batch: int
     """Documents of a step."""
     base_steps: int
-    """Of each stage of pretraining, at most."""
+    """Steps of each stage of pretraining, at most."""
     steps: int
-    """Of fine-tuning."""
+    """Steps of fine-tuning."""
     base_lr: float
     lr: float
     short: tuple[int, ...] = ()
-    """Lengths of the stages before it, all layers full: recall is learnt from what is near, then extended."""
+    """Document lengths of earlier pretraining stages with full attention in all layers: the model learns recall over
+    short distances first."""
 
 
 def _model(data: Recall, hidden_size: int, layers: int, heads: int) -> ModelConfig:
@@ -88,23 +89,25 @@ SETUPS = {
 }
 
 
-def attention_layers(setup: Setup, full: str | list[int]) -> list[LocalAttention]:
+def attention_layers(setup: Setup, full: str | list[int]) -> list[AttentionKind]:
     """MoBA, and full attention in the layers that `full` names, as in a recipe's `attention.full_layers`."""
     config = AttentionConfig(full_layers=full, moba=setup.moba)
     return build_attention(resolve_layers(config, setup.model.layers), setup.model.head_width)
 
 
-def pretrain(setup: Setup, seed: int, device: torch.device, clock: Clock) -> tuple[Transformer, Record]:
+def pretrain(setup: Setup, seed: int, device: torch.device, deadline: Deadline) -> tuple[Transformer, Record]:
     """The model that all variants of a seed begin with, every token of its documents carrying loss."""
     generator = torch.Generator(device).manual_seed(1000 + seed)
     model = Transformer(setup.model).to(device)
     initialize_weights(model, seed)
-    began, curve = time.monotonic(), []
+    began = time.monotonic()
+    curve: list[tuple[int, int, float, float]] = []
     for length in (*setup.short, setup.data.length):
-        sizes, batch = setup.data.with_length(length), setup.batch * setup.data.length // length
+        sizes = setup.data.with_length(length)
+        batch = setup.batch * setup.data.length // length
         places = torch.arange(1, length, device=device)
         documents, held_out = (
-            Documents.of(pretraining_documents(sizes, count, generator), places, batch)
+            Documents.from_tokens(pretraining_documents(sizes, count, generator), places, batch)
             for count in (min(setup.base_steps * batch, 2**25 // length), max(HELD_OUT, batch))
         )
         model.set_attention(attention_layers(setup, "none" if length == setup.data.length else "all"))
@@ -113,9 +116,9 @@ def pretrain(setup: Setup, seed: int, device: torch.device, clock: Clock) -> tup
             curve.append((length, step, *evaluate(model, held_out, setup.data)))
             return curve[-1][3] > 0.95 * (1 - 1 / setup.data.mentions)
 
-        train(model, documents, setup.base_steps, setup.base_lr, setup.base_lr, clock, BASE_EVERY, enough)
-    record = {"seed": seed, "curve": curve, "seconds": time.monotonic() - began}
-    asked = Documents.of(*conversations(setup.data, HELD_OUT, generator), setup.batch)
+        train(model, documents, setup.base_steps, setup.base_lr, setup.base_lr, deadline, BASE_EVERY, enough)
+    record: Record = {"seed": seed, "curve": curve, "seconds": time.monotonic() - began}
+    asked = Documents.from_tokens(*conversations(setup.data, HELD_OUT, generator), setup.batch)
     record["one_full_layer"] = []
     for layer in range(setup.model.layers):
         model.set_attention(attention_layers(setup, [layer]))
@@ -124,13 +127,13 @@ def pretrain(setup: Setup, seed: int, device: torch.device, clock: Clock) -> tup
 
 
 def fine_tune(
-    setup: Setup, base: Transformer, full: str, seed: int, every_token: bool, device: torch.device, clock: Clock
+    setup: Setup, base: Transformer, full: str, seed: int, every_token: bool, device: torch.device, deadline: Deadline
 ) -> Record:
     """One fine-tuning run of a copy of `base` with full attention in the layers that `full` names."""
     generator = torch.Generator(device).manual_seed(2000 + seed)
     tokens, places = conversations(setup.data, setup.steps * setup.batch, generator)
-    training = Documents.of(tokens, places, setup.batch)
-    held_out = Documents.of(*conversations(setup.data, HELD_OUT, generator), setup.batch)
+    training = Documents.from_tokens(tokens, places, setup.batch)
+    held_out = Documents.from_tokens(*conversations(setup.data, HELD_OUT, generator), setup.batch)
     model = copy.deepcopy(base)
     model.set_attention(attention_layers(setup, full))
     training = training.with_loss_everywhere() if every_token else training
@@ -143,7 +146,7 @@ def fine_tune(
     reach = gradient_reach(model, training)
     began = time.monotonic()
     every = max(1, setup.steps // EVALUATIONS)
-    norms = train(model, training, setup.steps, setup.lr, 0.1 * setup.lr, clock, every, enough)
+    norms = train(model, training, setup.steps, setup.lr, 0.1 * setup.lr, deadline, every, enough)
     return {
         "full_layers": full,
         "loss_on": "every token" if every_token else "answers",
@@ -157,23 +160,23 @@ def fine_tune(
     }
 
 
-def of_seed(
-    setup: Setup, seed: int, runs: list[tuple[str, bool]], device: torch.device, clock: Clock
+def run_seed(
+    setup: Setup, seed: int, runs: list[tuple[str, bool]], device: torch.device, deadline: Deadline
 ) -> tuple[list[Record], list[Record]]:
-    """(pretraining, fine-tuning runs) of one seed, as far as the time allows."""
+    """Pretrain one seed and fine-tune it with each of `runs`, as far as the time allows: (pretraining, fine-tuning)."""
     bases: list[Record] = []
     results: list[Record] = []
     try:
-        base, record = pretrain(setup, seed, device, clock)
+        base, record = pretrain(setup, seed, device, deadline)
         bases.append(record)
-        course = ", ".join(
+        history = ", ".join(
             f"{length} at {step}: {loss:.3f} {recall:.0%}" for length, step, loss, recall in record["curve"]
         )
-        print(f"seed {seed}: pretrained in {record['seconds']:.0f} s; loss and recall by length and step: {course}")
+        print(f"seed {seed}: pretrained in {record['seconds']:.0f} s; loss and recall by length and step: {history}")
         recalls = " ".join(f"{recall:.1%}" for _, recall in record["one_full_layer"])
         print(f"seed {seed}: recall of answers with one full layer, first to last: {recalls}", flush=True)
         for layers, every_token in runs:
-            run = fine_tune(setup, base, layers, seed, every_token, device, clock)
+            run = fine_tune(setup, base, layers, seed, every_token, device, deadline)
             results.append(run)
             line = f"seed {seed}, full layers {layers}, loss on {run['loss_on']}: loss {run['loss']:.4f}"
             print(f"{line}, recall {run['recall']:.1%}, {run['seconds']:.0f} s", flush=True)
@@ -182,20 +185,20 @@ def of_seed(
     return bases, results
 
 
-def of_seeds(
-    setup: Setup, seeds: int, runs: list[tuple[str, bool]], device: torch.device, clock: Clock
+def run_seeds(
+    setup: Setup, seeds: int, runs: list[tuple[str, bool]], device: torch.device, deadline: Deadline
 ) -> Iterator[tuple[list[Record], list[Record]]]:
-    """`of_seed` of each; side by side on a GPU, which one such model does not fill."""
+    """`run_seed` for each seed; in parallel on a GPU, which one such model does not fill."""
     if device.type == "cpu":
-        yield from (of_seed(setup, seed, runs, device, clock) for seed in range(seeds))
+        yield from (run_seed(setup, seed, runs, device, deadline) for seed in range(seeds))
         return
     with ProcessPoolExecutor(seeds, multiprocessing.get_context("spawn")) as pool:
-        for job in [pool.submit(of_seed, setup, seed, runs, device, clock) for seed in range(seeds)]:
-            yield job.result()
+        for future in [pool.submit(run_seed, setup, seed, runs, device, deadline) for seed in range(seeds)]:
+            yield future.result()
 
 
 def summary(results: list[Record]) -> list[Record]:
-    """Means and standard errors over the seeds, a row for each variant in order of appearance."""
+    """Means and standard errors over the seeds, one row for each variant in order of appearance."""
     rows = []
     for full, loss_on in dict.fromkeys((r["full_layers"], r["loss_on"]) for r in results):
         runs = [r for r in results if (r["full_layers"], r["loss_on"]) == (full, loss_on)]
@@ -211,7 +214,7 @@ def summary(results: list[Record]) -> list[Record]:
 
 
 def table(rows: list[Record]) -> str:
-    """The summary for the terminal."""
+    """The summary as text for the terminal."""
     lines = ["full layers  loss on      loss            recall  seeds  gradient norm, first to last layer"]
     for row in rows:
         error = "       " if row["loss_error"] is None else f"±{row['loss_error']:.4f}"
@@ -224,19 +227,21 @@ def table(rows: list[Record]) -> str:
 
 
 def main() -> None:
-    """Run the grid."""
+    """Run all variants with all seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SETUPS, default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--full", nargs="*", help="values of attention.full_layers, see docs/config.md")
-    parser.add_argument("--controls", nargs="*", default=[], help="the same, for runs with loss on every token")
-    parser.add_argument("--base-steps", type=int, help="of each stage of pretraining, at most")
-    parser.add_argument("--steps", type=int, help="of fine-tuning")
-    parser.add_argument("--minutes", type=float, default=18, help="then runs in progress are dropped")
+    parser.add_argument(
+        "--controls", nargs="*", default=[], help="values of attention.full_layers for runs with loss on every token"
+    )
+    parser.add_argument("--base-steps", type=int, help="steps of each stage of pretraining, at most")
+    parser.add_argument("--steps", type=int, help="steps of fine-tuning")
+    parser.add_argument("--minutes", type=float, default=18, help="time after which runs in progress are dropped")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--plot", "--picture", type=Path, help="SVG file (--picture: the name in recorded commands)")
     arguments = parser.parse_args()
-    clock = Clock(time.monotonic() + 60 * arguments.minutes)
+    deadline = Deadline(time.monotonic() + 60 * arguments.minutes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     given = {key: getattr(arguments, key) for key in ("base_steps", "steps")}
     setup = SETUPS[arguments.size]
@@ -248,13 +253,13 @@ def main() -> None:
     settings = {**asdict(setup), "model": setup.model.model_dump(), "moba": setup.moba.model_dump()}
     bases: list[Record] = []
     results: list[Record] = []
-    for of_one_base, of_one in of_seeds(setup, arguments.seeds, runs, device, clock):
-        bases += of_one_base
-        results += of_one
+    for base, fine_tuned in run_seeds(setup, arguments.seeds, runs, device, deadline):
+        bases += base
+        results += fine_tuned
         save(arguments.output, settings, {"bases": bases, "runs": results, "summary": summary(results)})
     print(table(summary(results)))
-    if results and arguments.picture:
-        draw(arguments.output, arguments.picture)
+    if results and arguments.plot:
+        draw(arguments.output, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ COLOURS = ["#d9480f", "#c2850c", "#2b8a3e", "#1098ad", "#1c7ed6", "#9c5fd1", "#7
 _NAMES = {"none": "MoBA everywhere", "all": "full everywhere"}
 
 
-def draw(source: Path, picture: Path) -> None:
+def draw(source: Path, plot: Path) -> None:
     """Draw the result file `source` as an SVG. Raises ValueError when it has no run with loss on the answers alone."""
     text = source.read_text()
     data = json.loads(text)
@@ -49,7 +49,7 @@ def draw(source: Path, picture: Path) -> None:
         panels[2].set_yscale("log")
         for panel in panels:
             plain(panel)
-        figure.savefig(picture, transparent=True, metadata={"Date": None, "Description": stamp(text)})
+        figure.savefig(plot, transparent=True, metadata={"Date": None, "Description": stamp(text)})
         plt.close(figure)
 
 
@@ -68,9 +68,9 @@ def main() -> None:
     """Draw one result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", type=Path)
-    parser.add_argument("picture", type=Path)
+    parser.add_argument("plot", type=Path)
     arguments = parser.parse_args()
-    draw(arguments.json, arguments.picture)
+    draw(arguments.json, arguments.plot)
 
 
 if __name__ == "__main__":

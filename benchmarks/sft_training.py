@@ -1,4 +1,4 @@
-"""How benchmarks/sft_layers.py trains and measures one small model: batches in memory, AdamW, loss, gradients."""
+"""Training and measurement of a small model for benchmarks/sft_layers.py: batches in memory, AdamW, loss, gradients."""
 
 import time
 from collections.abc import Callable
@@ -16,49 +16,52 @@ NORMS_EVERY = 5
 
 
 class OutOfTimeError(Exception):
-    """The bound is reached in the middle of a run."""
+    """The deadline has passed in the middle of a run."""
 
 
 @dataclass(frozen=True)
-class Clock:
-    """Ends runs at a moment of `time.monotonic`."""
+class Deadline:
+    """A moment of `time.monotonic` at which runs end."""
 
     end: float
 
     def check(self) -> None:
+        """Raise OutOfTimeError if the moment has passed."""
         if time.monotonic() > self.end:
             raise OutOfTimeError
 
 
 @dataclass
 class Documents:
-    """Documents of one length in memory and what of them carries loss, cut into batches."""
+    """Documents of one length in memory and the positions that carry loss, cut into batches."""
 
     tokens: Tensor
     """int64 [documents, length]"""
     loss_places: Tensor
-    """int64 [n]: places in each document of the tokens to be predicted; never 0."""
+    """int64 [n]: positions in each document of the tokens to be predicted; never 0."""
     batch: int
     layout: Layout
     positions: Tensor
 
     @classmethod
-    def of(cls, tokens: Tensor, loss_places: Tensor, batch: int) -> "Documents":
-        length, device = tokens.shape[1], tokens.device
+    def from_tokens(cls, tokens: Tensor, loss_places: Tensor, batch: int) -> "Documents":
+        """Documents [documents, length] in batches of `batch`."""
+        length = tokens.shape[1]
+        device = tokens.device
         positions = torch.arange(length, device=device).repeat(batch)
         return cls(tokens, loss_places, batch, packed_layout([length] * batch, device), positions)
 
     def with_loss_everywhere(self) -> "Documents":
-        """The same documents; all tokens but the first are to be predicted."""
+        """A copy in which all tokens but the first are to be predicted."""
         every = torch.arange(1, self.tokens.shape[1], device=self.tokens.device)
         return Documents(self.tokens, every, self.batch, self.layout, self.positions)
 
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [T] of a batch, labels [n] and the rows [n] they are predicted from."""
-        of_batch = torch.arange(self.batch, device=self.tokens.device)
-        chosen = self.tokens[(of_batch + step * self.batch) % len(self.tokens)]
-        starts = of_batch[:, None] * chosen.shape[1]
-        return chosen.flatten(), chosen[:, self.loss_places].flatten(), (starts + self.loss_places - 1).flatten()
+        numbers = torch.arange(self.batch, device=self.tokens.device)
+        tokens = self.tokens[(numbers + step * self.batch) % len(self.tokens)]
+        starts = numbers[:, None] * tokens.shape[1]
+        return tokens.flatten(), tokens[:, self.loss_places].flatten(), (starts + self.loss_places - 1).flatten()
 
 
 def mean_loss(model: Transformer, documents: Documents, step: int) -> Tensor:
@@ -75,18 +78,19 @@ def train(
     steps: int,
     lr: float,
     last_lr: float,
-    clock: Clock,
+    deadline: Deadline,
     every: int,
     enough: Callable[[int], bool],
 ) -> Tensor:
-    """AdamW, warm-up over a tenth of the steps (100 at most), then linearly to `last_lr`.
+    """Train with AdamW: warm-up over a tenth of the steps (100 at most), then a linear decay to `last_lr`.
 
-    `enough` is asked after `every` steps, and its True ends the training. Returns each layer's gradient norm (before
-    clipping) in every fifth step, float32 [n, layers].
+    `enough` is called every `every` steps and ends the training when it returns True. Returns each layer's gradient
+    norm (before clipping) in every fifth step, float32 [n, layers].
     """
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=parameters[0].is_cuda)
-    warm_up, fall = min(100, max(1, steps // 10)), 1 - last_lr / lr
+    warm_up = min(100, max(1, steps // 10))
+    fall = 1 - last_lr / lr
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm_up, 1 - fall * max(0, step - warm_up) / max(1, steps - warm_up))
     )
@@ -94,7 +98,7 @@ def train(
     for step in range(steps):
         mean_loss(model, documents, step).backward()
         if step % NORMS_EVERY == 0:
-            clock.check()
+            deadline.check()
             norms.append(torch.stack([torch.nn.utils.get_total_norm(_gradients(block)) for block in model.blocks]))
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -111,8 +115,9 @@ def _gradients(module: torch.nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def evaluate(model: Transformer, documents: Documents, sizes: Recall) -> tuple[float, float]:
-    """Mean loss (nats) of the loss tokens, and the share of the values among them that is predicted right."""
-    losses, right = [], []
+    """Mean loss (nats) of the loss tokens, and the fraction of the values among them that is predicted right."""
+    losses = []
+    right = []
     for step in range(len(documents.tokens) // documents.batch):
         tokens, labels, rows = documents[step]
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
@@ -124,7 +129,7 @@ def evaluate(model: Transformer, documents: Documents, sizes: Recall) -> tuple[f
 
 
 def gradient_reach(model: Transformer, documents: Documents) -> list[float]:
-    """For each layer's input, the share of tokens whose gradient of one batch's loss is not zero."""
+    """For each layer's input, the fraction of tokens whose gradient of one batch's loss is not zero."""
     inputs: list[Tensor] = []
 
     def keep(_module: torch.nn.Module, arguments: tuple[Tensor, ...]) -> None:

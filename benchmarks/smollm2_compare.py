@@ -1,9 +1,9 @@
-"""Our model against `transformers` on the same Hugging Face folder and the same real text, in float32.
+"""Compares our model with `transformers` on one Hugging Face folder and real text, in float32.
 
     python -m benchmarks.smollm2_compare runs/smollm2/hf --corpus runs/smollm2/data/valid --output compare.json
 
-Full attention, and MoBA where the folder's config.json says how each layer attends: there `transformers` runs with our
-attention in its registry.
+It compares full attention, and MoBA where the folder's config.json gives each layer's attention kind: there
+`transformers` runs with our attention in its registry.
 """
 
 import argparse
@@ -62,7 +62,8 @@ def compare(folder: Path, tokens: torch.Tensor) -> dict[str, dict[str, float]]:
                 continue
             layers = [parse_layer(entry) for entry in theirs.config.moba["layers"]]
         ours.set_attention(build_attention(layers, ours.config.head_width))
-        positions, layout = torch.arange(length, device=tokens.device), packed_layout([length], tokens.device)
+        positions = torch.arange(length, device=tokens.device)
+        layout = packed_layout([length], tokens.device)
         mine = ours(tokens[:-1], positions, layout)
         expected = theirs.to(tokens.device).eval()(tokens[None, :-1]).logits[0]
         results[name] = {

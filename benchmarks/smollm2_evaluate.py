@@ -1,11 +1,11 @@
-"""Loss by position before, during and after a model is taken to longer sequences, as JSON and as a picture.
+"""Loss by position before, during and after a model is extended to longer sequences, as JSON and as a plot.
 
     python -m benchmarks.smollm2_evaluate --output runs/smollm2/trailing.json runs/smollm2/run
     python -m benchmarks.smollm2_evaluate --draw runs/smollm2/trailing.json --output docs/smollm2-32k.svg
 
-Every checkpoint of the run and the weights it began with read the same stretches of long validation documents, of the
-last stage's length: with the attention and RoPE of the first stage ("as trained"; only before the switch), with those
-of the last stage ("MoBA"), and with the last stage's RoPE and full attention ("full").
+Every checkpoint of the run and its initial weights are evaluated on the same samples of long validation documents, of
+the last stage's length: with the attention and RoPE of the first stage ("as trained"; only before the switch), with
+those of the last stage ("MoBA"), and with the last stage's RoPE and full attention ("full").
 """
 
 import argparse
@@ -51,17 +51,19 @@ def main() -> None:
         draw(json.loads(given.draw.read_text()), given.output)
         return
     config = load_config(given.run / "config.yaml")
-    first, last = resolve_stages(config)[0], resolve_stages(config)[-1]
+    stages = resolve_stages(config)
+    first = stages[0]
+    last = stages[-1]
     vocab_size = config.model.vocab_size
-    stretches = LongDocumentSamples(config.data.validation, last.seq_len, given.sequences, config.seed, vocab_size)
-    settings = {"seq_len": last.seq_len, "trained_seq_len": first.seq_len, "sequences": len(stretches)}
+    samples = LongDocumentSamples(config.data.validation, last.seq_len, given.sequences, config.seed, vocab_size)
+    settings = {"seq_len": last.seq_len, "trained_seq_len": first.seq_len, "sequences": len(samples)}
     rows = []
     with joined_world() as world:
         for model, stage, step in states(given.run, config, world.device):
             tokens = stage.first_token + (step - stage.first_step) * stage.batch_tokens
             for label in (["as trained"] if stage.index == 0 else []) + ["MoBA", "full"]:
-                choose(model, config, label, first, last)
-                curve = position_wise_loss(model, stretches, last.seq_len // BUCKETS, DataShard(), world.device)
+                set_attention(model, config, label, first, last)
+                curve = position_wise_loss(model, samples, last.seq_len // BUCKETS, DataShard(), world.device)
                 rows.append(
                     {"step": step, "tokens": tokens, "stage": stage.name, "attention": label, **curve.to_json()}
                 )
@@ -70,7 +72,7 @@ def main() -> None:
 
 
 def states(run: Path, config: RunConfig, device: torch.device) -> Iterator[tuple[Transformer, Stage, int]]:
-    """The weights the run began with and those of all its checkpoints: model, stage, optimizer steps done."""
+    """(model, stage, optimizer steps done) for the run's initial weights and for each of its checkpoints."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     assert config.init_from is not None, "the run must have begun with weights"
     with torch.device("meta"):
@@ -80,12 +82,11 @@ def states(run: Path, config: RunConfig, device: torch.device) -> Iterator[tuple
     yield model.to(dtype).eval(), resolve_stages(config)[0], 0
     for path in sorted((run / "checkpoints").glob("step_*")):
         saved = open_checkpoint(path)
-        model, stage = load_trained(saved, device, dtype), saved.stage
-        yield model, stage, int(path.name.removeprefix("step_"))
+        yield load_trained(saved, device, dtype), saved.stage, int(path.name.removeprefix("step_"))
 
 
-def choose(model: Transformer, config: RunConfig, label: str, first: Stage, last: Stage) -> None:
-    """Give the model the attention and RoPE that `label` stands for."""
+def set_attention(model: Transformer, config: RunConfig, label: str, first: Stage, last: Stage) -> None:
+    """Set the model's attention and RoPE to those of `label`."""
     stage = first if label == "as trained" else last
     full = (LayerAttention("full", FullAttention.Options()),) * config.model.layers
     model.set_rope(stage.rope)
@@ -96,8 +97,9 @@ COLORS = {"as trained": "#8a8f98", "MoBA": "#d1495b", "full": "#2e6f95"}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Left: trailing loss over the run. Right: loss by position before and after."""
-    settings, rows = result["settings"], result["results"]
+    """Plot the trailing loss over the run on the left, and the loss by position before and after on the right."""
+    settings = result["settings"]
+    rows = result["results"]
     buckets = len(rows[0]["mean"])
     width = settings["seq_len"] // buckets
     trained = settings["trained_seq_len"] // width - 1
@@ -111,10 +113,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
             "o-",
             ms=3,
             color=color,
-            label=f"{label}: {_span(buckets - 1, width)}",
+            label=f"{label}: {_token_range(buckets - 1, width)}",
         )
         left.plot(
-            millions, [row["mean"][trained] for row in own], ":", color=color, label=f"{label}: {_span(trained, width)}"
+            millions,
+            [row["mean"][trained] for row in own],
+            ":",
+            color=color,
+            label=f"{label}: {_token_range(trained, width)}",
         )
     left.axvline(settings["switch_tokens"] / 1e6, color="black", lw=0.8, ls="--")
     left.set(xlabel="training tokens (millions)", ylabel="validation loss, nats per token")
@@ -150,7 +156,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def _span(bucket: int, width: int) -> str:
+def _token_range(bucket: int, width: int) -> str:
     return f"tokens {bucket * width / 1024:g}K-{(bucket + 1) * width / 1024:g}K"
 
 

@@ -1,11 +1,11 @@
-"""SmolLM2-135M-Instruct from a GGUF file as a Hugging Face folder, and a corpus of long real documents in its tokens.
+"""Converts SmolLM2-135M-Instruct from GGUF to a Hugging Face folder, and tokenizes a corpus of long real documents.
 
     python -m benchmarks.smollm2_prepare weights --gguf FILE --output runs/smollm2/hf
     python -m benchmarks.smollm2_prepare corpus --tokenizer runs/smollm2/hf/tokenizer.json --output runs/smollm2/data
 
-The weights are dequantised to float32, exactly: what `transformers` makes of the same file. Needs the packages `gguf`
-and `tokenizers`. A document is a Python package, its modules one after the other: long, real,
-and with names that return after tens of thousands of tokens.
+The weights are dequantised to float32 exactly, as `transformers` does it. The packages `gguf` and `tokenizers` are
+needed. A document is a Python package, its modules one after the other: long, real, and with names that return after
+tens of thousands of tokens.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 def main() -> None:
@@ -50,7 +50,9 @@ def main() -> None:
     corpus.add_argument("--input", type=Path, nargs="*", help="folders of packages; default: this Python's own")
     corpus.add_argument("--output", type=Path, required=True)
     corpus.add_argument("--valid", nargs="*", default=["asyncio", "fontTools", "jinja2", "networkx"])
-    corpus.add_argument("--max-bytes", type=int, default=8_000_000, help="of one package; the rest is left out")
+    corpus.add_argument(
+        "--max-bytes", type=int, default=8_000_000, help="bytes read of one package; the rest is left out"
+    )
     corpus.set_defaults(run=write_corpora)
     given = parser.parse_args()
     given.run(given)
@@ -78,7 +80,7 @@ def convert_gguf(path: Path, output: Path) -> None:
 
 
 def model_config(reader: Any) -> ModelConfig:
-    """The shape that the file's metadata tell."""
+    """The model's shape, from the file's metadata."""
     keys = {
         "hidden_size": "embedding_length",
         "intermediate_size": "feed_forward_length",
@@ -96,21 +98,21 @@ def model_config(reader: Any) -> ModelConfig:
 
 
 def hf_name(name: str) -> str:
-    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
+    """The Hugging Face name of a GGUF tensor: `model.layers.3.self_attn.q_proj.weight` for `blk.3.attn_q.weight`."""
     if name.startswith("blk."):
-        _, layer, part, kind = name.split(".")
-        return f"model.layers.{layer}.{_PARTS[part]}.{kind}"
-    part, kind = name.split(".")
-    return f"{_WHOLE[part]}.{kind}"
+        _, layer, part, suffix = name.split(".")
+        return f"model.layers.{layer}.{_PARTS[part]}.{suffix}"
+    part, suffix = name.split(".")
+    return f"{_TOP_LEVEL[part]}.{suffix}"
 
 
 def halves_from_pairs(weight_OI: Tensor, heads: int) -> Tensor:
-    """GGUF stores Llama's queries and keys for rotary embedding of neighbouring rows; we turn halves of a head."""
+    """Reorder the rows of a query or key projection: GGUF rotates neighbouring rows, our model the halves of a head."""
     return weight_OI.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight_OI.shape).contiguous()
 
 
 def write_tokenizer(reader: Any, output: Path) -> None:
-    """tokenizer.json and tokenizer_config.json: byte-level BPE, digits one by one, as SmolLM2's own."""
+    """Write tokenizer.json and tokenizer_config.json: byte-level BPE that splits digits, as SmolLM2's own."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = _field(reader, "tokenizer.ggml.tokens")
@@ -146,7 +148,7 @@ def _field(reader: Any, key: str) -> Any:
 
 
 def write_corpora(given: argparse.Namespace) -> None:
-    """`train` and `valid` in `given.output`; no package is in both."""
+    """Write the corpora `train` and `valid` to `given.output`; no package is in both."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(given.tokenizer))
@@ -169,7 +171,7 @@ def write_corpora(given: argparse.Namespace) -> None:
 
 
 def packages(roots: list[Path]) -> Iterator[tuple[Path, list[Path]]]:
-    """Folders with Python modules right below `roots`, and those modules, in an order that never changes."""
+    """Folders with Python modules directly below `roots`, each with its modules, in a fixed order."""
     seen = set()
     for root in roots:
         for package in sorted(path for path in root.iterdir() if path.is_dir() and path.name.isidentifier()):
@@ -180,7 +182,7 @@ def packages(roots: list[Path]) -> Iterator[tuple[Path, list[Path]]]:
 
 
 def read_modules(package: Path, modules: list[Path], max_bytes: int) -> Iterator[str]:
-    """Each module's text under its name, as far as `max_bytes` reach; modules that are not UTF-8 are left out."""
+    """Each module's text under its name, up to `max_bytes` in all; modules that are not UTF-8 are left out."""
     used = 0
     for path in modules:
         try:

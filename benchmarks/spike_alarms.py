@@ -1,11 +1,11 @@
-"""How often the spike detector cries wolf, and how large a spike it sees.
+"""False alarms of the spike detector, and the size of the spikes that it detects.
 
     python -m benchmarks.spike_alarms [RUN/metrics.jsonl ...] [--output FILE]
 
 On synthetic curves and on the loss curves of runs without spikes (their `metrics.jsonl`): alarms per 10,000 steps at
-several thresholds, and the share of injected spikes that is flagged at the default threshold. A spike is one step whose
-loss, or gradient norm, is raised by so many sigma of the curve's own noise around it. Sigma is measured on logarithms,
-from the differences of successive values, which a trend hardly touches.
+several thresholds, and the fraction of injected spikes that is flagged at the default threshold. A spike is one step
+whose loss, or gradient norm, is raised by a multiple of sigma, the curve's own noise around it. Sigma is measured on
+logarithms, from the differences of successive values, which a trend hardly changes.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SPIKES = (3, 4, 5, 6, 7, 8, 9, 10)
 SPACING = 60
 """Steps between injected spikes: beyond the 50 in which the detector waits for the loss to recover."""
 SETTLED = 200
-"""The first spike comes after so many steps."""
+"""Steps before the first spike."""
 NEIGHBOURS = 64
 """Values on either side from which the noise at a step is measured."""
 
@@ -43,7 +43,8 @@ def synthetic_curve(noise: str, steps: int, seed: int) -> Curve:
     """
     rng = random.Random(f"{noise}/{seed}")
     draw: Callable[[], float] = (lambda: _student(rng, 8)) if noise == "heavy" else (lambda: rng.gauss(0, 1))
-    curve, drift = [], [0.0, 0.0]
+    curve = []
+    drift = [0.0, 0.0]
     for step in range(steps):
         own = [draw(), draw()]
         if noise == "drifting":
@@ -62,9 +63,10 @@ def recorded_curve(path: Path) -> Curve:
 
 
 def flagged_steps(curve: Curve, warn_sigma: float) -> dict[int, tuple[float, float]]:
-    """The steps that the detector flags, as in training: it starts over where a stage begins. The scores of each, of
-    loss and gradient norm."""
-    detector, stage = SpikeDetector(SpikeConfig().window, warn_sigma), curve[0][0]
+    """The steps that the detector flags, with the scores of loss and gradient norm of each. As in training, the
+    detector starts over where a stage begins."""
+    detector = SpikeDetector(SpikeConfig().window, warn_sigma)
+    stage, *_ = curve[0]
     flagged = {}
     for step, (name, loss, grad_norm) in enumerate(curve):
         if name != stage:
@@ -77,15 +79,15 @@ def flagged_steps(curve: Curve, warn_sigma: float) -> dict[int, tuple[float, flo
 
 
 def detection_rate(curves: list[Curve], column: int, sigmas: float, warn_sigma: float) -> float:
-    """The share of spikes of so many sigma in `column` (1 the loss, 2 the gradient norm) that is flagged."""
+    """The fraction of spikes of `sigmas` sigma in `column` (0 the loss, 1 the gradient norm) that is flagged."""
     injected = found = 0
     for curve in curves:
         spiked = list(curve)
         steps = range(SETTLED, len(curve) - NEIGHBOURS, SPACING)
         for step in steps:
-            values = list(spiked[step])
-            values[column] = values[column] * math.exp(sigmas * _noise(curve, column, step))
-            spiked[step] = (values[0], values[1], values[2])
+            stage, *values = spiked[step]
+            values[column] *= math.exp(sigmas * _noise(curve, column, step))
+            spiked[step] = (stage, values[0], values[1])
         found += len(flagged_steps(spiked, warn_sigma).keys() & set(steps))
         injected += len(steps)
     return found / injected
@@ -93,7 +95,7 @@ def detection_rate(curves: list[Curve], column: int, sigmas: float, warn_sigma: 
 
 def _noise(curve: Curve, column: int, step: int) -> float:
     """Robust standard deviation of the logarithm around `step`."""
-    logs = [math.log(row[column]) for row in curve[max(0, step - NEIGHBOURS) : step + NEIGHBOURS]]
+    logs = [math.log(values[column]) for _, *values in curve[max(0, step - NEIGHBOURS) : step + NEIGHBOURS]]
     return 1.4826 * statistics.median(abs(b - a) for a, b in pairwise(logs)) / math.sqrt(2)
 
 
@@ -102,7 +104,7 @@ def _student(rng: random.Random, freedom: int) -> float:
 
 
 def measure(curves: list[Curve]) -> dict[str, Any]:
-    """All that is reported of curves of one kind."""
+    """Alarms at every threshold, their scores, and the detected fraction of spikes of every size."""
     steps = sum(map(len, curves))
     alarms = {
         f"{sigma:g}": 1e4 * sum(len(flagged_steps(curve, sigma)) for curve in curves) / steps for sigma in THRESHOLDS
@@ -110,12 +112,12 @@ def measure(curves: list[Curve]) -> dict[str, Any]:
     threshold = SpikeConfig().warn_sigma
     scores = [flags for curve in curves for flags in flagged_steps(curve, threshold).values()]
     by_curve = {
-        name: sorted(round(of[column], 1) for of in scores if of[column] > threshold)
+        name: sorted(round(pair[column], 1) for pair in scores if pair[column] > threshold)
         for column, name in enumerate(("loss", "grad_norm"))
     }
     detected = {
         name: {str(sigmas): detection_rate(curves, column, sigmas, threshold) for sigmas in SPIKES}
-        for name, column in (("loss", 1), ("grad_norm", 2))
+        for column, name in enumerate(("loss", "grad_norm"))
     }
     return {
         "steps": steps,
@@ -126,9 +128,10 @@ def measure(curves: list[Curve]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.spike_alarms", description=__doc__.split("\n\n")[0])
+    description = (__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.spike_alarms", description=description)
     parser.add_argument("runs", nargs="*", type=Path, help="metrics.jsonl of runs without spikes")
-    parser.add_argument("--steps", type=int, default=5000, help="of a synthetic curve")
+    parser.add_argument("--steps", type=int, default=5000, help="steps of a synthetic curve")
     parser.add_argument("--curves", type=int, default=4, help="synthetic curves of each kind")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/spike-alarms.json"))
     given = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""How calls on a GPU are timed."""
+"""Timing of calls on a GPU."""
 
 import importlib
 import pkgutil
@@ -10,14 +10,14 @@ import torch
 from benchmarks.record import spread
 
 LONG_MS = 1000.0
-"""Calls are repeated at least three times unless that takes longer than this."""
+"""Calls that take longer than this are timed once, all others at least three times."""
 
 
 def queued(call: Callable[[], Any], count: int) -> list[float]:
-    """Milliseconds from each call's begin to its end on the GPU, `count` calls given to it one after another.
+    """Milliseconds from each call's begin to its end on the GPU, for `count` calls that are queued back to back.
 
-    As in training the GPU does not wait for the host, unless the host takes longer than the GPU. The allocator counts
-    what the host holds, and a call's result is dropped before the next begins: peaks of memory are those of one call.
+    As in training the GPU does not wait for the host, unless the host takes longer than the GPU. A call's result is
+    freed before the next call begins, so peak memory is that of one call.
     """
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     torch.cuda.synchronize()
@@ -30,7 +30,8 @@ def queued(call: Callable[[], Any], count: int) -> list[float]:
 
 
 def milliseconds(call: Callable[[], Any], budget_s: float, warm: bool = False) -> list[float]:
-    """GPU time of single calls, after a warm-up unless `warm`: up to 20, 3 even beyond the budget, fewer if long."""
+    """GPU time of single calls, after a warm-up unless `warm`: up to 20 calls within the budget, at least 3, but only
+    one if it takes longer than `LONG_MS`."""
     if not warm:
         call()
     (first,) = queued(call, 1)
@@ -57,11 +58,11 @@ def kernel_names() -> set[str]:
     from triton.runtime import KernelInterface
 
     from moba_train.attention.blocks import triton as blocks
-    from moba_train.attention.moba import triton as gate
+    from moba_train.attention.moba import triton as selection
 
     modules = [
         importlib.import_module(found.name)
-        for package in (blocks, gate)
+        for package in (blocks, selection)
         for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     ]
     kernels = [value for module in modules for value in vars(module).values() if isinstance(value, KernelInterface)]
@@ -69,7 +70,8 @@ def kernel_names() -> set[str]:
 
 
 def kernel_times(call: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of GPU time in one call by kernel of ours, longest first; torch's own together as `others`."""
+    """Milliseconds of GPU time in one call for each of our kernels, longest first; torch's kernels are summed up as
+    `others`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
@@ -77,7 +79,7 @@ def kernel_times(call: Callable[[], Any]) -> dict[str, float]:
 
 
 def grouped(times: dict[str, float], ours: set[str]) -> dict[str, float]:
-    """`times` of kernels by name, longest first, those that are not in `ours` together as `others`."""
+    """`times` of the kernels in `ours` by name, longest first; all other kernels are summed up as `others`."""
     mine = {name: time for name, time in times.items() if name in ours and time > 0}
     others = sum(times.values()) - sum(mine.values())
     return {**dict(sorted(mine.items(), key=lambda item: -item[1])), "others": others}

@@ -2,12 +2,13 @@
 
 python -m benchmarks.tokenize --input FOLDER [--sentencepiece MODEL] [--output JSON]
 
-The text is the .py, .rst, .md and .txt files of the folders. There are three types of tokenizers: a sentencepiece model
-(given, or trained on the text), a byte-level tokenizer.json with Llama 3's pre-tokenization (trained on the text), and
-tiktoken's cl100k (if bpe-openai is installed, which ships it). Packages that are not installed are left out. Rates are
-tokens per second of processor time of one thread, each measured several times: `first` is a first pass over the text by
-an engine just loaded, `again` a second pass, in which engines with a cache have seen the text. `pipeline` is the
-complete path from JSON lines to a part of a corpus, with text that the engine has seen.
+The text consists of the .py, .rst, .md and .txt files of the folders. There are three types of tokenizers: a
+sentencepiece model (given, or trained on the text), a byte-level tokenizer.json with Llama 3's pre-tokenization
+(trained on the text), and tiktoken's cl100k (if bpe-openai is installed, which ships it). Packages that are not
+installed are left out. Rates are tokens per second of processor time of one thread, each measured several times:
+`first` is a first pass over the text by an engine just loaded, `again` a second pass, in which engines with a cache
+have seen the text. `pipeline` is the complete path from JSON lines to a part of a corpus, with text that the engine has
+seen.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The real trainer as benchmarks run it: a recipe of random tokens, launched by torchrun like any other."""
+"""Launches the real trainer for benchmarks: torchrun with a recipe of random tokens."""
 
 import os
 import signal
@@ -17,17 +17,17 @@ from moba_train.data.indexed import IndexedDatasetWriter
 
 MODELS = Path(__file__).parent.parent / "configs" / "models"
 WARM_UP_STEPS = 5
-"""The first steps compile and allocate: no number is taken from them."""
+"""First steps that are left out of all numbers, because they compile and allocate."""
 
 
 def model_shape(model: str) -> dict[str, Any]:
-    """The section `model` of a file of configs/models."""
+    """The section `model` of configs/models/MODEL.yaml."""
     shape: dict[str, Any] = yaml.safe_load((MODELS / f"{model}.yaml").read_text())["model"]
     return shape
 
 
 def write_corpus(prefix: Path, tokens: int, vocab_size: int) -> None:
-    """Documents of 4K to 64K random tokens."""
+    """Write a corpus of at least `tokens` random tokens, in documents of 4K to 64K."""
     rng = np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, np.int32) as writer:
         while writer.tokens < tokens:
@@ -38,7 +38,8 @@ def write_corpus(prefix: Path, tokens: int, vocab_size: int) -> None:
 def recipe(
     model: str, corpus: Path, run_dir: Path, seq_len: int, sequences: int, steps: int, /, **other: Any
 ) -> dict[str, Any]:
-    """One stage of `steps` optimizer steps of `sequences` sequences, saved at its end alone; `other` keys replace."""
+    """A recipe with one stage of `steps` optimizer steps of `sequences` sequences, saved at its end only; `other` keys
+    replace these."""
     return {
         "extends": str(MODELS / f"{model}.yaml"),
         "name": "benchmark",
@@ -53,12 +54,15 @@ def recipe(
 
 
 def launch(content: dict[str, Any], file: Path, ranks: int, **how: Any) -> subprocess.CompletedProcess[str]:
-    """Write the recipe `content` to `file` and train it on so many ranks; `how` goes to `subprocess.run`."""
+    """Write the recipe `content` to `file` and train it on `ranks` ranks; `how` is passed to `subprocess.run`."""
     return subprocess.run(_command(content, file, ranks), text=True, **how)
 
 
 def launch_until(enough: Callable[[], bool], content: dict[str, Any], file: Path, ranks: int) -> None:
-    """The same, killed once there is `enough`. Raises RuntimeError when it ends before."""
+    """Write the recipe `content` to `file`, train it on `ranks` ranks, and kill the run once `enough` returns True.
+
+    Raises RuntimeError when the run ends before.
+    """
     launcher = subprocess.Popen(_command(content, file, ranks))
     while not enough():
         if launcher.poll() is not None:
@@ -74,7 +78,7 @@ def launch_until(enough: Callable[[], bool], content: dict[str, Any], file: Path
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """Process ids of the ranks that a torchrun process started and that still run, in the order of ranks."""
+    """Process ids of the running ranks that a torchrun process started, in the order of ranks."""
     with suppress(ProcessLookupError, FileNotFoundError):  # torchrun itself has ended
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
         return [child for child in map(int, children) if is_running(child)]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.training --gpus 2 --output benchmarks/results/training-1b-h200-x2.json
 
-Each variant is a recipe, launched by torchrun like any other; the numbers are read from its metrics.jsonl. Tokens are
-random (never zeros); the first steps, which compile and allocate, are left out.
+Each variant is a recipe, launched by torchrun; the numbers are read from its metrics.jsonl. Tokens are random (never
+zeros); the first steps, which compile and allocate, are left out.
 """
 
 import argparse
@@ -28,12 +28,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "MoBA 512/3, last 3 full, compiled": _MOBA | {"compile": True},
     "MoBA 512/3, last 3 full, recomputed": _MOBA | _RECOMPUTED,
 }
-"""`compiled`: torch.compile of every block; `recomputed`: activation_checkpointing full."""
+"""Recipe keys of the variants; compiled: torch.compile of every block; recomputed: full activation checkpointing."""
 
 
 def measure(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train a few steps and summarise them."""
-    sequences, run_dir = arguments.gpus * arguments.sequences_per_gpu, folder / "run"
+    """Train a few steps; returns spreads of the steady steps' metrics, or the error and the log."""
+    sequences = arguments.gpus * arguments.sequences_per_gpu
+    run_dir = folder / "run"
     own = {"micro_batch_size": arguments.sequences_per_gpu, "parallel": {"tp": arguments.tp}, **VARIANTS[name]}
     variant = recipe(arguments.model, folder / "corpus", run_dir, arguments.seq_len, sequences, arguments.steps, **own)
     done = launch(variant, folder / "recipe.yaml", arguments.gpus, capture_output=True)

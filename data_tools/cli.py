@@ -159,7 +159,7 @@ def stats(
             help="Training length that splits documents, with --block-size",
         ),
     ] = None,
-    picture: Annotated[str | None, typer.Option(help=".png, .svg or .pdf file to draw the lengths into")] = None,
+    plot: Annotated[str | None, typer.Option(help=".png, .svg or .pdf file to draw the lengths into")] = None,
 ) -> None:
     """Show the number of documents and tokens in each corpus, and the distribution of document lengths."""
     from rich.console import Console
@@ -174,9 +174,9 @@ def stats(
         console.print(sparsity_table(corpora, block_size, topk, seq_len))
     for corpus in corpora:
         console.print(histogram_table(corpus))
-    if picture is not None:
-        draw_lengths(corpora, picture)
-        typer.echo(f"drawn into {picture}")
+    if plot is not None:
+        draw_lengths(corpora, plot)
+        typer.echo(f"drawn into {plot}")
 
 
 @app.command()

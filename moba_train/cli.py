@@ -122,10 +122,10 @@ def compare(
 ) -> None:
     """Name the first tensor, or the first step, that differs between two runs. Exit status 1 if any does."""
     from moba_train.report.compare import compare as compared
-    from moba_train.report.compare import described
+    from moba_train.report.compare import describe
 
     result = compared(a, b, tolerance)
-    for line in described(result, most):
+    for line in describe(result, most):
         typer.echo(line)
     raise typer.Exit(1 if result.differing else 0)
 

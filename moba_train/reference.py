@@ -86,7 +86,8 @@ def _section(section: type[Section], headings: dict[type[Section], str]) -> str:
     lines += ["| key | value | default | meaning |", "|---|---|---|---|"]
     for name, field in section.fields().items():
         inner = section_of(field.annotation)
-        value, meaning = describe_field(field), field.description or ""
+        value = describe_field(field)
+        meaning = field.description or ""
         if inner is not None:
             value = value.replace("section", f"[section](#{_anchor(headings[inner])})")
             meaning = meaning or cleandoc(inner.__doc__ or "").partition("\n\n")[0].replace("\n", " ")

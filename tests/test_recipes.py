@@ -23,7 +23,7 @@ from moba_train.convert.initial_weights import model_differences
 RECIPES = ROOT / "configs" / "recipes"
 GUIDE = ROOT / "docs" / "recipes.md"
 VOCAB, SHRINK, TOKENS = 384, 64, 10_000
-"""Of the miniatures' lengths 1/64 is left, of their token budgets 1/10000."""
+"""Divides the miniatures' lengths by 64 and their token budgets by 10,000."""
 LLAMA_3_1_8B = {
     "model_type": "llama",
     "vocab_size": 128256,

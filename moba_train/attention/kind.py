@@ -35,7 +35,7 @@ class LayerInput(NamedTuple):
     rotate: Callable[[Tensor], Tensor]
     """Applies the rotary embedding to [T, heads, d]."""
     layout: Layout
-    """Of the whole packed sequence."""
+    """The layout of the complete packed sequence."""
     engine: Engine
     """Runs local attentions, on one device or over all ranks of context parallelism."""
 
@@ -101,7 +101,8 @@ class AttentionKind(ABC):
         that carry loss, over their sum. The default is one engine call on rotated queries and keys.
         """
         (attention,) = self.attentions
-        q_THd, k_TKd = layer.rotate(layer.q_THd), layer.rotate(layer.k_TKd)
+        q_THd = layer.rotate(layer.q_THd)
+        k_TKd = layer.rotate(layer.k_TKd)
         out_THd, _ = layer.engine(q_THd, k_TKd, layer.v_TKd, attention, layer.layout)
         return out_THd, None
 

@@ -37,7 +37,10 @@ class _Scores:
 
     def __init__(self, q_THD: Tensor, k_SKD: Tensor, mask: Mask, scale: float, prefix: bool) -> None:
         self.dtype = accumulation_dtype(q_THD.dtype)
-        self.q_THD, self.mask, self.scale, self.prefix = q_THD, mask, scale, prefix
+        self.q_THD = q_THD
+        self.mask = mask
+        self.scale = scale
+        self.prefix = prefix
         self.k_KSD = k_SKD.to(self.dtype).transpose(0, 1)
         self.queries, self.heads, self.head_dim = q_THD.shape
         self.kv_heads = k_SKD.shape[1]
@@ -112,7 +115,8 @@ def masked_attend_backward(state: BackwardState, mask: Mask, scale: float, *, pr
     delta_HT = (dout_THD.to(scores.dtype) * out_THD.to(scores.dtype)).sum(-1).T
     for rows, keys in scores.chunks():
         probs_Hts = scores.masked(rows, keys).sub_(_finite(lse_HT[:, rows]).unsqueeze(-1)).exp_()
-        q_KND, dout_KND = scores.grouped(q_THD[rows]), scores.grouped(dout_THD[rows])
+        q_KND = scores.grouped(q_THD[rows])
+        dout_KND = scores.grouped(dout_THD[rows])
         probs_KNs = scores.by_kv_head(probs_Hts)
         dv_KSD[:, keys] += probs_KNs.transpose(1, 2) @ dout_KND
         delta_KN1 = delta_HT[:, rows].reshape(scores.kv_heads, -1, 1)

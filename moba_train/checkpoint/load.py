@@ -122,11 +122,13 @@ def _check(path: Path, tensors: dict[str, Tensor], optional: Collection[str], ve
         if not name.startswith(tuple(optional))
     ]
     for name in sorted(tensors.keys() & saved.keys()):
-        entry, tensor = saved[name], tensors[name]
+        entry = saved[name]
+        tensor = tensors[name]
         if not isinstance(entry, TensorStorageMetadata):
             problems.append(f"{name}: not saved as a tensor")
         elif (entry.size, entry.properties.dtype) != (tensor.shape, tensor.dtype):
-            there, here = (entry.size, entry.properties.dtype), (tensor.shape, tensor.dtype)
+            there = (entry.size, entry.properties.dtype)
+            here = (tensor.shape, tensor.dtype)
             problems.append(f"{name}: saved as {_describe(*there)}, to be loaded as {_describe(*here)}")
     if problems:
         shown = problems[:20] + [f"... and {len(problems) - 20} more"] * (len(problems) > 20)

@@ -67,7 +67,8 @@ def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
     OSError if the file system refuses, CheckpointError if a file differs from its entry. A `latest` that cannot be
     replaced is only a warning: the checkpoint is found without it.
     """
-    folder, final = temporary.parent, temporary.parent / step_name(step)
+    folder = temporary.parent
+    final = temporary.parent / step_name(step)
     if problems := size_problems(temporary, files):
         raise CheckpointError(
             f"{temporary.name} is not as it was written: {listed(problems)}. "

@@ -11,5 +11,5 @@ run             the sections about running: layout, precision, checkpoints, eval
 stages          what each stage comes to once its defaults are filled in
 load            YAML with `extends:` and command-line overrides
 explain         what a key accepts, and what is wrong with a recipe, in plain words
-mesh            the sizes of the device mesh on so many ranks
+mesh            the sizes of the device mesh for a number of ranks
 """

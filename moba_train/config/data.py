@@ -11,8 +11,8 @@ from moba_train.config.quantities import Length
 class UpsampleConfig(Section):
     """Long documents more often than the others."""
 
-    min_length: Length = Field(description="what counts as long: documents of at least so many tokens")
-    factor: float = Field(gt=0, description="long documents are read so many times as often as the others")
+    min_length: Length = Field(description="minimum tokens of a document that counts as long")
+    factor: float = Field(gt=0, description="how many times as often long documents are read as the others")
 
 
 class SourceConfig(Section):
@@ -23,7 +23,7 @@ class SourceConfig(Section):
 
     path: str = Field(min_length=1, description="corpus prefix: the file names without .bin/.idx")
     weight: float = Field(1.0, gt=0, description="share of the training tokens, relative to the other sources")
-    min_length: Length | None = Field(None, description="only documents of at least so many tokens")
+    min_length: Length | None = Field(None, description="only documents of at least this many tokens")
     below_length: Length | None = Field(None, description="only documents of fewer tokens than this")
     upsample: UpsampleConfig | None = Field(
         None, description="read long documents more often; the source's weight stays the same"

@@ -214,7 +214,8 @@ def _duplicate_keys(node: yaml.Node) -> list[str]:
                 pending += [key, value]
                 if not isinstance(key, yaml.ScalarNode):
                     continue
-                line, name = key.start_mark.line + 1, (key.tag, key.value)
+                line = key.start_mark.line + 1
+                name = (key.tag, key.value)
                 if name in lines:
                     problems.append(f"line {line}: key {key.value!r} is already given in line {lines[name]}")
                 lines.setdefault(name, line)

@@ -24,7 +24,7 @@ from moba_train.config.run import (
 
 
 class StageConfig(Section):
-    """One stretch of training. Whatever a stage leaves out, it takes from the recipe; weights, optimizer state and
+    """One stage of training. Keys that a stage leaves out are taken from the recipe; weights, optimizer state and
     the place in the data are carried over from the stage before."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="shown in logs; unique in the recipe")
@@ -72,7 +72,7 @@ class RunConfig(Section):
         description="token: the mean over all loss tokens of a step; sequence: the mean over its documents "
         "(conversations) of their own mean loss",
     )
-    stages: list[StageConfig] = Field(min_length=1, description="stretches of training, one after the other")
+    stages: list[StageConfig] = Field(min_length=1, description="stages of training, in their order")
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: Literal["none", "full"] = Field(

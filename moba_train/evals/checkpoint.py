@@ -94,10 +94,10 @@ def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], wor
     load_model(model, saved.path)
     model.set_rope(stage.rope)
     engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
-    shard, _ = engines.data_shard(stage, sizes)
-    if shard.engine is not None:
-        model.set_engines([shard.engine] * config.model.layers)
-    return EvaluationContext(model, stage, shard, world.device, attentions)
+    data_shard, _ = engines.data_shard(stage, sizes)
+    if data_shard.engine is not None:
+        model.set_engines([data_shard.engine] * config.model.layers)
+    return EvaluationContext(model, stage, data_shard, world.device, attentions)
 
 
 def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSizes]:

@@ -27,7 +27,7 @@ class EvaluationContext:
     model: Transformer
     """Sharded, with the stage's RoPE and engines."""
     stage: Stage
-    shard: DataShard
+    data_shard: DataShard
     device: torch.device
     attentions: Mapping[str, Layers] = field(default_factory=dict)
     """Attention of every layer, by a name for people; at least one where an evaluation runs."""
@@ -71,7 +71,7 @@ class Evaluation(ABC):
     numbers: ClassVar[frozenset[str]]
     """Names of the numbers that it gives in every stage."""
     numbers_against_full: ClassVar[frozenset[str]] = frozenset()
-    """Names of the numbers that it gives where full attention is tried too, beside a stage's own."""
+    """Names of the numbers that it gives where full attention is tried in addition to the stage's own."""
 
     every: int
     """Optimizer steps between evaluations while the stage trains."""

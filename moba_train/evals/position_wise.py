@@ -79,7 +79,7 @@ class PositionWise(Evaluation):
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`trailing_loss` and, where full attention is tried too, `trailing_gap`, each with its standard error."""
         curves = {
-            name: position_wise_loss(context.model, self._samples, self._bucket, context.shard, context.device)
+            name: position_wise_loss(context.model, self._samples, self._bucket, context.data_shard, context.device)
             for name in context.each_attention()
         }
         return summarize(curves, context.own)
@@ -133,7 +133,7 @@ class PositionWiseLoss:
 
 @torch.no_grad()
 def position_wise_loss(
-    model: Transformer, samples: LongDocumentSamples, bucket: int, shard: DataShard, device: torch.device
+    model: Transformer, samples: LongDocumentSamples, bucket: int, data_shard: DataShard, device: torch.device
 ) -> PositionWiseLoss:
     """The model's loss on all `samples` (at least one), equal on every rank and, up to rounding, for every layout.
 
@@ -143,9 +143,9 @@ def position_wise_loss(
     sequences = len(samples)
     buckets = samples.seq_len // bucket
     sums = torch.zeros(sequences, buckets, dtype=torch.float64, device=device)
-    for first in range(0, sequences, shard.dp_size):
-        index = first + shard.dp_rank
-        batch = shard.shard_batch(collate([samples.sample(min(index, sequences - 1))])).to(device)
+    for first in range(0, sequences, data_shard.dp_size):
+        index = first + data_shard.dp_rank
+        batch = data_shard.shard_batch(collate([samples.sample(min(index, sequences - 1))])).to(device)
         losses_n = token_losses(model, batch)
         if index < sequences:
             # Each position occurs at most once on a rank, so the order of the additions does not matter.

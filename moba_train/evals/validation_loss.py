@@ -37,7 +37,7 @@ class ValidationLoss(Evaluation):
         """`eval_loss` in nats per token."""
         micro_batch_size = context.stage.micro_batch_size
         losses = {
-            name: validation_loss(context.model, self._data, micro_batch_size, context.shard, context.device)
+            name: validation_loss(context.model, self._data, micro_batch_size, context.data_shard, context.device)
             for name in context.each_attention()
         }
         own = losses[context.own]
@@ -47,18 +47,18 @@ class ValidationLoss(Evaluation):
 
 @torch.no_grad()
 def validation_loss(
-    model: Transformer, data: StageData, micro_batch_size: int, shard: DataShard, device: torch.device
+    model: Transformer, data: StageData, micro_batch_size: int, data_shard: DataShard, device: torch.device
 ) -> float:
     """Mean loss in nats per token over all of `data`, equal on every rank and (up to rounding) for every layout.
 
     Called on all ranks together: each makes the same number of passes, the last ones padded with samples of weight 0.
     """
-    per_pass = shard.dp_size * micro_batch_size
+    per_pass = data_shard.dp_size * micro_batch_size
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for first in range(0, data.sequences, per_pass):
-        begin = first + shard.dp_rank * micro_batch_size
+        begin = first + data_shard.dp_rank * micro_batch_size
         samples = [_sample_or_padding(data, index) for index in range(begin, begin + micro_batch_size)]
-        batch = shard.shard_batch(collate(samples)).to(device)
+        batch = data_shard.shard_batch(collate(samples)).to(device)
         totals[0] += training_loss(model, batch).loss
         totals[1] += batch.loss_weight_sum
     dist.all_reduce(totals)

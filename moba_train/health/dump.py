@@ -5,7 +5,7 @@
                     embedding, norm, output}
     ranks           one entry for each rank, about the tokens that are its own:
       loss            mean over its loss tokens by their weights, as the step itself found it; null without any
-      repeated_loss   the same from the forward pass that was made for the dump. The batch and the weights are those of
+      repeated_loss   mean loss in the forward pass that is made for the dump. The batch and the weights are those of
                       the step: where the two differ by more than rounding, suspect the machine, not the data
       loss_tokens     how many there are
       max_lse         by layer, the largest log-sum-exp of a query's attention scores: at least its largest logit, at
@@ -55,13 +55,14 @@ def dump_folder(run_dir: Path) -> Path:
 def write_dump(
     run_dir: Path,
     head: dict[str, Any],
+    *,
     model: Transformer,
     kinds: Sequence[str],
-    share: DataShard,
+    data_shard: DataShard,
     batches: list[Batch],
     loss_sum: Tensor,
 ) -> dict[str, float]:
-    """Dump a step before it is applied; rank 0 writes the file, which begins with `head` and its `step`.
+    """Dump a step before it is applied; rank 0 writes the file, which begins with the entries of `head`.
 
     Called on all ranks together, with the step's gradients in place and not clipped. `kinds`: attention kind of each
     layer; `batches`: this rank's part of the step; `loss_sum`: sum of its weighted token losses, a scalar. Costs a
@@ -70,9 +71,8 @@ def write_dump(
     Returns, for the log, `gate_load_imbalance` and so on: means over the selections of all layers and ranks, if any.
     """
     norms = _gradient_norms(model, kinds)
-    own = _look_at(model, share, batches, loss_sum)
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
+    dist.all_gather_object(ranks, _rank_entry(model, data_shard, batches, loss_sum))
     if dist.get_rank() == 0:
         path = dump_folder(run_dir) / f"step_{head['step']:08d}.json"
         _write(path, {**head, "gradient_norms": norms, "ranks": ranks})
@@ -103,14 +103,15 @@ def _gradient_norms(model: Transformer, kinds: Sequence[str]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _look_at(model: Transformer, share: DataShard, batches: list[Batch], loss_sum: Tensor) -> dict[str, Any]:
-    """Entry of this rank."""
-    repeated, micro_batches = 0.0, []
-    with _listening(model, share.engine or LOCAL_ENGINE) as layers:
+def _rank_entry(model: Transformer, data_shard: DataShard, batches: list[Batch], loss_sum: Tensor) -> dict[str, Any]:
+    """This rank's entry in `ranks`, with a forward pass over its batches."""
+    repeated = 0.0
+    micro_batches = []
+    with _observed_layers(model, data_shard.engine or LOCAL_ENGINE) as layers:
         for batch in batches:
             losses_n = token_losses(model, batch)
             repeated += (losses_n * batch.loss_weight).sum().item()
-            micro_batches.append(_parts(batch, share, losses_n))
+            micro_batches.append(_part_losses(batch, data_shard, losses_n))
     if isinstance(model, FSDPModule):
         model.reshard()  # the next forward pass would use the weights that were gathered for this one
     weight = sum(batch.loss_weight_sum for batch in batches)
@@ -125,32 +126,32 @@ def _look_at(model: Transformer, share: DataShard, batches: list[Batch], loss_su
 
 
 @dataclass
-class _Heard:
-    """Of one layer's attention."""
+class _LayerObservation:
+    """The largest log-sum-exp and the selections of one layer's attention."""
 
     max_lse: Tensor
     recorder: SelectionRecorder
 
 
 @contextmanager
-def _listening(model: Transformer, engine: OperatorEngine) -> Iterator[list[_Heard]]:
-    """Inside, every layer's attention is listened to, and compiled blocks run as they are written.
+def _observed_layers(model: Transformer, engine: OperatorEngine) -> Iterator[list[_LayerObservation]]:
+    """Observe the attention of every layer inside the context, where compiled blocks run uncompiled.
 
     `engine` runs the attention of all layers.
     """
     device = model.embedding.weight.device
-    layers = [_Heard(torch.tensor(-torch.inf, device=device), SelectionRecorder()) for _ in model.blocks]
+    layers = [_LayerObservation(torch.tensor(-torch.inf, device=device), SelectionRecorder()) for _ in model.blocks]
 
-    def listening(heard: _Heard) -> Engine:
-        def run(q: Tensor, k: Tensor, v: Tensor, kind: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:
-            with engine.observe(heard.recorder):
-                out, lse_HT = engine(q, k, v, kind, layout)
-            heard.max_lse = torch.maximum(heard.max_lse, lse_HT.max())
+    def observed(layer: _LayerObservation) -> Engine:
+        def run(q: Tensor, k: Tensor, v: Tensor, attention: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:
+            with engine.observe(layer.recorder):
+                out, lse_HT = engine(q, k, v, attention, layout)
+            layer.max_lse = torch.maximum(layer.max_lse, lse_HT.max())
             return out, lse_HT
 
         return run
 
-    model.set_engines([listening(heard) for heard in layers])
+    model.set_engines([observed(layer) for layer in layers])
     try:
         with torch.compiler.set_stance("force_eager"):
             yield layers
@@ -158,11 +159,11 @@ def _listening(model: Transformer, engine: OperatorEngine) -> Iterator[list[_Hea
         model.set_engines([engine] * len(layers))
 
 
-def _parts(batch: Batch, share: DataShard, losses_n: Tensor) -> list[dict[str, Any]]:
+def _part_losses(batch: Batch, data_shard: DataShard, losses_n: Tensor) -> list[dict[str, Any]]:
     """The document parts of a micro-batch, with the mean of their `losses_n`, which are those of `loss_index`."""
     tokens_T = torch.arange(batch.layout.total, device=losses_n.device)
-    if share.engine is not None:
-        tokens_T = share.engine.sequence(batch.layout.total).shard(tokens_T, share.engine.rank)
+    if (engine := data_shard.engine) is not None:
+        tokens_T = engine.sequence(batch.layout.total).shard(tokens_T, engine.rank)
     document_n = batch.layout.documents(tokens_T[batch.loss_index])
     documents = batch.layout.cu_seqlens.numel() - 1
     sums, weights, counts = (

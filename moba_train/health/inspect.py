@@ -41,7 +41,8 @@ def print_spike(run_dir: Path, step: int | None, documents: int, console: Consol
         dump = json.loads(path.read_text(encoding="utf-8"))
         head = f"step {dump['step']}, stage {dump['stage']}, {dump['tokens']} tokens: {dump['level']}"
         what = f"{dump['message']}; reaction: {dump['action']}"
-        tables, found = [_step_table(dump), _layer_table(dump), _rank_table(dump)], _part_losses(dump)
+        tables = [_step_table(dump), _layer_table(dump), _rank_table(dump)]
+        found = _part_losses(dump)
     except KeyError as error:
         raise UserError(f"{path} lacks {error}: it was not written by this version of moba_train") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:

@@ -163,53 +163,59 @@ class Watch:
         """Report a stall, if this is the first rank that is alive and its own phase is over its limit."""
         if any(not self._silent(rank, phase.limit_s) for rank in range(self._rank)):
             return  # one of them names it
-        beats = {rank: Heartbeat.latest(self._store, rank) for rank in range(self._size)}
+        heartbeats = {rank: Heartbeat.latest(self._store, rank) for rank in range(self._size)}
         silent = [rank for rank in range(self._size) if rank != self._rank and self._silent(rank, phase.limit_s)]
-        if own.age_s > phase.limit_s and self._reported != phase.entered and (to_blame := _behind(beats, silent)):
+        if own.age_s > phase.limit_s and self._reported != phase.entered and (to_blame := _behind(heartbeats, silent)):
             self._reported = phase.entered
-            text = _describe(beats, to_blame, silent, own, self._size, _flight_record_files(self._folder))
+            text = _describe(heartbeats, to_blame, silent, own, self._size, _flight_record_files(self._folder))
             logger.error("%s", text)
             self._report(text)
 
     def _silent(self, rank: int, limit_s: float) -> bool:
         """Whether no heartbeat of `rank` came for a quarter of the limit, since this rank first read it."""
-        beat, now = Heartbeat.latest(self._store, rank), time.monotonic()
-        count = beat.count if beat else 0
+        heartbeat = Heartbeat.latest(self._store, rank)
+        now = time.monotonic()
+        count = heartbeat.count if heartbeat else 0
         if rank not in self._seen or self._seen[rank][0] != count:
             self._seen[rank] = count, now
         return now - self._seen[rank][1] > limit_s / 4
 
 
-def _behind(beats: dict[int, Heartbeat | None], silent: list[int]) -> list[int]:
+def _behind(heartbeats: dict[int, Heartbeat | None], silent: list[int]) -> list[int]:
     """The ranks that the others wait for: the silent ones, else those in the earliest phase if all of them are over
     their limit, and of several in the same phase those that do not wait in a collective."""
     if silent:
         return silent
-    alive = {rank: beat for rank, beat in beats.items() if beat}
-    least = min(beat.entered for beat in alive.values())
-    last = {rank: beat for rank, beat in alive.items() if beat.entered == least}
-    if any(beat.age_s <= beat.limit_s for beat in last.values()):
+    alive = {rank: heartbeat for rank, heartbeat in heartbeats.items() if heartbeat}
+    least = min(heartbeat.entered for heartbeat in alive.values())
+    last = {rank: heartbeat for rank, heartbeat in alive.items() if heartbeat.entered == least}
+    if any(heartbeat.age_s <= heartbeat.limit_s for heartbeat in last.values()):
         return []  # one of them is within its limit: in a checkpoint, for example
-    return [rank for rank, beat in last.items() if not beat.waits] or list(last)
+    return [rank for rank, heartbeat in last.items() if not heartbeat.waits] or list(last)
 
 
 def _describe(
-    beats: dict[int, Heartbeat | None], to_blame: list[int], silent: list[int], own: Heartbeat, size: int, records: str
+    heartbeats: dict[int, Heartbeat | None],
+    to_blame: list[int],
+    silent: list[int],
+    own: Heartbeat,
+    size: int,
+    records: str,
 ) -> str:
     lines = []
     for rank in to_blame[:_MOST_NAMED]:
-        beat = beats[rank]
-        if beat is None:
+        heartbeat = heartbeats[rank]
+        if heartbeat is None:
             lines.append(f"rank {rank} of {size} stalls: it has never sent a heartbeat")
         elif rank in silent:
             lines.append(
-                f"rank {rank} of {size} stalls in {beat.phase!r} after step {beat.step}: no heartbeat; its process is "
-                "stopped or dead, holds Python's lock, or its node is gone"
+                f"rank {rank} of {size} stalls in {heartbeat.phase!r} after step {heartbeat.step}: no heartbeat; its "
+                "process is stopped or dead, holds Python's lock, or its node is gone"
             )
         else:
             lines.append(
-                f"rank {rank} of {size} stalls in {beat.phase!r} after step {beat.step}: for {beat.age_s:.1f} s, limit "
-                f"{beat.limit_s:.1f} s (health.watch); it is at\n{beat.stack}"
+                f"rank {rank} of {size} stalls in {heartbeat.phase!r} after step {heartbeat.step}: for "
+                f"{heartbeat.age_s:.1f} s, limit {heartbeat.limit_s:.1f} s (health.watch); it is at\n{heartbeat.stack}"
             )
     if len(to_blame) > _MOST_NAMED:
         lines.append(f"... and {len(to_blame) - _MOST_NAMED} more ranks")

@@ -33,7 +33,8 @@ def stage_learning_rate(stages: Sequence[Stage], index: int, run_schedule: Sched
     Schedules count planned tokens: while a stage goes on beyond its `tokens` (`until`), their time stands still, so the
     rate stays what it is at the end of the stage's `tokens`, and later stages have the rates of a run without `until`.
     """
-    stage, last = stages[index], stages[-1]
+    stage = stages[index]
+    last = stages[-1]
     own_tokens = min(tokens - stage.first_token, stage.planned_tokens)
     if stage.schedule is not None:
         return learning_rate(stage.schedule, stage.lr, own_tokens, stage.planned_tokens)

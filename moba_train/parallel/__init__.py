@@ -1,14 +1,14 @@
 """Parallelism, applied to the model from outside.
 
-world     process group and device of this rank
-restart   the ranks that torchrun restarts find each other
-run_lock  one run at a time in a run folder
-failures  which rank ended the run, and why
-dims      the device mesh, the coordinates of every rank in it, and every process group
-tensor    heads and columns of the layers over the ranks of a node
-forward   the only calls of the model, one function for each use
-fsdp      sharding, mixed precision, activation checkpointing and compilation of the model
-strategy  the context-parallel strategy of a stage, from the recipe
-stage     a rank's data shard in a stage: its sequences, its tokens of them, the engine of its attention
-context   context parallelism
+world           process group and device of this rank
+restart         the ranks that torchrun restarts find each other
+run_lock        one run at a time in a run folder
+failures        which rank ended the run, and why
+dims            the device mesh, the coordinates of every rank in it, and every process group
+tensor          heads and columns of the layers over the ranks of a node
+forward         the only calls of the model, one function for each use
+fsdp            sharding, mixed precision, activation checkpointing and compilation of the model
+stage           a rank's data shard in a stage: its sequences, its tokens of them, the engine of its attention
+stage_strategy  the context-parallel strategy of a stage, from the recipe
+context         context parallelism
 """

@@ -109,7 +109,7 @@ class FailureReports:
 
 
 def end_with_launcher() -> None:
-    """Ask Linux to kill this rank if torchrun dies. Otherwise it would go on training beside the run that is started
+    """Ask Linux to kill this rank if torchrun dies. Otherwise it would go on training next to the run that is started
     next."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         set_parent_death_signal = 1

@@ -15,7 +15,7 @@ from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import compute_dtype
-from moba_train.parallel.strategy import stage_strategy
+from moba_train.parallel.stage_strategy import stage_strategy
 from moba_train.parallel.world import min_over_ranks
 
 BufferMemory = Callable[[Stage, MeshSizes], float | None]

@@ -8,7 +8,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.parallel.context.costs import NODE_BANDWIDTH, TransportCost, predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.parallel.strategy import stage_attention_shape, stage_strategy
+from moba_train.parallel.stage_strategy import stage_attention_shape, stage_strategy
 from moba_train.planning.documents import Documents, stage_documents
 from moba_train.planning.flops import dense_flops, layer_flops, real_flops
 from moba_train.planning.memory import USABLE, Memory, element_bytes, estimate_memory

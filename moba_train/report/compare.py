@@ -42,7 +42,8 @@ def compare(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
 
 def compare_metrics(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
     """Compare loss and gradient norm of every step."""
-    ours, theirs = _steps(a), _steps(b)
+    ours = _steps(a)
+    theirs = _steps(b)
     differing = []
     steps = sorted(ours.keys() | theirs.keys())
     for step in steps:
@@ -105,7 +106,8 @@ def _difference(a: Tensor, b: Tensor, tolerance: float) -> str:
         return f"{list(a.shape)} {a.dtype} and {list(b.shape)} {b.dtype}"
     if torch.equal(_bits(a), _bits(b)):
         return ""
-    largest, scale = (a.double() - b.double()).abs().max().item(), a.double().abs().max().item()
+    largest = (a.double() - b.double()).abs().max().item()
+    scale = a.double().abs().max().item()
     relative = largest / scale if scale else math.inf if largest else 0.0
     if tolerance and relative <= tolerance:
         return ""
@@ -117,7 +119,7 @@ def _bits(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
-def described(result: Comparison, most: int) -> Iterator[str]:
+def describe(result: Comparison, most: int) -> Iterator[str]:
     """Lines for the terminal: the number of equal things, and the first `most` that differ."""
     equal = result.compared - len(result.differing)
     yield f"{equal} of {result.compared} {result.what} are equal"

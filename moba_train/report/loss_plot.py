@@ -15,8 +15,12 @@ from matplotlib.ticker import EngFormatter
 from moba_train.errors import UserError
 from moba_train.telemetry.jsonl import read_records
 
-_RAW, _SMOOTH, _EVALUATION, _TRAILING = "#9ecae1", "#08519c", "#e6550d", "#31a354"
-_SPIKE, _GREY = "#d62728", "#737373"
+_RAW = "#9ecae1"
+_SMOOTH = "#08519c"
+_EVALUATION = "#e6550d"
+_TRAILING = "#31a354"
+_SPIKE = "#d62728"
+_GREY = "#737373"
 
 
 def plot_run(run_dir: Path) -> Path:

@@ -46,7 +46,8 @@ def draw_position_wise(evaluations: Mapping[str, dict[str, Any]], path: Path) ->
 
 
 def _draw(axes: Axes, bucket: int, curve: dict[str, list[Any]], label: str, **style: Any) -> None:
-    mean, error = np.array(curve["mean"], dtype=float), np.array(curve["standard_error"], dtype=float)
+    mean = np.array(curve["mean"], dtype=float)
+    error = np.array(curve["standard_error"], dtype=float)
     middle = (np.arange(len(mean)) + 0.5) * bucket
     axes.plot(middle, mean, label=label, marker="o", ms=3, lw=1.4, **style)
     axes.fill_between(middle, mean - error, mean + error, alpha=0.15, lw=0, color=style["color"])

@@ -27,6 +27,7 @@ class Recovery:
     def __init__(
         self,
         config: RunConfig,
+        *,
         model: Transformer,
         optimizer: Optimizer,
         detector: SpikeDetector,
@@ -46,7 +47,8 @@ class Recovery:
         self,
         report: SpikeReport,
         stage: Stage,
-        shard: DataShard,
+        *,
+        data_shard: DataShard,
         batches: list[Batch],
         loss_sum: Tensor,
         metrics: dict[str, float],
@@ -65,7 +67,15 @@ class Recovery:
         facts: dict[str, Any] = {"level": report.level, "action": reaction.action}
         if report.level != "warn" or not report.continues:
             head = {"step": step, "stage": stage.name, "tokens": tokens, "message": report.message, **facts, **metrics}
-            facts |= write_dump(run_dir, head, self._model, stage.kinds, shard, batches, loss_sum)
+            facts |= write_dump(
+                run_dir,
+                head,
+                model=self._model,
+                kinds=stage.kinds,
+                data_shard=data_shard,
+                batches=batches,
+                loss_sum=loss_sum,
+            )
         self._telemetry.event(step, tokens, "spike", text, **facts)
         self._telemetry.alert(f"{report.level} at step {step}", text, f"spike_{report.level}")
         match reaction.action:

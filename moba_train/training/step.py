@@ -36,7 +36,7 @@ class StepLosses:
         self.loss = torch.zeros((), device=device)
         """This rank's part of the step's mean loss (nats per token), float32; the step's after `all_reduce`."""
         self.auxiliary: Tensor | None = None
-        """The same of the layers' auxiliary losses, float32 [layers]; None when no attention kind has one."""
+        """This rank's part of the layers' auxiliary losses, float32 [layers]; None when no attention kind has one."""
 
     def add(self, sums: LossSums, loss_weight: float) -> None:
         """Add the sums of a micro-batch."""

@@ -49,7 +49,7 @@ from moba_train.training.throughput import batch_flops, throughput
 class Trainer:
     """Takes one model through the stages of a validated recipe, from the newest checkpoint in the run folder if any."""
 
-    shard: DataShard
+    data_shard: DataShard
     """This rank's part of the current stage's data, and the engine of its attention."""
     evaluations: StageEvaluations
     """Evaluations of the current stage."""
@@ -94,7 +94,13 @@ class Trainer:
         self.watch = Watch(health.watch, world, stalls_folder(self.run_dir), self.telemetry.stalled)
         self.stragglers = Stragglers(health.watch.compare_every * config.telemetry.log_every, world.device)
         self.recovery = Recovery(
-            config, self.model, self.optimizer, self.spikes, self.checkpoints, self.progress, self.telemetry
+            config,
+            model=self.model,
+            optimizer=self.optimizer,
+            detector=self.spikes,
+            checkpoints=self.checkpoints,
+            progress=self.progress,
+            telemetry=self.telemetry,
         )
 
     @property
@@ -128,7 +134,7 @@ class Trainer:
         """Train through the rest of a stage; False when stopped before its end."""
         stage = self.stages[index]
         data = self._begin(stage)
-        load = partial(self.shard.batches, data, stage)
+        load = partial(self.data_shard.batches, data, stage)
         with Prefetcher(load, self.progress.step, stage.end_step, self.world.device) as steps:
             for step_data in self._wait_for_each(steps):
                 if not self._step(stage, step_data):
@@ -159,7 +165,7 @@ class Trainer:
         """One optimizer step; False, with nothing done, when any rank is asked to stop."""
         steps_before = self.progress.step
         with self.watch.phase("forward and backward", steps_before):
-            flops = batch_flops(self.config.model, stage, data.batches) * self.shard.dp_size / self.world.size
+            flops = batch_flops(self.config.model, stage, data.batches) * self.data_shard.dp_size / self.world.size
             counts = StepCounts.from_rank(data.batches, self._wants_to_stop(), flops)
             with self.stragglers.meeting():
                 counts = counts.summed_over_ranks()
@@ -177,7 +183,7 @@ class Trainer:
     def _forward_and_backward(self, data: StepData, counts: StepCounts) -> StepLosses:
         """Accumulate the gradients of the micro-batches; this rank's part of the step's losses."""
         losses = StepLosses(self.world.device)
-        with self.stragglers.attention(self.progress.step, self.shard.engine or LOCAL_ENGINE):
+        with self.stragglers.attention(self.progress.step, self.data_shard.engine or LOCAL_ENGINE):
             for batch in data.batches:
                 sums = training_loss(self.model, batch)
                 (sums.total / counts.loss_weight).backward()
@@ -200,7 +206,14 @@ class Trainer:
         action = "apply"
         if report.level != "ok":
             with self.watch.phase("spike", step - 1):
-                action = self.recovery.act_on(report, stage, self.shard, data.batches, own_loss_sum, metrics)
+                action = self.recovery.act_on(
+                    report,
+                    stage,
+                    data_shard=self.data_shard,
+                    batches=data.batches,
+                    loss_sum=own_loss_sum,
+                    metrics=metrics,
+                )
         if action == "apply":
             self._report_boundary(self.progress.boundary.observe(metrics["loss"]))
             clip_gradients(self.model, self.config.optim.clip_norm, grad_norm)
@@ -255,13 +268,13 @@ class Trainer:
         self.model.set_attention(build_attention(stage.attention, config.model.head_width))
         self.model.set_rope(stage.rope)
         set_trainable(self.model, stage.trainable)
-        self.shard, choice = self.context_engines.data_shard(stage, mesh_sizes(stage.parallel, self.world.size))
-        self.model.set_engines([self.shard.engine or LOCAL_ENGINE] * config.model.layers)
+        self.data_shard, choice = self.context_engines.data_shard(stage, mesh_sizes(stage.parallel, self.world.size))
+        self.model.set_engines([self.data_shard.engine or LOCAL_ENGINE] * config.model.layers)
         data = training_data(config, stage, progress.starts)
         data.check_fingerprints(progress.fingerprints)
         progress.fingerprints |= data.fingerprints
         self.stage_exit = StageExit(stage, progress.trailing_loss_before)
-        context = EvaluationContext(self.model, stage, self.shard, self.world.device)
+        context = EvaluationContext(self.model, stage, self.data_shard, self.world.device)
         self.evaluations = StageEvaluations(config, context, self.telemetry)
         self.telemetry.stage = stage.name
         facts = {"stage_index": stage.index, "seq_len": stage.seq_len, "last_step": self.stages[-1].end_step}

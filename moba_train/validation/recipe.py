@@ -11,7 +11,7 @@ from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
 from moba_train.convert.initial_weights import initial_problems
 from moba_train.errors import ConfigError
 from moba_train.evals.registry import EVALUATIONS
-from moba_train.parallel.strategy import stage_strategy
+from moba_train.parallel.stage_strategy import stage_strategy
 from moba_train.validation.attention import attention_problems
 from moba_train.validation.data import file_problems, length_problems
 from moba_train.validation.stage_exit import exit_problems
@@ -116,7 +116,8 @@ def _cp_key(config: RunConfig, index: int, key: str = "cp") -> str:
 
 def _context_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator[str]:
     for index, stage in enumerate(resolve_stages(config)):
-        parallel, tokens = stage.parallel, stage.micro_batch_size * stage.seq_len
+        parallel = stage.parallel
+        tokens = stage.micro_batch_size * stage.seq_len
         where = f"in stage {stage.name!r}"
         if parallel.cp == 1:
             continue

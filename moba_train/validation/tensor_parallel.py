@@ -32,7 +32,8 @@ def row_problems(config: RunConfig) -> Iterator[str]:
     """Stages whose rows (tokens on a rank) `parallel.tp` does not divide, in training or evaluation, as problems."""
     tp = config.parallel.tp
     for stage in resolve_stages(config) if tp > 1 else ():
-        cp, layout = stage.parallel.cp, stage.parallel.cp_layout
+        cp = stage.parallel.cp
+        layout = stage.parallel.cp_layout
         passes = {f"seq_len {stage.seq_len} x micro_batch_size {stage.micro_batch_size}": stage.micro_batch_size}
         for evaluation in enabled_evaluations(config):
             passes[f"seq_len {stage.seq_len} ({evaluation.key})"] = evaluation.sequences_per_pass(stage)

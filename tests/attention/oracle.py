@@ -1,14 +1,14 @@
 """MoBA written down a second time, from the specification alone: lists, loops and float64. Slow on purpose.
 
-Nothing here comes from moba_train. Every query and head has an explicit list of chosen blocks and one explicit softmax;
-gradients are autograd's.
+Nothing here comes from moba_train. Every query and head has an explicit list of selected blocks and one explicit
+softmax; gradients are autograd's.
 """
 
 import torch
 from torch import Tensor
 
-Choice = list[list[list[int]]]
-"""[head][query] -> ascending ids of the chosen history blocks; ids count over the whole packed sequence."""
+Selection = list[list[list[int]]]
+"""[head][query] -> ascending ids of the selected history blocks; ids count over the whole packed sequence."""
 
 
 def cut_blocks(lengths: list[int], block_size: int) -> list[tuple[int, int, int]]:
@@ -51,7 +51,7 @@ def gates(q: Tensor, means: list[Tensor], token: int, head: int, kv_heads: int, 
     return sum(float((q[token, member].double() * key).sum()) for member in members)
 
 
-def choose(
+def select_blocks(
     q: Tensor,
     k: Tensor,
     lengths: list[int],
@@ -60,11 +60,11 @@ def choose(
     topk: int,
     select: str = "head",
     always: tuple[str, ...] = ("current",),
-) -> Choice:
+) -> Selection:
     """The history blocks of every head and query."""
     q, k = q.detach(), k.detach()
     means = block_means(k, lengths, block_size)
-    choice: Choice = []
+    selection: Selection = []
     for head in range(q.shape[1]):
         rows = []
         for token in range(q.shape[0]):
@@ -79,21 +79,21 @@ def choose(
                 for block in candidates
             }
             rows.append(sorted(sorted(candidates, key=rank.__getitem__)[: topk - 1]))
-        choice.append(rows)
-    return choice
+        selection.append(rows)
+    return selection
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], choice: Choice, *, block_size: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], selection: Selection, *, block_size: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out [T, H, d] and lse [H, T] for a given choice: one softmax over the own block's past and the chosen blocks."""
+    """out [T, H, d] and lse [H, T] for a selection: one softmax over the own block's past and the selected blocks."""
     blocks = cut_blocks(lengths, block_size)
     group = q.shape[1] // k.shape[1]
     outs, lses = [], []
     for token in range(q.shape[0]):
         own, _ = history(lengths, block_size, token)
         for head in range(q.shape[1]):
-            keys = [t for block in choice[head][token] for t in range(*blocks[block][:2])]
+            keys = [t for block in selection[head][token] for t in range(*blocks[block][:2])]
             keys += range(blocks[own][0], token + 1)
             scores = (k[keys, head // group] * q[token, head]).sum(-1) * scale
             top = scores.detach().max()
@@ -117,14 +117,14 @@ def moba(
     always: tuple[str, ...] = ("current",),
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The whole function, (out, lse)."""
-    choice = choose(q, k, lengths, block_size=block_size, topk=topk, select=select, always=always)
+    """Selection and attention: (out, lse)."""
+    selection = select_blocks(q, k, lengths, block_size=block_size, topk=topk, select=select, always=always)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attend(q, k, v, lengths, choice, block_size=block_size, scale=scale)
+    return attend(q, k, v, lengths, selection, block_size=block_size, scale=scale)
 
 
 def full(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
     """Dense causal attention inside each document, (out, lse)."""
-    nothing: Choice = [[[] for _ in range(q.shape[0])] for _ in range(q.shape[1])]
+    nothing: Selection = [[[] for _ in range(q.shape[0])] for _ in range(q.shape[1])]
     longest = max([1, *lengths])
     return attend(q, k, v, lengths, nothing, block_size=longest, scale=q.shape[-1] ** -0.5)

@@ -83,7 +83,7 @@ def test_documents_of_a_call_are_those_of_its_queries_and_keys(bottom_right):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_step_of_a_ring_is_one_call(ranks):
-    """Of any kernel, for the keys of another rank; none where all of them are in the future."""
+    """Any kernel needs one call for the keys of another rank, and none where all of them are in the future."""
     for kind in ("contiguous", "zigzag"):
         for i, j in product(range(ranks), repeat=2):
             parts = query_chunks(shards(kind, ranks)[i], shards(kind, ranks)[j])
@@ -94,7 +94,7 @@ def test_a_step_of_a_ring_is_one_call(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_all_keys_are_one_call_for_each_range_of_queries(ranks):
-    """Of a kernel whose causal mask may have more keys than queries."""
+    """This holds for kernels whose causal mask may have more keys than queries."""
     for kind, shard in product(("contiguous", "zigzag"), range(ranks)):
         ranges = shards(kind, ranks)[shard]
         calls = [chunk.visible(bottom_right=True) for chunk in query_chunks(ranges, ((0, TOKENS),))]

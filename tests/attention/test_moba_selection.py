@@ -18,7 +18,7 @@ def selected_by(q, k, lengths, **options) -> Tensor:
     return attention.select(q, attention.summarize(k, layout), layout)[0]
 
 
-def as_lists(selected_HTC: Tensor) -> oracle.Choice:
+def as_lists(selected_HTC: Tensor) -> oracle.Selection:
     return [[[block for block in row if block >= 0] for row in head] for head in selected_HTC.tolist()]
 
 
@@ -37,7 +37,7 @@ def test_the_selected_blocks_are_the_specified_ones(select, always, device):
     lengths = [37, 0, 3, 22]
     q, k, _ = make_qkv(62, 4, 2, 16, device)
     options = {"block_size": 4, "topk": 4, "select": select, "always": always}
-    assert as_lists(selected_by(q, k, lengths, **options)) == oracle.choose(q.cpu(), k.cpu(), lengths, **options)
+    assert as_lists(selected_by(q, k, lengths, **options)) == oracle.select_blocks(q.cpu(), k.cpu(), lengths, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -53,7 +53,7 @@ def test_of_equal_gates_the_lower_block_wins(dtype, device):
 @pytest.mark.parametrize("topk", [2, 3, 10])
 def test_whatever_the_gates_exactly_topk_minus_1_candidates_are_selected(gate, topk, device):
     q, k = rank_one([gate] * 5, 4, device, torch.float32)
-    q[..., 1:], k[..., 1:] = 0, 1  # finite beside the overflow
+    q[..., 1:], k[..., 1:] = 0, 1  # finite next to the overflow
     lengths = [8, 12]
     for token, row in enumerate(as_lists(selected_by(q, k, lengths, block_size=4, topk=topk))[0]):
         _, candidates = oracle.history(lengths, 4, token)

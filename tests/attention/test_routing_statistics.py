@@ -63,7 +63,7 @@ def build(topk: int, **options) -> MobaAttention:
     return MobaAttention(MobaAttention.Options(block_size=BLOCK, topk=topk, **options), 8)
 
 
-def described(attention: MobaAttention, q: Tensor, k: Tensor, whole: Layout, ranges=None) -> tuple[dict, Tensor]:
+def statistics_of(attention: MobaAttention, q: Tensor, k: Tensor, whole: Layout, ranges=None) -> tuple[dict, Tensor]:
     """The description of what the queries in `ranges` select, and the selected blocks."""
     part = whole.part(ranges, None)
     selection = attention.select(q[part.q_tokens], attention.summarize(k, whole), part)
@@ -89,7 +89,7 @@ def described(attention: MobaAttention, q: Tensor, k: Tensor, whole: Layout, ran
 def test_they_are_what_counting_gives(topk, options, ranges, device):
     q, k, _ = (x.detach() for x in make_qkv(sum(LENGTHS), 4, 2, 8, device))
     whole = packed_layout(LENGTHS, device)
-    found, selected = described(build(topk, **options), q, k, whole, ranges)
+    found, selected = statistics_of(build(topk, **options), q, k, whole, ranges)
     part = whole.part(ranges, None)
     mask = selected_mask(selected, part, BLOCK)(slice(0, selected.shape[1]), slice(0, whole.total))
     want = counted(mask, part.q_tokens.tolist(), LENGTHS, topk, options.get("always", ()))
@@ -109,7 +109,7 @@ def test_a_gate_that_collapses_onto_one_block_is_seen(device):
     whole = packed_layout([64], device)
     q, k = (torch.zeros(64, 1, 8, device=device) for _ in range(2))
     q[..., 0] = k[:BLOCK, :, 0] = 1
-    found, _ = described(build(2), q, k, whole)
+    found, _ = statistics_of(build(2), q, k, whole)
     assert found == {
         "selected": 14 * BLOCK,  # of queries in the third block and later
         "load_imbalance": 15,
@@ -120,7 +120,7 @@ def test_a_gate_that_collapses_onto_one_block_is_seen(device):
 
 
 def test_selecting_at_random_gives_what_the_guide_says(device):
-    """Of 64 blocks, 8; early blocks are candidates of more queries, so random is not even."""
+    """8 of 64 blocks are selected; early blocks are candidates of more queries, so a random selection is not even."""
     own_T = torch.arange(64 * 16) // 16
     luck_HTN = torch.rand(4, 64 * 16, 64, generator=torch.Generator().manual_seed(0))
     best = luck_HTN.masked_fill(torch.arange(64) >= own_T[:, None], -1).topk(7)
@@ -139,7 +139,7 @@ def test_selecting_at_random_gives_what_the_guide_says(device):
 def test_weights_that_became_nan_leave_finite_numbers(device):
     q, k, _ = (x.detach() for x in make_qkv(64, 2, 1, 8, device))
     q[20:] = torch.nan
-    found, _ = described(build(3), q, k, packed_layout([64], device))
+    found, _ = statistics_of(build(3), q, k, packed_layout([64], device))
     assert all(map(math.isfinite, found.values()))
 
 

@@ -1,4 +1,4 @@
-"""The picture of the attention benchmark: drawn from results, readable on light and dark, never a wrong claim."""
+"""The plot of the attention benchmark: drawn from results, readable on light and dark, never a wrong claim."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.attention_plot import COLOURS, PICTURE, draw, extrapolated, floor, measured
+from benchmarks.attention_plot import COLOURS, PLOT, draw, extrapolated, floor, measured
 from benchmarks.attention_table import RESULT
 from benchmarks.plotting import GREY, stamp
 
@@ -49,25 +49,25 @@ def test_the_ideal_is_below_every_bar() -> None:
 
 
 @pytest.mark.parametrize("source", ["small", "committed"])
-def test_a_picture_is_drawn(source: str, tmp_path: Path) -> None:
+def test_a_plot_is_drawn(source: str, tmp_path: Path) -> None:
     path = RESULT if source == "committed" else some_results(tmp_path / "r.json", *ROWS)
-    draw(path, tmp_path / "picture.svg")
-    text = (tmp_path / "picture.svg").read_text()
+    draw(path, tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text()
     words = " ".join(element.text or "" for element in ElementTree.fromstring(text).iter() if element.text)
     assert all(part in words for part in ("MoBA 512/3", "dense, cuDNN", "measured", "not measured", "128K"))
     assert stamp(path.read_text()) in text
     assert len(text) < 60_000
     draw(path, tmp_path / "again.svg")
-    assert (tmp_path / "again.svg").read_text() == text, "the same results give the same picture"
+    assert (tmp_path / "again.svg").read_text() == text, "the same results give the same plot"
 
 
-def test_the_committed_picture_shows_the_committed_results() -> None:
-    assert stamp(RESULT.read_text()) in PICTURE.read_text(), "run python -m benchmarks.attention_plot"
+def test_the_committed_plot_shows_the_committed_results() -> None:
+    assert stamp(RESULT.read_text()) in PLOT.read_text(), "run python -m benchmarks.attention_plot"
 
 
 def test_results_without_a_curve_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no row of 128/8"):
-        draw(some_results(tmp_path / "r.json", ROWS[2]), tmp_path / "picture.svg")
+        draw(some_results(tmp_path / "r.json", ROWS[2]), tmp_path / "plot.svg")
 
 
 def luminance(colour: str) -> float:
@@ -83,12 +83,12 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("background", ["#ffffff", "#0d1117"])
-def test_pictures_can_be_read_on_light_and_on_dark(background: str) -> None:
-    figure = (PICTURE.parent / "moba-kernels.svg").read_text()
+def test_plots_can_be_read_on_light_and_on_dark(background: str) -> None:
+    figure = (PLOT.parent / "moba-kernels.svg").read_text()
     colours = {GREY, *COLOURS.values(), *re.findall(r"#[0-9a-f]{6}", figure)}
     assert len(colours) > 5
     assert {colour: ratio for colour in colours if (ratio := contrast(colour, background)) < 3} == {}
 
 
 def test_the_figure_of_the_kernels_is_well_formed() -> None:
-    assert ElementTree.parse(PICTURE.parent / "moba-kernels.svg").getroot().tag.endswith("svg")
+    assert ElementTree.parse(PLOT.parent / "moba-kernels.svg").getroot().tag.endswith("svg")

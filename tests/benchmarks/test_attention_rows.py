@@ -1,11 +1,11 @@
-"""A row of the attention benchmark says what it means, and its inputs make the gate choose what they promise."""
+"""A row of the attention benchmark says what it means, and its inputs make the gate select the promised blocks."""
 
 import pytest
 import torch
 
 from benchmarks.attention import PLAIN, QUICK, ROWS
 from benchmarks.attention_check import LIMITS, errors, wrong
-from benchmarks.attention_routing import routed_share
+from benchmarks.attention_routing import routed_fraction
 from benchmarks.attention_rows import Case, Row, backends, short
 from benchmarks.attention_table import BARS
 
@@ -50,7 +50,7 @@ def test_the_default_rows_are_those_with_a_bar_and_their_variants() -> None:
     cases = [Case.parse(text) for text in ROWS]
     assert [case.name for case in cases] == ROWS
     assert {case.block_size for case in cases if len(case.lengths()) > 1} == {128, 4096}
-    assert all(max(case.lengths()) > case.topk * case.block_size for case in cases), "nothing to choose"
+    assert all(max(case.lengths()) > case.topk * case.block_size for case in cases), "nothing to select"
     for tokens in (2**17, 2**16):
         varied = [case for case in cases if case.tokens == tokens and not case.is_plain]
         assert {case.routing for case in varied} == {"random", "sink", "local", "uniform"}
@@ -91,26 +91,26 @@ SMALL = [
 def test_the_gate_chooses_what_the_routing_wants_and_the_reference_passes_the_check(text: str) -> None:
     row = Row(Case.parse(text), "cpu", "reference")
     outcome = row.both()
-    share = routed_share(row.case.routing, row.layout(), outcome[2][0], row.block_size)
-    assert share > (0.95 if row.case.routing in ("random", "uniform") else 0.99)
+    fraction = routed_fraction(row.case.routing, row.layout(), outcome[2][0], row.block_size)
+    assert fraction > (0.95 if row.case.routing in ("random", "uniform") else 0.99)
     assert wrong(errors(row, outcome)) == {}
 
 
 def test_a_choice_that_misses_its_routing_is_told() -> None:
-    """The share of random inputs under each other routing is far from one."""
+    """The fraction of random inputs under each other routing is far from one."""
     row = Row(Case.parse(SMALL[0]), "cpu", "reference")
     *_, layout, (selected,) = row.forward()
-    assert routed_share("sink", layout, selected, 64) < 0.7
-    assert routed_share("local", layout, selected, 64) < 0.7
+    assert routed_fraction("sink", layout, selected, 64) < 0.7
+    assert routed_fraction("local", layout, selected, 64) < 0.7
     sink = Row(Case.parse(SMALL[1]), "cpu", "reference").forward()[3][0]
-    assert routed_share("uniform", layout, sink, 64) < 0.9
+    assert routed_fraction("uniform", layout, sink, 64) < 0.9
 
 
 @pytest.mark.parametrize("name", sorted(LIMITS))
 def test_the_check_sees_a_wrong_result(name: str) -> None:
     row = Row(Case.parse("1K:64/4,heads=4,kv=2,d=64,documents=5"), "cpu", "reference")
     out, lse, (selected,), dq, dk, dv = row.both()
-    if name == "choice":
+    if name == "selection":
         last = selected[:, :, 0].clone()
         selected[:, :, 0] = torch.where(last >= 0, last + 1, last)
     else:

@@ -56,7 +56,7 @@ def test_plain_rows_and_variants_have_a_table_each() -> None:
     )
     plain, varied, source = text.split("\n\n")
     head, _, first, second = plain.splitlines()
-    assert "dense, FlashAttention-4" not in head, "nobody measured it"
+    assert "dense, FlashAttention-4" not in head, "it was not measured"
     values = dict(zip(cells(head), cells(first), strict=True))
     assert values["MoBA, ours"] == "1.23 / 1.90"
     assert values["dense, FlashAttention-2"] == "fails"

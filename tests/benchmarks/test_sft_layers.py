@@ -44,9 +44,9 @@ def test_pretraining_documents_mention_each_fact_as_often_as_they_say() -> None:
         assert sorted(keys.count(key) for key in set(keys)) == [2, 2, 2]
 
 
-def test_full_attention_reaches_every_token_and_moba_only_chosen_blocks(setup: Setup) -> None:
+def test_full_attention_reaches_every_token_and_moba_only_selected_blocks(setup: Setup) -> None:
     generator = torch.Generator().manual_seed(0)
-    documents = Documents.of(*conversations(SIZES, 2, generator), 2)
+    documents = Documents.from_tokens(*conversations(SIZES, 2, generator), 2)
     reach = {}
     for full in ("none", "all"):
         model = Transformer(setup.model)
@@ -58,21 +58,22 @@ def test_full_attention_reaches_every_token_and_moba_only_chosen_blocks(setup: S
     assert reach["none"][0] >= reach["none"][-1]
 
 
-def test_a_grid_leaves_results_and_a_picture(
+def test_a_grid_leaves_results_and_a_plot(
     setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sft_layers.SETUPS, "cpu", setup)
     monkeypatch.setattr(sft_layers, "HELD_OUT", 2)
-    output, picture = tmp_path / "result.json", tmp_path / "picture.svg"
+    output = tmp_path / "result.json"
+    plot = tmp_path / "plot.svg"
     grid = ["--size", "cpu", "--seeds", "2", "--full", "none", "last:1", "--controls", "all"]
-    monkeypatch.setattr(sys, "argv", ["sft_layers", *grid, "--output", str(output), "--picture", str(picture)])
+    monkeypatch.setattr(sys, "argv", ["sft_layers", *grid, "--output", str(output), "--plot", str(plot)])
     sft_layers.main()
     results = json.loads(output.read_text())["results"]
     assert len(results["runs"]) == 6
     assert [row["seeds"] for row in results["summary"]] == [2, 2, 2]
     assert all(len(row["gradient_norm"]) == 2 for row in results["summary"])
     assert "last:1" in capsys.readouterr().out
-    assert "MoBA everywhere" in picture.read_text()
+    assert "MoBA everywhere" in plot.read_text()
 
     monkeypatch.setattr(sys, "argv", ["sft_layers", "--size", "cpu", "--minutes", "0", "--output", str(output)])
     sft_layers.main()

@@ -1,4 +1,4 @@
-"""Saves that fail, and processes that die: the checkpoints published before stay, and nobody hangs."""
+"""Saves that fail, and processes that die: the checkpoints published before stay, and no rank hangs."""
 
 import errno
 import logging

@@ -40,7 +40,7 @@ def contents(folder: Path, ranks: int, rows: int) -> dict[str, Tensor]:
 
 
 def write_four(folder: Path, plans: Path) -> None:
-    """The same tensors twice, then a longer one, then one that only rank 0 has; and each as torch's `save` does it."""
+    """Write equal tensors twice, then a longer one, then one that only rank 0 has; and each with torch's `save`."""
     writer, made = PlannedWriter(RankGroup(dist.new_group(backend="gloo"))), []
     create = dcp.DefaultSavePlanner.create_local_plan
 

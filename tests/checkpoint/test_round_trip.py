@@ -29,7 +29,7 @@ def one_rank(tmp_path: Path):
 
 def save_and_resume(folder: Path, tp: int = 1) -> None:
     """Saves after 3 steps, trains on while the save runs; a fresh start from the checkpoint must do the same 2 steps.
-    Leaves the unsharded values beside the checkpoint."""
+    Leaves the unsharded values next to the checkpoint."""
     model, optimizer = build(seed=0, tp=tp)
     tensors = TrainingTensors(model, optimizer)
     tensors()  # before FSDP's first forward pass, which moves them

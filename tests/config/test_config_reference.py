@@ -17,7 +17,7 @@ def test_the_committed_files_are_what_the_schema_gives():
     assert not reference.stale_files(), "run python -m moba_train.reference"
 
 
-def test_check_exits_1_for_a_stale_file_and_writing_mends_it(tmp_path, monkeypatch, capsys):
+def test_check_exits_1_for_a_stale_file_and_writing_updates_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(reference, "DOCS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["reference", "--check"])
     assert reference.main() == 1

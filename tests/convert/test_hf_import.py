@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def second_of_three_ranks() -> Iterator[None]:
-    """A process group without other processes."""
+    """A process group in which no other rank answers."""
     dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
     yield
     dist.destroy_process_group()

@@ -45,7 +45,7 @@ def train(folder: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
 
 
 def test_a_leading_space_that_the_model_adds_is_kept(tmp_path: Path) -> None:
-    """As in Llama's models."""
+    """Llama's sentencepiece models add one."""
     model = train(tmp_path, normalization_rule_name="identity", remove_extra_whitespaces=False)
     segmented = SegmentedSentencepiece.from_processor(model, np.dtype("u2"))
     assert segmented is not None

@@ -36,13 +36,13 @@ def test_effective_sparsity_is_that_of_the_pairs_counted_one_by_one() -> None:
     assert effective_sparsity(np.array([8, 3]), 4, 2).attended == 1.0
 
 
-def test_stats_prints_tables_and_draws_the_picture(tmp_path: Path) -> None:
+def test_stats_prints_tables_and_draws_the_plot(tmp_path: Path) -> None:
     for name, lengths in (("a", [3, 9, 2]), ("empty", [])):
         with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
             for length in lengths:
                 writer.add_document([1] * length)
     prefixes = [str(tmp_path / "a"), str(tmp_path / "empty")]
-    options = ["--block-size", "4", "--topk", "1", "--picture", str(tmp_path / "a.svg")]
+    options = ["--block-size", "4", "--topk", "1", "--plot", str(tmp_path / "a.svg")]
     result = CliRunner().invoke(app, ["stats", *prefixes, *options])
     assert result.exit_code == 0, result.output
     assert "documents <= 4" in result.output

@@ -29,7 +29,7 @@ from moba_train.parallel.world import World, joined_world
 
 SEQ_LEN, VOCAB = 16, 200
 LENGTHS = [16, 5, 17, 40, 0, 33, 15]
-"""Of these documents the third gives one stretch, the fourth and sixth give two; the first lacks one label."""
+"""The third of these documents gives one sample, the fourth and sixth give two; the first lacks one label."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[SourceConfig]:
     return [SourceConfig(path=str(prefix))]
 
 
-def test_only_documents_that_are_long_enough_give_whole_stretches(sources: list[SourceConfig]) -> None:
+def test_only_documents_that_are_long_enough_give_samples(sources: list[SourceConfig]) -> None:
     found = LongDocumentSamples(sources, SEQ_LEN, 100, 0, VOCAB)
     places = sorted((s.parts[0].document, s.parts[0].start) for s in map(found.sample, range(len(found))))
     assert places == [(2, 0), (3, 0), (3, 16), (5, 0), (5, 16)]
@@ -53,7 +53,7 @@ def test_only_documents_that_are_long_enough_give_whole_stretches(sources: list[
         assert (sample.loss_weight == 1).all()
 
 
-def test_stretches_are_the_same_every_time_and_fewer_are_some_of_them(sources: list[SourceConfig]) -> None:
+def test_samples_are_the_same_every_time_and_fewer_are_some_of_them(sources: list[SourceConfig]) -> None:
     def first_tokens(count: int) -> list[int]:
         found = LongDocumentSamples(sources, SEQ_LEN, count, 3, VOCAB)
         return [int(found.sample(index).tokens[0]) for index in range(len(found))]

@@ -27,7 +27,7 @@ class Ranks:
         world = World(0, size, torch.device("cpu"), size, timedelta(seconds=2.5), self.store)
         self.watch = Watch(WatchConfig(least=0.6), world, folder, self.reports.append)
 
-    def beat(self, rank: int, entered: int, age_s: float = 9.0, limit_s: float = 1.0, waits: bool = True) -> None:
+    def heartbeat(self, rank: int, entered: int, age_s: float = 9.0, limit_s: float = 1.0, waits: bool = True) -> None:
         count = 1 + int(time.monotonic() * 1000)
         stack = f"  at line {rank}\n"
         Heartbeat(count, entered, "checkpoint", 7, age_s, limit_s, stack, waits).publish(self.store, rank)
@@ -40,11 +40,11 @@ def three(tmp_path: Path):
     ranks.watch.close()
 
 
-def reported(ranks: Ranks, beats: Callable[[], None], seconds: float = 10.0) -> bool:
-    """Whether anything is within so many seconds of these beats."""
+def reported(ranks: Ranks, heartbeats: Callable[[], None], seconds: float = 10.0) -> bool:
+    """Whether anything is reported within `seconds` of these heartbeats."""
     deadline = time.monotonic() + seconds
     while not ranks.reports and time.monotonic() < deadline:
-        beats()
+        heartbeats()
         time.sleep(0.02)
     return bool(ranks.reports)
 
@@ -67,20 +67,20 @@ def test_limits_follow_the_usual_time_of_a_phase() -> None:
 
 
 def test_a_rank_without_signs_of_life_is_named(three: Ranks) -> None:
-    three.beat(2, entered=5)  # its last
-    assert reported(three, lambda: three.beat(1, entered=0))
+    three.heartbeat(2, entered=5)  # its last
+    assert reported(three, lambda: three.heartbeat(1, entered=0))
     (text,) = three.reports
     assert text.startswith("rank 2 of 3 stalls in 'checkpoint' after step 7: no heartbeat")
     assert "rank 1" not in text
 
 
 def test_the_rank_that_is_behind_is_named_with_its_stack(three: Ranks) -> None:
-    def beats() -> None:
-        three.beat(1, entered=0, waits=False)
-        three.beat(2, entered=1)
+    def heartbeats() -> None:
+        three.heartbeat(1, entered=0, waits=False)
+        three.heartbeat(2, entered=1)
 
     with three.watch.phase("update", 8):
-        assert reported(three, beats)
+        assert reported(three, heartbeats)
     assert three.reports[0].startswith("rank 1 of 3 stalls in 'checkpoint' after step 7: for 9.0 s")
     assert "at line 1" in three.reports[0]
     time.sleep(0.3)
@@ -88,31 +88,31 @@ def test_the_rank_that_is_behind_is_named_with_its_stack(three: Ranks) -> None:
 
 
 def test_of_ranks_in_the_same_phase_the_one_that_does_not_wait_is_named(three: Ranks) -> None:
-    def beats() -> None:
-        three.beat(1, entered=1)
-        three.beat(2, entered=0, waits=True)
-        three.beat(1, entered=0, waits=False)
+    def heartbeats() -> None:
+        three.heartbeat(1, entered=1)
+        three.heartbeat(2, entered=0, waits=True)
+        three.heartbeat(1, entered=0, waits=False)
 
     with three.watch.phase("update", 8):
-        assert reported(three, beats)
+        assert reported(three, heartbeats)
     assert three.reports[0].startswith("rank 1 of 3")
 
 
 def test_a_rank_that_may_take_so_long_is_not_blamed(three: Ranks) -> None:
-    def beats() -> None:
-        three.beat(1, entered=0, age_s=9.0, limit_s=30.0)
-        three.beat(2, entered=1)
+    def heartbeats() -> None:
+        three.heartbeat(1, entered=0, age_s=9.0, limit_s=30.0)
+        three.heartbeat(2, entered=1)
 
     with three.watch.phase("update", 8):
-        assert not reported(three, beats, seconds=2.6)
+        assert not reported(three, heartbeats, seconds=2.6)
 
 
 def current_phase(ranks: Ranks) -> tuple[str, int]:
     """Phase and step in the next heartbeat."""
     earlier = Heartbeat.latest(ranks.store, 0)
-    while (beat := Heartbeat.latest(ranks.store, 0)) is None or (earlier and beat.count <= earlier.count + 1):
+    while (heartbeat := Heartbeat.latest(ranks.store, 0)) is None or (earlier and heartbeat.count <= earlier.count + 1):
         time.sleep(0.01)
-    return beat.phase, beat.step
+    return heartbeat.phase, heartbeat.step
 
 
 def test_a_phase_gives_way_to_the_outer_one_and_stays_where_an_exception_left_it(three: Ranks) -> None:

@@ -121,7 +121,7 @@ def test_packed_documents_give_the_logits_of_each_document_alone(kind, device):
 
 
 def test_a_moba_model_that_selects_every_block_is_the_full_attention_model(device):
-    """Kinds are interchangeable layer by layer on equal weights, which staged training relies on."""
+    """Staged training relies on it: weights do not depend on the attention kind of a layer."""
     model = build(device)
     batch = inputs([20, 7], device)
     full = model(*batch)

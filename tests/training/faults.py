@@ -1,4 +1,4 @@
-"""Runs into which faults are put at chosen steps, as they come in practice: into a batch, a gradient, a rank."""
+"""Runs into which faults are put at given steps, as they occur in practice: into a batch, a gradient, a rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ Fault = Callable[[Tensor], Tensor]
 
 
 def scaled_gradient(loss: Tensor) -> Tensor:
-    """The same value with a gradient 1,000 times as large."""
+    """`loss` with a gradient 1,000 times as large."""
     return 1000 * loss - 999 * loss.detach()
 
 

@@ -54,16 +54,16 @@ def samples() -> list[Sample]:
 
 
 def step(micro_batches: list[Batch], world: World, transport: CPTransport | None) -> dict[str, torch.Tensor]:
-    """Loss, gradient norm and whole gradients of one step, as the trainer forms them; with a `transport`, the ranks
+    """Loss, gradient norm and unsharded gradients of one step, as the trainer forms them; with a `transport`, the ranks
     share every sequence."""
     model = sharded_model(CONFIG, ParallelDims(MeshSizes(dp_shard=world.size), world))
     if transport:
         strategy = CPStrategy(world.size, transport, "zigzag", world.size)
         group = dist.group.WORLD
         assert group is not None
-        share = DataShard(engine=context_engine(strategy, group, world.device))
-        model.set_engines([share.engine or LOCAL_ENGINE] * MODEL.layers)
-        micro_batches = [share.shard_batch(batch) for batch in micro_batches]
+        data_shard = DataShard(engine=context_engine(strategy, group, world.device))
+        model.set_engines([data_shard.engine or LOCAL_ENGINE] * MODEL.layers)
+        micro_batches = [data_shard.shard_batch(batch) for batch in micro_batches]
     model.set_attention([FullKind(FullKind.Options(), MODEL.head_width)] * MODEL.layers)
     count = torch.tensor(sum(batch.loss_weight_sum for batch in micro_batches))
     dist.all_reduce(count)
@@ -96,7 +96,7 @@ def worker(spread: list[list[list[int]]], transport: CPTransport | None, output:
 
 
 def expected() -> dict[str, torch.Tensor]:
-    """The same step by definition: each sequence alone through the plain model, sums divided by the global count."""
+    """One step by definition: each sequence alone through the plain model, sums divided by the global count."""
     model = Transformer(MODEL)
     made, total, count = samples(), torch.zeros(()), 0.0
     initialize_weights(model, CONFIG.seed)
@@ -129,7 +129,7 @@ def check(spread: list[list[list[int]]], transport: CPTransport | None, ranks: R
 
 @pytest.mark.parametrize("transport", ["ring", "ulysses"])
 def test_nor_on_the_ranks_that_share_a_sequence(transport: CPTransport, ranks: Ranks, tmp_path: Path) -> None:
-    """Of the last three micro-batches, one has a single loss token, on one of the ranks, and two have none."""
+    """One of the last three micro-batches has a single loss token, on one of the ranks; the other two have none."""
     check([[[0], [1], [2, 3]]] * 2, transport, ranks, tmp_path / "result.pt")
 
 

@@ -87,13 +87,15 @@ def one_step(case: dict[str, int], norm: LossNorm, prefix: str, world: World) ->
     dims = ParallelDims(sizes, world)
     model = sharded_model(config, dims)
     model.set_attention(build_attention(stage.attention, config.model.head_width))
-    share, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, sizes)
-    if share.engine:
-        model.set_engines([share.engine] * 2)
+    data_shard, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, sizes)
+    if data_shard.engine:
+        model.set_engines([data_shard.engine] * 2)
     sources = [config.data.train[0].model_copy(update={"path": prefix})]
     data = StageData(sources, stage.seq_len, stage.batch_sequences, 0, {}, VOCAB, "best_fit", norm)
-    loaded = step_batches(data, 0, stage.batch_sequences, stage.micro_batch_size, share.dp_rank, share.dp_size)
-    batches = [share.shard_batch(batch) for batch in loaded]
+    loaded = step_batches(
+        data, 0, stage.batch_sequences, stage.micro_batch_size, data_shard.dp_rank, data_shard.dp_size
+    )
+    batches = [data_shard.shard_batch(batch) for batch in loaded]
     here = sum(batch.loss_tokens for batch in batches)
     weight, tokens, without = sum_over_ranks([sum(b.loss_weight_sum for b in batches), here, here == 0])
     loss = torch.zeros(())
@@ -124,7 +126,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def results(prefix: str, ranks: Ranks) -> dict[tuple[int, LossNorm], dict[str, Any]]:
-    """Of every case, by its number and norm."""
+    """Results of every case, by its number and norm."""
     ranks.work(all_steps, (prefix, f"{prefix}.pt"), 4)
     found = torch.load(f"{prefix}.pt", weights_only=True)
     return dict(zip(itertools.product(range(len(GRID)), NORMS), found, strict=True))

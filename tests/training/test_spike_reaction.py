@@ -115,7 +115,7 @@ def test_the_dump_and_the_log_say_how_the_chosen_blocks_are_spread(
 
 
 def test_a_fault_of_the_machine_is_told_from_one_of_the_data(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
-    """The same batch through the same weights once more: the poison stays, what was put into the step does not."""
+    """The dump repeats the batch with the step's weights: poisoned data fail again, a fault in the step does not."""
     run, _ = skipping
     (machine,), (data,) = dump(run, 30)["ranks"], dump(run, POISONED)["ranks"]
     assert math.isnan(machine["loss"])
@@ -132,7 +132,7 @@ def test_looking_at_a_step_does_not_change_the_training(run: Run, monkeypatch: p
     assert dump(run, 18)["action"] == "apply"
     losses = run.losses()
     shutil.rmtree(run.run_dir)
-    monkeypatch.setattr("moba_train.training.recovery.write_dump", lambda *_: {})
+    monkeypatch.setattr("moba_train.training.recovery.write_dump", lambda *_arguments, **_named: {})
     assert run.train_here() == 0
     assert run.losses() == losses
 

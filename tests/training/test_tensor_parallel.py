@@ -19,6 +19,7 @@ from trainer_ranks import Ranks, free_port
 
 from moba_train.attention.full.kind import FullKind
 from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.moba.kind import MobaKind
 from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.config.data import DataConfig, SourceConfig
@@ -81,16 +82,17 @@ def batches() -> list[Batch]:
     return [collate([sample]) for sample in made]
 
 
-def step(model: Transformer, share: DataShard, device: torch.device) -> tuple[Step, list[Tensor]]:
-    """This rank's part of a step's loss, with the gradients in place; and the blocks chosen for its heads."""
-    chosen: list[Tensor] = []
+def step(model: Transformer, data_shard: DataShard, device: torch.device) -> tuple[Step, list[Tensor]]:
+    """This rank's part of a step's loss, with the gradients in place; and the blocks selected for its heads."""
+    selected: list[Tensor] = []
 
-    def listening(q: Tensor, k: Tensor, v: Tensor, kind: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:
-        if isinstance(kind, MobaKind):
-            chosen.append(kind.plan(q.detach(), kind.summarize(k.detach(), layout), layout)[0].cpu())
-        return LOCAL_ENGINE(q, k, v, kind, layout)
+    def recording(q: Tensor, k: Tensor, v: Tensor, attention: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:
+        if isinstance(attention, MobaAttention):
+            summaries = attention.summarize(k.detach(), layout)
+            selected.append(attention.select(q.detach(), summaries, layout)[0].cpu())
+        return LOCAL_ENGINE(q, k, v, attention, layout)
 
-    engines: list[Engine] = [listening] * len(model.blocks)
+    engines: list[Engine] = [recording] * len(model.blocks)
     width = model.config.head_width
     kinds = [
         FullKind(FullKind.Options(backend="reference"), width),
@@ -101,11 +103,11 @@ def step(model: Transformer, share: DataShard, device: torch.device) -> tuple[St
     made, loss = batches(), torch.zeros((), device=device)
     count = sum(batch.loss_weight_sum for batch in made)
     for batch in made:
-        own = share.shard_batch(batch).to(device)
+        own = data_shard.shard_batch(batch).to(device)
         batch_loss = training_loss(model, own).total / count
         batch_loss.backward()
         loss += batch_loss.detach()
-    return {"loss": loss}, chosen
+    return {"loss": loss}, selected
 
 
 def on_one_device(options: dict[str, bool], device: torch.device, dtype: torch.dtype = torch.float32) -> Step:
@@ -114,12 +116,12 @@ def on_one_device(options: dict[str, bool], device: torch.device, dtype: torch.d
     model = Transformer(config.model).to(device)
     initialize_weights(model, config.seed)
     weights = {f"weight {name}": parameter.detach().float().clone() for name, parameter in model.named_parameters()}
-    result, chosen = step(model.to(dtype), DataShard(), device)
+    result, selected = step(model.to(dtype), DataShard(), device)
     for name, parameter in model.named_parameters():
         result[f"gradient {name}"] = parameter.grad
     norms = zip(("norm of full", "norm of moba"), map(gradient_norm, model.blocks), strict=False)
     result |= {"norm": gradient_norm(model), **dict(norms)}
-    return weights | result | {f"chosen {place}": ids for place, ids in enumerate(chosen)}
+    return weights | result | {f"selected {number}": ids for number, ids in enumerate(selected)}
 
 
 def worker(options: list[dict[str, bool]], output: str) -> None:
@@ -128,25 +130,26 @@ def worker(options: list[dict[str, bool]], output: str) -> None:
     without_code_generation = partial(torch.compile, backend="aot_eager")  # which takes long on the CPU
     with joined_world() as world, patch.object(torch, "compile", without_code_generation):
         dims = ParallelDims(MeshSizes(tp=world.size), world)
-        share, results = DataShard(tp_rank=world.rank, tp_size=world.size), []
+        data_shard = DataShard(tp_rank=world.rank, tp_size=world.size)
+        results = []
         for model_options in options:
             model = sharded_model(recipe(**model_options), dims)
-            weights = {f"weight {name}": whole(parameter) for name, parameter in model.named_parameters()}
-            result, chosen = step(model, share, world.device)
+            weights = {f"weight {name}": gathered(parameter) for name, parameter in model.named_parameters()}
+            result, selected = step(model, data_shard, world.device)
             dist.all_reduce(result["loss"])
             by_kind = norms_by_kind(model, ["full", "moba"][: len(model.blocks)])
             result |= {"norm": gradient_norm(model)}
             result |= {key.replace("grad_norm_", "norm of "): norm for key, norm in by_kind.items()}
-            result |= {f"gradient {name}": whole(parameter.grad) for name, parameter in model.named_parameters()}
+            result |= {f"gradient {name}": gathered(parameter.grad) for name, parameter in model.named_parameters()}
             of_ranks: list[Any] = [None] * world.size
-            dist.all_gather_object(of_ranks, chosen)
-            result |= {f"chosen {place}": torch.cat(ids) for place, ids in enumerate(zip(*of_ranks, strict=True))}
+            dist.all_gather_object(of_ranks, selected)
+            result |= {f"selected {number}": torch.cat(ids) for number, ids in enumerate(zip(*of_ranks, strict=True))}
             results.append({name: value.cpu() for name, value in (weights | result).items()})
         if world.is_main:
             torch.save(results, output)
 
 
-def whole(tensor: Any) -> Tensor:
+def gathered(tensor: Any) -> Tensor:
     return tensor.full_tensor().detach().clone()
 
 
@@ -164,8 +167,9 @@ def test_two_ranks_compute_what_one_device_does(name: str, on_two_ranks: dict[st
     assert got.keys() == want.keys()
     assert ("gradient blocks.0.attention.q_norm.weight" in got) == ("qwen3" in name)
     assert ("gradient blocks.0.attention.q_proj.bias" in got) == (name == "qwen2")
+    assert ("selected 0" in got) == ("one layer" not in name), "the second layer has MoBA"
     for key, value in want.items():
-        exact = key.startswith(("weight", "chosen"))
+        exact = key.startswith(("weight", "selected"))
         tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-7}
         torch.testing.assert_close(got[key], value, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
 
@@ -175,7 +179,7 @@ def load_and_collect(folder: str, output: str) -> None:
     with joined_world() as world:
         model = sharded_model(recipe(qkv_bias=True), ParallelDims(MeshSizes(tp=2), world))
         load_hf_weights(model, Path(folder))
-        weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+        weights = {name: gathered(parameter) for name, parameter in model.named_parameters()}
         if world.is_main:
             torch.save(weights, output)
 
@@ -211,7 +215,7 @@ def test_two_gpus_are_as_exact_as_one(tmp_path: Path) -> None:
         for key, right in truth.items():
             if key.startswith("weight"):
                 assert torch.equal(got[key], right.cpu()), key
-            elif not key.startswith("chosen"):  # a choice may differ by the rounding of its keys
+            elif not key.startswith("selected"):  # a choice may differ by the rounding of its keys
                 scale = (right.norm() + truth["norm"] / 100).cpu()  # gradients of key biases are next to nothing
                 errors = [((x.cpu() - right.cpu()).norm() / scale).item() for x in (got[key], one[key])]
                 assert errors[0] <= 2 * errors[1] + 0.05, f"{key}: errors {errors[0]:.1e}, one GPU {errors[1]:.1e}"

@@ -60,7 +60,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: Ranks
 
 @pytest.fixture
 def half(run: Run, shared: Run) -> Run:
-    """The same run, as it was after three of four steps."""
+    """A copy of the shared run as it was after three of four steps."""
     shutil.copytree(shared.run_dir, run.run_dir)
     shutil.rmtree(run.run_dir / "checkpoints" / "step_00000004")
     return run

@@ -1,4 +1,4 @@
-"""What the real wandb holds of a run that crashed twice and rolled back once, beside what metrics.jsonl holds."""
+"""What the real wandb holds of a run that crashed twice and rolled back once, compared with its metrics.jsonl."""
 
 import json
 import struct

@@ -24,13 +24,13 @@ class Ranks:
     pipes: list[Connection] = field(default_factory=list)
 
     def train(self, run: Run, ranks: int, *arguments: str, per_node: int | None = None) -> None:
-        """Train to the end on so many ranks. Fails when any of them does."""
+        """Train to the end on `ranks` ranks. Fails when any of them does."""
         self.work(run_training, [str(run.write_recipe()), *arguments], ranks, per_node)
 
     def work(
         self, program: Callable[..., int | None], arguments: Sequence[Any], ranks: int, per_node: int | None = None
     ) -> None:
-        """Call `program(*arguments)`, a module's function, on so many ranks. Fails when one raises or gives not 0; the
+        """Call `program(*arguments)`, a module's function, on `ranks` ranks. Fails when one raises or gives not 0; the
         next call then has new processes."""
         try:
             self._call(program, arguments, ranks, per_node)
@@ -59,7 +59,7 @@ class Ranks:
             assert self.pipes[rank].recv() == 0, f"rank {rank} failed; see its output"
 
     def start(self, ranks: int) -> None:
-        """Have at least so many processes."""
+        """Have at least `ranks` processes."""
         while len(self.processes) < ranks:
             ours, theirs = forked().Pipe()
             process = forked().Process(target=_work, args=(theirs,), daemon=True)
@@ -101,7 +101,7 @@ def _work(pipe: Connection) -> None:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """A port on which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])

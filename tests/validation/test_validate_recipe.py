@@ -168,7 +168,7 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
         ),
         (
             ["attention.moba.always=[previous, first]"],
-            "stages[1].attention.moba.topk: given 2 in layer 1, but 3 blocks are always chosen (current",
+            "stages[1].attention.moba.topk: given 2 in layer 1, but 3 blocks are always selected (current",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_every_mistake_in_an_attention_is_reported_with_its_key(load):
     assert found == [f"attention.{key}" for key in keys]
 
 
-def test_a_stage_that_mends_the_recipes_attention_is_not_blamed(load):
+def test_a_stage_that_corrects_the_recipes_attention_has_no_problem(load):
     config = load("stages.1.attention={moba: {block_size: 8192}}", "stages.0.attention={moba: {block_size: 1024}}")
     assert problems(load("attention.moba.block_size=16384", "stages.0.attention={default: moba}"))
     validate(config)

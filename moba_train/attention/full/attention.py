@@ -46,13 +46,13 @@ class FullAttention(LocalAttention):
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         """(out [T, H, D], lse [H, T]) over the given keys that causality allows."""
-        return calls.attend(self._backend(q_THD, layout), q_THD, k_SKD, v_SKD, layout, self.scale)
+        return calls.attend(self.pick(q_THD, layout), q_THD, k_SKD, v_SKD, layout, self.scale)
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
-        return calls.attend_backward(self._backend(state.q, layout), state, layout, self.scale)
+        return calls.attend_backward(self.pick(state.q, layout), state, layout, self.scale)
 
-    def _backend(self, q_THD: Tensor, layout: Layout) -> type[FullBackend]:
+    def pick(self, q_THD: Tensor, layout: Layout) -> type[FullBackend]:
         """The backend for this call. Raises ValueError when the options demand one that cannot do it."""
         able = [name for name, backend in BACKENDS.items() if backend.can(q_THD, layout)]
         wanted = self.options.backend

@@ -68,10 +68,10 @@ class MobaAttention(LocalAttention):
         block_size: Length = Field(512, description="tokens per block; blocks start anew with each document")
         topk: int = Field(3, ge=1, description="blocks each query attends to, its own included; 1: own block only")
         select: Literal["head", "group"] = Field(
-            "head", description="choose per query head, or once for all query heads that share a key/value head"
+            "head", description="select per query head, or once for all query heads that share a key/value head"
         )
         always: tuple[Literal["current", "previous", "first"], ...] = Field(
-            ("current",), description="blocks that are chosen whatever their gate; they count towards topk"
+            ("current",), description="blocks that are selected regardless of their gate; they count towards topk"
         )
         backend: Annotated[Literal["auto", "triton", "composed", "reference"], BeforeValidator(_current_name)] = Field(
             "auto",

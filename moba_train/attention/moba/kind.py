@@ -30,7 +30,7 @@ class MobaKind(AttentionKind):
         forced = {"current", *options.always}
         if options.topk < len(forced):
             yield (
-                f"topk: given {options.topk} {context.layers}, but {len(forced)} blocks are always chosen "
+                f"topk: given {options.topk} {context.layers}, but {len(forced)} blocks are always selected "
                 f"({', '.join(sorted(forced))}) and count towards it; allowed: >= {len(forced)}"
             )
 

@@ -63,7 +63,8 @@ def routing_statistics(
     imbalance = entropy = first_share = 0.0
     for start, stop in zip(start_d.tolist(), stop_d.tolist(), strict=True):
         load_Hn = load_HN[:, start + first : stop - previous]
-        candidates, total_H = load_Hn.shape[1], load_Hn.sum(1)
+        candidates = load_Hn.shape[1]
+        total_H = load_Hn.sum(1)
         imbalance += candidates * load_Hn.amax(1).sum().item()
         nats_H = torch.xlogy(total_H, total_H) - torch.xlogy(load_Hn, load_Hn).sum(1)
         entropy += nats_H.sum().item() / math.log(candidates)

@@ -71,7 +71,8 @@ def _rows_and_keys(segments: Segments) -> list[tuple[slice, slice]]:
 
 def _masked(rows: slice, keys: slice, causal: bool, like: Tensor) -> dict[str, Any]:
     """The mask arguments: torch's own causal mask begins at the first key, even with more keys than queries."""
-    queries, seen = rows.stop - rows.start, keys.stop - keys.start
+    queries = rows.stop - rows.start
+    seen = keys.stop - keys.start
     if not causal or queries == seen:
         return {"is_causal": causal}
     later = torch.full((queries, seen), -torch.inf, dtype=like.dtype).triu_(seen - queries + 1)

@@ -146,7 +146,8 @@ def _place_rows(
     position = first.to(tl.int64) + i
     ok = (position < stop) & (which < lists)
     entry = tl.load(entries + position, mask=ok, other=0)
-    row, part = entry // C, which // blocks
+    row = entry // C
+    part = which // blocks
     head = (first_kv_head + part) * G + row % G
     tl.store(row_of + at, tl.where(ok, row // G * heads + head, -1))
     tl.store(place + part.to(tl.int64) * head_entries + (entry - first_entry), at, mask=ok)

@@ -202,7 +202,9 @@ class LongBlocks:
 
     def attend(self, out_THD: Tensor, lse_HT: Tensor) -> None:
         """Write out [T, H, D] and lse [H, T]."""
-        call, lists, shape = self.call, self.lists, self.call.shapes.forward
+        call = self.call
+        lists = self.lists
+        shape = self.call.shapes.forward
         own = call.shapes.own
         tiles = call.own_tiles(own)
         own_lse_HT = torch.empty_like(lse_HT) if call.selected else lse_HT
@@ -248,7 +250,9 @@ class LongBlocks:
 
     def attend_backward(self, dout: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq [T, H, D], dk and dv [S, K, D]."""
-        call, lists, shape = self.call, self.lists, self.call.shapes.dq
+        call = self.call
+        lists = self.lists
+        shape = self.call.shapes.dq
         dk, dv = PackedDkdv(call, dout, stats, lists).run()
         dq = self.dq_own(dout, stats)
         if call.selected == 0:
@@ -282,7 +286,9 @@ class LongBlocks:
 
     def dq_own(self, dout: Tensor, stats: Tensor) -> Tensor:
         """The own blocks' part of dq."""
-        call, shape, dq = self.call, self.call.shapes.dq, self.call.like_q()
+        call = self.call
+        shape = self.call.shapes.dq
+        dq = self.call.like_q()
         tiles = call.own_tiles(shape)
         dq_own[(call.tables.blocks * tiles, call.kv_heads)](
             call.q_THD,

@@ -98,7 +98,8 @@ def dkdv_own(
         ds = p * (dp - delta_M[None, :])
         dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
     place = (key.to(tl.int64) * tl.num_programs(1) + part) * D
-    at, mask = place[:, None] + tl.arange(0, D)[None, :], (key < stop)[:, None]
+    at = place[:, None] + tl.arange(0, D)[None, :]
+    mask = (key < stop)[:, None]
     tl.store(sum_dk + at, dk_ND * scale, mask=mask)
     tl.store(sum_dv + at, dv_ND, mask=mask)
 
@@ -263,14 +264,17 @@ class PackedDkdv:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """dk and dv [S, K, D]."""
-        call, parts = self.call, self.work_ranges()
+        call = self.call
+        parts = self.work_ranges()
         if len(parts) < 2:
             found = [self.history(part, self.room(parts)) for part in parts]  # the room is given back at once
             sums = self.own(slice(0, call.kv_heads))
             for splits in found:
                 self.add(splits, *sums)
             return sums[0].to(call.k_SKD.dtype), sums[1].to(call.k_SKD.dtype)
-        dk, dv, room = call.like_k(), call.like_k(), self.room(parts)
+        dk = call.like_k()
+        dv = call.like_k()
+        room = self.room(parts)
         for heads, mine in groupby(parts, lambda part: part.kv_heads):
             sums = self.own(heads)
             for part in mine:
@@ -291,7 +295,8 @@ class PackedDkdv:
 
     def room(self, parts: list[WorkRange]) -> Packed:
         """Room enough for any of these work ranges."""
-        call, rows = self.call, self.call.shapes.dkdv.rows
+        call = self.call
+        rows = self.call.shapes.dkdv.rows
         tiles = max(part.heads * (triton.cdiv(part.entries, rows) + call.tables.blocks) for part in parts)
         q, dout = (self.dout.new_empty(tiles * rows, call.head_dim) for _ in range(2))
         lse, delta = (self.stats.new_empty(tiles * rows) for _ in range(2))
@@ -299,7 +304,9 @@ class PackedDkdv:
 
     def own(self, heads: slice) -> tuple[Tensor, Tensor]:
         """float32 dk and dv [S, heads, D] of the own blocks."""
-        call, shape, many = self.call, self.call.shapes.dkdv, heads.stop - heads.start
+        call = self.call
+        shape = self.call.shapes.dkdv
+        many = heads.stop - heads.start
         sum_dk, sum_dv = (self.stats.new_empty(call.k_SKD.shape[0], many, call.head_dim) for _ in range(2))
         dkdv_own[(call.tables.blocks * self.key_tiles, many)](
             *(call.descriptor(x, shape.rows) for x in (call.q_THD, self.dout)),
@@ -318,7 +325,8 @@ class PackedDkdv:
 
     def pack(self, work: WorkRange, room: Packed) -> TileTable:
         """Copies the rows of a work range to `room`."""
-        call, rows = self.call, self.call.shapes.dkdv.rows
+        call = self.call
+        rows = self.call.shapes.dkdv.rows
         table = tile_table(self.lists, work, call.kv_heads, rows)
         pack[(table.bound,)](
             call.q_THD,
@@ -374,7 +382,8 @@ class PackedDkdv:
 
     def add(self, splits: SplitSums, sum_dk: Tensor, sum_dv: Tensor) -> None:
         """Adds the results of splits to the sums of their key/value heads."""
-        call, table = self.call, splits.table
+        call = self.call
+        table = splits.table
         short_blocks.sum_splits[(table.splits.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
             sum_dk,
             sum_dv,

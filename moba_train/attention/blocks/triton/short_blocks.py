@@ -101,7 +101,8 @@ def attend(
     start, stop, key_shift = key_rows(bounds, block)
     k_ND = k_desc.load([start, kv_head * D])
     v_ND = v_desc.load([start, kv_head * D])
-    column, key = tl.arange(0, D), start + tl.arange(0, N)
+    column = tl.arange(0, D)
+    key = start + tl.arange(0, N)
     if PARTIAL:
         last = tl.where(start < stop, last, first)
     for at in tl.range(first, last, M):
@@ -194,7 +195,8 @@ def gradients(
     first_row, last_row, shift = query_rows(bounds, block)
     k_ND = k_desc.load([start, kv_head * D])
     v_ND = v_desc.load([start, kv_head * D])
-    column, key = tl.arange(0, D), start + tl.arange(0, N)
+    column = tl.arange(0, D)
+    key = start + tl.arange(0, N)
     dk_ND = tl.zeros([N, D], tl.float32)
     dv_ND = tl.zeros([N, D], tl.float32)
     scale_log2 = scale * LOG2_E
@@ -236,7 +238,8 @@ def gradients(
             tl.store(at_MD, (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
     if splits == 1:
         place = (key.to(tl.int64) * (heads // G) + kv_head) * D
-        at_ND, mask = place[:, None] + column[None, :], (key < stop)[:, None]
+        at_ND = place[:, None] + column[None, :]
+        mask = (key < stop)[:, None]
         tl.store(dk + at_ND, (dk_ND * scale).to(dk.dtype.element_ty), mask=mask)
         tl.store(dv + at_ND, dv_ND.to(dv.dtype.element_ty), mask=mask)
     else:
@@ -272,7 +275,8 @@ def sum_splits(
     if splits < (1 if ADD else 2):
         return
     part, block = which // blocks, which % blocks
-    key, column = tl.program_id(1) * KEYS + tl.arange(0, KEYS), tl.arange(0, D)
+    key = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
+    column = tl.arange(0, D)
     split = tl.load(first_split + which).to(tl.int64)
     dk_ND = tl.zeros([KEYS, D], tl.float32)
     dv_ND = tl.zeros([KEYS, D], tl.float32)
@@ -299,7 +303,8 @@ class ShortBlocks:
 
     def attend(self, out_THD: Tensor, lse_HT: Tensor) -> None:
         """Write out [T, H, D] and lse [H, T]."""
-        call, shape = self.call, self.call.shapes.short_forward
+        call = self.call
+        shape = self.call.shapes.short_forward
         assert shape
         parts = list(work_ranges(self.lists, call.kv_heads, call.limit))
         partial_out = call.buffer(parts)
@@ -334,7 +339,8 @@ class ShortBlocks:
 
     def attend_backward(self, dout: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq [T, H, D], dk and dv [S, K, D]."""
-        call, shape = self.call, self.call.shapes.short_backward
+        call = self.call
+        shape = self.call.shapes.short_backward
         assert shape
         dq, dk, dv = call.like_q(), call.like_k(), call.like_k()
         parts = list(work_ranges(self.lists, call.kv_heads, call.limit))

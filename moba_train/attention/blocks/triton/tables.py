@@ -36,8 +36,10 @@ def block_tables(layout: Layout, block_size: int) -> BlockTables:
 
 
 def _build(layout: Layout, block_size: int) -> BlockTables:
-    blocks, tokens = block_bound(layout, block_size), layout.total
-    device, documents = layout.cu_seqlens.device, layout.cu_seqlens.numel() - 1
+    blocks = block_bound(layout, block_size)
+    tokens = layout.total
+    device = layout.cu_seqlens.device
+    documents = layout.cu_seqlens.numel() - 1
     first = first_blocks(layout.cu_seqlens, block_size).to(torch.int32)
     own_T, first_T = (torch.empty(tokens, dtype=torch.int32, device=device) for _ in range(2))
     bounds = torch.empty(blocks, 6, dtype=torch.int32, device=device)
@@ -61,7 +63,8 @@ def _build(layout: Layout, block_size: int) -> BlockTables:
 
 def _rows_of(tokens_N2: Tensor, ranges: TokenRanges) -> Tensor:
     """[blocks, 3] for a part made of `ranges`, from each block's first token and one past its last."""
-    rows_N2, token_N = torch.zeros_like(tokens_N2), tokens_N2[:, 1].clone()
+    rows_N2 = torch.zeros_like(tokens_N2)
+    token_N = tokens_N2[:, 1].clone()
     for start, stop in reversed(ranges):
         rows_N2 += (tokens_N2 - start).clamp(0, stop - start)
         here = (tokens_N2[:, 0] < stop) & (tokens_N2[:, 1] > start)

@@ -84,7 +84,8 @@ def work_ranges(lists: BlockLists, kv_heads: int, limit: int) -> Iterator[WorkRa
     for head in range(kv_heads):
         for first in range(0, lists.chunks, together):
             chunks = slice(first, min(first + together, lists.chunks))
-            begin, end = first * lists.chunk, min(chunks.stop * lists.chunk, total)
+            begin = first * lists.chunk
+            end = min(chunks.stop * lists.chunk, total)
             yield WorkRange(slice(head, head + 1), chunks, begin, end - begin)
 
 

@@ -37,10 +37,12 @@ class AllGather(Transport):
         self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall
     ) -> tuple[Tensor, Tensor, Selection]:
         """Attend slice by slice of the heads while the next slice is gathered; the selection is that of all slices."""
-        tokens, part = call.sequence.tokens(self.rank), call.against_all(self.rank)
+        tokens = call.sequence.tokens(self.rank)
+        part = call.against_all(self.rank)
         slices = self._slices(q_LHD, k_LKD)
-        summaries = all_summaries(k_LKD, call.whole, call.sequence, self.communicator)
-        out_LHD, selections = _zero_behind(q_LHD, tokens), list[Tensor]()
+        summaries = all_summaries(k_LKD, call.unsharded, call.sequence, self.communicator)
+        out_LHD = _zero_behind(q_LHD, tokens)
+        selections = list[Tensor]()
         lse_Hn = q_LHD.new_empty((q_LHD.shape[1], tokens), dtype=sum_dtype(q_LHD.dtype))
         for (kv, of), gather in self._gathers(k_LKD, v_LKD, slices):
             q_nHD = contiguous(q_LHD[:tokens, of])
@@ -59,11 +61,14 @@ class AllGather(Transport):
     def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
         """Gather again, slice by slice, and send the gradients of keys and values to their owners."""
         dout_LHD, q_LHD, k_LKD, v_LKD, out_LHD, lse_HL = state
-        tokens, part = call.sequence.tokens(self.rank), call.against_all(self.rank)
+        tokens = call.sequence.tokens(self.rank)
+        part = call.against_all(self.rank)
         slices = self._slices(q_LHD, k_LKD)
         length = len(selection) // len(slices)
         selections = [selection[i * length : (i + 1) * length] for i in range(len(slices))]
-        dq_LHD, dk_LKD, dv_LKD = _zero_behind(q_LHD, tokens), torch.empty_like(k_LKD), torch.empty_like(v_LKD)
+        dq_LHD = _zero_behind(q_LHD, tokens)
+        dk_LKD = torch.empty_like(k_LKD)
+        dv_LKD = torch.empty_like(v_LKD)
         in_flight: tuple[slice, Work] | None = None
 
         def receive(kv: slice, work: Work) -> None:
@@ -92,7 +97,8 @@ class AllGather(Transport):
 
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selections of all slices, one after the other."""
-        tokens, part = call.sequence.tokens(self.rank), call.against_all(self.rank)
+        tokens = call.sequence.tokens(self.rank)
+        part = call.against_all(self.rank)
         selections = [part.empty_selection(q_LHD[:tokens, of], k_LKD[:, kv]) for kv, of in self._slices(q_LHD, k_LKD)]
         return tuple(tensor for selection in selections for tensor in selection)
 

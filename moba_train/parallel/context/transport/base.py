@@ -19,17 +19,17 @@ from moba_train.parallel.context.layout import SequenceLayout
 class ShardedCall:
     """One attention call over a sequence that is sharded over ranks."""
 
-    whole: AttentionCall
-    """The call on the layout of the whole packed sequence."""
+    unsharded: AttentionCall
+    """The call on the layout of the complete packed sequence."""
     sequence: SequenceLayout
 
     def against_all(self, rank: int) -> AttentionCall:
         """The call for a rank's queries against the keys of all ranks."""
-        return self.whole.part(self.sequence.ranges_of(rank), self.sequence.all_ranges)
+        return self.unsharded.part(self.sequence.ranges_of(rank), self.sequence.all_ranges)
 
     def against(self, rank: int, owner: int) -> AttentionCall:
         """The call for a rank's queries against the keys of the rank `owner`."""
-        return self.whole.part(self.sequence.ranges_of(rank), self.sequence.ranges_of(owner))
+        return self.unsharded.part(self.sequence.ranges_of(rank), self.sequence.ranges_of(owner))
 
 
 class Transport(ABC):

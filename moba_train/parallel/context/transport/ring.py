@@ -38,7 +38,7 @@ class Ring(Transport):
     ) -> tuple[Tensor, Tensor, Selection]:
         """Select, attend to each chunk as it arrives, and merge the partial results by online softmax."""
         tokens = call.sequence.tokens(self.rank)
-        summaries = all_summaries(k_LKD, call.whole, call.sequence, self.communicator)
+        summaries = all_summaries(k_LKD, call.unsharded, call.sequence, self.communicator)
         q_nHD = q_LHD[:tokens]
         if tokens:
             selection = call.against_all(self.rank).select(q_nHD, summaries)
@@ -55,7 +55,8 @@ class Ring(Transport):
     def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
         """Pass the chunks around again and send the gradients of each straight to its owner."""
         _, q_LHD, k_LKD, v_LKD, _, _ = state
-        rows, dtype = q_LHD.shape[0], sum_dtype(q_LHD.dtype)
+        rows = q_LHD.shape[0]
+        dtype = sum_dtype(q_LHD.dtype)
         state = state.with_queries(slice(0, call.sequence.tokens(self.rank)))
         dq_nHD = torch.zeros_like(state.q, dtype=dtype)
         dkv_2LKD = torch.empty(2, *k_LKD.shape, dtype=dtype, device=k_LKD.device)
@@ -94,7 +95,7 @@ class Ring(Transport):
     def _is_seen(self, owner: int, call: ShardedCall) -> bool:
         """Whether any of this rank's queries sees any key of rank `owner`."""
         ranges = call.sequence.ranges
-        return sees(ranges[self.rank], ranges[owner], call.whole.layout.edges)
+        return sees(ranges[self.rank], ranges[owner], call.unsharded.layout.edges)
 
     def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield each rank with its keys and values, without padding: this rank first, then back around the ring."""

@@ -63,7 +63,7 @@ class _Swap:
         self.group = call.sequence.select_ranks(range(place * self.size, (place + 1) * self.size))
         groups = call.sequence.merge_ranks(self.size)
         self.joint = groups.select_ranks(range(place, place + 1))
-        self.call = ShardedCall(call.whole, groups)
+        self.call = ShardedCall(call.unsharded, groups)
 
     def heads(self, heads: int) -> int:
         """Number of heads that each rank gets out of `heads`."""
