@@ -5,6 +5,7 @@ of a tp group are neighbours, and a cp group spans as few nodes as it can.
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -116,3 +117,24 @@ def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def hierarchical_groups(
+    group: dist.ProcessGroup, node_size: int, timeout: timedelta | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Split a context-parallel group into a group inside this rank's node and a group across the nodes.
+
+    The group across holds the ranks with this rank's position in every node. `node_size`: consecutive ranks of `group`
+    in one node. Collective over the whole world, also when it holds several context-parallel groups.
+    """
+    all_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(all_ranks, dist.get_process_group_ranks(group))
+    own: dict[str, dist.ProcessGroup] = {}
+    for ranks in sorted(set(map(tuple, all_ranks))):
+        nodes = [ranks[first : first + node_size] for first in range(0, len(ranks), node_size)]
+        across = [ranks[position::node_size] for position in range(node_size)]
+        for kind, members in (*(("node", node) for node in nodes), *(("across", other) for other in across)):
+            created = dist.new_group(list(members), timeout=timeout)
+            if dist.get_rank() in members:
+                own[kind] = created
+    return own["node"], own["across"]

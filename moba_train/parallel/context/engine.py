@@ -10,13 +10,14 @@ from moba_train.attention.call import AttentionCall
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.parallel.context.checks import check_heads, check_sizes
-from moba_train.parallel.context.comm import Communicator, hierarchical_groups
+from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import ShardedCall, Transport
 from moba_train.parallel.context.transport.ring import Ring
 from moba_train.parallel.context.transport.ulysses import Local, Ulysses
+from moba_train.parallel.dims import hierarchical_groups
 
 
 class ContextParallel(OperatorEngine):
