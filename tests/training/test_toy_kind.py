@@ -41,7 +41,7 @@ class Gate(nn.Module):
 
 
 class ToyKind(AttentionKind):
-    """Full attention whose heads are gated by the layer's input; the auxiliary loss pulls the gates to one half."""
+    """Full attention whose heads are gated by the layer's input; the auxiliary loss pulls the gates to one quarter."""
 
     name = "toy"
 
