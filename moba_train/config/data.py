@@ -12,7 +12,7 @@ class UpsampleConfig(Section):
     """Long documents more often than the others."""
 
     min_length: Length = Field(description="minimum tokens of a document that counts as long")
-    factor: float = Field(gt=0, description="how many times as often long documents are read as the others")
+    factor: float = Field(gt=0, description="number of times that a long document is read for each time of another one")
 
 
 class SourceConfig(Section):

@@ -70,10 +70,13 @@ class CheckpointConfig(Section):
     """When checkpoints are written and which are kept. The last one and the newest good one are always kept."""
 
     every: int = Field(100, ge=1, description="optimizer steps between checkpoints")
-    keep_last: int = Field(2, ge=1, description="how many of the newest stay on disk")
+    keep_last: int = Field(2, ge=1, description="number of newest checkpoints that are kept")
     keep_every: int | None = Field(None, ge=1, description="checkpoints at multiples of this step stay for ever")
     keep_best: int = Field(
-        0, ge=0, description="how many of lowest validation loss stay, in each stage; every one must be evaluated"
+        0,
+        ge=0,
+        description="number of checkpoints of lowest validation loss that are kept in each stage; `every` must then "
+        "be a multiple of evaluation.every",
     )
 
 
@@ -155,7 +158,7 @@ class TelemetryConfig(Section):
 class SpikeConfig(Section):
     """Spikes of loss and gradient norm: one-sided robust z-score over a trailing window. See docs/run-health.md."""
 
-    window: int = Field(128, ge=8, description="how many unflagged values the score looks back on")
+    window: int = Field(128, ge=8, description="number of unflagged values that the score looks back on")
     warn_sigma: float = Field(6.0, gt=0, description="robust standard deviations above the median that flag a step")
     reaction: Literal["log", "skip_step", "rollback"] = Field(
         "log",
@@ -182,7 +185,7 @@ class WatchConfig(Section):
 
 
 class HealthConfig(Section):
-    """Watching the run."""
+    """Detection of loss spikes, stalled ranks and stragglers."""
 
     spike: SpikeConfig = SpikeConfig()
     watch: WatchConfig = WatchConfig()
