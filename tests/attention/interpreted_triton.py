@@ -3,6 +3,7 @@ bf16 arithmetic is wrong."""
 
 import os
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -75,8 +76,10 @@ def test_of_equal_gates_the_lower_block_wins_and_infinite_gates_are_candidates()
         assert ours.select(q, pooled, layout)[0][0, 639].tolist() == want
 
 
-@pytest.mark.parametrize("count", [3, 6, 17, 127])
-def test_selection_over_many_chunks_is_exact_whatever_the_buckets(count, monkeypatch):
+@pytest.mark.parametrize(
+    ("count", "gates"), [*product([3, 6, 17], ["random", "one bucket", "all equal"]), (127, "one bucket")]
+)
+def test_selection_over_many_chunks_is_exact_whatever_the_buckets(count, gates, monkeypatch):
     """Random gates; and gates whose best blocks all share a bucket, which are found in a second pass."""
     monkeypatch.setattr(select, "_CHUNK", 16)
     layout = layout_of([64 * 100, 64 * 20], "cpu")
@@ -85,15 +88,13 @@ def test_selection_over_many_chunks_is_exact_whatever_the_buckets(count, monkeyp
     q = torch.zeros(64 * 120, 1, 64)
     q[..., 0] = 1
     last = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, ((own.start, own.stop), (7600, 7680)))
-    generator = torch.Generator().manual_seed(0)
-    for kind in ("random", "one bucket", "all equal"):
-        pooled = torch.zeros(122, 1, 64)
-        if kind == "random":
-            pooled[:, 0, 0] = torch.randn(122, generator=generator)
-        elif kind == "one bucket":
-            pooled[:, 0, 0] = torch.where(torch.arange(122) % 16 == 5, 10.0 + torch.arange(122) % 7, -1.0)
-        selected = [kind.select(q[last.q_tokens], pooled, last)[0] for kind in (ours, reference)]
-        assert torch.equal(*selected), kind
+    pooled = torch.zeros(122, 1, 64)
+    if gates == "random":
+        pooled[:, 0, 0] = torch.randn(122, generator=torch.Generator().manual_seed(0))
+    elif gates == "one bucket":
+        pooled[:, 0, 0] = torch.where(torch.arange(122) % 16 == 5, 10.0 + torch.arange(122) % 7, -1.0)
+    selected = [moba.select(q[last.q_tokens], pooled, last)[0] for moba in (ours, reference)]
+    assert torch.equal(*selected)
 
 
 @pytest.mark.parametrize("block_size", [64, 192])
