@@ -8,7 +8,10 @@ from moba_train.model.transformer import LossSums, Transformer
 
 
 def training_loss(model: Transformer, batch: Batch) -> LossSums:
-    """Weighted sums of the losses (nats) of this rank's part of a micro-batch, with gradient."""
+    """Weighted sums of the losses (nats) of this rank's part of a micro-batch, with gradient where that is enabled.
+
+    The loss on validation data is this sum, too.
+    """
     return model.loss(batch.tokens, batch.positions, batch.layout, batch.loss_on)
 
 

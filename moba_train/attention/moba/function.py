@@ -47,14 +47,13 @@ def moba_attention(
             input), without gradient.
         select: "head" selects per query head, "group" once for the H / K query heads that share a key/value head
             (by the sum of their gates).
-        always: blocks selected whatever their gate, counting towards `topk`: "current" (always so), "previous",
+        always: blocks selected regardless of their gate, counting towards `topk`: "current" (always so), "previous",
             "first".
         backend: "triton" is kernels for CUDA, float16 or bfloat16, D 64 or 128, block_size a multiple of 16 from 64 to
             16384, topk up to 128; "composed" is varlen flash attention over gathered queries: CUDA, float16 or
             bfloat16, D a multiple of 8 up to 256, any block_size and topk (on the CPU, any dtype: for tests);
-            "reference" is plain
-            PyTorch; "auto" takes dense attention where every block is selected, else "triton" where it can run, else
-            "composed" on CUDA, else "reference".
+            "reference" is plain PyTorch; "auto" takes dense attention where every block is selected, else "triton"
+            where it can run, else "composed" on CUDA, else "reference".
 
     Returns:
         out [T, H, D] in q's dtype, differentiable once in q, k and v (no gradient passes the gate); with `return_lse`,
