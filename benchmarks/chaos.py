@@ -1,11 +1,13 @@
-"""Chaos: training processes are killed, stalled and starved of disk at random moments; the run must end bitwise equal.
+"""Chaos: training processes are killed, stalled, starved of disk and given damaged files and numbers at random moments;
+the run must end bitwise equal.
 
     python -m benchmarks.chaos --kills 100 --fork --workers 3 --output benchmarks/results/chaos.json    (on Linux)
 
 Runs of 240 steps on two ranks under torchrun (`--max-restarts`) are disturbed up to twenty times each. The only help is
 a scheduler's: when torchrun itself was killed or told to end, the same command is given again. After each disturbance
 the run must go on from a checkpoint no older than the newest one published before it, and at its end the tensors of its
-last checkpoint (model, optimizer, random states) must be those of an undisturbed run, bit by bit.
+last checkpoint (model, optimizer, random states) must be those of an undisturbed run, bit by bit. metrics.jsonl must
+hold every logged step once.
 """
 
 import argparse
@@ -17,8 +19,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.chaos_disturbances import ACTIONS, KILLS, Disturbance, Tally
+from benchmarks.chaos_actions import ACTIONS, KILLS
+from benchmarks.chaos_disturbances import Disturbance
 from benchmarks.chaos_run import EVERY, STEPS, ChaosRun
+from benchmarks.chaos_tally import Tally
 from benchmarks.record import save
 
 PER_RUN = 20
@@ -54,6 +58,7 @@ class Chaos:
         if not undisturbed.finished:
             raise RuntimeError(f"not even the undisturbed run ends well:\n{undisturbed.tail()}")
         self._expected = undisturbed.state()
+        self._metric_steps = undisturbed.metric_steps()
 
     def work(self, report: Callable[[Tally], None] = lambda _: None) -> None:
         """Disturb runs until nothing is pending, and call `report` after each."""
@@ -85,7 +90,7 @@ class Chaos:
             run.launch()
             while kinds:
                 doing = kinds[0]
-                if not Disturbance(doing, run, dice, tally).apply():
+                if not Disturbance(doing, ACTIONS[doing], run, dice, tally).apply():
                     break
                 kinds.pop(0)
             doing = "the end"
@@ -95,6 +100,8 @@ class Chaos:
                 run.wait_for_end(600)
             if not run.finished or run.state() != self._expected:
                 return f"{doing}: step {run.saved_step}, other bits:\n{run.tail()}"
+            if run.metric_steps() != self._metric_steps:
+                return f"the end: metrics.jsonl holds the steps {run.metric_steps()}"
         except (AssertionError, TimeoutError) as error:
             if kinds and doing == kinds[0]:
                 kinds.pop(0)

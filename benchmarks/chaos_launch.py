@@ -9,7 +9,7 @@ import uuid
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from moba_train.train import main
+from benchmarks.chaos_rank import main
 
 
 def train(recipe: str) -> None:

@@ -17,6 +17,7 @@ import yaml
 from benchmarks.trainer_run import ranks_of, write_corpus
 from moba_train.checkpoint.manifest import read_manifest
 from moba_train.checkpoint.publish import latest_checkpoint, published
+from moba_train.telemetry.jsonl import read_records
 
 RANKS = 2
 STEPS = 240
@@ -47,18 +48,24 @@ class ChaosRun:
         self.folder = folder
         self.fork = fork
         self.steps = steps
+        self.timeout_s = timeout_s
         self.checkpoints = folder / "run" / "checkpoints"
+        self.faults = folder / "faults"
+        self.corpus = folder / "corpus"
         self.launches = 0
         self.lines: list[str] = []
         self._launcher: subprocess.Popen[str] | None = None
-        folder.mkdir(parents=True, exist_ok=True)
+        self.faults.mkdir(parents=True, exist_ok=True)
+        if not Path(f"{self.corpus}.idx").exists():
+            write_corpus(self.corpus, 2 * self.steps * _BATCH, _VOCAB)
         (folder / "sitecustomize.py").write_text(_CLOCK)
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(self._recipe(timeout_s)))
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(self._recipe()))
 
-    def _recipe(self, timeout_s: int) -> dict[str, Any]:
-        corpus = self.folder.parent / "corpus"
-        if not Path(f"{corpus}.idx").exists():
-            write_corpus(corpus, 2 * self.steps * _BATCH, _VOCAB)
+    def second(self) -> "ChaosRun":
+        """A second trainer for the same folder."""
+        return ChaosRun(self.folder, self.fork, self.steps, self.timeout_s)
+
+    def _recipe(self) -> dict[str, Any]:
         half = self.steps // 2 * _BATCH
         return {
             "name": "chaos",
@@ -72,7 +79,7 @@ class ChaosRun:
                 "kv_heads": 2,
             },
             "attention": {"full_layers": "last:1", "moba": {"block_size": 16, "topk": 2}},
-            "data": {"train": [{"path": str(corpus)}]},
+            "data": {"train": [{"path": str(self.corpus)}]},
             "batch_tokens": _BATCH,
             "micro_batch_size": 2,
             "stages": [
@@ -85,7 +92,7 @@ class ChaosRun:
                 },
                 {"name": "long", "seq_len": 64, "tokens": half, "micro_batch_size": 2},
             ],
-            "parallel": {"timeout": timeout_s},
+            "parallel": {"timeout": self.timeout_s},
             "checkpoint": {"every": EVERY, "keep_last": 3},
             "telemetry": {"log_every": 4, "wandb": {"mode": "disabled"}},
         }
@@ -94,7 +101,8 @@ class ChaosRun:
         """Start the training command, the first time or again."""
         self.launches += 1
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "1000"]
-        launcher = ["benchmarks.chaos_launch", str(RANKS)] if self.fork else [*torchrun, "-m", "moba_train.train"]
+        inherited = [path for path in [os.environ.get("PYTHONPATH")] if path]
+        launcher = ["benchmarks.chaos_launch", str(RANKS)] if self.fork else [*torchrun, "-m", "benchmarks.chaos_rank"]
         self._launcher = subprocess.Popen(
             [sys.executable, "-m", *launcher, str(self.folder / "recipe.yaml")],
             stdout=subprocess.PIPE,
@@ -107,7 +115,8 @@ class ChaosRun:
                 "OMP_NUM_THREADS": "1",
                 "CUDA_VISIBLE_DEVICES": "",
                 "CHAOS_CLOCK": str(self.folder / "clock"),
-                "PYTHONPATH": os.pathsep.join([str(self.folder), str(Path(__file__).parent.parent)]),
+                "CHAOS_FAULTS": str(self.faults),
+                "PYTHONPATH": os.pathsep.join([str(self.folder), str(Path(__file__).parent.parent), *inherited]),
             },
         )
         threading.Thread(target=self._listen, args=(self._launcher,), daemon=True).start()
@@ -146,6 +155,20 @@ class ChaosRun:
         """The step at which each restart attempt began to train, newest last."""
         found = (re.search(r"(?:resume|stage) at step (\d+): (resumed|stage short)", line) for line in list(self.lines))
         return [int(match[1]) for match in found if match and (match[2] == "resumed" or match[1] == "0")]
+
+    def logged_step(self) -> int:
+        """The newest step on the console since the last start; 0 before the first."""
+        for line in reversed(self.lines):
+            if line.startswith("step "):
+                return int(line.split()[1].partition("/")[0])
+            if " at step " in line and "resume" in line:
+                return 0
+        return 0
+
+    def metric_steps(self) -> list[int]:
+        """Steps of the metrics in metrics.jsonl, in the order of the file."""
+        records = read_records(self.checkpoints.parent / "metrics.jsonl")
+        return [record["step"] for record in records if record["type"] == "metrics"]
 
     def says(self, text: str, first: int = 0) -> bool:
         """Whether a line of output from number `first` on contains `text`."""

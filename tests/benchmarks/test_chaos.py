@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import Chaos, plan
-from benchmarks.chaos_disturbances import ACTIONS, KILLS
+from benchmarks.chaos_actions import ACTIONS, KILLS
 
 
 @pytest.mark.slow

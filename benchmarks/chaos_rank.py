@@ -1,0 +1,74 @@
+"""One rank of a disturbed run: the real training program, with faults that strike inside the process.
+
+    torchrun ... -m benchmarks.chaos_rank RECIPE.yaml
+
+A file named after a fault in the folder $CHAOS_FAULTS arms it; the first rank that meets it removes the file and
+suffers it, once.
+"""
+
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+import moba_train.checkpoint.manifest as manifest
+import moba_train.train
+import moba_train.training.trainer as trainer
+from moba_train.data.batch import Batch
+from moba_train.model.transformer import LossSums, Transformer
+
+NAN = "nan"
+"""The loss of one micro-batch is NaN on one rank, as after a bit flip in the forward pass."""
+POISON = "poison"
+"""NaN in the optimizer state of one rank, after an update."""
+READ_ERROR = "read_error"
+"""A file of a checkpoint cannot be read, the first time."""
+
+
+def strikes(fault: str) -> bool:
+    """Whether this process suffers `fault` now."""
+    try:
+        (Path(os.environ["CHAOS_FAULTS"]) / fault).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def install() -> None:
+    """Put the faults into the functions of the trainer."""
+    real_loss = trainer.training_loss
+    real_hash = manifest.hash_file
+    real_update = trainer.Trainer._update
+
+    def training_loss(model: Transformer, batch: Batch) -> LossSums:
+        sums = real_loss(model, batch)
+        return sums._replace(loss=sums.loss * torch.nan) if strikes(NAN) else sums
+
+    def hash_file(path: Path) -> manifest.FileEntry:
+        if "step_" in path.parent.name and not path.parent.name.startswith(".") and strikes(READ_ERROR):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real_hash(path)
+
+    def update(self: trainer.Trainer, *arguments: Any) -> None:
+        real_update(self, *arguments)
+        if self.optimizer.state and strikes(POISON):
+            state = next(iter(self.optimizer.state.values()))["exp_avg"]
+            (state.to_local() if isinstance(state, DTensor) else state).view(-1)[:1] = torch.nan
+
+    trainer.training_loss = training_loss
+    manifest.hash_file = hash_file
+    trainer.Trainer._update = update  # type: ignore[method-assign, assignment]
+
+
+def main(arguments: list[str]) -> int:
+    """Train as one rank, with the faults installed. Returns its exit code."""
+    install()
+    return moba_train.train.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
