@@ -1,6 +1,6 @@
 """Samples that lie inside one long document, so that every token has its whole context: for loss by position."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,8 +16,9 @@ class LongDocumentSamples:
     """Up to `sequences` samples of `seq_len` tokens, each inside one document.
 
     A sample is followed by at least one more token of its document, so that each of its tokens has a label. A document
-    gives as many samples as fit into it, a short one gives none. The choice depends only on the corpora, `seq_len` and
-    `seed`; corpora are pooled, their blend weights are ignored.
+    gives as many samples as fit into it, a short one gives none, and neither does one outside its source's `min_length`
+    and `below_length`. The choice depends only on the corpora, their ranges of lengths, `seq_len` and `seed`; corpora
+    are pooled, their blend weights are ignored.
 
     `len()` is the number of samples; 0 if no document is long enough. Raises DataError for a damaged corpus.
     """
@@ -28,7 +29,7 @@ class LongDocumentSamples:
         self.seq_len = seq_len
         self._vocab_size = vocab_size
         self._corpora = _corpora(sources)
-        places = _places(self._corpora, seq_len)
+        places = _places(sources, self._corpora, seq_len)
         self._places = [places[index] for index in permutation(len(places), (seed, seq_len))[:sequences]]
 
     def __len__(self) -> int:
@@ -56,18 +57,28 @@ class LongDocumentSamples:
 
 def count_samples(sources: Sequence[SourceConfig], seq_len: int) -> int:
     """How many samples of `seq_len` tokens the documents of `sources` give. Raises DataError for a damaged corpus."""
-    return len(_places(_corpora(sources), seq_len))
+    return len(_places(sources, _corpora(sources), seq_len))
 
 
-def _corpora(sources: Sequence[SourceConfig]) -> list[IndexedDataset]:
-    return [IndexedDataset(path) for path in dict.fromkeys(source.path for source in sources)]
+def _corpora(sources: Sequence[SourceConfig]) -> dict[str, IndexedDataset]:
+    return {path: IndexedDataset(path) for path in dict.fromkeys(source.path for source in sources)}
 
 
-def _places(corpora: Sequence[IndexedDataset], seq_len: int) -> list[tuple[int, int, int]]:
-    """Corpus, document and first token of every sample."""
+def _places(
+    sources: Sequence[SourceConfig], corpora: Mapping[str, IndexedDataset], seq_len: int
+) -> list[tuple[str, int, int]]:
+    """Path of the corpus, document and first token of every sample."""
     return [
-        (corpus, document, start)
-        for corpus, dataset in enumerate(corpora)
-        for document in np.flatnonzero(dataset.document_lengths > seq_len).tolist()
+        (path, document, start)
+        for path, dataset in corpora.items()
+        for document in _long_documents(dataset, [source for source in sources if source.path == path], seq_len)
         for start in range(0, int(dataset.document_lengths[document]) - seq_len, seq_len)
     ]
+
+
+def _long_documents(dataset: IndexedDataset, sources: Sequence[SourceConfig], seq_len: int) -> list[int]:
+    """Documents of more than `seq_len` tokens whose length one of the corpus' `sources` asks for, ascending."""
+    asked = [
+        dataset.documents_of_length(max(source.min_length or 0, seq_len + 1), source.below_length) for source in sources
+    ]
+    return np.unique(np.concatenate(asked)).tolist()

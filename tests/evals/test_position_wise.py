@@ -53,6 +53,23 @@ def test_only_documents_that_are_long_enough_give_samples(sources: list[SourceCo
         assert (sample.loss_weight == 1).all()
 
 
+def test_a_source_with_a_range_of_lengths_gives_documents_of_that_range_only(sources: list[SourceConfig]) -> None:
+    def documents(**limits: int) -> list[int]:
+        ranged = [source.model_copy(update=limits) for source in sources]
+        found = LongDocumentSamples(ranged, SEQ_LEN, 100, 0, VOCAB)
+        assert count_samples(ranged, SEQ_LEN) == len(found)
+        return sorted(found.sample(index).parts[0].document for index in range(len(found)))
+
+    assert documents(min_length=40) == [3, 3]
+    assert documents(below_length=40) == [2, 5, 5]
+    assert documents(min_length=18, below_length=34) == [5, 5]
+    assert documents(min_length=100) == []
+    twice = [
+        source.model_copy(update=update) for source in sources for update in ({"below_length": 18}, {"min_length": 40})
+    ]
+    assert count_samples(twice, SEQ_LEN) == 3
+
+
 def test_samples_are_the_same_every_time_and_fewer_are_some_of_them(sources: list[SourceConfig]) -> None:
     def first_tokens(count: int) -> list[int]:
         found = LongDocumentSamples(sources, SEQ_LEN, count, 3, VOCAB)
