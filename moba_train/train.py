@@ -10,6 +10,8 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import torch
+
 from moba_train.config.load import dump_config, load_config
 from moba_train.config.schema import RunConfig
 from moba_train.errors import UserError
@@ -40,7 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
             config = load_config(given.recipe, given.overrides)
             ranks = int(os.environ.get("WORLD_SIZE", 1))
             per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            validate(config, ranks, check_files=True, ranks_per_node=per_node)
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            validate(config, ranks, check_files=True, ranks_per_node=per_node, device=device)
         except UserError as error:
             if rank == 0:
                 print(f"error: {error}", file=sys.stderr)

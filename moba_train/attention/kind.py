@@ -49,6 +49,8 @@ class StageContext:
     cp: int
     tp: int
     deterministic: bool
+    device: str | None
+    """"cuda" or "cpu"; None where the run's machine is not known."""
     layers: str
     """The layers with these options, for messages: `in layers 0-3, 7`."""
 

@@ -1,11 +1,17 @@
 """The base of every configuration section."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
-    """A section of the recipe: unknown keys and non-finite numbers are refused, values never change after loading."""
+    """A section of the recipe: unknown keys and non-finite numbers are refused, values never change after loading.
+
+    `true` and `false` are no numbers, and numbers and words such as `yes` are not `true`: pydantic would take them.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
@@ -13,3 +19,12 @@ class Section(BaseModel):
     def fields(cls) -> dict[str, FieldInfo]:
         """Every key that the section may hold."""
         return dict(cls.model_fields)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_other_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        accepted = annotation is bool or {bool, Any} & {annotation, *get_args(annotation)}
+        if (isinstance(value, bool) and not accepted) or (annotation is bool and not isinstance(value, bool)):
+            raise PydanticCustomError("bool_type", "true and false are a type of their own")
+        return value

@@ -24,6 +24,8 @@ def read_rope(config: dict[str, Any]) -> RopeConfig:
         raise CheckpointError(f"partial_rotary_factor is {values['partial_rotary_factor']!r}, allowed: 1.0")
     if rope_type == "default":
         return RopeConfig(theta=theta)
+    if rope_type in ("linear", *_TURNS) and values["factor"] == 1:
+        return RopeConfig(theta=theta)  # stretches nothing
     if rope_type == "linear":
         return RopeConfig(kind="pi", theta=theta, factor=values["factor"])
     if rope_type not in _TURNS:

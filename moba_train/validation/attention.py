@@ -1,39 +1,65 @@
 """What cannot work about the attention of a recipe's layers; each kind is asked for its own problems."""
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 
 from moba_train.attention.kind import StageContext
 from moba_train.attention.registry import KINDS
-from moba_train.config.attention import LayerAttention, merge_attention, resolve_layers
+from moba_train.config.attention import AttentionConfig, LayerAttention, merge_attention, resolve_layers
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import merge_parallel
 from moba_train.errors import ConfigError
 
 
-def attention_problems(config: RunConfig) -> Iterator[str]:
-    """Unknown kinds, layers and options of the recipe and its stages, and what the kinds cannot do."""
+def attention_problems(config: RunConfig, device: str | None = None) -> Iterator[str]:
+    """Unknown kinds, layers and options of the recipe and its stages, and what the kinds cannot do on `device`."""
     try:
         resolve_layers(config.attention, config.model.layers)
         recipe_problems: list[str] = []
     except ConfigError as error:
         recipe_problems = error.problems
     yield from (f"attention.{problem}" for problem in recipe_problems)
+    used: dict[int, set[str]] = defaultdict(set)
+    all_resolved = not recipe_problems
     shapes: dict[tuple[str, int], tuple[str, dict[str, torch.Size]]] = {}
     for index, stage in enumerate(config.stages):
         merged = merge_attention(config.attention, stage.attention)
         try:
             layers = resolve_layers(merged, config.model.layers)
         except ConfigError as error:
+            all_resolved = False
             inherited = set(recipe_problems)
             yield from (f"stages[{index}].attention.{text}" for text in error.problems if text not in inherited)
         else:
-            yield from _kind_problems(config, layers, index)
+            yield from _kind_problems(config, layers, index, device)
             yield from _parameter_problems(config, layers, index, shapes)
+            for layer, attention in enumerate(layers):
+                used[layer].add(attention.kind)
+            if stage.attention is not None:
+                own = {layer: {attention.kind} for layer, attention in enumerate(layers)}
+                yield from _unused_options(stage.attention, own, f"stages[{index}].attention", "in this stage")
+    if all_resolved:
+        yield from _unused_options(config.attention, used, "attention", "in all stages")
 
 
-def _kind_problems(config: RunConfig, layers: Sequence[LayerAttention], index: int) -> Iterator[str]:
+def _unused_options(given: AttentionConfig, used: Mapping[int, Set[str]], path: str, where: str) -> Iterator[str]:
+    """Options in the `overrides` of a layer that none of the kinds it has in these stages (`used`) knows."""
+    for layer, override in given.overrides.items():
+        kinds = sorted(used.get(layer, ()))
+        known = {"kind"}.union(*(KINDS[kind].Options.model_fields for kind in kinds))
+        for key in override:
+            if kinds and key not in known:
+                yield (
+                    f"{path}.overrides.{layer}.{key}: given {override[key]!r}, but layer {layer} is "
+                    f"{' or '.join(map(repr, kinds))} {where}, which has no such option; remove it or set kind"
+                )
+
+
+def _kind_problems(
+    config: RunConfig, layers: Sequence[LayerAttention], index: int, device: str | None
+) -> Iterator[str]:
     stage = config.stages[index]
     parallel = merge_parallel(config.parallel, stage.parallel)
     groups: dict[LayerAttention, list[int]] = {}
@@ -42,7 +68,7 @@ def _kind_problems(config: RunConfig, layers: Sequence[LayerAttention], index: i
     for attention, ids in groups.items():
         where = f"in layer{'s' * (len(ids) > 1)} {_ranges(ids)}"
         context = StageContext(
-            config.model, stage.seq_len, parallel.cp, parallel.tp, config.deterministic, layers=where
+            config.model, stage.seq_len, parallel.cp, parallel.tp, config.deterministic, device, layers=where
         )
         for problem in KINDS[attention.kind].problems(attention.options, context):
             yield f"stages[{index}].attention.{attention.kind}.{problem}"

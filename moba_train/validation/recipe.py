@@ -20,11 +20,16 @@ from moba_train.validation.trainable import trainable_problems
 
 
 def validate(
-    config: RunConfig, world_size: int | None = None, check_files: bool = False, ranks_per_node: int | None = None
+    config: RunConfig,
+    world_size: int | None = None,
+    check_files: bool = False,
+    ranks_per_node: int | None = None,
+    device: str | None = None,
 ) -> None:
     """Check everything that can be known without a GPU.
 
     world_size: the number of ranks; None leaves out what depends on it, and so does None for ranks_per_node.
+    device: "cuda" or "cpu", where the run will train; None where that is not known.
     check_files: also look for the corpora and the tokenizer, relative to the working directory.
     Raises ConfigError with all problems, each named by its key.
     """
@@ -34,7 +39,7 @@ def validate(
         *_stage_name_problems(config.stages),
         *_schedule_problems(config),
         *_checkpoint_problems(config),
-        *attention_problems(config),
+        *attention_problems(config, device),
         *length_problems(config),
         *tensor_problems(config, ranks_per_node),
     ]
@@ -74,6 +79,11 @@ def _rope_problems(rope: RopeConfig, path: str) -> Iterator[str]:
         yield (
             f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, yarn or "
             "llama3, or factor: 1"
+        )
+    if rope.factor == 1 and rope.kind in ("pi", "yarn", "llama3"):
+        yield (
+            f"{path}.factor: given 1, with which kind {rope.kind!r} changes nothing; set the new length / the trained "
+            "length, more than 1, or kind: none"
         )
     if rope.kind not in ("yarn", "llama3"):
         return

@@ -170,10 +170,57 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
             ["attention.moba.always=[previous, first]"],
             "stages[1].attention.moba.topk: given 2 in layer 1, but 3 blocks are always selected (current",
         ),
+        (
+            ["attention.overrides={3: {topk: 2}}"],
+            "attention.overrides.3.topk: given 2, but layer 3 is 'full' in all stages, which has no such option",
+        ),
+        (
+            ["stages.0.attention.overrides={0: {topk: 2}}"],
+            "stages[0].attention.overrides.0.topk: given 2, but layer 0 is 'full' in this stage, which has no",
+        ),
+        (
+            ["attention.moba={backend: triton, block_size: 40}"],
+            "stages[1].attention.moba.backend: given 'triton' in layers 0, 2, which cannot run: head dim 32, 64 or 128",
+        ),
+        (
+            ["attention.moba={backend: triton, block_size: 40}", "model.head_dim=64"],
+            "stages[1].attention.moba.backend: given 'triton' in layers 0, 2, which cannot run: block_size 40, a",
+        ),
+        (
+            ["attention.moba={backend: triton, topk: 129, block_size: 64}", "model.head_dim=64"],
+            "stages[1].attention.moba.backend: given 'triton' in layers 0, 2, which cannot run: 128 selected blocks",
+        ),
+        (["stages.1.rope.factor=1"], "stages[1].rope.factor: given 1, with which kind 'pi' changes nothing"),
+        (
+            ["stages.1.rope={kind: yarn, original_seq_len: 2K}"],
+            "stages[1].rope.factor: given 1, with which kind 'yarn' changes nothing",
+        ),
     ],
 )
 def test_a_combination_that_cannot_work_is_refused_with_its_key(load, overrides, problem):
     assert any(found.startswith(problem) for found in problems(load(*overrides))), problems(load(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("override", "backend", "device"),
+    [("attention.full.backend=cudnn", "cudnn", "cpu"), ("attention.full.backend=sdpa", "sdpa", "cuda")],
+)
+def test_a_backend_is_refused_where_the_run_has_no_such_device(load, override, backend, device):
+    needed = {"cpu": "cuda", "cuda": "cpu"}[device]
+    config = load(override)
+    found = problems(config, device=device)
+    assert found[0].startswith(
+        f"stages[0].attention.full.backend: given {backend!r} in layers 0-3, which runs on {needed}"
+    )
+    validate(config, device=needed)
+    validate(config)
+
+
+def test_triton_kernels_are_refused_before_the_first_stage_on_a_cpu(load, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    config = load("attention.moba={backend: triton, block_size: 512}", "model.head_dim=64")
+    assert "the run trains on cpu, CUDA needed" in problems(config, device="cpu")[0]
+    validate(config, device="cuda")
 
 
 def test_all_problems_come_at_once_and_only_once(load):

@@ -30,6 +30,23 @@ def triton_runs_on(x: Tensor) -> bool:
     return has_triton() and (x.is_cuda or interpreted())
 
 
+def triton_limits(head_dim: int, selected: int) -> str:
+    """Why the kernels cannot work on any machine with heads of this width and `selected` blocks of a query besides its
+    own; empty when they can."""
+    if head_dim not in (64, 128):
+        return f"head dim {head_dim}, 64 or 128 needed"
+    if selected > _MOST_SELECTED:
+        return f"{selected} selected blocks besides the own one, at most {_MOST_SELECTED} supported"
+    return ""
+
+
+def triton_block_size(block_size: int) -> str:
+    """Why the kernels cannot attend to blocks of this size; empty when they can."""
+    if block_size % 16 or not 64 <= block_size <= 16384:
+        return f"block_size {block_size}, a multiple of 16 from 64 to 16384 needed"
+    return ""
+
+
 def triton_refuses(x: Tensor, layout: Layout, block_size: int, selected: int) -> str:
     """Why the kernels cannot work on queries or keys like `x` ([tokens, heads, D]), with `selected` blocks of a query
     besides its own; empty when they can."""
@@ -39,10 +56,8 @@ def triton_refuses(x: Tensor, layout: Layout, block_size: int, selected: int) ->
         return f"tensors are on {x.device.type}, not on CUDA"
     if x.dtype not in (torch.float16, torch.bfloat16) and not interpreted():
         return f"dtype {x.dtype}, bfloat16 or float16 needed"
-    if x.shape[-1] not in (64, 128):
-        return f"head dim {x.shape[-1]}, 64 or 128 needed"
-    if selected > _MOST_SELECTED:
-        return f"{selected} selected blocks besides the own one, at most {_MOST_SELECTED} supported"
+    if reason := triton_limits(x.shape[-1], selected):
+        return reason
     for ranges in (layout.q_ranges, layout.k_ranges):
         if not in_one_range(ranges, block_size):
             parts = ", ".join(f"{start}-{stop}" for start, stop in ranges or ())

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from moba_train.attention.blocks import composed, reference
-from moba_train.attention.blocks.available import triton_refuses
+from moba_train.attention.blocks.available import triton_block_size, triton_refuses
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
 
 logger = logging.getLogger(__name__)
@@ -123,8 +123,4 @@ def _picked(key: str, name: str, why: str) -> str:
 
 def _triton_refuses(x: Tensor, layout: Layout, block_size: int, selected: int) -> str:
     """Why the Triton kernels cannot attend for queries like `x`; empty when they can."""
-    if reason := triton_refuses(x, layout, block_size, selected):
-        return reason
-    if block_size % 16 or not 64 <= block_size <= 16384:
-        return f"block_size {block_size}, a multiple of 16 from 64 to 16384 needed"
-    return ""
+    return triton_refuses(x, layout, block_size, selected) or triton_block_size(block_size)

@@ -6,6 +6,9 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.kind import AttentionKind, StageContext
 from moba_train.config.base import Section
 
+_DEVICES = {"flash4": "cuda", "cudnn": "cuda", "flash": "cuda", "sdpa": "cpu"}
+"""The device that a backend needs."""
+
 
 class FullKind(AttentionKind):
     """Every query attends to all earlier tokens of its document and to itself."""
@@ -19,12 +22,18 @@ class FullKind(AttentionKind):
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
-        """A backend that is not reproducible in a deterministic run."""
+        """A backend that is not reproducible in a deterministic run, or not for the run's device."""
         assert isinstance(options, FullAttention.Options)
         if context.deterministic and options.backend == "cudnn":
             yield (
                 f"backend: given 'cudnn' {context.layers}, whose backward pass is not reproducible, with "
                 "deterministic: true; set auto or flash"
+            )
+        needs = _DEVICES.get(options.backend)
+        if needs and context.device not in (None, needs):
+            yield (
+                f"backend: given {options.backend!r} {context.layers}, which runs on {needs} only; the run trains on "
+                f"{context.device}; set auto"
             )
 
     def attended_pairs(self, lengths: Sequence[int]) -> float:

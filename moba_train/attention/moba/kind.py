@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from moba_train.attention.blocks.available import interpreted, triton_block_size, triton_limits
 from moba_train.attention.kind import AttentionKind, StageContext
 from moba_train.attention.moba.attention import MobaAttention
 from moba_train.config.base import Section
@@ -20,7 +21,7 @@ class MobaKind(AttentionKind):
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
-        """A block longer than the sequence, and more forced blocks than topk."""
+        """A block longer than the sequence, more forced blocks than topk, and a backend that cannot run."""
         assert isinstance(options, MobaAttention.Options)
         if options.block_size > context.seq_len:
             yield (
@@ -33,6 +34,12 @@ class MobaKind(AttentionKind):
                 f"topk: given {options.topk} {context.layers}, but {len(forced)} blocks are always selected "
                 f"({', '.join(sorted(forced))}) and count towards it; allowed: >= {len(forced)}"
             )
+
+        reason = triton_limits(context.model.head_width, options.topk - 1) or triton_block_size(options.block_size)
+        if context.device not in (None, "cuda") and not interpreted():
+            reason = f"the run trains on {context.device}, CUDA needed"
+        if options.backend == "triton" and reason:
+            yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
 
     def attended_pairs(self, lengths: Sequence[int]) -> float:
         """Own blocks up to the query, and at most topk - 1 complete blocks before."""
