@@ -15,41 +15,45 @@ from moba_train import __version__
 
 @dataclass(frozen=True)
 class OptionalPackage:
-    """A distribution's name, the (module, attribute) pairs that we use, and how to install it."""
+    """A package that some part of this one uses where it is installed."""
 
     name: str
+    """Of the distribution."""
+    gives: str
+    """What it adds, and to what."""
     features: tuple[tuple[str, str], ...]
+    """The (module, attribute) pairs that we use."""
     install: str
+
+
+def _pip(name: str, gives: str, module: str, attribute: str) -> OptionalPackage:
+    return OptionalPackage(name, gives, ((module, attribute),), f"pip install {name}")
 
 
 OPTIONAL_PACKAGES = (
     OptionalPackage(
-        "flash-attn", (("flash_attn", "flash_attn_varlen_func"),), "pip install flash-attn --no-build-isolation"
+        "flash-attn",
+        "kernel of attention.moba.backend: composed",
+        tuple(
+            ("flash_attn.flash_attn_interface", f"_wrapped_flash_attn_varlen_{way}") for way in ("forward", "backward")
+        ),
+        "pip install flash-attn --no-build-isolation",
     ),
     # Has only pre-releases, which share the namespace of flash-attn. The pinned packages are those it was tested with.
     OptionalPackage(
         "flash-attn-4",
+        "the fastest kernel of full attention, and of MoBA from block size 2048",
         (("flash_attn.cute.interface", "_flash_attn_fwd"), ("flash_attn.cute.interface", "_flash_attn_bwd")),
         "pip install flash-attn-4==4.0.0b18 'nvidia-cutlass-dsl[cu13]==4.5.2' quack-kernels==0.5.0",
     ),
-    OptionalPackage(
-        "transformer-engine",
-        (("transformer_engine.pytorch", "Linear"),),
-        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
-    ),
-    # The PyPI package "apex" is something else; NVIDIA's has these two modules when built with its CUDA extensions.
-    OptionalPackage(
-        "apex",
-        (("apex.optimizers", "FusedAdam"), ("amp_C", "multi_tensor_adam")),
-        "NVIDIA apex, from source only: github.com/NVIDIA/apex; the package of that name on PyPI is unrelated",
-    ),
-    OptionalPackage("deepspeed", (("deepspeed", "initialize"),), "pip install deepspeed"),
-    OptionalPackage("torchao", (("torchao.float8", "convert_to_float8_training"),), "pip install torchao"),
-    OptionalPackage("liger-kernel", (("liger_kernel.transformers", "LigerRMSNorm"),), "pip install liger-kernel"),
-    OptionalPackage("tokenizers", (("tokenizers", "Tokenizer"),), "pip install tokenizers"),
-    OptionalPackage("transformers", (("transformers", "AutoConfig"),), "pip install transformers"),
-    OptionalPackage("tensorboard", (("torch.utils.tensorboard", "SummaryWriter"),), "pip install tensorboard"),
-    OptionalPackage("wandb", (("wandb", "init"),), "pip install wandb"),
+    _pip("wandb", "telemetry.wandb: curves, alerts and spikes in Weights & Biases", "wandb", "init"),
+    _pip("tensorboard", "telemetry.tensorboard", "torch.utils.tensorboard", "SummaryWriter"),
+    _pip("tokenizers", "tokenizer.json files, in moba-data and generate", "tokenizers", "Tokenizer"),
+    _pip("tiktoken", "moba-data tokenize --tokenizer tiktoken:NAME", "tiktoken", "get_encoding"),
+    _pip("fastokens", "moba-data tokenize, several times as fast", "fastokens", "Tokenizer"),
+    _pip("pyarrow", "moba-data: .parquet input", "pyarrow.parquet", "ParquetFile"),
+    _pip("zstandard", "moba-data: .zst input", "zstandard", "ZstdDecompressor"),
+    _pip("transformers", "exported models in Hugging Face's programs", "transformers", "AutoConfig"),
 )
 
 
@@ -81,12 +85,12 @@ def print_environment(console: Console) -> None:
         console.print("GPU: none")
 
     table = Table(title="Optional packages", title_justify="left")
-    for column in ("package", "version", "state"):
+    for column in ("package", "what it gives", "version", "state"):
         table.add_column(column, overflow="fold")
     for package in OPTIONAL_PACKAGES:
         reason = probe(package)
         state = "usable" if reason is None else escape(f"{reason}\n{package.install}")
-        table.add_row(package.name, _version(package.name) or "-", state)
+        table.add_row(package.name, package.gives, _version(package.name) or "-", state)
     console.print(table)
 
 

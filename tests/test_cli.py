@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ from moba_train.cli import app
 from moba_train.config.load import load_config
 from moba_train.environment import OPTIONAL_PACKAGES, OptionalPackage, probe
 
-TINY = Path(__file__).parents[1] / "configs/models/tiny.yaml"
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "configs/models/tiny.yaml"
 runner = CliRunner()
 
 
@@ -83,18 +85,28 @@ def test_schema_prints_json():
 
 def test_env_reports_every_optional_package_and_how_to_get_it(monkeypatch):
     monkeypatch.setattr("moba_train.environment.probe", lambda package: "ModuleNotFoundError: gone")
-    done = runner.invoke(app, ["env"], env={"COLUMNS": "200"})
+    done = runner.invoke(app, ["env"], env={"COLUMNS": "300"})
     assert done.exit_code == 0
     for package in OPTIONAL_PACKAGES:
         assert package.name in done.output
+        assert package.gives in done.output
         assert package.install in done.output
+
+
+def test_env_lists_only_packages_that_something_imports():
+    sources = [*ROOT.glob("moba_train/**/*.py"), *ROOT.glob("data_tools/**/*.py")]
+    text = "".join(path.read_text() for path in sources if path.name != "environment.py")
+    for package in OPTIONAL_PACKAGES:
+        for module, _ in package.features:
+            imported = module if module.startswith("torch.") else module.split(".")[0]
+            assert re.search(rf'(from |import |import_module\("|"){re.escape(imported)}\b', text), package.name
 
 
 def test_packages_are_probed_by_what_they_can_do(tmp_path, monkeypatch):
     (tmp_path / "apexlike.py").write_text("")
     (tmp_path / "broken.py").write_text("raise OSError('libcudart.so.13 is missing')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert probe(OptionalPackage("json", (("json", "dumps"),), "")) is None
-    assert "AttributeError" in (probe(OptionalPackage("apex", (("apexlike", "FusedAdam"),), "")) or "")
-    assert "libcudart.so.13" in (probe(OptionalPackage("broken", (("broken", "x"),), "")) or "")
-    assert "ModuleNotFoundError" in (probe(OptionalPackage("absent", (("absent_package", "x"),), "")) or "")
+    assert probe(OptionalPackage("json", "", (("json", "dumps"),), "")) is None
+    assert "AttributeError" in (probe(OptionalPackage("apex", "", (("apexlike", "FusedAdam"),), "")) or "")
+    assert "libcudart.so.13" in (probe(OptionalPackage("broken", "", (("broken", "x"),), "")) or "")
+    assert "ModuleNotFoundError" in (probe(OptionalPackage("absent", "", (("absent_package", "x"),), "")) or "")

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -59,7 +60,7 @@ class Nodes:
         return subprocess.Popen(
             ["ip", "netns", "exec", self.names[number], "unshare", "--uts", "bash", "-c", launcher],
             cwd=ROOT,
-            env=os.environ | places | {"MOBA_PYTHON": shutil.which("python") or "python3", "CUDA_VISIBLE_DEVICES": ""},
+            env=os.environ | places | {"MOBA_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
