@@ -46,7 +46,7 @@ def is_good(meta: dict[str, Any]) -> bool:
 
 
 def is_finite(meta: dict[str, Any]) -> bool:
-    """Whether the save found no NaN and no infinite value: `not_finite` in the meta names the tensors that hold some."""
+    """Whether the save found no NaN or infinite value; `not_finite` in the meta names the tensors that hold some."""
     return not meta.get("not_finite")
 
 
