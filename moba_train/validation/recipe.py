@@ -207,8 +207,8 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
     fallback = config.checkpoint.fallback_dir
     if fallback is not None and Path(os.path.abspath(fallback)).is_relative_to(os.path.abspath(config.run_dir)):
         yield (
-            f"checkpoint.fallback_dir: given {fallback!r}, inside run_dir {config.run_dir!r}, which fails with it; give "
-            "a folder elsewhere, best on another disk"
+            f"checkpoint.fallback_dir: given {fallback!r}, inside run_dir {config.run_dir!r}, which fails with it; "
+            "give a folder elsewhere, best on another disk"
         )
     if not config.checkpoint.keep_best:
         return
