@@ -35,10 +35,11 @@ class FiniteCheck:
         GPU has made the `copies`."""
         began = time.perf_counter()
         finite = dict(zip(self._on_gpu, self._flags.tolist(), strict=True))
-        for name in self._names:
-            if name not in finite:
-                least, largest = torch.aminmax(copies[name])
-                finite[name] = bool(least.isfinite() & largest.isfinite())
+        on_host = [name for name in self._names if name not in finite]
+        if on_host:
+            extrema = [extremum for name in on_host for extremum in torch.aminmax(copies[name])]
+            flags = torch.stack(extrema).isfinite().view(-1, 2).all(dim=1)
+            finite |= zip(on_host, flags.tolist(), strict=True)
         seconds = time.perf_counter() - began
         if self._timed is not None:
             seconds += self._timed[0].elapsed_time(self._timed[1]) / 1000

@@ -44,10 +44,10 @@ class RankGroup:
             outcome = None, f"rank {self.rank}: {error!r}"
         outcomes: list[Any] = [None] * self._size
         dist.all_gather_object(outcomes, outcome, group=self._group)
-        if errors := [error for _, error in outcomes if error is not None]:
-            for error in errors:
-                if isinstance(error, LaunchError):
-                    raise error
+        errors = [error for _, error in outcomes if error is not None]
+        for launch_error in (error for error in errors if isinstance(error, LaunchError)):
+            raise launch_error
+        if errors:
             raise SaveFailedError("; ".join(errors))
         return [result for result, _ in outcomes]
 

@@ -103,11 +103,10 @@ class RunCheckpoints:
         passed_over: list[str] = []
 
         def accept(meta: dict[str, Any]) -> bool:
-            if is_finite(meta):
-                return True
-            step = meta.get("progress", {}).get("step")
-            passed_over.append(f"the checkpoint of step {step} holds {_not_finite(meta['not_finite'])}")
-            return False
+            problem = _why_not_resume_from(meta)
+            if problem is not None:
+                passed_over.append(f"the checkpoint of step {meta.get('progress', {}).get('step')} {problem}")
+            return problem is None
 
         try:
             path = newest_intact(self.folder, accept, *self._other_folders)
@@ -247,6 +246,11 @@ def _fallback(config: RunConfig) -> Place | None:
     own = f"{run_dir.name}-{hashlib.sha256(bytes(run_dir)).hexdigest()[:8]}"
     folder = Path(config.checkpoint.fallback_dir) / own
     return Place(folder, Retention(config.checkpoint.keep_last), "checkpoint.fallback_dir")
+
+
+def _why_not_resume_from(meta: dict[str, Any]) -> str | None:
+    """Why a run must not go on from an intact checkpoint with this meta; None if it may."""
+    return None if is_finite(meta) else f"holds {_not_finite(meta['not_finite'])}"
 
 
 def _not_finite(names: list[str]) -> str:
