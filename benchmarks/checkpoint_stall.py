@@ -57,7 +57,8 @@ def summarise(records: list[dict[str, Any]], saves: int) -> dict[str, Any]:
     """Seconds of the first `saves` saves: steps during a save and without one, stalls, and delays.
 
     A delay is a stall plus the time by which the step after it, whose update waits for the copies, is longer than
-    others. Stalls and delays are also given as fractions of a step.
+    others. Stalls and delays are also given as fractions of a step. The search for NaN is a part
+    of a save, on rank 0.
     """
     steps = {record["step"]: record["step_s"] for record in records if record["type"] == "metrics"}
     events = [record for record in records if record["type"] == "checkpoint"]
@@ -68,6 +69,7 @@ def summarise(records: list[dict[str, Any]], saves: int) -> dict[str, Any]:
     saving = {step for first, last in zip(begun, ended, strict=True) for step in range(first + 1, last + 1)}
     quiet = [seconds for step, seconds in steps.items() if step > WARM_UP_STEPS and step not in saving]
     saved = [record["checkpoint_save_s"] for record in events if "checkpoint_save_s" in record]
+    checked = [record["checkpoint_check_s"] for record in events if "checkpoint_check_s" in record]
     stalls = list(begun.values())
     busy = [steps[step] for step in sorted(saving & steps.keys())]
     step_s = statistics.median(quiet)
@@ -77,6 +79,8 @@ def summarise(records: list[dict[str, Any]], saves: int) -> dict[str, Any]:
         "step_s": spread(quiet),
         "step_beside_save_s": spread(busy) if busy else None,
         "save_s": spread(saved) if saved else None,
+        "finite_check_s": spread(checked) if checked else None,
+        "finite_check_share_of_save": statistics.median(checked) / statistics.median(saved) if checked else None,
         "first_stall_s": stalls[0],
         "stall_s": spread(stalls),
         "stall_share_of_step": statistics.median(stalls) / step_s,

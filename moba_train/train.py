@@ -61,8 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _train(config: RunConfig, world: World, stop_at_step: int | None) -> None:
-    with run_folder_lock(Path(config.run_dir), world):
-        finished = Trainer(config, world, stop_at_step).run()
+    with run_folder_lock(Path(config.run_dir), world) as run_lock:
+        finished = Trainer(config, world, run_lock, stop_at_step).run()
     if world.is_main and not finished:
         print("stopped as asked; the same command continues from here", flush=True)
 

@@ -1,6 +1,7 @@
 """Native checkpoints: saved in the background, published atomically, verified, loaded on any layout.
 
 checkpointer   saves a checkpoint in the background
+finite         finds NaN and infinite values in what is saved
 planned        DCP's save with one save plan for all saves
 rank_group     the collectives of a save, and errors of single ranks
 state          the tensors that a run consists of

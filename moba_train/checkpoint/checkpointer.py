@@ -15,28 +15,73 @@ first save. The writing is DCP's here too, and hashes, manifest and rename need 
 
 import copy
 import logging
+import os
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moba_train.checkpoint import manifest, publish
+from moba_train.checkpoint.finite import FiniteCheck
 from moba_train.checkpoint.planned import PlannedWriter
 from moba_train.checkpoint.rank_group import RankGroup, SaveFailedError
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import local_part
-from moba_train.errors import CheckpointError
+from moba_train.errors import CheckpointError, LaunchError, UserError
 
 logger = logging.getLogger(__name__)
 
 RANKS_APART = timedelta(minutes=30)
 """How long a rank that has written its part of a checkpoint waits for the others before the save counts as failed. Not
 `parallel.timeout`, which limits steps: the slowest disk may take longer than that, and training does not wait."""
+
+
+MOST_NAMED = 20
+"""Tensors with NaN or infinite values that a meta names."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder for checkpoints, which every rank must see, and which of them stay in it."""
+
+    folder: Path
+    retention: Retention
+    key: str
+    """Key of the recipe that chooses the folder."""
+
+
+class Saved(NamedTuple):
+    """A good save."""
+
+    step: int
+    seconds: float
+    """In the background."""
+    folder: Path
+    """The one of the places that it was published in."""
+    problem: str | None
+    """Why it is not in the first place; None if it is."""
+    not_finite: list[str]
+    """Names of tensors that hold NaN or infinite values."""
+    check_s: float
+    """Time in which this rank looked for them."""
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What one save writes, into whichever place."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    copies: dict[str, Tensor]
+    meta: dict[str, Any]
+    protect: publish.Accept
 
 
 class Checkpointer:
@@ -46,16 +91,35 @@ class Checkpointer:
     copies take host memory of the size of a rank's shards, page-locked for tensors on a GPU, and kept from one save to
     the next.
 
-    A save that fails on any rank fails on all: it is logged, its text is kept in `last_error` (None after a good save),
-    the half-written folder is removed, and the run goes on with the checkpoints it had. `last_saved` holds the step of
-    the last good save and the seconds that it took in the background.
+    A save that fails on any rank fails on all, and its half-written folder is removed. It is then written into the
+    `fallback`, if there is one. Where that fails too, the error is logged, its text is kept in `last_error` (None after
+    a good save), `failed_saves` counts it (in a row), and the run goes on with the checkpoints it had. `last_saved` is
+    the last good save.
+
+    `check_lock` is called on rank 0 before anything is written, published or removed. It raises LaunchError when the
+    folder is not this run's any more, and OSError when that cannot be told. After a LaunchError, or `max_failures`
+    failed saves in a row, `fatal` holds the error that must end the run; `save` and `raise_fatal` raise it.
+
+    A checkpoint with NaN or infinite values is saved with `good` false and the names of (some of) the tensors that hold
+    them as `not_finite` in its meta.
     """
 
-    def __init__(self, folder: Path, retention: Retention) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        retention: Retention,
+        *,
+        fallback: Place | None = None,
+        check_lock: Callable[[], None] = lambda: None,
+        max_failures: int | None = None,
+    ) -> None:
         self.last_error: str | None = None
-        self.last_saved: tuple[int, float] | None = None
-        self._retention = retention
+        self.last_saved: Saved | None = None
+        self.failed_saves = 0
+        self.fatal: UserError | None = None
+        self._places = [Place(folder, retention, "run_dir"), *([fallback] if fallback is not None else [])]
+        self._check_lock = check_lock
+        self._max_failures = max_failures
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._copied: torch.cuda.Event | None = None
         self._copies_issued = threading.Event()
@@ -64,10 +128,8 @@ class Checkpointer:
         self._writer = PlannedWriter(self._ranks)
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
-        try:
-            self._ranks.broadcast_from_rank_0(lambda: publish.prepare(folder))
-        except SaveFailedError as error:
-            raise CheckpointError(f"{folder} cannot be used for checkpoints: {error}; change run_dir") from error
+        for place in self._places:
+            self._prepare(place)
 
     def save(
         self,
@@ -81,10 +143,11 @@ class Checkpointer:
         `meta` must be JSON values; rank 0's is written. A name that several ranks give holds the same value on all of
         them, or the shards of one DTensor. Once the checkpoint is published, old ones are removed, except the newest
         whose meta `protect` accepts. Waits first for a save that still runs, and returns the seconds that this took.
-        The tensors must not change before `before_update` is called.
+        The tensors must not change before `before_update` is called. Raises `fatal`.
         """
         began = time.perf_counter()
         self.wait()
+        self.raise_fatal()
         waited = time.perf_counter() - began
         ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
         self._copies_issued.clear()
@@ -117,13 +180,36 @@ class Checkpointer:
             self._thread.join(timeout_s)
             self._thread = None
 
+    def raise_fatal(self) -> None:
+        """Raises the error that must end the run, if there is one: after `wait`, on all ranks or on none."""
+        if self.fatal is not None:
+            raise self.fatal
+
     def close(self, timeout_s: float | None = None) -> None:
         """Waits for the running save, at most `timeout_s` seconds, and frees the copies."""
         self.wait(timeout_s)
         self._buffers = {}  # not cleared: a save that takes longer still reads the old dictionary
 
-    def _stage(self, tensors: dict[str, Tensor], ready: torch.cuda.Event | None) -> dict[str, Tensor]:
-        """CPU copies of this rank's shards as they were at `ready`."""
+    def _prepare(self, place: Place) -> None:
+        """Makes the folder, unless there is one, and makes sure that every rank sees what rank 0 writes into it."""
+
+        def first_folder() -> Path:
+            publish.prepare(place.folder)
+            return publish.make_temporary_folder(place.folder, 0)
+
+        try:
+            probe = self._ranks.broadcast_from_rank_0(first_folder)
+            self._ranks.on_every_rank(lambda: _check_visible(probe, place))
+            self._ranks.broadcast_from_rank_0(probe.rmdir)
+        except SaveFailedError as error:
+            text = f"{place.folder} cannot be used for checkpoints: {error}; change {place.key}"
+            raise CheckpointError(text) from error
+
+    def _stage(
+        self, tensors: dict[str, Tensor], ready: torch.cuda.Event | None
+    ) -> tuple[dict[str, Tensor], list[str], float]:
+        """CPU copies of this rank's shards as they were at `ready`, the names of those that are not finite, and the
+        seconds that looking for them took."""
         try:
             if self._stream is not None:
                 # A new thread's current device is GPU 0. Leaving a stream context returns to it, which creates a
@@ -134,6 +220,7 @@ class Checkpointer:
                     ready.wait()
                 shards = {name: local_part(tensor) for name, tensor in tensors.items()}
                 buffers = self._buffers = {name: self._buffer(name, shard) for name, shard in shards.items()}
+                check = FiniteCheck(shards)
                 for name, shard in shards.items():
                     buffers[name].copy_(shard, non_blocking=True)
                 copied = self._copied = self._stream.record_event() if self._stream is not None else None
@@ -141,7 +228,7 @@ class Checkpointer:
             self._copies_issued.set()
         if copied is not None:
             copied.synchronize()
-        return buffers
+        return buffers, *check.result(buffers)
 
     def _buffer(self, name: str, shard: Tensor) -> Tensor:
         """Memory for a copy of `shard`; that of the last save, if its shape and dtype fit."""
@@ -160,21 +247,78 @@ class Checkpointer:
     ) -> None:
         """Runs in the background thread."""
         began = time.perf_counter()
+        copies: dict[str, Tensor] = {}
+
+        def stage() -> tuple[list[str], float]:
+            own, not_finite, check_s = self._stage(tensors, ready)
+            copies.update(own)
+            return not_finite[:MOST_NAMED], check_s
+
+        try:
+            checks = self._ranks.gather_from_every_rank(stage)
+            not_finite = list(dict.fromkeys(name for names, _ in checks for name in names))
+            if not_finite:
+                meta |= {"good": False, "not_finite": not_finite[:MOST_NAMED]}
+            contents = _Contents(step, tensors, copies, meta, protect)
+            folder, problem = self._write_where_it_works(contents)
+            check_s = checks[self._ranks.rank][1]
+            self.last_error = None
+            self.failed_saves = 0
+            self.last_saved = Saved(step, time.perf_counter() - began, folder, problem, not_finite, check_s)
+        except Exception as error:
+            self._count_failure(step, error)
+
+    def _count_failure(self, step: int, error: Exception) -> None:
+        self.failed_saves += 1
+        self.last_error = f"the checkpoint of step {step} was not saved: {error}"
+        if isinstance(error, LaunchError):
+            self.fatal = error
+        elif self.failed_saves == self._max_failures:
+            self.fatal = CheckpointError(
+                f"{self.failed_saves} saves in a row have failed, as many as checkpoint.max_failures allows. The last "
+                f"one: {self.last_error}; remove the cause and run the same command again"
+            )
+        if self.fatal is None:
+            logger.error("%s; the run goes on with the checkpoints it has", self.last_error)
+
+    def _write_where_it_works(self, contents: _Contents) -> tuple[Path, str | None]:
+        """Publishes a checkpoint in the first place that takes it. Returns the folder and what went wrong in the places
+        before."""
+        problems: list[str] = []
+        for place in self._places:
+            try:
+                self._write_to(place, contents)
+                return place.folder, "; ".join(problems) or None
+            except SaveFailedError as error:
+                problems.append(f"{place.folder}: {error}")
+        raise SaveFailedError("; ".join(problems))
+
+    def _write_to(self, place: Place, contents: _Contents) -> None:
         temporary: Path | None = None
         try:
-            copies = self._ranks.on_every_rank(lambda: self._stage(tensors, ready))
-            temporary = self._ranks.broadcast_from_rank_0(lambda: publish.make_temporary_folder(self.folder, step))
-            self._writer.write(temporary, tensors, copies)
-            hashes = self._ranks.gather_from_every_rank(lambda: self._finish_own_files(temporary, meta))
+            temporary = self._ranks.broadcast_from_rank_0(lambda: self._begin_in(place, contents.step))
+            self._ranks.on_every_rank(lambda: _check_visible(temporary, place))
+            self._writer.write(temporary, contents.tensors, contents.copies)
+            hashes = self._ranks.gather_from_every_rank(lambda: self._finish_own_files(temporary, contents.meta))
             files = {name: entry for own in hashes for name, entry in own.items()}
-            self._ranks.broadcast_from_rank_0(lambda: self._publish(temporary, step, files, protect))
-            self.last_error = None
-            self.last_saved = step, time.perf_counter() - began
-        except Exception as error:
-            self.last_error = f"the checkpoint of step {step} was not saved: {error}"
-            logger.error("%s; the run goes on with the checkpoints it has", self.last_error)
-            if self._ranks.rank == 0 and temporary is not None and temporary.exists():
+            self._ranks.broadcast_from_rank_0(lambda: self._publish(place, temporary, contents, files))
+        except Exception:
+            if self._ranks.rank == 0 and temporary is not None and os.path.exists(temporary):
                 publish.remove(temporary)
+            raise
+
+    def _begin_in(self, place: Place, step: int) -> Path:
+        self._check_owner(place)
+        return publish.make_temporary_folder(place.folder, step)
+
+    def _check_owner(self, place: Place) -> None:
+        """Raises LaunchError when the run folder is not this run's any more. A run folder that does not answer is a
+        reason to use the fallback, and none to stay away from it."""
+        try:
+            self._check_lock()
+        except OSError:
+            if place is self._places[0]:
+                raise
 
     def _finish_own_files(self, temporary: Path, meta: dict[str, Any]) -> dict[str, manifest.FileEntry]:
         """Size and hash of each file that this rank wrote; rank 0 also writes meta.json and hashes DCP's index."""
@@ -185,10 +329,22 @@ class Checkpointer:
         return {path.name: manifest.hash_file(path) for path in own}
 
     def _publish(
-        self, temporary: Path, step: int, files: dict[str, manifest.FileEntry], protect: publish.Accept
+        self, place: Place, temporary: Path, contents: _Contents, files: dict[str, manifest.FileEntry]
     ) -> None:
-        publish.publish(temporary, step, files)
+        self._check_owner(place)
+        publish.publish(temporary, contents.step, files)
         try:
-            self._retention.apply(self.folder, protect)
+            self._check_owner(place)
+            place.retention.apply(place.folder, contents.protect)
         except OSError as error:
-            logger.warning("the checkpoint of step %d is saved, but an old one could not be removed: %s", step, error)
+            logger.warning(
+                "the checkpoint of step %d is saved, but an old one could not be removed: %s", contents.step, error
+            )
+
+
+def _check_visible(path: Path, place: Place) -> None:
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{path}, which rank 0 has made, is not there on this rank's node; {place.key} must be on a file system "
+            "that all nodes share"
+        )

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from moba_train.checkpoint.index import read_index
 from moba_train.checkpoint.manifest import FileEntry, check_sizes, read_meta, verify_checkpoint
-from moba_train.checkpoint.publish import Accept, published, set_aside
+from moba_train.checkpoint.publish import Accept, newest_first, set_aside
 from moba_train.errors import CheckpointError
 from moba_train.parallel.world import broadcast
 
@@ -67,15 +67,15 @@ class CheckpointReader:
         return tensor
 
 
-def newest_intact(folder: Path, accept: Accept | None = None) -> Path | None:
-    """The newest checkpoint in `folder` with every byte as it was written and a meta that `accept` agrees to; None
-    when `folder` has no checkpoints.
+def newest_intact(folder: Path, accept: Accept | None = None, *others: Path) -> Path | None:
+    """The newest checkpoint in `folder` and the `others` with every byte as it was written and a meta that `accept`
+    agrees to; None when they have no checkpoints.
 
     Called on every rank of the process group; each reads a part of the files, only of checkpoints that `accept` agrees
     to. Damaged checkpoints that are newer than the one found are reported and set aside, so that they are not found
     again. Raises CheckpointError when there are checkpoints, but all are damaged or refused by `accept`.
     """
-    listing = broadcast([path for _, path in reversed(published(folder))])
+    listing = broadcast(newest_first(folder, *others))
     damaged: dict[Path, str] = {}
     for path in listing:
         try:
@@ -90,8 +90,9 @@ def newest_intact(folder: Path, accept: Accept | None = None) -> Path | None:
             _set_aside(damaged)
         return path
     if listing:
+        where = " and ".join(map(str, (folder, *others)))
         raise CheckpointError(
-            f"none of the {len(listing)} checkpoints in {folder} can be resumed from; put an intact one there, or "
+            f"none of the {len(listing)} checkpoints in {where} can be resumed from; put an intact one there, or "
             "set run_dir to a new folder to start afresh\n" + "\n".join(f"  - {text}" for text in damaged.values())
         )
     return None

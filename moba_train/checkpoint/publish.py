@@ -45,6 +45,11 @@ def is_good(meta: dict[str, Any]) -> bool:
     return meta.get("good", True) is True
 
 
+def is_finite(meta: dict[str, Any]) -> bool:
+    """Whether the save found no NaN or infinite value; `not_finite` in the meta names the tensors that hold some."""
+    return not meta.get("not_finite")
+
+
 def step_name(step: int) -> str:
     """The folder name of a step; names sort like steps."""
     return f"step_{step:08d}"
@@ -53,8 +58,15 @@ def step_name(step: int) -> str:
 def make_temporary_folder(folder: Path, step: int) -> Path:
     """An empty folder in which to write the checkpoint of `step`, to be published in `folder`.
 
-    Its name is unique, so a process left over from an earlier restart attempt cannot write into it.
+    Its name is unique, so a process left over from an earlier restart attempt cannot write into it. `folder` is made
+    again if it is missing, but not the folder around it.
     """
+    try:
+        folder.mkdir()
+        _fsync_folder(folder.parent)
+        logger.warning("%s was missing and has been made again", folder)
+    except FileExistsError:
+        pass  # where it is not a folder, the next line fails
     temporary = folder / f"{_TEMPORARY}{step_name(step)}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     return temporary
@@ -72,7 +84,7 @@ def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
     if problems := size_problems(temporary, files):
         raise CheckpointError(
             f"{temporary.name} is not as it was written: {listed(problems)}. "
-            "Every rank must see the same files: put run_dir on a file system that all nodes share."
+            "Every rank must see the same files: the folder must lie on a file system that all nodes share."
         )
     write_json(temporary / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": files})
     _fsync_folder(temporary)
@@ -160,6 +172,13 @@ def find_checkpoint(path: Path) -> Path:
     if newest is None:
         raise CheckpointError(f"{path}: neither a checkpoint nor a run folder with a valid one in {path}/checkpoints")
     return newest
+
+
+def newest_first(*folders: Path) -> list[Path]:
+    """The published checkpoints of all `folders` from the highest step down; of equal steps those of earlier folders
+    come first."""
+    steps = [entry for folder in folders for entry in published(folder)]
+    return [path for _, path in sorted(steps, key=lambda entry: -entry[0])]
 
 
 def published(folder: Path) -> list[tuple[int, Path]]:

@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from moba_train.errors import LaunchError
+
 T = TypeVar("T")
 
 
@@ -15,7 +17,8 @@ class SaveFailedError(Exception):
 class RankGroup:
     """The ranks of one process group. Every method is called on all of them, and results must be picklable.
 
-    A method that runs an `action` raises SaveFailedError on all ranks if the action raised on any.
+    A method that runs an `action` raises SaveFailedError on all ranks if the action raised on any. A LaunchError, which
+    says that the run must not go on, is raised as it is on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -32,14 +35,19 @@ class RankGroup:
 
     def gather_from_every_rank(self, action: Callable[[], T]) -> list[T]:
         """Runs `action` and returns the results of all ranks, by rank."""
-        outcome: tuple[T | None, str | None]
+        outcome: tuple[T | None, str | LaunchError | None]
         try:
             outcome = action(), None
+        except LaunchError as error:
+            outcome = None, error
         except Exception as error:
             outcome = None, f"rank {self.rank}: {error!r}"
         outcomes: list[Any] = [None] * self._size
         dist.all_gather_object(outcomes, outcome, group=self._group)
-        if errors := [error for _, error in outcomes if error is not None]:
+        errors = [error for _, error in outcomes if error is not None]
+        for launch_error in (error for error in errors if isinstance(error, LaunchError)):
+            raise launch_error
+        if errors:
             raise SaveFailedError("; ".join(errors))
         return [result for result, _ in outcomes]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moba_train.checkpoint.manifest import read_meta
-from moba_train.checkpoint.publish import LATEST, Accept, hide, is_good, published, remove
+from moba_train.checkpoint.publish import LATEST, Accept, hide, is_finite, is_good, published, remove
 from moba_train.errors import CheckpointError
 
 
@@ -23,14 +23,15 @@ class Retention:
     keep_best: int = 0
 
     def apply(self, folder: Path, protect: Accept = is_good) -> None:
-        """Removes all other checkpoints, except the one that `latest` names and the newest whose meta `protect` agrees
-        to. Raises OSError when the file system refuses to remove one."""
+        """Removes all other checkpoints, except the one that `latest` names, the newest without NaN or infinite values,
+        and the newest whose meta `protect` agrees to. Raises OSError when the file system refuses to remove one."""
         metas = {path: _meta(path) for _, path in published(folder)}  # oldest first
         pointer = folder / LATEST
         keep = set(list(metas)[-self.keep_last :])
         keep |= {folder / pointer.read_text(encoding="utf-8").strip()} if pointer.exists() else set()
         keep |= {path for step, path in published(folder) if self.keep_every and step % self.keep_every == 0}
-        keep |= set([path for path, meta in metas.items() if meta is not None and protect(meta)][-1:])
+        for wanted in (protect, is_finite):
+            keep |= set([path for path, meta in metas.items() if meta is not None and wanted(meta)][-1:])
         keep |= self._best(metas)
         for path in metas:
             if path not in keep:

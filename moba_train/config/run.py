@@ -78,6 +78,18 @@ class CheckpointConfig(Section):
         description="number of checkpoints of lowest validation loss that are kept in each stage; `every` must then "
         "be a multiple of evaluation.every",
     )
+    fallback_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="folder, best on another disk, that takes a checkpoint when the run folder does not; the run "
+        "resumes from the newest of both. Every rank must see it: with several nodes, a local disk will not do",
+    )
+    alert_after_failures: int = Field(
+        3, ge=1, description="failed saves in a row after which the run reports, as an alert, how much it can lose"
+    )
+    max_failures: int | None = Field(
+        None, ge=1, description="failed saves in a row after which the run ends; null: it goes on"
+    )
 
 
 class PositionWiseConfig(Section):

@@ -1,19 +1,23 @@
 """The checkpoints of one training run: save, resume, roll back."""
 
+import hashlib
+import logging
+import os
 import shutil
 import tempfile
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
 
-from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.checkpointer import Checkpointer, Place, Saved
 from moba_train.checkpoint.load import newest_intact
 from moba_train.checkpoint.manifest import read_meta
-from moba_train.checkpoint.publish import Accept
+from moba_train.checkpoint.publish import Accept, is_finite
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer
 from moba_train.config.load import dump_config
@@ -28,6 +32,8 @@ from moba_train.parallel.world import World, broadcast
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.progress import Progress, check_resumable, data_plan
 
+logger = logging.getLogger(__name__)
+
 LAST_SAVE_S = 30.0
 """Seconds that a running save may take after an error; when a rank is gone, it never ends."""
 
@@ -38,8 +44,18 @@ class RunCheckpoints:
     A context manager: leaving it finishes the running save.
     """
 
-    def __init__(self, config: RunConfig, model: Transformer, optimizer: Optimizer, world: World) -> None:
-        """Create the run folder. Raises LaunchError when it cannot be written, or its disk is too small."""
+    def __init__(
+        self,
+        config: RunConfig,
+        model: Transformer,
+        optimizer: Optimizer,
+        world: World,
+        check_lock: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Create the run folder. Raises LaunchError when it cannot be written, or its disk is too small.
+
+        `check_lock` raises LaunchError on rank 0 when the run folder is not this run's any more (`RunLock.check`).
+        """
         run_dir = Path(config.run_dir)
         keep = config.checkpoint
         if problem := broadcast(_folder_problem(run_dir, model, config) if world.is_main else None):
@@ -52,16 +68,27 @@ class RunCheckpoints:
         self._optimizer = optimizer
         self._tensors = TrainingTensors(model, optimizer)
         self._collected = False
-        self._checkpointer = Checkpointer(self.folder, Retention(keep.keep_last, keep.keep_every, keep.keep_best))
-        self._reported: tuple[int, float] | None = None
+        self._is_main = world.is_main
+        self._check_lock = check_lock
+        fallback = _fallback(config)
+        self._other_folders = [fallback.folder] if fallback is not None else []
+        self._checkpointer = Checkpointer(
+            self.folder,
+            Retention(keep.keep_last, keep.keep_every, keep.keep_best),
+            fallback=fallback,
+            check_lock=check_lock,
+            max_failures=keep.max_failures,
+        )
+        self._reported: Saved | None = None
         self._failed: str | None = None
 
     def start(self) -> Progress:
-        """Load the newest intact checkpoint or, without any, the weights of `init_from` if given; the progress there.
+        """Load the newest checkpoint that is intact and finite or, where there are no checkpoints, the weights of
+        `init_from` if given; the progress there.
 
-        Raises CheckpointError when the recipe does not fit the checkpoint.
+        Raises CheckpointError when the recipe does not fit the checkpoint, or all are damaged or not finite.
         """
-        path = newest_intact(self.folder)
+        path = self._newest_to_resume_from()
         if path is not None:
             progress = self.load(path, with_new_kinds=True)
             self.saved_step = progress.step
@@ -72,10 +99,29 @@ class RunCheckpoints:
         self._checkpointer.reserve(self._tensors())
         return progress
 
+    def _newest_to_resume_from(self) -> Path | None:
+        passed_over: list[str] = []
+
+        def accept(meta: dict[str, Any]) -> bool:
+            problem = _why_not_resume_from(meta)
+            if problem is not None:
+                passed_over.append(f"the checkpoint of step {meta.get('progress', {}).get('step')} {problem}")
+            return problem is None
+
+        try:
+            path = newest_intact(self.folder, accept, *self._other_folders)
+        except CheckpointError as error:
+            if not passed_over:
+                raise
+            raise CheckpointError("\n".join([str(error), *(f"  - {text}" for text in passed_over)])) from error
+        for text in passed_over if self._is_main else []:
+            logger.warning("Passing over a checkpoint and taking the one before: %s", text)
+        return path
+
     def newest(self, accept: Accept) -> Path:
         """The newest intact checkpoint whose meta `accept` accepts. Raises CheckpointError when there is none."""
         self._checkpointer.wait()  # the newest one may still be being saved
-        path = newest_intact(self.folder, accept)
+        path = newest_intact(self.folder, accept, *self._other_folders)
         if path is None:
             raise CheckpointError(f"{self.folder} is empty")
         return path
@@ -103,7 +149,8 @@ class RunCheckpoints:
         """Begin to save the state after `progress.step`, with `facts` in the meta.
 
         The newest old checkpoint that `protect` accepts is not deleted. Returns the seconds for which it waited for the
-        save before.
+        save before. Raises LaunchError when that one found the run folder gone or taken over by another run,
+        CheckpointError when it was one failed save too many.
         """
         progress.data_plan = data_plan(self._config, progress)
         meta = {"progress": progress.to_meta(), "config": dump_config(self._config), **facts}
@@ -118,25 +165,54 @@ class RunCheckpoints:
             self._collected = True
         self._checkpointer.before_update()
 
+    @property
+    def wants_to_stop(self) -> bool:
+        """Whether this rank knows of an error that must end the run; `save` and `finish` raise it on all ranks."""
+        return self._checkpointer.fatal is not None
+
     def report(self, telemetry: Telemetry, step: int, tokens: int) -> None:
         """Report once how the last save ended; the run goes on in any case."""
         saved = self._checkpointer.last_saved
         error = self._checkpointer.last_error
         if saved is not None and saved != self._reported:
-            message = f"the checkpoint of step {saved[0]} is complete after {saved[1]:.1f} s"
-            telemetry.event(step, tokens, "checkpoint", message, checkpoint_save_s=saved[1])
-        if error is not None and error != self._failed:
+            _report_saved(telemetry, step, tokens, saved)
+        if error is not None and error != self._failed and not isinstance(self._checkpointer.fatal, LaunchError):
             telemetry.event(step, tokens, "warning", error)
             telemetry.alert("a checkpoint was not saved", error, "checkpoint")
+            self._report_failures_in_a_row(telemetry, step, tokens)
         self._reported = saved
         self._failed = error
 
+    def _report_failures_in_a_row(self, telemetry: Telemetry, step: int, tokens: int) -> None:
+        failed = self._checkpointer.failed_saves
+        if failed < self._config.checkpoint.alert_after_failures:
+            return
+        saved = self._checkpointer.last_saved
+        last = f"after step {saved.step}" if saved is not None else "since this start of the run"
+        text = f"{failed} saves in a row have failed: all that is trained {last} is lost if the run ends now"
+        logger.error("%s", text)
+        telemetry.event(step, tokens, "warning", text, failed_saves=failed)
+        telemetry.alert("no checkpoint can be saved", text, "failed_saves")
+
     def finish(self, telemetry: Telemetry, step: int, tokens: int) -> None:
-        """Wait for the last save and report it. Raises CheckpointError when it failed."""
+        """Wait for the last save and report it. Raises CheckpointError when it failed, LaunchError when the run folder
+        is gone or belongs to another run."""
         self._checkpointer.wait()
+        if problem := broadcast(self._lock_problem()):
+            raise LaunchError(problem)
         self.report(telemetry, step, tokens)
+        self._checkpointer.raise_fatal()
         if self._failed is not None:
             raise CheckpointError(f"{self._failed}; remove the cause and run the same command again")
+
+    def _lock_problem(self) -> str | None:
+        try:
+            self._check_lock()
+        except LaunchError as error:
+            return str(error)
+        except OSError as error:
+            logger.warning("whether the run folder is still this run's cannot be told: %s", error)
+        return None
 
     def __enter__(self) -> Self:
         return self
@@ -160,3 +236,38 @@ def _folder_problem(run_dir: Path, model: nn.Module, config: RunConfig) -> str |
     each = 4 + OPTIMIZERS[config.optim.kind].state_bytes  # float32 weights and optimizer state
     needed = each * sum(parameter.numel() for parameter in model.parameters())
     return f"{free / 2**30:.2f} GiB free, one checkpoint needs {needed / 2**30:.2f} GiB" if free < needed else None
+
+
+def _fallback(config: RunConfig) -> Place | None:
+    """Where checkpoints go when the run folder does not take them. The folder has a part for each run folder."""
+    if config.checkpoint.fallback_dir is None:
+        return None
+    run_dir = Path(os.path.abspath(config.run_dir))
+    own = f"{run_dir.name}-{hashlib.sha256(bytes(run_dir)).hexdigest()[:8]}"
+    folder = Path(config.checkpoint.fallback_dir) / own
+    return Place(folder, Retention(config.checkpoint.keep_last), "checkpoint.fallback_dir")
+
+
+def _why_not_resume_from(meta: dict[str, Any]) -> str | None:
+    """Why a run must not go on from an intact checkpoint with this meta; None if it may."""
+    return None if is_finite(meta) else f"holds {_not_finite(meta['not_finite'])}"
+
+
+def _not_finite(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+    return f"NaN or infinite values in {shown}"
+
+
+def _report_saved(telemetry: Telemetry, step: int, tokens: int, saved: Saved) -> None:
+    message = f"the checkpoint of step {saved.step} is complete after {saved.seconds:.1f} s"
+    times = {"checkpoint_save_s": saved.seconds, "checkpoint_check_s": saved.check_s}
+    telemetry.event(step, tokens, "checkpoint", message, **times)
+    if saved.problem is not None:
+        text = f"the checkpoint of step {saved.step} is in {saved.folder}, because elsewhere it failed: {saved.problem}"
+        telemetry.event(step, tokens, "warning", text)
+        telemetry.alert("a checkpoint is in checkpoint.fallback_dir", text, "checkpoint_fallback")
+    if saved.not_finite:
+        values = _not_finite(saved.not_finite)
+        text = f"the checkpoint of step {saved.step} holds {values}; the run will not resume from it"
+        telemetry.event(step, tokens, "warning", text)
+        telemetry.alert("a checkpoint is not finite", text, "not_finite")

@@ -32,6 +32,7 @@ from moba_train.optim.trainable import set_trainable
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
+from moba_train.parallel.run_lock import RunLock
 from moba_train.parallel.stage import ContextEngines, DataShard
 from moba_train.parallel.world import World
 from moba_train.planning.memory import buffer_memory
@@ -58,7 +59,7 @@ class Trainer:
     next_starts: dict[str, int]
     """Tokens of each corpus that were consumed when the stage before ended."""
 
-    def __init__(self, config: RunConfig, world: World, stop_at_step: int | None = None) -> None:
+    def __init__(self, config: RunConfig, world: World, run_lock: RunLock, stop_at_step: int | None = None) -> None:
         """`stop_at_step`: save and leave once this number of optimizer steps is done (over all stages)."""
         self.config = config
         self.world = world
@@ -71,7 +72,7 @@ class Trainer:
         self.model = sharded_model(config, dims)
         self.optimizer = build_optimizer(self.model, config.optim, world.device)
         self.context_engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
-        self.checkpoints = RunCheckpoints(config, self.model, self.optimizer, world)
+        self.checkpoints = RunCheckpoints(config, self.model, self.optimizer, world, run_lock.check)
         self.progress = self.checkpoints.start()
         self.stages = resolve_stages(config, self.progress.exited_steps)
         health = config.health
@@ -311,7 +312,7 @@ class Trainer:
 
     def _wants_to_stop(self) -> bool:
         due = self.stop_at_step is not None and self.progress.step >= self.stop_at_step
-        return self.stop_requested or due
+        return self.stop_requested or due or self.checkpoints.wants_to_stop
 
     def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
         self.stop_requested = True

@@ -1,7 +1,9 @@
 """What no single key can know: combinations that cannot work, found before any GPU is touched."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from moba_train.config.mesh import MeshSizes, divisors, fit_mesh
 from moba_train.config.model import ModelConfig, RopeConfig
@@ -212,6 +214,12 @@ def _shape_problems(schedule: ScheduleConfig, path: str) -> Iterator[str]:
 
 
 def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
+    fallback = config.checkpoint.fallback_dir
+    if fallback is not None and Path(os.path.abspath(fallback)).is_relative_to(os.path.abspath(config.run_dir)):
+        yield (
+            f"checkpoint.fallback_dir: given {fallback!r}, inside run_dir {config.run_dir!r}, which fails with it; "
+            "give a folder elsewhere, best on another disk"
+        )
     if not config.checkpoint.keep_best:
         return
     given = f"checkpoint.keep_best: given {config.checkpoint.keep_best}"

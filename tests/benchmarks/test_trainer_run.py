@@ -80,7 +80,7 @@ def test_a_delay_is_the_stall_and_what_the_next_step_takes_longer() -> None:
         {"step": step, "type": "metrics", "step_s": taken} for step, taken in enumerate(seconds, 1)
     ]
     records += [{"step": step, "type": "checkpoint", "checkpoint_stall_s": 0.1 * step} for step in (7, 11, 13)]
-    records += [{"step": 9, "type": "checkpoint", "checkpoint_save_s": 30.0}]
+    records += [{"step": 9, "type": "checkpoint", "checkpoint_save_s": 30.0, "checkpoint_check_s": 3.0}]
     found = checkpoint_stall.summarise(records, saves=2)
     assert found["step_s"]["median"] == 1.0
     assert found["step_beside_save_s"] == {"median": 1.35, "min": 1.0, "max": 2.0, "count": 4}
@@ -88,3 +88,4 @@ def test_a_delay_is_the_stall_and_what_the_next_step_takes_longer() -> None:
     assert found["first_delay_s"] == pytest.approx(0.7 + 0.5)
     assert found["step_after_save_s"]["max"] == 2.0
     assert found["save_s"]["median"] == 30.0
+    assert found["finite_check_share_of_save"] == pytest.approx(0.1)

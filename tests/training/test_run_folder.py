@@ -1,0 +1,197 @@
+"""What happens to the run folder while a run trains: taken over by another run, partly gone, full of NaN."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from forked import forked
+from test_health import train_here
+from tiny_run import Run
+from trainer_ranks import Ranks
+
+from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
+from moba_train.checkpoint.state import local_part
+from moba_train.train import main
+from moba_train.training.trainer import Trainer
+
+
+def before_save(patch: pytest.MonkeyPatch, actions: dict[int, Callable[[Trainer], Any]]) -> None:
+    """Does these things before the saves of these steps."""
+    save = Trainer._save
+
+    def acted_on(trainer: Trainer) -> None:
+        actions.pop(trainer.progress.step, lambda _trainer: None)(trainer)
+        save(trainer)
+
+    patch.setattr(Trainer, "_save", acted_on)
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("step_*"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def train_elsewhere(recipe: str) -> None:
+    """The first steps of a run, in a process of its own."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    assert main([recipe, "--stop-at-step", "2"]) == 0
+
+
+def test_a_run_whose_folder_was_removed_and_made_anew_by_another_stops_and_leaves_that_one_alone(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has higher steps than the other, so its retention would delete the other's checkpoints."""
+    run.recipe["checkpoint"] = {"every": 2, "keep_last": 1}
+    found: list[dict[str, bytes]] = []
+
+    def second_run(_trainer: Trainer) -> None:
+        shutil.rmtree(run.run_dir)
+        process = forked().Process(target=train_elsewhere, args=(str(run.folder / "recipe.yaml"),))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        found.append(contents(run.run_dir))
+
+    before_save(monkeypatch, {6: second_run})
+    code, printed = train_here(run, capsys)
+    assert code == 2
+    assert f"run_dir {run.run_dir}: belongs to another run now (process " in printed
+    assert contents(run.run_dir) == found[0]
+    assert steps(run.run_dir / "checkpoints") == ["step_00000002"]
+
+
+def test_a_run_whose_folder_is_gone_stops_and_does_not_make_it_again(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it vanishes after the last save, where plots would be drawn in it."""
+    for step in (4, 12):
+        before_save(
+            monkeypatch, {step: lambda trainer: (trainer.checkpoints._checkpointer.wait(), shutil.rmtree(run.run_dir))}
+        )
+        code, printed = train_here(run, capsys)
+        assert code == 2
+        assert "is no longer there" in printed
+        assert not run.run_dir.exists()
+
+
+def test_a_checkpoint_folder_that_vanishes_is_made_again(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before_save(monkeypatch, {8: lambda trainer: shutil.rmtree(trainer.checkpoints.folder)})
+    assert train_here(run, capsys)[0] == 0
+    assert steps(run.run_dir / "checkpoints") == ["step_00000008", "step_00000012"]
+
+
+def replace_by_file(trainer: Trainer) -> None:
+    trainer.checkpoints._checkpointer.wait()
+    trainer.checkpoints.folder.rename(trainer.run_dir / "away")
+    trainer.checkpoints.folder.touch()
+
+
+def put_back(trainer: Trainer) -> None:
+    trainer.checkpoints._checkpointer.wait()
+    trainer.checkpoints.folder.unlink()
+    (trainer.run_dir / "away").rename(trainer.checkpoints.folder)
+
+
+def test_the_fallback_takes_checkpoints_and_the_run_resumes_from_the_newest_of_both(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = run.folder / "local"
+    run.recipe["checkpoint"] = {"every": 2, "fallback_dir": str(local)}
+    with monkeypatch.context() as patch:
+        before_save(patch, {4: replace_by_file, 6: lambda _trainer: None, 8: lambda _trainer: None})
+        assert train_here(run, capsys, "--stop-at-step", "8")[0] == 0
+    (fallback,) = local.iterdir()
+    assert steps(fallback) == ["step_00000006", "step_00000008"]
+    (alert, *_) = run.records("alert")
+    assert alert["alert"] == "checkpoint_fallback"
+    assert str(fallback) in alert["text"]
+
+    (run.run_dir / "checkpoints").unlink()
+    (run.run_dir / "away").rename(run.run_dir / "checkpoints")
+    assert train_here(run, capsys)[0] == 0
+    assert run.records("resume")[-1]["step"] == 8
+    assert [record["step"] for record in run.records()] == list(range(1, 13))
+    assert steps(run.run_dir / "checkpoints") == ["step_00000010", "step_00000012"]
+    assert steps(fallback) == ["step_00000006", "step_00000008"]
+
+
+def test_failed_saves_in_a_row_are_an_alert_and_end_the_run_if_the_recipe_says_so(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.recipe["checkpoint"] = {"every": 1, "alert_after_failures": 2}
+    with monkeypatch.context() as patch:
+        before_save(patch, {3: replace_by_file, 6: put_back})
+        assert train_here(run, capsys, "--stop-at-step", "6")[0] == 0
+    alerts = [alert["text"] for alert in run.records("alert") if alert["alert"] == "failed_saves"]
+    assert [text.split(":")[0] for text in alerts] == ["2 saves in a row have failed", "3 saves in a row have failed"]
+    assert all("after step 2 is lost" in text for text in alerts)
+
+    run.recipe["checkpoint"]["max_failures"] = 2
+    with monkeypatch.context() as patch:
+        before_save(patch, {8: replace_by_file})
+        code, printed = train_here(run, capsys)
+    assert code == 2
+    assert "2 saves in a row have failed, as many as checkpoint.max_failures allows" in printed
+    assert run.records()[-1]["step"] < 12
+
+
+def test_a_fallback_in_the_run_folder_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.recipe["checkpoint"]["fallback_dir"] = str(run.run_dir / "local")
+    code, printed = train_here(run, capsys)
+    assert code == 2
+    assert "checkpoint.fallback_dir" in printed
+
+
+def train_with_nan_on_rank_1(recipe: str, step: int) -> int:
+    """From the save of this step on, the last rank's optimizer state holds a NaN."""
+
+    def poison(trainer: Trainer) -> None:
+        if trainer.world.rank == trainer.world.size - 1:
+            parameter = next(iter(trainer.optimizer.state))
+            local_part(trainer.optimizer.state[parameter]["exp_avg"]).view(-1)[0] = torch.nan
+
+    with pytest.MonkeyPatch.context() as patch:
+        before_save(patch, {step: poison})
+        return main([recipe])
+
+
+def test_nan_in_one_rank_s_optimizer_state_is_not_resumed_from(
+    run: Run, ranks: Ranks, finished_run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run ends at the next steps, and the same command goes on from the healthy checkpoint before."""
+    run.recipe["checkpoint"] = {"every": 4, "keep_last": 1}
+    with pytest.raises(AssertionError, match="rank 0 failed"):
+        ranks.work(train_with_nan_on_rank_1, [str(run.write_recipe()), 8], 2)
+    folder = run.run_dir / "checkpoints"
+    assert steps(folder) == ["step_00000004", "step_00000008"]
+    meta = read_meta(folder / "step_00000008")
+    assert meta["good"] is False
+    assert [name.endswith(".exp_avg") for name in meta["not_finite"]] == [True]
+    verify_checkpoint(folder / "step_00000008")
+    (alert,) = (alert for alert in run.records("alert") if alert["alert"] == "not_finite")
+    assert meta["not_finite"][0] in alert["text"]
+    ranks.train(run, 2)
+    assert run.records("resume")[-1]["step"] == 4
+    assert run.losses() == finished_run.losses()
+
+
+def test_a_run_without_any_finite_checkpoint_is_refused(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train_with_nan_on_rank_1(str(run.write_recipe()), 4) == 2
+    assert steps(run.run_dir / "checkpoints") == ["step_00000004"]
+    code, printed = train_here(run, capsys)
+    assert code == 2
+    assert "the checkpoint of step 4 holds NaN or infinite values in optim." in printed
+    assert yaml.safe_load((run.run_dir / "config.yaml").read_text())["name"] == "test"
