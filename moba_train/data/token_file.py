@@ -60,9 +60,10 @@ class TokenFile:
             raise self._truncated()
 
     def _truncated(self) -> DataError:
+        size = os.fstat(self._file).st_size
         return DataError(
-            f"{self.path} has {os.fstat(self._file).st_size} bytes, but had {self.size} bytes when it was opened: it was truncated while in "
-            "use; restore it and run the same command again"
+            f"{self.path} has {size} bytes, but had {self.size} when it was opened: it was truncated while in use; "
+            "restore it and run the same command again"
         )
 
     def blocks(self, tokens: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:

@@ -355,7 +355,7 @@ def test_missing_files_are_named_with_their_key(load, tmp_path, monkeypatch):
     for name in ("a.bin", "a.idx", "b.bin"):
         (tmp_path / "corpora" / name).touch()
     with IndexedDatasetWriter(tmp_path / "corpora" / "a", np.uint16) as writer:
-        writer.add_document([1])
+        writer.add_document([1, 2])
     config = load("data.tokenizer=tok.model", "stages.1.train=[{path: late}]", "data.validation=[{path: corpora/a}]")
     validate(config)
     found = problems(config, check_files=True)
