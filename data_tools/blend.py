@@ -38,14 +38,15 @@ def preview(config: RunConfig) -> list[SourceUse]:
         after = data.starts_after(sequences)
         for index, (bucket, stream) in enumerate(zip(data.buckets, data.streams, strict=True)):
             samples = int(data.samples_per_bucket[index])
-            position = after[bucket.name]
+            name = data.stream_names[index]
+            position = after[name]
             uses.append(
                 SourceUse(
                     stage.name,
                     bucket.name,
                     samples * stage.seq_len,
                     samples / sequences,
-                    (position - starts.get(bucket.name, 0)) / stream.tokens,
+                    (position - starts.get(name, 0)) / stream.tokens,
                     position / stream.tokens,
                     data.padding_fraction(index),
                 )

@@ -97,7 +97,10 @@ def make_sft_corpus(
             stack.enter_context(IndexedDatasetWriter(prefix, dtype_for(tokenizer.vocab_size), info))
             for prefix in prefixes
         ]
-        masks = [stack.enter_context(IndexedDatasetWriter(mask_prefix(prefix), np.uint8)) for prefix in prefixes]
+        masks = [
+            stack.enter_context(IndexedDatasetWriter(mask_prefix(prefix), np.uint8, {"vocab_size": 2}))
+            for prefix in prefixes
+        ]
         for found in _encode_files(files, tokenizer, template):
             if isinstance(found, BadRecord):
                 if fail_on_error:

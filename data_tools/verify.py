@@ -1,10 +1,6 @@
 """Checking every byte of a corpus."""
 
 import hashlib
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from data_tools.progress import ByteProgress
 from moba_train.data.indexed import IndexedDataset, corpus_file
@@ -19,7 +15,7 @@ def verify_corpus(prefix: str, vocab_size: int | None) -> tuple[IndexedDataset, 
     """Check tables, counts, token ids and bytes of a corpus; returns it with the vocabulary size used for the check.
 
     The vocabulary size is `vocab_size` or else that of the sidecar; without either, only negative ids are found.
-    Changed bytes are found if the sidecar has the SHA-256 of PREFIX.bin. A loss mask is checked with its corpus. Raises
+    Changed bytes are found if the sidecar has the SHA-256 of the files. A loss mask is checked with its corpus. Raises
     DataError at the first problem.
     """
     corpus = IndexedDataset(prefix)
@@ -27,12 +23,18 @@ def verify_corpus(prefix: str, vocab_size: int | None) -> tuple[IndexedDataset, 
     for name, found in (("documents", corpus.documents), ("tokens", corpus.tokens)):
         if info.get(name, found) != found:
             raise DataError(f"corpus {prefix}: {prefix}.json says {info[name]} {name}, but there are {found}")
+    _ = corpus.fingerprint  # compares PREFIX.idx with the sidecar
     limit = info.get("vocab_size") if vocab_size is None else vocab_size
     digest = hashlib.sha256()
     with ByteProgress(f"verify {prefix}", corpus_file(prefix, "bin").stat().st_size) as progress:
         for begin, tokens in corpus.blocks(BLOCK_TOKENS):
             digest.update(tokens.data)
-            _check_range(corpus, begin, tokens, limit)
+            if outside := corpus.first_outside(begin, tokens, limit):
+                document, offset, token = outside
+                raise DataError(
+                    f"corpus {prefix}: document {document} has token id {token} at offset {offset}; "
+                    f"ids must lie in [0, {'...' if limit is None else limit})"
+                )
             progress.advance(tokens.nbytes, len(tokens))
     if info.get("bin_sha256", digest.hexdigest()) != digest.hexdigest():
         raise DataError(
@@ -42,15 +44,3 @@ def verify_corpus(prefix: str, vocab_size: int | None) -> tuple[IndexedDataset, 
     if mask := LossWeights(corpus, "token").mask:
         verify_corpus(mask.prefix, 2)
     return corpus, limit
-
-
-def _check_range(corpus: IndexedDataset, begin: int, tokens: npt.NDArray[Any], limit: int | None) -> None:
-    """Raises DataError when a document has one of `tokens` outside [0, limit)."""
-    bad = tokens < 0 if limit is None else (tokens < 0) | (tokens >= limit)
-    for place in np.flatnonzero(bad):
-        if found := corpus.document_at(begin + int(place)):
-            document, offset = found
-            raise DataError(
-                f"corpus {corpus.prefix}: document {document} has token id {tokens[place]} at offset {offset}; "
-                f"ids must lie in [0, {'...' if limit is None else limit})"
-            )

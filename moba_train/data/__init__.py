@@ -1,6 +1,9 @@
 """From corpora on disk to micro-batches. Only stage_data, batch and loader need torch.
 
 indexed         reader and writer of Megatron's .bin/.idx pair
+token_file      the tokens of a corpus, read without a memory map, and sampled
+sidecar         how a corpus was made, and what was written
+fingerprint     what identifies the content of a corpus
 shuffle         permutations that do not depend on the numpy version
 stream          a corpus, or a length bucket of it, as an endless, shuffled stream of tokens
 best_fit        best-fit-decreasing bin packing

@@ -1,4 +1,4 @@
-"""Megatron's indexed dataset, read through a memory map and written as a stream.
+"""Megatron's indexed dataset: the reader, and a writer that streams.
 
 A corpus is a pair of files. `PREFIX.bin` holds the raw tokens; `PREFIX.idx`, little-endian, locates them:
 
@@ -12,9 +12,10 @@ A corpus is a pair of files. `PREFIX.bin` holds the raw tokens; `PREFIX.idx`, li
     int64[D+1]  first sequence of each document; the first entry is 0, the last S
     int8[S]   modes, optional and ignored
 
-`PREFIX.json`, written only by our own tools, records how the corpus was made.
+`PREFIX.json`, the sidecar, is written only by our own tools; see data/sidecar.py.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -28,6 +29,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moba_train.data.fingerprint import Fingerprint
+from moba_train.data.sidecar import read_sidecar
+from moba_train.data.token_file import TokenFile
 from moba_train.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -43,7 +47,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 COPY_BYTES = 16 << 20
-"""Bytes read at a time when corpora are merged."""
+"""Bytes read at a time when corpora are merged or searched."""
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
@@ -57,7 +61,8 @@ def corpus_file(prefix: str | Path, suffix: str) -> Path:
 
 
 class IndexedDataset:
-    """A corpus on disk. Opening it checks every size and table; tokens are read on demand.
+    """A corpus on disk. Opening it checks every size and table, and sampled tokens against the sidecar if there is one;
+    tokens are read on demand.
 
     Raises DataError when the pair is missing, truncated or inconsistent. The message names the file and the first bad
     byte.
@@ -69,8 +74,8 @@ class IndexedDataset:
         self._bin = corpus_file(prefix, "bin")
         try:
             self._read_index()
-            self._map_tokens()
-            self.info = _read_info(corpus_file(prefix, "json"))
+            self._open_tokens()
+            self.info = read_sidecar(corpus_file(prefix, "json"))
         except OSError as error:
             raise DataError(
                 f"corpus {self.prefix}: cannot read {error.filename}: {error.strerror}; "
@@ -83,6 +88,8 @@ class IndexedDataset:
         """Number of documents."""
         self.tokens = int(self.document_lengths.sum())
         """Number of tokens in all documents."""
+        self._sampled_sha256 = self._tokens.sampled_sha256()
+        self._check_written("bin", "sampled_sha256", self._sampled_sha256)
 
     def _read_index(self) -> None:
         size = self._idx.stat().st_size
@@ -111,7 +118,9 @@ class IndexedDataset:
                 f"{size} bytes, but the header announces {sequences} sequences and {entries - 1} documents, "
                 f"which take {end} bytes, or {end + sequences} with modes",
             )
+        # Mapped, unlike the tokens, because all ranks of a node share it. `document` checks the size of the file first.
         index = np.memmap(self._idx, dtype=np.uint8, mode="r").view(np.ndarray)
+        self._index_file = TokenFile(self._idx, index.dtype)
         self._lengths: npt.NDArray[np.int32] = index[HEADER.size : offsets_at].view("<i4")
         self._offsets: npt.NDArray[np.int64] = index[offsets_at:table_at].view("<i8")
         self._table: npt.NDArray[np.int64] = index[table_at:end].view("<i8")
@@ -125,8 +134,9 @@ class IndexedDataset:
         self._check(self._table[1:] >= self._table[:-1], table_at + 8, 8, "the document table decreases")
         self._check(self._table[-1:] == sequences, end - 8, 8, f"the document table does not end with {sequences}")
 
-    def _map_tokens(self) -> None:
-        size = self._bin.stat().st_size
+    def _open_tokens(self) -> None:
+        self._tokens = TokenFile(self._bin, self.dtype)
+        size = self._tokens.size
         ends = self._offsets + np.multiply(self._lengths, self.dtype.itemsize, dtype=np.int64)
         expected = int(ends.max(initial=0))
         if size != expected:
@@ -136,8 +146,6 @@ class IndexedDataset:
                 f"{size} bytes, but {self._idx} describes {expected}; the two files do not belong together "
                 "or one of them is incomplete",
             )
-        # An empty file cannot be mapped.
-        self._tokens = np.memmap(self._bin, self.dtype, mode="r").view(np.ndarray) if size else np.empty(0, self.dtype)
 
     def _check(self, good: npt.NDArray[np.bool_], first_byte: int, itemsize: int, problem: str) -> None:
         if not good.all():
@@ -146,10 +154,19 @@ class IndexedDataset:
     def _broken(self, file: Path, byte: int, problem: str) -> DataError:
         return DataError(f"corpus {self.prefix}: {file} is damaged at byte {byte}: {problem}; make the corpus again")
 
-    def document(self, index: int, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
-        """Tokens [start, stop) of document `index`, in the corpus' own dtype; a read-only view where possible.
+    def _check_written(self, suffix: str, key: str, found: str) -> None:
+        """Raises DataError when the sidecar has another hash than the one found."""
+        written = (self.info or {}).get(key, found)
+        if written != found:
+            raise DataError(
+                f"corpus {self.prefix}: {corpus_file(self.prefix, suffix)} is not what was written: its {key} is "
+                f"{found[:12]}..., {self.prefix}.json says {written[:12]}...; restore the file or make the corpus again"
+            )
 
-        Raises IndexError when the document or the range does not exist.
+    def document(self, index: int, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
+        """Tokens [start, stop) of document `index`, read-only, in the corpus' own dtype.
+
+        Raises IndexError when the document or the range does not exist, DataError when the tokens cannot be read.
         """
         if not 0 <= index < self.documents:
             raise IndexError(f"document {index} of {self.documents}")
@@ -157,24 +174,58 @@ class IndexedDataset:
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise IndexError(f"tokens {start}:{stop} of a document of {length}")
-        views = []
+        self._index_file.check_size()
+        first, end = self._table[index : index + 2].tolist()
+        if end == first + 1:  # as in most corpora; twice as fast as what follows
+            return self._tokens.read(self._first_token(first) + start, stop - start)
+        found = []
         before = 0
-        for sequence in range(int(self._table[index]), int(self._table[index + 1])):
+        for sequence in range(first, end):
             tokens = int(self._lengths[sequence])
             low = max(start - before, 0)
             high = min(stop - before, tokens)
             if low < high:
-                first = int(self._offsets[sequence]) // self.dtype.itemsize
-                views.append(self._tokens[first + low : first + high])
+                found.append(self._tokens.read(self._first_token(sequence) + low, high - low))
             before += tokens
-        if len(views) == 1:
-            return views[0]
-        return np.concatenate(views) if views else np.empty(0, self.dtype)
+        return np.concatenate(found) if found else np.empty(0, self.dtype)
+
+    def _first_token(self, sequence: int) -> int:
+        return int(self._offsets[sequence]) // self.dtype.itemsize
 
     def blocks(self, tokens: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Blocks of up to `tokens` tokens of PREFIX.bin, in order, each with the position of its first token."""
-        for begin in range(0, len(self._tokens), tokens):
-            yield begin, self._tokens[begin : begin + tokens]
+        return self._tokens.blocks(tokens)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises DataError when the corpus was made for a larger vocabulary, or has a token outside [0, vocab_size).
+
+        Looks at the sampled blocks, and at every token if the sidecar says that there is such a one.
+        """
+        info = self.info or {}
+        made_for = info.get("vocab_size", 0)
+        if made_for > vocab_size:
+            raise DataError(
+                f"corpus {self.prefix} was tokenized with a vocabulary of {made_for}, but model.vocab_size is "
+                f"{vocab_size}; set model.vocab_size to at least {made_for}"
+            )
+        recorded = info.get("min_id", 0) < 0 or info.get("max_id", 0) >= vocab_size
+        for begin, tokens in self.blocks(COPY_BYTES) if recorded else self._tokens.sampled_blocks():
+            if found := self.first_outside(begin, tokens, vocab_size):
+                document, offset, token = found
+                raise vocabulary_error(self.prefix, document, offset, token, vocab_size)
+
+    def first_outside(
+        self, begin: int, tokens: npt.NDArray[Any], vocab_size: int | None
+    ) -> tuple[int, int, int] | None:
+        """Document, offset in it and id of the first of `tokens` outside [0, vocab_size); None if there is none.
+
+        The tokens are those at position `begin` of PREFIX.bin. None as `vocab_size`: ids are unlimited.
+        """
+        bad = outside(tokens, vocab_size)
+        for place in np.flatnonzero(bad):
+            if found := self.document_at(begin + int(place)):
+                return *found, int(tokens[place])
+        return None
 
     def document_at(self, position: int) -> tuple[int, int] | None:
         """The document that holds token `position` of PREFIX.bin, and the offset in it; None if there is none."""
@@ -192,39 +243,38 @@ class IndexedDataset:
             wanted &= self.document_lengths < below
         return np.flatnonzero(wanted)
 
-    def fingerprint(self) -> str:
-        """SHA-256 over the contents of PREFIX.idx and the size of PREFIX.bin, in hexadecimal.
+    @functools.cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Fingerprint of the documents, without a mask. Raises DataError when PREFIX.idx is not what the sidecar says.
 
-        It changes when the length or order of documents changes, but not when a token is replaced by another one.
+        Its `index` changes when the length or order of documents changes, but not when a token is replaced by another.
         """
         with self._idx.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
-        digest.update(struct.pack("<Q", self._bin.stat().st_size))
-        return digest.hexdigest()
+        self._check_written("idx", "idx_sha256", digest.hexdigest())
+        digest.update(struct.pack("<Q", self._tokens.size))
+        return Fingerprint(digest.hexdigest(), self._sampled_sha256, (self.info or {}).get("bin_sha256"))
 
 
-def _read_info(path: Path) -> dict[str, Any] | None:
-    """Contents of the sidecar PREFIX.json, or None if there is none."""
-    if not path.exists():
-        return None
-    try:
-        info = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error}); delete it or make the corpus again") from error
-    if not isinstance(info, dict):
-        raise DataError(f"{path} holds {type(info).__name__}, not an object; delete it or make the corpus again")
-    for key in ("vocab_size", "documents", "tokens"):
-        if not isinstance(info.get(key, 0), int):
-            raise DataError(f"{path}: {key} is {info[key]!r}, not a whole number; delete it or make the corpus again")
-    return info
+def outside(tokens: npt.NDArray[Any], vocab_size: int | None) -> npt.NDArray[np.bool_]:
+    """Which of `tokens` lie outside [0, vocab_size), bool; None: ids are unlimited."""
+    return tokens < 0 if vocab_size is None else (tokens < 0) | (tokens >= vocab_size)
+
+
+def vocabulary_error(prefix: str, document: int, offset: int, token: int, vocab_size: int) -> DataError:
+    """The error for a token of a corpus that has no row in the model's embedding."""
+    return DataError(
+        f"corpus {prefix}: document {document} has token id {token} at offset {offset}, but model.vocab_size is "
+        f"{vocab_size}; set model.vocab_size to the size of the tokenizer that made the corpus"
+    )
 
 
 class IndexedDatasetWriter:
     """Writes a corpus document by document; keeps 20 bytes per document in memory.
 
     A context manager: when the block ends normally, the files appear under their names, the index last, and replace a
-    corpus of the same name; when it ends in an exception, nothing changes. With `info`, the sidecar is written too; the
-    numbers of documents and tokens and the SHA-256 of PREFIX.bin are added to it.
+    corpus of the same name; when it ends in an exception, nothing changes. With `info`, the sidecar is written too, and
+    what was written is added to it.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, info: dict[str, Any] | None = None) -> None:
@@ -236,6 +286,7 @@ class IndexedDatasetWriter:
         self._offsets = array("q")
         self._table = array("q", [0])
         self._bytes = 0
+        self._ids: tuple[int, int] | None = None
         self._digest = hashlib.sha256()
         corpus_file(prefix, "bin").parent.mkdir(parents=True, exist_ok=True)
         self._file = self._temporary("bin").open("wb")
@@ -265,7 +316,7 @@ class IndexedDatasetWriter:
         self._lengths.append(len(ids))
         self._offsets.append(self._bytes)
         self._table.append(len(self._lengths))
-        self._write(ids.astype(self.dtype, copy=False).tobytes())
+        self._write(ids.astype(self.dtype, copy=False))
 
     def merge(self, prefix: str | Path) -> None:
         """Append all documents of another corpus. Raises DataError when its dtype differs."""
@@ -276,15 +327,17 @@ class IndexedDatasetWriter:
         self._lengths.frombytes(other._lengths.tobytes())
         self._offsets.frombytes((other._offsets + self._bytes).tobytes())
         self._table.frombytes((other._table[1:] + sequences).tobytes())
-        with corpus_file(prefix, "bin").open("rb") as file:
-            while chunk := file.read(COPY_BYTES):
-                self._write(chunk)
+        for _, tokens in other.blocks(COPY_BYTES // self.dtype.itemsize):
+            self._write(tokens)
 
-    def _write(self, content: bytes) -> None:
+    def _write(self, tokens: npt.NDArray[Any]) -> None:
+        content = tokens.tobytes()
         self._file.write(content)
         self._bytes += len(content)
-        if self._info is not None:
+        if self._info is not None and len(tokens):
             self._digest.update(content)
+            low, high = int(tokens.min()), int(tokens.max())
+            self._ids = (low, high) if self._ids is None else (min(low, self._ids[0]), max(high, self._ids[1]))
 
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
@@ -307,17 +360,30 @@ class IndexedDatasetWriter:
             for table in (self._lengths, self._offsets, self._table):
                 table.tofile(file)
             _flush_to_disk(file)
+        if self._info is not None:
+            info = self._info | self._written()
+            self._temporary("json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
         # Readers open the index first, and without one there is no corpus: remove an old index before its tokens.
         corpus_file(self.prefix, "idx").unlink(missing_ok=True)
         self._temporary("bin").replace(corpus_file(self.prefix, "bin"))
         if self._info is None:
             corpus_file(self.prefix, "json").unlink(missing_ok=True)
         else:
-            counts = {"documents": self.documents, "tokens": self.tokens}
-            info = self._info | counts | {"bin_sha256": self._digest.hexdigest()}
-            self._temporary("json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
             self._temporary("json").replace(corpus_file(self.prefix, "json"))
         self._temporary("idx").replace(corpus_file(self.prefix, "idx"))
+
+    def _written(self) -> dict[str, Any]:
+        """What the sidecar says about the files, which are still under their temporary names."""
+        with self._temporary("idx").open("rb") as file:
+            index = hashlib.file_digest(file, "sha256")
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            **({} if self._ids is None else dict(zip(("min_id", "max_id"), self._ids, strict=True))),
+            "bin_sha256": self._digest.hexdigest(),
+            "idx_sha256": index.hexdigest(),
+            "sampled_sha256": TokenFile(self._temporary("bin"), self.dtype).sampled_sha256(),
+        }
 
 
 def _flush_to_disk(file: Any) -> None:

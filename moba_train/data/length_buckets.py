@@ -20,12 +20,16 @@ class LengthBucket(NamedTuple):
     """Share of the training tokens, relative to the other buckets."""
 
     @property
-    def name(self) -> str:
-        """The corpus' path, followed by the range if there is one. Unique in a blend and equal in every stage:
-        checkpoints store the position in the data under this name."""
+    def range(self) -> str:
+        """The range of lengths as text; empty for the whole corpus."""
         if not self.min_length and self.below_length is None:
-            return self.path
-        return f"{self.path}[{self.min_length}:{'' if self.below_length is None else self.below_length}]"
+            return ""
+        return f"[{self.min_length}:{'' if self.below_length is None else self.below_length}]"
+
+    @property
+    def name(self) -> str:
+        """The corpus' path, followed by the range if there is one. Unique in a blend."""
+        return f"{self.path}{self.range}"
 
 
 def length_buckets(sources: Sequence[SourceConfig], open_corpus: Callable[[str], IndexedDataset]) -> list[LengthBucket]:

@@ -29,6 +29,8 @@ class LongDocumentSamples:
         self.seq_len = seq_len
         self._vocab_size = vocab_size
         self._corpora = _corpora(sources)
+        for dataset in self._corpora.values():
+            dataset.check_vocabulary(vocab_size)
         places = _places(sources, self._corpora, seq_len)
         self._places = [places[index] for index in permutation(len(places), (seed, seq_len))[:sequences]]
 

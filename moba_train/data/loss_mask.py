@@ -5,12 +5,14 @@ one byte for each token of each document: 1 if the token is predicted with loss,
 carries loss, but a corpus whose PREFIX.json says `"loss_mask": true` is refused without its mask.
 """
 
+import dataclasses
 import functools
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from moba_train.data.fingerprint import Fingerprint
 from moba_train.data.indexed import IndexedDataset, corpus_file
 from moba_train.errors import DataError
 
@@ -50,9 +52,19 @@ class LossWeights:
         self._count = functools.lru_cache(maxsize=1024)(self._loss_tokens)
 
     @property
-    def fingerprint(self) -> str:
-        """Suffix of the corpus' fingerprint: a run is not resumed when a mask has been added or removed."""
-        return "" if self.mask is None else "+loss"
+    def fingerprint(self) -> Fingerprint:
+        """Fingerprint of the corpus with its mask."""
+        mask = None if self.mask is None else self.mask.fingerprint
+        return dataclasses.replace(self._corpus.fingerprint, mask=mask)
+
+    def carries_loss(self, min_length: int, below_length: int | None) -> bool:
+        """Whether any token of the documents of this range of lengths carries loss. Reads masks up to the first one."""
+        documents = self._corpus.documents_of_length(max(min_length, 2), below_length)
+        if self.mask is None:
+            return len(documents) > 0
+        if (self.mask.info or {}).get("max_id") == 0:
+            return False
+        return any(self._loss_tokens(int(document)) for document in documents)
 
     def _loss_tokens(self, document: int) -> int:
         """Number of a document's tokens that carry loss. The first token has none: nothing precedes it."""

@@ -7,14 +7,15 @@ ranks, workers or what was read before, so counters are enough to resume a run, 
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from moba_train.config.data import SourceConfig
 from moba_train.data.blend import blend, samples_taken
-from moba_train.data.indexed import IndexedDataset
+from moba_train.data.fingerprint import Fingerprint
+from moba_train.data.indexed import IndexedDataset, outside, vocabulary_error
 from moba_train.data.length_buckets import LengthBucket, length_buckets
 from moba_train.data.loss_mask import LossNorm, LossWeights
 from moba_train.data.packers import BestFitPacker, ConcatPacker, Packer
@@ -58,7 +59,8 @@ class StageData:
     seq_len    tokens in a sample
     sequences  samples in the stage
     seed       of the document order
-    starts     tokens already consumed of each length bucket's stream, by the bucket's name; default 0
+    starts     tokens already consumed of each length bucket's stream, by the stream's name in `stream_names`, or by the
+               bucket's as in checkpoints of earlier versions; default 0
     vocab_size rows of the model's embedding; token ids must be below
     packing    how a stream is packed into samples, see data/packers.py
     loss_norm  how much each token with loss counts, see data/loss_mask.py
@@ -91,17 +93,19 @@ class StageData:
             for bucket in self.buckets
         ]
         """Stream of each bucket."""
-        self.fingerprints: dict[str, str] = {
-            bucket.path: stream.fingerprint + self._loss_weights[bucket.path].fingerprint
-            for bucket, stream in zip(self.buckets, self.streams, strict=True)
+        self.fingerprints: dict[str, Fingerprint] = {
+            path: weights.fingerprint for path, weights in self._loss_weights.items()
         }
         """Fingerprint of each corpus, by path; checkpoints store them."""
+        self.stream_names = self._name_streams()
+        """Name of each stream: equal in every stage, and wherever the corpus is stored."""
         self._weights = [bucket.weight for bucket in self.buckets]
         self.samples_per_bucket = samples_taken(self._weights, sequences)
         """Samples of the stage that come from each bucket, int64 [buckets]."""
         self._packers: list[Packer] = []
-        for bucket, stream, count in zip(self.buckets, self.streams, self.samples_per_bucket.tolist(), strict=True):
-            start = self._starts.get(bucket.name, 0)
+        for index, count in enumerate(self.samples_per_bucket.tolist()):
+            stream = self.streams[index]
+            start = self._starts.get(self.stream_names[index], self._starts.get(self.buckets[index].name, 0))
             self._packers.append(
                 ConcatPacker(stream, start, seq_len, count)
                 if packing == "concat"
@@ -112,14 +116,18 @@ class StageData:
     def _open(self, path: str) -> IndexedDataset:
         if path not in self._corpora:
             dataset = self._corpora[path] = IndexedDataset(path)
+            dataset.check_vocabulary(self.vocab_size)
             self._loss_weights[path] = LossWeights(dataset, self._loss_norm)
-            made_for = (dataset.info or {}).get("vocab_size", 0)
-            if made_for > self.vocab_size:
-                raise DataError(
-                    f"corpus {path} was tokenized with a vocabulary of {made_for}, but model.vocab_size is "
-                    f"{self.vocab_size}; set model.vocab_size to at least {made_for}"
-                )
         return self._corpora[path]
+
+    def _name_streams(self) -> list[str]:
+        names: list[str] = []
+        for bucket in self.buckets:
+            name = f"{self.fingerprints[bucket.path].name}{bucket.range}"
+            # Copies of one corpus in a blend are read independently of one another.
+            copies = sum(other.split("#")[0] == name for other in names)
+            names.append(f"{name}#{copies + 1}" if copies else name)
+        return names
 
     def _make_blend_block(self, block: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         first = block * BLEND_BLOCK
@@ -154,34 +162,40 @@ class StageData:
 
     def _sample(self, path: str, parts: list[DocumentPart]) -> Sample:
         """The sample made of these parts of the corpus at `path`, padded to `seq_len`."""
-        tokens = np.zeros(self.seq_len, dtype=np.int64)
-        labels = np.zeros(self.seq_len, dtype=np.int64)
-        loss_weight = np.zeros(self.seq_len, dtype=np.float32)
         corpus = self._corpora[path]
+        weights = self._loss_weights[path]
+        # In the corpus' own dtype up to the end: checking and copying 2 bytes a token is faster than 8.
+        tokens = np.zeros(self.seq_len, dtype=corpus.dtype)
+        labels = np.zeros(self.seq_len, dtype=corpus.dtype)
+        loss_weight = np.zeros(self.seq_len, dtype=np.float32)
         at = 0
         for part in parts:
             length = part.stop - part.start
             # One token more than the part, where the document has it: the label of the part's last token.
             stop = min(part.stop + 1, int(corpus.document_lengths[part.document]))
             found = corpus.document(part.document, part.start, stop)
-            self._check_vocabulary(part, found)
             labelled = at + len(found) - 1
             tokens[at : at + length] = found[:length]
             labels[at:labelled] = found[1:]
-            loss_weight[at:labelled] = self._loss_weights[path].slice(part.document, part.start + 1, stop)
+            loss_weight[at:labelled] = weights.slice(part.document, part.start + 1, stop)
             at += length
-        return Sample(tokens, labels, loss_weight, self._lengths(parts), parts)
+        for ids in (tokens, labels):
+            if ids.min() < 0 or ids.max() >= self.vocab_size:
+                raise self._vocabulary_error(corpus, parts)
+        return Sample(tokens.astype(np.int64), labels.astype(np.int64), loss_weight, self._lengths(parts), parts)
 
-    def _check_vocabulary(self, part: DocumentPart, tokens: npt.NDArray[Any]) -> None:
-        """Raises DataError when one of the part's `tokens` lies outside [0, vocab_size)."""
-        bad = (tokens < 0) | (tokens >= self.vocab_size)
-        if bad.any():
-            first = int(np.argmax(bad))
-            raise DataError(
-                f"corpus {part.source}: document {part.document} has token id {tokens[first]} at offset "
-                f"{part.start + first}, but model.vocab_size is {self.vocab_size}; set model.vocab_size to the "
-                "size of the tokenizer that made the corpus"
-            )
+    def _vocabulary_error(self, corpus: IndexedDataset, parts: list[DocumentPart]) -> DataError:
+        """The error for the first token id of these parts, or label of them, that lies outside [0, vocab_size)."""
+        for part in parts:
+            stop = min(part.stop + 1, int(corpus.document_lengths[part.document]))
+            ids = corpus.document(part.document, part.start, stop)
+            bad = outside(ids, self.vocab_size)
+            if bad.any():
+                first = int(np.argmax(bad))
+                return vocabulary_error(
+                    corpus.prefix, part.document, part.start + first, int(ids[first]), self.vocab_size
+                )
+        return DataError(f"corpus {corpus.prefix} changed while it was read; restore it")
 
     def starts_after(self, sequences: int) -> dict[str, int]:
         """`starts` of the next stage, once the first `sequences` samples are consumed.
@@ -191,20 +205,34 @@ class StageData:
         """
         taken = samples_taken(self._weights, sequences).tolist()
         return self._starts | {
-            bucket.name: packer.position_after(count)
-            for bucket, packer, count in zip(self.buckets, self._packers, taken, strict=True)
+            name: packer.position_after(count)
+            for name, packer, count in zip(self.stream_names, self._packers, taken, strict=True)
         }
+
+    def check_loss(self) -> None:
+        """Raises DataError when no token of any bucket carries loss."""
+        if not any(
+            self._loss_weights[bucket.path].carries_loss(bucket.min_length, bucket.below_length)
+            for bucket in self.buckets
+        ):
+            raise DataError(
+                f"no token of {', '.join(bucket.name for bucket in self.buckets)} carries loss: the loss masks are all "
+                "0, or every document has a single token; make the masks again, or name other corpora"
+            )
+
+    def repeats(self, batch_tokens: int) -> list[str]:
+        """A sentence for each bucket that is smaller than a batch of `batch_tokens` tokens: how often the stage reads
+        it."""
+        found = []
+        for bucket, stream, samples in zip(self.buckets, self.streams, self.samples_per_bucket.tolist(), strict=True):
+            if stream.tokens < batch_tokens:
+                epochs = samples * self.seq_len / stream.tokens
+                found.append(
+                    f"corpus {bucket.name} has {stream.tokens:,} tokens, fewer than a batch ({batch_tokens:,}): the "
+                    f"stage reads it about {epochs:,.1f} times"
+                )
+        return found
 
     def padding_fraction(self, bucket: int) -> float:
         """Fraction of padding in the samples of a length bucket, measured by packing all that the stage takes of it."""
         return self._packers[bucket].padding_fraction(int(self.samples_per_bucket[bucket]))
-
-    def check_fingerprints(self, expected: Mapping[str, str]) -> None:
-        """Raises DataError when a corpus has another fingerprint than `expected`, by path, from a checkpoint."""
-        for path, fingerprint in self.fingerprints.items():
-            if expected.get(path, fingerprint) != fingerprint:
-                raise DataError(
-                    f"corpus {path} has changed since the checkpoint was saved (fingerprint {fingerprint[:12]}, then "
-                    f"{expected[path][:12]}), so the run cannot continue with the same data; restore the corpus, "
-                    "or start a new run with another run_dir"
-                )

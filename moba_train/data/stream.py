@@ -23,7 +23,7 @@ class DocumentPart(NamedTuple):
 class DocumentStream:
     """The documents of a corpus, concatenated without end, in a new random order every epoch.
 
-    The order of epoch e is a permutation that depends only on `seed`, the corpus' fingerprint, the range of lengths and
+    The order of epoch e is a permutation that depends only on `seed`, the corpus' index, the range of lengths and
     e. It depends neither on where the corpus is stored nor on what was read before.
 
     min_length    shortest document that is read, in tokens
@@ -34,8 +34,7 @@ class DocumentStream:
         self, dataset: IndexedDataset, seed: int, min_length: int = 0, below_length: int | None = None
     ) -> None:
         self.dataset = dataset
-        self.fingerprint = dataset.fingerprint()
-        self.entropy: tuple[int, ...] = (seed, int(self.fingerprint[:16], 16))
+        self.entropy: tuple[int, ...] = (seed, int(dataset.fingerprint.index[:16], 16))
         """Seed of every random choice about this stream."""
         self._selected: npt.NDArray[np.int64] | None = None
         self.documents = dataset.documents

@@ -20,6 +20,8 @@ class Documents:
     """Document parts in the order of the sequences, padding included as a document of its own, as it is computed."""
     from_corpora: bool
     """False: the corpora were not found, and each sequence counts as one document."""
+    repeats: tuple[str, ...] = ()
+    """A sentence for each corpus that is smaller than a batch (`StageData.repeats`)."""
 
     @property
     def tokens(self) -> int:
@@ -49,4 +51,5 @@ def stage_documents(config: RunConfig, stage: Stage) -> Documents:
     return Documents(
         tuple(length for index in range(sequences) for length in data.lengths(index)),
         from_corpora=True,
+        repeats=tuple(data.repeats(stage.batch_tokens)),
     )

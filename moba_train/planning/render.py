@@ -25,6 +25,9 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_stages(plan))
     console.print(_flops(plan))
     console.print(f"real FLOPs count {_documents(plan)}", soft_wrap=True)
+    for item in plan.stages:
+        for repeated in item.documents.repeats:
+            console.print(f"warning: stage {item.stage.name}: {repeated}", soft_wrap=True)
     console.print(_memory(plan))
     if any(item.context for item in plan.stages):
         console.print(_context(plan))

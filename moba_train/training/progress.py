@@ -1,5 +1,6 @@
 """Progress of a run: everything that a checkpoint stores besides tensors, and whether a recipe can go on from it."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,6 +9,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from moba_train.config.explain import format_path
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
+from moba_train.data.fingerprint import Fingerprint
 from moba_train.errors import CheckpointError
 from moba_train.telemetry.boundary import Boundary
 
@@ -25,17 +27,19 @@ class Progress:
     stage: int = 0
     """Index of the current stage."""
     starts: dict[str, int] = field(default_factory=dict)
-    """Tokens of each corpus that were consumed before the current stage began."""
+    """Tokens that were consumed before the current stage began, by stream (`StageData.stream_names`)."""
     run_id: str = ""
     """wandb's id, kept across restarts."""
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    """Fingerprint of every corpus read so far."""
+    fingerprints: dict[str, Fingerprint | str] = field(default_factory=dict)
+    """Fingerprint of every corpus read so far, by path; strings were saved by earlier versions."""
     exited_steps: dict[str, int] = field(default_factory=dict)
     """Steps that the stages took whose exit criterion was met, by the stage's name."""
     trailing_loss: float | None = None
     """Trailing loss of the last position-wise evaluation, with the stage's own attention."""
     trailing_loss_before: float | None = None
     """`trailing_loss` at the moment the current stage began."""
+    steps_without_loss: int = 0
+    """Steps of the current stage since the last one in which a token carried loss."""
     boundary: Boundary = field(default_factory=Boundary)
     spike_detector: dict[str, Any] = field(default_factory=dict)
     """`SpikeDetector.state_dict`, as of the last checkpoint."""
@@ -81,6 +85,7 @@ def data_plan(config: RunConfig, progress: Progress) -> dict[str, Any]:
         "seed": config.seed,
         "packing": config.data.packing,
         "model": config.model.model_dump(mode="json", exclude={"rope"}),
+        "data": {"validation": [source.model_dump(mode="json") for source in config.data.validation]},
         "stages": [
             {
                 "name": stage.name,
@@ -95,10 +100,19 @@ def data_plan(config: RunConfig, progress: Progress) -> dict[str, Any]:
 
 
 def check_resumable(config: RunConfig, progress: Progress, where: str) -> None:
-    """Raises CheckpointError, naming the key, when the recipe cannot go on from `progress`, saved at `where`."""
-    difference = _first_difference(progress.data_plan, data_plan(config, progress), "")
-    if difference is not None:
-        key, before, after = difference
+    """Raises CheckpointError, naming the key, when the recipe cannot go on from `progress`, saved at `where`.
+
+    Corpora may have moved: what they hold is compared when they are opened, see training/corpora.py.
+    """
+    now = data_plan(config, progress)
+    by_content = "data" in progress.data_plan
+    if not by_content:  # earlier versions saved neither the validation corpora nor what a corpus holds
+        del now["data"]
+    for key, before, after in _differences(progress.data_plan, now, ""):
+        if by_content and key.endswith(".path"):
+            continue
+        if key == "data.validation" and not (before and after):
+            continue  # evaluation was switched on or off
         raise CheckpointError(
             f"cannot resume from {where}: {key} was {before!r} when it was saved and is {after!r} now; "
             "restore it, or set run_dir to a new folder to start afresh"
@@ -112,15 +126,12 @@ def check_resumable(config: RunConfig, progress: Progress, where: str) -> None:
         )
 
 
-def _first_difference(saved: Any, now: Any, key: str) -> tuple[str, Any, Any] | None:
+def _differences(saved: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(saved, dict) and isinstance(now, dict):
         for name in {**saved, **now}:
-            found = _first_difference(saved.get(name), now.get(name), f"{key}.{name}".lstrip("."))
-            if found is not None:
-                return found
-        return None
-    if isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
-        pairs = enumerate(zip(saved, now, strict=True))
-        found_all = (_first_difference(before, after, f"{key}[{index}]") for index, (before, after) in pairs)
-        return next((found for found in found_all if found is not None), None)
-    return None if saved == now else (key, saved, now)
+            yield from _differences(saved.get(name), now.get(name), f"{key}.{name}".lstrip("."))
+    elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        for index, (before, after) in enumerate(zip(saved, now, strict=True)):
+            yield from _differences(before, after, f"{key}[{index}]")
+    elif saved != now:
+        yield key, saved, now

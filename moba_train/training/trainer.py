@@ -19,6 +19,7 @@ from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.loader import Prefetcher
 from moba_train.data.samples import StageData
 from moba_train.data.stage_data import training_data
+from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationContext
 from moba_train.evals.stage import StageEvaluations
 from moba_train.health.spike import SpikeDetector
@@ -41,6 +42,7 @@ from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.checkpoints import RunCheckpoints
+from moba_train.training.corpora import check_corpora
 from moba_train.training.recovery import Recovery
 from moba_train.training.stage_exit import StageExit
 from moba_train.training.step import StepCounts, StepData, StepLosses
@@ -149,6 +151,11 @@ class Trainer:
                 if exits:
                     break
 
+        if self.progress.steps_without_loss >= self.stage.steps:
+            raise DataError(
+                f"stage {stage.name}: no token of its {self.stage.steps} batches carried loss, so nothing was trained; "
+                "make the loss masks of its corpora again, or name other corpora"
+            )
         self.next_starts = data.starts_after(self.stage.steps * stage.batch_sequences)
         return True
 
@@ -174,8 +181,10 @@ class Trainer:
                 return False
             self.progress.step += 1
             if counts.loss_weight == 0:
+                self.progress.steps_without_loss += 1
                 self._event("warning", "no token of this batch carries loss: step skipped")
                 return True
+            self.progress.steps_without_loss = 0
             losses = self._forward_and_backward(data, counts)
         with self.watch.phase("update", steps_before):
             self._update(stage, data, counts, losses)
@@ -263,6 +272,7 @@ class Trainer:
             progress.stage = stage.index
             progress.starts = self.next_starts
             progress.trailing_loss_before = progress.trailing_loss
+            progress.steps_without_loss = 0
             self.spikes.rebaseline()
         if config.compile:
             torch.compiler.reset()  # lengths that differ between stages would become variables, in slower code
@@ -272,8 +282,7 @@ class Trainer:
         self.data_shard, choice = self.context_engines.data_shard(stage, mesh_sizes(stage.parallel, self.world.size))
         self.model.set_engines([self.data_shard.engine or LOCAL_ENGINE] * config.model.layers)
         data = training_data(config, stage, progress.starts)
-        data.check_fingerprints(progress.fingerprints)
-        progress.fingerprints |= data.fingerprints
+        check_corpora(config, stage, data, progress)
         self.stage_exit = StageExit(stage, progress.trailing_loss_before)
         context = EvaluationContext(self.model, stage, self.data_shard, self.world.device)
         self.evaluations = StageEvaluations(config, context, self.telemetry)
@@ -282,6 +291,8 @@ class Trainer:
         self._event("stage", stage.describe(), **facts)
         if choice:
             self._event("parallel", choice)
+        for repeated in data.repeats(stage.batch_tokens):
+            self._event("warning", repeated)
         return data
 
     def _save(self) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from moba_train.config.data import SourceConfig
 from moba_train.config.schema import RunConfig
+from moba_train.data.indexed import IndexedDataset
+from moba_train.data.loss_mask import LossWeights
 from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError
 from moba_train.validation.stage_exit import exit_data_problems
@@ -23,18 +25,38 @@ def length_problems(config: RunConfig) -> Iterator[str]:
 
 
 def file_problems(config: RunConfig) -> Iterator[str]:
-    """Corpora and tokenizer that are missing or do not fit, relative to the working directory."""
-    for key, source in _sources(config):
-        missing = [f"{source.path}{end}" for end in (".bin", ".idx") if not Path(f"{source.path}{end}").is_file()]
-        if missing:
-            yield f"{key}.path: given {source.path!r}; no file {' and '.join(missing)} (from {Path.cwd()})"
+    """Corpora and tokenizer that are missing, damaged or do not fit, relative to the working directory."""
+    corpora = list(_corpus_problems(config))
+    yield from corpora
     tokenizer = config.data.tokenizer
     if tokenizer is not None and not Path(tokenizer).exists():
         yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"
     elif tokenizer is not None:
         yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
-    if all(Path(f"{source.path}.idx").is_file() for source in config.data.validation):
+    if not corpora:
         yield from exit_data_problems(config)
+
+
+def _corpus_problems(config: RunConfig) -> Iterator[str]:
+    """Problems of the corpora of all stages: a later stage's are found before the first one begins."""
+    opened: dict[str, LossWeights] = {}
+    for key, source in _sources(config):
+        missing = [f"{source.path}{end}" for end in (".bin", ".idx") if not Path(f"{source.path}{end}").is_file()]
+        if missing:
+            yield f"{key}.path: given {source.path!r}; no file {' and '.join(missing)} (from {Path.cwd()})"
+        elif source.path not in opened:
+            try:
+                corpus = IndexedDataset(source.path)
+                corpus.check_vocabulary(config.model.vocab_size)
+                opened[source.path] = LossWeights(corpus, config.loss_norm)
+            except DataError as error:
+                yield f"{key}.path: {error}"
+    for key, sources in _blends(config).items():
+        used = key != "data.train" or not all(stage.train for stage in config.stages)
+        if used and sources and all(source.path in opened for source in sources):
+            loss = (opened[source.path].carries_loss(source.min_length or 0, source.below_length) for source in sources)
+            if not any(loss):
+                yield f"{key}: no token carries loss; make the loss masks of the corpora again, or name other corpora"
 
 
 def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
@@ -47,12 +69,16 @@ def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
         yield f"model.vocab_size: given {vocab_size}; data.tokenizer ({path}) has {known} tokens, so at least {known}"
 
 
-def _sources(config: RunConfig) -> Iterator[tuple[str, SourceConfig]]:
-    """Every source of the recipe, with its key."""
+def _blends(config: RunConfig) -> dict[str, Sequence[SourceConfig]]:
+    """Every list of sources of the recipe, by its key."""
     blends: dict[str, Sequence[SourceConfig]] = {
         "data.train": config.data.train,
         "data.validation": config.data.validation,
     }
-    blends |= {f"stages[{index}].train": stage.train or [] for index, stage in enumerate(config.stages)}
-    for key, sources in blends.items():
+    return blends | {f"stages[{index}].train": stage.train or [] for index, stage in enumerate(config.stages)}
+
+
+def _sources(config: RunConfig) -> Iterator[tuple[str, SourceConfig]]:
+    """Every source of the recipe, with its key."""
+    for key, sources in _blends(config).items():
         yield from ((f"{key}[{index}]", source) for index, source in enumerate(sources))

@@ -1,5 +1,6 @@
 """Corpora: the format equals Megatron's byte for byte, and a damaged file is always refused with a clear message."""
 
+import dataclasses
 import hashlib
 import json
 import struct
@@ -187,16 +188,53 @@ def test_sidecar_counts_what_was_written(tmp_path: Path) -> None:
         "vocab_size": 10,
         "documents": 1,
         "tokens": 2,
+        "min_id": 1,
+        "max_id": 2,
         "bin_sha256": digest,
+        "idx_sha256": hashlib.sha256((tmp_path / "a.idx").read_bytes()).hexdigest(),
+        "sampled_sha256": hashlib.sha256(struct.pack("<Q2i", 8, 1, 2)).hexdigest(),
     }
     assert json.loads((tmp_path / "a.json").read_text())["vocab_size"] == 10
 
 
-def test_fingerprint_changes_with_the_documents_only(tmp_path: Path) -> None:
-    first = IndexedDataset(write_pair(tmp_path / "a")).fingerprint()
-    assert IndexedDataset(write_pair(tmp_path / "b")).fingerprint() == first
-    longer = write_pair(tmp_path / "c", IDX[:50] + b"\x03" + IDX[51:], BIN + b"\x00\x00")
-    assert IndexedDataset(longer).fingerprint() != first
+def test_fingerprints_are_of_content(tmp_path: Path) -> None:
+    """Equal for a copy; its parts say whether document lengths or tokens differ."""
+    first = IndexedDataset(write_pair(tmp_path / "a")).fingerprint
+    assert IndexedDataset(write_pair(tmp_path / "b")).fingerprint == first
+    longer = IndexedDataset(write_pair(tmp_path / "c", IDX[:50] + b"\x03" + IDX[51:], BIN + b"\x00\x00")).fingerprint
+    other = IndexedDataset(write_pair(tmp_path / "d", IDX, BIN[:-2] + b"\x09\x00")).fingerprint
+    assert first.difference(first) is None
+    assert first.difference(longer) == "other document lengths"
+    assert first.difference(other) == "other tokens in documents of the same lengths"
+    assert other.index == first.index
+    assert len({first.name, longer.name, other.name}) == 3
+
+
+def test_a_token_that_is_not_sampled_differs_by_the_hash_of_the_whole_file(tmp_path: Path) -> None:
+    """600,000 tokens, 2.4 MB; 64 blocks of 1,024 tokens are sampled, at even distances."""
+    tokens = np.full(600_000, 7, dtype=np.int32)
+    for name, place in (("a", 0), ("b", 5000), ("c", 599_999)):
+        changed = tokens.copy()
+        changed[place] = 8
+        with IndexedDatasetWriter(tmp_path / name, np.int32, {}) as writer:
+            writer.add_document(tokens if name == "a" else changed)
+    a, b, c = (IndexedDataset(tmp_path / name).fingerprint for name in "abc")
+    assert a.tokens == b.tokens != c.tokens
+    assert a.difference(b) == a.difference(c) == "other tokens in documents of the same lengths"
+    assert dataclasses.replace(a, bin_sha256=None).difference(b) is None, "a sidecar that was lost is no difference"
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_a_file_that_is_not_what_was_written_is_refused(tmp_path: Path, suffix: str) -> None:
+    """A file of the right size, with contents that are possible: tokens when the corpus is opened, the index when it is
+    hashed."""
+    for name, lengths in (("a", (3, 4)), ("b", (4, 3))):
+        with IndexedDatasetWriter(tmp_path / name, np.int32, {"vocab_size": 100}) as writer:
+            for length in lengths:
+                writer.add_document(range(length))
+    (tmp_path / f"a.{suffix}").write_bytes((tmp_path / f"b.{suffix}").read_bytes())
+    with pytest.raises(DataError, match=rf"a\.{suffix} is not what was written"):
+        _ = IndexedDataset(tmp_path / "a").fingerprint
 
 
 def test_reading_needs_no_torch() -> None:

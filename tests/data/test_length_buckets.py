@@ -35,7 +35,8 @@ def test_ranges_of_one_corpus_are_blended_by_their_own_weights(corpus: str) -> N
     )
     assert long_share(data, 241) == pytest.approx(0.75, abs=0.01)
     assert set(data.fingerprints) == {corpus}
-    assert data.starts_after(400) == {f"{corpus}[0:10]": 400, f"{corpus}[10:]": 1200}
+    name = data.fingerprints[corpus].name
+    assert data.starts_after(400) == {f"{name}[0:10]": 400, f"{name}[10:]": 1200}
 
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])

@@ -1,12 +1,14 @@
 """Loss masks in training: which tokens are predicted with loss, and with what weight."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moba_train.config.data import SourceConfig
 from moba_train.data.batch import collate
+from moba_train.data.fingerprint import Fingerprint
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import LossNorm, mask_prefix
 from moba_train.data.samples import Sample, StageData
@@ -71,12 +73,58 @@ def test_a_mask_of_another_corpus_is_refused(prefix: str) -> None:
         samples(prefix, 16, 1, "token")
 
 
-def test_a_run_is_not_resumed_when_a_mask_was_removed(prefix: str) -> None:
-    def data() -> StageData:
-        return StageData([SourceConfig(path=prefix)], 16, 1, 0, {}, 10)
+def test_a_mask_is_part_of_the_fingerprint(prefix: str) -> None:
+    """Another mask, and none; a version that knew no tokens told only the latter."""
 
-    with_mask = data().fingerprints
+    def fingerprint() -> Fingerprint:
+        return StageData([SourceConfig(path=prefix)], 16, 1, 0, {}, 10).fingerprints[prefix]
+
+    saved = fingerprint()
+    assert saved.difference(saved) is None
+    assert saved.difference(f"{saved.index}+loss") is None
+    changed = bytearray(Path(f"{prefix}.loss.bin").read_bytes())
+    changed[1] ^= 1
+    Path(f"{prefix}.loss.bin").write_bytes(changed)
+    assert fingerprint().difference(saved) == "another loss mask"
     Path(f"{prefix}.json").unlink()
     Path(f"{prefix}.loss.idx").unlink()
-    with pytest.raises(DataError, match="has changed"):
-        data().check_fingerprints(with_mask)
+    assert fingerprint().difference(saved) == "a loss mask was added or removed"
+    assert fingerprint().difference(f"{saved.index}+loss") is not None
+    assert fingerprint().name == saved.name
+
+
+def masked_corpus(prefix: Path, masks: list[list[int]], info: dict[str, Any] | None) -> str:
+    """A corpus with these masks; `info`: of the masks' sidecar."""
+    writer = IndexedDatasetWriter(mask_prefix(str(prefix)), np.uint8, info)
+    with IndexedDatasetWriter(prefix, np.uint16) as corpus, writer:
+        for mask in masks:
+            corpus.add_document(np.arange(len(mask)))
+            writer.add_document(mask)
+    return str(prefix)
+
+
+def check_loss(prefix: str, **lengths: int) -> None:
+    StageData([SourceConfig(path=prefix, **lengths)], 4, 1, 0, {}, 10).check_loss()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("info", [{}, None], ids=["recorded", "searched"])
+def test_masks_of_zeros_are_refused(tmp_path: Path, info: dict[str, Any] | None) -> None:
+    with pytest.raises(DataError, match=r"no token of .*a carries loss"):
+        check_loss(masked_corpus(tmp_path / "a", [[0, 0, 0], [0, 0]], info))
+
+
+def test_loss_is_looked_for_in_the_documents_that_are_read(tmp_path: Path) -> None:
+    """The first token of a document never carries loss: nothing precedes it."""
+    prefix = masked_corpus(tmp_path / "a", [[0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0, 0]], {})
+    check_loss(prefix)
+    check_loss(prefix, min_length=5)
+    with pytest.raises(DataError, match=r"no token of .*a\[0:5\] carries loss"):
+        check_loss(prefix, below_length=5)
+
+
+def test_documents_of_one_token_carry_no_loss(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "a", np.uint16) as corpus:
+        for _ in range(20):
+            corpus.add_document([1])
+    with pytest.raises(DataError, match="every document has a single token"):
+        check_loss(str(tmp_path / "a"))

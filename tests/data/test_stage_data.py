@@ -1,5 +1,9 @@
 """Samples: tokens, labels and their origin; no token is lost or read twice."""
 
+import multiprocessing
+import os
+import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moba_train.config.data import SourceConfig
-from moba_train.data.indexed import IndexedDataset
+from moba_train.data.indexed import HEADER, MAGIC, IndexedDataset
 from moba_train.data.samples import StageData
 from moba_train.errors import DataError
 
@@ -83,7 +87,7 @@ def test_consecutive_stages_read_each_token_once(make_corpus: MakeCorpus) -> Non
         data = stage(*paths, seq_len=seq_len, sequences=sequences, starts=starts)
         seen += [int(token) for index in range(sequences) for token in data.sample(index).tokens]
         starts = data.starts_after(sequences)
-    assert starts == {a: 128, b: 96}
+    assert starts == dict(zip(stage(a, b).stream_names, (128, 96), strict=True))
     final = stage(a, seq_len=32, sequences=1, starts=starts)
     seen += final.sample(0).tokens.tolist()
     assert sorted(seen) == list(range(1, 161)) + list(range(500, 596))
@@ -103,8 +107,9 @@ def test_a_stage_stopped_early_reads_nothing_twice(make_corpus: MakeCorpus, monk
     monkeypatch.setattr("moba_train.data.packers.SHUFFLE_GROUP", 4)
     path = make_corpus("a", numbered_documents([81]))
     stopped = stage(path, sequences=10)
-    assert stopped.starts_after(6) == {path: 64}
-    assert stopped.starts_after(10) == {path: 80}
+    (name,) = stopped.stream_names
+    assert stopped.starts_after(6) == {name: 64}
+    assert stopped.starts_after(10) == {name: 80}
 
 
 def test_blend_is_by_tokens_whatever_the_document_lengths(make_corpus: MakeCorpus) -> None:
@@ -117,11 +122,80 @@ def test_blend_is_by_tokens_whatever_the_document_lengths(make_corpus: MakeCorpu
 @pytest.mark.parametrize("bad", [1000, -1])
 def test_out_of_vocabulary_tokens_are_named(make_corpus: MakeCorpus, bad: int) -> None:
     path = make_corpus("a", [np.arange(20), np.array([5, bad, 6])])
-    data = stage(path)
     with pytest.raises(DataError) as error:
-        [data.sample(index) for index in range(4)]
+        stage(path)
     for part in (path, "document 1", f"token id {bad}", "offset 1", "model.vocab_size is 1000"):
         assert part in str(error.value)
+
+
+UNSAMPLED = 5000
+"""A token of `long_document` between two sampled blocks."""
+
+
+def long_document(**changes: int) -> np.ndarray:
+    """600,000 tokens, 2.4 MB: more than nine times what is sampled."""
+    tokens = np.full(600_000, 7)
+    tokens[UNSAMPLED] = changes.get("bad", 7)
+    return tokens
+
+
+@pytest.mark.parametrize("bad", [1000, -1])
+def test_a_recorded_id_is_found_when_the_corpus_is_opened_and_any_other_before_it_is_used(
+    make_corpus: MakeCorpus, bad: int
+) -> None:
+    """The sidecar of our own corpora has the smallest and the largest id. Without it, the sample that holds the token
+    is refused, also where the token is only a label."""
+    made = make_corpus("made", [long_document(bad=bad)], info={})
+    with pytest.raises(DataError, match=f"document 0 has token id {bad} at offset {UNSAMPLED}"):
+        stage(made)
+    foreign = make_corpus("foreign", [long_document(bad=bad)])
+    data = stage(foreign, seq_len=100, sequences=100)
+    for index in range(100):
+        places = range(data._parts(index)[1][0].start, data._parts(index)[1][0].stop + 1)
+        if UNSAMPLED in places:
+            with pytest.raises(DataError, match=f"document 0 has token id {bad} at offset {UNSAMPLED}"):
+                data.sample(index)
+        else:
+            data.sample(index)
+
+
+def test_bytes_between_documents_are_no_tokens(tmp_path: Path) -> None:
+    """A corpus made elsewhere may have a gap in its tokens; what lies there is not read, and need not be an id."""
+    prefix = tmp_path / "gapped"
+    Path(f"{prefix}.bin").write_bytes(struct.pack("<4i", 1, 99, 3, 4))
+    tables = struct.pack("<2i2q3q", 1, 2, 0, 8, 0, 1, 2)
+    Path(f"{prefix}.idx").write_bytes(HEADER.pack(MAGIC, 1, 4, 2, 3) + tables)
+    assert sorted(stage(str(prefix), seq_len=3, vocab_size=5).sample(0).tokens.tolist()) == [1, 3, 4]
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_a_file_truncated_while_it_is_read_ends_in_an_error(make_corpus: MakeCorpus, suffix: str) -> None:
+    """A process that reads a truncated memory map is killed by SIGBUS, so the reader is a process of its own."""
+    path = make_corpus("a", numbered_documents([900] * 100, 0))
+
+    def read() -> None:
+        data = stage(path, vocab_size=100_000)
+        os.truncate(f"{path}.{suffix}", 0)
+        try:
+            for index in range(100):
+                data.sample(index)
+        except DataError as error:
+            os._exit(0 if f"{path}.{suffix} has 0 bytes, but had" in str(error) else 3)
+        os._exit(4)
+
+    reader = multiprocessing.get_context("fork").Process(target=read)
+    reader.start()
+    reader.join()
+    assert reader.exitcode == 0
+
+
+def test_a_corpus_smaller_than_a_batch_is_named_with_its_repeats(make_corpus: MakeCorpus) -> None:
+    small, large = make_corpus("small", numbered_documents([40])), make_corpus("large", numbered_documents([300], 50))
+    data = stage(small, large, sequences=100)
+    assert data.repeats(batch_tokens=40) == []
+    (text,) = data.repeats(batch_tokens=41)
+    assert text.startswith(f"corpus {small} has 40 tokens, fewer than a batch (41)")
+    assert text.endswith("about 10.0 times")
 
 
 def test_unusable_corpora_are_refused_at_once(make_corpus: MakeCorpus) -> None:
@@ -134,11 +208,15 @@ def test_unusable_corpora_are_refused_at_once(make_corpus: MakeCorpus) -> None:
         stage(path, path)
 
 
-def test_changed_corpora_are_refused(make_corpus: MakeCorpus) -> None:
-    path = make_corpus("a", numbered_documents([5, 6]))
-    fingerprints = stage(path).fingerprints
-    stage(path).check_fingerprints(fingerprints)
-    stage(path).check_fingerprints({"another stage's corpus": "0"})
-    make_corpus("a", numbered_documents([6, 5]))
-    with pytest.raises(DataError, match=f"corpus {path} has changed since the checkpoint"):
-        stage(path).check_fingerprints(fingerprints)
+def test_copies_are_read_independently_and_each_goes_on_where_it_was(make_corpus: MakeCorpus) -> None:
+    """Streams are named by content, so a copy elsewhere goes on where the original was; of two copies in one blend,
+    each has a position of its own."""
+    first, second = (make_corpus(name, numbered_documents([200])) for name in ("first", "second"))
+    starts = stage(first, second, weights=(3, 1), sequences=4).starts_after(4)
+    assert list(starts.values()) == [24, 8]
+    assert stage(second, sequences=1, starts=starts).starts_after(1) == starts | {stage(first).stream_names[0]: 32}
+
+
+def test_positions_of_earlier_versions_are_found_by_path(make_corpus: MakeCorpus) -> None:
+    path = make_corpus("a", numbered_documents([200]))
+    assert stage(path, sequences=1, starts={path: 16}).sample(0).tokens.tolist() == list(range(17, 25))

@@ -44,6 +44,17 @@ def test_an_older_run_goes_on_as_the_older_version_did(older_run: Path) -> None:
     assert read_meta(newest)["progress"]["step"] == 8
 
 
+def test_an_older_run_needs_its_corpora_where_they_were(older_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The older version saved the lengths of their documents, by path, and no tokens."""
+    for suffix in ("bin", "idx"):
+        shutil.copy(f"corpora/one.{suffix}", f"corpora/moved.{suffix}")
+        shutil.copy(f"corpora/two.{suffix}", f"corpora/one.{suffix}")
+    assert main(["recipe.yaml"]) == 2
+    assert "data.train[0].path: corpus corpora/one has changed" in capsys.readouterr().err
+    assert main(["recipe.yaml", "data.train.0.path=corpora/moved"]) == 2
+    assert "stages[0].train[0].path was 'corpora/one'" in capsys.readouterr().err
+
+
 def test_the_checkpoint_of_an_older_run_opens_with_its_own_recipe(older_run: Path) -> None:
     saved = open_checkpoint(older_run)
     verify_checkpoint(saved.path)

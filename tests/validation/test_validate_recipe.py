@@ -2,12 +2,14 @@
 
 from typing import get_args
 
+import numpy as np
 import pytest
 
 from moba_train.config.load import dump_config, load_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.run import CPTransport
 from moba_train.config.stages import resolve_stages
+from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.errors import ConfigError
 from moba_train.validation.recipe import validate
 
@@ -399,9 +401,22 @@ def test_missing_files_are_named_with_their_key(load, tmp_path, monkeypatch):
     (tmp_path / "corpora").mkdir()
     for name in ("a.bin", "a.idx", "b.bin"):
         (tmp_path / "corpora" / name).touch()
+    with IndexedDatasetWriter(tmp_path / "corpora" / "a", np.uint16) as writer:
+        writer.add_document([1, 2])
     config = load("data.tokenizer=tok.model", "stages.1.train=[{path: late}]", "data.validation=[{path: corpora/a}]")
     validate(config)
     found = problems(config, check_files=True)
     assert [text.split(":")[0] for text in found] == ["data.train[1].path", "stages[1].train[0].path", "data.tokenizer"]
     assert "no file corpora/b.idx" in found[0]
     assert "late.bin and late.idx" in found[1]
+
+
+def test_a_bad_corpus_of_a_later_stage_is_named_before_the_first_begins(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, token in (("good", 1), ("bad", 60_000)):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            writer.add_document([token] * 9)
+    config = load("data.train=[{path: good}]", "stages.1.train=[{path: bad}]", "data.validation=[]")
+    (found,) = problems(config, check_files=True)
+    assert found.startswith("stages[1].train[0].path: corpus bad: document 0 has token id 60000 at offset 0")
+    assert f"model.vocab_size is {config.model.vocab_size}" in found
