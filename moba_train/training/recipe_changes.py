@@ -1,4 +1,4 @@
-"""A recipe that is changed when a run resumes: what changed is found and described, and the recipe of before is kept."""
+"""A recipe that changes when a run resumes: the changes are found and described, and the recipe before is kept."""
 
 import contextlib
 from collections.abc import Iterator

@@ -51,9 +51,10 @@ def test_a_change_that_is_taken_back_is_reported_too(run: Run, monkeypatch: pyte
     """The events of the start with the change stay in the history, because they are of the checkpoint's step."""
     assert run.train_here("--stop-at-step", "4") == 0
     run.recipe["optim"]["lr"] = 0.005
-    with monkeypatch.context() as patch, pytest.raises(PowerCut):
+    with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_step", _killed)
-        run.train_here()
+        with pytest.raises(PowerCut):
+            run.train_here()
     run.recipe["optim"]["lr"] = 0.01
     assert run.train_here("--stop-at-step", "5") == 0
     messages = [record["message"] for record in run.records("recipe")]
