@@ -111,8 +111,8 @@ def check_tokenizer(tokenizer: str, progress: Progress, config: RunConfig, where
     """
     if tokenizer and progress.tokenizer and tokenizer != progress.tokenizer:
         raise CheckpointError(
-            f"cannot resume from {where}: data.tokenizer ({config.data.tokenizer}) is another tokenizer than when it was "
-            f"saved, whose SHA-256 was {progress.tokenizer}; restore it, or set run_dir to a new folder to start afresh"
+            f"cannot resume from {where}: data.tokenizer ({config.data.tokenizer}) is another one than when it "
+            f"was saved, whose SHA-256 was {progress.tokenizer}; restore it, or set run_dir to a new folder"
         )
 
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl loses no record to a full disk, a resumed run discards none twice, and resuming does not read it all."""
+"""metrics.jsonl loses no record to a full disk, a resume discards none twice, and does not read the whole file."""
 
 import errno
 import json
