@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on several nodes: run the same line on each of them (or let Slurm do it, see slurm.sbatch).
 #
-#   NODES=4 NODE_RANK=0..3 MASTER=node0 bash launch/multinode.sh RECIPE.yaml [key.path=value ...]
+#   NODES=4 NODE_RANK=0..3 MASTER=node0 bash launch/multinode.sh RECIPE.yaml [key.path=value ...] [--from-scratch]
 #
 # NODES        number of nodes                              default 1
 # NODE_RANK    this node's number, 0 on MASTER              default 0

@@ -40,6 +40,9 @@ def train(
     restarts: Annotated[
         int, typer.Option(min=0, help="starts after a failure; each continues from the newest checkpoint")
     ] = 0,
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="begin at step 0 if no checkpoint is found, though there was one")
+    ] = False,
 ) -> None:
     """Train on this machine: torchrun with one rank per GPU. For several nodes see launch/multinode.sh."""
     import os
@@ -49,8 +52,8 @@ def train(
 
     ranks = gpus or torch.cuda.device_count() or 1
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    launch += ["--max-restarts", str(restarts)]
-    os.execv(sys.executable, [*launch, "-m", "moba_train.train", str(recipe), *(overrides or ())])
+    launch += ["--max-restarts", str(restarts), "-m", "moba_train.train", str(recipe), *(overrides or ())]
+    os.execv(sys.executable, [*launch, *["--from-scratch"] * from_scratch])
 
 
 @app.command()

@@ -32,7 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--stop-at-step", type=int, help="save and exit with code 0 after this number of optimizer steps"
     )
-    given = parser.parse_args(arguments)
+    parser.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="begin at step 0 if no checkpoint is found, even where the metrics say that the run has had one",
+    )
+    given = parser.parse_intermixed_args(arguments)
     end_with_launcher()
     rank = int(os.environ.get("RANK", 0))
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank}] %(levelname)s %(message)s")
@@ -53,16 +58,16 @@ def main(arguments: list[str] | None = None) -> int:
         with deterministic(config.deterministic), joined_world(timeout, stalls) as world:
             if world.is_main:
                 print(f"resolved recipe:\n{dump_config(config)}", flush=True)
-            _train(config, world, given.stop_at_step)
+            _train(config, world, given.stop_at_step, given.from_scratch)
     except UserError as error:
         print("\n".join([f"[rank {rank}] error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 2
     return 0
 
 
-def _train(config: RunConfig, world: World, stop_at_step: int | None) -> None:
+def _train(config: RunConfig, world: World, stop_at_step: int | None, from_scratch: bool) -> None:
     with run_folder_lock(Path(config.run_dir), world) as run_lock:
-        finished = Trainer(config, world, run_lock, stop_at_step).run()
+        finished = Trainer(config, world, run_lock, stop_at_step, from_scratch).run()
     if world.is_main and not finished:
         print("stopped as asked; the same command continues from here", flush=True)
 

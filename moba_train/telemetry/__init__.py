@@ -3,6 +3,8 @@
 telemetry         the trainer's reports, handed to every sink
 factory           the sinks that a recipe asks for
 jsonl             `metrics.jsonl`, the complete history
+atomic            small files that are replaced at once
+outage            a sink that fails for a while, counted and reported
 console           the terminal
 wandb_sink        Weights & Biases, in a thread of its own
 wandb_history     what a wandb run already contains, across restarts

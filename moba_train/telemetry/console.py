@@ -9,6 +9,7 @@ from rich.text import Text
 _EVENT_STYLES = {
     "stage": "bold cyan",
     "resume": "bold cyan",
+    "recipe": "bold yellow",
     "boundary": "bold cyan",
     "stage_exit": "bold cyan",
     "validation_loss": "bold green",

@@ -1,31 +1,112 @@
-"""`metrics.jsonl`: the complete history of a run, one JSON object per line."""
+"""`metrics.jsonl`: the complete history of a run, one JSON object per line.
+
+A resumed run trains the steps after its checkpoint again. Their records of before are moved to
+`metrics.discarded.jsonl`, which so holds every record that was ever taken out of `metrics.jsonl`, once, in the order in
+which they were taken out. Both files only ever change at their ends, so that resuming takes no longer when a run does.
+"""
 
 import contextlib
 import json
+import mmap
 import os
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from moba_train.telemetry.atomic import write_atomically
+from moba_train.telemetry.outage import DelayedError
+
+MOST_PENDING = 100_000
+"""Records that are kept while the file cannot be written, about 60 MB; later ones are lost, and counted."""
+
+_AT_ONCE = 1000
+"""Records of one system call."""
+_IN_ORDER = 1000
+"""Records in a row that are not later than a step, after which all those before count as not later either."""
+
 
 class JsonlSink:
-    """Appends each record to `path` and flushes the file.
+    """Appends each record to `path`; after `write`, the system has it.
 
-    A run that resumes from step N repeats the steps after N. The earlier records of these steps are moved to
-    `metrics.discarded.jsonl`, so that the file holds every step once. At a fresh start, `resumed_step` is None and all
-    earlier records are moved.
+    While the file cannot be written (disk full, folder read-only), records are kept in memory, `MOST_PENDING` at most.
+    `write` then raises DelayedError, and the next one that succeeds writes all of them first, in order; `close` tries
+    once more. No record is ever written behind a half of another one.
+
+    A run that resumes from `resumed_step` finds the file cut before the first record of a later step (`discard_after`);
+    at a fresh start it is None, and the file is empty.
     """
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
-        if path.exists():
-            _discard_after(path, -1 if resumed_step is None else resumed_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._resumed_step = resumed_step
+        self._descriptor: int | None = None
+        self._pending: deque[bytes] = deque()
+        self._lost = 0
+        self._torn = False  # the file ends within a line
+        with contextlib.suppress(OSError):  # the first record tries again, and reports it
+            self._open()
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._pending.append(json.dumps(record).encode() + b"\n")
+        self._write_pending()
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._write_pending()
+            if self._descriptor is not None:
+                os.fsync(self._descriptor)  # some network file systems report a full disk only here
+        finally:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+
+    def _open(self) -> None:
+        discard_after(self._path, self._resumed_step)
+        self._torn = not _ends_with_newline(self._path)
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+    def _write_pending(self) -> None:
+        try:
+            if self._descriptor is None:
+                self._open()
+            while self._pending:
+                self._write_oldest()
+        except OSError as error:
+            if len(self._pending) > MOST_PENDING:
+                self._pending.pop()
+                self._lost += 1
+            raise DelayedError(f"{self._path}: {error.strerror or error}", len(self._pending), self._lost) from error
+
+    def _write_oldest(self) -> None:
+        """Write the oldest pending records, as far as the system takes them."""
+        assert self._descriptor is not None
+        lines = list(islice(self._pending, _AT_ONCE))
+        if self._torn:
+            lines[0] = b"\n" + lines[0]
+        data = memoryview(b"".join(lines))
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+        finally:
+            self._take_back(lines, written)
+
+    def _take_back(self, lines: list[bytes], written: int) -> None:
+        """Leave in the file what is complete of the first `written` bytes of `lines`."""
+        assert self._descriptor is not None
+        for line in lines:
+            if written < len(line):
+                break
+            written -= len(line)
+            self._pending.popleft()
+            self._torn = False
+        if written:
+            try:
+                os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+            except OSError:
+                self._torn = True
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -34,29 +115,114 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     Lines that are not records are left out, such as one truncated by a kill or a full disk. Early versions wrote the
     record type under the key "kind"; it is returned under "type".
     """
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int) and record.keys() & {"type", "kind"}:
-                records.append(_with_type(record))
-    return records
+    with path.open("rb") as lines:
+        return [record for line in lines if (record := _parse(line)) is not None]
+
+
+def read_backward(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file, newest first, read as far as they are asked for; none if there is no file."""
+    for _, line in _lines_backward(path):
+        if (record := _parse(line)) is not None:
+            yield record
+
+
+def discard_after(path: Path, step: int | None) -> None:
+    """Move the records after `step`, all if it is None, from the end of `path` to `metrics.discarded.jsonl`.
+
+    The file is cut before the first record of a later step, wherever a few earlier steps follow it. Whenever the
+    process dies, the next call completes the move or makes it anew: `metrics.discarding.json`, which exists meanwhile,
+    says how long the files were to become and had been. Raises OSError when the file system refuses; the files can then
+    be used, and the call repeated.
+    """
+    discarded = path.with_suffix(".discarded.jsonl")
+    journal = path.with_suffix(".discarding.json")
+    _finish_earlier_move(path, discarded, journal)
+    if not path.exists():
+        return
+    _drop_torn_record(path)
+    kept = _end_of_step(path, step)
+    if kept == path.stat().st_size:
+        return
+    before = discarded.stat().st_size if discarded.exists() else 0
+    write_atomically(journal, json.dumps({"kept": kept, "discarded": before}))
+    with path.open("rb") as source, discarded.open("ab") as target:
+        source.seek(kept)
+        target.write(b"" if _ends_with_newline(discarded) else b"\n")
+        shutil.copyfileobj(source, target, 1 << 20)
+        target.flush()
+        os.fsync(target.fileno())
+    _truncate(path, kept)
+    journal.unlink()
+
+
+def _finish_earlier_move(path: Path, discarded: Path, journal: Path) -> None:
+    """If a move was interrupted before the records were taken out of `path`, take them out of `discarded` again."""
+    if not journal.exists():
+        return
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # it is never half-written: then it is not ours
+        move = json.loads(journal.read_text(encoding="utf-8"))
+        if path.exists() and path.stat().st_size > int(move["kept"]) and discarded.exists():
+            _truncate(discarded, int(move["discarded"]))
+    journal.unlink()
+
+
+def _drop_torn_record(path: Path) -> None:
+    """Cut off a last line that was not written to its end."""
+    start, line = next(_lines_backward(path), (0, b"\n"))
+    if not line.endswith(b"\n") and _parse(line) is None:
+        _truncate(path, start)
+
+
+def _end_of_step(path: Path, step: int | None) -> int:
+    """Offset of the first record of a later step, found from the end of the file."""
+    if step is None:
+        return 0
+    end = path.stat().st_size
+    in_order = 0
+    for start, line in _lines_backward(path):
+        if (record := _parse(line)) is None:
+            continue
+        if record["step"] > step:
+            end = start
+            in_order = 0
+        elif (in_order := in_order + 1) == _IN_ORDER:
+            break
+    return end
+
+
+def _lines_backward(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of every line, last first."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        end = len(text)
+        while end > 0:
+            start = text.rfind(b"\n", 0, end - 1) + 1
+            yield start, text[start:end]
+            end = start
+
+
+def _ends_with_newline(path: Path) -> bool:
+    """Whether the file is empty, missing, or ends with a complete line."""
+    _, line = next(_lines_backward(path), (0, b"\n"))
+    return line.endswith(b"\n")
+
+
+def _truncate(path: Path, size: int) -> None:
+    with path.open("rb+") as stream:
+        stream.truncate(min(size, path.stat().st_size))
+        os.fsync(stream.fileno())
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The record in a line, or None."""
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(line.decode("utf-8", errors="replace"))
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and record.keys() & {"type", "kind"}:
+            return _with_type(record)
+    return None
 
 
 def _with_type(record: dict[str, Any]) -> dict[str, Any]:
     """The record with its type under "type"; the order of the keys is kept."""
     return record if "type" in record else {"type" if key == "kind" else key: record[key] for key in record}
-
-
-def _discard_after(path: Path, step: int) -> None:
-    records = read_records(path)
-    discarded = [record for record in records if record["step"] > step]
-    kept = [record for record in records if record["step"] <= step]
-    with path.with_suffix(".discarded.jsonl").open("a", encoding="utf-8") as stream:
-        stream.writelines(json.dumps(record) + "\n" for record in discarded)
-    rewritten = path.with_suffix(".jsonl.tmp")
-    with rewritten.open("w", encoding="utf-8") as stream:
-        stream.writelines(json.dumps(record) + "\n" for record in kept)
-        stream.flush()
-        os.fsync(stream.fileno())
-    rewritten.replace(path)

@@ -14,7 +14,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_SPIKE_COLUMNS = ("step", "tokens", "stage", "message")
+_COLUMNS = ("step", "tokens", "stage", "message")
+TABLES = {"spike": "spikes", "recipe": "recipe_changes"}
+"""The table that has a row for each record of a type."""
 
 
 @dataclass
@@ -31,6 +33,8 @@ class _Sent:
     """Steps trained again so far."""
     spikes: list[list[Any]] = field(default_factory=list)
     """Rows of the table of spikes."""
+    recipe_changes: list[list[Any]] = field(default_factory=list)
+    """Rows of the table of changes of the recipe."""
     alerts: dict[str, float] = field(default_factory=dict)
     """Time of the last alert of each type, seconds since the epoch."""
 
@@ -41,7 +45,7 @@ class WandbHistory:
     A file that cannot be read is treated as missing: steps may then be drawn twice.
     """
 
-    spike_columns = list(_SPIKE_COLUMNS)
+    columns = list(_COLUMNS)
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -67,13 +71,18 @@ class WandbHistory:
         sent.last[record_type] = step
         return values | self._axes()
 
-    def spike_row(self, record: dict[str, Any]) -> bool:
-        """Add a spike to the table; False if it is already there because a resumed run saw it again."""
-        row = [record[column] for column in _SPIKE_COLUMNS]
-        if row in self.sent.spikes:
-            return False
-        self.sent.spikes.append(row)
-        return True
+    def add_to_table(self, record: dict[str, Any]) -> dict[str, list[list[Any]]]:
+        """All rows of the table that this record adds a row to, by the table's name; {} when there is no such table, or
+        the row is already there because a resumed run reported it again."""
+        name = TABLES.get(record["type"])
+        if name is None:
+            return {}
+        rows: list[list[Any]] = getattr(self.sent, name)
+        row = [record[column] for column in _COLUMNS]
+        if row in rows:
+            return {}
+        rows.append(row)
+        return {name: rows}
 
     def _axes(self) -> dict[str, int]:
         return {"step": self.sent.step, "tokens": self.sent.tokens}

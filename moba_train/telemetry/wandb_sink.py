@@ -32,9 +32,10 @@ class WandbSink:
     """Sends records to the wandb run `run_id`, which is created or, after a resume, continued.
 
     Metrics are drawn over `step` or `tokens`, each step once, also when a run is resumed (wandb_history.py);
-    `redone_steps` counts the steps trained again. A spike also adds a row to the table `spikes`. Alerts of each type
-    are sent at most once per `ALERT_INTERVAL_SECONDS`. `dropped` counts the records that wandb refused or that did not
-    fit into the queue. `wait_s` limits how long `close` waits for wandb, in seconds.
+    `redone_steps` counts the steps trained again. A spike also adds a row to the table `spikes`, a changed recipe one
+    to `recipe_changes`. Alerts of each type are sent at most once per `ALERT_INTERVAL_SECONDS`. `dropped` counts the
+    records that wandb refused or that did not fit into the queue. `wait_s` limits how long `close` waits for wandb, in
+    seconds.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ def _send(wandb: Any, run: Any, history: WandbHistory, record: dict[str, Any]) -
             history.save()
         return
     row = history.row(record, numbers(record))
-    if record["type"] == "spike" and history.spike_row(record):
-        row = history.at_latest(row | {"spikes": wandb.Table(columns=history.spike_columns, data=history.sent.spikes)})
+    for name, rows in history.add_to_table(record).items():
+        row = history.at_latest(row | {name: wandb.Table(columns=history.columns, data=rows)})
     if row:
         # wandb's own step counts rows, so that it also rises across restarts; without `commit`, a killed run would lose
         # its last row.

@@ -1,11 +1,13 @@
 """Training: one model taken through the stages of a recipe.
 
-trainer      the one training loop
-step         one optimizer step: its data, and the counts of all ranks
-stage_exit   the exit criterion of a stage
-progress     what a checkpoint stores besides tensors
-checkpoints  save, resume and roll back
-recovery     acts on a loss spike
-throughput   tokens per second, memory, MFU
-determinism  `deterministic: true`
+trainer         the one training loop
+step            one optimizer step: its data, and the counts of all ranks
+stage_exit      the exit criterion of a stage
+progress        what a checkpoint stores besides tensors
+checkpoints     save, resume and roll back
+first_start     whether a run that finds no checkpoint may begin at step 0
+recipe_changes  a recipe that changes when a run resumes
+recovery        acts on a loss spike
+throughput      tokens per second, memory, MFU
+determinism     `deterministic: true`
 """

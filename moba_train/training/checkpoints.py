@@ -30,7 +30,8 @@ from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel.world import World, broadcast
 from moba_train.telemetry.telemetry import Telemetry
-from moba_train.training.progress import Progress, check_resumable, data_plan
+from moba_train.training.first_start import check_first_start
+from moba_train.training.progress import Progress, check_resumable, check_tokenizer, data_plan, tokenizer_hash
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,10 @@ class RunCheckpoints:
         self.folder = run_dir / "checkpoints"
         self.saved_step = 0
         """Step of the newest checkpoint, complete or being saved; 0: none."""
+        self.resumed_recipe: str | None = None
+        """The recipe that the checkpoint was saved with from which the run resumes."""
         self._config = config
+        self._tokenizer = tokenizer_hash(config)
         self._model = model
         self._optimizer = optimizer
         self._tensors = TrainingTensors(model, optimizer)
@@ -82,17 +86,20 @@ class RunCheckpoints:
         self._reported: Saved | None = None
         self._failed: str | None = None
 
-    def start(self) -> Progress:
+    def start(self, from_scratch: bool = False) -> Progress:
         """Load the newest checkpoint that is intact and finite or, where there are no checkpoints, the weights of
         `init_from` if given; the progress there.
 
-        Raises CheckpointError when the recipe does not fit the checkpoint, or all are damaged or not finite.
+        Raises CheckpointError when the recipe does not fit the checkpoint, when all are damaged or not finite, and,
+        unless `from_scratch`, when there are none though there were.
         """
         path = self._newest_to_resume_from()
         if path is not None:
             progress = self.load(path, with_new_kinds=True)
             self.saved_step = progress.step
+            self.resumed_recipe = read_meta(path).get("config")
         else:
+            check_first_start(Path(self._config.run_dir), from_scratch)
             if self._config.init_from is not None:
                 load_initial_weights(self._model, Path(self._config.init_from))
             progress = Progress(run_id=broadcast(uuid.uuid4().hex[:8]))
@@ -135,6 +142,7 @@ class RunCheckpoints:
         """
         progress = Progress.from_meta(read_meta(path).get("progress"), len(self._config.stages))
         check_resumable(self._config, progress, str(path))
+        check_tokenizer(self._tokenizer, progress, self._config, str(path))
         unused = self._parameters_unused_until(progress.stage) if with_new_kinds else []
         load_model_and_optimizer(self._model, self._optimizer, path, optional=unused)
         return progress
@@ -153,6 +161,7 @@ class RunCheckpoints:
         CheckpointError when it was one failed save too many.
         """
         progress.data_plan = data_plan(self._config, progress)
+        progress.tokenizer = self._tokenizer
         meta = {"progress": progress.to_meta(), "config": dump_config(self._config), **facts}
         waited = self._checkpointer.save(progress.step, self._tensors(), meta, protect)
         self.saved_step = progress.step

@@ -1,5 +1,6 @@
 """Progress of a run: everything that a checkpoint stores besides tensors, and whether a recipe can go on from it."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from moba_train.config.explain import format_path
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.data.fingerprint import Fingerprint
+from moba_train.data.tokenizer import tokenizer_file
 from moba_train.errors import CheckpointError
 from moba_train.telemetry.boundary import Boundary
 
@@ -50,6 +52,8 @@ class Progress:
     were consumed, and are left out of the weights too."""
     data_plan: dict[str, Any] = field(default_factory=dict)
     """What determines the order of the data (the function `data_plan`), as of the last checkpoint."""
+    tokenizer: str = ""
+    """SHA-256 of the tokenizer (the function `tokenizer_hash`), as of the last checkpoint."""
 
     def to_meta(self) -> dict[str, Any]:
         """All fields as JSON values."""
@@ -97,6 +101,24 @@ def data_plan(config: RunConfig, progress: Progress) -> dict[str, Any]:
             for stage in resolve_stages(config, progress.exited_steps)[: progress.stage + 1]
         ],
     }
+
+
+def tokenizer_hash(config: RunConfig) -> str:
+    """SHA-256 of the tokenizer's file, wherever it lies; empty without a tokenizer."""
+    path = config.data.tokenizer
+    return hashlib.sha256(tokenizer_file(path).read_bytes()).hexdigest() if path is not None else ""
+
+
+def check_tokenizer(tokenizer: str, progress: Progress, config: RunConfig, where: str) -> None:
+    """Raises CheckpointError when the recipe's tokenizer, whose hash is given, is another than at the save.
+
+    A recipe may gain or lose its tokenizer, and earlier versions did not save the hash.
+    """
+    if tokenizer and progress.tokenizer and tokenizer != progress.tokenizer:
+        raise CheckpointError(
+            f"cannot resume from {where}: data.tokenizer ({config.data.tokenizer}) is another one than when it "
+            f"was saved, whose SHA-256 was {progress.tokenizer}; restore it, or set run_dir to a new folder"
+        )
 
 
 def check_resumable(config: RunConfig, progress: Progress, where: str) -> None:

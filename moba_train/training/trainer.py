@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.config.load import dump_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
@@ -43,6 +42,7 @@ from moba_train.telemetry.factory import make_telemetry
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.checkpoints import RunCheckpoints
 from moba_train.training.corpora import check_corpora
+from moba_train.training.recipe_changes import describe_changes, recipe_changes, write_recipe
 from moba_train.training.recovery import Recovery
 from moba_train.training.stage_exit import StageExit
 from moba_train.training.step import StepCounts, StepData, StepLosses
@@ -61,8 +61,16 @@ class Trainer:
     next_starts: dict[str, int]
     """Tokens of each corpus that were consumed when the stage before ended."""
 
-    def __init__(self, config: RunConfig, world: World, run_lock: RunLock, stop_at_step: int | None = None) -> None:
-        """`stop_at_step`: save and leave once this number of optimizer steps is done (over all stages)."""
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        run_lock: RunLock,
+        stop_at_step: int | None = None,
+        from_scratch: bool = False,
+    ) -> None:
+        """`stop_at_step`: save and leave once this number of optimizer steps is done (over all stages);
+        `from_scratch`: begin at step 0 where no checkpoint is found, even if the run has had one."""
         self.config = config
         self.world = world
         self.run_dir = Path(config.run_dir)
@@ -75,7 +83,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optim, world.device)
         self.context_engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
         self.checkpoints = RunCheckpoints(config, self.model, self.optimizer, world, run_lock.check)
-        self.progress = self.checkpoints.start()
+        self.progress = self.checkpoints.start(from_scratch)
         self.stages = resolve_stages(config, self.progress.exited_steps)
         health = config.health
         self.spikes = SpikeDetector(health.spike.window, health.spike.warn_sigma)
@@ -83,8 +91,9 @@ class Trainer:
             self.spikes.load_state_dict(self.progress.spike_detector)
 
         self.telemetry = Telemetry([])
+        recipe_before: str | None = None
         if world.is_main:
-            (self.run_dir / "config.yaml").write_text(dump_config(config))
+            recipe_before = write_recipe(self.run_dir, config, self.progress.step)
             run_id = self.progress.run_id
             resumed_step = self.progress.step or None
             self.telemetry = make_telemetry(config, self.run_dir, run_id, resumed_step, self.stages[-1].end_step)
@@ -94,6 +103,7 @@ class Trainer:
         if self.progress.step:
             where = f"resumed from the checkpoint of step {self.progress.step}, in stage {self.stage.name}"
             self._event("resume", where)
+            self._report_recipe(recipe_before)
         self.watch = Watch(health.watch, world, stalls_folder(self.run_dir), self.telemetry.stalled)
         self.stragglers = Stragglers(health.watch.compare_every * config.telemetry.log_every, world.device)
         self.recovery = Recovery(
@@ -310,6 +320,20 @@ class Trainer:
             stall = time.perf_counter() - began
             late = f", {waited:.1f} s late: the one before was still being written" if waited > 1 else ""
             self._event("checkpoint", f"saving the checkpoint of step {step}{late}", checkpoint_stall_s=stall)
+
+    def _report_recipe(self, before: str | None) -> None:
+        """Report in what the recipe differs from the one that the checkpoint was saved with. `before` is that of the
+        start before, if it is another one."""
+        saved = self.checkpoints.resumed_recipe
+        changes = recipe_changes(saved, self.config) if saved is not None else {}
+        where = f"the checkpoint of step {self.progress.step}"
+        if changes:
+            message = f"changed since {where}: {describe_changes(changes)}"
+        elif before is not None and recipe_changes(before, self.config):
+            message = f"again as in {where}, unlike that of the start before"
+        else:
+            return
+        self._event("recipe", message, changed_keys=len(changes), changes=changes)
 
     def _report_boundary(self, losses: tuple[float, float] | None) -> None:
         if losses is None:

@@ -103,6 +103,24 @@ def test_records_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert run.finished
 
 
+def test_a_changed_recipe_is_a_row_of_a_table_also_at_a_step_that_is_drawn(tmp_path, monkeypatch) -> None:
+    """The event is of the checkpoint's step, and wandb has the steps after it already. A restart repeats it."""
+    run = FakeRun()
+    install(monkeypatch, run)
+    for value in (0.5, 0.5, 0.25):
+        telemetry = Telemetry([sink(tmp_path)])
+        telemetry.stage = "short"
+        message = f"changed: lr 1.0 -> {value}"
+        telemetry.event(3, 30, "recipe", message, changed_keys=1, changes={"optim.lr": [1.0, value]})
+        telemetry.log(5, 50, {"loss": 3.5})
+        telemetry.close()
+    first, second = [3, 30, "short", "changed: lr 1.0 -> 0.5"], [3, 30, "short", "changed: lr 1.0 -> 0.25"]
+    assert [row for row in run.logged if "recipe_changes" in row] == [
+        {"changed_keys": 1, "recipe_changes": [first], "step": 3, "tokens": 30},
+        {"recipe_changes": [first, second], "step": 5, "tokens": 50},
+    ]
+
+
 def test_a_clock_set_back_does_not_silence_alerts(tmp_path: Path) -> None:
     history = WandbHistory(tmp_path / "history.json")
     times = (0.0, 599.0, 601.0, -86400.0, -86399.0)

@@ -1,0 +1,40 @@
+"""Whether a run that finds no checkpoint may begin at step 0."""
+
+import contextlib
+from pathlib import Path
+
+from moba_train.checkpoint.publish import LATEST
+from moba_train.errors import CheckpointError
+from moba_train.parallel.world import broadcast
+from moba_train.telemetry.jsonl import read_backward
+
+
+def check_first_start(run_dir: Path, from_scratch: bool) -> None:
+    """Raises CheckpointError when the run has had a checkpoint: it was moved away, or its file system is not mounted.
+
+    To be called on all ranks when no checkpoint is found; rank 0's files decide for all. A run that ended before its
+    first checkpoint may begin again. `from_scratch` allows it in any case.
+    """
+    checkpoints = run_dir / "checkpoints"
+    evidence = broadcast(_evidence_of_checkpoint(run_dir))
+    if evidence is None:
+        return
+    if not from_scratch:
+        raise CheckpointError(
+            f"no checkpoint is found in {checkpoints}, but this run has had one: {evidence}. Put it back (was it moved "
+            "away, or is its file system not mounted?), set run_dir to a new folder, or give --from-scratch to begin "
+            "again at step 0; the metrics so far then move to metrics.discarded.jsonl"
+        )
+    (checkpoints / LATEST).unlink(missing_ok=True)  # else a restart before the first save would be refused
+
+
+def _evidence_of_checkpoint(run_dir: Path) -> str | None:
+    """What says that the run has had a checkpoint, if anything does."""
+    latest = run_dir / "checkpoints" / LATEST
+    with contextlib.suppress(OSError):
+        return f"{latest} names {latest.read_text(encoding='utf-8', errors='replace').strip()}"
+    metrics = run_dir / "metrics.jsonl"
+    for record in read_backward(metrics):
+        if record["type"] == "resume" or "checkpoint_save_s" in record:
+            return f"{metrics} says, at step {record['step']}: {record.get('message')}"
+    return None

@@ -1,0 +1,83 @@
+"""A recipe that changes when a run resumes: the changes are found and described, and the recipe before is kept."""
+
+import contextlib
+from collections.abc import Iterator
+from itertools import count, zip_longest
+from pathlib import Path
+from typing import Any
+
+from moba_train.config.explain import given
+from moba_train.config.load import dump_config, parse_config, parse_yaml
+from moba_train.config.schema import RunConfig
+from moba_train.errors import ConfigError
+from moba_train.telemetry.atomic import write_atomically
+
+MOST_SHOWN = 20
+"""Changed keys that a message names; the event's `changes` have all."""
+
+Changes = dict[str, list[Any]]
+"""[old value, new value] of each changed key, as JSON values; None where a key is not given."""
+
+
+def recipe_changes(before: str, config: RunConfig) -> Changes:
+    """The keys in which `config` differs from the recipe `before`, which `dump_config` of any version wrote.
+
+    A key that `before` does not know, because its version was older, counts with its default.
+    """
+    with contextlib.suppress(ConfigError):  # a recipe that this version cannot read is compared as it is written
+        before = dump_config(parse_config(before, "the recipe before"))
+    return {key: [old, new] for key, old, new in _differences(_values(before), _values(dump_config(config)), "")}
+
+
+def describe_changes(changes: Changes) -> str:
+    """The changes in one line; long values are shortened."""
+    shown = [f"{key} {given(old)} -> {given(new)}" for key, (old, new) in list(changes.items())[:MOST_SHOWN]]
+    return ", ".join(shown + [f"and {len(changes) - MOST_SHOWN} more"] * (len(changes) > MOST_SHOWN))
+
+
+def write_recipe(run_dir: Path, config: RunConfig, step: int) -> str | None:
+    """Write `config.yaml`, for a run that goes on after `step`.
+
+    A different one that is there is first copied to `config.step_00000123.yaml`, the recipe that was in use up to that
+    step, or -2, -3, ... if there is such a file already: none is ever overwritten. Returns the text of that recipe.
+    """
+    path = run_dir / "config.yaml"
+    text = dump_config(config)
+    before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
+    if before != text:
+        _keep(before, run_dir, step)
+    if before != text or not path.exists():
+        write_atomically(path, text)
+    return before if before != text else None
+
+
+def _keep(text: str, run_dir: Path, step: int) -> None:
+    for number in count(1):
+        path = run_dir / f"config.step_{step:08d}{f'-{number}' * (number > 1)}.yaml"
+        if not path.exists():
+            write_atomically(path, text)
+            return
+        if path.read_text(encoding="utf-8", errors="replace") == text:
+            return  # a start before this one kept it, and died before it replaced config.yaml
+
+
+def _values(text: str) -> Any:
+    try:
+        return parse_yaml(text, "recipe")
+    except ConfigError:
+        return None
+
+
+def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in {**old, **new}:
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+    elif _sections(old) and _sections(new):
+        for index, (one, other) in enumerate(zip_longest(old, new)):
+            yield from _differences(one, other, f"{key}[{index}]")
+    elif old != new:
+        yield key, old, new
+
+
+def _sections(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)

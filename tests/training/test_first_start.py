@@ -1,0 +1,107 @@
+"""A run whose checkpoints are gone never begins again by itself; one that never had any does."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_run import Run
+from trainer_ranks import Ranks
+from typer.testing import CliRunner
+
+from moba_train import cli
+from moba_train.telemetry.jsonl import read_records
+from moba_train.training.trainer import Trainer
+
+
+class PowerCut(Exception):
+    pass
+
+
+def _folder_moved_away(run: Run) -> None:
+    (run.run_dir / "checkpoints").rename(run.folder / "elsewhere")
+
+
+def _checkpoints_moved_away(run: Run) -> None:
+    """And the metrics say nothing, as after a kill right after the save."""
+    for path in (run.run_dir / "checkpoints").glob("step_*"):
+        shutil.move(path, run.folder)
+    (run.run_dir / "metrics.jsonl").unlink()
+
+
+@pytest.mark.parametrize("lose", [_folder_moved_away, _checkpoints_moved_away])
+def test_lost_checkpoints_are_refused_unless_from_scratch(
+    run: Run, lose: Callable[[Run], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run.train_here("--stop-at-step", "5") == 0
+    lose(run)
+    metrics = run.run_dir / "metrics.jsonl"
+    before = read_records(metrics) if metrics.exists() else []
+    assert run.train_here() == 2
+    error = capsys.readouterr().err
+    assert "--from-scratch" in error
+    assert str(run.run_dir / "checkpoints") in error
+    assert (read_records(metrics) if metrics.exists() else []) == before, "a refused start leaves no trace"
+
+    def killed(trainer: Trainer) -> None:
+        raise PowerCut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_save", killed)  # at the first save
+        with pytest.raises(PowerCut):
+            run.train_here("--from-scratch")
+    assert run.train_here("--stop-at-step", "4") == 0, "a restart before the first save needs the flag no more"
+    assert [record["step"] for record in run.records()] == [1, 2, 3, 4]
+    discarded = run.run_dir / "metrics.discarded.jsonl"
+    assert [record for record in read_records(discarded) if record in before] == before
+    assert run.train_here("--from-scratch") == 0, "torchrun gives the flag again at every restart"
+    assert run.records("resume")[0]["step"] == 4
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_step = Trainer._step
+
+    def step(trainer: Trainer, *arguments: object) -> bool:
+        if trainer.progress.step == 3:
+            raise PowerCut
+        return train_step(trainer, *arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", step)
+        for _ in range(2):
+            with pytest.raises(PowerCut):
+                run.train_here()
+    assert run.train_here("--stop-at-step", "4") == 0
+    assert [record["step"] for record in run.records()] == [1, 2, 3, 4]
+
+
+def test_all_ranks_are_refused_with_the_same_message(run: Run, ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run.train_here("--stop-at-step", "4") == 0
+    _folder_moved_away(run)
+    path = str(run.write_recipe())
+    ranks.work(refused, [path], 2)
+    errors = dict(re.findall(r"\[rank (\d)\] error: (.*?--from-scratch)", capfd.readouterr().err))
+    assert errors.keys() == {"0", "1"}
+    assert errors["0"] == errors["1"]
+
+
+def refused(recipe: str) -> int:
+    """0 when training ends with the exit code of a user's error."""
+    from moba_train.train import main
+
+    return 0 if main([recipe]) == 2 else 1
+
+
+def test_the_command_passes_the_flag_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before or after the overrides."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda program, arguments: commands.append(arguments))
+    recipe = tmp_path / "recipe.yaml"
+    for arguments in (["seed=4", "--from-scratch"], ["--from-scratch", "seed=4"], ["seed=4"]):
+        assert CliRunner().invoke(cli.app, ["train", str(recipe), *arguments, "--gpus", "1"]).exit_code == 0
+    assert [command[-3:] for command in commands] == [
+        [str(recipe), "seed=4", "--from-scratch"],
+        [str(recipe), "seed=4", "--from-scratch"],
+        ["moba_train.train", str(recipe), "seed=4"],
+    ]

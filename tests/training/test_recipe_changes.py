@@ -1,0 +1,121 @@
+"""A recipe that changes when a run resumes leaves a trace, and what would silently change the meaning is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import Run
+
+from moba_train.config.load import dump_config, load_config, parse_yaml
+from moba_train.training.recipe_changes import MOST_SHOWN, describe_changes, recipe_changes, write_recipe
+from moba_train.training.trainer import Trainer
+
+
+class PowerCut(Exception):
+    pass
+
+
+def test_every_changed_key_is_an_event_and_the_recipe_before_is_kept(run: Run) -> None:
+    assert run.train_here("--stop-at-step", "4") == 0
+    before = (run.run_dir / "config.yaml").read_text()
+    assert run.train_here("--stop-at-step", "5") == 0
+    assert not run.records("recipe"), "the same recipe is no event"
+
+    run.recipe["optim"]["lr"] = 0.005
+    run.recipe["loss_norm"] = "sequence"
+    run.recipe["attention"]["moba"]["topk"] = 3
+    run.recipe["stages"][1]["micro_batch_size"] = 4
+    run.recipe["stages"].append(run.recipe["stages"][1] | {"name": "longer"})
+    assert run.train_here("--stop-at-step", "6") == 0
+    (event,) = run.records("recipe")
+    changes = event["changes"]
+    added = changes.pop("stages[2]")
+    assert changes == {
+        "attention.moba.topk": [2, 3],
+        "optim.lr": [0.01, 0.005],
+        "loss_norm": ["token", "sequence"],
+        "stages[1].micro_batch_size": [2, 4],
+    }
+    assert added[0] is None
+    assert added[1]["name"] == "longer"
+    assert (event["step"], event["changed_keys"]) == (5, 5)
+    assert "changed since the checkpoint of step 5" in event["message"]
+    assert "optim.lr 0.01 -> 0.005" in event["message"]
+    kept = run.run_dir / "config.step_00000005.yaml"
+    assert kept.read_text() == before
+    assert (run.run_dir / "config.yaml").read_text() == dump_config(load_config(run.write_recipe()))
+
+
+def test_a_change_that_is_taken_back_is_reported_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The events of the start with the change stay in the history, because they are of the checkpoint's step."""
+    assert run.train_here("--stop-at-step", "4") == 0
+    run.recipe["optim"]["lr"] = 0.005
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", _killed)
+        with pytest.raises(PowerCut):
+            run.train_here()
+    run.recipe["optim"]["lr"] = 0.01
+    assert run.train_here("--stop-at-step", "5") == 0
+    messages = [record["message"] for record in run.records("recipe")]
+    assert messages == [
+        "changed since the checkpoint of step 4: optim.lr 0.01 -> 0.005",
+        "again as in the checkpoint of step 4, unlike that of the start before",
+    ]
+    kept = {path.name: parse_yaml(path.read_text(), "")["optim"]["lr"] for path in run.run_dir.glob("config*.yaml")}
+    assert kept == {"config.yaml": 0.01, "config.step_00000004.yaml": 0.01, "config.step_00000004-2.yaml": 0.005}
+
+
+def _killed(*arguments: object) -> bool:
+    raise PowerCut
+
+
+def test_another_tokenizer_is_refused_wherever_it_lies(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+
+    def write(path: Path, words: str) -> Path:
+        vocabulary = {word: index for index, word in enumerate(words.split())}
+        tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a")).save(str(path))
+        return path
+
+    one = write(run.folder / "one.json", "a b c")
+    run.recipe["data"]["tokenizer"] = str(one)
+    assert run.train_here("--stop-at-step", "4") == 0
+    write(one, "a c b")
+    assert run.train_here() == 2
+    assert "data.tokenizer" in capsys.readouterr().err
+    moved = write(run.folder / "moved.json", "a b c")
+    run.recipe["data"]["tokenizer"] = str(moved)
+    assert run.train_here("--stop-at-step", "5") == 0
+    assert run.records("recipe")[0]["changes"] == {"data.tokenizer": [str(one), str(moved)]}
+
+
+def test_a_recipe_is_never_overwritten(run: Run) -> None:
+    """Nor kept twice, when a start is killed between keeping the old one and writing the new one."""
+    config = load_config(run.write_recipe())
+    run.run_dir.mkdir()
+    current = run.run_dir / "config.yaml"
+    assert write_recipe(run.run_dir, config, 7) is None
+    for text in ("first", "second", "second", "third"):
+        current.write_text(text)
+        assert write_recipe(run.run_dir, config, 7) == text
+        assert current.read_text() == dump_config(config)
+    names = ["config.step_00000007.yaml", "config.step_00000007-2.yaml", "config.step_00000007-3.yaml"]
+    assert [(run.run_dir / name).read_text() for name in names] == ["first", "second", "third"]
+    assert len(list(run.run_dir.iterdir())) == 4
+
+
+def test_recipes_of_other_versions_are_compared(run: Run) -> None:
+    config = load_config(run.write_recipe())
+    values: dict[str, Any] = json.loads(json.dumps(parse_yaml(dump_config(config), "")))
+    del values["loss_norm"]
+    assert recipe_changes(json.dumps(values), config) == {}, "a key that is new has its default"
+    values["optim"]["momentum"] = 0.5
+    assert recipe_changes(json.dumps(values), config).keys() == {"loss_norm", "optim.momentum"}
+    assert list(recipe_changes("no: [recipe", config)) == [""]
+
+
+def test_long_changes_are_shortened() -> None:
+    text = describe_changes({f"key{index}": [["x" * 1000] * 1000, None] for index in range(30)})
+    assert len(text) < MOST_SHOWN * 1000
+    assert "and 10 more" in text
