@@ -2,6 +2,7 @@
 
 cli           `moba-train`
 train         the program that torchrun starts on every rank
+launch        torchrun, with the exit code of the ranks
 training      the one training loop, its progress and checkpoints
 validation    combinations of keys that cannot work
 report        plots of a run, and what differs between two

@@ -184,8 +184,21 @@ class WatchConfig(Section):
     )
 
 
+class RerunConfig(Section):
+    """A step whose loss or gradient norm is not finite is run again on the same batch. A fault that repeats is reported
+    with the batch's documents, and health.spike.reaction follows; one that does not, with its rank and host."""
+
+    max_transient: int = Field(
+        3,
+        ge=0,
+        description="faults in any 1,000 steps that did not repeat; one more ends the run with exit code 75, because a "
+        "node is suspect",
+    )
+
+
 class HealthConfig(Section):
-    """Detection of loss spikes, stalled ranks and stragglers."""
+    """Detection of loss spikes, faults of the machine, stalled ranks and stragglers."""
 
     spike: SpikeConfig = SpikeConfig()
+    rerun: RerunConfig = RerunConfig()
     watch: WatchConfig = WatchConfig()
