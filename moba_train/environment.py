@@ -50,6 +50,7 @@ OPTIONAL_PACKAGES = (
     OptionalPackage("transformers", (("transformers", "AutoConfig"),), "pip install transformers"),
     OptionalPackage("tensorboard", (("torch.utils.tensorboard", "SummaryWriter"),), "pip install tensorboard"),
     OptionalPackage("wandb", (("wandb", "init"),), "pip install wandb"),
+    OptionalPackage("nvidia-ml-py", (("pynvml", "nvmlInit"),), "pip install nvidia-ml-py"),
 )
 
 

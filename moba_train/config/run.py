@@ -196,9 +196,21 @@ class RerunConfig(Section):
     )
 
 
+class NodeConfig(Section):
+    """Broken GPUs (ECC, row remapping, NVLink, clocks lowered by the hardware) and full disks."""
+
+    on_fault: Literal["refuse", "warn"] = Field(
+        "refuse",
+        description="what a GPU with uncorrected ECC errors or a failed row remap, or one that the driver cannot "
+        "reach, means for a run that starts; refuse: it ends with exit code 75; warn: it starts, with a report",
+    )
+    every: float = Field(60.0, gt=0, description="seconds between looks at GPUs and disks while the run goes on")
+
+
 class HealthConfig(Section):
     """Detection of loss spikes, faults of the machine, stalled ranks and stragglers."""
 
     spike: SpikeConfig = SpikeConfig()
     rerun: RerunConfig = RerunConfig()
+    node: NodeConfig = NodeConfig()
     watch: WatchConfig = WatchConfig()

@@ -21,6 +21,7 @@ from moba_train.data.samples import StageData
 from moba_train.data.stage_data import training_data
 from moba_train.evals.evaluation import EvaluationContext
 from moba_train.evals.stage import StageEvaluations
+from moba_train.health.node import Disk, NodeWatch, refuse_broken_gpus
 from moba_train.health.rerun import gather_evidence, transient_fault
 from moba_train.health.spike import SpikeDetector
 from moba_train.health.stragglers import Stragglers
@@ -40,7 +41,7 @@ from moba_train.report.plots import draw_plots
 from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
 from moba_train.telemetry.telemetry import Telemetry
-from moba_train.training.checkpoints import RunCheckpoints
+from moba_train.training.checkpoints import RunCheckpoints, checkpoint_bytes
 from moba_train.training.recovery import Recovery
 from moba_train.training.stage_exit import StageExit
 from moba_train.training.step import StepCounts, StepData, StepLosses, StepResult
@@ -67,6 +68,7 @@ class Trainer:
         self.stop_at_step = stop_at_step
         self.stop_requested = False
 
+        refuse_broken_gpus(config.health.node, world)
         torch.manual_seed(config.seed + world.rank)
         dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
         self.model = sharded_model(config, dims)
@@ -93,6 +95,8 @@ class Trainer:
             where = f"resumed from the checkpoint of step {self.progress.step}, in stage {self.stage.name}"
             self._event("resume", where)
         self.watch = Watch(health.watch, world, stalls_folder(self.run_dir), self.telemetry.stalled)
+        disks = [Disk(self.run_dir, checkpoint_bytes(self.model, config))]
+        self.node_watch = NodeWatch(health.node, world, disks, self._report_node)
         self.stragglers = Stragglers(health.watch.compare_every * config.telemetry.log_every, world.device)
         self.recovery = Recovery(
             config,
@@ -117,7 +121,7 @@ class Trainer:
     def run(self) -> bool:
         """Train until the last stage ends (True) or until a stop is asked for (False); saved either way."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        with closing(self.telemetry), closing(self.watch), self.checkpoints:
+        with closing(self.telemetry), closing(self.watch), closing(self.node_watch), self.checkpoints:
             try:
                 finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
                 self._report_boundary(self.progress.boundary.compare() if finished else None)
@@ -331,6 +335,9 @@ class Trainer:
 
     def _event(self, kind: str, message: str, **fields: Any) -> None:
         self.telemetry.event(self.progress.step, self.tokens, kind, message, **fields)
+
+    def _report_node(self, text: str) -> None:
+        self.telemetry.alert("a GPU or a disk has a problem", text, "node")
 
     def _wants_to_stop(self) -> bool:
         due = self.stop_at_step is not None and self.progress.step >= self.stop_at_step

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.cli import app
 from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.health import node
+from moba_train.health.gpu import GpuState
 from moba_train.launch import main as launch
 from moba_train.parallel import fsdp
 from moba_train.train import main
@@ -171,3 +173,29 @@ def test_moba_train_goes_through_the_launcher(run: Run, monkeypatch: pytest.Monk
     monkeypatch.setattr("os.execv", lambda _program, arguments: given.extend(arguments))
     assert CliRunner().invoke(app, ["train", str(run.write_recipe()), "--gpus", "2"]).exit_code == 0
     assert given[1:3] == ["-m", "moba_train.launch"]
+
+
+class BrokenGpu:
+    """A GPU with errors that ECC could not correct."""
+
+    name = "GPU 2 (GPU-1234)"
+
+    def read(self) -> GpuState:
+        return GpuState(uncorrected_ecc=7)
+
+
+def test_a_broken_gpu_is_refused_before_anything_is_made_or_watched_where_that_is_allowed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(node, "find_gpu", lambda _uuid: BrokenGpu())
+    monkeypatch.setattr(node, "_uuid", lambda _device: "GPU-1234")
+    assert short(run).train_here() == 75
+    printed = capsys.readouterr().err
+    assert f"host {HOST}, rank 0, GPU 2 (GPU-1234): 7 uncorrected ECC errors" in printed
+    assert "health.node.on_fault" in printed
+    assert not (run.run_dir / "metrics.jsonl").exists()
+
+    run.recipe["health"]["node"] = {"on_fault": "warn"}
+    assert run.train_here() == 0
+    (alert,) = [alert for alert in run.records("alert") if alert["alert"] == "node"]
+    assert f"host {HOST}, rank 0, GPU 2 (GPU-1234): 7 uncorrected ECC errors" in alert["text"]
