@@ -24,11 +24,10 @@ from moba_train.health.gpu import Gpu, GpuState, find_gpu
 from moba_train.parallel.world import World
 
 FIRST_ANSWER_S = 60.0
-"""Seconds that the start of a run waits for the state of a GPU: eight nvidia-smi at once take about ten where they
-first load the driver."""
+"""Seconds that the start of a run waits for the state of a GPU: nvidia-smi may have to load the driver first."""
 
 TEMPORARY_BYTES = 2**28
-"""Free space that the folder for temporary files should have: torch and Triton compile there, some 100 MB in all."""
+"""Free space that the folder for temporary files should have: torch and Triton compile there."""
 
 CRC_ERRORS = 100
 """CRC errors of NVLinks that are no problem: a few are normal, and repeated transfers correct them."""
@@ -110,8 +109,9 @@ def refuse_broken_gpus(config: NodeConfig, world: World) -> None:
     """
     if config.on_fault == "warn":
         return
+    limit_s = min(FIRST_ANSWER_S, world.timeout.total_seconds() / 2)  # the other ranks wait for this one's answer
     every: list[Any] = [None] * world.size
-    dist.all_gather_object(every, _within(FIRST_ANSWER_S, _own_faults, _uuid(world.device), _place(world)))
+    dist.all_gather_object(every, _within(limit_s, _own_faults, _uuid(world.device), _place(world)))
     if faults := [fault for faults in every for fault in faults]:
         raise BrokenNodeError(
             "\n".join([*faults, "go on without this GPU, or set health.node.on_fault to warn to train on it as it is"])
