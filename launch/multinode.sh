@@ -9,10 +9,12 @@
 # PORT         a free port on MASTER                        default 29500
 # GPUS         ranks on this node                           default: all its GPUs
 # RESTARTS     restarts before giving up; each resumes from the newest checkpoint   default 3
+#
+# Exits with 0, or with the code of this node's ranks, which docs/run-health.md lists ("Exit codes").
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 [ $# -ge 1 ] || { echo "usage: NODES=N NODE_RANK=I MASTER=HOST bash launch/multinode.sh RECIPE.yaml [key=value ...]" >&2; exit 2; }
 gpus=${GPUS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')}
-exec "$PYTHON" -m torch.distributed.run \
+exec "$PYTHON" -m moba_train.launch \
     --nnodes "${NODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$gpus" \
     --master-addr "${MASTER:-localhost}" --master-port "${PORT:-29500}" --max-restarts "${RESTARTS:-3}" \
     -m moba_train.train "$@"

@@ -2,6 +2,7 @@
 
 cli           `moba-train`
 train         the program that torchrun starts on every rank
+launch        torchrun, with the exit code of the ranks
 training      the one training loop, its progress and checkpoints
 validation    combinations of keys that cannot work
 report        plots of a run, and what differs between two
@@ -15,7 +16,7 @@ parallel      sharding and context parallelism, applied to the model from outsid
 data          from corpora on disk to micro-batches
 optim         optimizer, clipping, learning rate
 checkpoint    saving, verifying and resuming
-health        loss spikes, stalled and slow ranks
+health        loss spikes, faults of the machine, stalled and slow ranks
 telemetry     metrics and events, and where they go
 evals         loss, and loss by position
 inference     generation

@@ -51,7 +51,7 @@ def train(
     import torch
 
     ranks = gpus or torch.cuda.device_count() or 1
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launch = [sys.executable, "-m", "moba_train.launch", "--standalone", "--nproc-per-node", str(ranks)]
     launch += ["--max-restarts", str(restarts), "-m", "moba_train.train", str(recipe), *(overrides or ())]
     os.execv(sys.executable, [*launch, *["--from-scratch"] * from_scratch])
 
@@ -190,7 +190,7 @@ def evaluate(
     import sys
 
     if gpus > 1 and "RANK" not in os.environ:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+        launch = [sys.executable, "-m", "moba_train.launch", "--standalone", "--nproc-per-node", str(gpus)]
         os.execv(sys.executable, [*launch, "-m", "moba_train.cli", *sys.argv[1:]])
     from moba_train.evals.checkpoint import EvaluationOptions, evaluate_checkpoint
     from moba_train.validation.checkpoints import open_checkpoint

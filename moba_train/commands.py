@@ -9,14 +9,14 @@ from moba_train.errors import UserError
 
 
 class _Commands(TyperGroup):
-    """Turns a UserError of any command into its message and exit code 2; other exceptions keep their traceback."""
+    """Turns a UserError of any command into its message and exit code; other exceptions keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:  # typer's Context or click's, by typer's version
         try:
             return super().invoke(ctx)
         except UserError as error:
             typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from None
+            raise typer.Exit(error.exit_code) from None
 
 
 def parse_length(text: str) -> int:

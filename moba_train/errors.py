@@ -1,13 +1,18 @@
 """Errors that users can correct.
 
 Each carries a message that names the key or file, what was found there and what is allowed. The command-line entry
-points print the message without a traceback and exit with code 2; any other exception is a bug of this package and
-keeps its traceback.
+points print the message without a traceback and exit with the error's `exit_code`; any other exception is a bug of this
+package and keeps its traceback.
 """
+
+from typing import ClassVar
 
 
 class UserError(Exception):
     """Something outside the program is wrong: a recipe, a file, the machine. `str()` is the complete message."""
+
+    exit_code: ClassVar[int] = 2
+    """Tells a scheduler what to do; the codes other than 2 are those of the BSD header sysexits.h."""
 
 
 class ConfigError(UserError):
@@ -31,9 +36,28 @@ class LaunchError(UserError):
     """The machine or the launcher does not offer what the recipe asks for."""
 
 
+class BrokenNodeError(LaunchError):
+    """A GPU is known to be broken before the run starts. The same command may succeed on other nodes."""
+
+    exit_code = 75  # EX_TEMPFAIL
+
+
 class CommunicationError(UserError):
     """Other ranks did not answer in time, or have ended."""
 
 
 class TrainingError(UserError):
     """Training cannot go on: the loss or the gradients are not finite, or spikes outlast what the recipe allows."""
+
+
+class ReproducibleFaultError(TrainingError):
+    """A loss or gradient norm that is not finite, again when the step is repeated: the same on any node."""
+
+    exit_code = 65  # EX_DATAERR
+
+
+class SuspectNodeError(TrainingError):
+    """Values that were not finite and were finite when the step was repeated, too often for sound hardware. The same
+    command may succeed on other nodes."""
+
+    exit_code = 75  # EX_TEMPFAIL

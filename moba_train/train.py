@@ -25,7 +25,7 @@ from moba_train.validation.recipe import validate
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train a recipe. Returns the exit code: 0 if training ended or stopped as asked, 2 for a UserError."""
+    """Train a recipe. Returns the exit code: 0 if training ended or stopped as asked, else that of the UserError."""
     parser = argparse.ArgumentParser(prog="python -m moba_train.train", description=__doc__)
     parser.add_argument("recipe", help="YAML recipe")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the recipe's")
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         except UserError as error:
             if rank == 0:
                 print(f"error: {error}", file=sys.stderr)
-            return 2
+            return error.exit_code
         stalls = stalls_folder(Path(config.run_dir))
         timeout = timedelta(seconds=config.parallel.timeout)
         with deterministic(config.deterministic), joined_world(timeout, stalls) as world:
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             _train(config, world, given.stop_at_step, given.from_scratch)
     except UserError as error:
         print("\n".join([f"[rank {rank}] error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
-        return 2
+        return error.exit_code
     return 0
 
 

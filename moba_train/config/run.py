@@ -196,8 +196,33 @@ class WatchConfig(Section):
     )
 
 
+class RerunConfig(Section):
+    """A step whose loss or gradient norm is not finite is run again on the same batch. A fault that repeats is reported
+    with the batch's documents, and health.spike.reaction follows; one that does not, with its rank and host."""
+
+    max_transient: int = Field(
+        3,
+        ge=0,
+        description="faults in any 1,000 steps that did not repeat; one more ends the run with exit code 75, because a "
+        "node is suspect",
+    )
+
+
+class NodeConfig(Section):
+    """Broken GPUs (ECC, row remapping, NVLink, clocks lowered by the hardware) and full disks."""
+
+    on_fault: Literal["refuse", "warn"] = Field(
+        "refuse",
+        description="what a GPU with uncorrected ECC errors or a failed row remap, or one that the driver cannot "
+        "reach, means for a run that starts; refuse: it ends with exit code 75; warn: it starts, with a report",
+    )
+    every: float = Field(60.0, gt=0, description="seconds between looks at GPUs and disks while the run goes on")
+
+
 class HealthConfig(Section):
-    """Detection of loss spikes, stalled ranks and stragglers."""
+    """Detection of loss spikes, faults of the machine, stalled ranks and stragglers."""
 
     spike: SpikeConfig = SpikeConfig()
+    rerun: RerunConfig = RerunConfig()
+    node: NodeConfig = NodeConfig()
     watch: WatchConfig = WatchConfig()

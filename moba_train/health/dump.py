@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,15 @@ def dump_folder(run_dir: Path) -> Path:
     return run_dir / "spikes"
 
 
+class Dump(NamedTuple):
+    """What the dump of a step holds for the log."""
+
+    ranks: list[dict[str, Any]]
+    """The entry of every rank."""
+    gate: dict[str, float]
+    """`gate_load_imbalance` and so on: means over the selections of all layers and ranks; empty without any."""
+
+
 def write_dump(
     run_dir: Path,
     head: dict[str, Any],
@@ -61,14 +70,12 @@ def write_dump(
     data_shard: DataShard,
     batches: list[Batch],
     loss_sum: Tensor,
-) -> dict[str, float]:
+) -> Dump:
     """Dump a step before it is applied; rank 0 writes the file, which begins with the entries of `head`.
 
     Called on all ranks together, with the step's gradients in place and not clipped. `kinds`: attention kind of each
     layer; `batches`: this rank's part of the step; `loss_sum`: sum of its weighted token losses, a scalar. Costs a
     forward pass and many reads of the device. A file that cannot be written is only a warning.
-
-    Returns, for the log, `gate_load_imbalance` and so on: means over the selections of all layers and ranks, if any.
     """
     norms = _gradient_norms(model, kinds)
     ranks: list[Any] = [None] * dist.get_world_size()
@@ -77,7 +84,7 @@ def write_dump(
         path = dump_folder(run_dir) / f"step_{head['step']:08d}.json"
         _write(path, {**head, "gradient_norms": norms, "ranks": ranks})
     gate = mean_statistics(layer for rank in ranks for layer in rank["gate"])
-    return {f"gate_{name}": value for name, value in (gate or {}).items() if name != "selected"}
+    return Dump(ranks, {f"gate_{name}": value for name, value in (gate or {}).items() if name != "selected"})
 
 
 def _write(path: Path, dump: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ _EVENT_STYLES = {
     "position_wise": "bold green",
     "checkpoint": "blue",
     "spike": "bold red",
+    "fault": "bold red",
     "warning": "bold yellow",
     "alert": "bold red",
 }

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import os
-import shutil
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import used_kinds
 from moba_train.convert.initial_weights import load_initial_weights
 from moba_train.errors import CheckpointError, LaunchError, TrainingError
+from moba_train.health.node import Disk, disk_problem
 from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS
@@ -239,12 +239,16 @@ def _folder_problem(run_dir: Path, model: nn.Module, config: RunConfig) -> str |
         run_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir):
             pass
-        free = shutil.disk_usage(run_dir).free
     except OSError as error:
         return str(error)
+    problem = disk_problem(Disk(run_dir, checkpoint_bytes(model, config)))
+    return problem.text if problem else None
+
+
+def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
+    """Size of one checkpoint of all ranks."""
     each = 4 + OPTIMIZERS[config.optim.kind].state_bytes  # float32 weights and optimizer state
-    needed = each * sum(parameter.numel() for parameter in model.parameters())
-    return f"{free / 2**30:.2f} GiB free, one checkpoint needs {needed / 2**30:.2f} GiB" if free < needed else None
+    return each * sum(parameter.numel() for parameter in model.parameters())
 
 
 def _fallback(config: RunConfig) -> Place | None:

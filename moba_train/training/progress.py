@@ -50,6 +50,8 @@ class Progress:
     rollbacks: list[list[int]] = field(default_factory=list)
     """[step_from, step_to]: after `step_from` the run went on with the weights of `step_to`. The batches in between
     were consumed, and are left out of the weights too."""
+    transient_faults: list[tuple[int, list[str]]] = field(default_factory=list)
+    """Steps whose values were finite only when they were run again, oldest first, with the hosts that were wrong."""
     data_plan: dict[str, Any] = field(default_factory=dict)
     """What determines the order of the data (the function `data_plan`), as of the last checkpoint."""
     tokenizer: str = ""

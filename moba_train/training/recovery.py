@@ -1,4 +1,5 @@
-"""Acts on a spike: dumps the step, and skips it, rolls the run back to a good checkpoint, or ends the run."""
+"""Acts on a spike: dumps the step, and skips it, rolls the run back to a good checkpoint, or ends the run. Records
+faults of the machine, and ends the run where there are too many."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from moba_train.checkpoint.publish import Accept, is_good
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.batch import Batch
-from moba_train.errors import CheckpointError, TrainingError
+from moba_train.errors import CheckpointError, ReproducibleFaultError, SuspectNodeError, TrainingError
 from moba_train.health.dump import write_dump
 from moba_train.health.reaction import Action, good_before, react
+from moba_train.health.rerun import TransientFault, reproducible_fault, too_many_transient
 from moba_train.health.spike import SpikeDetector, SpikeReport
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.stage import DataShard
@@ -43,6 +45,23 @@ class Recovery:
         self._progress = progress
         self._telemetry = telemetry
 
+    def record_transient(self, fault: TransientFault, stage: Stage) -> None:
+        """Record that the current step was finite only when it was run again, before its update. Raises
+        SuspectNodeError when this happens too often."""
+        progress = self._progress
+        step = progress.step
+        progress.transient_faults.append((step, fault.hosts))
+        ends = too_many_transient(progress.transient_faults, step, self._config.health.rerun.max_transient)
+        text = "; ".join(filter(None, (fault.message, ends)))
+        tokens = stage.tokens_after(step)
+        self._telemetry.event(step, tokens, "fault", text, fault="transient", ranks=fault.ranks, hosts=fault.hosts)
+        self._telemetry.alert(f"a transient fault at step {step}", text, "fault")
+        if ends:
+            raise SuspectNodeError(
+                f"step {step} of stage {stage.name}: {text}. The step was not applied; the last checkpoint is step "
+                f"{self._checkpoints.saved_step} in {self._checkpoints.folder}"
+            )
+
     def act_on(
         self,
         report: SpikeReport,
@@ -67,7 +86,7 @@ class Recovery:
         facts: dict[str, Any] = {"level": report.level, "action": reaction.action}
         if report.level != "warn" or not report.continues:
             head = {"step": step, "stage": stage.name, "tokens": tokens, "message": report.message, **facts, **metrics}
-            facts |= write_dump(
+            dump = write_dump(
                 run_dir,
                 head,
                 model=self._model,
@@ -76,15 +95,21 @@ class Recovery:
                 batches=batches,
                 loss_sum=loss_sum,
             )
+            facts |= dump.gate
+            if report.level == "fatal":  # the step was run twice
+                fault, documents = reproducible_fault(dump.ranks)
+                text = f"{text}; {fault}"
+                self._telemetry.event(step, tokens, "fault", fault, fault="reproducible", documents=documents)
         self._telemetry.event(step, tokens, "spike", text, **facts)
         self._telemetry.alert(f"{report.level} at step {step}", text, f"spike_{report.level}")
+        end = ReproducibleFaultError if report.level == "fatal" else TrainingError
         match reaction.action:
             case "skip":
                 progress.skipped.append(step)
             case "rollback":
-                self._roll_back(stage)
+                self._roll_back(stage, end)
             case "stop":
-                raise TrainingError(
+                raise end(
                     f"step {step} of stage {stage.name}: {text}; the step was not applied. The last checkpoint is step "
                     f"{self._checkpoints.saved_step} in {self._checkpoints.folder}; lower optim.lr or look at the "
                     f"batch (`moba-train inspect-spike {run_dir}`) before going on"
@@ -102,15 +127,16 @@ class Recovery:
         progress = self._progress
         return good_before(progress.step, {*progress.skipped}, [*progress.rollbacks])
 
-    def _roll_back(self, stage: Stage) -> None:
-        """Go on after this step with weights, optimizer and detector of the last good checkpoint."""
+    def _roll_back(self, stage: Stage, end: type[TrainingError]) -> None:
+        """Go on after this step with weights, optimizer and detector of the last good checkpoint; raises `end` where
+        there is none."""
         progress = self._progress
         step = progress.step
         tokens = stage.tokens_after(step)
         try:
             path = self._checkpoints.newest(good_before(step, {*progress.skipped, step}, progress.rollbacks))
         except CheckpointError as error:
-            raise TrainingError(
+            raise end(
                 f"step {step} of stage {stage.name}: health.spike.reaction is rollback, but there is no checkpoint "
                 "from before the spike to go back to; the step was not applied. Lower checkpoint.every "
                 f"({self._config.checkpoint.every}), or start again. {error}"

@@ -1,5 +1,6 @@
 """One optimizer step as the trainer hands it around: this rank's data, its losses, and the counts of all ranks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,6 +59,26 @@ class StepLosses:
         values = self.auxiliary.tolist()
         by_layer = {f"auxiliary_loss_layer_{layer}": value for layer, value in enumerate(values) if value}
         return {"auxiliary_loss": sum(values), **by_layer}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What forward and backward pass of a step gave, over all ranks; the gradients are in the model."""
+
+    losses: StepLosses
+    own_loss_sum: Tensor
+    """Sum of this rank's weighted token losses, a scalar."""
+    grad_norm: Tensor
+    """L2 norm of all gradients before clipping, a scalar."""
+    norms_by_kind: dict[str, Tensor]
+    """The norm of the gradients of each attention kind's layers; empty in a step that is not logged."""
+    numbers: dict[str, float]
+    """`loss` and `grad_norm`, on the host."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient norm are; equal on all ranks."""
+        return all(map(math.isfinite, self.numbers.values()))
 
 
 class StepCounts(NamedTuple):

@@ -21,6 +21,8 @@ from moba_train.data.stage_data import training_data
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationContext
 from moba_train.evals.stage import StageEvaluations
+from moba_train.health.node import Disk, NodeWatch, refuse_broken_gpus
+from moba_train.health.rerun import gather_evidence, transient_fault
 from moba_train.health.spike import SpikeDetector
 from moba_train.health.stragglers import Stragglers
 from moba_train.health.watch import Watch, stalls_folder
@@ -40,12 +42,12 @@ from moba_train.report.plots import draw_plots
 from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
 from moba_train.telemetry.telemetry import Telemetry
-from moba_train.training.checkpoints import RunCheckpoints
+from moba_train.training.checkpoints import RunCheckpoints, checkpoint_bytes
 from moba_train.training.corpora import check_corpora
 from moba_train.training.recipe_changes import describe_changes, recipe_changes, write_recipe
 from moba_train.training.recovery import Recovery
 from moba_train.training.stage_exit import StageExit
-from moba_train.training.step import StepCounts, StepData, StepLosses
+from moba_train.training.step import StepCounts, StepData, StepLosses, StepResult
 from moba_train.training.throughput import batch_flops, throughput
 
 
@@ -77,6 +79,7 @@ class Trainer:
         self.stop_at_step = stop_at_step
         self.stop_requested = False
 
+        refuse_broken_gpus(config.health.node, world)
         torch.manual_seed(config.seed + world.rank)
         dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
         self.model = sharded_model(config, dims)
@@ -105,6 +108,12 @@ class Trainer:
             self._event("resume", where)
             self._report_recipe(recipe_before)
         self.watch = Watch(health.watch, world, stalls_folder(self.run_dir), self.telemetry.stalled)
+        places = [
+            self.run_dir,
+            *filter(None, [config.checkpoint.fallback_dir and Path(config.checkpoint.fallback_dir)]),
+        ]
+        disks = [Disk(place, checkpoint_bytes(self.model, config)) for place in places]
+        self.node_watch = NodeWatch(health.node, world, disks, self._report_node)
         self.stragglers = Stragglers(health.watch.compare_every * config.telemetry.log_every, world.device)
         self.recovery = Recovery(
             config,
@@ -129,7 +138,7 @@ class Trainer:
     def run(self) -> bool:
         """Train until the last stage ends (True) or until a stop is asked for (False); saved either way."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        with closing(self.telemetry), closing(self.watch), self.checkpoints:
+        with closing(self.telemetry), closing(self.watch), closing(self.node_watch), self.checkpoints:
             try:
                 finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
                 self._report_boundary(self.progress.boundary.compare() if finished else None)
@@ -213,12 +222,10 @@ class Trainer:
     def _update(self, stage: Stage, data: StepData, counts: StepCounts, losses: StepLosses) -> None:
         """Judge the step by its loss and gradient norm, apply it unless they are a spike, and log it."""
         step = self.progress.step
-        own_loss_sum = losses.loss * counts.loss_weight
-        losses.all_reduce()
-        logged = step % self.config.telemetry.log_every == 0
-        by_kind = norms_by_kind(self.model, stage.kinds) if logged else {}
-        grad_norm = gradient_norm(self.model)
-        metrics = dict(zip(("loss", "grad_norm"), torch.stack([losses.loss, grad_norm]).tolist(), strict=True))
+        result = self._result(stage, counts, losses)
+        if not result.is_finite:
+            result = self._run_again(stage, data, counts, result)
+        metrics = dict(result.numbers)
         metrics["lr"] = stage_learning_rate(self.stages, stage.index, self.config.optim.schedule, self.tokens)
 
         report = self.spikes.observe(step, metrics["loss"], metrics["grad_norm"])
@@ -231,12 +238,12 @@ class Trainer:
                     stage,
                     data_shard=self.data_shard,
                     batches=data.batches,
-                    loss_sum=own_loss_sum,
+                    loss_sum=result.own_loss_sum,
                     metrics=metrics,
                 )
         if action == "apply":
             self._report_boundary(self.progress.boundary.observe(metrics["loss"]))
-            clip_gradients(self.model, self.config.optim.clip_norm, grad_norm)
+            clip_gradients(self.model, self.config.optim.clip_norm, result.grad_norm)
             set_learning_rate(self.optimizer, metrics["lr"])
             self.checkpoints.before_update()
             self.optimizer.step()
@@ -244,14 +251,38 @@ class Trainer:
         if action == "rollback":
             self._save()  # a run that resumes now must not go on from a checkpoint of the spike
 
-        if logged:
+        if self._is_logged(step):
             step_s = time.perf_counter() - data.began
             metrics |= {"step_s": step_s, "data_s": data.waited_s, **counts.metrics(stage.batch_tokens)}
-            metrics |= {key: norm.item() for key, norm in by_kind.items()} | losses.auxiliary_metrics()
+            metrics |= {key: norm.item() for key, norm in result.norms_by_kind.items()}
+            metrics |= result.losses.auxiliary_metrics()
             metrics |= throughput(self.config.model, stage, self.world, step_s, counts.flops)
             metrics |= self.stragglers.metrics(step)
             metrics["padding_fraction"] = data.padding_fraction
             self.telemetry.log(step, self.tokens, metrics)
+
+    def _result(self, stage: Stage, counts: StepCounts, losses: StepLosses) -> StepResult:
+        """Loss and gradient norms of the step over all ranks; `losses`: this rank's part, which is summed in place."""
+        own_loss_sum = losses.loss * counts.loss_weight
+        losses.all_reduce()
+        by_kind = norms_by_kind(self.model, stage.kinds) if self._is_logged(self.progress.step) else {}
+        grad_norm = gradient_norm(self.model)
+        loss, norm = torch.stack([losses.loss, grad_norm]).tolist()
+        return StepResult(losses, own_loss_sum, grad_norm, by_kind, {"loss": loss, "grad_norm": norm})
+
+    def _run_again(self, stage: Stage, data: StepData, counts: StepCounts, first: StepResult) -> StepResult:
+        """The result of a second run of the step on the same batch with the same weights; called where the `first` is
+        not finite. A second one that is finite is what an undisturbed step would have given."""
+        with self.watch.phase("rerun", self.progress.step - 1):
+            evidence = gather_evidence(self.model, first.own_loss_sum)
+            self.optimizer.zero_grad()
+            second = self._result(stage, counts, self._forward_and_backward(data, counts))
+        if second.is_finite:
+            self.recovery.record_transient(transient_fault(first.numbers, second.numbers, evidence), stage)
+        return second
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.config.telemetry.log_every == 0
 
     def _judge_exit(self, numbers: dict[str, float]) -> bool:
         """Whether the stage ends here because the evaluations' numbers meet its exit criterion."""
@@ -344,6 +375,9 @@ class Trainer:
 
     def _event(self, kind: str, message: str, **fields: Any) -> None:
         self.telemetry.event(self.progress.step, self.tokens, kind, message, **fields)
+
+    def _report_node(self, text: str) -> None:
+        self.telemetry.alert("a GPU or a disk has a problem", text, "node")
 
     def _wants_to_stop(self) -> bool:
         due = self.stop_at_step is not None and self.progress.step >= self.stop_at_step

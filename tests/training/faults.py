@@ -31,6 +31,19 @@ def not_a_number(loss: Tensor) -> Tensor:
     return loss * torch.nan
 
 
+def gradient_not_a_number(loss: Tensor) -> Tensor:
+    """`loss`, whose gradient is lost on its way back."""
+    loss = loss.clone()
+    loss.register_hook(lambda gradient: gradient * torch.nan)
+    return loss
+
+
+def once_on_rank_1(fault: Fault) -> Fault:
+    """`fault` in the first micro-batch that rank 1 meets."""
+    left = [fault]
+    return lambda loss: left.pop()(loss) if left and torch.distributed.get_rank() == 1 else loss
+
+
 def not_a_number_on_rank_1(loss: Tensor) -> Tensor:
     return not_a_number(loss) if torch.distributed.get_rank() == 1 else loss
 

@@ -26,7 +26,8 @@ from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import step_batches
 from moba_train.data.samples import StageData
-from moba_train.health.dump import _write, dump_folder
+from moba_train.errors import TrainingError
+from moba_train.health.dump import Dump, _write, dump_folder
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.train import main
 from moba_train.training.recovery import Recovery
@@ -132,7 +133,7 @@ def test_looking_at_a_step_does_not_change_the_training(run: Run, monkeypatch: p
     assert dump(run, 18)["action"] == "apply"
     losses = run.losses()
     shutil.rmtree(run.run_dir)
-    monkeypatch.setattr("moba_train.training.recovery.write_dump", lambda *_arguments, **_named: {})
+    monkeypatch.setattr("moba_train.training.recovery.write_dump", lambda *_arguments, **_named: Dump([], {}))
     assert run.train_here() == 0
     assert run.losses() == losses
 
@@ -306,7 +307,7 @@ def test_where_the_reaction_ends_the_run_says_so(
 ) -> None:
     """Two steps that are not finite, before the first checkpoint."""
     changed = inject(monkeypatch, dict.fromkeys((2, 3), not_a_number))
-    assert steady(run, **spike).train_here() == 2
+    assert steady(run, **spike).train_here() == 65
     assert named in capsys.readouterr().err
     assert [touched for _, touched in changed[1:]] == [False] * (len(changed) - 1)
 
@@ -348,11 +349,11 @@ def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
 ) -> None:
     roll_back = Recovery._roll_back
 
-    def damage_first(recovery: Recovery, stage: Stage) -> None:
+    def damage_first(recovery: Recovery, stage: Stage, end: type[TrainingError]) -> None:
         recovery._checkpoints._checkpointer.wait()
         shard = run.newest_checkpoint / "__0_0.distcp"
         shard.write_bytes(bytes(shard.stat().st_size))
-        roll_back(recovery, stage)
+        roll_back(recovery, stage, end)
 
     steady(run, "rollback", 12)
     run.recipe["checkpoint"]["keep_last"] = 20
