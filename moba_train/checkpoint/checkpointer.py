@@ -42,7 +42,6 @@ RANKS_APART = timedelta(minutes=30)
 """How long a rank that has written its part of a checkpoint waits for the others before the save counts as failed. Not
 `parallel.timeout`, which limits steps: the slowest disk may take longer than that, and training does not wait."""
 
-
 MOST_NAMED = 20
 """Tensors with NaN or infinite values that a meta names."""
 
@@ -200,7 +199,7 @@ class Checkpointer:
         try:
             probe = self._ranks.broadcast_from_rank_0(first_folder)
             self._ranks.on_every_rank(lambda: _check_visible(probe, place))
-            self._ranks.broadcast_from_rank_0(probe.rmdir)
+            self._ranks.broadcast_from_rank_0(lambda: publish.remove(probe))
         except SaveFailedError as error:
             text = f"{place.folder} cannot be used for checkpoints: {error}; change {place.key}"
             raise CheckpointError(text) from error

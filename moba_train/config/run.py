@@ -67,7 +67,8 @@ class PrecisionConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written and which are kept. The last one and the newest good one are always kept."""
+    """When checkpoints are written and which are kept. The last one, the newest good one and the newest one without
+    NaN or infinite values are always kept."""
 
     every: int = Field(100, ge=1, description="optimizer steps between checkpoints")
     keep_last: int = Field(2, ge=1, description="number of newest checkpoints that are kept")

@@ -112,7 +112,9 @@ class RunCheckpoints:
         def accept(meta: dict[str, Any]) -> bool:
             problem = _why_not_resume_from(meta)
             if problem is not None:
-                passed_over.append(f"the checkpoint of step {meta.get('progress', {}).get('step')} {problem}")
+                progress = meta.get("progress")
+                step = progress.get("step") if isinstance(progress, dict) else "unknown"
+                passed_over.append(f"the checkpoint of step {step} {problem}")
             return problem is None
 
         try:
@@ -199,7 +201,8 @@ class RunCheckpoints:
         saved = self._checkpointer.last_saved
         last = f"after step {saved.step}" if saved is not None else "since this start of the run"
         text = f"{failed} saves in a row have failed: all that is trained {last} is lost if the run ends now"
-        logger.error("%s", text)
+        if self._is_main:
+            logger.error("%s", text)
         telemetry.event(step, tokens, "warning", text, failed_saves=failed)
         telemetry.alert("no checkpoint can be saved", text, "failed_saves")
 
@@ -266,8 +269,10 @@ def _why_not_resume_from(meta: dict[str, Any]) -> str | None:
     return None if is_finite(meta) else f"holds {_not_finite(meta['not_finite'])}"
 
 
-def _not_finite(names: list[str]) -> str:
-    shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+def _not_finite(names: Any) -> str:
+    """What is wrong with the tensors of these names; a meta from elsewhere may hold anything in place of a list."""
+    listed = names if isinstance(names, list) else [names]
+    shown = ", ".join(map(str, listed[:3])) + ", ..." * (len(listed) > 3)
     return f"NaN or infinite values in {shown}"
 
 
