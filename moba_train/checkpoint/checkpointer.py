@@ -190,5 +190,5 @@ class Checkpointer:
         publish.publish(temporary, step, files)
         try:
             self._retention.apply(self.folder, protect)
-        except OSError as error:
-            logger.warning("the checkpoint of step %d is saved, but an old one could not be removed: %s", step, error)
+        except Exception as error:  # whatever it is, the checkpoint is there
+            logger.warning("the checkpoint of step %d is saved, but old ones could not be removed: %s", step, error)

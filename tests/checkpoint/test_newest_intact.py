@@ -26,7 +26,7 @@ def test_damage_is_named_set_aside_and_the_one_before_is_taken(tmp_path: Path, c
     with caplog.at_level(logging.WARNING):
         assert newest_intact(folder) == folder / "step_00000200"
     assert "__0_0.distcp: its SHA-256" in caplog.text
-    assert "manifest.json: cannot be read" in caplog.text
+    assert "manifest.json: is not valid JSON" in caplog.text
     assert steps(folder) == [100, 200]
     assert (folder / "set-aside-step_00000300").is_dir()
     flip_byte(folder / "step_00000200" / "__0_0.distcp")
