@@ -56,7 +56,7 @@ class Retention:
     def _warn_once(self, path: Path, problem: str) -> None:
         """Warns once about a checkpoint whose meta is not known; it is met again at every save."""
         if path not in self._warned:
-            logger.warning("Deleting old checkpoints, %s.", problem)
+            logger.warning("While old checkpoints are deleted: %s.", problem)
             self._warned.add(path)
 
     def _best(self, metas: dict[Path, dict[str, Any] | None]) -> set[Path]:
