@@ -6,6 +6,7 @@ gap would fill a model, or an exported file, with whatever the memory of the pro
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any, TypeGuard
 
@@ -112,7 +113,9 @@ def _storage_of(
         if stored is None:
             raise ValueError(f"{shown(name)}: the chunk at {list(chunk.offsets)} is listed twice or not stored")
         if stored.length < math.prod(chunk.sizes) * tensor.properties.dtype.itemsize:
-            raise ValueError(f"{shown(name)}: the chunk at {list(chunk.offsets)} is larger than its {stored.length} bytes")
+            raise ValueError(
+                f"{shown(name)}: the chunk at {list(chunk.offsets)} is larger than its {stored.length} bytes"
+            )
         storage[MetadataIndex(name, chunk.offsets)] = stored
     if not _tile(chunks, tensor.size):
         raise ValueError(f"{shown(name)} of shape {list(tensor.size)}: its chunks do not cover it exactly once")
@@ -164,7 +167,7 @@ def _check_own_bytes(storage: Mapping[MetadataIndex, _StorageInfo]) -> None:
         ((place.relative_path, place.offset, place.offset + place.length, key.fqn) for key, place in storage.items()),
         key=itemgetter(0, 1),
     )
-    for (file, _, end, name), (next_file, begin, _, next_name) in zip(ranges, ranges[1:], strict=False):
+    for (file, _, end, name), (next_file, begin, _, next_name) in pairwise(ranges):
         if file == next_file and begin < end:
             raise ValueError(f"{shown(name)} and {shown(next_name)} share bytes of {file}")
 

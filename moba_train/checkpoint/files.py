@@ -6,13 +6,13 @@ files are opened: a link would lead out of the checkpoint, and a FIFO would bloc
 """
 
 import errno
-import logging
+import io
 import os
 import stat
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO, Self, TypeVar
+from typing import Self, TypeVar
 
 from moba_train.errors import CheckpointError
 
@@ -23,8 +23,6 @@ RETRY_DELAYS_S = (0.1, 0.3, 0.6)
 """Pauses before the second and later attempts to read: four attempts within a second."""
 
 NOT_REGULAR = "not a regular file; links and folders have no place in a checkpoint"
-
-logger = logging.getLogger(__name__)
 
 
 class UnreadableError(CheckpointError):
@@ -69,7 +67,7 @@ def retried(action: Callable[[], T]) -> T:
     return results[None]
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedReader:
     """Opens a regular file for reading. Raises CheckpointError when it is anything else."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -202,7 +202,7 @@ class _Machine:
         kind = self.stack.pop()
         if type(kind) is not type or kind not in _RECORDS or arguments != ():
             raise ValueError("an object of an unexpected kind")
-        self.stack.append(kind.__new__(kind))
+        self.stack.append(object.__new__(kind))
 
     def call(self, _: bytes) -> None:
         arguments = self.stack.pop()
@@ -272,4 +272,3 @@ _OPERATIONS: dict[int, tuple[int, bool, Callable[[_Machine, bytes], None]]] = {
 }
 """For each opcode that protocol 4 and 5 write for an index: the bytes of its argument, whether these are the length of
 the argument proper, and what it does."""
-

@@ -167,8 +167,11 @@ def _read(path: Path, tensors: dict[str, Tensor], index: Metadata) -> None:
 
 
 def _on_every_rank(path: Path, action: Callable[[], T]) -> T:
-    """Runs `action`, which reads `path`, and returns this rank's result. A CheckpointError or OSError on any rank becomes
-    a CheckpointError on all ranks; damage that one rank has found outweighs what another could not read."""
+    """Runs `action`, which reads `path`, and returns this rank's result.
+
+    A CheckpointError or OSError on any rank becomes a CheckpointError on all ranks; damage that one rank has found
+    outweighs what another could not read.
+    """
     error: CheckpointError | None = None
     try:
         result = action()

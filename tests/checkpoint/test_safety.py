@@ -114,12 +114,12 @@ def test_a_symbolic_link_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_manifest_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     path = publish_step(tmp_path / "checkpoints", 1)
     (path / "manifest.json").rename(tmp_path / "elsewhere")
-    for make in (lambda: (path / "manifest.json").symlink_to(tmp_path / "elsewhere"), lambda: os.mkfifo(fifo)):
-        fifo = path / "manifest.json"
-        make()
+    for make in (lambda file: file.symlink_to(tmp_path / "elsewhere"), os.mkfifo, Path.mkdir):
+        file = path / "manifest.json"
+        make(file)
         with pytest.raises(CheckpointError, match=r"manifest\.json: not a regular file"):
             manifest.read_manifest(path)
-        fifo.unlink()
+        file.rename(tmp_path / f"used-{make.__name__}")
 
 
 def _change(field: str, value: object) -> Callable[[Any], None]:
@@ -184,17 +184,18 @@ def repeated(opcodes: bytes, size: int) -> bytes:
 
 DOUBLED = b")" + b"".join(b"\x94h" + bytes([level]) + b"\x86" for level in range(60))
 """t = (), then 60 times t = (t, t)."""
-LISTS = b"]" + b"".join(b"\x94]\x94(h" + bytes([2 * level]) * 2 + b"e" for level in range(60))
-METADATA = b"\x8c\x27torch.distributed.checkpoint.metadata"
+LISTS = b"]\x94" + b"".join(b"]\x94(" + 2 * (b"h" + bytes([level])) + b"e" for level in range(60))
+"""t = [], then 60 times t = [t, t]."""
+METADATA = b"\x8c\x25torch.distributed.checkpoint.metadata"
 HOSTILE = {
     "an index into the memo that fills 64 GB": b"Nr\xff\xff\xff\xff.",
     "a text of 16 TB": b"\x8e" + (1 << 44).to_bytes(8, "little") + b"x.",
     "a text of 4 GB": b"X\xff\xff\xff\xffx.",
     "an array of 1 GB": b"\x96" + (1 << 30).to_bytes(8, "little") + b".",
     "a key that takes centuries to hash": b"}" + DOUBLED + b"Ns.",
-    "a key that overflows the stack": b"})" + repeated(b"\x85", 100_000) + b"Ns.",
-    "an argument that takes centuries to print": METADATA + b"\x8c\x14_MEM_FORMAT_ENCODING\x93" + LISTS + b"\x85R.",
-    "attributes for a class": METADATA + b"\x8c\x08Metadata\x93N}\x8c\x01aK\x01s\x86b.",
+    "a key that overflows the stack": b"})" + repeated(b"\x85", 1_000_000) + b"Ns.",
+    "an argument that takes centuries to print": LISTS + METADATA + b"\x8c\x14_MEM_FORMAT_ENCODING\x93h\x3c" + b"\x85R.",
+    "attributes for a class": METADATA + b"\x8c\x08Metadata\x93}\x8c\x01aK\x01sb.",
     "half a million marks": repeated(b"(", 500_000) + b".",
     "half a million dicts": repeated(b"}", 500_000) + b".",
     "half a million memos": b"}" + repeated(b"\x94", 500_000) + b".",
