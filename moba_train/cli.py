@@ -107,13 +107,15 @@ def verify(
     checkpoint: Checkpoint,
 ) -> None:
     """Check every file of a checkpoint against its manifest."""
-    from moba_train.checkpoint.manifest import verify_checkpoint
+    from moba_train.checkpoint.manifest import unnamed_files, verify_checkpoint
     from moba_train.checkpoint.publish import find_checkpoint, published
 
     newest = published(checkpoint / "checkpoints")[-1:]  # not the newest that looks valid: the damage is asked for
     found = newest[0][1] if newest else find_checkpoint(checkpoint)
-    verify_checkpoint(found)
+    files = verify_checkpoint(found)
     typer.echo(f"{found}: intact")
+    if others := unnamed_files(found, files):
+        typer.echo(f"not in the manifest, never read: {', '.join(map(repr, others))}")
 
 
 @app.command()

@@ -335,9 +335,11 @@ class Checkpointer:
         try:
             self._check_owner(place)
             place.retention.apply(place.folder, contents.protect)
-        except OSError as error:
+        except LaunchError:
+            raise
+        except Exception as error:  # whatever it is, the checkpoint is there
             logger.warning(
-                "the checkpoint of step %d is saved, but an old one could not be removed: %s", contents.step, error
+                "the checkpoint of step %d is saved, but old ones could not be removed: %s", contents.step, error
             )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from moba_train.checkpoint.files import UnreadableError, retried
 from moba_train.checkpoint.index import read_index
 from moba_train.checkpoint.manifest import FileEntry, check_sizes, read_meta, verify_checkpoint
 from moba_train.checkpoint.publish import Accept, newest_first, set_aside
@@ -42,15 +43,15 @@ def load_checkpoint(
     Called on every rank when there is a default process group. A problem on one rank raises CheckpointError, which
     names the tensor or file, on all ranks.
     """
-    index = _on_every_rank(lambda: _check(path, tensors, optional, verify))
-    _on_every_rank(lambda: _read(path, tensors, index))
-    return read_meta(path)
+    index = _on_every_rank(path, lambda: _check(path, tensors, optional, verify))
+    _on_every_rank(path, lambda: _read(path, tensors, index))
+    return _on_every_rank(path, lambda: read_meta(path))
 
 
 class CheckpointReader:
     """Reads the tensors of a checkpoint one at a time, whole, on the CPU, without a model or other ranks.
 
-    Raises CheckpointError, when made or at a `read`, if the checkpoint is damaged.
+    Raises CheckpointError, when made or at a `read`, if the checkpoint is damaged or its index has gaps.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,16 +74,20 @@ def newest_intact(folder: Path, accept: Accept | None = None, *others: Path) -> 
 
     Called on every rank of the process group; each reads a part of the files, only of checkpoints that `accept` agrees
     to. Damaged checkpoints that are newer than the one found are reported and set aside, so that they are not found
-    again. Raises CheckpointError when there are checkpoints, but all are damaged or refused by `accept`.
+    again. Raises CheckpointError when there are checkpoints, but all are damaged or refused by `accept`, and
+    UnreadableError when one that may be wanted could not be read: taking an older one would lose steps for an error
+    that may pass.
     """
-    listing = broadcast(newest_first(folder, *others))
+    listing = broadcast(_on_every_rank(folder, lambda: newest_first(folder, *others)))
     damaged: dict[Path, str] = {}
     for path in listing:
         try:
-            meta = _on_every_rank(partial(read_meta, path))
+            meta = _on_every_rank(path, partial(read_meta, path))
             if accept is not None and not accept(meta):
                 continue
-            _on_every_rank(partial(_verify_own_part, path))
+            _on_every_rank(path, partial(_verify_own_part, path))
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             damaged[path] = str(error)
             continue
@@ -142,32 +147,45 @@ def _check(path: Path, tensors: dict[str, Tensor], optional: Collection[str], ve
 
 def _read(path: Path, tensors: dict[str, Tensor], index: Metadata) -> None:
     present = {name: tensor for name, tensor in tensors.items() if name in index.state_dict_metadata}
+
+    def read() -> None:
+        try:
+            with warnings.catch_warnings():
+                # `no_dist`: reading needs no other rank, so ranks may ask for different tensors.
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(present, storage_reader=_Reader(path, index), no_dist=True)
+        except CheckpointException as error:
+            cause, _ = error.failures[0]
+            raise cause from None
+
     try:
-        with warnings.catch_warnings():
-            # `no_dist`: reading needs no other rank, so ranks may ask for different tensors.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(present, storage_reader=_Reader(path, index), no_dist=True)
-    except CheckpointException as error:
+        retried(read)
+    except Exception as error:
         verify_checkpoint(path)  # DCP does not say which file it was
-        cause, _ = error.failures[0]
-        raise CheckpointError(f"checkpoint {path} cannot be read although its hashes are right: {cause!r}") from cause
+        if isinstance(error, OSError):
+            raise UnreadableError.from_problem(path, error) from error
+        raise CheckpointError(f"checkpoint {path} cannot be read although its hashes are right: {error!r}") from error
 
 
-def _on_every_rank(action: Callable[[], T]) -> T:
-    """Runs `action` and returns this rank's result. A CheckpointError or OSError on any rank becomes a CheckpointError
-    on all ranks."""
-    problem = None
+def _on_every_rank(path: Path, action: Callable[[], T]) -> T:
+    """Runs `action`, which reads `path`, and returns this rank's result.
+
+    A CheckpointError or OSError on any rank becomes a CheckpointError on all ranks; damage that one rank has found
+    outweighs what another could not read.
+    """
+    error: CheckpointError | None = None
     try:
         result = action()
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
-    problems: list[str | None] = [problem]
+    except CheckpointError as raised:
+        error = raised
+    except OSError as raised:
+        error = UnreadableError.from_problem(path, raised)
+    errors = [error]
     if dist.is_initialized():
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    for text in problems:
-        if text is not None:
-            raise CheckpointError(text)
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+    if found := sorted(filter(None, errors), key=lambda error: isinstance(error, UnreadableError)):
+        raise found[0]
     return result
 
 

@@ -1,22 +1,33 @@
 """The manifest and meta of a checkpoint, read as untrusted input.
 
 `manifest.json` names every file of the checkpoint with its size and SHA-256. Names are plain file names: a name that
-leads out of the folder is refused before the file system is asked, and so is a file that is a symbolic link.
+leads out of the folder is refused before the file system is asked, and so is a file that is a symbolic link. Files that
+the manifest does not name (`.DS_Store`, `.nfs...`) are never read and never count.
 """
 
 import hashlib
 import json
 import os
 import re
+import reprlib
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
+from moba_train.checkpoint.files import NOT_REGULAR, UnreadableError, is_missing, open_regular, read_file, try_all
 from moba_train.errors import CheckpointError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 META = "meta.json"
+
+JSON_BYTES = 8 << 20
+"""Largest manifest or meta: the manifest of 50,000 ranks has 7 MB."""
+JSON_VALUES = 1_000_000
+"""Most values in a manifest or meta: an empty list takes 2 bytes of text and 64 of memory."""
+JSON_DEPTH = 100
+"""Deepest nesting in a manifest or meta; code that walks through one calls itself at every level."""
 
 _PLAIN_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,255}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -37,36 +48,48 @@ def hash_file(path: Path) -> FileEntry:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes `content` and fsyncs the file."""
-    with path.open("w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=1)
+    """Writes `content` and fsyncs the file. Raises CheckpointError when it would be too large to be read again."""
+    text = json.dumps(content, indent=1).encode()
+    if problem := _json_problem(text):
+        raise CheckpointError(f"{path}: cannot be written: {problem}")
+    with path.open("wb") as stream:
+        stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError when there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); use another checkpoint of this run") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds {type(content).__name__}, must hold a JSON object")
+def read_meta(path: Path) -> dict[str, Any]:
+    """The meta (a JSON object) that checkpoint `path` was saved with, read only after its bytes agree with the
+    manifest. Raises CheckpointError when meta or manifest is damaged, UnreadableError when it could not be read."""
+    return _parse_json(path / META, read_verified(path, META, read_manifest(path), JSON_BYTES))
+
+
+def read_verified(path: Path, name: str, files: Mapping[str, FileEntry], limit: int) -> bytes:
+    """The file `name` of checkpoint `path`, at most `limit` bytes, compared with its entry in the manifest, `files`.
+
+    Raises CheckpointError when it is damaged, UnreadableError when it could not be read.
+    """
+    if name not in files:
+        raise CheckpointError(f"checkpoint {path} is damaged: its manifest has no {name}; use another one of this run")
+    entry = files[name]
+    if entry["size"] > limit:
+        raise CheckpointError(f"{path / name}: {entry['size']} bytes, at most {limit} are read; use another checkpoint")
+    content = read_file(path / name, limit)
+    if len(content) != entry["size"]:
+        _raise_problems(path, {name: _other_size(len(content), entry)})
+    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        _raise_problems(path, {name: _OTHER_HASH})
     return content
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """The meta (a JSON object) that the checkpoint was saved with. Raises CheckpointError when it cannot be read."""
-    return read_json(path / META)
-
-
 def read_manifest(path: Path) -> dict[str, FileEntry]:
-    """The files of checkpoint `path`, by name. Raises CheckpointError when its manifest is missing or damaged."""
+    """The files of checkpoint `path`, by name. Raises CheckpointError when its manifest is missing or damaged,
+    UnreadableError when it could not be read."""
     file = path / MANIFEST
-    manifest = read_json(file)
+    manifest = _parse_json(file, read_file(file, JSON_BYTES))
     if manifest.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{file}: format_version is {manifest.get('format_version')!r}, "
+            f"{file}: format_version is {reprlib.repr(manifest.get('format_version'))}, "
             f"this version of moba_train reads {FORMAT_VERSION}"
         )
     files = manifest.get("files")
@@ -75,64 +98,139 @@ def read_manifest(path: Path) -> dict[str, FileEntry]:
     for name in files:
         if not _PLAIN_NAME.fullmatch(name):
             raise CheckpointError(
-                f"{file}: names the file {name!r}; allowed: plain names (letters, digits, . _ -) in the same folder"
+                f"{file}: names the file {reprlib.repr(name)}; allowed: plain names (letters, digits, . _ -) in the "
+                "same folder"
             )
     return files
 
 
 def check_sizes(path: Path) -> dict[str, FileEntry]:
-    """Compares the size of every file with the manifest, which is returned. Raises CheckpointError naming all
-    files that differ."""
+    """Compares the size of every file with the manifest, which is returned.
+
+    Raises CheckpointError naming all files that differ, UnreadableError when a file could not be looked at.
+    """
     files = read_manifest(path)
-    _raise_if_damaged(path, size_problems(path, files))
+    _raise_problems(path, *_size_problems(path, files))
     return files
 
 
 def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, FileEntry]:
-    """Reads every byte and compares with the manifest, which is returned. Raises CheckpointError naming each damaged,
-    missing or extra file. With `ranks` > 1, only every `ranks`-th file is read, beginning with number `rank`."""
+    """Reads every byte and compares with the manifest, which is returned. With `ranks` > 1, only every `ranks`-th file
+    is read, beginning with number `rank`.
+
+    Raises CheckpointError naming each damaged or missing file, UnreadableError when none of them is damaged but some
+    could not be read.
+    """
     files = read_manifest(path)
-    problems = size_problems(path, files)
-    for name in sorted(files.keys() - problems.keys())[rank::ranks]:
-        try:
-            if hash_file(path / name)["sha256"] != files[name]["sha256"]:
-                problems[name] = "its SHA-256 is not the manifest's"
-        except OSError as error:
-            problems[name] = f"cannot be read ({error})"
-    for name in sorted({entry.name for entry in path.iterdir()} - files.keys() - {MANIFEST}):
-        problems[name] = "extra file, not in the manifest"
-    _raise_if_damaged(path, problems)
+    damaged, unread = _size_problems(path, files)
+    own = sorted(files.keys() - damaged.keys() - unread.keys())[rank::ranks]
+    hashes, errors = try_all(own, lambda name: _sha256_of(path / name))
+    damaged |= {name: _OTHER_HASH for name, digest in hashes.items() if digest != files[name]["sha256"]}
+    _raise_problems(path, damaged, unread | {name: str(error) for name, error in errors.items()})
     return files
 
 
-def size_problems(path: Path, files: dict[str, FileEntry]) -> dict[str, str]:
-    """Files that are missing, have another size, or are not regular files: the problem by file name."""
-    problems = {}
-    for name, entry in files.items():
-        try:
-            status = (path / name).lstat()
-        except OSError:
-            problems[name] = "missing"
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            problems[name] = "not a regular file; links and folders have no place in a checkpoint"
-        elif status.st_size != entry["size"]:
-            problems[name] = f"{status.st_size} bytes, the manifest says {entry['size']}"
-    return problems
+def unnamed_files(path: Path, files: Mapping[str, FileEntry]) -> list[str]:
+    """What lies in the folder of a checkpoint beside its manifest and the `files` that the manifest names."""
+    return sorted({entry.name for entry in path.iterdir()} - files.keys() - {MANIFEST})
+
+
+def size_problems(path: Path, files: Mapping[str, FileEntry]) -> dict[str, str]:
+    """Files that are missing, have another size, are not regular files or could not be looked at: the problem by file
+    name."""
+    damaged, unread = _size_problems(path, files)
+    return damaged | unread
 
 
 def listed(problems: dict[str, str]) -> str:
-    """Problems by file name, as one line of text."""
-    return "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+    """Problems by file name, the first 20 of them, as one line of text."""
+    shown = [f"{name}: {problem}" for name, problem in problems.items()][:20]
+    more = len(problems) - len(shown)
+    return "; ".join(shown + [f"and {more} more"] * (more > 0))
+
+
+_OTHER_HASH = "its SHA-256 is not the manifest's"
+
+
+def _other_size(size: int, entry: FileEntry) -> str:
+    return f"{size} bytes, the manifest says {entry['size']}"
+
+
+def _size_problems(path: Path, files: Mapping[str, FileEntry]) -> tuple[dict[str, str], dict[str, str]]:
+    """Problems of damaged or missing files, and of those that could not be looked at, by file name."""
+    damaged = {}
+    unread = {}
+    found, errors = try_all(files, lambda name: (path / name).lstat())
+    for name, status in found.items():
+        if not stat.S_ISREG(status.st_mode):
+            damaged[name] = NOT_REGULAR
+        elif status.st_size != files[name]["size"]:
+            damaged[name] = _other_size(status.st_size, files[name])
+    for name, error in errors.items():
+        if is_missing(path / name, error):
+            damaged[name] = "missing"
+        else:
+            unread[name] = str(error)
+    return damaged, unread
+
+
+def _sha256_of(path: Path) -> str:
+    with open_regular(path) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _is_entry(entry: Any) -> bool:
     if not isinstance(entry, dict) or entry.keys() != {"size", "sha256"}:
         return False
     size, sha256 = entry["size"], entry["sha256"]
-    return type(size) is int and size >= 0 and isinstance(sha256, str) and bool(_SHA256.fullmatch(sha256))
+    return type(size) is int and 0 <= size < 1 << 63 and isinstance(sha256, str) and bool(_SHA256.fullmatch(sha256))
 
 
-def _raise_if_damaged(path: Path, problems: dict[str, str]) -> None:
-    if problems:
-        raise CheckpointError(f"checkpoint {path} is damaged: {listed(problems)}; use another checkpoint of this run")
+def _raise_problems(path: Path, damaged: dict[str, str], unread: dict[str, str] | None = None) -> None:
+    if damaged:
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: {listed(damaged | (unread or {}))}; use another checkpoint of this run"
+        )
+    if unread:
+        raise UnreadableError.from_problem(path, listed(unread))
+
+
+def _parse_json(path: Path, text: bytes) -> dict[str, Any]:
+    """The JSON object that `text`, the content of `path`, holds. Raises CheckpointError when there is none, or when it
+    would take much memory or many calls to hold and walk through it."""
+    if problem := _json_problem(text):
+        raise CheckpointError(f"{path}: {problem}; use another checkpoint of this run")
+    try:
+        content = json.loads(text)
+    except RecursionError as error:
+        raise CheckpointError(f"{path}: {_TOO_DEEP}; use another checkpoint of this run") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not valid JSON ({error}); use another checkpoint of this run") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds {type(content).__name__}, must hold a JSON object")
+    if _is_deeper(content, JSON_DEPTH):
+        raise CheckpointError(f"{path}: {_TOO_DEEP}; use another checkpoint of this run")
+    return content
+
+
+_TOO_DEEP = f"is nested more than {JSON_DEPTH} levels deep"
+
+
+def _json_problem(text: bytes) -> str | None:
+    if len(text) > JSON_BYTES:
+        return f"{len(text)} bytes of JSON, at most {JSON_BYTES} are read"
+    if sum(map(text.count, (b",", b"[", b"{"))) > JSON_VALUES:
+        return f"more than {JSON_VALUES} values of JSON"
+    return None
+
+
+def _is_deeper(content: Any, depth: int) -> bool:
+    level = [content]
+    for _ in range(depth):
+        level = [
+            child
+            for value in level
+            if isinstance(value, dict | list)
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
+    return bool(level)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moba_train.checkpoint.files import UnreadableError, retried
 from moba_train.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -151,13 +152,17 @@ def latest_checkpoint(folder: Path, accept: Accept | None = None) -> Path | None
     there is none.
 
     A damaged checkpoint is passed over with a warning that names the damage. Only sizes are compared;
-    `verify_checkpoint` reads every byte.
+    `verify_checkpoint` reads every byte. Raises UnreadableError when one that may be wanted could not be read, unless
+    a run in progress has removed it.
     """
-    for _, path in reversed(published(folder)):
+    for step, path in reversed(published(folder)):
         try:
             check_sizes(path)
             if accept is None or accept(read_meta(path)):
                 return path
+        except UnreadableError:
+            if (step, path) in published(folder):
+                raise
         except CheckpointError as error:
             logger.warning("Passing over a damaged checkpoint and taking the one before. %s", error)
     return None
@@ -182,11 +187,14 @@ def newest_first(*folders: Path) -> list[Path]:
 
 
 def published(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every published checkpoint, oldest first."""
-    if not folder.is_dir():
-        return []
-    matches = [(_STEP_FOLDER.fullmatch(path.name), path) for path in folder.iterdir()]
-    return sorted((int(match[1]), path) for match, path in matches if match)
+    """(step, path) of every published checkpoint, oldest first. Raises UnreadableError when `folder` exists, but could
+    not be read."""
+    try:
+        names = retried(lambda: os.listdir(folder) if folder.is_dir() else [])
+    except OSError as error:
+        raise UnreadableError.from_problem(folder, error) from error
+    matches = filter(None, map(_STEP_FOLDER.fullmatch, names))
+    return sorted((int(match[1]), folder / match[0]) for match in matches)
 
 
 def _move_latest(folder: Path, name: str) -> None:

@@ -1,13 +1,17 @@
 """Which checkpoints stay on disk when a new one is published."""
 
+import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import LATEST, Accept, hide, is_finite, is_good, published, remove
 from moba_train.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -21,21 +25,41 @@ class Retention:
     keep_last: int
     keep_every: int | None = None
     keep_best: int = 0
+    _warned: set[Path] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def apply(self, folder: Path, protect: Accept = is_good) -> None:
         """Removes all other checkpoints, except the one that `latest` names, the newest without NaN or infinite values,
-        and the newest whose meta `protect` agrees to. Raises OSError when the file system refuses to remove one."""
-        metas = {path: _meta(path) for _, path in published(folder)}  # oldest first
+        the newest whose meta `protect` agrees to, and those whose meta could not be read this time. Raises OSError when
+        the file system refuses to remove one."""
+        keep: set[Path] = set()
+        metas: dict[Path, dict[str, Any] | None] = {}
+        checkpoints = published(folder)  # oldest first
+        for _, path in checkpoints:
+            try:
+                metas[path] = read_meta(path)
+            except UnreadableError as error:
+                keep.add(path)  # it may be the best, or the newest good one
+                metas[path] = None
+                self._warn_once(path, f"{error}. It is kept for now")
+            except CheckpointError as error:
+                metas[path] = None
+                self._warn_once(path, f"{error}. It counts as neither good nor best")
         pointer = folder / LATEST
-        keep = set(list(metas)[-self.keep_last :])
-        keep |= {folder / pointer.read_text(encoding="utf-8").strip()} if pointer.exists() else set()
-        keep |= {path for step, path in published(folder) if self.keep_every and step % self.keep_every == 0}
+        keep |= set(list(metas)[-self.keep_last :])
+        keep |= {folder / pointer.read_text(encoding="utf-8", errors="replace").strip()} if pointer.exists() else set()
+        keep |= {path for step, path in checkpoints if self.keep_every and step % self.keep_every == 0}
         for wanted in (protect, is_finite):
             keep |= set([path for path, meta in metas.items() if meta is not None and wanted(meta)][-1:])
         keep |= self._best(metas)
         for path in metas:
             if path not in keep:
                 remove(hide(path))
+
+    def _warn_once(self, path: Path, problem: str) -> None:
+        """Warns once about a checkpoint whose meta is not known; it is met again at every save."""
+        if path not in self._warned:
+            logger.warning("While old checkpoints are deleted: %s.", problem)
+            self._warned.add(path)
 
     def _best(self, metas: dict[Path, dict[str, Any] | None]) -> set[Path]:
         """The checkpoints of lowest validation loss; among equal ones the newer."""
@@ -46,11 +70,3 @@ class Retention:
                 stages.setdefault(str(meta.get("stage")), []).append((loss, path))
         ranked = (sorted(losses, key=lambda entry: entry[0]) for losses in stages.values())
         return {path for losses in ranked for _, path in losses[: self.keep_best]}
-
-
-def _meta(path: Path) -> dict[str, Any] | None:
-    """The meta of a checkpoint; None when it is damaged."""
-    try:
-        return read_meta(path)
-    except CheckpointError:
-        return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.kind import AttentionKind
-from moba_train.checkpoint.load import load_checkpoint
+from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.manifest import verify_checkpoint
 from moba_train.checkpoint.recipe import SavedRun
 from moba_train.config.model import ModelConfig
@@ -31,7 +31,7 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     entry sees an ordinary Llama, Qwen2 or Qwen3 with full attention. The tokenizer's files are copied.
 
     Raises CheckpointError when `output` is not empty, no Hugging Face architecture has the model's shape, an attention
-    kind would lose something, or a byte of the checkpoint has changed since it was written.
+    kind would lose something, a tensor is missing in the checkpoint, or a byte of it has changed since it was written.
     """
     checkpoint, config, stage = saved
     contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."))
@@ -42,12 +42,13 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     if output.exists() and any(output.iterdir()):
         raise CheckpointError(f"{output}: is not empty; give a new folder")
     verify_checkpoint(checkpoint)
+    reader = _reader(checkpoint, config.model)
     output.mkdir(parents=True, exist_ok=True)
     if config.data.tokenizer is not None:
         for file in tokenizer_files(Path(config.data.tokenizer)):
             shutil.copyfile(file, output / file.name)
         contents |= _special_tokens(output)
-    write_safetensors(output, _tensors(checkpoint, config.model, dtype), shard_bytes)
+    write_safetensors(output, _tensors(reader, config.model, dtype), shard_bytes)
     # Written last: a folder without it is not read as a model.
     (output / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
@@ -62,11 +63,25 @@ def _export_problems(config: RunConfig, kinds: Sequence[AttentionKind]) -> list[
     return [problem for problem in problems if problem]
 
 
-def _tensors(checkpoint: Path, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _reader(checkpoint: Path, model: ModelConfig) -> CheckpointReader:
+    """A reader of a checkpoint that has every parameter of the model. Raises CheckpointError when one is missing or has
+    another shape."""
+    reader = CheckpointReader(checkpoint)
+    problems = []
     for name, shape in parameter_shapes(model).items():
-        tensor = torch.empty(shape)
-        load_checkpoint(checkpoint, {f"model.{name}": tensor}, optional=("model.", "optim.", "rng."))
-        yield hf_name(name), tensor.to(dtype)
+        saved = reader.tensors.get(f"model.{name}")
+        if saved is None:
+            problems.append(f"{name} is not in its index")
+        elif (saved.size, saved.properties.dtype) != (shape, torch.float32):
+            problems.append(f"{name} is {list(saved.size)} {saved.properties.dtype}, must be {list(shape)} float32")
+    if problems:
+        raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems[:20])}; use another checkpoint")
+    return reader
+
+
+def _tensors(reader: CheckpointReader, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name in parameter_shapes(model):
+        yield hf_name(name), reader.read(f"model.{name}").to(dtype)
 
 
 def _special_tokens(folder: Path) -> dict[str, int]:

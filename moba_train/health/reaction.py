@@ -62,11 +62,15 @@ def good_before(step: int, flagged: Collection[int], rollbacks: Collection[list[
     """Accepts the meta of a checkpoint from before `step` that was saved while the detector was calm.
 
     The step after it must not be among the `flagged` ones: weights that the next step finds broken were saved broken.
-    And it must not lie among the steps that one of the `rollbacks` [[from, to], ...] has undone.
+    And it must not lie among the steps that one of the `rollbacks` [[from, to], ...] has undone. A meta that names no
+    step (a checkpoint from elsewhere) is not accepted.
     """
 
     def accept(meta: dict[str, Any]) -> bool:
-        saved = meta["progress"]["step"]
+        progress = meta.get("progress")
+        saved = progress.get("step") if isinstance(progress, dict) else None
+        if type(saved) is not int:
+            return False
         undone = any(back_to < saved < back_from for back_from, back_to in rollbacks)
         return is_good(meta) and saved < step and saved + 1 not in flagged and not undone
 

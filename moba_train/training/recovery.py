@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.publish import Accept, is_good
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
@@ -135,6 +136,8 @@ class Recovery:
         tokens = stage.tokens_after(step)
         try:
             path = self._checkpoints.newest(good_before(step, {*progress.skipped, step}, progress.rollbacks))
+        except UnreadableError:
+            raise  # an older one would give up more steps for an error that may pass
         except CheckpointError as error:
             raise end(
                 f"step {step} of stage {stage.name}: health.spike.reaction is rollback, but there is no checkpoint "

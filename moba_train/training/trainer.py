@@ -108,11 +108,8 @@ class Trainer:
             self._event("resume", where)
             self._report_recipe(recipe_before)
         self.watch = Watch(health.watch, world, stalls_folder(self.run_dir), self.telemetry.stalled)
-        places = [
-            self.run_dir,
-            *filter(None, [config.checkpoint.fallback_dir and Path(config.checkpoint.fallback_dir)]),
-        ]
-        disks = [Disk(place, checkpoint_bytes(self.model, config)) for place in places]
+        folders = [config.run_dir, *([config.checkpoint.fallback_dir] if config.checkpoint.fallback_dir else [])]
+        disks = [Disk(Path(folder), checkpoint_bytes(self.model, config)) for folder in folders]
         self.node_watch = NodeWatch(health.node, world, disks, self._report_node)
         self.stragglers = Stragglers(health.watch.compare_every * config.telemetry.log_every, world.device)
         self.recovery = Recovery(

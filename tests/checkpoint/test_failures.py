@@ -68,6 +68,17 @@ def save_with_full_disks(folder: Path) -> None:
             patch.setattr(load, "read_meta", cannot_read)
         with pytest.raises(CheckpointError, match="Input/output error"):
             newest_intact(folder)
+        dist.barrier()
+        assert path.is_dir(), "nor is it set aside"
+
+    # A read that fails once while the tensors are loaded.
+    with pytest.MonkeyPatch.context() as patch:
+        failures, read_data = [cannot_read], dcp.FileSystemReader.read_data
+        patch.setattr(
+            dcp.FileSystemReader, "read_data", lambda *args: (failures.pop() if failures else read_data)(*args)
+        )
+        load_checkpoint(path, tensors, optional=("weight.",))
+        assert not failures
 
     dist.barrier()
     if dist.get_rank() == 1:
@@ -81,6 +92,21 @@ def save_with_full_disks(folder: Path) -> None:
 
 def test_a_full_disk_on_one_rank_costs_only_that_checkpoint(tmp_path: Path) -> None:
     run_ranks(2, save_with_full_disks, tmp_path / "store", tmp_path / "checkpoints")
+
+
+def test_an_error_after_publishing_is_not_a_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever retention stumbles over: the checkpoint is there."""
+
+    def stumble(meta: dict[str, object]) -> bool:
+        raise KeyError("progress")
+
+    with process_group(tmp_path / "store"):
+        checkpointer = Checkpointer(tmp_path / "checkpoints", Retention(1))
+        checkpointer.save(1, {"weight": torch.ones(1)}, {}, protect=stumble)
+        checkpointer.close()
+    assert checkpointer.last_error is None
+    assert checkpointer.last_saved is not None
+    assert "the checkpoint of step 1 is saved, but" in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write into read-only folders")

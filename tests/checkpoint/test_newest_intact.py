@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_ranks import process_group
-from test_publish import cut_in_half, flip_byte, publish_step, steps
+from test_publish import cut_in_half, failing_reads, flip_byte, publish_step, steps
 
 from moba_train.checkpoint.load import newest_intact
 from moba_train.errors import CheckpointError
@@ -26,7 +26,7 @@ def test_damage_is_named_set_aside_and_the_one_before_is_taken(tmp_path: Path, c
     with caplog.at_level(logging.WARNING):
         assert newest_intact(folder) == folder / "step_00000200"
     assert "__0_0.distcp: its SHA-256" in caplog.text
-    assert "manifest.json: cannot be read" in caplog.text
+    assert "manifest.json: is not valid JSON" in caplog.text
     assert steps(folder) == [100, 200]
     assert (folder / "set-aside-step_00000300").is_dir()
     flip_byte(folder / "step_00000200" / "__0_0.distcp")
@@ -43,3 +43,31 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_afresh(tmp_path:
         with pytest.raises(CheckpointError, match="none of the 2 checkpoints") as error:
             newest_intact(folder)
         assert "step_00000100" in str(error.value)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "meta.json", "__0_0.distcp"])
+def test_what_cannot_be_read_is_neither_set_aside_nor_passed_over(tmp_path: Path, monkeypatch, file: str) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (100, 200, 300):
+        publish_step(folder, step)
+    (folder / "step_00000300" / ".nfs0001").touch()
+    with monkeypatch.context() as patch:
+        failing_reads(patch, f"step_00000300/{file}")
+        with pytest.raises(CheckpointError, match=rf"{file}.*Input/output error.*not known to be damaged"):
+            newest_intact(folder)
+        assert steps(folder) == [100, 200, 300]
+    with monkeypatch.context() as patch:
+        failing_reads(patch, f"step_00000300/{file}", times=1)
+        assert newest_intact(folder) == folder / "step_00000300"
+
+
+def test_a_meta_is_read_only_after_its_hash(tmp_path: Path, caplog) -> None:
+    """One byte turns the key `step` into another; nothing asks the meta for its step before the damage is found."""
+    folder = tmp_path / "checkpoints"
+    for step in (100, 200):
+        publish_step(folder, step)
+    meta = folder / "step_00000200" / "meta.json"
+    meta.write_text(meta.read_text().replace('"step"', '"stop"'))
+    with caplog.at_level(logging.WARNING):
+        assert newest_intact(folder, accept=lambda meta: meta["step"] > 0) == folder / "step_00000100"
+    assert "meta.json: its SHA-256" in caplog.text

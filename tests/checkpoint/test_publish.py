@@ -4,7 +4,9 @@ import errno
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,63 @@ def cut_in_half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def failing_reads(patch: pytest.MonkeyPatch, name: str, times: int = 1_000, error: int = errno.EIO) -> list[str]:
+    """Makes the next `times` attempts to open or look at a path that ends in `name` fail; those that did are returned
+    as they happen."""
+    failed: list[str] = []
+
+    def failing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def attempt(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(path).endswith(name) and len(failed) < times:
+                failed.append(str(path))
+                raise OSError(error, os.strerror(error), str(path))
+            return function(path, *args, **kwargs)
+
+        return attempt
+
+    patch.setattr(os, "open", failing(os.open))
+    patch.setattr(Path, "open", failing(Path.open))
+    patch.setattr(Path, "lstat", failing(Path.lstat))
+    return failed
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.ENOENT, errno.EACCES])
+@pytest.mark.parametrize("name", ["manifest.json", "meta.json", "__0_0.distcp"])
+def test_a_read_that_fails_for_a_moment_is_tried_again(tmp_path: Path, monkeypatch, name: str, error: int) -> None:
+    path = publish_step(tmp_path, 100)
+    with monkeypatch.context() as patch:
+        failed = failing_reads(patch, name, 2, error)
+        manifest.verify_checkpoint(path)
+        assert manifest.read_meta(path) == {"step": 100}
+        assert len(failed) == 2
+        failing_reads(patch, name, error=error)
+        with pytest.raises(CheckpointError, match=rf"{name}.*could not be read|could not be read.*{name}") as refusal:
+            manifest.verify_checkpoint(path)
+        assert "not known to be damaged" in str(refusal.value)
+
+
+def test_damage_outweighs_what_could_not_be_read(tmp_path: Path, monkeypatch) -> None:
+    path = publish_step(tmp_path, 100)
+    flip_byte(path / "meta.json")
+    failing_reads(monkeypatch, "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"is damaged: meta\.json: its SHA.*__0_0\.distcp.*Input/output error"):
+        manifest.verify_checkpoint(path)
+
+
+def test_the_newest_one_is_not_replaced_by_an_older_one_because_it_cannot_be_read(tmp_path: Path, monkeypatch) -> None:
+    older = publish_step(tmp_path, 100)
+    newer = publish_step(tmp_path, 200)
+    with monkeypatch.context() as patch:
+        failing_reads(patch, "step_00000200/manifest.json")
+        with pytest.raises(CheckpointError, match=r"step_00000200/manifest\.json could not be read"):
+            publish.latest_checkpoint(tmp_path)
+    listing = publish.published(tmp_path)
+    newer_is_gone = iter([listing])
+    monkeypatch.setattr(publish, "published", lambda _: next(newer_is_gone, listing[:1]))
+    publish.remove(newer)
+    assert publish.latest_checkpoint(tmp_path) == older, "a run in progress has removed it"
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "found_by_size"),
     [
@@ -78,12 +137,20 @@ def test_verify_lists_every_problem(tmp_path: Path) -> None:
     path = publish_step(tmp_path, 100)
     flip_byte(path / "__0_0.distcp")
     (path / "meta.json").unlink()
-    (path / "stray.bin").touch()
 
     with pytest.raises(CheckpointError) as error:
         manifest.verify_checkpoint(path)
-    for file in ("__0_0.distcp", "meta.json: missing", "stray.bin: extra"):
+    for file in ("__0_0.distcp", "meta.json: missing"):
         assert file in str(error.value)
+
+
+def test_files_that_the_manifest_does_not_name_do_not_count(tmp_path: Path) -> None:
+    """What file browsers and network file systems leave behind."""
+    path = publish_step(tmp_path, 100)
+    for name in (".DS_Store", ".nfs000000000012", "._meta.json"):
+        (path / name).write_text("of another program")
+    files = manifest.verify_checkpoint(path)
+    assert manifest.unnamed_files(path, files) == [".DS_Store", "._meta.json", ".nfs000000000012"]
 
 
 def test_another_format_is_refused_by_version(tmp_path: Path) -> None:
@@ -124,6 +191,30 @@ def test_retention_never_removes_the_newest_good_one(tmp_path: Path) -> None:
     publish_step(tmp_path, 60)  # good unless it says otherwise
     Retention(1).apply(tmp_path, protect=lambda meta: meta["step"] < 50)
     assert steps(tmp_path) == [20, 60]
+
+
+def test_retention_passes_over_a_damaged_meta_and_names_it_once(tmp_path: Path, caplog) -> None:
+    """Step 20 is the newest good one, until a byte of its meta changes: then step 10 is, and must stay."""
+    for step in (10, 20):
+        publish_step(tmp_path, step, good=True)
+    flip_byte(tmp_path / "step_00000020" / "meta.json")
+    retention = Retention(1, keep_every=20)
+    for step in (30, 40):
+        publish_step(tmp_path, step, good=False)
+        retention.apply(tmp_path)
+    assert steps(tmp_path) == [10, 20, 40]
+    assert caplog.text.count("step_00000020 is damaged: meta.json: its SHA-256") == 1
+
+
+def test_retention_keeps_what_it_could_not_read(tmp_path: Path, monkeypatch) -> None:
+    for step in (10, 20, 30):
+        publish_step(tmp_path, step)
+    with monkeypatch.context() as patch:
+        failing_reads(patch, "step_00000010/meta.json")
+        Retention(1).apply(tmp_path)
+    assert steps(tmp_path) == [10, 30]
+    Retention(1).apply(tmp_path)
+    assert steps(tmp_path) == [30]
 
 
 def test_what_is_set_aside_is_neither_found_nor_counted(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """A checkpoint as a Hugging Face folder: the same bits back, and read by transformers, with full attention and MoBA."""
 
 import json
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from hf_models import VOCAB, logits, make_hf_model, our_model, random_tokens
 from safetensors.torch import load_file
 
 from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.manifest import hash_file
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import model_tensors
 from moba_train.config.load import dump_config
@@ -158,6 +161,25 @@ def test_a_model_without_moba_entry_says_how_to_get_one(exported: tuple[Path, Pa
 def test_a_folder_with_files_is_not_overwritten(exported: tuple[Path, Path]) -> None:
     with pytest.raises(CheckpointError, match="not empty"):
         export_to_hf(open_checkpoint(exported[1].parent / "run"), exported[1], torch.float32, shard_bytes=40_000)
+
+
+def test_a_tensor_that_the_index_lacks_is_named_and_nothing_is_exported(
+    exported: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Memory that no one has written would be exported in its place."""
+    shutil.copytree(exported[1].parent / "run", tmp_path / "run")
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    name = "model.blocks.1.attention.o_proj.weight"
+    del index.state_dict_metadata[name]
+    index.storage_data = {key: place for key, place in index.storage_data.items() if key.fqn != name}
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    content = json.loads((checkpoint / "manifest.json").read_text())
+    content["files"][".metadata"] = hash_file(checkpoint / ".metadata")
+    (checkpoint / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.attention\.o_proj\.weight is not in its index"):
+        export_to_hf(open_checkpoint(tmp_path / "run"), tmp_path / "out", torch.float32, shard_bytes=40_000)
+    assert not (tmp_path / "out").exists()
 
 
 def test_bfloat16_halves_the_file(exported: tuple[Path, Path], tmp_path: Path) -> None:

@@ -58,6 +58,13 @@ def test_a_good_checkpoint_is_from_before_the_spike() -> None:
     assert newest(set(), [30, 10]) == 30, "saved right after the rollback"
 
 
+@pytest.mark.parametrize("progress", [None, {}, [], {"step": None}, {"step": "20"}, {"step": [20]}, {"step": True}, 20])
+def test_a_checkpoint_from_elsewhere_without_a_step_is_never_gone_back_to(progress: object) -> None:
+    accept = good_before(60, set(), [])
+    assert not accept({"good": True, "progress": progress})
+    assert not accept({})
+
+
 def test_calm_comes_back_50_steps_after_the_last_flagged_one() -> None:
     detector = SpikeDetector(128, 6.0)
     for step in range(100):

@@ -41,6 +41,10 @@ def test_verify_names_the_damaged_file(finished_run: Run, tmp_path: Path) -> Non
     assert invoke("verify", str(finished_run.run_dir))[0] == 0
     copy = tmp_path / "copy"
     shutil.copytree(finished_run.run_dir / "checkpoints" / "step_00000012", copy)
+    (copy / ".DS_Store").touch()
+    code, output = invoke("verify", str(copy))
+    assert code == 0
+    assert "not in the manifest, never read: '.DS_Store'" in output
     shard = next(copy.glob("__1_*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1

@@ -290,6 +290,28 @@ def test_resuming_before_and_after_a_rollback_is_bitwise_equal(rolled_back: Run,
     assert_same_tensors(ours, theirs)
 
 
+def test_a_wrong_byte_in_an_old_meta_costs_that_checkpoint_only(
+    rolled_back: Run, tmp_path: Path, corpora: Path
+) -> None:
+    """In step 20, which the rollback would take, and in step 4, which only retention meets, at every save."""
+    run = steady(Run(tmp_path, corpora), "rollback", 30)
+    run.recipe["checkpoint"]["keep_last"] = 20
+    folder = shutil.copytree(rolled_back.run_dir, run.run_dir) / "checkpoints"
+    for path in folder.glob("step_*"):
+        if int(path.name.removeprefix("step_")) > 24:
+            shutil.rmtree(path)
+    for step in (4, 20):
+        meta = folder / f"step_{step:08d}" / "meta.json"
+        meta.write_bytes(meta.read_bytes().replace(b'"progress"', b'"progresS"'))
+    with pytest.MonkeyPatch.context() as patch:
+        inject(patch, {26: overflow})
+        assert run.train_here() == 0
+    (event,) = run.records("rollback")
+    assert (event["step_from"], event["step_to"]) == (26, 16)
+    assert (folder / "set-aside-step_00000020").is_dir()
+    assert not run.records("warning"), "no save is reported as failed"
+
+
 @pytest.mark.parametrize(
     ("spike", "named"),
     [

@@ -1,0 +1,111 @@
+"""Files of a checkpoint, read from a file system that may fail for a moment and from people who may be hostile.
+
+A network file system may return an error (EIO, ESTALE, even ENOENT) that is gone a moment later. What fails is tried
+again, and what keeps failing raises UnreadableError: a file that could not be read is not a damaged file. Only regular
+files are opened: a link would lead out of the checkpoint, and a FIFO would block for ever.
+"""
+
+import errno
+import io
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Self, TypeVar
+
+from moba_train.errors import CheckpointError
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+RETRY_DELAYS_S = (0.1, 0.3, 0.6)
+"""Pauses before the second and later attempts to read: four attempts within a second."""
+
+NOT_REGULAR = "not a regular file; links and folders have no place in a checkpoint"
+
+
+class UnreadableError(CheckpointError):
+    """A checkpoint could not be read, which does not mean that it is damaged."""
+
+    @classmethod
+    def from_problem(cls, path: Path, problem: object) -> Self:
+        """The error for a file or folder that could not be read because of `problem`."""
+        return cls(
+            f"{path} could not be read ({problem}; {len(RETRY_DELAYS_S) + 1} attempts). It is not known to be damaged "
+            "and stays where it is. Check the disk or the mount and run the same command again; to use an older "
+            "checkpoint instead, move this one away"
+        )
+
+
+def try_all(keys: Iterable[K], action: Callable[[K], T]) -> tuple[dict[K, T], dict[K, OSError]]:
+    """Calls `action` with each key, and again with those for which it raised an OSError. Returns the results, and the
+    last errors of the others. All keys share the pauses, so a hundred failing files take no longer than one."""
+    results: dict[K, T] = {}
+    errors: dict[K, OSError] = {}
+    pending = list(keys)
+    for delay in (0.0, *RETRY_DELAYS_S):
+        if errors:
+            time.sleep(delay)
+        errors = {}
+        for key in pending:
+            try:
+                results[key] = action(key)
+            except OSError as error:
+                errors[key] = error
+        if not errors:
+            break
+        pending = list(errors)
+    return results, errors
+
+
+def retried(action: Callable[[], T]) -> T:
+    """The result of `action`, tried again when it raises an OSError. Raises the OSError of the last attempt."""
+    results, errors = try_all([None], lambda _: action())
+    for error in errors.values():
+        raise error
+    return results[None]
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Opens a regular file for reading. Raises CheckpointError when it is anything else."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(f"{path}: {NOT_REGULAR}") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: {NOT_REGULAR}")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """The bytes of a regular file. Raises CheckpointError when it is missing or larger than `limit` bytes,
+    UnreadableError when it could not be read."""
+
+    def read() -> bytes:
+        with open_regular(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            return stream.read(min(size, limit) + 1)
+
+    try:
+        content = retried(read)
+    except OSError as error:
+        if is_missing(path, error):
+            raise CheckpointError(f"{path}: missing; use another checkpoint of this run") from error
+        raise UnreadableError.from_problem(path, error) from error
+    if len(content) > limit:
+        raise CheckpointError(f"{path}: too large, more than {limit} bytes; use another checkpoint of this run")
+    return content
+
+
+def is_missing(path: Path, error: OSError) -> bool:
+    """Whether a file whose reading ended in `error` does not exist: its folder can be read and does not list it."""
+    if not isinstance(error, FileNotFoundError):
+        return False
+    try:
+        return path.name not in retried(lambda: os.listdir(path.parent))
+    except OSError:
+        return False
