@@ -42,15 +42,9 @@ def train(
     ] = 0,
 ) -> None:
     """Train on this machine: torchrun with one rank per GPU. For several nodes see launch/multinode.sh."""
-    import os
-    import sys
+    from moba_train.training.launch import launch
 
-    import torch
-
-    ranks = gpus or torch.cuda.device_count() or 1
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    launch += ["--max-restarts", str(restarts)]
-    os.execv(sys.executable, [*launch, "-m", "moba_train.train", str(recipe), *(overrides or ())])
+    raise typer.Exit(launch(str(recipe), overrides or (), gpus, restarts))
 
 
 @app.command()
