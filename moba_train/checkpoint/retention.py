@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.marks import Marks
 from moba_train.checkpoint.publish import LATEST, Accept, hide, is_good, published, remove
 from moba_train.errors import CheckpointError
 
@@ -24,13 +25,17 @@ class Retention:
 
     def apply(self, folder: Path, protect: Accept = is_good) -> None:
         """Removes all other checkpoints, except the one that `latest` names and the newest whose meta `protect` agrees
-        to. Raises OSError when the file system refuses to remove one."""
+        to. Checkpoints that `Marks` names count for nothing; those newer than all others stay, because training has not
+        come past them yet. Raises OSError when the file system refuses to remove one."""
         metas = {path: _meta(path) for _, path in published(folder)}  # oldest first
+        marks = Marks.read(folder)
+        usable = [path for path, meta in metas.items() if meta is None or marks.reason(meta) is None]
         pointer = folder / LATEST
-        keep = set(list(metas)[-self.keep_last :])
+        keep = set(usable[-self.keep_last :])
+        keep |= set(list(metas)[list(metas).index(usable[-1]) :] if usable else metas)
         keep |= {folder / pointer.read_text(encoding="utf-8").strip()} if pointer.exists() else set()
         keep |= {path for step, path in published(folder) if self.keep_every and step % self.keep_every == 0}
-        keep |= set([path for path, meta in metas.items() if meta is not None and protect(meta)][-1:])
+        keep |= set([path for path in usable if (meta := metas[path]) is not None and protect(meta)][-1:])
         keep |= self._best(metas)
         for path in metas:
             if path not in keep:

@@ -185,7 +185,14 @@ class WatchConfig(Section):
 
 
 class HealthConfig(Section):
-    """Detection of loss spikes, stalled ranks and stragglers."""
+    """Detection of loss spikes, stalled ranks, stragglers, and of restarts that lead nowhere."""
 
     spike: SpikeConfig = SpikeConfig()
     watch: WatchConfig = WatchConfig()
+    max_restarts_without_progress: int = Field(
+        20,
+        ge=1,
+        le=1000,
+        description="starts of the run in a row that save no newer checkpoint, after which it refuses to start; those "
+        "that end in order do not count. See docs/durability.md",
+    )

@@ -42,6 +42,13 @@ class Recovery:
         self._checkpoints = checkpoints
         self._progress = progress
         self._telemetry = telemetry
+        self._applied = (progress.step, progress.step)
+        """The last two steps that were applied, or the one that the run resumed from."""
+
+    def applied(self, step: int) -> None:
+        """Call this when `step` has been judged and is applied."""
+        self._applied = (self._applied[1], step)
+        self._checkpoints.trust_again()
 
     def act_on(
         self,
@@ -78,7 +85,34 @@ class Recovery:
             )
         self._telemetry.event(step, tokens, "spike", text, **facts)
         self._telemetry.alert(f"{report.level} at step {step}", text, f"spike_{report.level}")
-        match reaction.action:
+        if report.level == "fatal":
+            self._doubt_checkpoint(report, tokens)
+        try:
+            self._carry_out(reaction.action, stage, text)
+        except TrainingError as error:
+            if report.level == "fatal" and self._checkpoints.restarts is not None:
+                self._checkpoints.restarts.end(str(error), fatal=True)
+            raise
+        return reaction.action
+
+    def _doubt_checkpoint(self, report: SpikeReport, tokens: int) -> None:
+        """Mark the newest checkpoint if no step was applied since: its weights are the ones that failed.
+
+        With skip_step, also if one was: a NaN in the optimizer's state takes a step to reach the weights, and if the
+        fault lies elsewhere, the next finite step takes the mark back. The other reactions keep a checkpoint after
+        which a step went well; if a start from it ends here again, `Restarts` passes over it.
+        """
+        checkpoints = self._checkpoints
+        before_last, last = self._applied
+        decisive = before_last if self._config.health.spike.reaction == "skip_step" else last
+        if decisive <= checkpoints.saved_step and checkpoints.doubt(report.message):
+            text = f"the checkpoint of step {checkpoints.saved_step} is passed over from now on: {report.message}"
+            self._telemetry.event(self._progress.step, tokens, "warning", text)
+
+    def _carry_out(self, action: Action, stage: Stage, text: str) -> None:
+        progress = self._progress
+        step = progress.step
+        match action:
             case "skip":
                 progress.skipped.append(step)
             case "rollback":
@@ -87,9 +121,8 @@ class Recovery:
                 raise TrainingError(
                     f"step {step} of stage {stage.name}: {text}; the step was not applied. The last checkpoint is step "
                     f"{self._checkpoints.saved_step} in {self._checkpoints.folder}; lower optim.lr or look at the "
-                    f"batch (`moba-train inspect-spike {run_dir}`) before going on"
+                    f"batch (`moba-train inspect-spike {self._config.run_dir}`) before going on"
                 )
-        return reaction.action
 
     def protect(self) -> Accept:
         """Accepts the checkpoints that must not be deleted while the current step is saved.

@@ -224,6 +224,7 @@ class Trainer:
             set_learning_rate(self.optimizer, metrics["lr"])
             self.checkpoints.before_update()
             self.optimizer.step()
+            self.recovery.applied(step)
         self.optimizer.zero_grad()
         if action == "rollback":
             self._save()  # a run that resumes now must not go on from a checkpoint of the spike
