@@ -5,6 +5,7 @@ step         one optimizer step: its data, and the counts of all ranks
 stage_exit   the exit criterion of a stage
 progress     what a checkpoint stores besides tensors
 checkpoints  save, resume and roll back
+restarts     starts that make no progress
 stop         SIGTERM and Ctrl-C, from the first second
 launch       torchrun for `moba-train train`
 recovery     acts on a loss spike

@@ -96,7 +96,7 @@ class RunCheckpoints:
 
     def _choose(self) -> Path | None:
         """The checkpoint to start from; records the start."""
-        self._marks = broadcast(Marks.read(self.folder) if self.restarts is not None else None)
+        self._marks = broadcast(Marks.read(self.folder) if self.restarts is not None else Marks([]))
 
         def blames(step: int) -> str | None:
             return broadcast(self.restarts.blames(step) if self.restarts is not None else None)
