@@ -5,6 +5,7 @@ rank 0 leaves a file behind when it has stopped as asked, and the command then e
 """
 
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ def launch(recipe: str, overrides: Sequence[str], ranks: int | None, restarts: i
             run.main([*options, "-m", "moba_train.train", recipe, *overrides])
         except SignalException as error:
             if not stopped.exists():
-                print(f"error: the ranks did not stop in time after {error.sigval.name} and were killed")
+                print(
+                    f"error: the ranks did not stop in time after {error.sigval.name} and were killed", file=sys.stderr
+                )
                 return 128 + error.sigval
     return 0
