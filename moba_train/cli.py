@@ -45,15 +45,11 @@ def train(
     ] = False,
 ) -> None:
     """Train on this machine: torchrun with one rank per GPU. For several nodes see launch/multinode.sh."""
-    import os
-    import sys
+    from moba_train.launch import main
 
-    import torch
-
-    ranks = gpus or torch.cuda.device_count() or 1
-    launch = [sys.executable, "-m", "moba_train.launch", "--standalone", "--nproc-per-node", str(ranks)]
-    launch += ["--max-restarts", str(restarts), "-m", "moba_train.train", str(recipe), *(overrides or ())]
-    os.execv(sys.executable, [*launch, *["--from-scratch"] * from_scratch])
+    ranks = ["--nproc-per-node", str(gpus)] if gpus else []
+    torchrun = ["--standalone", *ranks, "--max-restarts", str(restarts), "-m", "moba_train.train", str(recipe)]
+    raise typer.Exit(main([*torchrun, *(overrides or ()), *["--from-scratch"] * from_scratch]))
 
 
 @app.command()

@@ -1,38 +1,63 @@
-"""torchrun, with the exit code of the ranks: torchrun's own is 1 whatever they end with.
+"""torchrun, with an orderly end at SIGTERM and Ctrl-C, and with the exit code of the ranks.
 
 python -m moba_train.launch --nproc-per-node 8 -m moba_train.train RECIPE.yaml key.path=value ...
+
+torchrun's own code is 1 whatever its ranks end with. It passes a signal on to them, waits, and then raises an exception
+however they have ended; here the first rank of each node leaves a file behind when it has stopped as asked.
 """
 
+import os
 import sys
-from collections.abc import Iterable
-
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.run import main as torchrun
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from moba_train.errors import BrokenNodeError, ReproducibleFaultError
+from moba_train.training.stop import STOPPED_FILE, listen
 
 FAULTS = (BrokenNodeError.exit_code, ReproducibleFaultError.exit_code)
 """Exit codes that say why a run ended, whichever rank was the first to leave."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run torchrun with these arguments. Returns 0, or the exit code of the ranks on this node that failed."""
-    try:
-        torchrun(arguments)
-    except ChildFailedError as error:
-        print(error, file=sys.stderr)
-        return _exit_code(error.failures.values(), error.get_first_failure()[1])
+def main(arguments: Sequence[str]) -> int:
+    """Run torchrun with these arguments; without `--nproc-per-node`, with a rank for each GPU of this machine.
+
+    Returns 0 when training ended or stopped as asked, else the exit code of the ranks on this node that failed, and
+    128 + the signal where they did not stop in time.
+    """
+    listen()  # until torchrun handles signals itself, there is nothing to save
+    import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    given = any(argument.startswith(("--nproc-per-node", "--nproc_per_node")) for argument in arguments)
+    ranks = [] if given else ["--nproc-per-node", str(torch.cuda.device_count() or 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        stopped = Path(folder) / "stopped"
+        os.environ[STOPPED_FILE] = str(stopped)
+        try:
+            torchrun([*ranks, *arguments])
+        except ChildFailedError as error:
+            print(error, file=sys.stderr)
+            return _exit_code(error.failures.values(), error.get_first_failure()[1])
+        except SignalException as error:
+            if not stopped.exists():
+                name = error.sigval.name
+                print(f"error: the ranks did not stop in time after {name} and were killed", file=sys.stderr)
+                return 128 + error.sigval
     return 0
 
 
-def _exit_code(failures: Iterable[ProcessFailure], first: ProcessFailure) -> int:
+def _exit_code(failures: Iterable[Any], first: Any) -> int:
     """A fault that any rank has named, else the code of the rank that failed first; 128 + the signal, as shells have
     it, where one ended that rank."""
     for failure in failures:
         if failure.exitcode in FAULTS:
-            return failure.exitcode
-    return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+            return int(failure.exitcode)
+    return int(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,18 @@
 torchrun --nproc-per-node 8 -m moba_train.train RECIPE.yaml key.path=value ...
 """
 
+from moba_train.training.stop import (
+    BEFORE_TRAINING,
+    StoppedBeforeTrainingError,
+    StopRequest,
+    listen,
+    listening,
+    report_stopped,
+)
+
+if __name__ == "__main__":
+    listen()  # before the imports below, which take seconds
+
 import argparse
 import logging
 import os
@@ -16,16 +28,40 @@ from moba_train.config.load import dump_config, load_config
 from moba_train.config.schema import RunConfig
 from moba_train.errors import UserError
 from moba_train.health.watch import stalls_folder
-from moba_train.parallel.failures import end_with_launcher
+from moba_train.parallel.failures import end_with_launcher, was_waiting
 from moba_train.parallel.run_lock import run_folder_lock
-from moba_train.parallel.world import World, joined_world
+from moba_train.parallel.world import World, any_rank, joined_world
 from moba_train.training.determinism import deterministic
 from moba_train.training.trainer import Trainer
 from moba_train.validation.recipe import validate
 
+SIGNALS_APART_S = 1.0
+"""torchrun passes a signal on to one rank after the other; one that ends at once may be seen before the signal is."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Train a recipe. Returns the exit code: 0 if training ended or stopped as asked, else that of the UserError."""
+    with listening() as stop:
+        code = _run_or_stop(arguments, stop)
+        if code == 0 and stop.requested:
+            report_stopped()
+        return code
+
+
+def _run_or_stop(arguments: list[str] | None, stop: StopRequest) -> int:
+    """`_run`, where an end in the middle of the set-up that was asked for is no error."""
+    try:
+        return _run(arguments, stop)
+    except Exception as error:
+        left_by_others = was_waiting(error) and not stop.training and stop.wait(SIGNALS_APART_S)
+        if not isinstance(error, StoppedBeforeTrainingError) and not left_by_others:
+            raise
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(BEFORE_TRAINING, flush=True)
+        return 0
+
+
+def _run(arguments: list[str] | None, stop: StopRequest) -> int:
     parser = argparse.ArgumentParser(prog="python -m moba_train.train", description=__doc__)
     parser.add_argument("recipe", help="YAML recipe")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the recipe's")
@@ -56,18 +92,21 @@ def main(arguments: list[str] | None = None) -> int:
         stalls = stalls_folder(Path(config.run_dir))
         timeout = timedelta(seconds=config.parallel.timeout)
         with deterministic(config.deterministic), joined_world(timeout, stalls) as world:
+            stop.joined()
             if world.is_main:
                 print(f"resolved recipe:\n{dump_config(config)}", flush=True)
-            _train(config, world, given.stop_at_step, given.from_scratch)
+            _train(config, world, given.stop_at_step, given.from_scratch, stop)
     except UserError as error:
         print("\n".join([f"[rank {rank}] error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def _train(config: RunConfig, world: World, stop_at_step: int | None, from_scratch: bool) -> None:
+def _train(config: RunConfig, world: World, stop_at_step: int | None, from_scratch: bool, stop: StopRequest) -> None:
+    if any_rank(stop.requested):
+        raise StoppedBeforeTrainingError
     with run_folder_lock(Path(config.run_dir), world) as run_lock:
-        finished = Trainer(config, world, run_lock, stop_at_step, from_scratch).run()
+        finished = Trainer(config, world, run_lock, stop_at_step, from_scratch, stop).run()
     if world.is_main and not finished:
         print("stopped as asked; the same command continues from here", flush=True)
 

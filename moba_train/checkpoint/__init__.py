@@ -9,6 +9,8 @@ publish        how a checkpoint becomes visible, and how one is found again
 manifest       sizes and hashes of its files
 index          DCP's index, read without trust
 retention      which checkpoints stay on disk
+marks          checkpoints that are passed over although they are intact
+small_file     small JSON files beside the checkpoints
 load           loads into tensors that exist, on any layout
 recipe         the recipe that training wrote into a checkpoint
 trained_model  a trained model on one device

@@ -8,6 +8,7 @@ from typing import Any
 
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.marks import Marks
 from moba_train.checkpoint.publish import LATEST, Accept, hide, is_finite, is_good, published, remove
 from moba_train.errors import CheckpointError
 
@@ -29,8 +30,9 @@ class Retention:
 
     def apply(self, folder: Path, protect: Accept = is_good) -> None:
         """Removes all other checkpoints, except the one that `latest` names, the newest without NaN or infinite values,
-        the newest whose meta `protect` agrees to, and those whose meta could not be read this time. Raises OSError when
-        the file system refuses to remove one."""
+        the newest whose meta `protect` agrees to, and those whose meta could not be read this time. Checkpoints that
+        `Marks` names count for nothing; those newer than all others stay, because training has not come past them yet.
+        Raises OSError when the file system refuses to remove one."""
         keep: set[Path] = set()
         metas: dict[Path, dict[str, Any] | None] = {}
         checkpoints = published(folder)  # oldest first
@@ -44,13 +46,16 @@ class Retention:
             except CheckpointError as error:
                 metas[path] = None
                 self._warn_once(path, f"{error}. It counts as neither good nor best")
+        marks = Marks.read(folder)
+        usable = {path: meta for path, meta in metas.items() if meta is None or marks.reason(meta) is None}
         pointer = folder / LATEST
-        keep |= set(list(metas)[-self.keep_last :])
+        keep |= set(list(usable)[-self.keep_last :])
+        keep |= set(list(metas)[list(metas).index(list(usable)[-1]) :] if usable else metas)
         keep |= {folder / pointer.read_text(encoding="utf-8", errors="replace").strip()} if pointer.exists() else set()
         keep |= {path for step, path in checkpoints if self.keep_every and step % self.keep_every == 0}
         for wanted in (protect, is_finite):
-            keep |= set([path for path, meta in metas.items() if meta is not None and wanted(meta)][-1:])
-        keep |= self._best(metas)
+            keep |= set([path for path, meta in usable.items() if meta is not None and wanted(meta)][-1:])
+        keep |= self._best(usable)
         for path in metas:
             if path not in keep:
                 remove(hide(path))

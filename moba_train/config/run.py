@@ -221,9 +221,16 @@ class NodeConfig(Section):
 
 
 class HealthConfig(Section):
-    """Detection of loss spikes, faults of the machine, stalled ranks and stragglers."""
+    """Detection of loss spikes, faults of the machine, stalled ranks, stragglers, and restarts that lead nowhere."""
 
     spike: SpikeConfig = SpikeConfig()
     rerun: RerunConfig = RerunConfig()
     node: NodeConfig = NodeConfig()
     watch: WatchConfig = WatchConfig()
+    max_restarts_without_progress: int = Field(
+        20,
+        ge=1,
+        le=1000,
+        description="starts of the run in a row that save no newer checkpoint, after which it refuses to start; those "
+        "that end in order do not count. See docs/durability.md",
+    )

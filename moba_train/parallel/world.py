@@ -142,6 +142,11 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     return total.tolist()
 
 
+def any_rank(value: bool) -> bool:
+    """Whether `value` is true on any rank. Called on all ranks together, and never touches the GPU."""
+    return sum_over_ranks([float(value)])[0] > 0
+
+
 def min_over_ranks(value: float) -> float:
     """Returns the smallest `value` of all ranks. On the host: never touches the GPU."""
     smallest = torch.tensor(value, dtype=torch.float64)

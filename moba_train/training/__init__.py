@@ -6,7 +6,9 @@ stage_exit      the exit criterion of a stage
 progress        what a checkpoint stores besides tensors
 checkpoints     save, resume and roll back
 first_start     whether a run that finds no checkpoint may begin at step 0
+restarts        starts that make no progress
 recipe_changes  a recipe that changes when a run resumes
+stop            SIGTERM and Ctrl-C, from the first second
 recovery        acts on a loss spike
 throughput      tokens per second, memory, MFU
 determinism     `deterministic: true`

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from moba_train.checkpoint.checkpointer import Checkpointer, Place, Saved
 from moba_train.checkpoint.load import newest_intact
 from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.marks import Marks
 from moba_train.checkpoint.publish import Accept, is_finite
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer
@@ -23,7 +24,7 @@ from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import used_kinds
 from moba_train.convert.initial_weights import load_initial_weights
-from moba_train.errors import CheckpointError, LaunchError, TrainingError
+from moba_train.errors import CheckpointError, LaunchError, TrainingError, UserError
 from moba_train.health.node import Disk, disk_problem
 from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
@@ -32,6 +33,7 @@ from moba_train.parallel.world import World, broadcast
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.first_start import check_first_start
 from moba_train.training.progress import Progress, check_resumable, check_tokenizer, data_plan, tokenizer_hash
+from moba_train.training.restarts import Restarts, choose_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,12 @@ class RunCheckpoints:
         """Step of the newest checkpoint, complete or being saved; 0: none."""
         self.resumed_recipe: str | None = None
         """The recipe that the checkpoint was saved with from which the run resumes."""
+        self.restarts = Restarts(run_dir) if world.is_main else None
+        """The starts without progress; on rank 0."""
+        self._start_id = broadcast(uuid.uuid4().hex[:8])
+        self._saved_id = ""
+        self._marks = Marks([])
+        self._doubted: list[tuple[int, str]] = []
         self._config = config
         self._tokenizer = tokenizer_hash(config)
         self._model = model
@@ -90,14 +98,25 @@ class RunCheckpoints:
         """Load the newest checkpoint that is intact and finite or, where there are no checkpoints, the weights of
         `init_from` if given; the progress there.
 
-        Raises CheckpointError when the recipe does not fit the checkpoint, when all are damaged or not finite, and,
-        unless `from_scratch`, when there are none though there were.
+        Checkpoints that are marked are passed over. Raises CheckpointError when the recipe does not fit the checkpoint,
+        when all are damaged or not finite, and, unless `from_scratch`, when there are none though there were;
+        TrainingError when too many starts have made no progress.
         """
-        path = self._newest_to_resume_from()
+        path = self._choose()
+        try:
+            return self._start_from(path, from_scratch)
+        except UserError:
+            if self.restarts is not None:
+                self.restarts.end_in_order()  # a recipe that does not fit: the run has not been tried
+            raise
+
+    def _start_from(self, path: Path | None, from_scratch: bool) -> Progress:
         if path is not None:
             progress = self.load(path, with_new_kinds=True)
             self.saved_step = progress.step
-            self.resumed_recipe = read_meta(path).get("config")
+            meta = read_meta(path)
+            self._saved_id = meta.get("save_id", "")
+            self.resumed_recipe = meta.get("config")
         else:
             check_first_start(Path(self._config.run_dir), from_scratch)
             if self._config.init_from is not None:
@@ -106,19 +125,20 @@ class RunCheckpoints:
         self._checkpointer.reserve(self._tensors())
         return progress
 
-    def _newest_to_resume_from(self) -> Path | None:
+    def _newest_to_resume_from(self, accept: Accept) -> Path | None:
+        """The newest intact and finite checkpoint that `accept` accepts; None when there are no checkpoints."""
         passed_over: list[str] = []
 
-        def accept(meta: dict[str, Any]) -> bool:
+        def is_wanted(meta: dict[str, Any]) -> bool:
             problem = _why_not_resume_from(meta)
             if problem is not None:
                 progress = meta.get("progress")
                 step = progress.get("step") if isinstance(progress, dict) else "unknown"
                 passed_over.append(f"the checkpoint of step {step} {problem}")
-            return problem is None
+            return problem is None and accept(meta)
 
         try:
-            path = newest_intact(self.folder, accept, *self._other_folders)
+            path = newest_intact(self.folder, is_wanted, *self._other_folders)
         except CheckpointError as error:
             if not passed_over:
                 raise
@@ -127,10 +147,53 @@ class RunCheckpoints:
             logger.warning("Passing over a checkpoint and taking the one before: %s", text)
         return path
 
+    def _choose(self) -> Path | None:
+        """The checkpoint to start from; records the start."""
+        self._marks = broadcast(Marks.read(self.folder) if self.restarts is not None else Marks([]))
+
+        def blames(step: int) -> str | None:
+            return broadcast(self.restarts.blames(step) if self.restarts is not None else None)
+
+        path = choose_checkpoint(self._newest_to_resume_from, self._marks, blames, self._mark)
+        step = read_meta(path)["progress"]["step"] if path is not None else 0
+        problem = None
+        if self.restarts is not None:
+            most = self._config.health.max_restarts_without_progress
+            problem = self.restarts.begin(step, self._marks.steps, most)
+        if problem := broadcast(problem):
+            raise TrainingError(problem)
+        return path
+
+    def _mark(self, meta: dict[str, Any], reason: str) -> None:
+        step = meta["progress"]["step"]
+        if self._marks.add(step, meta.get("save_id", ""), reason) and self.restarts is not None:
+            self._marks.write(self.folder)
+            logger.warning("The checkpoint of step %d is passed over from now on: %s", step, reason)
+
+    def doubt(self, reason: str) -> bool:
+        """Mark the newest checkpoint, so that nothing goes on from it; False if there is none, or it is marked."""
+        if not self.saved_step or not self._marks.add(self.saved_step, self._saved_id, reason):
+            return False
+        self._doubted.append((self.saved_step, self._saved_id))
+        if self.restarts is not None:
+            self._marks.write(self.folder)
+        return True
+
+    def trust_again(self) -> None:
+        """Take back every `doubt`: a step was applied to these weights, and its values were finite."""
+        if not self._doubted:
+            return
+        for step, save_id in self._doubted:
+            self._marks.remove(step, save_id)
+        self._doubted.clear()
+        if self.restarts is not None:
+            self._marks.write(self.folder)
+
     def newest(self, accept: Accept) -> Path:
-        """The newest intact checkpoint whose meta `accept` accepts. Raises CheckpointError when there is none."""
+        """The newest intact checkpoint that is not marked and whose meta `accept` accepts. Raises CheckpointError when
+        there is none."""
         self._checkpointer.wait()  # the newest one may still be being saved
-        path = newest_intact(self.folder, accept, *self._other_folders)
+        path = newest_intact(self.folder, self._marks.accept(accept), *self._other_folders)
         if path is None:
             raise CheckpointError(f"{self.folder} is empty")
         return path
@@ -164,7 +227,9 @@ class RunCheckpoints:
         """
         progress.data_plan = data_plan(self._config, progress)
         progress.tokenizer = self._tokenizer
-        meta = {"progress": progress.to_meta(), "config": dump_config(self._config), **facts}
+        self._saved_id = f"{self._start_id}-{progress.step}"
+        identity = {"save_id": self._saved_id}
+        meta = {"progress": progress.to_meta(), "config": dump_config(self._config), **identity, **facts}
         waited = self._checkpointer.save(progress.step, self._tensors(), meta, protect)
         self.saved_step = progress.step
         return waited
@@ -232,6 +297,11 @@ class RunCheckpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self.restarts is not None:
+            if error is None:
+                self.restarts.end_in_order()
+            else:
+                self.restarts.end(f"{type(error).__name__}: {error}")
         all_ranks_end = error is None or isinstance(error, TrainingError | CheckpointError)
         self._checkpointer.close(None if all_ranks_end else LAST_SAVE_S)
 

@@ -45,6 +45,13 @@ class Recovery:
         self._checkpoints = checkpoints
         self._progress = progress
         self._telemetry = telemetry
+        self._applied = (progress.step, progress.step)
+        """The last two steps that were applied, or the one that the run resumed from."""
+
+    def applied(self, step: int) -> None:
+        """Call this when `step` has been judged and is applied."""
+        self._applied = (self._applied[1], step)
+        self._checkpoints.trust_again()
 
     def record_transient(self, fault: TransientFault, stage: Stage) -> None:
         """Record that the current step was finite only when it was run again, before its update. Raises
@@ -103,8 +110,37 @@ class Recovery:
                 self._telemetry.event(step, tokens, "fault", fault, fault="reproducible", documents=documents)
         self._telemetry.event(step, tokens, "spike", text, **facts)
         self._telemetry.alert(f"{report.level} at step {step}", text, f"spike_{report.level}")
-        end = ReproducibleFaultError if report.level == "fatal" else TrainingError
-        match reaction.action:
+        if report.level == "fatal":
+            self._doubt_checkpoint(report, tokens)
+        try:
+            self._carry_out(
+                reaction.action, stage, text, ReproducibleFaultError if report.level == "fatal" else TrainingError
+            )
+        except TrainingError as error:
+            if report.level == "fatal" and self._checkpoints.restarts is not None:
+                self._checkpoints.restarts.end(str(error), fatal=True)
+            raise
+        return reaction.action
+
+    def _doubt_checkpoint(self, report: SpikeReport, tokens: int) -> None:
+        """Mark the newest checkpoint if no step was applied since: its weights are the ones that failed.
+
+        With skip_step, also if one was: a NaN in the optimizer's state takes a step to reach the weights, and if the
+        fault lies elsewhere, the next finite step takes the mark back. The other reactions keep a checkpoint after
+        which a step went well; if a start from it ends here again, `Restarts` passes over it.
+        """
+        checkpoints = self._checkpoints
+        before_last, last = self._applied
+        decisive = before_last if self._config.health.spike.reaction == "skip_step" else last
+        if decisive <= checkpoints.saved_step and checkpoints.doubt(report.message):
+            text = f"the checkpoint of step {checkpoints.saved_step} is passed over from now on: {report.message}"
+            self._telemetry.event(self._progress.step, tokens, "warning", text)
+
+    def _carry_out(self, action: Action, stage: Stage, text: str, end: type[TrainingError]) -> None:
+        """Do what was decided; an error that ends the run is an `end`."""
+        progress = self._progress
+        step = progress.step
+        match action:
             case "skip":
                 progress.skipped.append(step)
             case "rollback":
@@ -113,9 +149,8 @@ class Recovery:
                 raise end(
                     f"step {step} of stage {stage.name}: {text}; the step was not applied. The last checkpoint is step "
                     f"{self._checkpoints.saved_step} in {self._checkpoints.folder}; lower optim.lr or look at the "
-                    f"batch (`moba-train inspect-spike {run_dir}`) before going on"
+                    f"batch (`moba-train inspect-spike {self._config.run_dir}`) before going on"
                 )
-        return reaction.action
 
     def protect(self) -> Accept:
         """Accepts the checkpoints that must not be deleted while the current step is saved.

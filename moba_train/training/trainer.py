@@ -1,12 +1,10 @@
 """The one training loop: stages of steps, each step a few micro-batches, with evaluation and checkpoints between."""
 
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -36,7 +34,7 @@ from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.run_lock import RunLock
 from moba_train.parallel.stage import ContextEngines, DataShard
-from moba_train.parallel.world import World
+from moba_train.parallel.world import World, any_rank
 from moba_train.planning.memory import buffer_memory
 from moba_train.report.plots import draw_plots
 from moba_train.telemetry.code_version import code_version, describe
@@ -48,6 +46,7 @@ from moba_train.training.recipe_changes import describe_changes, recipe_changes,
 from moba_train.training.recovery import Recovery
 from moba_train.training.stage_exit import StageExit
 from moba_train.training.step import StepCounts, StepData, StepLosses, StepResult
+from moba_train.training.stop import StoppedBeforeTrainingError, StopRequest
 from moba_train.training.throughput import batch_flops, throughput
 
 
@@ -70,14 +69,16 @@ class Trainer:
         run_lock: RunLock,
         stop_at_step: int | None = None,
         from_scratch: bool = False,
+        stop: StopRequest | None = None,
     ) -> None:
         """`stop_at_step`: save and leave once this number of optimizer steps is done (over all stages);
-        `from_scratch`: begin at step 0 where no checkpoint is found, even if the run has had one."""
+        `from_scratch`: begin at step 0 where no checkpoint is found, even if the run has had one; `stop`: save and leave
+        before the next step, as soon as it is requested on any rank."""
         self.config = config
         self.world = world
         self.run_dir = Path(config.run_dir)
         self.stop_at_step = stop_at_step
-        self.stop_requested = False
+        self.stop = stop or StopRequest()
 
         refuse_broken_gpus(config.health.node, world)
         torch.manual_seed(config.seed + world.rank)
@@ -85,6 +86,8 @@ class Trainer:
         self.model = sharded_model(config, dims)
         self.optimizer = build_optimizer(self.model, config.optim, world.device)
         self.context_engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
+        if any_rank(self.stop.requested):
+            raise StoppedBeforeTrainingError
         self.checkpoints = RunCheckpoints(config, self.model, self.optimizer, world, run_lock.check)
         self.progress = self.checkpoints.start(from_scratch)
         self.stages = resolve_stages(config, self.progress.exited_steps)
@@ -134,7 +137,7 @@ class Trainer:
 
     def run(self) -> bool:
         """Train until the last stage ends (True) or until a stop is asked for (False); saved either way."""
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self.stop.training = True
         with closing(self.telemetry), closing(self.watch), closing(self.node_watch), self.checkpoints:
             try:
                 finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
@@ -244,6 +247,7 @@ class Trainer:
             set_learning_rate(self.optimizer, metrics["lr"])
             self.checkpoints.before_update()
             self.optimizer.step()
+            self.recovery.applied(step)
         self.optimizer.zero_grad()
         if action == "rollback":
             self._save()  # a run that resumes now must not go on from a checkpoint of the spike
@@ -378,7 +382,4 @@ class Trainer:
 
     def _wants_to_stop(self) -> bool:
         due = self.stop_at_step is not None and self.progress.step >= self.stop_at_step
-        return self.stop_requested or due or self.checkpoints.wants_to_stop
-
-    def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
-        self.stop_requested = True
+        return self.stop.requested or due or self.checkpoints.wants_to_stop

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from moba_train.errors import CheckpointError
 from moba_train.health.spike import RECOVERY_STEPS, SpikeDetector
 
 
@@ -76,6 +77,68 @@ def test_rebaseline_accepts_a_new_level() -> None:
     assert detector.observe(200, *jump[0]).level == "warn"
     detector.rebaseline()
     assert set(run(detector, jump)) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("values", "level"),
+    [((2000.0, 0.5), "warn"), ((2.0, 500.0), "warn"), ((8.0, 0.5), "ok"), ((2.0, 8.0), "ok")],
+    ids=["loss x 1000", "gradient norm x 1000", "other data", "a smaller batch"],
+)
+@pytest.mark.parametrize("after", [0, 3, 15])
+def test_while_a_stage_warms_up_the_stage_before_stands_in_widened(
+    values: tuple[float, float], level: str, after: int
+) -> None:
+    """Loss and gradient norm 1000 times too high soon after a switch, and what sound switches were measured to do."""
+    detector = SpikeDetector(128, 6.0)
+    run(detector, curve(400))
+    detector.rebaseline()
+    assert set(run(detector, curve(400)[:after], 400)) <= {"ok"}
+    report = detector.observe(400 + after, *values)
+    assert report.level == level
+    assert "the most that a switch of stage explains" in report.message or level == "ok"
+    assert set(run(detector, curve(800)[400:], 401 + after)) == {"ok"}, "a spike does not dull the detector"
+    assert detector.is_calm(801 + after)
+
+
+def test_a_stage_that_ends_during_its_warm_up_hands_on_the_statistics_of_the_one_before() -> None:
+    detector = SpikeDetector(128, 6.0)
+    run(detector, curve(200))
+    detector.rebaseline()
+    run(detector, curve(200)[:5], 200)
+    detector.rebaseline()
+    assert detector.observe(205, 2000.0, 0.5).flagged
+
+
+def test_nothing_stands_in_at_the_beginning_of_a_run_or_in_a_state_from_before() -> None:
+    detector = SpikeDetector(128, 6.0)
+    assert detector.observe(0, 2000.0, 0.5).level == "ok"
+    run(detector, curve(200), 1)
+    detector.rebaseline()
+    state = detector.state_dict()
+    older = {key: value for key, value in state.items() if not key.endswith("_before")}
+    detector.load_state_dict(older)
+    assert detector.observe(203, 2000.0, 0.5).level == "ok"
+    with pytest.raises(CheckpointError, match="statistics of the stage before"):
+        detector.load_state_dict(state | {"loss_before": [0.5, "wide"]})
+
+
+@pytest.mark.parametrize("split", [201, 205, 220, 260])
+def test_reports_are_the_same_after_a_resume_in_a_later_stage(split: int) -> None:
+    values = [(x + (210 <= i < 214) * 1000.0, g) for i, (x, g) in enumerate(curve(500))]
+
+    def start() -> SpikeDetector:
+        detector = SpikeDetector(64, 6.0)
+        run(detector, values[:200])
+        detector.rebaseline()
+        return detector
+
+    straight = start()
+    run(straight, values[200:split], 200)
+    resumed = SpikeDetector(64, 6.0)
+    resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+    reports = [(straight.observe(i, *values[i]), resumed.observe(i, *values[i])) for i in range(split, 500)]
+    assert all(one == other for one, other in reports)
+    assert {i + split for i, (one, _) in enumerate(reports) if one.flagged} == {210, 211, 212, 213} - set(range(split))
 
 
 @pytest.mark.parametrize("split", [10, 310])

@@ -15,6 +15,7 @@ import sentencepiece
 import yaml
 from faults import inject, not_a_number, not_a_number_on_rank_1, overflow, scaled_gradient, steady
 from tiny_run import VOCAB, Run, assert_same_tensors
+from torch import Tensor
 from trainer_ranks import Ranks
 from typer.testing import CliRunner
 
@@ -394,3 +395,19 @@ def test_the_checkpoint_to_roll_back_to_is_kept(run: Run, monkeypatch: pytest.Mo
     inject(monkeypatch, {25: scaled_gradient, 33: not_a_number})
     assert run.train_here() == 0
     assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(33, 20)]
+
+
+def a_thousand_times(loss: Tensor) -> Tensor:
+    return 1000 * loss
+
+
+def test_a_spike_three_steps_after_a_switch_of_stage_is_not_applied(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second stage has no values of its own yet, also where the run is stopped and resumed inside its warm-up."""
+    steady(run, "skip_step", 20)
+    run.recipe["stages"].append({"name": "next", "seq_len": 64, "tokens": 6 * 512, "micro_batch_size": 4})
+    changed = inject(monkeypatch, {23: a_thousand_times})
+    assert run.train_here("--stop-at-step", "22") == 0
+    assert run.train_here() == 0
+    assert [(spike["step"], spike["action"]) for spike in run.records("spike")] == [(23, "skip")]
+    assert "the most that a switch of stage explains" in run.records("spike")[0]["message"]
+    assert [step for step, touched in changed if not touched] == [23]

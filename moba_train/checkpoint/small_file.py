@@ -1,0 +1,54 @@
+"""Small JSON files about the checkpoints of a run: replaced atomically, bounded, and read without trust.
+
+What they hold is a help and never the only copy: a file that cannot be used counts as missing, and one that cannot be
+written costs what it would have told the next start. Both are warnings.
+"""
+
+import json
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from moba_train.checkpoint.manifest import write_json
+
+LARGEST_BYTES = 2**20
+
+logger = logging.getLogger(__name__)
+
+
+def read_small_file(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; an empty one if there is no such file or, with a warning, if it cannot be used."""
+    try:
+        content = json.loads(_bounded_text(path))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {type(content).__name__}, not a JSON object")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning("%s is ignored: %s", path, error)
+        return {}
+    return content
+
+
+def replace_small_file(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` in place of what is there; a reader finds the old content or the new one."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        write_json(temporary, content)
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("%s could not be written: %s", path, error)
+
+
+def _bounded_text(path: Path) -> str:
+    # Neither follows a link nor waits for a writer of a FIFO.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is not a regular file")
+        text = stream.read(LARGEST_BYTES + 1)
+    if len(text) > LARGEST_BYTES:
+        raise ValueError(f"it has more than {LARGEST_BYTES} bytes")
+    return text.decode()

@@ -1,0 +1,82 @@
+"""Marks are about one save of a step, survive a restart, and come from a file that may hold anything."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from moba_train.checkpoint import small_file
+from moba_train.checkpoint.manifest import META, hash_file, write_json
+from moba_train.checkpoint.marks import MARKS, Marks
+from moba_train.checkpoint.publish import make_temporary_folder, publish, published
+from moba_train.checkpoint.retention import Retention
+
+
+def meta(step: int, save_id: str = "") -> dict[str, object]:
+    return {"progress": {"step": step}, "good": True} | ({"save_id": save_id} if save_id else {})
+
+
+def test_a_mark_is_about_one_save_and_lasts(tmp_path: Path) -> None:
+    marks = Marks.read(tmp_path)
+    assert marks.add(8, "a-8", "step 9: loss nan")
+    assert not marks.add(8, "a-8", "again")
+    assert marks.add(4, "", "an older version saved it")
+    marks.write(tmp_path)
+    read = Marks.read(tmp_path)
+    assert read.reason(meta(8, "a-8")) == "step 9: loss nan"
+    assert read.reason(meta(8, "b-8")) is None, "trained and saved again"
+    assert read.reason(meta(4)) == "an older version saved it"
+    assert read.steps == [4, 8]
+    accept = read.accept(lambda found: found["progress"]["step"] < 10)
+    assert [accept(each) for each in (meta(8, "a-8"), meta(9), meta(10))] == [False, True, False]
+    read.remove(8, "a-8")
+    assert read.steps == [4]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe",
+        b"[]",
+        b'{"marks": 3}',
+        b'{"marks": [{"step": "8", "save_id": "a", "reason": "r"}, {"step": 8}, 5, null]}',
+        b'{"marks": ' + b"[" * 100_000,
+        b" " * (small_file.LARGEST_BYTES + 1),
+    ],
+    ids=["no text", "a list", "no list", "no marks", "deep", "large"],
+)
+def test_a_file_that_cannot_be_used_marks_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / MARKS).write_bytes(content)
+    assert Marks.read(tmp_path).steps == []
+
+
+def test_neither_a_link_nor_a_fifo_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "elsewhere").write_text(json.dumps({"marks": [{"step": 8, "save_id": "", "reason": "r"}]}))
+    (tmp_path / MARKS).symlink_to(tmp_path / "elsewhere")
+    assert Marks.read(tmp_path).steps == []
+    (tmp_path / MARKS).unlink()
+    os.mkfifo(tmp_path / MARKS)
+    assert Marks.read(tmp_path).steps == []
+    assert caplog.text.count("is ignored") == 2
+
+
+def save(folder: Path, step: int) -> None:
+    temporary = make_temporary_folder(folder, step)
+    write_json(temporary / META, meta(step, f"a-{step}"))
+    publish(temporary, step, {META: hash_file(temporary / META)})
+
+
+def test_retention_keeps_the_newest_that_are_not_marked(tmp_path: Path) -> None:
+    """Step 12 and 16 are known to be broken. They are not what `keep_last` and `protect` are for."""
+    marks = Marks([])
+    marks.add(12, "a-12", "r")
+    marks.add(16, "a-16", "r")
+    for step in (4, 8, 12, 16):
+        save(tmp_path, step)
+    marks.write(tmp_path)
+    Retention(keep_last=1).apply(tmp_path)
+    assert [step for step, _ in published(tmp_path)] == [8, 12, 16], "newer ones stay until training has come past them"
+    save(tmp_path, 20)
+    Retention(keep_last=1).apply(tmp_path)
+    assert [step for step, _ in published(tmp_path)] == [20]
