@@ -61,9 +61,10 @@ class Disk(NamedTuple):
 
 
 def disk_problem(disk: Disk) -> Problem | None:
-    """What is wrong with the disk of a folder, if it is too full or cannot be asked."""
+    """What is wrong with the disk of a folder, which need not exist yet, if it is too full or cannot be asked."""
+    folder = disk.folder.absolute()
     try:
-        free = shutil.disk_usage(disk.folder).free
+        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     except OSError as error:
         return Problem(f"no disk at {disk.folder}", 1, str(error))
     if free >= disk.needed:

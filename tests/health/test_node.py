@@ -1,5 +1,6 @@
 """A bad GPU or a full disk is named: before a run starts, and when it appears or gets worse."""
 
+import errno
 import time
 from collections import namedtuple
 from collections.abc import Iterator
@@ -133,10 +134,16 @@ def test_a_disk_that_fills_up_is_named_by_one_rank(monkeypatch: pytest.MonkeyPat
         watched.close()
     assert len(watched.reports) == 2
     assert f"disk of {tmp_path}: " in watched.reports[0]
-    monkeypatch.undo()
-    unread = disk_problem(Disk(tmp_path / "gone", 1))
+    free = 0
+    assert disk_problem(Disk(tmp_path / "not" / "made", 1)) is not None, "its disk is that of the folder above"
+
+    def hung_up(_path: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr("shutil.disk_usage", hung_up)
+    unread = disk_problem(disk)
     assert unread is not None
-    assert "No such file" in unread.text
+    assert "Stale file handle" in unread.text
 
 
 def test_what_is_wrong_with_a_gpu() -> None:
