@@ -110,8 +110,9 @@ class Recovery:
                 self._telemetry.event(step, tokens, "fault", fault, fault="reproducible", documents=documents)
         self._telemetry.event(step, tokens, "spike", text, **facts)
         self._telemetry.alert(f"{report.level} at step {step}", text, f"spike_{report.level}")
-        if report.level == "fatal":
-            self._doubt_checkpoint(report, tokens)
+        if report.level == "fatal" and (doubt := self._doubt_checkpoint(report)):
+            self._telemetry.event(step, tokens, "warning", doubt)
+            text = f"{text}; {doubt}"
         try:
             self._carry_out(
                 reaction.action, stage, text, ReproducibleFaultError if report.level == "fatal" else TrainingError
@@ -122,8 +123,9 @@ class Recovery:
             raise
         return reaction.action
 
-    def _doubt_checkpoint(self, report: SpikeReport, tokens: int) -> None:
-        """Mark the newest checkpoint if no step was applied since: its weights are the ones that failed.
+    def _doubt_checkpoint(self, report: SpikeReport) -> str:
+        """Mark the newest checkpoint if no step was applied since: its weights are the ones that failed. Returns the
+        text about it, empty if it is not marked now.
 
         With skip_step, also if one was: a NaN in the optimizer's state takes a step to reach the weights, and if the
         fault lies elsewhere, the next finite step takes the mark back. The other reactions keep a checkpoint after
@@ -133,8 +135,10 @@ class Recovery:
         before_last, last = self._applied
         decisive = before_last if self._config.health.spike.reaction == "skip_step" else last
         if decisive <= checkpoints.saved_step and checkpoints.doubt(report.message):
-            text = f"the checkpoint of step {checkpoints.saved_step} is passed over from now on: {report.message}"
-            self._telemetry.event(self._progress.step, tokens, "warning", text)
+            return (
+                f"the checkpoint of step {checkpoints.saved_step} is passed over from now on, and older ones are used"
+            )
+        return ""
 
     def _carry_out(self, action: Action, stage: Stage, text: str, end: type[TrainingError]) -> None:
         """Do what was decided; an error that ends the run is an `end`."""

@@ -50,6 +50,7 @@ def resumed_from(run: Run) -> int:
 
 
 def train_poisoned(recipe: str, into: str) -> int:
+    """Train until the fault ends the run."""
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, 8, into)
         return 0 if main([recipe]) == 2 else 1
