@@ -6,8 +6,11 @@ planned        DCP's save with one save plan for all saves
 rank_group     the collectives of a save, and errors of single ranks
 state          the tensors that a run consists of
 publish        how a checkpoint becomes visible, and how one is found again
+files          opens files, and tries again what fails
 manifest       sizes and hashes of its files
 index          DCP's index, read without trust
+index_pickle   decodes the index
+coverage       whether the index covers every tensor
 retention      which checkpoints stay on disk
 marks          checkpoints that are passed over although they are intact
 small_file     small JSON files beside the checkpoints

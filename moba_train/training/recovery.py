@@ -113,10 +113,9 @@ class Recovery:
         if report.level == "fatal" and (doubt := self._doubt_checkpoint(report)):
             self._telemetry.event(step, tokens, "warning", doubt)
             text = f"{text}; {doubt}"
+        end = ReproducibleFaultError if report.level == "fatal" else TrainingError
         try:
-            self._carry_out(
-                reaction.action, stage, text, ReproducibleFaultError if report.level == "fatal" else TrainingError
-            )
+            self._carry_out(reaction.action, stage, text, end)
         except TrainingError as error:
             if report.level == "fatal" and self._checkpoints.restarts is not None:
                 self._checkpoints.restarts.end(str(error), fatal=True)

@@ -36,7 +36,8 @@ ENDED_BY_INTERRUPT = 128 + signal.SIGINT
 STDERR = 2
 
 STOPPED_FILE = "MOBA_TRAIN_STOPPED_FILE"
-"""Environment variable: file that the first rank of a node creates when it ends as asked. torchrun does not say how its ranks end."""
+"""Environment variable: file that the first rank of a node creates when it ends as asked. torchrun does not say
+how its ranks end."""
 
 BEFORE_TRAINING = "stopped before training began"
 

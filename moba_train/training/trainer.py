@@ -72,8 +72,8 @@ class Trainer:
         stop: StopRequest | None = None,
     ) -> None:
         """`stop_at_step`: save and leave once this number of optimizer steps is done (over all stages);
-        `from_scratch`: begin at step 0 where no checkpoint is found, even if the run has had one; `stop`: save and leave
-        before the next step, as soon as it is requested on any rank."""
+        `from_scratch`: begin at step 0 where no checkpoint is found, even if the run has had one; `stop`: save and
+        leave before the next step, as soon as it is requested on any rank."""
         self.config = config
         self.world = world
         self.run_dir = Path(config.run_dir)

@@ -194,10 +194,7 @@ HOSTILE = {
     "an array of 1 GB": b"\x96" + (1 << 30).to_bytes(8, "little") + b".",
     "a key that takes centuries to hash": b"}" + DOUBLED + b"Ns.",
     "a key that overflows the stack": b"})" + repeated(b"\x85", 1_000_000) + b"Ns.",
-    "an argument that takes centuries to print": LISTS
-    + METADATA
-    + b"\x8c\x14_MEM_FORMAT_ENCODING\x93h\x3c"
-    + b"\x85R.",
+    "an argument that takes centuries to print": LISTS + METADATA + b"\x8c\x14_MEM_FORMAT_ENCODING\x93h\x3c\x85R.",
     "attributes for a class": METADATA + b"\x8c\x08Metadata\x93}\x8c\x01aK\x01sb.",
     "half a million marks": repeated(b"(", 500_000) + b".",
     "half a million dicts": repeated(b"}", 500_000) + b".",
