@@ -5,6 +5,7 @@ step         one optimizer step: its data, and the counts of all ranks
 stage_exit   the exit criterion of a stage
 progress     what a checkpoint stores besides tensors
 checkpoints  save, resume and roll back
+corpora      whether a resumed run reads the corpora that it was trained and evaluated on
 recovery     acts on a loss spike
 throughput   tokens per second, memory, MFU
 determinism  `deterministic: true`
