@@ -8,6 +8,7 @@ checkpoints     save, resume and roll back
 first_start     whether a run that finds no checkpoint may begin at step 0
 restarts        starts that make no progress
 recipe_changes  a recipe that changes when a run resumes
+corpora         whether a resumed run reads the corpora that it was trained and evaluated on
 stop            SIGTERM and Ctrl-C, from the first second
 recovery        acts on a loss spike
 throughput      tokens per second, memory, MFU

@@ -16,7 +16,7 @@ from moba_train.config.data import SourceConfig
 from moba_train.config.model import ModelConfig
 from moba_train.config.run import CPLayout
 from moba_train.data.batch import Batch
-from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.long_documents import LongDocumentSamples, count_samples
 from moba_train.errors import DataError
 from moba_train.evals.position_wise import PositionWiseLoss, position_wise_loss, summarize
@@ -81,7 +81,11 @@ def test_samples_are_the_same_every_time_and_fewer_are_some_of_them(sources: lis
     assert [count_samples(sources, length) for length in (SEQ_LEN, 64)] == [5, 0]
 
 
-def test_a_token_outside_the_vocabulary_is_named(sources: list[SourceConfig]) -> None:
+def test_a_token_outside_the_vocabulary_is_named(sources: list[SourceConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the corpus is opened, and in a sample if the token is not among those that are looked at then."""
+    with pytest.raises(DataError, match=r"document 2 has token id 30 at offset 9.*model.vocab_size is 30"):
+        LongDocumentSamples(sources, SEQ_LEN, 5, 0, 30)
+    monkeypatch.setattr(IndexedDataset, "check_vocabulary", lambda _corpus, _vocab_size: None)
     found = LongDocumentSamples(sources, SEQ_LEN, 5, 0, 30)
     with pytest.raises(DataError, match=r"document [35] has token ids .*model.vocab_size is 30"):
         [found.sample(index) for index in range(5)]

@@ -1,11 +1,13 @@
 """FLOPs of training: the standard formula, and what every kind of attention really computes in packed documents."""
 
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from moba_train.attention.full.kind import FullKind
 from moba_train.attention.moba.kind import MobaKind
@@ -21,6 +23,7 @@ from moba_train.data.stage_data import training_data
 from moba_train.planning import documents
 from moba_train.planning.flops import dense_flops, layer_flops, matmul_flops, real_flops
 from moba_train.planning.plan import StagePlan, make_plan
+from moba_train.planning.render import print_plan
 from moba_train.training.throughput import batch_flops
 
 LLAMA_8B = ModelConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, layers=32, heads=32, kv_heads=8)
@@ -202,6 +205,18 @@ def test_a_plan_without_corpora_counts_one_document_per_sequence(tmp_path):
     (stage,) = resolve_stages(config)
     assert by_sequences.real_flops == real_flops(config.model, stage.attention, [SEQ_LEN]) / SEQ_LEN
     assert by_documents.real_flops < by_sequences.real_flops
+
+
+def test_a_plan_names_corpora_smaller_than_a_batch(tmp_path):
+    """A third of 16 sequences from 40 tokens."""
+    config = packed_run(tmp_path, "concat")
+    assert planned(config).documents.repeats == ()
+    with IndexedDatasetWriter(tmp_path / "one", np.int32) as writer:
+        writer.add_document(np.arange(40))
+    text = io.StringIO()
+    print_plan(make_plan(config, 1, 989, 0.4), Console(file=text, width=100))
+    warning = f"warning: stage only: corpus {tmp_path / 'one'} has 40 tokens, fewer than a batch ({8 * SEQ_LEN:,})"
+    assert f"{warning}: the stage reads it about {5 * SEQ_LEN / 40:,.1f} times" in text.getvalue()
 
 
 def test_time_of_a_context_parallel_layer_is_counted_by_documents(tmp_path):
