@@ -36,7 +36,9 @@ def test_paths_that_lead_out_are_refused_by_key(tmp_path: Path, path: str) -> No
     (tmp_path / "here" / "link.bin").symlink_to(tmp_path / "secret.bin")
     (tmp_path / "here" / "folder").symlink_to(tmp_path)
     for config in (recipe(path), recipe("valid", path if path != "link" else "link.bin")):
-        with pytest.raises(CheckpointError, match=rf"(data\.validation\[0\]\.path|data\.tokenizer) .*({ROOTS}=|null byte)"):
+        with pytest.raises(
+            CheckpointError, match=rf"(data\.validation\[0\]\.path|data\.tokenizer) .*({ROOTS}=|null byte)"
+        ):
             check_paths(config, Path("c"))
 
 
