@@ -247,7 +247,7 @@ def sft(
     """Turn conversations (messages, ShareGPT, alpaca, or tokens with a loss mask) into a corpus with a loss mask."""
     from data_tools.documents import find_files
     from data_tools.sft import make_sft_corpus, show_documents
-    from moba_train.data.chat_template import load_chat_template
+    from moba_train.data.load_template import load_chat_template
     from moba_train.data.tokenizer import load_text_tokenizer
 
     files = find_files(inputs, ("*.jsonl", "*.json"), ())
