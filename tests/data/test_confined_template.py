@@ -47,7 +47,7 @@ def test_a_template_that_exceeds_a_limit_ends_with_its_name(attack: str) -> None
 
 
 def test_only_the_conversation_that_exceeds_a_limit_is_refused() -> None:
-    """Those that were sent ahead go to the next process."""
+    """Not those that travelled with it."""
     source = "{% for m in messages %}{{ m.content }}{{ 'x' * 10**10 if m.content == 'huge' }}<e>{% endfor %}"
     template = ConfinedTemplate(source, "<e>", limits=SMALL)
     answers = ["one", "two", "huge", "three", "four"]
@@ -59,15 +59,12 @@ def test_only_the_conversation_that_exceeds_a_limit_is_refused() -> None:
 
 def test_a_template_that_keeps_exceeding_them_ends_the_job() -> None:
     template = ConfinedTemplate("{{ messages[0].role * 10**10 }}", "<e>", limits=SMALL._replace(breaches=3))
-    results = template.all_segments([MESSAGES] * 5)
-    assert "memory" in str(next(results))
-    assert "memory" in str(next(results))
     with pytest.raises(DataError, match="memory, as in 2 conversations before; give another"):
-        next(results)
+        list(template.all_segments([MESSAGES] * 5))
 
 
 def test_a_template_of_its_own_process_gives_what_it_gives_here(tmp_path: Path) -> None:
-    """Conversations of a few bytes and of more than the socket holds, good and bad, in order."""
+    """Conversations of a few bytes and of a megabyte, good and bad, in order."""
     source, end = BUILT_IN["qwen"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source, "eos_token": end}))
     confined = load_chat_template(str(tmp_path))
@@ -95,5 +92,5 @@ def test_a_template_file_is_limited_and_does_not_lead_out_of_its_folder(tmp_path
     (tmp_path / "secret").write_text("x")
     (tmp_path / "model").mkdir()
     (tmp_path / "model/chat_template.jinja").symlink_to(tmp_path / "secret")
-    with pytest.raises(DataError, match="leads to .*secret, outside of"):
+    with pytest.raises(DataError, match=r"leads to .*secret, outside of"):
         load_chat_template(str(tmp_path / "model"), "<e>")
