@@ -19,6 +19,7 @@ from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.data.tokenizer import TextTokenizer, Tokenizer, load_text_tokenizer, tokenizer_file
 from moba_train.errors import DataError
+from moba_train.foreign_files import TOKENIZER_BYTES, read_foreign
 
 
 class TokenizedConversation(NamedTuple):
@@ -49,9 +50,9 @@ def encode_record(record: TokenRecord | list[TemplateSegment], tokenizer: TextTo
     where the prompt is tokenized before there is an answer. Raises ValueError when the record cannot be used.
     """
     if isinstance(record, TokenRecord):
+        if max(record.input_ids) >= tokenizer.vocab_size:
+            raise ValueError(f"token id {max(record.input_ids)}, but the tokenizer has {tokenizer.vocab_size}")
         ids = np.array(record.input_ids, dtype=np.int64)
-        if ids.max() >= tokenizer.vocab_size:
-            raise ValueError(f"token id {ids.max()}, but the tokenizer has {tokenizer.vocab_size}")
         return TokenizedConversation(ids, np.array(record.loss_mask, dtype=np.uint8))
     ids_by_segment = []
     masks = []
@@ -86,7 +87,7 @@ def make_sft_corpus(
     info = {
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": file.name,
-        "tokenizer_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "tokenizer_sha256": hashlib.sha256(read_foreign(file, TOKENIZER_BYTES)).hexdigest(),
         "loss_mask": True,
     }
     bad: list[str] = []
