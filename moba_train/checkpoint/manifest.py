@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from moba_train.errors import CheckpointError
+from moba_train.foreign_files import open_foreign
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -47,7 +48,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises CheckpointError when there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with open_foreign(path, None, links=False) as stream:
+            content = json.loads(stream.read())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); use another checkpoint of this run") from error
     if not isinstance(content, dict):
