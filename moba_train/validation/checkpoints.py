@@ -32,6 +32,6 @@ def _check_size(config: RunConfig, checkpoint: Path) -> None:
     size = sum(entry["size"] for entry in check_sizes(checkpoint).values())
     if size < 4 * parameters:  # checkpoints hold float32
         raise CheckpointError(
-            f"checkpoint {checkpoint}: the model of its recipe has {4 * parameters:,} bytes of parameters, but its files "
-            f"have {size:,}; use another checkpoint of this run"
+            f"checkpoint {checkpoint}: the parameters of its recipe's model have {4 * parameters:,} bytes, but its "
+            f"files have {size:,}; use another checkpoint of this run"
         )
