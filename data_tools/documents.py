@@ -88,9 +88,9 @@ def find_files(
     for given in inputs:
         path = Path(given)
         if path.is_dir():
-            found = [os.path.join(given, name) for name in sorted(_walk(given, globs, excludes))]
             roots = folder_roots(path)
-            for file in found:
+            for name in sorted(_walk(given, globs, excludes)):
+                file = os.path.join(given, name)
                 (links if _leads_out(file, roots) else files).append(file)
         elif path.is_file():
             files.append(given)
