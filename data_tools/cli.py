@@ -37,9 +37,24 @@ Excludes = Annotated[
 
 
 def _files(inputs: Sequence[str], globs: Sequence[str] | None, excludes: Sequence[str] | None) -> list[str]:
-    from data_tools.documents import TEXT_GLOBS, find_files
+    from data_tools.documents import TEXT_GLOBS
 
-    return find_files(inputs, globs or TEXT_GLOBS, excludes or ())
+    return _find_files(inputs, globs or TEXT_GLOBS, excludes or ())
+
+
+def _find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[str]) -> list[str]:
+    from data_tools.documents import find_files
+    from moba_train.foreign_files import ROOTS
+
+    links: list[str] = []
+    files = find_files(inputs, globs, excludes, links)
+    for link in links[:SHOWN_RECORDS]:
+        typer.echo(f"left out {link}: a link to {os.path.realpath(link)}", err=True)
+    if links:
+        typer.echo(
+            f"{len(links)} links left out, which lead out of the input folder; {ROOTS}=FOLDER allows a folder", err=True
+        )
+    return files
 
 
 def _print_bad(records: Sequence[object], list_file: str | None = None) -> None:
@@ -93,12 +108,17 @@ def tokenize(
     ] = 0.0,
     on_error: Annotated[Literal["skip", "fail"], typer.Option(help="What to do with unreadable records")] = ("skip"),
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per CPU")] = None,
+    max_document_mib: Annotated[
+        int, typer.Option(min=1, help="Longest document or JSON line; longer ones are skipped")
+    ] = 128,
 ) -> None:
     """Tokenize text into a corpus. After an interruption, the same command continues where it stopped."""
     from data_tools.parts import TokenizeOptions
     from data_tools.tokenize_corpus import tokenize_corpus
 
-    options = TokenizeOptions(tokenizer, text_key, append_eos, holdout, on_error == "fail", eos, bos, engine == "fast")
+    options = TokenizeOptions(
+        tokenizer, text_key, append_eos, holdout, on_error == "fail", eos, bos, engine == "fast", max_document_mib << 20
+    )
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     result = tokenize_corpus(_files(inputs, globs, excludes), output, options, workers or cpus)
     if result.already_complete:
@@ -245,12 +265,11 @@ def sft(
     show: Annotated[int, typer.Option(min=0, help="Conversations to print, with the loss text highlighted")] = 0,
 ) -> None:
     """Turn conversations (messages, ShareGPT, alpaca, or tokens with a loss mask) into a corpus with a loss mask."""
-    from data_tools.documents import find_files
     from data_tools.sft import make_sft_corpus, show_documents
-    from moba_train.data.chat_template import load_chat_template
+    from moba_train.data.load_template import load_chat_template
     from moba_train.data.tokenizer import load_text_tokenizer
 
-    files = find_files(inputs, ("*.jsonl", "*.json"), ())
+    files = _find_files(inputs, ("*.jsonl", "*.json"), ())
     chat_template = load_chat_template(template, end_of_turn)
     result = make_sft_corpus(files, output, tokenizer, chat_template, holdout, on_error == "fail")
     _print_bad(result.bad)

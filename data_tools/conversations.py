@@ -6,15 +6,18 @@ alpaca     {"instruction": "...", "input": "...", "output": "...", "system": "..
 raw        {"input_ids": [...], "loss_mask": [...]}: token ids, and 1 for each token that carries loss
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import BadRecord
+from data_tools.documents import DOCUMENT_BYTES, BadRecord, read_lines
 from moba_train.data.chat_template import Message
 from moba_train.errors import DataError
+from moba_train.foreign_files import open_foreign, parse_json, read_foreign
+
+LIST_BYTES = 1 << 30
+"""Largest .json file, which is read as a whole."""
 
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
@@ -38,12 +41,14 @@ def read_records(path: str) -> Iterator[tuple[int, Record | BadRecord]]:
     """
     try:
         if path.endswith(".jsonl"):
-            with open(path, "rb") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
+            with open_foreign(Path(path), None) as file:
+                for number, (line, length) in enumerate(read_lines(file, DOCUMENT_BYTES), 1):
+                    if length > DOCUMENT_BYTES:
+                        yield number, BadRecord(path, number, f"longer than {DOCUMENT_BYTES:,} bytes")
+                    elif line.strip():
                         yield number, _parse(path, number, line)
         elif path.endswith(".json"):
-            records = json.loads(Path(path).read_bytes())
+            records = parse_json(read_foreign(Path(path), LIST_BYTES))
             if not isinstance(records, list):
                 raise DataError(f"{path} holds no list of records; give JSON lines as .jsonl")
             for number, record in enumerate(records, 1):
@@ -53,13 +58,13 @@ def read_records(path: str) -> Iterator[tuple[int, Record | BadRecord]]:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}") from error
+        raise DataError(f"{path} cannot be used: {error}; JSON lines (.jsonl) have no limit on their number") from error
 
 
 def _parse(path: str, number: int, record: Any) -> Record | BadRecord:
     try:
-        return parse_record(json.loads(record) if isinstance(record, bytes) else record)
-    except (ValueError, RecursionError) as error:
+        return parse_record(parse_json(record) if isinstance(record, bytes) else record)
+    except ValueError as error:
         return BadRecord(path, number, str(error))
 
 
@@ -80,7 +85,7 @@ def parse_record(record: Any) -> Record:
         return _system(record) + messages
     if "instruction" in record:
         return _alpaca(record)
-    keys = ", ".join(map(repr, record)) or "none"
+    keys = ", ".join(map(repr, record))[:200] or "none"
     raise ValueError(f"no key messages, conversations, instruction or input_ids; found {keys}")
 
 

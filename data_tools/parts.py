@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_tools.documents import BadRecord, Shard, choose_split, read_documents, shard_bytes, splits
+from data_tools.documents import DOCUMENT_BYTES, BadRecord, Shard, choose_split, read_documents, shard_bytes, splits
 from data_tools.encoders import Encoder, load_encoder
 from moba_train.data.indexed import IndexedDatasetWriter, dtype_for
 from moba_train.errors import DataError, LaunchError
@@ -47,6 +47,8 @@ class TokenizeOptions:
     """Token that begins documents; None: no such token."""
     fast: bool = True
     """Whether to use the fastest exact engine instead of the tokenizer's own library."""
+    document_bytes: int = DOCUMENT_BYTES
+    """Longest document or JSON line, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def _batches(part: Part, bad: list[str]) -> Iterator[list[bytes]]:
     """
     batch: list[bytes] = []
     size = 0
-    for document in read_documents(part.shard, part.options.text_key):
+    for document in read_documents(part.shard, part.options.text_key, part.options.document_bytes):
         if isinstance(document, BadRecord):
             if part.options.fail_on_error:
                 raise DataError(f"{document}; correct the record, or skip such records with --on-error skip")

@@ -12,13 +12,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data_tools.conversations import Record, TokenRecord, read_records
+from data_tools.conversations import TokenRecord, read_records
 from data_tools.documents import BadRecord, choose_split, splits
-from moba_train.data.chat_template import ChatTemplate
+from moba_train.data.chat_template import Template, TemplateSegment
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.data.tokenizer import TextTokenizer, Tokenizer, load_text_tokenizer, tokenizer_file
 from moba_train.errors import DataError
+from moba_train.foreign_files import TOKENIZER_BYTES, read_foreign
 
 
 class TokenizedConversation(NamedTuple):
@@ -42,20 +43,20 @@ class SftResult:
     """Skipped records, as "file:line: reason"."""
 
 
-def encode_record(record: Record, tokenizer: TextTokenizer, template: ChatTemplate) -> TokenizedConversation:
-    """Token ids and loss mask of one record.
+def encode_record(record: TokenRecord | list[TemplateSegment], tokenizer: TextTokenizer) -> TokenizedConversation:
+    """Token ids and loss mask of one record, given as tokens or as the segments of a chat template.
 
     Each segment with or without loss is tokenized separately, so that no token spans both. This matches inference,
     where the prompt is tokenized before there is an answer. Raises ValueError when the record cannot be used.
     """
     if isinstance(record, TokenRecord):
+        if max(record.input_ids) >= tokenizer.vocab_size:
+            raise ValueError(f"token id {max(record.input_ids)}, but the tokenizer has {tokenizer.vocab_size}")
         ids = np.array(record.input_ids, dtype=np.int64)
-        if ids.max() >= tokenizer.vocab_size:
-            raise ValueError(f"token id {ids.max()}, but the tokenizer has {tokenizer.vocab_size}")
         return TokenizedConversation(ids, np.array(record.loss_mask, dtype=np.uint8))
     ids_by_segment = []
     masks = []
-    for segment in template.segments(record):
+    for segment in record:
         segment_ids = _encode(tokenizer, segment.text)
         ids_by_segment.append(segment_ids)
         masks.append(np.full(len(segment_ids), segment.in_loss, dtype=np.uint8))
@@ -67,7 +68,7 @@ def make_sft_corpus(
     files: Sequence[str],
     output: str,
     tokenizer_path: str,
-    template: ChatTemplate,
+    template: Template,
     holdout: float = 0.0,
     fail_on_error: bool = False,
 ) -> SftResult:
@@ -86,7 +87,7 @@ def make_sft_corpus(
     info = {
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": file.name,
-        "tokenizer_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "tokenizer_sha256": hashlib.sha256(read_foreign(file, TOKENIZER_BYTES)).hexdigest(),
         "loss_mask": True,
     }
     bad: list[str] = []
@@ -118,17 +119,22 @@ def make_sft_corpus(
 
 
 def _encode_files(
-    files: Sequence[str], tokenizer: TextTokenizer, template: ChatTemplate
+    files: Sequence[str], tokenizer: TextTokenizer, template: Template
 ) -> Iterator[TokenizedConversation | BadRecord]:
-    for file in files:
-        for number, record in read_records(file):
-            if isinstance(record, BadRecord):
-                yield record
-                continue
-            try:
-                yield encode_record(record, tokenizer, template)
-            except ValueError as error:
-                yield BadRecord(file, number, str(error))
+    # The second iterator runs ahead, so that a template in a process of its own works while this one tokenizes.
+    records, ahead = itertools.tee((file, *numbered) for file in files for numbered in read_records(file))
+    rendered = template.all_segments(record for _, _, record in ahead if isinstance(record, list))
+    for file, number, record in records:
+        if isinstance(record, BadRecord):
+            yield record
+            continue
+        found = next(rendered) if isinstance(record, list) else record
+        try:
+            if isinstance(found, ValueError):
+                raise found
+            yield encode_record(found, tokenizer)
+        except ValueError as error:
+            yield BadRecord(file, number, str(error))
 
 
 def show_documents(prefix: str, tokenizer: TextTokenizer, count: int, begin: str, end: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import Shard, cut_shards, shard_bytes, splits
+from data_tools.documents import DOCUMENT_BYTES, Shard, cut_shards, shard_bytes, splits
 from data_tools.encoders import Encoder, load_encoder
 from data_tools.parts import Part, TokenizeOptions, make_parts, read_report
 from data_tools.progress import ByteProgress
@@ -145,10 +145,13 @@ def _merge(
 
 def _work_fingerprint(shards: Sequence[Shard], options: TokenizeOptions, tokenizer: Encoder) -> str:
     """SHA-256 of everything the corpus depends on; input files enter by size and modification time."""
+    given = asdict(options) | {"tokenizer": tokenizer.sha256, "eos": tokenizer.eos_id, "fast": None}
+    if options.document_bytes == DOCUMENT_BYTES:
+        del given["document_bytes"]  # as in fingerprints from before there was a limit
     work = {
         "chunks": [[asdict(chunk) for chunk in shard] for shard in shards],
         "times": {chunk.path: os.stat(chunk.path).st_mtime_ns for shard in shards for chunk in shard},
-        "options": asdict(options) | {"tokenizer": tokenizer.sha256, "eos": tokenizer.eos_id, "fast": None},
+        "options": given,
     }
     return hashlib.sha256(json.dumps(work).encode()).hexdigest()
 

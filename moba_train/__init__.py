@@ -23,6 +23,7 @@ inference     generation
 integrations  our attention inside other programs
 environment   `moba-train env`
 commands      what the command-line programs share
+foreign_files  files from elsewhere: what may be opened, and how much of it
 errors        errors that users can correct
 
 Importing the package is cheap on purpose: torch is imported by the modules that need it, so that

@@ -234,6 +234,7 @@ def generate(
     from moba_train.checkpoint.trained_model import load_trained
     from moba_train.data.tokenizer import load_text_tokenizer
     from moba_train.errors import UserError
+    from moba_train.foreign_files import working_roots
     from moba_train.inference.text import generate_text
     from moba_train.validation.checkpoints import open_checkpoint
 
@@ -244,7 +245,7 @@ def generate(
     model = load_trained(saved, torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
     text = generate_text(
         model,
-        load_text_tokenizer(saved.config.data.tokenizer),
+        load_text_tokenizer(saved.config.data.tokenizer, working_roots()),
         prompt,
         max_new_tokens,
         temperature=temperature,

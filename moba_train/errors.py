@@ -32,6 +32,11 @@ class CheckpointError(UserError):
     """A checkpoint is missing, incomplete, corrupted, or does not fit the model."""
 
 
+class ForeignFileError(UserError, ValueError):
+    """A file from elsewhere that is not read: not a regular file, too large, nested too deeply, or outside of the
+    folders that are allowed. A ValueError too, so that readers that add a remedy to errors of content add it here."""
+
+
 class LaunchError(UserError):
     """The machine or the launcher does not offer what the recipe asks for."""
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 
 import moba_train.attention.registry  # noqa: F401  # recipes may name the kinds
-from moba_train.validation.foreign_paths import ROOTS
+from moba_train.foreign_files import ROOTS
 
 # HYPOTHESIS_PROFILE=deep: for a night, not for every change.
 settings.register_profile("default", deadline=None)

@@ -27,6 +27,7 @@ ORDER = (
     "model",
     "attention",
     "config",
+    "foreign_files",
     "errors",
 )
 """What uses stands above what is used: a folder imports itself and those below, never upward. The one place where the

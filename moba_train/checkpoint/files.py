@@ -5,16 +5,14 @@ again, and what keeps failing raises UnreadableError: a file that could not be r
 files are opened: a link would lead out of the checkpoint, and a FIFO would block for ever.
 """
 
-import errno
-import io
 import os
-import stat
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import BinaryIO, Self, TypeVar
 
-from moba_train.errors import CheckpointError
+from moba_train.errors import CheckpointError, ForeignFileError
+from moba_train.foreign_files import open_foreign
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -67,18 +65,12 @@ def retried(action: Callable[[], T]) -> T:
     return results[None]
 
 
-def open_regular(path: Path) -> io.BufferedReader:
+def open_regular(path: Path) -> BinaryIO:
     """Opens a regular file for reading. Raises CheckpointError when it is anything else."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise CheckpointError(f"{path}: {NOT_REGULAR}") from error
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path}: {NOT_REGULAR}")
-    return os.fdopen(descriptor, "rb")
+        return open_foreign(path, None, links=False)
+    except ForeignFileError as error:
+        raise CheckpointError(f"{path}: {NOT_REGULAR}") from error
 
 
 def read_file(path: Path, limit: int) -> bytes:

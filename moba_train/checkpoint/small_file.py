@@ -6,12 +6,12 @@ written costs what it would have told the next start. Both are warnings.
 
 import json
 import logging
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
 from moba_train.checkpoint.manifest import write_json
+from moba_train.errors import ForeignFileError
+from moba_train.foreign_files import read_foreign
 
 LARGEST_BYTES = 2**20
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 def read_small_file(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; an empty one if there is no such file or, with a warning, if it cannot be used."""
     try:
-        content = json.loads(_bounded_text(path))
+        content = json.loads(read_foreign(path, LARGEST_BYTES, links=False))
         if not isinstance(content, dict):
             raise ValueError(f"it holds {type(content).__name__}, not a JSON object")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ForeignFileError, ValueError, RecursionError) as error:
         logger.warning("%s is ignored: %s", path, error)
         return {}
     return content
@@ -40,15 +40,3 @@ def replace_small_file(path: Path, content: dict[str, Any]) -> None:
         temporary.replace(path)
     except OSError as error:
         logger.warning("%s could not be written: %s", path, error)
-
-
-def _bounded_text(path: Path) -> str:
-    # Neither follows a link nor waits for a writer of a FIFO.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is not a regular file")
-        text = stream.read(LARGEST_BYTES + 1)
-    if len(text) > LARGEST_BYTES:
-        raise ValueError(f"it has more than {LARGEST_BYTES} bytes")
-    return text.decode()

@@ -24,6 +24,9 @@ _BOUNDS: dict[str, tuple[str, Callable[[Iterable[Any]], Any]]] = {
     "lt": ("<", min),
 }
 
+MOST_PROBLEMS = 100
+"""Problems that are explained; looking for similar keys takes a millisecond for each."""
+
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 
@@ -110,10 +113,12 @@ def explain(error: ValidationError, root: type[Section]) -> list[str]:
     """The problems pydantic found in a value for `root`, one line each."""
     # A key that accepts several types yields one error a type: the dict keeps one line for each path.
     problems: dict[str, str] = {}
-    for details in error.errors(include_url=False):
+    found = error.errors(include_url=False)
+    for details in found[:MOST_PROBLEMS]:
         path, problem = _explain_one(details, root)
         problems.setdefault(path, f"{path}: {problem}")
-    return list(problems.values())
+    more = len(found) - MOST_PROBLEMS
+    return [*problems.values(), *([f"... and {more} more problems"] if more > 0 else [])]
 
 
 def _explain_one(details: ErrorDetails, root: type[Section]) -> tuple[str, str]:

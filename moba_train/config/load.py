@@ -15,6 +15,14 @@ from pydantic import ValidationError
 from moba_train.config.explain import explain, format_path, given
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.errors import ConfigError
+from moba_train.foreign_files import read_foreign
+
+RECIPE_BYTES = 256 << 10
+"""Largest recipe; one that is written by hand has some kilobytes. PyYAML needs 5 s for the worst of this size."""
+MOST_FILES = 64
+"""Files that a recipe may extend, directly and indirectly, each counted as often as it is extended."""
+MOST_VALUES = 100_000
+"""Keys and values of a YAML document, those behind an alias counted each time."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -23,7 +31,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError with every problem: unreadable files, YAML errors, unknown keys and values of the wrong type.
     Combinations of keys are left to `validate`.
     """
-    raw = _read_recipe(Path(path), ())
+    raw = _read_recipe(Path(path), (), [])
     problems = apply_overrides(raw, overrides)
     try:
         config = RunConfig.model_validate(raw)
@@ -72,13 +80,18 @@ def deep_merge(base: dict[Any, Any], over: dict[Any, Any]) -> dict[Any, Any]:
 def parse_yaml(text: str, source: str) -> Any:
     """The value of a YAML document, None when it is empty.
 
-    Raises ConfigError naming `source` and the line for syntax errors and duplicate keys.
+    Raises ConfigError naming `source` and the line for syntax errors and duplicate keys, and when the document is too
+    large, nested too deeply, or becomes too large through its aliases.
     """
+    if len(text) > RECIPE_BYTES:
+        raise ConfigError([f"{source}: has {len(text):,} characters; allowed: {RECIPE_BYTES:,}"])
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
+        if (values := _count(node, {})) > MOST_VALUES:
+            raise ConfigError([f"{source}: has {given(values)} values, aliases replaced; allowed: {MOST_VALUES:,}"])
         duplicates = _duplicate_keys(node)
         if duplicates:
             raise ConfigError([f"{source}, {problem}" for problem in duplicates])
@@ -87,7 +100,9 @@ def parse_yaml(text: str, source: str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError([f"{source}{where}: not valid YAML: {error.problem or error.context}"]) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ConfigError([f"{source}: is nested too deeply"]) from None
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError([f"{source}: not valid YAML: {' '.join(str(error).split())}"]) from None
 
 
@@ -132,14 +147,23 @@ def _assign(raw: Any, keys: list[int | str], value: Any) -> None:
         holder = holder[key]
 
 
-def _read_recipe(path: Path, chain: tuple[Path, ...]) -> dict[Any, Any]:
-    """The mapping in `path` with everything it extends; `chain` holds the files that led here."""
+def _read_recipe(path: Path, chain: tuple[Path, ...], extended: list[Path]) -> dict[Any, Any]:
+    """The mapping in `path` with everything it extends.
+
+    chain     the files that led here
+    extended  every file that was read for this recipe, in order; this one is added
+    """
+    if chain:
+        extended.append(path)
+    if len(extended) > MOST_FILES:
+        allowed = f"allowed: {MOST_FILES} files, each counted as often as it is extended"
+        raise ConfigError([f"extends: reaches {path} as file {len(extended)}, through {chain[-1]}; {allowed}"])
     try:
         resolved = path.resolve()
         if resolved in chain:
             names = " -> ".join(str(link) for link in (*chain, resolved))
             raise ConfigError([f"extends: goes in a circle: {names}"])
-        text = path.read_text(encoding="utf-8")
+        text = _read_text(path, chain).decode()
     except (OSError, ValueError) as error:
         by = f" (extended by {chain[-1]})" if chain else ""
         raise ConfigError([f"{path}{by}: cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
@@ -156,8 +180,19 @@ def _read_recipe(path: Path, chain: tuple[Path, ...]) -> dict[Any, Any]:
         raise ConfigError([f"{path}: extends: given {given(parents)}; allowed: a relative path or a list of them"])
     merged: dict[Any, Any] = {}
     for parent in parents:
-        merged = deep_merge(merged, _read_recipe(path.parent / parent, (*chain, resolved)))
+        merged = deep_merge(merged, _read_recipe(path.parent / parent, (*chain, resolved), extended))
     return deep_merge(merged, raw)
+
+
+def _read_text(path: Path, chain: tuple[Path, ...]) -> bytes:
+    """What is in `path`. The user names the recipe itself, which may be a pipe, but not what it extends."""
+    if chain:
+        return read_foreign(path, RECIPE_BYTES)
+    with path.open("rb") as stream:
+        text = stream.read(RECIPE_BYTES + 1)
+    if len(text) > RECIPE_BYTES:
+        raise ValueError(f"has more than {RECIPE_BYTES:,} bytes; allowed: {RECIPE_BYTES:,}")
+    return text
 
 
 class _Loader(yaml.SafeLoader):
@@ -194,6 +229,23 @@ for _tag, _pattern, _first in (
 
 
 _Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_list(value))
+
+
+def _count(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Number of keys and values below `node`, those behind an alias counted each time. Raises ValueError if an alias
+    stands for something that contains it."""
+    if id(node) in counts:
+        if not counts[id(node)]:
+            raise ValueError(f"line {node.start_mark.line + 1}: an alias to this contains itself")
+        return counts[id(node)]
+    counts[id(node)] = 0
+    inner: list[yaml.Node] = []
+    if isinstance(node, yaml.SequenceNode):
+        inner = node.value
+    elif isinstance(node, yaml.MappingNode):
+        inner = [part for pair in node.value for part in pair]
+    counts[id(node)] = 1 + sum(_count(part, counts) for part in inner)
+    return counts[id(node)]
 
 
 def _duplicate_keys(node: yaml.Node) -> list[str]:

@@ -7,6 +7,11 @@ from pydantic import Field
 from moba_train.config.base import Section
 from moba_train.config.quantities import Length
 
+MOST_LAYERS = 10_000
+MOST_HEADS = 1 << 16
+LARGEST_WIDTH = 1 << 24
+"""Bounds far above any model. Without them the config of a downloaded model makes a program build layers for ever."""
+
 
 class RopeConfig(Section):
     """Rotary position embedding. A stage may change it; the weights stay as they are.
@@ -40,13 +45,15 @@ class RopeConfig(Section):
 class ModelConfig(Section):
     """A Llama-style decoder. With `qkv_bias` it is Qwen2's, with `qk_norm` Qwen3's shape."""
 
-    vocab_size: int = Field(ge=2, description="rows of the embedding; at least the tokenizer's size")
-    hidden_size: int = Field(ge=2, description="width of the residual stream")
-    intermediate_size: int = Field(ge=1, description="width of the SwiGLU feed-forward")
-    layers: int = Field(ge=1, description="Transformer blocks")
-    heads: int = Field(ge=1, description="query heads")
-    kv_heads: int = Field(ge=1, description="key/value heads; divides `heads`")
-    head_dim: int | None = Field(None, ge=2, description="width of one head; default hidden_size / heads")
+    vocab_size: int = Field(ge=2, le=LARGEST_WIDTH, description="rows of the embedding; at least the tokenizer's size")
+    hidden_size: int = Field(ge=2, le=LARGEST_WIDTH, description="width of the residual stream")
+    intermediate_size: int = Field(ge=1, le=LARGEST_WIDTH, description="width of the SwiGLU feed-forward")
+    layers: int = Field(ge=1, le=MOST_LAYERS, description="Transformer blocks")
+    heads: int = Field(ge=1, le=MOST_HEADS, description="query heads")
+    kv_heads: int = Field(ge=1, le=MOST_HEADS, description="key/value heads; divides `heads`")
+    head_dim: int | None = Field(
+        None, ge=2, le=LARGEST_WIDTH, description="width of one head; default hidden_size / heads"
+    )
     rope: RopeConfig = RopeConfig()
     norm_eps: float = Field(1e-5, gt=0, description="epsilon of RMSNorm")
     tie_embeddings: bool = Field(False, description="share the embedding with the output projection")

@@ -1,6 +1,5 @@
 """`config.json` of a Hugging Face model and our `model` section: Llama (SmolLM2 too), Qwen2 and Qwen3."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +7,11 @@ from pydantic import ValidationError
 
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
-from moba_train.config.explain import explain
+from moba_train.config.explain import explain, given
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.convert.hf_rope import hf_rope, read_rope
 from moba_train.errors import CheckpointError
+from moba_train.foreign_files import folder_roots, read_foreign_json
 from moba_train.model.build import build_attention
 
 CONFIG = "config.json"
@@ -38,25 +38,39 @@ _REFUSED = {
 """Keys of config.json, and the only value that our Transformer implements."""
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The contents of config.json in `folder`. Raises CheckpointError unless it is that of a Hugging Face model."""
+    path = folder / CONFIG
+    try:
+        config = read_foreign_json(path, roots=folder_roots(folder))
+        if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+            raise ValueError("there is no model_type")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: is not a Hugging Face model's config ({error})") from error
+    return config
+
+
 def read_model_config(folder: Path) -> ModelConfig:
     """The `model` section for the Hugging Face model in `folder`.
 
     Raises CheckpointError, naming the key, for a model that our Transformer does not implement.
     """
     path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        model_type = config["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: is not a Hugging Face model's config ({error!r})") from error
+    config = read_config(folder)
+    model_type = config["model_type"]
     if model_type not in _ARCHITECTURES:
-        raise CheckpointError(f"{path}: model_type is {model_type!r}, allowed: {', '.join(_ARCHITECTURES)}")
+        raise CheckpointError(f"{path}: model_type is {given(model_type)}, allowed: {', '.join(_ARCHITECTURES)}")
     for key, allowed in _REFUSED.items():
         if config.get(key, allowed) != allowed:
-            raise CheckpointError(f"{path}: {key} is {config[key]!r}, allowed: {allowed!r}")
-    sliding = [layer for layer in config.get("layer_types") or () if layer != "full_attention"]
+            raise CheckpointError(f"{path}: {key} is {given(config[key])}, allowed: {allowed!r}")
+    layer_types = config.get("layer_types") or []
+    sliding = (
+        [layer for layer in layer_types if layer != "full_attention"]
+        if isinstance(layer_types, list)
+        else [layer_types]
+    )
     if sliding:
-        raise CheckpointError(f"{path}: layer_types has {sliding[0]!r}, allowed: full_attention")
+        raise CheckpointError(f"{path}: layer_types has {given(sliding[0])}, allowed: full_attention")
     values = {ours: config[theirs] for ours, theirs in _SAME.items() if config.get(theirs) is not None}
     values.setdefault("kv_heads", values.get("heads"))
     values.setdefault("norm_eps", 1e-6)  # the default of Hugging Face, not ours
@@ -69,9 +83,15 @@ def read_model_config(folder: Path) -> ModelConfig:
     try:
         return ModelConfig.model_validate(values | {"rope": read_rope(config)})
     except ValidationError as error:
-        raise CheckpointError(f"{path}: {'; '.join(explain(error, ModelConfig))}") from None
-    except (KeyError, TypeError, CheckpointError) as error:
+        raise CheckpointError(f"{path}: {'; '.join(map(_in_their_words, explain(error, ModelConfig)))}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, CheckpointError) as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def _in_their_words(problem: str) -> str:
+    """A problem of the `model` section, with the key of config.json."""
+    key, colon, text = problem.partition(":")
+    return f"{_SAME.get(key, key)}{colon}{text}"
 
 
 def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str) -> dict[str, Any]:
@@ -99,10 +119,14 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
 
 def read_layers(folder: Path) -> dict[str, Any]:
     """The `attention` section of a recipe: the layers of config.json's `moba` entry, else full attention."""
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    entries = (config.get("moba") or {}).get("layers", [])
-    head_width = read_model_config(folder).head_width
-    layers = [kind.export_entry() for kind in build_attention(map(parse_layer, entries), head_width)]
+    model = read_model_config(folder)
+    moba = read_config(folder).get("moba") or {}
+    entries = moba.get("layers", []) if isinstance(moba, dict) else None
+    if not isinstance(entries, list) or len(entries) > model.layers:
+        raise CheckpointError(
+            f"{folder / CONFIG}: moba is {given(moba)}; allowed: {{'layers': a list of at most {model.layers} entries}}"
+        )
+    layers = [kind.export_entry() for kind in build_attention(map(parse_layer, entries), model.head_width)]
     return {"default": "full", "overrides": dict(enumerate(layers))}
 
 
@@ -117,5 +141,5 @@ def parse_layer(entry: dict[str, Any]) -> LayerAttention:
         raise CheckpointError(f"{CONFIG}: moba.layers: {'; '.join(explain(error, options))}") from None
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{CONFIG}: moba.layers: {entry!r} is no entry of the kinds {', '.join(KINDS)}"
+            f"{CONFIG}: moba.layers: {given(entry)} is no entry of the kinds {', '.join(KINDS)}"
         ) from error

@@ -1,7 +1,6 @@
 """Export of a checkpoint to a Hugging Face folder, a tensor at a time."""
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,8 +17,9 @@ from moba_train.convert.hf_config import CONFIG, hf_config
 from moba_train.convert.hf_names import hf_name
 from moba_train.convert.hf_weights import parameter_shapes
 from moba_train.convert.safetensors_folder import write_safetensors
-from moba_train.data.tokenizer import tokenizer_files
+from moba_train.data.tokenizer import copy_tokenizer
 from moba_train.errors import CheckpointError
+from moba_train.foreign_files import read_foreign_json, working_roots
 from moba_train.model.build import build_attention, kind_parameter_sizes
 
 
@@ -43,11 +43,10 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
         raise CheckpointError(f"{output}: is not empty; give a new folder")
     verify_checkpoint(checkpoint)
     reader = _reader(checkpoint, config.model)
-    output.mkdir(parents=True, exist_ok=True)
     if config.data.tokenizer is not None:
-        for file in tokenizer_files(Path(config.data.tokenizer)):
-            shutil.copyfile(file, output / file.name)
+        copy_tokenizer(Path(config.data.tokenizer), output, working_roots())
         contents |= _special_tokens(output)
+    output.mkdir(parents=True, exist_ok=True)
     write_safetensors(output, _tensors(reader, config.model, dtype), shard_bytes)
     # Written last: a folder without it is not read as a model.
     (output / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
@@ -87,8 +86,10 @@ def _tensors(reader: CheckpointReader, model: ModelConfig, dtype: torch.dtype) -
 def _special_tokens(folder: Path) -> dict[str, int]:
     """Ids that transformers reads from config.json to generate, from the generation_config.json that was copied."""
     try:
-        generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+        generation = read_foreign_json(folder / "generation_config.json")
     except (OSError, ValueError):
+        return {}
+    if not isinstance(generation, dict):
         return {}
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {key: generation[key] for key in keys if generation.get(key) is not None}

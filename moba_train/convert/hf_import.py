@@ -1,7 +1,5 @@
 """Import of a Hugging Face folder as a checkpoint, a tensor at a time, with a recipe to extend."""
 
-import json
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,17 +11,21 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from moba_train.checkpoint import manifest, publish
+from moba_train.config.explain import given
 from moba_train.config.load import dump_config
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
-from moba_train.convert.hf_config import CONFIG, read_layers, read_model_config
+from moba_train.convert.hf_config import CONFIG, read_config, read_layers, read_model_config
 from moba_train.convert.hf_names import hf_name
 from moba_train.convert.hf_weights import check_hf_weights, parameter_shapes
 from moba_train.convert.safetensors_folder import SafetensorsFolder
-from moba_train.data.tokenizer import tokenizer_files
+from moba_train.data.tokenizer import copy_tokenizer
 from moba_train.errors import CheckpointError
+from moba_train.foreign_files import folder_roots
 
 RECIPE = "recipe.yaml"
+LONGEST = 1 << 40
+"""Longest sequence that a config.json may give, in tokens."""
 
 
 def import_from_hf(folder: Path, output: Path) -> None:
@@ -39,12 +41,13 @@ def import_from_hf(folder: Path, output: Path) -> None:
     check_hf_weights(shapes, files)
     if output.exists() and any(output.iterdir()):
         raise CheckpointError(f"{output}: is not empty; give a new folder")
+    length = _length(folder)
+    layers = read_layers(folder)
+    copy_tokenizer(folder, output, folder_roots(folder))
     checkpoints = output / "checkpoints"
-    checkpoints.mkdir(parents=True)
+    checkpoints.mkdir()
     temporary = publish.make_temporary_folder(checkpoints, 0)
-    for file in tokenizer_files(folder):
-        shutil.copyfile(file, output / file.name)
-    config = _recipe(folder, output, model)
+    config = _recipe(folder, output, model, layers, length)
     tensors = {f"model.{name}": torch.empty(shape, device="meta") for name, shape in shapes.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -53,15 +56,24 @@ def import_from_hf(folder: Path, output: Path) -> None:
     publish.publish(temporary, 0, {path.name: manifest.hash_file(path) for path in temporary.iterdir()})
 
 
-def _recipe(folder: Path, output: Path, model: ModelConfig) -> RunConfig:
+def _length(folder: Path) -> int:
+    """Sequence length of the model in `folder`."""
+    length = read_config(folder).get("max_position_embeddings", 4096)
+    if type(length) is not int or not 1 <= length <= LONGEST:
+        raise CheckpointError(
+            f"{folder / CONFIG}: max_position_embeddings is {given(length)}; allowed: integer >= 1 and <= {LONGEST}"
+        )
+    return length
+
+
+def _recipe(folder: Path, output: Path, model: ModelConfig, layers: dict[str, Any], length: int) -> RunConfig:
     """Write recipe.yaml from what the folder says about a run, and return the recipe. Its corpora are placeholders."""
-    length = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("max_position_embeddings", 4096)
     recipe: dict[str, Any] = {
         "name": output.name,
         "run_dir": f"runs/{output.name}",
         "init_from": str(output),
         "model": model.model_dump(exclude_defaults=True),
-        "attention": read_layers(folder),
+        "attention": layers,
         "data": {"train": [{"path": str(output / "corpus")}]},
         "batch_tokens": length,
         "stages": [{"name": "imported", "seq_len": length, "tokens": length}],

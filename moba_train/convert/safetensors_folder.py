@@ -14,7 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moba_train.errors import CheckpointError
+from moba_train.config.explain import given
+from moba_train.errors import CheckpointError, ForeignFileError
+from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -27,7 +29,8 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._file_of = self._index() if (folder / INDEX).is_file() else self._single()
+        self._roots = folder_roots(folder)
+        self._file_of = self._index() if (folder / INDEX).exists() else self._single()
         self._open: tuple[str, Any] | None = None
 
     @property
@@ -60,7 +63,7 @@ class SafetensorsFolder:
         file = self._file_of[name]
         if self._open is None or self._open[0] != file:
             try:
-                self._open = file, safe_open(self.folder / file, framework="pt")
+                self._open = file, self._open_file(file)
             except (SafetensorError, OSError) as error:
                 raise self._unreadable(file, error) from error
         try:
@@ -68,11 +71,21 @@ class SafetensorsFolder:
         except SafetensorError as error:
             raise self._unreadable(file, error) from error
 
+    def _open_file(self, file: str) -> Any:
+        """The library's reader of `file`. Raises CheckpointError when it may not be read, OSError, SafetensorError."""
+        try:
+            with open_foreign(self.folder / file, None, self._roots) as stream:
+                # The library takes a path and maps the file at once; this one is the open file, whatever its name leads
+                # to by now.
+                return safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
+        except ForeignFileError as error:
+            raise CheckpointError(str(error)) from None
+
     def _single(self) -> dict[str, str]:
-        if not (self.folder / SINGLE).is_file():
+        if not (self.folder / SINGLE).exists():
             raise CheckpointError(f"{self.folder}: has neither {SINGLE} nor {INDEX}")
         try:
-            with safe_open(self.folder / SINGLE, framework="pt") as tensors:
+            with self._open_file(SINGLE) as tensors:
                 return dict.fromkeys(tensors.keys(), SINGLE)
         except (SafetensorError, OSError) as error:
             raise self._unreadable(SINGLE, error) from error
@@ -80,16 +93,18 @@ class SafetensorsFolder:
     def _index(self) -> dict[str, str]:
         path = self.folder / INDEX
         try:
-            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            files = read_foreign_json(path, INDEX_BYTES, self._roots)["weight_map"]
             # A name with a path in it would lead out of the folder.
             strange = [file for file in files.values() if Path(file).name != file or not file.endswith(".safetensors")]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path}: is not an index of safetensors files ({error!r})") from error
+            raise CheckpointError(f"{path}: is not an index of safetensors files ({error})") from error
         if strange:
-            raise CheckpointError(f"{path}: names the file {strange[0]!r}, allowed: *.safetensors in the same folder")
+            raise CheckpointError(
+                f"{path}: names the file {given(strange[0])}, allowed: *.safetensors in the same folder"
+            )
         missing = sorted({file for file in files.values() if not (self.folder / file).is_file()})
         if missing:
-            raise CheckpointError(f"{path}: names {', '.join(missing)}, not found in the folder")
+            raise CheckpointError(f"{path}: names {', '.join(missing[:20])}, not found in the folder")
         return dict(files)
 
     def _unreadable(self, file: str, error: Exception) -> CheckpointError:

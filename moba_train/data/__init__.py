@@ -17,5 +17,7 @@ long_documents  samples that lie inside one long document, for evaluation by pos
 batch           one micro-batch as tensors
 tokenizer       sentencepiece models and tokenizer.json files
 chat_template   conversations as text, and which part of it carries loss
+confined_template  a chat template from elsewhere, in a process of its own with limits
+load_template   chat templates by name, or from a file or a model's folder
 loader          the micro-batches of a rank's optimizer step, prepared ahead of time
 """

@@ -1,22 +1,21 @@
 """Chat templates: conversations as text, and which part of the text carries loss.
 
 A template is Jinja, as models ship it in `tokenizer_config.json`. It runs in a sandbox, without access to files,
-attributes of Python objects, or the date. The template itself determines what carries loss: the text that it writes
+attributes of Python objects, or the date; `confined_template` limits the time and memory of one from elsewhere. The
+template itself determines what carries loss: the text that it writes
 before an assistant message, with a generation prompt, is the prompt that the model will see. The text after it, up to
 and including the end of the turn, carries loss.
 """
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from moba_train.data.tokenizer import special_tokens
 from moba_train.errors import DataError
 
 Message = dict[str, str]
@@ -59,6 +58,22 @@ class TemplateSegment(NamedTuple):
     in_loss: bool
 
 
+class Template(Protocol):
+    """The interface of a chat template that fine-tuning needs: `ChatTemplate`, here or in a process of its own."""
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        """The messages as text. Raises ValueError when the template refuses them."""
+        ...
+
+    def segments(self, messages: Sequence[Message]) -> list[TemplateSegment]:
+        """The text of `messages`, split where loss begins and ends. Raises ValueError when they cannot be used."""
+        ...
+
+    def all_segments(self, conversations: Iterable[Sequence[Message]]) -> Iterator[list[TemplateSegment] | ValueError]:
+        """The segments of each conversation, in order, or the error of `segments`. May read `conversations` ahead."""
+        ...
+
+
 class _GenerationBlock(Extension):
     """Renders the body of `{% generation %} ... {% endgeneration %}`, which in some templates is assistant text."""
 
@@ -87,7 +102,7 @@ class ChatTemplate:
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except (TemplateError, RecursionError, OverflowError, ValueError) as error:
             raise DataError(f"the chat template is not valid Jinja: {error}") from error
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
@@ -99,6 +114,8 @@ class ChatTemplate:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **self._variables
             )
+        except MemoryError:
+            raise
         except Exception as error:  # a template is a program: it can fail in any way
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
@@ -133,43 +150,14 @@ class ChatTemplate:
             raise ValueError("no assistant message")
         return [segment for segment in (*segments, TemplateSegment(text[at:], False)) if segment.text]
 
+    def all_segments(self, conversations: Iterable[Sequence[Message]]) -> Iterator[list[TemplateSegment] | ValueError]:
+        """The segments of each conversation, in order, or the error of `segments`."""
+        for messages in conversations:
+            try:
+                yield self.segments(messages)
+            except ValueError as error:
+                yield error
+
 
 def _refuse(message: str) -> None:
     raise TemplateError(message)
-
-
-def load_chat_template(name: str, end_of_turn: str | None = None) -> ChatTemplate:
-    """Load a built-in template by name, a Jinja file, or the template of a model's folder (`chat_template.jinja` or
-    `tokenizer_config.json`).
-
-    `end_of_turn` is required with a file; with a folder it defaults to the `eos_token`. Raises DataError when there is
-    no such template, or its end of turn is unknown.
-    """
-    if name in BUILT_IN:
-        source, end = BUILT_IN[name]
-        return ChatTemplate(source, end_of_turn or end)
-    path = Path(name)
-    if not path.exists():
-        raise DataError(f"chat template {name}: not a file or folder, and none of the built-in {', '.join(BUILT_IN)}")
-    try:
-        source, variables = _read_folder(path) if path.is_dir() else (path.read_text(encoding="utf-8"), {})
-    except (OSError, ValueError) as error:
-        raise DataError(f"chat template {name} cannot be read: {error}") from error
-    end_of_turn = end_of_turn or variables.get("eos_token")
-    if not end_of_turn:
-        raise DataError(f"chat template {name}: the text that ends a turn is unknown; give --end-of-turn")
-    return ChatTemplate(source, end_of_turn, variables)
-
-
-def _read_folder(folder: Path) -> tuple[str, dict[str, str]]:
-    """Template and special tokens of a model's folder. Raises OSError, ValueError."""
-    variables = special_tokens(folder)
-    if (own := folder / "chat_template.jinja").exists():
-        return own.read_text(encoding="utf-8"), variables
-    file = folder / "tokenizer_config.json"
-    source = json.loads(file.read_bytes()).get("chat_template") if file.exists() else None
-    if isinstance(source, list):  # several templates with names
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
-    if not isinstance(source, str):
-        raise ValueError("its tokenizer_config.json has no chat_template")
-    return source, variables

@@ -1,8 +1,9 @@
 """Tokenizers: sentencepiece models and Hugging Face's tokenizer.json files."""
 
+import contextlib
 import hashlib
 import importlib
-import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any, Protocol
 import sentencepiece
 
 from moba_train.errors import DataError
+from moba_train.foreign_files import TOKENIZER_BYTES, open_foreign, read_foreign, read_foreign_json
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 TIKTOKEN = "tiktoken:"
 """Prefix of tiktoken encodings, where one is accepted in place of a file."""
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer.model",
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
@@ -35,14 +38,14 @@ def tokenizer_file(path: str | Path) -> Path:
     return path / "tokenizer.json" if path.is_dir() else path
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
+def special_tokens(folder: Path, roots: Sequence[Path] | None = None) -> dict[str, str]:
     """Special tokens such as `eos_token` in the tokenizer_config.json of `folder`, by name; empty without the file.
 
-    Raises DataError when the file cannot be read.
+    Raises DataError when the file cannot be read, or does not lie below one of `roots`.
     """
-    file = folder / "tokenizer_config.json"
+    file = folder / TOKENIZER_CONFIG
     try:
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        config = read_foreign_json(file, roots=roots) if file.exists() else {}
         tokens = {key: value for key, value in config.items() if key.endswith("_token")}
         texts = {key: value["content"] if isinstance(value, dict) else value for key, value in tokens.items()}
     except (OSError, ValueError, AttributeError, KeyError) as error:
@@ -101,12 +104,12 @@ class Tokenizer:
         return self.processor.decode(list(tokens))
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a sentencepiece model. Raises DataError when `path` is not one."""
+def load_tokenizer(path: str | Path, roots: Sequence[Path] | None = None) -> Tokenizer:
+    """Load a sentencepiece model. Raises DataError when `path` is not one, or does not lie below one of `roots`."""
     try:
-        model = Path(path).read_bytes()
+        model = read_foreign(Path(path), TOKENIZER_BYTES, roots)
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    except (OSError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
             f"{path} is not a readable sentencepiece model ({error}); make one with `moba-data train-tokenizer`"
         ) from error
@@ -116,16 +119,17 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer.json. The end of a document is the `eos_token` of the tokenizer_config.json in the same folder.
 
-    Raises DataError when a file cannot be read, or the package tokenizers is not installed.
+    Raises DataError when a file cannot be read or does not lie below one of `roots`, or the package tokenizers is not
+    installed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, roots: Sequence[Path] | None = None) -> None:
         try:
             tokenizers: Any = importlib.import_module("tokenizers")
         except ImportError as error:
             raise DataError(f"{path} needs the package tokenizers; run `pip install tokenizers`") from error
         try:
-            content = path.read_bytes()
+            content = read_foreign(path, TOKENIZER_BYTES, roots)
             self.library: Any = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the package raises plain Exception
             raise DataError(f"{path} is not a readable tokenizer.json: {error}") from error
@@ -134,7 +138,7 @@ class HuggingFaceTokenizer:
         self.library.no_padding()
         self.sha256 = hashlib.sha256(content).hexdigest()
         """SHA-256 of the file, in hexadecimal."""
-        self._eos = special_tokens(path.parent).get("eos_token")
+        self._eos = special_tokens(path.parent, roots).get("eos_token")
 
     @property
     def vocab_size(self) -> int:
@@ -155,19 +159,43 @@ class HuggingFaceTokenizer:
         return self.library.decode(list(tokens), skip_special_tokens=False)
 
 
-def load_text_tokenizer(path: str | Path) -> TextTokenizer:
-    """Load a tokenizer.json, a folder with one, or a sentencepiece model. Raises DataError when it cannot be read."""
+def load_text_tokenizer(path: str | Path, roots: Sequence[Path] | None = None) -> TextTokenizer:
+    """Load a tokenizer.json, a folder with one, or a sentencepiece model.
+
+    roots  folders below which its files must lie, links followed; None: anywhere
+
+    Raises DataError when it cannot be read.
+    """
     if str(path).startswith(TIKTOKEN):
         raise DataError(
             f"{path} given; tiktoken encodings work with `moba-data tokenize` only. Give a sentencepiece model, a "
             "tokenizer.json, or a folder with one"
         )
     path = tokenizer_file(path)
-    return HuggingFaceTokenizer(path) if path.suffix == ".json" else load_tokenizer(path)
+    return HuggingFaceTokenizer(path, roots) if path.suffix == ".json" else load_tokenizer(path, roots)
+
+
+def copy_tokenizer(path: Path, output: Path, roots: Sequence[Path]) -> None:
+    """Copy the tokenizer at `path`, with the files that belong to it, into the folder `output`, which is created.
+
+    Raises DataError, before anything is created, when a file cannot be read or does not lie below one of `roots`.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            files = [
+                (file.name, stack.enter_context(open_foreign(file, TOKENIZER_BYTES, roots)))
+                for file in tokenizer_files(path)
+            ]
+        except (OSError, ValueError) as error:
+            raise DataError(f"the tokenizer {path} cannot be copied: {error}") from error
+        output.mkdir(parents=True, exist_ok=True)
+        for name, source in files:
+            with (output / name).open("wb") as target:
+                shutil.copyfileobj(source, target)
 
 
 def tokenizer_files(path: Path) -> list[Path]:
     """The tokenizer at `path`, and the files in the same folder that belong to it."""
     folder = path if path.is_dir() else path.parent
-    companions = [folder / name for name in COMPANIONS if (folder / name).is_file()]
+    companions = [folder / name for name in COMPANIONS if (folder / name).exists()]
     return companions if path.is_dir() or path in companions else [path, *companions]

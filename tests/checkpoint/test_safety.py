@@ -103,6 +103,15 @@ def test_a_manifest_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -
     assert publish.latest_checkpoint(tmp_path / "checkpoints") is None
 
 
+@pytest.mark.parametrize("name", [manifest.MANIFEST, manifest.META])
+def test_a_linked_manifest_or_meta_is_refused(tmp_path: Path, name: str) -> None:
+    path = publish_step(tmp_path, 1)
+    (path / name).rename(tmp_path / "elsewhere")
+    (path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=rf"{name}: is a link; allowed: a regular file"):
+        manifest.read_json(path / name)
+
+
 def test_a_symbolic_link_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
     path = publish_step(tmp_path / "checkpoints", 1)
     (path / "__0_0.distcp").rename(tmp_path / "elsewhere")

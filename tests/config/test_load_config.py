@@ -1,5 +1,7 @@
 """Recipes: YAML, `extends`, overrides, and what users are told when something is wrong."""
 
+import itertools
+import os
 import re
 import string
 from contextlib import suppress
@@ -10,7 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moba_train.config.load import apply_overrides, deep_merge, dump_config, load_config, parse_yaml
+from moba_train.config.load import RECIPE_BYTES, apply_overrides, deep_merge, dump_config, load_config, parse_yaml
 from moba_train.config.stages import resolve_stages
 from moba_train.errors import ConfigError
 from moba_train.validation.recipe import validate
@@ -106,6 +108,57 @@ def test_extending_the_same_file_twice_is_no_circle(write, recipe):
     write("left.yaml", "extends: recipe.yaml\nseed: 1\n")
     write("right.yaml", "extends: recipe.yaml\nseed: 2\n")
     assert load_config(write("both.yaml", "extends: [left.yaml, right.yaml]")).seed == 2
+
+
+def test_doubled_extends_end_after_a_number_of_files(write):
+    for level in range(40):
+        write(f"{level}.yaml", f"extends: [{level + 1}.yaml, {level + 1}.yaml]")
+    write("40.yaml", "{}")
+    (problem,) = problems(write("top.yaml", "extends: [0.yaml, 0.yaml]"))
+    assert re.search(r"extends: reaches \S*39\.yaml as file 65, through \S*38\.yaml; allowed: 64 files", problem)
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{key}: &{key} [{', '.join([f'*{before}'] * 9)}]\n" for before, key in itertools.pairwise("abcdefghi")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB, "values, aliases replaced; allowed: 100,000"),
+        (
+            BOMB.replace("[", "{<<: [").replace("]", "]}").replace("x, ", "").replace("[x]", "{x: 1}"),
+            "aliases replaced",
+        ),
+        ("a: &a {b: *a}", "an alias to this contains itself"),
+        ("a: " + "[" * 1000, "is nested too deeply"),
+        ("a: " + "{a: " * 1000, "is nested too deeply"),
+        ("# " + "x" * RECIPE_BYTES, "allowed: 262,144"),
+    ],
+    ids=["aliases", "merged aliases", "circle", "lists", "mappings", "size"],
+)
+def test_a_recipe_that_becomes_too_large_is_refused(write, text, said):
+    """Written into the file, and in a file that it extends."""
+    path = write("bomb.yaml", text)
+    for found in (problems(path), problems(write("top.yaml", "extends: bomb.yaml"))):
+        assert "bomb.yaml" in found[0]
+        assert said in found[0]
+
+
+def test_devices_and_pipes_end_with_a_message(write, tmp_path):
+    """The recipe itself may be a pipe of the user's; what it extends may not."""
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert "is a named pipe; allowed: a regular file" in problems(write("top.yaml", "extends: pipe.yaml"))[0]
+    assert "is a device; allowed: a regular file" in problems(write("top.yaml", "extends: /dev/zero"))[0]
+    assert "has more than 262,144 bytes" in problems(Path("/dev/zero"))[0]
+
+
+def test_only_the_first_problems_of_very_many_are_explained(recipe, write):
+    text = "".join(f"unknown_{number}: 1\n" for number in range(150))
+    found = problems(write("many.yaml", f"extends: recipe.yaml\n{text}"))
+    assert len(found) == 101
+    assert found[-1] == "... and 50 more problems"
 
 
 @FUZZ

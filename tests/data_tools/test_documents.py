@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import tracemalloc
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from data_tools import documents
 from data_tools.documents import BadRecord, Chunk, cut_shards, find_files, hash_fraction, read_documents
-from moba_train.errors import DataError
+from moba_train.errors import DataError, ForeignFileError
 
 
 def test_folders_are_read_sorted_by_glob_without_excludes(folder: Path) -> None:
@@ -136,3 +138,137 @@ def test_hash_fraction_is_uniform_and_fixed() -> None:
     # A new version of this package must not move documents from training to validation.
     assert hash_fraction(b"a", "holdout") == pytest.approx(0.055776611622499375, rel=1e-12)
     assert hash_fraction(b"a", "holdout") != hash_fraction(b"a", "tokenizer")
+
+
+LIMIT = 1 << 20
+
+
+def read(path: Path, content: bytes = b"") -> list[bytes | BadRecord]:
+    """The documents of one file, none longer than `LIMIT`."""
+    if content:
+        path.write_bytes(content)
+    return [found for shard in cut_shards([str(path)]) for found in read_documents(shard, "text", LIMIT)]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "txt", "txt.gz"])
+def test_a_record_of_any_length_is_a_bad_record_in_bounded_memory(folder: Path, suffix: str) -> None:
+    huge = b'{"text": "' + b"x" * 60 * LIMIT + b'"}\n'
+    content = b'{"text": "a"}\n' + huge + b'{"text": "b"}\n' if "jsonl" in suffix else huge
+    path = folder / f"a.{suffix}"
+    path.write_bytes(gzip.compress(content, 1) if suffix.endswith("gz") else content)
+    del content, huge
+    tracemalloc.start()
+    found = read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    bad = [record for record in found if isinstance(record, BadRecord)]
+    assert [record.line for record in bad] == [2 if "jsonl" in suffix else 1]
+    assert "longer than 1,048,576 bytes" in bad[0].reason
+    assert [record for record in found if record not in bad] == ([b"a", b"b"] if "jsonl" in suffix else [])
+    assert peak < 8 * LIMIT
+
+
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "txt.gz"])
+def test_a_decompression_bomb_is_read_no_further(folder: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many short records, and of one line."""
+    monkeypatch.setattr(documents, "EXPANDED_BYTES", LIMIT)
+    compress = gzip.compress if suffix.endswith("gz") else pytest.importorskip("zstandard").compress
+    for content in (b'{"text": "a"}\n' * (1 << 18), b" " * (1 << 24)):
+        bomb = read(folder / f"a.{suffix}", compress(content))[-1]
+        assert isinstance(bomb, BadRecord)
+        most = max(LIMIT, documents.EXPANDED_RATIO * (folder / f"a.{suffix}").stat().st_size)
+        assert bomb.reason in (
+            f"the file decompresses to more than {most:,} bytes; the rest of it is skipped",
+            documents.too_long(LIMIT),  # seen before: one document
+        )
+
+
+def test_the_rows_of_a_parquet_bomb_are_read_no_further(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row group that says how large it becomes, and a text in a dictionary that all rows refer to."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = folder / "a.parquet"
+    long = "x" * 90_000
+    parquet.write_table(pyarrow.table({"text": [long, "y"]}), path, compression="zstd")
+    assert read(path) == [long.encode(), b"y"]
+    monkeypatch.setattr(documents, "EXPANDED_BYTES", 1 << 16)
+    monkeypatch.setattr(documents, "EXPANDED_RATIO", 1)
+    assert [str(record) for record in read(path)] == [
+        f"{path}:1: the file decompresses to more than 65,536 bytes; the rest of it is skipped"
+    ]
+    monkeypatch.setattr(documents, "EXPANDED_BYTES", LIMIT)
+    parquet.write_table(pyarrow.table({"text": [long] * 500}), path, compression="zstd")
+    *rows, bomb = read(path)
+    assert rows == [long.encode()] * 11
+    assert isinstance(bomb, BadRecord)
+    assert bomb.line == 12
+
+
+def test_a_long_row_and_text_that_is_not_utf8_are_bad_records(folder: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    broken = pyarrow.array([b"\xff"]).cast(pyarrow.binary()).view(pyarrow.string())
+    texts = pyarrow.chunked_array([["good", "x" * (LIMIT + 1)], broken, ["also"]])
+    parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet")
+    found = read(folder / "a.parquet")
+    assert [found[0], found[3]] == [b"good", b"also"]
+    assert "longer than" in str(found[1])
+    assert "a.parquet:3: 'utf-8' codec" in str(found[2])
+
+
+def test_all_frames_of_a_zst_file_are_read(folder: Path) -> None:
+    """Tools that compress in parallel write several."""
+    zstandard = pytest.importorskip("zstandard")
+    frames = zstandard.compress(b'{"text": "a"}\n') + zstandard.compress(b'{"text": "b"}\n')
+    assert read(folder / "a.jsonl.zst", frames) == [b"a", b"b"]
+
+
+def test_nested_json_is_a_bad_record_and_bad_records_take_linear_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+    original = documents._open
+    monkeypatch.setattr(documents, "_open", lambda path: opened.append(path) or original(path))
+    found = read(folder / "a.jsonl.gz", gzip.compress(b"[" * 100_000 + b"\n" + b"no\n" * 1000))
+    assert "a.jsonl.gz:1: JSON is nested too deeply" in str(found[0])
+    assert [record.line for record in found if isinstance(record, BadRecord)] == list(range(1, 1002))
+    assert len(opened) == 1
+
+
+def test_links_that_lead_out_of_a_folder_are_left_out_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOBA_TRAIN_DATA_ROOTS", raising=False)
+    (folder.parent / "secret.txt").write_text("secret")
+    (folder / "own.txt").write_text("own")
+    (folder / "inside.txt").symlink_to("own.txt")
+    for name, target in (("out", "../secret.txt"), ("absolute", folder.parent / "secret.txt"), ("twice", "out.txt")):
+        (folder / f"{name}.txt").symlink_to(target)
+    outside: list[str] = []
+    found = find_files([str(folder)], ["*"], [], outside)
+    assert [Path(file).name for file in found] == ["inside.txt", "own.txt"]
+    assert [Path(file).name for file in outside] == ["absolute.txt", "out.txt", "twice.txt"]
+    assert find_files([str(folder / "out.txt")], ["*"], []) == [str(folder / "out.txt")], "the user named it"
+    with pytest.raises(DataError, match="1 links lead out of the folder, which MOBA_TRAIN_DATA_ROOTS may allow"):
+        find_files([str(folder)], ["out.txt"], [])
+    monkeypatch.setenv("MOBA_TRAIN_DATA_ROOTS", str(folder.parent))
+    assert len(find_files([str(folder)], ["*"], [])) == 5
+
+
+def test_a_snapshot_of_a_cached_data_set_may_link_to_its_blobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOBA_TRAIN_DATA_ROOTS", raising=False)
+    repository = tmp_path / "datasets--owner--name"
+    snapshot = repository / "snapshots/0123abcd"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "blobs/abc").write_text("text")
+    (snapshot / "a.txt").symlink_to("../../blobs/abc")
+    assert find_files([str(snapshot)], ["*"], []) == [str(snapshot / "a.txt")]
+
+
+def test_pipes_are_refused(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.txt")
+    with pytest.raises(DataError, match="is a pipe or a device"):
+        find_files([str(folder / "pipe.txt")], ["*"], [])
+    with pytest.raises(ForeignFileError, match="is a named pipe; allowed: a regular file"):
+        list(read_documents((Chunk(str(folder / "pipe.txt"), 0, 1),), "text"))

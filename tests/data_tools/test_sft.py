@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from data_tools.cli import app
 from data_tools.conversations import parse_record
 from data_tools.sft import make_sft_corpus, show_documents
-from moba_train.data.chat_template import BUILT_IN, ChatTemplate, load_chat_template
+from moba_train.data.chat_template import BUILT_IN, ChatTemplate
 from moba_train.data.indexed import IndexedDataset
+from moba_train.data.load_template import load_chat_template
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import DataError
 

@@ -1,12 +1,17 @@
 """A checkpoint's recipe cannot make `eval` and `generate` read what lies outside the folders that were allowed."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from moba_train.checkpoint import manifest, publish
+from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
 from moba_train.errors import CheckpointError
-from moba_train.validation.foreign_paths import ROOTS, check_paths
+from moba_train.foreign_files import ROOTS
+from moba_train.validation.checkpoints import open_checkpoint
+from moba_train.validation.foreign_paths import check_paths
 
 
 def recipe(validation: str, tokenizer: str | None = None) -> RunConfig:
@@ -35,10 +40,47 @@ def test_paths_that_lead_out_are_refused_by_key(tmp_path: Path, path: str) -> No
     (tmp_path / "here" / "link.bin").symlink_to(tmp_path / "secret.bin")
     (tmp_path / "here" / "folder").symlink_to(tmp_path)
     for config in (recipe(path), recipe("valid", path if path != "link" else "link.bin")):
-        with pytest.raises(CheckpointError, match=rf"(data\.validation\[0\]\.path|data\.tokenizer) .*{ROOTS}="):
+        with pytest.raises(
+            CheckpointError, match=rf"(data\.validation\[0\]\.path|data\.tokenizer) .*({ROOTS}=|null byte)"
+        ):
             check_paths(config, Path("c"))
 
 
 def test_the_user_may_allow_more_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ROOTS, f"/nowhere:{tmp_path}")
     check_paths(recipe("../secret"), Path("c"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_named_as_a_folder_is_checked_by_its_files(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "here" / "tokenizer"
+    folder.mkdir()
+    (folder / name).symlink_to(tmp_path / "secret.bin")
+    for given in (str(folder), str(folder / "tokenizer.json")):
+        with pytest.raises(CheckpointError, match=rf"data\.tokenizer .*{name}: leads to .*secret\.bin, outside"):
+            check_paths(recipe("valid", given), Path("c"))
+
+
+@pytest.mark.parametrize("name", ["valid.idx", "valid.loss.bin", "tok.model"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    """Opening it would wait for a writer."""
+    os.mkfifo(tmp_path / "here" / name)
+    with pytest.raises(CheckpointError, match="is a named pipe; allowed: a regular file"):
+        check_paths(recipe("valid", "tok.model"), Path("c"))
+
+
+def test_a_recipe_that_describes_more_than_the_checkpoint_holds_is_refused(tmp_path: Path) -> None:
+    """Before memory for its model is taken."""
+    config = recipe("valid")
+    (tmp_path / "checkpoints").mkdir()
+    temporary = publish.make_temporary_folder(tmp_path / "checkpoints", 1)
+    changes = {
+        "model": config.model.model_copy(update={"vocab_size": 1 << 24}),
+        "attention": config.attention.model_copy(update={"full_layers": "all"}),
+    }
+    large = config.model_copy(update=changes)
+    meta = {"progress": {"step": 1, "stage": 0}, "config": dump_config(large)}
+    manifest.write_json(temporary / manifest.META, meta)
+    publish.publish(temporary, 1, {manifest.META: manifest.hash_file(temporary / manifest.META)})
+    with pytest.raises(CheckpointError, match=r"recipe's model have 4,29\d,\d+,\d+ bytes, but its files"):
+        open_checkpoint(tmp_path)

@@ -1,0 +1,57 @@
+"""Chat templates by name, or from a file or a model's folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moba_train.data.chat_template import BUILT_IN, ChatTemplate, Template
+from moba_train.data.confined_template import ConfinedTemplate
+from moba_train.data.tokenizer import TOKENIZER_CONFIG, special_tokens
+from moba_train.errors import DataError
+from moba_train.foreign_files import folder_roots, read_foreign, read_foreign_json
+
+TEMPLATE_BYTES = 1 << 20
+"""Largest chat template; those of models have up to 20 kB."""
+
+
+def load_chat_template(name: str, end_of_turn: str | None = None) -> Template:
+    """Load a built-in template by name, a Jinja file, or the template of a model's folder (`chat_template.jinja` or
+    `tokenizer_config.json`). One that is not built in runs in a process of its own.
+
+    `end_of_turn` is required with a file; with a folder it defaults to the `eos_token`. Raises DataError when there is
+    no such template, or its end of turn is unknown.
+    """
+    if name in BUILT_IN:
+        source, end = BUILT_IN[name]
+        return ChatTemplate(source, end_of_turn or end)
+    path = Path(name)
+    if not path.exists():
+        raise DataError(f"chat template {name}: not a file or folder, and none of the built-in {', '.join(BUILT_IN)}")
+    try:
+        source, variables = _read_folder(path) if path.is_dir() else (_read_text(path, None), {})
+    except (OSError, ValueError) as error:
+        raise DataError(f"chat template {name} cannot be read: {error}") from error
+    end_of_turn = end_of_turn or variables.get("eos_token")
+    if not end_of_turn:
+        raise DataError(f"chat template {name}: the text that ends a turn is unknown; give --end-of-turn")
+    return ConfinedTemplate(source, end_of_turn, variables)
+
+
+def _read_text(path: Path, roots: Sequence[Path] | None) -> str:
+    return read_foreign(path, TEMPLATE_BYTES, roots).decode()
+
+
+def _read_folder(folder: Path) -> tuple[str, dict[str, str]]:
+    """Template and special tokens of a model's folder. Raises OSError, ValueError."""
+    roots = folder_roots(folder)
+    variables = special_tokens(folder, roots)
+    if (own := folder / "chat_template.jinja").exists():
+        return _read_text(own, roots), variables
+    file = folder / TOKENIZER_CONFIG
+    config = read_foreign_json(file, roots=roots) if file.exists() else {}
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several templates with names
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    if not isinstance(source, str):
+        raise ValueError("its tokenizer_config.json has no chat_template")
+    return source, variables
