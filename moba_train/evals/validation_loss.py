@@ -9,7 +9,6 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import collate
 from moba_train.data.samples import Sample, StageData
-from moba_train.errors import DataError
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import training_loss
@@ -28,11 +27,7 @@ class ValidationLoss(Evaluation):
         sequences = config.evaluation.sequences
         vocab_size = config.model.vocab_size
         self._data = StageData(config.data.validation, stage.seq_len, sequences, config.seed, {}, vocab_size)
-        if not any(self._data.sample(index).loss_weight.any() for index in range(sequences)):
-            raise DataError(
-                f"data.validation: no token of the {sequences} evaluated samples carries loss; make the loss masks "
-                "again, name other corpora, or raise evaluation.sequences"
-            )
+        self._data.check_loss()
 
     @classmethod
     def enabled(cls, config: RunConfig) -> bool:

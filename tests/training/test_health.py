@@ -40,15 +40,18 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_touches_the_weights(
 
 
 def test_a_step_without_any_loss_token_is_skipped_with_a_warning(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """Documents of one token predict nothing: no NaN, no update, the tokens count as consumed."""
+    """Documents of one token predict nothing: no NaN, no update, the tokens count as consumed. The one document with
+    loss lies in a few of the batches."""
     with IndexedDatasetWriter(run.folder / "lonely", np.uint16) as writer:
-        for token in range(40):
+        writer.add_document(np.arange(100) % VOCAB)
+        for token in range(2900):
             writer.add_document(np.array([token % VOCAB], dtype=np.uint16))
     run.recipe["data"] = {"train": [{"path": str(run.folder / "lonely")}]}
     code, printed = train_here(run, capsys)
     assert code == 0, printed
-    assert not run.records()
-    assert len(run.records("warning")) == 12
+    skipped = [record["step"] for record in run.records("warning")]
+    assert len(skipped) > 2
+    assert sorted(skipped + [record["step"] for record in run.records()]) == list(range(1, 13))
     assert read_meta(run.newest_checkpoint)["progress"]["step"] == 12
 
 
