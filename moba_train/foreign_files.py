@@ -10,8 +10,9 @@ import json
 import os
 import stat
 from collections.abc import Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from moba_train.errors import ForeignFileError
 
@@ -73,7 +74,9 @@ def check_below(path: Path, roots: Sequence[Path]) -> Path:
     return real
 
 
-def open_foreign(path: Path, limit: int | None, roots: Sequence[Path] | None = None, links: bool = True) -> BinaryIO:
+def open_foreign(
+    path: Path, limit: int | None, roots: Sequence[Path] | None = None, links: bool = True
+) -> BufferedReader:
     """Open a file from elsewhere for reading its bytes.
 
     limit  largest size in bytes; None: any

@@ -8,8 +8,9 @@ files are opened: a link would lead out of the checkpoint, and a FIFO would bloc
 import os
 import time
 from collections.abc import Callable, Iterable
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Self, TypeVar
+from typing import Self, TypeVar
 
 from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import open_foreign
@@ -65,7 +66,7 @@ def retried(action: Callable[[], T]) -> T:
     return results[None]
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Opens a regular file for reading. Raises CheckpointError when it is anything else."""
     try:
         return open_foreign(path, None, links=False)
