@@ -9,12 +9,12 @@ import uuid
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from benchmarks.chaos_rank import main
+from benchmarks import chaos_rank
 
 
 def train(recipe: str) -> None:
     """Train as one rank; exits with its code unless it is 0."""
-    if code := main([recipe]):
+    if code := chaos_rank.train([recipe]):
         sys.exit(code)
 
 

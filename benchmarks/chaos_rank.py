@@ -9,6 +9,7 @@ suffers it, once.
 import errno
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import moba_train.train
 import moba_train.training.trainer as trainer
 from moba_train.data.batch import Batch
 from moba_train.model.transformer import LossSums, Transformer
+from moba_train.parallel.run_lock import run_folder_lock
 
 NAN = "nan"
 """The loss of one micro-batch is NaN on one rank, as after a bit flip in the forward pass."""
@@ -27,6 +29,9 @@ POISON = "poison"
 """NaN in the optimizer state of one rank, after an update."""
 READ_ERROR = "read_error"
 """A file of a checkpoint cannot be read, the first time."""
+
+LOCK_WAIT_S = 5.0
+"""A second trainer gives up after this time and not after 30 s, in which a run of the suite may end."""
 
 
 def strikes(fault: str) -> bool:
@@ -59,16 +64,17 @@ def install() -> None:
             state = next(iter(self.optimizer.state.values()))["exp_avg"]
             (state.to_local() if isinstance(state, DTensor) else state).view(-1)[:1] = torch.nan
 
+    moba_train.train.run_folder_lock = partial(run_folder_lock, wait_s=LOCK_WAIT_S)
     trainer.training_loss = training_loss
     manifest.hash_file = hash_file
     trainer.Trainer._update = update  # type: ignore[method-assign, assignment]
 
 
-def main(arguments: list[str]) -> int:
+def train(arguments: list[str]) -> int:
     """Train as one rank, with the faults installed. Returns its exit code."""
     install()
     return moba_train.train.main(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(train(sys.argv[1:]))

@@ -9,7 +9,7 @@ import sentencepiece
 
 from data_tools.documents import BadRecord, cut_shards, hash_fraction, read_documents, shard_bytes
 from data_tools.progress import ByteProgress
-from moba_train.errors import DataError
+from moba_train.errors import DataError, UserError
 
 SAMPLE_BYTES = 128 << 20
 """Larger inputs are sampled down to this size: the trainer keeps all text in memory, and more text gains nothing."""
@@ -25,7 +25,7 @@ def train_tokenizer(files: Sequence[str], output: str | Path, vocab_size: int, t
     total = sum(map(shard_bytes, shards))
     fraction = SAMPLE_BYTES / max(total, 1)
     bad: list[BadRecord] = []
-    failures: list[DataError] = []
+    failures: list[UserError] = []
 
     def lines() -> Iterator[str]:
         try:
@@ -37,7 +37,7 @@ def train_tokenizer(files: Sequence[str], output: str | Path, vocab_size: int, t
                         elif hash_fraction(document, "tokenizer") < fraction:
                             yield from document.decode().split("\n")
                     progress.advance(shard_bytes(shard))
-        except DataError as error:
+        except UserError as error:
             # Sentencepiece replaces an exception of the iterator by its own, without the message.
             failures.append(error)
 

@@ -297,7 +297,7 @@ class RunCheckpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.restarts is not None:
+        if self.restarts is not None and self._lock_problem() is None:  # else the folder is another run's
             if error is None:
                 self.restarts.end_in_order()
             else:

@@ -4,7 +4,9 @@ Imports nothing heavy, because it listens while torch is imported. A thread of i
 Python's wakeup descriptor: a handler in the main thread would not run while that thread waits inside a collective or
 for torchrun's store. What a signal does depends on the moment:
 
-    before the rank has joined the others   the process ends at once, with code 0: there is nothing to save
+    before the rank has joined the others   there is nothing to save. A rank that is alone ends at once, with code 0.
+                                            Others end together when all have joined, at the latest 10 s after the
+                                            signal: it may have reached one rank only, and the others wait for that one
     afterwards                              the request is noted; all ranks agree on it between the phases of set-up and
                                             before each step, save if a step was made, and end with code 0
     during the last save and afterwards     noted: the save is completed, and the process ends as it would have
@@ -30,6 +32,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DUPLICATE_S = 2.0
 """Seconds in which a signal after SIGINT is a duplicate of it: torchrun passes one on within a tenth of a second, on an
 overloaded machine a second; a person who reads the message takes longer."""
+
+JOINS_WITHIN_S = 10.0
+"""Seconds after which a rank that was asked to stop no longer waits to join the others: schedulers give about 30."""
 
 ENDED_BY_INTERRUPT = 128 + signal.SIGINT
 
@@ -83,13 +88,24 @@ class StopRequest:
                 self._interrupted = now
             first = not self.requested
             self._asked.set()
-            if not self._joined:
+            if not self._joined and int(os.environ.get("WORLD_SIZE", "1")) == 1:
                 _say(BEFORE_TRAINING)
                 return 0
-            if first:
+            if first and not self._joined:
+                timer = threading.Timer(JOINS_WITHIN_S, self._end_unless_joined)
+                timer.daemon = True
+                timer.start()
+            elif first:
                 again = "; Ctrl-C again ends at once, without saving" if number == signal.SIGINT else ""
                 _say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint{again}")
         return None
+
+    def _end_unless_joined(self) -> None:
+        with self._lock:
+            if not self._joined:
+                _say(BEFORE_TRAINING)
+                report_stopped()
+                os._exit(0)
 
 
 class _Listener:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prose import prose
 
 from data_tools.train_tokenizer import train_tokenizer
-from moba_train.errors import DataError
+from moba_train.errors import DataError, UserError
 
 
 def test_control_ids(tokenizer: str) -> None:
@@ -58,5 +58,5 @@ def test_unreadable_input_is_named(folder: Path) -> None:
     files = [str(folder / "a.txt"), str(folder / "gone.txt")]
     (folder / "gone.txt").unlink()
     (folder / "gone.txt").mkdir()
-    with pytest.raises(DataError, match=r"cannot read .*gone.txt"):
+    with pytest.raises(UserError, match=r"gone.txt: is a folder; allowed: a regular file"):
         train_tokenizer(files, folder / "tok.model", 300, "text")

@@ -169,9 +169,10 @@ def test_the_launcher_ends_with_the_code_of_the_ranks(
 
 def test_moba_train_goes_through_the_launcher(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
-    monkeypatch.setattr("os.execv", lambda _program, arguments: given.extend(arguments))
-    assert CliRunner().invoke(app, ["train", str(run.write_recipe()), "--gpus", "2"]).exit_code == 0
-    assert given[1:3] == ["-m", "moba_train.launch"]
+    monkeypatch.setattr("moba_train.launch.main", lambda arguments: given.extend(arguments) or 75)
+    assert CliRunner().invoke(app, ["train", str(run.write_recipe()), "--gpus", "2"]).exit_code == 75
+    assert given[:3] == ["--standalone", "--nproc-per-node", "2"]
+    assert given[-3:-1] == ["-m", "moba_train.train"]
 
 
 class BrokenGpu:

@@ -15,6 +15,7 @@ from trainer_ranks import Ranks
 
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.marks import MARKS, Marks
+from moba_train.errors import ReproducibleFaultError
 from moba_train.train import main
 from moba_train.training.restarts import RESTARTS, Restarts
 from moba_train.training.trainer import Trainer
@@ -23,16 +24,19 @@ MOST = 20
 
 
 def poison(patch: pytest.MonkeyPatch, after_step: int, into: str) -> None:
-    """After this step, put one NaN into the weights or the optimizer's state of the last rank."""
+    """After this step, put a NaN into the weights of the last rank, or into its optimizer's state a number that is
+    finite, so that the save notices nothing, and overflows in the next update."""
     update = Trainer._update
 
     def poisoned(trainer: Trainer, *arguments: Any) -> None:
         update(trainer, *arguments)
         if trainer.progress.step == after_step and trainer.world.rank == trainer.world.size - 1:
             parameter = next(iter(trainer.model.parameters()))
-            tensor = parameter if into == "weights" else trainer.optimizer.state[parameter]["exp_avg"]
+            in_weights = into == "weights"
+            tensor = parameter if in_weights else trainer.optimizer.state[parameter]["exp_avg"]
             with torch.no_grad():
-                (tensor.to_local() if isinstance(tensor, DTensor) else tensor).view(-1)[0] = torch.nan
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                local.view(-1)[0] = torch.nan if in_weights else 1e38
 
     patch.setattr(Trainer, "_update", poisoned)
 
@@ -53,7 +57,7 @@ def train_poisoned(recipe: str, into: str) -> int:
     """Train until the fault ends the run."""
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, 8, into)
-        return 0 if main([recipe]) == 2 else 1
+        return 0 if main([recipe]) == ReproducibleFaultError.exit_code else 1
 
 
 def test_one_nan_in_the_weights_of_one_rank_costs_one_checkpoint(run: Run, ranks: Ranks) -> None:
@@ -69,15 +73,15 @@ def test_one_nan_in_the_weights_of_one_rank_costs_one_checkpoint(run: Run, ranks
     assert starts(run) == [], "a run that has ended in order has no failed starts"
 
 
-def test_one_nan_in_the_optimizer_state_is_left_behind_at_the_second_restart(
+def test_a_broken_optimizer_state_is_left_behind_at_the_second_restart(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes one good step to reach the weights, so that only a second start from step 8 puts it in doubt."""
     steady(run, "log", 12)
     with monkeypatch.context() as patch:
         poison(patch, 8, "optimizer")
-        assert run.train_here() == 2
-    assert run.train_here() == 2
+        assert run.train_here() == ReproducibleFaultError.exit_code
+    assert run.train_here() == ReproducibleFaultError.exit_code
     assert resumed_from(run) == 8
     assert [(start["from_step"], start["fatal"]) for start in starts(run)] == [(8, True)]
     assert run.train_here() == 0
@@ -90,7 +94,7 @@ def test_skip_step_protects_the_checkpoint_before_the_poisoned_one(run: Run, mon
     run.recipe["checkpoint"]["keep_last"] = 2
     with monkeypatch.context() as patch:
         poison(patch, 8, "optimizer")
-        assert run.train_here() == 2
+        assert run.train_here() == ReproducibleFaultError.exit_code
     assert 4 in checkpoints(run)
     assert 16 in checkpoints(run), "it saved after the fault"
     assert run.train_here("--stop-at-step", "12") == 0
@@ -115,7 +119,7 @@ def test_a_run_that_gets_nowhere_ends_with_an_account_of_its_starts(
     inject(monkeypatch, {10: not_a_number})
     froms = []
     for _ in range(4):
-        assert run.train_here() == 2
+        assert run.train_here() == ReproducibleFaultError.exit_code
         froms.append(resumed_from(run) if run.records("resume") else 0)
     assert froms == [0, 8, 4, 8], "the second one of step 8 is another checkpoint: it gets its chance"
     capsys.readouterr()

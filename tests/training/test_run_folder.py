@@ -16,6 +16,7 @@ from trainer_ranks import Ranks
 
 from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
 from moba_train.checkpoint.state import local_part
+from moba_train.errors import ReproducibleFaultError
 from moba_train.train import main
 from moba_train.training.trainer import Trainer
 
@@ -189,7 +190,7 @@ def test_nan_in_one_rank_s_optimizer_state_is_not_resumed_from(
 def test_a_run_without_any_finite_checkpoint_is_refused(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert train_with_nan_on_rank_1(str(run.write_recipe()), 4) == 2
+    assert train_with_nan_on_rank_1(str(run.write_recipe()), 4) == ReproducibleFaultError.exit_code
     assert steps(run.run_dir / "checkpoints") == ["step_00000004"]
     code, printed = train_here(run, capsys)
     assert code == 2
