@@ -139,7 +139,7 @@ def cut_corpus(it: Disturbance) -> None:
     content = file.read_bytes()
     os.truncate(file, len(content) // 2)
     try:
-        run.wait(lambda: run.says("error: corpus", first), 90, "an end with a message")
+        run.wait(lambda: run.says(f"{file} ", first), 90, "an end with a message")
         it.kill("agent")
     finally:
         file.write_bytes(content)
