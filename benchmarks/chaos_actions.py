@@ -145,6 +145,13 @@ def cut_corpus(it: Disturbance) -> None:
         file.write_bytes(content)
 
 
+def poison_optimizer(it: Disturbance) -> None:
+    """NaN in the optimizer's state: the run ends with an error and goes on from before, from the newest checkpoint but
+    one if it had started from the newest."""
+    (it.floor, _), _ = published(it.run.checkpoints)[-2:]
+    it.arm(POISON)
+
+
 def turn_back_clock(it: Disturbance) -> None:
     """Set the clock back by a day, change file times so that older checkpoints look newer, and kill the run."""
     it.run.folder.joinpath("clock").write_text("-86400")
@@ -181,7 +188,7 @@ ACTIONS: dict[str, Action] = {
     "second_trainer": Action(start_second_trainer, goes_on=True),
     "corpus_cut": Action(cut_corpus, needs_command=True),
     "transient_nan": Action(lambda it: it.arm(NAN), goes_on=True, says="transient"),
-    "poisoned_optimizer": Action(lambda it: it.arm(POISON), says="reproducible"),
+    "poisoned_optimizer": Action(poison_optimizer, says="reproducible"),
     "clock_back": Action(turn_back_clock),
 }
 KILLS = tuple(name for name, action in ACTIONS.items() if action.is_kill)
