@@ -18,7 +18,7 @@ class OptionalPackage:
     """A package that some part of this one uses where it is installed."""
 
     name: str
-    """Of the distribution."""
+    """Name of the distribution, as pip knows it."""
     gives: str
     """What it adds, and to what."""
     features: tuple[tuple[str, str], ...]

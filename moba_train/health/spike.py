@@ -182,7 +182,7 @@ class _Window:
     added: float = 0.0
     """During the warm-up of a stage, a value may be up to `factor` x the median of the stage before + `added`."""
     before: Statistics | None = None
-    """Of the stage before; None in the first one."""
+    """Statistics of the stage before; None in the first one."""
     values: deque[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -205,7 +205,7 @@ class _Window:
         return max(0.0, (log - math.log(self._ceiling())) / self.before[1])
 
     def summary(self) -> Statistics | None:
-        """Of the values; None while there are too few."""
+        """Statistics of the values; None while there are too few."""
         if not self._warm():
             return None
         logs = [math.log(max(other, TINY)) for other in self.values]

@@ -170,7 +170,7 @@ def test_a_record_of_any_length_is_a_bad_record_in_bounded_memory(folder: Path, 
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "txt.gz"])
 def test_a_decompression_bomb_is_read_no_further(folder: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many short records, and of one line."""
+    """Many short records, and one line."""
     monkeypatch.setattr(documents, "EXPANDED_BYTES", LIMIT)
     compress = gzip.compress if suffix.endswith("gz") else pytest.importorskip("zstandard").compress
     for content in (b'{"text": "a"}\n' * (1 << 18), b" " * (1 << 24)):
