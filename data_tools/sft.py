@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -17,9 +16,8 @@ from data_tools.documents import BadRecord, choose_split, splits
 from moba_train.data.chat_template import Template, TemplateSegment
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.data.loss_mask import mask_prefix
-from moba_train.data.tokenizer import TextTokenizer, Tokenizer, load_text_tokenizer, tokenizer_file
+from moba_train.data.tokenizer import TextTokenizer, Tokenizer, load_text_tokenizer, tokenizer_file, tokenizer_hash
 from moba_train.errors import DataError
-from moba_train.foreign_files import TOKENIZER_BYTES, read_foreign
 
 
 class TokenizedConversation(NamedTuple):
@@ -87,7 +85,7 @@ def make_sft_corpus(
     info = {
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": file.name,
-        "tokenizer_sha256": hashlib.sha256(read_foreign(file, TOKENIZER_BYTES)).hexdigest(),
+        "tokenizer_sha256": tokenizer_hash(tokenizer_path),
         "loss_mask": True,
     }
     bad: list[str] = []

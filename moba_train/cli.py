@@ -73,11 +73,13 @@ def plan(
     from moba_train.planning.devices import local_peak_tflops
     from moba_train.planning.plan import make_plan
     from moba_train.planning.render import print_plan
+    from moba_train.validation.data import check_one_tokenizer
     from moba_train.validation.recipe import validate
 
     config = load_config(recipe, overrides or ())
     per_node = min(gpus, gpus_per_node)
     validate(config, world_size=gpus, ranks_per_node=per_node)
+    check_one_tokenizer(config)
     print_plan(make_plan(config, gpus, tflops or local_peak_tflops(), mfu, per_node), Console())
 
 

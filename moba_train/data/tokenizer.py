@@ -38,6 +38,12 @@ def tokenizer_file(path: str | Path) -> Path:
     return path / "tokenizer.json" if path.is_dir() else path
 
 
+def tokenizer_hash(path: str | Path) -> str:
+    """SHA-256 of the tokenizer's file, in hexadecimal: the `tokenizer_sha256` of the corpora that it makes. Raises
+    ForeignFileError when it is not a regular file, OSError when it cannot be read."""
+    return hashlib.sha256(read_foreign(tokenizer_file(path), TOKENIZER_BYTES)).hexdigest()
+
+
 def special_tokens(folder: Path, roots: Sequence[Path] | None = None) -> dict[str, str]:
     """Special tokens such as `eos_token` in the tokenizer_config.json of `folder`, by name; empty without the file.
 

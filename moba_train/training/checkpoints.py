@@ -24,6 +24,7 @@ from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import used_kinds
 from moba_train.convert.initial_weights import load_initial_weights
+from moba_train.data.tokenizer import tokenizer_hash
 from moba_train.errors import CheckpointError, LaunchError, TrainingError, UserError
 from moba_train.health.node import Disk, disk_problem
 from moba_train.model.build import kind_of_parameter
@@ -32,7 +33,7 @@ from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel.world import World, broadcast
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.first_start import check_first_start
-from moba_train.training.progress import Progress, check_resumable, check_tokenizer, data_plan, tokenizer_hash
+from moba_train.training.progress import Progress, check_resumable, check_tokenizer, data_plan
 from moba_train.training.restarts import Restarts, choose_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class RunCheckpoints:
         self._marks = Marks([])
         self._doubted: list[tuple[int, str]] = []
         self._config = config
-        self._tokenizer = tokenizer_hash(config)
+        self._tokenizer = tokenizer_hash(config.data.tokenizer) if config.data.tokenizer else ""
         self._model = model
         self._optimizer = optimizer
         self._tensors = TrainingTensors(model, optimizer)

@@ -1,6 +1,5 @@
 """Progress of a run: everything that a checkpoint stores besides tensors, and whether a recipe can go on from it."""
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,7 +10,6 @@ from moba_train.config.explain import format_path
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.data.fingerprint import Fingerprint
-from moba_train.data.tokenizer import tokenizer_file
 from moba_train.errors import CheckpointError
 from moba_train.telemetry.boundary import Boundary
 
@@ -103,12 +101,6 @@ def data_plan(config: RunConfig, progress: Progress) -> dict[str, Any]:
             for stage in resolve_stages(config, progress.exited_steps)[: progress.stage + 1]
         ],
     }
-
-
-def tokenizer_hash(config: RunConfig) -> str:
-    """SHA-256 of the tokenizer's file, wherever it lies; empty without a tokenizer."""
-    path = config.data.tokenizer
-    return hashlib.sha256(tokenizer_file(path).read_bytes()).hexdigest() if path is not None else ""
 
 
 def check_tokenizer(tokenizer: str, progress: Progress, config: RunConfig, where: str) -> None:

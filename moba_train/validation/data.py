@@ -1,5 +1,6 @@
 """What cannot work about the corpora and the tokenizer that a recipe names."""
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,8 +9,8 @@ from moba_train.config.data import SourceConfig
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossWeights
-from moba_train.data.tokenizer import load_text_tokenizer
-from moba_train.errors import DataError
+from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file, tokenizer_hash
+from moba_train.errors import ConfigError, DataError
 from moba_train.validation.stage_exit import exit_data_problems
 
 
@@ -33,6 +34,7 @@ def file_problems(config: RunConfig) -> Iterator[str]:
         yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"
     elif tokenizer is not None:
         yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
+    yield from tokenizer_problems(config)
     if not corpora:
         yield from exit_data_problems(config)
 
@@ -57,6 +59,45 @@ def _corpus_problems(config: RunConfig) -> Iterator[str]:
             loss = (opened[source.path].carries_loss(source.min_length or 0, source.below_length) for source in sources)
             if not any(loss):
                 yield f"{key}: no token carries loss; make the loss masks of the corpora again, or name other corpora"
+
+
+def check_one_tokenizer(config: RunConfig) -> None:
+    """Raises ConfigError when corpora that are on disk were made with other tokenizers than the recipe's."""
+    if problems := list(tokenizer_problems(config)):
+        raise ConfigError(problems)
+
+
+def tokenizer_problems(config: RunConfig) -> Iterator[str]:
+    """Corpora on disk that were made with another tokenizer than `data.tokenizer` or, without one, than the first
+    corpus: the same token ids stand for other text there."""
+    reference: tuple[str, str] | None = None
+    tokenizer = config.data.tokenizer
+    if tokenizer is not None and tokenizer_file(tokenizer).is_file():
+        reference = f"data.tokenizer is {tokenizer}", tokenizer_hash(tokenizer)
+    for key, path, name, digest in _recorded_tokenizers(config):
+        if reference is None:
+            reference = f"the corpus {path} with {name}", digest
+        elif digest != reference[1]:
+            yield (
+                f"{key}.path: the corpus {path} was made with the tokenizer {name} (SHA-256 {digest[:12]}...), but "
+                f"{reference[0]} (SHA-256 {reference[1][:12]}...), so that the same token ids are other text; make "
+                "the corpora with one tokenizer"
+            )
+
+
+def _recorded_tokenizers(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
+    """Key, path, and the tokenizer's name and SHA-256 of each corpus whose sidecar records them.
+
+    Megatron's corpora have no sidecar, and corpora that cannot be opened are reported elsewhere.
+    """
+    keys: dict[str, str] = {}
+    for key, source in _sources(config):
+        keys.setdefault(source.path, key)
+    for path, key in keys.items():
+        with contextlib.suppress(DataError):
+            info = (IndexedDataset(path).info or {}) if Path(f"{path}.idx").is_file() else {}
+            if isinstance(digest := info.get("tokenizer_sha256"), str):
+                yield key, path, str(info.get("tokenizer")), digest
 
 
 def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
