@@ -13,8 +13,9 @@ from moba_train.config.stages import merge_parallel
 from moba_train.errors import ConfigError
 
 
-def attention_problems(config: RunConfig, device: str | None = None) -> Iterator[str]:
-    """Unknown kinds, layers and options of the recipe and its stages, and what the kinds cannot do on `device`."""
+def attention_problems(config: RunConfig, device: str | None = None, allow_idle: bool = False) -> Iterator[str]:
+    """Unknown kinds, layers and options of the recipe and its stages, and what the kinds cannot do on `device`;
+    with `allow_idle` not those options that no layer reads."""
     try:
         resolve_layers(config.attention, config.model.layers)
         recipe_problems: list[str] = []
@@ -37,10 +38,10 @@ def attention_problems(config: RunConfig, device: str | None = None) -> Iterator
             yield from _parameter_problems(config, layers, index, shapes)
             for layer, attention in enumerate(layers):
                 used[layer].add(attention.kind)
-            if stage.attention is not None:
+            if stage.attention is not None and not allow_idle:
                 own = {layer: {attention.kind} for layer, attention in enumerate(layers)}
                 yield from _unused_options(stage.attention, own, f"stages[{index}].attention", "in this stage")
-    if all_resolved:
+    if all_resolved and not allow_idle:
         yield from _unused_options(config.attention, used, "attention", "in all stages")
 
 

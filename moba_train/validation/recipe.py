@@ -27,21 +27,23 @@ def validate(
     check_files: bool = False,
     ranks_per_node: int | None = None,
     device: str | None = None,
+    allow_idle: bool = False,
 ) -> None:
     """Check everything that can be known without a GPU.
 
     world_size: the number of ranks; None leaves out what depends on it, and so does None for ranks_per_node.
     device: "cuda" or "cpu", where the run will train; None where that is not known.
+    allow_idle: accept options that change nothing, as recipes of earlier versions may have them.
     check_files: also look for the corpora and the tokenizer, relative to the working directory.
     Raises ConfigError with all problems, each named by its key.
     """
     problems = [
         *_model_problems(config.model),
-        *_rope_problems(config.model.rope, "model.rope"),
+        *_rope_problems(config.model.rope, "model.rope", allow_idle),
         *_stage_name_problems(config.stages),
         *_schedule_problems(config),
         *_checkpoint_problems(config),
-        *attention_problems(config, device),
+        *attention_problems(config, device, allow_idle),
         *length_problems(config),
         *tensor_problems(config, ranks_per_node),
     ]
@@ -53,7 +55,7 @@ def validate(
     problems += mesh_problems
     for index, stage in enumerate(config.stages):
         if stage.rope is not None:
-            problems += _rope_problems(merge_rope(config.model.rope, stage.rope), f"stages[{index}].rope")
+            problems += _rope_problems(merge_rope(config.model.rope, stage.rope), f"stages[{index}].rope", allow_idle)
         problems += _batch_problems(config, index, meshes[index])
     if check_files:
         problems += file_problems(config)
@@ -76,13 +78,13 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
         yield f"{key}: gives heads of width {model.head_width}; allowed: even widths (rotary embedding turns pairs)"
 
 
-def _rope_problems(rope: RopeConfig, path: str) -> Iterator[str]:
+def _rope_problems(rope: RopeConfig, path: str, allow_idle: bool) -> Iterator[str]:
     if rope.factor != 1 and rope.kind not in ("pi", "yarn", "llama3"):
         yield (
             f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, yarn or "
             "llama3, or factor: 1"
         )
-    if rope.factor == 1 and rope.kind in ("pi", "yarn", "llama3"):
+    if rope.factor == 1 and rope.kind in ("pi", "yarn", "llama3") and not allow_idle:
         yield (
             f"{path}.factor: given 1, with which kind {rope.kind!r} changes nothing; set the new length / the trained "
             "length, more than 1, or kind: none"

@@ -222,6 +222,16 @@ def test_a_backend_is_refused_where_the_run_has_no_such_device(load, override, b
     validate(config)
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["attention.overrides={3: {topk: 2}}", "stages.0.attention.overrides={0: {topk: 2}}", "stages.1.rope.factor=1"],
+)
+def test_a_recipe_that_was_trained_with_may_have_options_that_change_nothing(load, override):
+    """Earlier versions did not refuse them, and its checkpoints must stay usable."""
+    assert problems(load(override))
+    validate(load(override), allow_idle=True)
+
+
 def test_triton_kernels_are_refused_before_the_first_stage_on_a_cpu(load, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     config = load("attention.moba={backend: triton, block_size: 512}", "model.head_dim=64")
