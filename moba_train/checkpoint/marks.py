@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moba_train.checkpoint.publish import Accept
+from moba_train.checkpoint.publish import Accept, saved_step
 from moba_train.checkpoint.small_file import read_small_file, replace_small_file
 
 MARKS = "marks.json"
@@ -60,10 +60,9 @@ class Marks:
 
     def reason(self, meta: dict[str, Any]) -> str | None:
         """Why the checkpoint with this meta is passed over; None if it is not."""
-        progress = meta.get("progress")
-        step = progress.get("step") if isinstance(progress, dict) else None
+        step = saved_step(meta)
         save_id = meta.get("save_id", "")
-        mark = self._marks.get((step, save_id)) if isinstance(step, int) and isinstance(save_id, str) else None
+        mark = self._marks.get((step, save_id)) if step is not None and isinstance(save_id, str) else None
         return mark.reason if mark is not None else None
 
     def accept(self, also: Accept | None = None) -> Accept:

@@ -51,6 +51,13 @@ def is_finite(meta: dict[str, Any]) -> bool:
     return not meta.get("not_finite")
 
 
+def saved_step(meta: dict[str, Any]) -> int | None:
+    """The step that a run saved, by the meta; None where that names none, as in a checkpoint from elsewhere."""
+    progress = meta.get("progress")
+    step = progress.get("step") if isinstance(progress, dict) else None
+    return step if type(step) is int else None
+
+
 def step_name(step: int) -> str:
     """The folder name of a step; names sort like steps."""
     return f"step_{step:08d}"

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moba_train.checkpoint.publish import Accept, is_good
+from moba_train.checkpoint.publish import Accept, is_good, saved_step
 from moba_train.config.run import SpikeConfig
 from moba_train.health.spike import SpikeReport
 
@@ -67,9 +67,8 @@ def good_before(step: int, flagged: Collection[int], rollbacks: Collection[list[
     """
 
     def accept(meta: dict[str, Any]) -> bool:
-        progress = meta.get("progress")
-        saved = progress.get("step") if isinstance(progress, dict) else None
-        if type(saved) is not int:
+        saved = saved_step(meta)
+        if saved is None:
             return False
         undone = any(back_to < saved < back_from for back_from, back_to in rollbacks)
         return is_good(meta) and saved < step and saved + 1 not in flagged and not undone

@@ -17,7 +17,7 @@ from moba_train.checkpoint.checkpointer import Checkpointer, Place, Saved
 from moba_train.checkpoint.load import newest_intact
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.marks import Marks
-from moba_train.checkpoint.publish import Accept, is_finite
+from moba_train.checkpoint.publish import Accept, is_finite, saved_step
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer
 from moba_train.config.load import dump_config
@@ -133,9 +133,7 @@ class RunCheckpoints:
         def is_wanted(meta: dict[str, Any]) -> bool:
             problem = _why_not_resume_from(meta)
             if problem is not None:
-                progress = meta.get("progress")
-                step = progress.get("step") if isinstance(progress, dict) else "unknown"
-                passed_over.append(f"the checkpoint of step {step} {problem}")
+                passed_over.append(f"the checkpoint of step {saved_step(meta)} {problem}")
             return problem is None and accept(meta)
 
         try:
@@ -143,7 +141,8 @@ class RunCheckpoints:
         except CheckpointError as error:
             if not passed_over:
                 raise
-            raise CheckpointError("\n".join([str(error), *(f"  - {text}" for text in passed_over)])) from error
+            # Of the same type: a caller may not take a checkpoint that could not be read for a damaged one.
+            raise type(error)("\n".join([str(error), *(f"  - {text}" for text in passed_over)])) from error
         for text in passed_over if self._is_main else []:
             logger.warning("Passing over a checkpoint and taking the one before: %s", text)
         return path
@@ -156,7 +155,7 @@ class RunCheckpoints:
             return broadcast(self.restarts.blames(step) if self.restarts is not None else None)
 
         path = choose_checkpoint(self._newest_to_resume_from, self._marks, blames, self._mark)
-        step = read_meta(path)["progress"]["step"] if path is not None else 0
+        step = (saved_step(read_meta(path)) or 0) if path is not None else 0
         problem = None
         if self.restarts is not None:
             most = self._config.health.max_restarts_without_progress
@@ -166,7 +165,9 @@ class RunCheckpoints:
         return path
 
     def _mark(self, meta: dict[str, Any], reason: str) -> None:
-        step = meta["progress"]["step"]
+        step = saved_step(meta)
+        if step is None:
+            return
         if self._marks.add(step, meta.get("save_id", ""), reason) and self.restarts is not None:
             self._marks.write(self.folder)
             logger.warning("The checkpoint of step %d is passed over from now on: %s", step, reason)

@@ -17,7 +17,7 @@ from typing import Any
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.marks import MARKS, Marks
-from moba_train.checkpoint.publish import Accept
+from moba_train.checkpoint.publish import Accept, saved_step
 from moba_train.checkpoint.small_file import read_small_file, replace_small_file
 from moba_train.errors import CheckpointError
 
@@ -130,7 +130,8 @@ def choose_checkpoint(
     if path is None:
         return None
     meta = read_meta(path)
-    reason = blames(meta["progress"]["step"])
+    step = saved_step(meta)
+    reason = blames(step) if step is not None else None
     if reason is None or marks.reason(meta) is not None:
         return path
     mark(meta, f"a start from it left nothing newer: {reason}")
@@ -150,7 +151,7 @@ def _newest(find: Callable[[Accept], Path | None], marks: Marks) -> Path | None:
 
 
 def _is_of_step(step: int, meta: dict[str, Any]) -> bool:
-    return bool(meta["progress"]["step"] == step)
+    return saved_step(meta) == step
 
 
 def _start_from(entry: Any) -> Start | None:

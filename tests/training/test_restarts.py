@@ -13,12 +13,14 @@ from tiny_run import Run
 from torch.distributed.tensor import DTensor
 from trainer_ranks import Ranks
 
-from moba_train.checkpoint.manifest import read_meta
-from moba_train.checkpoint.marks import MARKS, Marks
+from moba_train.checkpoint.files import UnreadableError
+from moba_train.checkpoint.manifest import MANIFEST, META, hash_file, read_meta, write_json
+from moba_train.checkpoint.marks import MARKS, Mark, Marks
+from moba_train.checkpoint.publish import Accept
 from moba_train.errors import ReproducibleFaultError
 from moba_train.train import main
 from moba_train.training import checkpoints as checkpoints_module
-from moba_train.training.restarts import RESTARTS, Restarts
+from moba_train.training.restarts import RESTARTS, Restarts, choose_checkpoint
 from moba_train.training.trainer import Trainer
 
 MOST = 20
@@ -132,6 +134,29 @@ def test_a_run_that_gets_nowhere_ends_with_an_account_of_its_starts(
     monkeypatch.undo()
     os.remove(run.run_dir / RESTARTS)
     assert run.train_here() == 0
+
+
+def test_a_checkpoint_that_could_not_be_read_is_not_replaced_by_a_marked_one() -> None:
+    def find(accept: Accept) -> Path | None:
+        raise UnreadableError("step 12 could not be read")
+
+    marks = Marks([Mark(8, "", "poisoned")])
+    with pytest.raises(UnreadableError, match="step 12"):
+        choose_checkpoint(find, marks, lambda step: None, lambda *_: None)
+
+
+def test_a_checkpoint_whose_meta_names_no_step_is_refused_with_a_message(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.train_here("--stop-at-step", "4") == 0
+    path = run.newest_checkpoint
+    write_json(path / META, {key: value for key, value in read_meta(path).items() if key != "progress"})
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"][META] = hash_file(path / META)
+    write_json(path / MANIFEST, manifest)
+    capsys.readouterr()
+    assert run.train_here() == 2
+    assert "the checkpoint's progress record is not from this version" in capsys.readouterr().err
 
 
 def begin(folder: Path, step: int, marked: list[int] | None = None) -> Restarts:
