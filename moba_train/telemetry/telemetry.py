@@ -56,8 +56,7 @@ class Telemetry:
             self._write(event_type, {"message": message, **fields})
 
     def stalled(self, text: str) -> None:
-        """Record a stalled rank at the last reported step. The only method that another thread than the trainer's
-        calls."""
+        """Record a stalled rank at the last reported step. This and `alert` are also called by threads that watch."""
         with self._lock:
             self._write("stall", {"message": text})
         self.alert("a rank stalls", text, "stall")
