@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,11 @@ class Trainer:
     def run(self) -> bool:
         """Train until the last stage ends (True) or until a stop is asked for (False); saved either way."""
         self.stop.training = True
-        with closing(self.telemetry), closing(self.watch), closing(self.node_watch), self.checkpoints:
+        with ExitStack() as stack:
+            for part in (self.telemetry, self.watch, self.node_watch):
+                stack.enter_context(closing(part))
+            stack.callback(self._report_last_save)  # after an error it ends, with what it found, as the stack unwinds
+            stack.enter_context(self.checkpoints)
             try:
                 finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
                 self._report_boundary(self.progress.boundary.compare() if finished else None)
@@ -151,6 +155,9 @@ class Trainer:
         if self.world.is_main:
             draw_plots(self.run_dir)
         return finished
+
+    def _report_last_save(self) -> None:
+        self.checkpoints.report(self.telemetry, self.progress.step, self.tokens)
 
     def _train_stage(self, index: int) -> bool:
         """Train through the rest of a stage; False when stopped before its end."""
@@ -166,7 +173,7 @@ class Trainer:
                 exits = self._judge_exit(numbers)
                 if self.progress.step % self.config.checkpoint.every == 0:
                     self._save()
-                self.checkpoints.report(self.telemetry, self.progress.step, self.tokens)
+                self._report_last_save()
                 if exits:
                     break
 

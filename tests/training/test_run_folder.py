@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from test_health import train_here
 from tiny_run import Run
 from trainer_ranks import Ranks
 
+from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
 from moba_train.checkpoint.state import local_part
 from moba_train.errors import ReproducibleFaultError
@@ -155,7 +157,7 @@ def test_a_fallback_in_the_run_folder_is_refused(run: Run, capsys: pytest.Captur
 
 
 def train_with_nan_on_rank_1(recipe: str, step: int) -> int:
-    """From the save of this step on, the last rank's optimizer state holds a NaN."""
+    """From the save of this step on, the last rank's optimizer state holds a NaN. Saves end when the run has failed."""
 
     def poison(trainer: Trainer) -> None:
         if trainer.world.rank == trainer.world.size - 1:
@@ -164,6 +166,22 @@ def train_with_nan_on_rank_1(recipe: str, step: int) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         before_save(patch, {step: poison})
+        failed = threading.Event()
+        publish_it = Checkpointer._write_where_it_works
+
+        def publish_late(checkpointer: Checkpointer, contents: Any) -> Any:
+            if contents.step == step:
+                failed.wait(20)
+            return publish_it(checkpointer, contents)
+
+        close = Checkpointer.close
+
+        def close_after_failure(checkpointer: Checkpointer, timeout_s: float | None = None) -> None:
+            failed.set()
+            close(checkpointer, timeout_s)
+
+        patch.setattr(Checkpointer, "_write_where_it_works", publish_late)
+        patch.setattr(Checkpointer, "close", close_after_failure)
         return main([recipe])
 
 
