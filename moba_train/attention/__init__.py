@@ -8,6 +8,7 @@ operators  attention as torch operators, and the base class of the engines that 
 local      the engine of one device
 observer   observers of an engine: a timer, and routing statistics of every selection
 merge      partial results (out, lse) joined by online softmax
+decoding   one new token at a time against cached keys
 masked     exact attention under any mask, a chunk of queries at a time: the references are built from it
 varlen     kernels for attention inside many segments at once, from several libraries
 blocks     attention to selected blocks, for any selector

@@ -12,12 +12,15 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from moba_train.config.base import Section
+
+if TYPE_CHECKING:
+    from moba_train.attention.decoding import CachedKeys
 
 T = TypeVar("T")
 
@@ -270,3 +273,12 @@ class LocalAttention(Protocol):
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """Gradients (dq, dk, dv) of `attend`; the state's `out` and `lse` are merged over all keys, not only these."""
         ...
+
+    def decode(self, q_BHD: Tensor, cached: "CachedKeys") -> tuple[Tensor, Tensor]:
+        """(out [B, H, D], lse [H, B]) of the newest token of each cached sequence, over the sequence's keys.
+
+        Equal to the last row of attention to the complete sequence. The default selects and attends as training does,
+        on a packed copy of the caches where there are several sequences.
+        """
+        selection = self.select(q_BHD, cached.summaries, cached.layout)
+        return self.attend(q_BHD, cached.packed_keys(), cached.packed_values(), cached.layout, selection)

@@ -1,16 +1,19 @@
 """Key/value cache as an attention engine, so that the model's code knows nothing of caching.
 
-Shape suffixes: T queries of this call, S cached keys, H query heads, K key/value heads, D head width.
+Shape suffixes: T queries of this call, R rows of the cache, H query heads, K key/value heads, D head width.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from moba_train.attention.decoding import CachedKeys, last_tokens
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, TokenRanges
+from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, packed_layout
 
 Decode = Literal["full", "own"]
 """Attention of new tokens: full attention, as in the MoBA paper, or each layer's own attention kind."""
@@ -24,52 +27,157 @@ def check_decode(decode: str) -> None:
         raise ValueError(f"decode: {decode!r} given, allowed: {', '.join(get_args(Decode))}")
 
 
-class CachedAttention:
-    """Engine of one layer while one document is generated; holds the keys and values of all tokens so far.
+class CachePlan:
+    """Which rows of every layer's cache each sequence has, and what the next call of the model brings.
 
-    The first call prefills with the layer's own attention. Every later call takes one token, which attends to the cache
-    with full attention or with the layer's own attention. An attention's summaries (MoBA: the mean keys of all complete
-    blocks) are cached as well and computed anew when another `alignment` tokens are complete.
+    The rows of a sequence are neighbours: all of its tokens and room for those to come. A call either reads tokens of
+    one prompt (`read`) or brings one new token of each running sequence (`decode`).
     """
 
-    def __init__(self, capacity: int, decode: Decode) -> None:
-        """capacity: tokens of prompt and answer together; decode: attention of every call after the first."""
-        self.capacity = capacity
-        self.decode = decode
-        self.length = 0
-        self.k_SKD: Tensor | None = None
-        self.v_SKD: Tensor | None = None
-        self.summaries: Tensor | None = None
-        self.summarized_blocks = -1
+    def __init__(self, capacities: Sequence[int], device: torch.device) -> None:
+        """capacities: tokens of prompt and answer together, for each sequence."""
+        edges = [0, *accumulate(capacities)]
+        self.rows = edges[-1]
+        self.starts = edges[:-1]
+        self.lengths = [0] * len(capacities)
+        self.capacities = list(capacities)
+        self.device = device
+        self.prompt: int | None = None
+        """The sequence whose prompt this call reads; None: the call decodes."""
+        self.running: tuple[int, ...] = ()
+        """The sequences that this call brings tokens of, in the order of its rows."""
+        self.new_rows = torch.empty(0, dtype=torch.int64)
+        """Rows of the cache that take the new keys and values."""
+        self.layout = packed_layout([0])
+        """The running sequences up to their newest tokens; the new tokens are its queries."""
+
+    def read(self, sequence: int, tokens: int) -> None:
+        """The next call brings this many tokens of the sequence's prompt."""
+        first = self.lengths[sequence]
+        end = self.lengths[sequence] = first + tokens
+        self.prompt = sequence
+        self.running = (sequence,)
+        self.new_rows = torch.arange(first, end, device=self.device) + self.starts[sequence]
+        self.layout = packed_layout([end], self.device)
+        if first:
+            self.layout = self.layout.part((TokenRange(first, end),), None)
+
+    def decode(self, sequences: Sequence[int]) -> None:
+        """The next call brings one token of each of these sequences."""
+        for sequence in sequences:
+            self.lengths[sequence] += 1
+        self.prompt = None
+        self.running = tuple(sequences)
+        self.new_rows = torch.tensor([stop - 1 for _, stop in self.ranges()]).to(self.device, non_blocking=True)
+        self.layout = last_tokens([self.lengths[sequence] for sequence in sequences], self.device)
+
+    def ranges(self) -> tuple[TokenRange, ...]:
+        """Rows of the running sequences up to their newest tokens."""
+        return tuple(TokenRange(self.starts[s], self.starts[s] + self.lengths[s]) for s in self.running)
+
+
+@dataclass
+class _Stored:
+    """What one layer holds for one of its attentions."""
+
+    k_RKD: Tensor
+    v_RKD: Tensor
+    summaries: Tensor | None
+    """Summaries of every sequence's units, in rows of their own; zeros for units that are not complete."""
+    complete: list[int]
+    """Units of each sequence that are summarized."""
+
+
+class CachedAttention:
+    """Engine of one layer while sequences are generated; holds the keys and values of all their tokens so far.
+
+    Prompts are read with the layer's own attention, in parts of any size. New tokens attend to the cache with full
+    attention or with the layer's own attention. An attention's summaries (MoBA: the mean key of a block) are computed
+    once, when their unit is complete.
+    """
+
+    def __init__(self, plan: CachePlan, decode: Decode) -> None:
+        """plan: shared by all layers; decode: attention of new tokens."""
+        self._plan = plan
+        self._decode = decode
+        self._stored: dict[str, _Stored] = {}
 
     def __call__(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, layout: Layout
     ) -> tuple[Tensor, Tensor]:
         """Append the new keys and values, and attend from the new queries. Returns out [T, H, D] and lse [H, T]."""
-        first = self.length
-        k_SKD, v_SKD = self._append(k_TKD, v_TKD)
-        if first == 0:
-            return LOCAL_ENGINE(q_THD, k_SKD, v_SKD, attention, _one_document(self.length, q_THD.device))
-        if self.decode == "full":
+        plan = self._plan
+        stored = self._append(k_TKD, v_TKD, attention)
+        if plan.prompt is None and self._decode == "full":
             attention = FullAttention(FullAttention.Options(), q_THD.shape[-1])
-        layout = _one_document(self.length, q_THD.device, (TokenRange(first, self.length),))
-        if self.length // attention.alignment != self.summarized_blocks:
-            self.summaries = attention.summarize(k_SKD, layout)
-            self.summarized_blocks = self.length // attention.alignment
-        selection = attention.select(q_THD, self.summaries, layout)
-        return attention.attend(q_THD, k_SKD, v_SKD, layout, selection)
+        else:
+            self._summarize(stored, attention)
+        cached = CachedKeys(
+            stored.k_RKD, stored.v_RKD, plan.ranges(), plan.layout, self._packed_summaries(stored, attention)
+        )
+        if plan.prompt is None:
+            return attention.decode(q_THD, cached)
+        selection = attention.select(q_THD, cached.summaries, plan.layout)
+        return attention.attend(q_THD, cached.packed_keys(), cached.packed_values(), plan.layout, selection)
 
-    def _append(self, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
-        if self.k_SKD is None or self.v_SKD is None:
-            shape = (self.capacity, *k_TKD.shape[1:])
-            self.k_SKD = k_TKD.new_empty(shape)
-            self.v_SKD = v_TKD.new_empty(shape)
-        end = self.length + k_TKD.shape[0]
-        self.k_SKD[self.length : end] = k_TKD
-        self.v_SKD[self.length : end] = v_TKD
-        self.length = end
-        return self.k_SKD[:end], self.v_SKD[:end]
+    def _append(self, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention) -> _Stored:
+        stored = self._stored.get(attention.handle)
+        if stored is None:
+            stored = self._stored[attention.handle] = self._empty(k_TKD, v_TKD, attention)
+        stored.k_RKD[self._plan.new_rows] = k_TKD
+        stored.v_RKD[self._plan.new_rows] = v_TKD
+        return stored
 
+    def _empty(self, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention) -> _Stored:
+        plan = self._plan
+        one = attention.summarize(k_TKD[:1], packed_layout([1], plan.device))  # for its shape
+        summaries = None
+        if one is not None:
+            summaries = one.new_zeros((self._unit_edges(attention.alignment)[-1], *one.shape[1:]))
+        shape = (plan.rows, *k_TKD.shape[1:])
+        return _Stored(k_TKD.new_empty(shape), v_TKD.new_empty(shape), summaries, [0] * len(plan.lengths))
 
-def _one_document(length: int, device: torch.device, q_ranges: TokenRanges | None = None) -> Layout:
-    return Layout(torch.tensor([0, length], dtype=torch.int32, device=device), length, length, q_ranges)
+    def _summarize(self, stored: _Stored, attention: LocalAttention) -> None:
+        """Summarize the units that the new tokens have completed."""
+        if stored.summaries is None:
+            return
+        alignment = attention.alignment
+        edges = self._unit_edges(alignment)
+        for sequence, (start, stop) in zip(self._plan.running, self._plan.ranges(), strict=True):
+            done = stored.complete[sequence]
+            complete = (stop - start) // alignment
+            if complete == done:
+                continue
+            tokens = (complete - done) * alignment
+            k_TKD = stored.k_RKD[start + done * alignment :][:tokens]
+            new = attention.summarize(k_TKD, packed_layout([tokens], self._plan.device))
+            assert new is not None
+            stored.summaries[edges[sequence] + done : edges[sequence] + complete] = new[: complete - done]
+            stored.complete[sequence] = complete
+
+    def _packed_summaries(self, stored: _Stored, attention: LocalAttention) -> Tensor | None:
+        """The summaries of the running sequences as the plan's layout orders them: a view where there is one.
+
+        As many rows as `block_bound` counts, zeros behind the last unit.
+        """
+        if stored.summaries is None:
+            return None
+        alignment = attention.alignment
+        edges = self._unit_edges(alignment)
+        lengths = [self._plan.lengths[sequence] for sequence in self._plan.running]
+        if len(lengths) == 1:
+            return stored.summaries[edges[self._plan.running[0]] :][: lengths[0] // alignment + 1]
+        units = [-(-length // alignment) for length in lengths]
+        parts = [
+            stored.summaries[edges[sequence] :][:count]
+            for sequence, count in zip(self._plan.running, units, strict=True)
+        ]
+        unused = sum(lengths) // alignment + len(lengths) - sum(units)
+        return torch.cat([*parts, stored.summaries.new_zeros((unused, *stored.summaries.shape[1:]))])
+
+    def _unit_edges(self, alignment: int) -> list[int]:
+        """Where the units of each sequence begin among the rows of summaries, and where the last ones end.
+
+        Each sequence has a row more than it needs, which stays zero.
+        """
+        return [0, *accumulate(capacity // alignment + 2 for capacity in self._plan.capacities)]

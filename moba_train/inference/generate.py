@@ -1,17 +1,38 @@
-"""Autoregressive generation: prefill the prompt, then one token at a time through the cache."""
+"""Autoregressive generation: read the prompts, then one token of every sequence at a time through the cache."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.protocol import packed_layout
-from moba_train.inference.cache import CachedAttention, Decode, check_decode
+from moba_train.inference.cache import CachedAttention, CachePlan, Decode, check_decode
 from moba_train.model.transformer import Transformer
 
+PREFILL_TOKENS = 65_536
+"""Tokens of a prompt in one forward pass, which bounds the memory of activations."""
 
-@torch.no_grad()
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    """Below 1: from the smallest set of tokens with at least this probability (nucleus sampling, Holtzman et al. 2020,
+    arXiv:1904.09751)."""
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises ValueError for values out of range."""
+        if self.temperature < 0:
+            raise ValueError(f"temperature: {self.temperature} given, at least 0 needed")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: {self.top_p} given, must be above 0 and at most 1")
+
+
 def generate(
     model: Transformer,
     prompt: list[int],
@@ -22,48 +43,93 @@ def generate(
     seed: int = 0,
     stop_token: int | None = None,
     decode: Decode = "full",
+    on_prefill: Callable[[int], object] = lambda _tokens: None,
 ) -> Iterator[int]:
     """Yield up to `max_new_tokens` token ids that continue `prompt`; `stop_token` ends it and is not yielded.
 
-    `temperature` 0 takes the most likely token; `top_p` < 1 samples from the smallest set of tokens with at least that
-    probability (nucleus sampling, Holtzman et al. 2020). Equal seeds give equal text on the same device. The prompt is
-    read with each layer's own attention; new tokens attend as `decode` says. Raises ValueError for an empty prompt,
-    values out of range, or an attention kind that cannot generate.
+    A batch of one (`generate_batch`), whose other arguments are explained there.
+    """
+    sampling = Sampling(temperature, top_p, seed)
+    steps = generate_batch(
+        model, [prompt], max_new_tokens, sampling, stop_token=stop_token, decode=decode, on_prefill=on_prefill
+    )
+    for step in steps:
+        yield step[0]
+
+
+@torch.no_grad()
+def generate_batch(
+    model: Transformer,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    *,
+    stop_token: int | None = None,
+    decode: Decode = "full",
+    on_prefill: Callable[[int], object] = lambda _tokens: None,
+) -> Iterator[dict[int, int]]:
+    """Yield, for each step, the next token id of every running sequence by the sequence's index in `prompts`.
+
+    A sequence ends after `max_new_tokens` or before its `stop_token`, which is not yielded. Prompts of any lengths are
+    read one by one with each layer's own attention, `PREFILL_TOKENS` at a time; `on_prefill` gets the number of tokens
+    read by each pass. New tokens attend as `decode` says. Sequence i draws with seed + i: what it says depends on the
+    others by rounding only, and is the same again on the same device. Raises ValueError for an empty prompt, values out
+    of range, or an attention kind that cannot generate.
     """
     check_decode(decode)
-    if not prompt:
-        raise ValueError("prompt: no tokens given, at least one needed")
-    if temperature < 0:
-        raise ValueError(f"temperature: {temperature} given, at least 0 needed")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p: {top_p} given, must be above 0 and at most 1")
+    sampling.check()
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {index}: no tokens given, at least one needed")
     if problems := {kind.generation_problem() for kind in model.attention_kinds()} - {""}:
         raise ValueError("; ".join(sorted(problems)))
+    if max_new_tokens < 1:
+        return
     device = model.embedding.weight.device
-    generator = torch.Generator(device).manual_seed(seed)
-    capacity = len(prompt) + max_new_tokens
-    model.set_engines([CachedAttention(capacity, decode) for _ in model.blocks])
+    generators = [torch.Generator(device).manual_seed(sampling.seed + index) for index in range(len(prompts))]
+    plan = CachePlan([len(prompt) + max_new_tokens for prompt in prompts], device)
+    model.set_engines([CachedAttention(plan, decode) for _ in model.blocks])
     try:
-        tokens, start = prompt, 0
-        for _ in range(max_new_tokens):
-            positions = torch.arange(start, start + len(tokens), device=device)
-            layout = packed_layout([len(tokens)], device)
-            last = torch.tensor([len(tokens) - 1], device=device)
-            logits_1V = model(torch.tensor(tokens, device=device), positions, layout, rows_n=last)
-            token = _sample(logits_1V[0].float(), temperature, top_p, generator)
-            if token == stop_token:
+        logits = {index: _read(model, plan, index, prompt, on_prefill) for index, prompt in enumerate(prompts)}
+        for step in range(max_new_tokens):
+            drawn = {index: _sample(logits_V, sampling, generators[index]) for index, logits_V in logits.items()}
+            tokens = {index: token for index, token in drawn.items() if token != stop_token}
+            if tokens:
+                yield tokens
+            if not tokens or step == max_new_tokens - 1:
                 return
-            yield token
-            start += len(tokens)
-            tokens = [token]
+            logits = _next(model, plan, tokens)
     finally:
         model.set_engines([LOCAL_ENGINE] * len(model.blocks))
 
 
-def _sample(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    if temperature == 0:
+def _read(
+    model: Transformer, plan: CachePlan, index: int, prompt: list[int], on_prefill: Callable[[int], object]
+) -> Tensor:
+    """Logits [V] behind the prompt of one sequence."""
+    tokens_T = torch.tensor(prompt, device=plan.device)
+    positions_T = torch.arange(len(prompt), device=plan.device)
+    for part_T, positions_t in zip(tokens_T.split(PREFILL_TOKENS), positions_T.split(PREFILL_TOKENS), strict=True):
+        plan.read(index, part_T.numel())
+        last = torch.tensor([part_T.numel() - 1], device=plan.device)
+        logits_1V = model(part_T, positions_t, plan.layout, rows_n=last)
+        on_prefill(part_T.numel())
+    return logits_1V[0]
+
+
+def _next(model: Transformer, plan: CachePlan, tokens: dict[int, int]) -> dict[int, Tensor]:
+    """Logits [V] behind the new token of each running sequence."""
+    positions_B = torch.tensor([plan.lengths[index] for index in tokens]).to(plan.device, non_blocking=True)
+    plan.decode(list(tokens))
+    logits_BV = model(torch.tensor(list(tokens.values()), device=plan.device), positions_B, plan.layout)
+    return dict(zip(tokens, logits_BV, strict=True))
+
+
+def _sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    logits_V = logits_V.float()
+    if sampling.temperature == 0:
         return int(logits_V.argmax())
-    probabilities, order = (logits_V / temperature).softmax(-1).sort(descending=True)
+    probabilities, order = (logits_V / sampling.temperature).softmax(-1).sort(descending=True)
     # A token stays while the more likely ones have less than top_p together; the first always does.
-    probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0
+    probabilities[probabilities.cumsum(0) - probabilities >= sampling.top_p] = 0
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])

@@ -14,9 +14,10 @@ from moba_train.attention.blocks.geometry import block_bound
 from moba_train.attention.blocks.triton import attention, call, long_blocks, packed, short_blocks
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes, work_ranges
+from moba_train.attention.decoding import CachedKeys, kernel, last_tokens
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.triton import select
-from moba_train.attention.protocol import BackwardState, Layout, TokenRange
+from moba_train.attention.protocol import BackwardState, Layout, TokenRange, packed_layout
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "start this through test_triton_interpreter.py"
 
@@ -242,3 +243,33 @@ def test_a_query_may_attend_to_127_blocks_beside_its_own(block_size):
     want = [out, lse, *reference.attend_backward(state, layout, selection, **options)]
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert error(a, b) < 2e-6, name
+
+
+@pytest.mark.parametrize("select", ["head", "group"])
+@pytest.mark.parametrize("block_size", [64, 80])
+def test_decoding_equals_the_reference(select, block_size, monkeypatch):
+    """Two sequences of other lengths, one shorter than its selection, between unused rows of the cache."""
+    monkeypatch.setattr(kernel, "_parts", lambda *_sizes: 3)
+    lengths, starts, heads, kv_heads, head_dim = [451, 100], [7, 600], 4, 2, 64
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, heads, head_dim, generator=generator)
+    k, v = (torch.randn(720, kv_heads, head_dim, generator=generator) for _ in range(2))
+    ranges = tuple(TokenRange(start, start + length) for start, length in zip(starts, lengths, strict=True))
+    options = {"block_size": block_size, "topk": 3, "select": select, "always": ("first",)}
+    layout = last_tokens(lengths, torch.device("cpu"))
+    moba = build("reference", head_dim, **options)
+    cached = CachedKeys(k, v, ranges, layout, None)
+    cached = replace(cached, summaries=moba.summarize(cached.packed_keys(), packed_layout(lengths)))
+    (selected,) = moba.select(q, cached.summaries, layout)
+    relative = torch.where(selected < 0, -1, selected - torch.tensor([0, -(-451 // block_size)])[:, None]).int()
+    relative = relative[:: heads // kv_heads] if select == "group" else relative
+    for name, got, want in (
+        (
+            "listed",
+            kernel.decode(q, cached, scale=moba.scale, block_size=block_size, selected_HBC=relative),
+            moba.decode(q, cached),
+        ),
+        ("all", kernel.decode(q, cached, scale=moba.scale), moba.dense.decode(q, cached)),
+    ):
+        for a, b in zip(got, want, strict=True):
+            assert error(a, b) < 2e-6, name

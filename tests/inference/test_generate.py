@@ -6,16 +6,20 @@ import pytest
 import torch
 
 from moba_train.attention.full.kind import FullKind
+from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.moba.kind import MobaKind
-from moba_train.attention.protocol import LocalAttention, packed_layout
+from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
 from moba_train.config.model import ModelConfig
-from moba_train.inference.generate import generate
+from moba_train.inference import generate as generate_module
+from moba_train.inference.cache import CachedAttention, CachePlan
+from moba_train.inference.generate import Sampling, generate, generate_batch
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=97, hidden_size=32, intermediate_size=48, layers=3, heads=4, kv_heads=2)
 FULL = FullKind(FullKind.Options(), CONFIG.head_width)
 MOBA = MobaKind(MobaKind.Options(block_size=8, topk=2), CONFIG.head_width)
+GROUPED = MobaKind(MobaKind.Options(block_size=4, topk=3, select="group", always=("first",)), CONFIG.head_width)
 
 
 def model_with(kinds: list[LocalAttention]) -> Transformer:
@@ -100,3 +104,81 @@ def test_values_out_of_range_are_named(options: dict[str, float], named: str) ->
 def test_another_attention_of_new_tokens_is_refused(decode: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         next(generate(model_with([FULL] * 3), prompt(5), 5, decode=decode))
+
+
+def in_a_batch(model: Transformer, prompts: list[list[int]], tokens: int, **options: Any) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in prompts]
+    for step in generate_batch(model, prompts, tokens, Sampling(temperature=0), **options):
+        for index, token in step.items():
+            answers[index].append(token)
+    return answers
+
+
+def test_a_batch_of_prompts_of_different_lengths_says_what_each_says_alone() -> None:
+    model = model_with([MOBA, GROUPED, FULL])
+    prompts = [prompt(length) for length in (1, 30, 8, 41)]
+    alone = [list(generate(model, one, 20, temperature=0, decode="own")) for one in prompts]
+    assert in_a_batch(model, prompts, 20, decode="own") == alone
+    for one, answer in zip(prompts, alone, strict=True):
+        assert answer == most_likely(model, one + answer)[len(one) - 1 : -1]
+
+
+def test_a_sequence_that_stops_leaves_the_others_as_they_are() -> None:
+    model = model_with([MOBA, MOBA, FULL])
+    prompts = [prompt(length) for length in (5, 30, 19)]
+    whole = in_a_batch(model, prompts, 20, decode="own")
+    stop = whole[1][4]
+    cut = [answer[: answer.index(stop)] if stop in answer else answer for answer in whole]
+    assert in_a_batch(model, prompts, 20, decode="own", stop_token=stop) == cut
+    assert len(cut[1]) < 5 <= max(map(len, cut))
+
+
+def test_sequences_of_a_batch_draw_differently_and_the_same_again() -> None:
+    model = model_with([FULL] * 3)
+    batch = [list(step.values()) for step in generate_batch(model, [prompt(5)] * 2, 20, Sampling(seed=3))]
+    first, second = zip(*batch, strict=True)
+    assert first != second
+    assert list(first) == list(generate(model, prompt(5), 20, seed=3))
+    assert list(second) == list(generate(model, prompt(5), 20, seed=4))
+
+
+@pytest.mark.parametrize("part", [1, 7, 8, 13])
+def test_a_prompt_read_in_parts_is_the_prompt_read_at_once(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_with([MOBA, GROUPED, FULL])
+    monkeypatch.setattr(generate_module, "PREFILL_TOKENS", part)
+    read: list[int] = []
+    answer = list(generate(model, prompt(50), 12, temperature=0, decode="own", on_prefill=read.append))
+    assert answer == most_likely(model, prompt(50) + answer)[49:-1]
+    assert sum(read) == 50
+    assert max(read) == part
+
+
+def test_the_logits_of_every_new_token_are_those_of_the_complete_pass() -> None:
+    """The tokens are given: an error cannot hide behind an equal maximum."""
+    model = model_with([MOBA, GROUPED, FULL])
+    tokens = torch.tensor(prompt(60))
+    plan = CachePlan([60], torch.device("cpu"))
+    with torch.no_grad():
+        whole = model(tokens, torch.arange(60), packed_layout([60]))
+        model.set_engines([CachedAttention(plan, "own") for _ in model.blocks])
+        plan.read(0, 11)
+        rows = [model(tokens[:11], torch.arange(11), plan.layout)]
+        for place in range(11, 60):
+            plan.decode([0])
+            rows.append(model(tokens[place : place + 1], torch.tensor([place]), plan.layout))
+    torch.testing.assert_close(torch.cat(rows), whole, rtol=0, atol=1e-12)
+
+
+def test_a_block_is_summarized_once_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_with([MOBA, MOBA, FULL])
+    pooled: list[int] = []
+    summarize = MobaAttention.summarize
+
+    def counted(attention: MobaAttention, k_SKD: torch.Tensor, layout: Layout) -> torch.Tensor:
+        pooled.append(k_SKD.shape[0])
+        return summarize(attention, k_SKD, layout)
+
+    monkeypatch.setattr(MobaAttention, "summarize", counted)
+    assert len(list(generate(model, prompt(30), 21, temperature=0, decode="own"))) == 21
+    each = [1, 24, 8, 8, 8]  # a token for the shape, three blocks of the prompt, blocks that end at 32, 40 and 48
+    assert sorted(pooled) == sorted(each * 2)

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
+from moba_train.attention.decoding import CachedKeys, kernel_decodes
 from moba_train.attention.full import calls
 from moba_train.attention.full.kernels import BACKENDS, FullBackend
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
@@ -51,6 +52,14 @@ class FullAttention(LocalAttention):
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
         return calls.attend_backward(self.pick(state.q, layout), state, layout, self.scale)
+
+    def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
+        """(out [B, H, D], lse [H, B]) of the newest token of each sequence; with a kernel of its own on CUDA."""
+        if self.options.backend != "auto" or not kernel_decodes(q_BHD):
+            return super().decode(q_BHD, cached)
+        from moba_train.attention.decoding.kernel import decode
+
+        return decode(q_BHD, cached, scale=self.scale)
 
     def pick(self, q_THD: Tensor, layout: Layout) -> type[FullBackend]:
         """The backend for this call. Raises ValueError when the options demand one that cannot do it."""

@@ -3,12 +3,14 @@
 import math
 from typing import Annotated, Literal, Protocol, cast
 
+import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from moba_train.attention.blocks.attention import BlockAttention
 from moba_train.attention.blocks.available import triton_refuses
-from moba_train.attention.blocks.geometry import block_bound
+from moba_train.attention.blocks.geometry import block_bound, first_blocks
+from moba_train.attention.decoding import CachedKeys, kernel_decodes
 from moba_train.attention.full import FullAttention
 from moba_train.attention.moba import gate
 from moba_train.attention.moba.statistics import routing_statistics
@@ -108,15 +110,7 @@ class MobaAttention(LocalAttention):
         if self._is_dense(layout):
             return ()
         assert summaries is not None
-        selected_HTC = self._selector(q_THD, layout).select_blocks(
-            q_THD,
-            summaries,
-            layout,
-            block_size=self.options.block_size,
-            count=self._count(layout),
-            select=self.options.select,
-            always=self.options.always,
-        )
+        selected_HTC = self._selected_blocks(q_THD, summaries, layout)
         return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=summaries.shape[1])
 
     def describe_selection(self, selection: Selection, layout: Layout) -> dict[str, float]:
@@ -145,6 +139,36 @@ class MobaAttention(LocalAttention):
         """(dq, dk, dv) of `attend`."""
         attend_backward = self.dense.attend_backward if self._is_dense(layout) else self.blocks.attend_backward
         return attend_backward(state, layout, selection)
+
+    def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
+        """(out [B, H, D], lse [H, B]) of the newest token of each sequence; with a kernel of its own on CUDA."""
+        layout = cached.layout
+        if self._is_dense(layout):
+            return self.dense.decode(q_BHD, cached)
+        block_size = self.options.block_size
+        if self.options.backend not in ("auto", "triton") or not kernel_decodes(q_BHD, block_size):
+            return super().decode(q_BHD, cached)
+        from moba_train.attention.decoding.kernel import decode
+
+        assert cached.summaries is not None
+        ids_HBC = self._selected_blocks(q_BHD, cached.summaries, layout)
+        if self.couples_heads:  # equal lists in a group: one for each key/value head
+            ids_HBC = ids_HBC[:: q_BHD.shape[1] // cached.k_RKD.shape[1]]
+        first_B = layout.cached(("first blocks", block_size), lambda: first_blocks(layout.cu_seqlens, block_size)[:-1])
+        selected_HBC = torch.where(ids_HBC < 0, -1, ids_HBC - first_B[:, None]).int()
+        return decode(q_BHD, cached, scale=self.scale, block_size=block_size, selected_HBC=selected_HBC)
+
+    def _selected_blocks(self, q_THD: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
+        """int32 [H, T, C]: the selected history blocks (`gate.select_blocks`)."""
+        return self._selector(q_THD, layout).select_blocks(
+            q_THD,
+            summaries,
+            layout,
+            block_size=self.options.block_size,
+            count=self._count(layout),
+            select=self.options.select,
+            always=self.options.always,
+        )
 
     def _is_dense(self, layout: Layout) -> bool:
         """Whether no document has more than `topk` blocks: then MoBA is full attention, whose kernels are faster."""
