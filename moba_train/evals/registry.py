@@ -3,10 +3,11 @@
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.evals.evaluation import Evaluation
+from moba_train.evals.gate_probe import GateProbe
 from moba_train.evals.position_wise import PositionWise
 from moba_train.evals.validation_loss import ValidationLoss
 
-EVALUATIONS: tuple[type[Evaluation], ...] = (ValidationLoss, PositionWise)
+EVALUATIONS: tuple[type[Evaluation], ...] = (ValidationLoss, PositionWise, GateProbe)
 
 
 def enabled_evaluations(config: RunConfig) -> list[type[Evaluation]]:

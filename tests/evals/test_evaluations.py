@@ -33,7 +33,7 @@ attention: {{full_layers: "last:1", moba: {{block_size: 8, topk: 2}}}}
 data: {{train: [{{path: {folder}/corpus}}], validation: [{{path: {folder}/corpus}}]}}
 batch_tokens: 64
 stages: [{{name: only, seq_len: 32, tokens: 192}}]
-evaluation: {{every: 2, sequences: 3, position_wise: {{bucket: 16, sequences: 2}}}}
+evaluation: {{every: 2, sequences: 3, position_wise: {{bucket: 16, sequences: 2}}, gate_probe: {{queries: 32}}}}
 telemetry: {{console: false, wandb: {{mode: disabled}}}}
 """
 

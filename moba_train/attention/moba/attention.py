@@ -122,6 +122,14 @@ class MobaAttention(LocalAttention):
             selection[0], layout, block_size=options.block_size, topk=options.topk, always=options.always
         )
 
+    def selected_blocks(self, selection: Selection) -> Tensor | None:
+        """int32 [H, T, C]; None where every block is selected."""
+        return selection[0] if selection else None
+
+    def block_scores(self, q_THD: Tensor, summaries: Tensor) -> Tensor:
+        """The gates (`gate.gate_scores`), scaled."""
+        return gate.gate_scores(q_THD, summaries, self.options.select) * self.scale
+
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
         if self._is_dense(layout):

@@ -42,6 +42,13 @@ class ContextParallel(OperatorEngine):
         """The layout of a packed sequence of `total` tokens over the ranks."""
         return SequenceLayout.split(total, self.strategy.ranks, self.strategy.layout)
 
+    def gather(self, x_LHD: Tensor, total: int) -> Tensor:
+        """A whole sequence of `total` tokens, [T, ...], from this rank's shard and those of the others.
+
+        Not differentiable, and no computation runs beside it: for evaluations.
+        """
+        return self.sequence(total).to_packed(self.transport.gather(x_LHD))
+
     def forward(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor, Selection]:
