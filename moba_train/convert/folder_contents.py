@@ -23,7 +23,7 @@ _FILES = {
 
 
 def describe_folder(folder: Path) -> Iterator[str]:
-    """A line for each file that a conversion wrote into `folder`, weights and checkpoints first and in one line each."""
+    """A line for each file that a conversion wrote into `folder`; all files of weights have one line."""
     lines: list[tuple[str, str]] = []
     if weights := list(folder.glob(_WEIGHTS)):
         name = weights[0].name if len(weights) == 1 else f"model-*.safetensors ({len(weights)} files)"
@@ -31,7 +31,7 @@ def describe_folder(folder: Path) -> Iterator[str]:
     for checkpoint in folder.glob("checkpoints/step_*"):
         size = _gigabytes(list(checkpoint.iterdir()))
         lines.append(
-            (f"{checkpoint.relative_to(folder)}/", f"checkpoint: weights in float32 without optimizer state, {size}")
+            (f"{checkpoint.relative_to(folder)}/", f"checkpoint: float32 weights without optimizer state, {size}")
         )
     lines += [(name, text) for name, text in _FILES.items() if (folder / name).is_file()]
     width = max((len(name) for name, _ in lines), default=0)

@@ -1,4 +1,4 @@
-"""The tokenizer of an export: files that transformers' `AutoTokenizer` loads, with the ids that the model was trained on.
+"""The tokenizer of an export: files that transformers' `AutoTokenizer` loads, with the ids of the run's corpora.
 
 tokenizer.json files   copied under this name, with the files beside them; tokenizer_config.json is completed or written
 sentencepiece models   copied as tokenizer.model, and converted to tokenizer.json: the class that transformers takes for
@@ -85,8 +85,8 @@ def export_tokenizer(config: RunConfig, model_type: str, max_length: int, roots:
         raise DataError(f"the tokenizer {config.data.tokenizer} cannot be exported: {error}") from error
     if model_type == "qwen2" and not export.warnings and _class_of(export).removesuffix("Fast") != _QWEN2_CLASS:
         export.warnings.append(
-            f"AutoTokenizer of transformers 5 takes {_QWEN2_CLASS} for every Qwen2 model (model.qkv_bias), which splits "
-            f"text in its own way; load this tokenizer with {_GENERIC_CLASS}.from_pretrained"
+            f"AutoTokenizer of transformers 5 takes {_QWEN2_CLASS} for every Qwen2 model (model.qkv_bias), which "
+            f"splits text in its own way; load this tokenizer with {_GENERIC_CLASS}.from_pretrained"
         )
     return export
 
@@ -113,23 +113,26 @@ def _export_json(source: Path, marks: _CorpusMarks, max_length: int, roots: Sequ
         _complete(export, marks, max_length)
         _set_generation_config(export)
     except ValueError as error:
-        export.warnings.append(f"the tokenizer's files are copied as they are: {error}")
+        export.warnings.append(f"the tokenizer's files are copied as they are, unchecked: {error}")
     return export
 
 
 def _complete(export: TokenizerExport, marks: _CorpusMarks, max_length: int) -> None:
     """Add what tokenizer_config.json lacks to a tokenizer.json, and set the ids. Raises ValueError when a file does not
     hold what its name says."""
-    vocabulary = _Vocabulary(export.files[TOKENIZER_JSON])
+    contents = _parse(export.files, TOKENIZER_JSON)
+    vocabulary = _Vocabulary(contents)
     own = _given(_parse(export.files, TOKENIZER_CONFIG))
-    completed = {
+    completed: dict[str, Any] = {
         "tokenizer_class": _GENERIC_CLASS,
         "bos_token": vocabulary.text_of(marks.bos_id),
         "eos_token": vocabulary.text_of(marks.eos_id),
     }
     if not own:
-        completed |= {"unk_token": vocabulary.unknown, "pad_token": vocabulary.padding}
-        completed |= _defaults(max_length) | ({"add_bos_token": marks.bos_id is not None} if marks.tokenizer else {})
+        completed |= {"unk_token": vocabulary.unknown, "pad_token": vocabulary.padding} | _defaults(max_length, marks)
+        if completed["bos_token"] is not None and contents.get("post_processor") is None:
+            contents["post_processor"] = _with_bos(completed["bos_token"], marks.bos_id)
+            export.set_json(TOKENIZER_JSON, contents)
     completed = _given(completed | _token_texts(_parse(export.files, "special_tokens_map.json"))) | own
     # A file from its publisher that lacks nothing stays as it is, byte for byte.
     if {"tokenizer_class", *_token_texts(completed)} - own.keys():
@@ -171,7 +174,7 @@ def _export_sentencepiece(source: Path, marks: _CorpusMarks, max_length: int, ro
         export.set_json(TOKENIZER_JSON, converted)
     # As our tokenizer does it: "</s>" in a text is four characters, not the end of a document. Publishers' templates
     # and texts, however, spell their special tokens.
-    defaults = _defaults(max_length) | {"add_bos_token": add_bos, "split_special_tokens": True}
+    defaults = _defaults(max_length, marks) | {"split_special_tokens": True}
     completed = texts | (_given(own) or defaults) | {"tokenizer_class": _GENERIC_CLASS}
     export.set_json(TOKENIZER_CONFIG, completed)
     export.ids = {f"{key}_id": tokens.get(key) for key in _MARKS}
@@ -179,13 +182,19 @@ def _export_sentencepiece(source: Path, marks: _CorpusMarks, max_length: int, ro
     return export
 
 
-def _defaults(max_length: int) -> dict[str, Any]:
-    """Keys of a tokenizer_config.json that has to be written. A prompt is to be continued, so it gets no end token."""
-    return {"add_eos_token": False, "clean_up_tokenization_spaces": False, "model_max_length": max_length}
+def _defaults(max_length: int, marks: _CorpusMarks) -> dict[str, Any]:
+    """Keys of a tokenizer_config.json that has to be written: texts begin as the documents of training did, and stay
+    open at their end, because a prompt is to be continued."""
+    return {
+        "add_bos_token": marks.bos_id is not None,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
 
 
 def _sentencepiece_tokens(tokenizer: Tokenizer, marks: _CorpusMarks) -> dict[str, int]:
-    """Ids of special tokens, those of the corpora first, then the model's own, by their keys in tokenizer_config.json."""
+    """Ids of special tokens by their keys in tokenizer_config.json: those of the corpora, else the model's own."""
     processor = tokenizer.processor
     ids = {
         "unk_token": processor.unk_id(),
@@ -196,8 +205,9 @@ def _sentencepiece_tokens(tokenizer: Tokenizer, marks: _CorpusMarks) -> dict[str
     return {key: index for key, index in ids.items() if 0 <= index < processor.vocab_size()}
 
 
-def _with_bos(text: str, index: int) -> dict[str, Any]:
-    """The post-processor of a tokenizer.json that puts a token before a text, or before each of two."""
+def _with_bos(text: str, index: int | None) -> dict[str, Any]:
+    """The post-processor of a tokenizer.json that puts a token before a text, or before each of two. transformers does
+    not read `add_bos_token` for `_GENERIC_CLASS`."""
     mark = {"SpecialToken": {"id": text, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
@@ -215,8 +225,7 @@ def _class_of(export: TokenizerExport) -> str:
 class _Vocabulary:
     """Ids and texts of the tokens of a tokenizer.json, read as JSON: exports need no package tokenizers for it."""
 
-    def __init__(self, content: bytes) -> None:
-        contents = _parse({TOKENIZER_JSON: content}, TOKENIZER_JSON)
+    def __init__(self, contents: dict[str, Any]) -> None:
         try:
             model = contents["model"]
             vocab = model["vocab"]

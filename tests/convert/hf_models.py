@@ -88,15 +88,17 @@ def random_tokens(count: int) -> Tensor:
     return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(count))
 
 
-def save_as_checkpoint(hf: Path, run_dir: Path, moba: dict[str, Any], tokenizer: Path | None = None) -> None:
-    """The Hugging Face model in `hf` as a checkpoint of ours, MoBA in all layers but the last. Its tokenizer is that of the
-    folder, unless told."""
+def save_as_checkpoint(hf: Path, run_dir: Path, moba: dict[str, Any], tokenizer: Path | None) -> None:
+    """The Hugging Face model in `hf` as a checkpoint of ours, MoBA in all layers but the last.
+
+    tokenizer  what its recipe names as data.tokenizer
+    """
     recipe = {
         "name": "imported",
         "run_dir": str(run_dir),
         "model": read_model_config(hf).model_dump(),
         "attention": {"full_layers": "last:1", "moba": moba},
-        "data": {"tokenizer": str(tokenizer or hf / "tokenizer.json"), "train": [{"path": "none"}]},
+        "data": {"tokenizer": tokenizer and str(tokenizer), "train": [{"path": "none"}]},
         "batch_tokens": 256,
         "stages": [{"name": "long", "seq_len": 256, "tokens": 256}],
     }

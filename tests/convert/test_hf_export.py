@@ -33,7 +33,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     make_hf_model(request.param, folder / "hf")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / "hf" / name).write_text(f"{name} of {request.param}")
-    save_as_checkpoint(folder / "hf", folder / "run", SPARSE)
+    save_as_checkpoint(folder / "hf", folder / "run", SPARSE, folder / "hf" / "tokenizer.json")
     export_to_hf(open_checkpoint(folder / "run"), folder / "out", torch.float32, shard_bytes=40_000)
     return folder / "hf", folder / "out"
 

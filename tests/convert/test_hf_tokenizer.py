@@ -1,4 +1,4 @@
-"""The tokenizer of an export: transformers loads it from the folder alone, and gives the ids that the run trained on."""
+"""The tokenizer of an export: transformers loads it from the folder alone, and gives the ids of our tokenizer."""
 
 import io
 import json
@@ -27,7 +27,7 @@ TEXTS = [
     "\n",
 ]
 LOSSLESS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
-"""As `moba-data train-tokenizer` makes its models; the default of sentencepiece changes texts and puts a space first."""
+"""Options of `moba-data train-tokenizer`. The defaults of sentencepiece change texts and put a space first."""
 
 
 def train_sentencepiece(path: Path, **options: Any) -> Path:
@@ -87,7 +87,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: folder / family for family in ("llama2", "qwen2", "qwen3")}
 
 
-def export(model: Path, tokenizer: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+def export(model: Path, tokenizer: Path | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
     """What `moba-train convert moba-to-hf` makes of a run with this model and tokenizer, and what it says."""
     monkeypatch.setenv("MOBA_TRAIN_DATA_ROOTS", "/")
     monkeypatch.chdir(folder)
@@ -135,28 +135,44 @@ def test_auto_tokenizer_gives_the_ids_of_training(
     assert not (out / "tok.model").exists()
 
 
+@pytest.mark.parametrize(("kind", "bos", "eos"), [("bpe", 1, 2), ("json", 0, 1)])
 def test_marks_of_the_corpora_and_a_chat_template_are_exported(
-    models: dict[str, Path], tokenizers: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    bos: int,
+    eos: int,
+    models: dict[str, Path],
+    tokenizers: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A corpus whose documents begin with a token, and one whose end was named with --eos."""
-    (tmp_path / "none.json").write_text(json.dumps({"tokenizer": "tok", "bos_id": 1, "eos_id": 2}))
+    """From a corpus made with --bos and --eos, and a template beside the tokenizer."""
+    tokenizer = Path(shutil.copy(tokenizers[kind], tmp_path))
+    (tmp_path / "none.json").write_text(json.dumps({"tokenizer": tokenizer.name, "bos_id": bos, "eos_id": eos}))
     template = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
-    for kind in ("bpe", "json"):
-        folder = tmp_path / kind
-        shutil.copytree(tokenizers[kind].parent, folder)
-        (folder / "none.json").write_text(json.dumps({"tokenizer": "tok", "bos_id": 0 if kind == "json" else 1, "eos_id": 1 if kind == "json" else 2}))
-        (folder / "chat_template.jinja").write_text(template)
-        tokenizer = folder / tokenizers[kind].name
-        out, _ = export(models["llama2"], tokenizer, folder, monkeypatch)
-        theirs = auto_tokenizer(out)
-        ours = load_text_tokenizer(tokenizer)
-        marks = [0, 1] if kind == "json" else [1, 2]
-        assert [theirs.bos_token_id, theirs.eos_token_id] == marks
-        assert theirs("a text").input_ids == [marks[0], *ours.encode("a text")]
-        messages = [{"role": "user", "content": "What is attention?"}]
-        assert theirs.apply_chat_template(messages, tokenize=False) == "[user] What is attention?\n"
-        found = theirs.apply_chat_template(messages)
-        assert list(found["input_ids"]) == ours.encode("[user] What is attention?\n")
+    (tmp_path / "chat_template.jinja").write_text(template)
+    out, _ = export(models["llama2"], tokenizer, tmp_path, monkeypatch)
+    theirs = auto_tokenizer(out)
+    ours = load_text_tokenizer(tokenizer)
+    assert [theirs.bos_token_id, theirs.eos_token_id] == [bos, eos]
+    assert theirs("a text").input_ids == [bos, *ours.encode("a text")]
+    messages = [{"role": "user", "content": "What is attention?"}]
+    assert theirs.apply_chat_template(messages, tokenize=False) == "[user] What is attention?\n"
+    assert list(theirs.apply_chat_template(messages)["input_ids"]) == ours.encode("[user] What is attention?\n")
+
+
+@pytest.mark.parametrize("made_with", ["tok.model", "tiktoken:o200k_base"])
+def test_a_run_without_tokenizer_says_so(
+    made_with: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids that end documents are known from the corpora all the same."""
+    (tmp_path / "none.json").write_text(json.dumps({"tokenizer": made_with, "bos_id": None, "eos_id": 7}))
+    out, said = export(models["qwen3"], None, tmp_path, monkeypatch)
+    assert (
+        f"warning: no tokenizer is exported: the recipe has no data.tokenizer; its corpora were made with {made_with}"
+        in said
+    )
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 7
+    assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": 7}
 
 
 def test_qwen2_says_how_to_load_its_tokenizer(
