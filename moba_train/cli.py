@@ -275,15 +275,22 @@ def moba_to_hf(
         float, typer.Option(min=0.001, help="largest size of a file in GiB; as much memory is needed")
     ] = 4.0,
 ) -> None:
-    """Write a checkpoint as safetensors, config.json and tokenizer. The `moba` entry of config.json gives each
-    layer's attention; software that ignores it has an ordinary model with full attention."""
+    """Write a checkpoint as a Hugging Face folder: weights, config.json, and the tokenizer as AutoTokenizer loads it.
+    The `moba` entry of config.json gives each layer's attention; software that ignores it has an ordinary model with
+    full attention."""
     import torch
 
+    from moba_train.convert.folder_contents import describe_folder
     from moba_train.convert.hf_export import export_to_hf
     from moba_train.validation.checkpoints import open_checkpoint
 
-    export_to_hf(open_checkpoint(checkpoint), output, getattr(torch, dtype.value), int(shard_gib * 2**30))
-    typer.echo(f"{output}: written")
+    saved = open_checkpoint(checkpoint)
+    left_out = export_to_hf(saved, output, getattr(torch, dtype.value), int(shard_gib * 2**30))
+    typer.echo(f"{saved.path} is now a Hugging Face model in {output}:")
+    for line in describe_folder(output):
+        typer.echo(line)
+    for warning in left_out:
+        typer.echo(f"warning: {warning}", err=True)
 
 
 @convert.command()
@@ -291,12 +298,15 @@ def hf_to_moba(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a Hugging Face model")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],
 ) -> None:
-    """Make a checkpoint of a Hugging Face model, with a recipe to extend, for `eval`, `generate` and `init_from`.
-    (`init_from` reads the Hugging Face folder itself as well.)"""
+    """Write a Hugging Face model as a checkpoint for `generate`, `verify` and `init_from`, with its tokenizer and a
+    recipe to extend. Training does not need it: `init_from` reads Hugging Face folders too."""
+    from moba_train.convert.folder_contents import describe_folder
     from moba_train.convert.hf_import import import_from_hf
 
     import_from_hf(folder, output)
-    typer.echo(f"{output}: checkpoint, tokenizer and recipe.yaml")
+    typer.echo(f"{folder} is now a checkpoint in {output}:")
+    for line in describe_folder(output):
+        typer.echo(line)
 
 
 @app.command()
