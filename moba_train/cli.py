@@ -163,7 +163,28 @@ def _attention_parser(choices: type[Choice], option: str) -> Callable[[str], Cho
 
 @app.command(name="eval")
 def evaluate(
-    checkpoint: Checkpoint,
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="a checkpoint, a run folder: its newest valid checkpoint, or a Hugging Face folder",
+        ),
+    ],
+    overrides: Overrides = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="evaluations, also such as the recipe does not have; default: its own"),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CORPUS", help="tokenised corpus in place of data.validation; may be given several times"),
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_length, metavar="TOKENS", help="length of a sequence, e.g. 32K; default: the stage's"
+        ),
+    ] = None,
     attention: Annotated[
         EvaluatedAttention,
         typer.Option(
@@ -183,20 +204,33 @@ def evaluate(
     sequences: Annotated[int | None, typer.Option(min=2, help="loss by position: samples of long documents")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
     cp: Annotated[int | None, typer.Option(min=1, help="context-parallel ranks; default: the stage's")] = None,
-    output: Annotated[Path | None, typer.Option(help="folder for evaluation.json and plots")] = None,
+    output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json, and for plots")] = None,
 ) -> None:
-    """Evaluate on the recipe's held-out text, also by position, with own and full attention on the same weights."""
+    """Evaluate on held-out text and by other tasks, with own and full attention on the same weights.
+
+    Results go to RUN/evaluations/."""
     import os
     import sys
 
     if gpus > 1 and "RANK" not in os.environ:
         launch = [sys.executable, "-m", "moba_train.launch", "--standalone", "--nproc-per-node", str(gpus)]
         os.execv(sys.executable, [*launch, "-m", "moba_train.cli", *sys.argv[1:]])
-    from moba_train.evals.checkpoint import EvaluationOptions, evaluate_checkpoint
-    from moba_train.validation.checkpoints import open_checkpoint
+    from moba_train.evals.checkpoint import evaluate_checkpoint
+    from moba_train.evals.options import EvaluationOptions
+    from moba_train.validation.evaluated import open_for_evaluation
 
-    options = EvaluationOptions(attention.value, bucket, sequences, cp, output)
-    evaluate_checkpoint(open_checkpoint(checkpoint), options, typer.echo)
+    by_position = {"bucket": bucket, "sequences": sequences}
+    shortcuts = [f"evaluation.position_wise.{key}={value}" for key, value in by_position.items() if value is not None]
+    options = EvaluationOptions(
+        attention=attention.value,
+        tasks=None if tasks is None else tuple(name.strip() for name in tasks.split(",")),
+        overrides=(*shortcuts, *(overrides or ())),
+        data=tuple(data or ()),
+        seq_len=seq_len,
+        cp=cp,
+        output=output,
+    )
+    evaluate_checkpoint(open_for_evaluation(checkpoint, options), options, typer.echo)
 
 
 @app.command()

@@ -19,6 +19,18 @@ class SavedRun(NamedTuple):
     path: Path
     config: RunConfig
     stage: Stage
+    step: int = 0
+    """Optimizer steps that the weights were trained for; 0 for an imported model."""
+    tokens: int | None = None
+    """Training tokens that these steps took; None for an imported model."""
+    trained_seq_len: int = 0
+    """Longest sequences of the recipe's stages up to this one, in tokens."""
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """The folder of the run that saved `checkpoint`, else the folder that it lies in."""
+    folder = checkpoint.absolute().parent
+    return folder.parent if folder.name == "checkpoints" else folder
 
 
 def saved_recipe(checkpoint: Path) -> RunConfig:
