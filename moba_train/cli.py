@@ -250,7 +250,13 @@ def inspect_spike(
 @app.command()
 def generate(
     checkpoint: Checkpoint,
-    prompt: Annotated[str, typer.Option(help="text to continue")],
+    prompt: Annotated[str | None, typer.Option(help="text to continue; it is printed first")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="file with the text to continue, exactly as it is; -: stdin")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="default: the recipe's, looked for as docs/evaluation.md says")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token")] = 0.8,
     top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens that make up this probability")] = 0.95,
@@ -269,26 +275,29 @@ def generate(
 
     from moba_train.checkpoint.trained_model import load_trained
     from moba_train.data.tokenizer import load_text_tokenizer
-    from moba_train.errors import UserError
-    from moba_train.foreign_files import working_roots
+    from moba_train.inference.prompt import read_prompt
     from moba_train.inference.text import generate_text
-    from moba_train.validation.checkpoints import open_checkpoint
+    from moba_train.validation.checkpoints import open_for_generation
 
-    saved = open_checkpoint(checkpoint)
-    if saved.config.data.tokenizer is None:
-        raise UserError(f"{saved.path}: its recipe names no data.tokenizer")
+    if (prompt is None) == (prompt_file is None):
+        raise typer.BadParameter("give either --prompt TEXT or --prompt-file FILE")
+    saved, roots = open_for_generation(checkpoint, tokenizer)
+    known = load_text_tokenizer(tokenizer or str(saved.config.data.tokenizer), None if tokenizer else roots)
+    given = prompt if prompt_file is None else read_prompt(prompt_file)
     on_gpu = torch.cuda.is_available()
     model = load_trained(saved, torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
     text = generate_text(
         model,
-        load_text_tokenizer(saved.config.data.tokenizer, working_roots()),
-        prompt,
+        known,
+        given or "",
         max_new_tokens,
         temperature=temperature,
         top_p=top_p,
         seed=seed,
         decode=decode.value,
+        say=lambda line: typer.echo(line, err=True),
     )
+    typer.echo(prompt or "", nl=False)
     for addition in text:
         typer.echo(addition, nl=False)
     typer.echo()

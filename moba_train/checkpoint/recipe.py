@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import saved_step
 from moba_train.config.load import parse_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
@@ -19,12 +20,17 @@ class SavedRun(NamedTuple):
     path: Path
     config: RunConfig
     stage: Stage
-    step: int = 0
-    """Optimizer steps that the weights were trained for; 0 for an imported model."""
-    tokens: int | None = None
-    """Training tokens that these steps took; None for an imported model."""
-    trained_seq_len: int = 0
-    """Longest sequences of the recipe's stages up to this one, in tokens."""
+
+
+class Training(NamedTuple):
+    """What the weights of a checkpoint have been through."""
+
+    step: int
+    """Optimizer steps; 0 for an imported model."""
+    tokens: int | None
+    """Training tokens of these steps; None for an imported model."""
+    seq_len: int
+    """Longest sequences of the stages so far, in tokens."""
 
 
 def run_folder(checkpoint: Path) -> Path:
@@ -53,3 +59,15 @@ def saved_stage(checkpoint: Path, config: RunConfig) -> Stage:
             "checkpoint of this run"
         )
     return stages[index]
+
+
+def saved_training(checkpoint: Path) -> Training:
+    """What the weights of `checkpoint` have been through, by its recipe and progress. Raises CheckpointError as
+    `saved_stage`."""
+    config = saved_recipe(checkpoint)
+    meta = read_meta(checkpoint)
+    index = saved_stage(checkpoint, config).index
+    exited = meta["progress"].get("exited_steps")
+    stages = resolve_stages(config, exited if isinstance(exited, dict) else None)[: index + 1]
+    step = saved_step(meta) or 0
+    return Training(step, stages[-1].tokens_after(step) if step else None, max(stage.seq_len for stage in stages))

@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moba_train.checkpoint.recipe import SavedRun
+from moba_train.checkpoint.recipe import SavedRun, Training, saved_training
 from moba_train.checkpoint.state import load_model
 from moba_train.config.mesh import MeshSizes, divisors
 from moba_train.config.run import ParallelConfig
 from moba_train.config.stages import Stage
+from moba_train.convert.hf_import import imported_recipe
 from moba_train.convert.hf_weights import load_hf_weights
 from moba_train.convert.initial_weights import is_hf_folder
 from moba_train.errors import DataError, UserError
@@ -39,15 +40,16 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
     Under torchrun all its ranks work together, and the numbers are those of one up to rounding. Raises UserError for
     data or options that do not fit.
     """
+    training = _training(saved)
     attentions = variants(saved.config, saved.stage, options.attention)
     evaluations = _evaluations(saved, options)
     with joined_world() as world:
-        if world.is_main and saved.stage.seq_len > saved.trained_seq_len:
+        if world.is_main and saved.stage.seq_len > training.seq_len:
             logger.warning(
                 "Sequences of %d tokens are longer than the %d tokens that the model was trained with: positions "
                 "beyond are extrapolated by the stage's RoPE",
                 saved.stage.seq_len,
-                saved.trained_seq_len,
+                training.seq_len,
             )
         context = _context(saved, options.cp, attentions, world)
         results = {}
@@ -57,11 +59,18 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
                 for line in results[evaluation.name].table:
                     echo(line)
         if world.is_main:
-            content = result_json(saved, options, context, results) | {"ranks": world.size}
+            content = result_json(saved, training, options, context, results) | {"ranks": world.size}
             _write(content, saved.path, options.output, echo)
             if options.output is not None:
                 for evaluation in evaluations:
                     evaluation.plot({saved.stage.name: results[evaluation.name].data}, options.output)
+
+
+def _training(saved: SavedRun) -> Training:
+    """What the weights have been through; a Hugging Face model, sequences of the length in its config.json."""
+    if is_hf_folder(saved.path):
+        return Training(0, None, imported_recipe(saved.path, saved.path).stages[0].seq_len)
+    return saved_training(saved.path)
 
 
 def _evaluations(saved: SavedRun, options: EvaluationOptions) -> list[Evaluation]:

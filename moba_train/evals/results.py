@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moba_train.checkpoint.recipe import SavedRun, run_folder
+from moba_train.checkpoint.recipe import SavedRun, Training, run_folder
 from moba_train.evals.evaluation import EvaluationContext, EvaluationResult
 from moba_train.evals.options import EvaluationOptions
 
@@ -18,7 +18,11 @@ FOLDER = "evaluations"
 
 
 def result_json(
-    saved: SavedRun, options: EvaluationOptions, context: EvaluationContext, results: Mapping[str, EvaluationResult]
+    saved: SavedRun,
+    training: Training,
+    options: EvaluationOptions,
+    context: EvaluationContext,
+    results: Mapping[str, EvaluationResult],
 ) -> dict[str, Any]:
     """Everything that was measured, by evaluation, and what it was measured on."""
     content = {
@@ -26,12 +30,12 @@ def result_json(
         "time": time.time(),
         "run": saved.config.name,
         "checkpoint": saved.path.name,
-        "step": saved.step,
-        "tokens": saved.tokens,
+        "step": training.step,
+        "tokens": training.tokens,
         "stage": context.stage.name,
         "stage_index": context.stage.index,
         "seq_len": context.stage.seq_len,
-        "trained_seq_len": saved.trained_seq_len,
+        "trained_seq_len": training.seq_len,
         "attention": context.own,
         "attentions": {
             name: dict(Counter(layer.kind for layer in layers)) for name, layers in context.attentions.items()

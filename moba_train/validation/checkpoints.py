@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from moba_train.checkpoint.manifest import check_sizes, read_meta
-from moba_train.checkpoint.publish import find_checkpoint, saved_step
+from moba_train.checkpoint.manifest import check_sizes
+from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.recipe import SavedRun, saved_recipe, saved_stage
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
 from moba_train.errors import CheckpointError
 from moba_train.planning.parameters import count_parameters
 from moba_train.validation.foreign_paths import check_paths
@@ -25,9 +24,9 @@ def open_checkpoint(path: Path) -> SavedRun:
     return saved
 
 
-def open_for_generation(path: Path, tokenizer: Path | None = None) -> tuple[SavedRun, SavedPaths]:
+def open_for_generation(path: Path, tokenizer: Path | None = None) -> tuple[SavedRun, list[Path]]:
     """`open_checkpoint` for a command that is started in any folder: with the recipe's tokenizer where `SavedPaths`
-    finds it, and these paths. `tokenizer`: one that the user names in its place.
+    finds it, and the folders below which that may lie. `tokenizer`: one that the user names in its place.
 
     Raises UserError as `open_checkpoint`, and when there is no tokenizer.
     """
@@ -38,7 +37,7 @@ def open_for_generation(path: Path, tokenizer: Path | None = None) -> tuple[Save
     config = paths.located()
     unread = config.data.model_copy(update={"validation": []} | ({"tokenizer": None} if tokenizer else {}))
     check_paths(config.model_copy(update={"data": unread}), saved.path, paths.roots)
-    return saved._replace(config=config), paths
+    return saved._replace(config=config), paths.roots
 
 
 def read_checkpoint(path: Path) -> SavedRun:
@@ -48,18 +47,7 @@ def read_checkpoint(path: Path) -> SavedRun:
     # Where the first weights came from no longer matters, and what changes nothing did no harm in training.
     validate(config.model_copy(update={"init_from": None}), allow_idle=True)
     _check_size(config, checkpoint)
-    return _with_progress(checkpoint, config, saved_stage(checkpoint, config))
-
-
-def _with_progress(checkpoint: Path, config: RunConfig, stage: Stage) -> SavedRun:
-    """The checkpoint, with the steps and tokens of its progress."""
-    meta = read_meta(checkpoint)
-    step = saved_step(meta) or 0
-    exited = meta["progress"].get("exited_steps")
-    stages = resolve_stages(config, exited if isinstance(exited, dict) else None)
-    tokens = stages[stage.index].tokens_after(step) if step else None
-    longest = max(other.seq_len for other in stages[: stage.index + 1])
-    return SavedRun(checkpoint, config, stage, step, tokens, longest)
+    return SavedRun(checkpoint, config, saved_stage(checkpoint, config))
 
 
 def _check_size(config: RunConfig, checkpoint: Path) -> None:

@@ -117,7 +117,7 @@ def _hugging_face(folder: Path) -> SavedRun:
     config = imported_recipe(folder, folder)
     validate(config.model_copy(update={"init_from": None}), allow_idle=True)
     (stage,) = resolve_stages(config)
-    return SavedRun(folder, config, stage, trained_seq_len=stage.seq_len)
+    return SavedRun(folder, config, stage)
 
 
 def _check_tokenizer(config: RunConfig, trained: str) -> None:
