@@ -163,7 +163,28 @@ def _attention_parser(choices: type[Choice], option: str) -> Callable[[str], Cho
 
 @app.command(name="eval")
 def evaluate(
-    checkpoint: Checkpoint,
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="a checkpoint, a run folder: its newest valid checkpoint, or a Hugging Face folder",
+        ),
+    ],
+    overrides: Overrides = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="evaluations, also such as the recipe does not have; default: its own"),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CORPUS", help="tokenised corpus in place of data.validation; may be given several times"),
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_length, metavar="TOKENS", help="length of a sequence, e.g. 32K; default: the stage's"
+        ),
+    ] = None,
     attention: Annotated[
         EvaluatedAttention,
         typer.Option(
@@ -183,20 +204,33 @@ def evaluate(
     sequences: Annotated[int | None, typer.Option(min=2, help="loss by position: samples of long documents")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
     cp: Annotated[int | None, typer.Option(min=1, help="context-parallel ranks; default: the stage's")] = None,
-    output: Annotated[Path | None, typer.Option(help="folder for evaluation.json and plots")] = None,
+    output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json, and for plots")] = None,
 ) -> None:
-    """Evaluate on the recipe's held-out text, also by position, with own and full attention on the same weights."""
+    """Evaluate on held-out text and by other tasks, with own and full attention on the same weights.
+
+    Results go to RUN/evaluations/."""
     import os
     import sys
 
     if gpus > 1 and "RANK" not in os.environ:
         launch = [sys.executable, "-m", "moba_train.launch", "--standalone", "--nproc-per-node", str(gpus)]
         os.execv(sys.executable, [*launch, "-m", "moba_train.cli", *sys.argv[1:]])
-    from moba_train.evals.checkpoint import EvaluationOptions, evaluate_checkpoint
-    from moba_train.validation.checkpoints import open_checkpoint
+    from moba_train.evals.checkpoint import evaluate_checkpoint
+    from moba_train.evals.options import EvaluationOptions
+    from moba_train.validation.evaluated import open_for_evaluation
 
-    options = EvaluationOptions(attention.value, bucket, sequences, cp, output)
-    evaluate_checkpoint(open_checkpoint(checkpoint), options, typer.echo)
+    by_position = {"bucket": bucket, "sequences": sequences}
+    shortcuts = [f"evaluation.position_wise.{key}={value}" for key, value in by_position.items() if value is not None]
+    options = EvaluationOptions(
+        attention=attention.value,
+        tasks=None if tasks is None else tuple(name.strip() for name in tasks.split(",")),
+        overrides=(*shortcuts, *(overrides or ())),
+        data=tuple(data or ()),
+        seq_len=seq_len,
+        cp=cp,
+        output=output,
+    )
+    evaluate_checkpoint(open_for_evaluation(checkpoint, options), options, typer.echo)
 
 
 @app.command()
@@ -216,7 +250,13 @@ def inspect_spike(
 @app.command()
 def generate(
     checkpoint: Checkpoint,
-    prompt: Annotated[str, typer.Option(help="text to continue")],
+    prompt: Annotated[str | None, typer.Option(help="text to continue; it is printed first")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="file with the text to continue, exactly as it is; -: stdin")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="default: the recipe's, looked for as docs/evaluation.md says")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token")] = 0.8,
     top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens that make up this probability")] = 0.95,
@@ -235,26 +275,29 @@ def generate(
 
     from moba_train.checkpoint.trained_model import load_trained
     from moba_train.data.tokenizer import load_text_tokenizer
-    from moba_train.errors import UserError
-    from moba_train.foreign_files import working_roots
+    from moba_train.inference.prompt import read_prompt
     from moba_train.inference.text import generate_text
-    from moba_train.validation.checkpoints import open_checkpoint
+    from moba_train.validation.checkpoints import open_for_generation
 
-    saved = open_checkpoint(checkpoint)
-    if saved.config.data.tokenizer is None:
-        raise UserError(f"{saved.path}: its recipe names no data.tokenizer")
+    if (prompt is None) == (prompt_file is None):
+        raise typer.BadParameter("give either --prompt TEXT or --prompt-file FILE")
+    saved, roots = open_for_generation(checkpoint, tokenizer)
+    known = load_text_tokenizer(tokenizer or str(saved.config.data.tokenizer), None if tokenizer else roots)
+    given = prompt if prompt_file is None else read_prompt(prompt_file)
     on_gpu = torch.cuda.is_available()
     model = load_trained(saved, torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
     text = generate_text(
         model,
-        load_text_tokenizer(saved.config.data.tokenizer, working_roots()),
-        prompt,
+        known,
+        given or "",
         max_new_tokens,
         temperature=temperature,
         top_p=top_p,
         seed=seed,
         decode=decode.value,
+        say=lambda line: typer.echo(line, err=True),
     )
+    typer.echo(prompt or "", nl=False)
     for addition in text:
         typer.echo(addition, nl=False)
     typer.echo()

@@ -112,6 +112,11 @@ class EvaluationConfig(Section):
     """Mean token loss on `data.validation`, always on the same sequences, and other evaluations."""
 
     every: int = Field(100, ge=1, description="optimizer steps between evaluations")
+    at_start: bool = Field(
+        False,
+        description="also evaluate before the first step of every stage, with its attention, RoPE and length: the "
+        "baseline at step 0, and what a change of stage does before anything is trained",
+    )
     sequences: int = Field(32, ge=1, description="validation sequences of the stage's length")
     position_wise: PositionWiseConfig | None = Field(None, description="null: not evaluated")
 

@@ -7,4 +7,6 @@ position_wise    loss by position in the context
 variants         the attentions that the same weights are evaluated with
 stage            evaluations while a stage trains
 checkpoint       `moba-train eval`
+options          what it is asked for
+results          what it found, as JSON beside the checkpoint
 """

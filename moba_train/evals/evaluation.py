@@ -1,7 +1,13 @@
 """The interface of an evaluation: what it needs, when it is due, and what it gives.
 
-A new evaluation is one file with a subclass of `Evaluation` and one line in registry.py. It then runs while a stage
-trains (stage.py) and in `moba-train eval` (checkpoint.py), and a stage may train `until` one of its numbers is good.
+A new evaluation is one file with a subclass of `Evaluation`, its section `evaluation.<name>` in config/run.py, null by
+default, and one line in registry.py. It then runs while a stage trains (stage.py) and in `moba-train eval`
+(checkpoint.py), and a stage may train `until` one of its numbers is good.
+
+`moba-train eval RUN --tasks NAME,...` asks for evaluations by `Evaluation.name`, whether the recipe has them or not:
+`switched_on` adds the section of each task that the recipe leaves null, with defaults that fit the checkpoint's stage;
+overrides such as `evaluation.<name>.<key>=value` are laid over it. A class whose section has a default for every key
+need not define `switched_on`. `problems` is then asked of the tasks that run, for a recipe with that stage alone.
 """
 
 from abc import ABC, abstractmethod
@@ -12,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from moba_train.config.run import EvaluationConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.evals.variants import Layers, name_of
@@ -88,6 +95,17 @@ class Evaluation(ABC):
     @abstractmethod
     def enabled(cls, config: RunConfig) -> bool:
         """Whether the recipe asks for it."""
+
+    @classmethod
+    def switched_on(cls, config: RunConfig, stage: Stage) -> RunConfig:
+        """The recipe, asking for this evaluation: where its section is null, with defaults that fit `stage`."""
+        return config if cls.enabled(config) else cls.with_section(config, {})
+
+    @classmethod
+    def with_section(cls, config: RunConfig, values: dict[str, Any]) -> RunConfig:
+        """The recipe with this evaluation's section made of `values`, and of defaults for all other keys."""
+        sections = config.evaluation.model_dump() | {cls.key.removeprefix("evaluation."): values}
+        return config.model_copy(update={"evaluation": EvaluationConfig.model_validate(sections)})
 
     @classmethod
     def problems(cls, config: RunConfig) -> Iterator[str]:

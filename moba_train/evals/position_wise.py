@@ -1,5 +1,6 @@
 """Loss by position in the context, on samples that lie inside one document."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,14 @@ class PositionWise(Evaluation):
     def enabled(cls, config: RunConfig) -> bool:
         """Where the recipe has the section."""
         return config.evaluation.position_wise is not None
+
+    @classmethod
+    def switched_on(cls, config: RunConfig, stage: Stage) -> RunConfig:
+        """At least four buckets where the default's are longer."""
+        if cls.enabled(config):
+            return config
+        quarter = 1 << (max(stage.seq_len // 4, 1).bit_length() - 1)
+        return cls.with_section(config, {"bucket": min(math.gcd(2048, stage.seq_len), quarter)})
 
     @classmethod
     def problems(cls, config: RunConfig) -> Iterator[str]:

@@ -1,11 +1,16 @@
 """The evaluations that run while a stage trains."""
 
 import dataclasses
+from collections.abc import Collection
+from itertools import takewhile
+from pathlib import Path
 
 from moba_train.config.schema import RunConfig
 from moba_train.evals.evaluation import Evaluation, EvaluationContext
 from moba_train.evals.registry import stage_evaluations
 from moba_train.evals.variants import name_of, with_full
+from moba_train.parallel.world import broadcast
+from moba_train.telemetry.jsonl import read_backward
 from moba_train.telemetry.telemetry import Telemetry
 
 
@@ -29,8 +34,18 @@ class StageEvaluations:
         self._step = -1
         self._numbers: dict[str, float] = {}
 
-    def run_due(self, step: int, tokens: int) -> dict[str, float]:
-        """Run what is due after `step`, at which `tokens` are consumed. Returns the numbers found, by name."""
+    def run_at_start(self, tokens: int, metrics: Path) -> None:
+        """Run all before the stage's first step, except those whose results are in the file `metrics` already: the run
+        was stopped or killed there, and resumed."""
+        step = self._stage.first_step
+        place = (step, self._stage.name)
+        records = takewhile(lambda record: record["step"] >= step, read_backward(metrics))
+        here = {record["type"] for record in records if (record["step"], record.get("stage")) == place}
+        self.run_due(step, tokens, broadcast(here))
+
+    def run_due(self, step: int, tokens: int, done: Collection[str] = ()) -> dict[str, float]:
+        """Run what is due after `step`, at which `tokens` are consumed, without those named in `done`; before the
+        stage's first step all are due. Returns the numbers found, by name."""
         self._step = step
         self._numbers = {}
         for evaluation, context in self._evaluations:
@@ -38,7 +53,7 @@ class StageEvaluations:
                 if step in (self._stage.planned_end_step, self._stage.end_step):
                     text = f"{evaluation.missing}: no {evaluation.name} in this stage"
                     self._telemetry.event(step, tokens, "warning", text)
-            elif evaluation.due(step, self._stage):
+            elif evaluation.name not in done and (step == self._stage.first_step or evaluation.due(step, self._stage)):
                 result = evaluation.run(context)
                 fields = {**result.numbers, evaluation.name: result.data}
                 self._telemetry.event(step, tokens, evaluation.name, result.message, **fields)

@@ -34,6 +34,11 @@ class ValidationLoss(Evaluation):
         """Where there is held-out text."""
         return bool(config.data.validation)
 
+    @classmethod
+    def switched_on(cls, config: RunConfig, stage: Stage) -> RunConfig:
+        """The recipe as it is: held-out text has no default."""
+        return config
+
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`eval_loss` in nats per token."""
         micro_batch_size = context.stage.micro_batch_size

@@ -163,6 +163,9 @@ class Trainer:
         """Train through the rest of a stage; False when stopped before its end."""
         stage = self.stages[index]
         data = self._begin(stage)
+        if self.config.evaluation.at_start and self.progress.step == stage.first_step:
+            with self.watch.phase("evaluation", self.progress.step):
+                self.evaluations.run_at_start(self.tokens, self.run_dir / "metrics.jsonl")
         load = partial(self.data_shard.batches, data, stage)
         with Prefetcher(load, self.progress.step, stage.end_step, self.world.device) as steps:
             for step_data in self._wait_for_each(steps):

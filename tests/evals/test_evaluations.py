@@ -136,4 +136,6 @@ def test_a_new_evaluation_runs_in_training_ends_a_stage_and_is_part_of_eval(
     assert "left: 0" in done.output
     written = json.loads((tmp_path / "evaluation.json").read_text())
     assert written["countdown"] == {"ranks": 1, "attentions": ["moba", "full"]}
-    assert written.keys() == {"stage", "seq_len", "validation_loss", "position_wise", "countdown"}
+    assert written["tasks"] == ["validation_loss", "position_wise", "countdown"]
+    assert written.keys() >= {"stage", "seq_len", *written["tasks"]}
+    assert written["numbers"]["left"] == 0

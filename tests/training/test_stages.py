@@ -153,7 +153,7 @@ def test_eval_gives_the_same_loss_by_position(undisturbed: Run, tmp_path: Path) 
     assert "full" not in only.output
     refused = CliRunner().invoke(app, [*arguments[:2], "--bucket", "48"])
     assert refused.exit_code == 2
-    assert "--bucket: given 48" in refused.output
+    assert "evaluation.position_wise.bucket: given 48, which does not divide" in refused.output
     renamed = CliRunner().invoke(app, [*arguments[:2], "--attention", "moba"])
     assert renamed.exit_code == 2
     assert "--attention own" in renamed.output
