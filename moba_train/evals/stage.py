@@ -3,7 +3,7 @@
 import dataclasses
 
 from moba_train.config.schema import RunConfig
-from moba_train.evals.evaluation import Evaluation, EvaluationContext
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationStoppedError
 from moba_train.evals.registry import stage_evaluations
 from moba_train.evals.variants import name_of, with_full
 from moba_train.telemetry.telemetry import Telemetry
@@ -29,21 +29,34 @@ class StageEvaluations:
         self._step = -1
         self._numbers: dict[str, float] = {}
 
+    def due(self, step: int) -> bool:
+        """Whether `run_due` has anything to do after `step`."""
+        return any(evaluation.due(step, self._stage) for evaluation, _ in self._evaluations)
+
     def run_due(self, step: int, tokens: int) -> dict[str, float]:
-        """Run what is due after `step`, at which `tokens` are consumed. Returns the numbers found, by name."""
-        self._step = step
-        self._numbers = {}
+        """Run what is due after `step`, at which `tokens` are consumed. Returns the numbers found, by name.
+
+        An evaluation during which `EvaluationContext.between_batches` raises is not reported, and those after it are
+        not run; the model then has the stage's own attention.
+        """
+        numbers: dict[str, float] = {}
         for evaluation, context in self._evaluations:
             if evaluation.missing:
                 if step in (self._stage.planned_end_step, self._stage.end_step):
                     text = f"{evaluation.missing}: no {evaluation.name} in this stage"
                     self._telemetry.event(step, tokens, "warning", text)
             elif evaluation.due(step, self._stage):
-                result = evaluation.run(context)
+                try:
+                    result = evaluation.run(context)
+                except EvaluationStoppedError:
+                    context.restore_attention()
+                    raise
                 fields = {**result.numbers, evaluation.name: result.data}
                 self._telemetry.event(step, tokens, evaluation.name, result.message, **fields)
-                self._numbers |= result.numbers
-        return self._numbers
+                numbers |= result.numbers
+        self._step = step
+        self._numbers = numbers
+        return numbers
 
     def numbers_at(self, step: int) -> dict[str, float]:
         """The numbers found after `step`; empty unless it is the last step that was asked for."""
