@@ -32,7 +32,7 @@ class Evaluated:
         """Those of `folder`. Entries that are not what `write` writes are left out."""
         entries = read_small_file(folder / EVALUATIONS).get("evaluations")
         found = [_entry_from(entry) for entry in (entries if isinstance(entries, list) else [])[-_MOST:]]
-        return Evaluated({key: numbers for key, numbers in filter(None, found)})
+        return Evaluated(dict(filter(None, found)))
 
     def write(self, folder: Path) -> None:
         """Replace the file in `folder`, without the numbers of older checkpoints that are no longer there."""

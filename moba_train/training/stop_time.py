@@ -12,11 +12,11 @@ CLOSING_S = 30
 """Plots, and at most 30 s that wandb is waited for (telemetry/wandb_sink.py)."""
 ROUNDED_TO_S = 30
 SAFETY = 3
-"""The launcher kills ranks that take this many times as long as measured: when a whole cluster is told to stop, all runs
-save at once, and killing one too early loses its work, while killing a hanging one late loses nothing."""
+"""The launcher kills ranks that take this many times as long as measured. When a whole cluster is told to stop, all
+runs save at once; and killing one too early loses its work, while killing a hanging one late loses nothing."""
 AFTER_TIMEOUT_S = 60
-"""A run whose ranks hang ends by itself when `parallel.timeout` is over, and reports which rank it was; it is not killed
-before."""
+"""A run whose ranks hang ends by itself when `parallel.timeout` is over, and reports which rank it was; it is not
+killed before."""
 UNMEASURED_S = 3600
 """The launcher's limit until a step of the stage and a save are measured: a first step may compile for minutes."""
 
@@ -73,6 +73,7 @@ class StopTime:
             return None
         self._reported = self.seconds
         return (
-            f"stopping in order takes up to {self.seconds} s (a step {self._step_s:.1f} s, a save {self._save_s:.1f} s): "
-            f"a scheduler must allow as much between SIGTERM and SIGKILL, Slurm by --signal=TERM@{self.seconds}"
+            f"stopping in order takes up to {self.seconds} s (a step {self._step_s:.1f} s, a save "
+            f"{self._save_s:.1f} s): a scheduler must allow as much between SIGTERM and SIGKILL, Slurm by "
+            f"--signal=TERM@{self.seconds}"
         )
