@@ -8,6 +8,8 @@ reports it.
 
 import math
 
+from moba_train.training.stop import StopRequest, allow_to_stop
+
 CLOSING_S = 30
 """Plots, and at most 30 s that wandb is waited for (telemetry/wandb_sink.py)."""
 ROUNDED_TO_S = 30
@@ -24,19 +26,22 @@ UNMEASURED_S = 3600
 class StopTime:
     """The longest step of the current stage, the longest batch of its evaluations, and the longest save so far."""
 
-    def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: limit of the collectives."""
+    def __init__(self, request: StopRequest, timeout_s: float) -> None:
+        """`request` and the launcher are told; `timeout_s`: limit of the collectives."""
+        self._request = request
         self._timeout_s = timeout_s
         self._step_s: float | None = None
         self._first = True
         self._save_s: float | None = None
         self._reported = 0
+        self._tell()
 
     def begin_stage(self) -> None:
         """Forget the steps: those of another stage take another time."""
         self._step_s = None
         self._first = True
         self._reported = 0
+        self._tell()
 
     def step_took(self, seconds: float) -> None:
         """Record a step; the first one of a stage does not count, because it may have compiled."""
@@ -72,8 +77,13 @@ class StopTime:
         if self.seconds is None or self.seconds <= self._reported:
             return None
         self._reported = self.seconds
+        self._tell()
         return (
             f"stopping in order takes up to {self.seconds} s (a step {self._step_s:.1f} s, a save "
             f"{self._save_s:.1f} s): a scheduler must allow as much between SIGTERM and SIGKILL, Slurm by "
             f"--signal=TERM@{self.seconds}"
         )
+
+    def _tell(self) -> None:
+        self._request.takes_s = self.seconds
+        allow_to_stop(self.limit_s)

@@ -47,7 +47,7 @@ from moba_train.training.recipe_changes import describe_changes, recipe_changes,
 from moba_train.training.recovery import Recovery
 from moba_train.training.stage_exit import StageExit
 from moba_train.training.step import StepCounts, StepData, StepLosses, StepResult
-from moba_train.training.stop import StoppedBeforeTrainingError, StopRequest, allow_to_stop
+from moba_train.training.stop import StoppedBeforeTrainingError, StopRequest
 from moba_train.training.stop_time import StopTime
 from moba_train.training.throughput import batch_flops, throughput
 
@@ -86,8 +86,7 @@ class Trainer:
         self.run_dir = Path(config.run_dir)
         self.stop_at_step = stop_at_step
         self.stop = stop or StopRequest()
-        self.stop_time = StopTime(world.timeout.total_seconds())
-        allow_to_stop(self.stop_time.limit_s)
+        self.stop_time = StopTime(self.stop, world.timeout.total_seconds())
 
         refuse_broken_gpus(config.health.node, world)
         torch.manual_seed(config.seed + world.rank)
@@ -213,6 +212,7 @@ class Trainer:
         if not progress.evaluation_due:
             return False
         numbers = self.checkpoints.resumed_numbers
+        self.checkpoints.resumed_numbers = None
         known = numbers is not None
         if numbers is None:
             self._batch_began = time.perf_counter()
@@ -389,7 +389,6 @@ class Trainer:
         self.evaluations = StageEvaluations(config, context, self.telemetry)
         self.telemetry.stage = stage.name
         self.stop_time.begin_stage()
-        self._allow_to_stop()
         facts = {"stage_index": stage.index, "seq_len": stage.seq_len, "last_step": self.stages[-1].end_step}
         self._event("stage", stage.describe(), **facts)
         if choice:
@@ -436,16 +435,11 @@ class Trainer:
         self._event("boundary", text, loss_before=before, loss_after=after, loss_step=after - before)
 
     def _report_stop_time(self) -> None:
-        """Tell the launcher, and where it has become longer the user, how long an orderly stop takes."""
+        """Report how long an orderly stop takes, where that is known for the first time or has become longer."""
         if (save_s := self.checkpoints.last_save_s) is not None:
             self.stop_time.save_took(save_s)
         if (news := self.stop_time.news()) is not None:
             self._event("stop", news, stop_s=self.stop_time.seconds)
-            self._allow_to_stop()
-
-    def _allow_to_stop(self) -> None:
-        self.stop.takes_s = self.stop_time.seconds
-        allow_to_stop(self.stop_time.limit_s)
 
     def _event(self, kind: str, message: str, **fields: Any) -> None:
         self.telemetry.event(self.progress.step, self.tokens, kind, message, **fields)

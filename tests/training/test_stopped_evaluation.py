@@ -1,5 +1,5 @@
-"""Evaluations and checkpoints: a step's checkpoint comes first, a stop ends its evaluations, and a run that resumes has the
-numbers of one that was never stopped."""
+"""A step's checkpoint comes before its evaluations, a stop ends them, and a run that resumes has the numbers of one
+that was never stopped."""
 
 import os
 import signal
