@@ -70,12 +70,12 @@ def _patience(folder: Path) -> Iterator[None]:
 
     close = PContext.close
 
-    def patient(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+    def patient(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         if isinstance(sys.exception(), SignalException):
             # Schedulers repeat SIGTERM, and torchrun kills its ranks at the third. Ctrl-C still ends at once.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             timeout = _stop_limit(folder, timeout)
-        close(context, death_sig, timeout)
+        close(self, death_sig, timeout)
 
     PContext.close = patient  # type: ignore[method-assign]
     try:

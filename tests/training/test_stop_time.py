@@ -25,7 +25,7 @@ from moba_train import train
 update = train.Trainer._update
 def slowly(self, *arguments):
     open(sys.argv[1] + ".began", "w").close()
-    time.sleep(4)
+    time.sleep(2.5)
     update(self, *arguments)
 train.Trainer._update = slowly
 sys.exit(train.main())
@@ -42,6 +42,7 @@ sys.exit(launch.main(sys.argv[1:]))
 """A launcher whose seconds are 30 times as short: torchrun's 30 s are one."""
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_longer_than_torchrun_waits_is_saved_at_sigterm(run: Run) -> None:
     """And a second SIGTERM, as schedulers send, changes nothing."""
     run.recipe["checkpoint"]["every"] = 100

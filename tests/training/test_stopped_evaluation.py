@@ -14,6 +14,7 @@ from trainer_ranks import Ranks
 
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.evals import validation_loss
+from moba_train.evals.stage import StageEvaluations
 from moba_train.train import main
 from moba_train.training.checkpoints import RunCheckpoints
 from moba_train.training.trainer import Trainer
@@ -73,13 +74,6 @@ def current_step(run: Run) -> Callable[[], int]:
 def test_a_checkpoint_comes_before_the_evaluation_of_its_step(tmp_path: Path, corpora: Path) -> None:
     run = evaluating(tmp_path / "run", corpora, save_every=3)
     assert run.train_here("--stop-at-step", "4") == 0
-    records = [
-        record["type"]
-        for kind in ("checkpoint", "validation_loss")
-        for record in run.records(kind)
-        if record["step"] == 3
-    ]
-    assert set(records) == {"checkpoint", "validation_loss"}
     lines = [line for line in (run.run_dir / "metrics.jsonl").read_text().splitlines() if '"step": 3,' in line]
     saving = next(index for index, line in enumerate(lines) if "saving the checkpoint of step 3" in line)
     evaluated = next(index for index, line in enumerate(lines) if '"validation_loss"' in line)
@@ -125,12 +119,12 @@ def test_a_run_that_dies_around_an_evaluation_has_each_record_once_and_the_same_
 def train_with_signal_to_rank_1(recipe: str) -> int:
     """Rank 1 gets SIGTERM in the first batch of the evaluation of step 6."""
     training_loss = validation_loss.training_loss
-    evaluate = Trainer._evaluate
+    run_due = StageEvaluations.run_due
     at: list[int] = []
 
-    def noting(self: Trainer) -> bool:
-        at.append(self.progress.step)
-        return evaluate(self)
+    def noting(self: StageEvaluations, step: int, tokens: int) -> dict[str, float]:
+        at.append(step)
+        return run_due(self, step, tokens)
 
     def signalled(*arguments: Any) -> Any:
         if at[-1] == EVALUATED and os.environ["RANK"] == "1":
@@ -139,7 +133,7 @@ def train_with_signal_to_rank_1(recipe: str) -> int:
         return training_loss(*arguments)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Trainer, "_evaluate", noting)
+        patched.setattr(StageEvaluations, "run_due", noting)
         patched.setattr(validation_loss, "training_loss", signalled)
         return main([recipe])
 
