@@ -105,12 +105,15 @@ def test_a_run_that_dies_around_an_evaluation_has_each_record_once_and_the_same_
         with pytest.raises(CrashedError):
             run.train_here()
     assert read_meta(run.newest_checkpoint)["progress"]["step"] == EVALUATED
-    evaluations = []
+    evaluations: list[int] = []
+    between_batches = Trainer._between_batches
+
+    def noting(self: Trainer) -> None:
+        evaluations.append(self.progress.step)
+        between_batches(self)
+
     with monkeypatch.context() as patched:
-        run_due = Trainer._between_batches
-        patched.setattr(
-            Trainer, "_between_batches", lambda self: (evaluations.append(self.progress.step), run_due(self))[1]
-        )
+        patched.setattr(Trainer, "_between_batches", noting)
         assert run.train_here() == 0
     assert (EVALUATED in evaluations) == (moment != "in the next step"), "completed evaluations are not run again"
     assert_as_if_undisturbed(run, undisturbed)
