@@ -62,9 +62,9 @@ def main(arguments: Sequence[str]) -> int:
 def _patience(folder: Path) -> Iterator[None]:
     """Inside, torchrun's agent that gets a signal gives its ranks as long as they ask for in `folder`.
 
-    torch 2.11 has no way to choose that time, and `--shutdown-timeout` of 2.13 is read when nothing is measured yet. So
-    the one function that waits for the ranks is replaced. It also waits for the ranks that a failed one leaves behind;
-    that keeps its 30 s, because they wait for the failed one and save nothing.
+    torchrun's own `--shutdown-timeout` (torch 2.13) is read when nothing is measured yet. So the one function that
+    waits for the ranks is replaced. It also waits for the ranks that a failed one leaves behind; that keeps its 30 s,
+    because they wait for the failed one and save nothing.
     """
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 
