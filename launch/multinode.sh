@@ -10,6 +10,7 @@
 # GPUS         ranks on this node                           default: all its GPUs
 # RESTARTS     restarts before giving up; each resumes from the newest checkpoint   default 3
 #
+# SIGTERM and Ctrl-C on one node stop all of them in order, with a checkpoint: docs/durability.md, "How a run is stopped".
 # Exits with 0, or with the code of this node's ranks, which docs/run-health.md lists ("Exit codes").
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 [ $# -ge 1 ] || { echo "usage: NODES=N NODE_RANK=I MASTER=HOST bash launch/multinode.sh RECIPE.yaml [key=value ...]" >&2; exit 2; }

@@ -24,7 +24,7 @@ moba_train=("$PYTHON" -m moba_train.cli)
 moba_data=("$PYTHON" -m data_tools)
 overrides=()
 [ "$ranks" -ge 2 ] || overrides=(stages.1.parallel.cp=1)  # one GPU: no second rank to share a sequence with
-train=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m moba_train.train "$recipe"
+train=("$PYTHON" -m moba_train.launch --standalone --nproc-per-node "$ranks" -m moba_train.train "$recipe"
     ${overrides[@]+"${overrides[@]}"})
 step() { printf '\n== %s\n' "$*"; }
 mkdir -p "$run/data"

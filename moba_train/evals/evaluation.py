@@ -11,7 +11,7 @@ need not define `switched_on`. `problems` is then asked of the tasks that run, f
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +27,14 @@ from moba_train.model.transformer import Transformer
 from moba_train.parallel.stage import DataShard
 
 
+class EvaluationStoppedError(Exception):
+    """The run was asked to stop while an evaluation ran. Not an error of anyone's: the run saves and ends in order."""
+
+
+def never_stops() -> None:
+    """What `EvaluationContext.between_batches` is outside training."""
+
+
 @dataclass(frozen=True)
 class EvaluationContext:
     """What an evaluation works with, on every rank: the model, this rank's part of the data, the attentions to try."""
@@ -38,6 +46,9 @@ class EvaluationContext:
     device: torch.device
     attentions: Mapping[str, Layers] = field(default_factory=dict)
     """Attention of every layer, by a name for people; at least one where an evaluation runs."""
+    between_batches: Callable[[], None] = never_stops
+    """Every evaluation calls it before each forward pass, on all ranks together. Raises EvaluationStoppedError, on all
+    of them, when the run is asked to stop."""
 
     @property
     def own(self) -> str:
@@ -47,11 +58,17 @@ class EvaluationContext:
 
     def each_attention(self) -> Iterator[str]:
         """Switch the model from one attention to the next, yield their names, and end with the stage's own."""
-        head_width = self.model.config.head_width
         for name, layers in self.attentions.items():
-            self.model.set_attention(build_attention(layers, head_width))
+            self._set_attention(layers)
             yield name
-        self.model.set_attention(build_attention(self.stage.attention, head_width))
+        self.restore_attention()
+
+    def restore_attention(self) -> None:
+        """Switch the model to the stage's own attention."""
+        self._set_attention(self.stage.attention)
+
+    def _set_attention(self, layers: Layers) -> None:
+        self.model.set_attention(build_attention(layers, self.model.config.head_width))
 
 
 @dataclass(frozen=True)
@@ -133,7 +150,8 @@ class Evaluation(ABC):
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """Evaluate the model with each of the context's attentions; called on all ranks together.
 
-        Numbers are equal on every rank and, up to rounding, for every parallel layout.
+        Numbers are equal on every rank and, up to rounding, for every parallel layout. Calls the context's
+        `between_batches` before each forward pass, and leaves its exceptions alone.
         """
 
     def plot(self, data: Mapping[str, dict[str, Any]], folder: Path) -> None:  # noqa: B027  # optional, not abstract

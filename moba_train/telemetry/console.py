@@ -15,6 +15,7 @@ _EVENT_STYLES = {
     "validation_loss": "bold green",
     "position_wise": "bold green",
     "checkpoint": "blue",
+    "stop": "blue",
     "spike": "bold red",
     "fault": "bold red",
     "warning": "bold yellow",

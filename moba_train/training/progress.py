@@ -24,6 +24,8 @@ class Progress:
 
     step: int = 0
     """Optimizer steps done, over all stages (skipped ones included)."""
+    evaluation_due: bool = False
+    """Whether evaluations are due after `step` that have not been completed: a checkpoint comes before them."""
     stage: int = 0
     """Index of the current stage."""
     starts: dict[str, int] = field(default_factory=dict)
