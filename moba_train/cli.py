@@ -78,7 +78,7 @@ def plan(
 
     from moba_train.config.load import load_config
     from moba_train.errors import PlanError
-    from moba_train.planning.devices import H100, H200, local_gpu, named_gpu
+    from moba_train.planning.devices import H200, local_gpu, named_gpu, peak_or_default
     from moba_train.planning.fit import cheapest_changes, largest_stage, shortage
     from moba_train.planning.plan import Plan, make_plan
     from moba_train.planning.render import print_changes, print_fit, print_plan
@@ -86,12 +86,13 @@ def plan(
     from moba_train.validation.recipe import validate
 
     target = named_gpu(gpu) if gpu else local_gpu()
-    rate = tflops or (target.tflops if target else None) or H100.tflops
+    rate = tflops or peak_or_default(target)
     memory = (target or H200).memory
     config = load_config(recipe, overrides or ())
     per_node = min(gpus, gpus_per_node)
     validate(config, world_size=gpus, check_files=not no_data, ranks_per_node=per_node)
-    check_one_tokenizer(config)
+    if no_data:
+        check_one_tokenizer(config)
     made = make_plan(config, gpus, rate, mfu, per_node, memory)
     console = Console()
     print_plan(made, console)
@@ -108,7 +109,7 @@ def plan(
     largest = largest_stage(made)
     if missing := shortage(largest.stage.name, largest.memory, target):
         print_changes(made, cheapest_changes(config, made, target, replan), console)
-        raise PlanError(missing)
+        raise PlanError(f"the plan does not fit: {missing}")
 
 
 @app.command()

@@ -50,8 +50,9 @@ _GPUS = (
 )
 _BY_NAME = {gpu.name.lower().replace(" ", "-"): gpu for gpu in _GPUS}
 
-H100 = _BY_NAME["h100"]
 H200 = _BY_NAME["h200"]
+_DEFAULT_TFLOPS = 989.0
+"""An H100's, where the GPU is absent or unknown."""
 
 
 def peak_tflops(device: str) -> float | None:
@@ -66,6 +67,11 @@ def named_gpu(name: str) -> Gpu:
     close = difflib.get_close_matches(name.lower(), _BY_NAME, n=1)
     closest = f"closest: {close[0]}; " if close else ""
     raise ConfigError([f"--gpu: given {name!r}; {closest}allowed: {', '.join(sorted(_BY_NAME))}"])
+
+
+def peak_or_default(gpu: Gpu | None) -> float:
+    """Dense bf16 TFLOP/s of a GPU, or of an H100 if it is absent or unknown."""
+    return gpu.tflops if gpu is not None and gpu.tflops is not None else _DEFAULT_TFLOPS
 
 
 def local_gpu() -> Gpu | None:

@@ -4,10 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 
+import torch
+
+from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
 from moba_train.errors import ConfigError
-from moba_train.planning.devices import Gpu
-from moba_train.planning.memory import USABLE, Memory
+from moba_train.planning.devices import Gpu, local_gpu
+from moba_train.planning.memory import USABLE, Memory, estimate_memory
 from moba_train.planning.plan import Plan, StagePlan
 
 Replan = Callable[[Sequence[str], int], Plan]
@@ -25,14 +29,20 @@ def usable_bytes(gpu: Gpu) -> float:
 
 
 def shortage(name: str, memory: Memory, gpu: Gpu) -> str | None:
-    """A sentence on the stage `name` if its memory does not fit `gpu`, else None."""
+    """A phrase on the stage `name` if its memory does not fit `gpu`, else None."""
     if memory.total <= usable_bytes(gpu):
         return None
     return (
-        f"stage {name} does not fit: it needs about {_gib(memory.total)} GiB on each GPU, of which the "
-        f"{gpu.name} has {_gib(usable_bytes(gpu))} GiB to use ({_gib(gpu.memory)} GiB without the {1 - USABLE:.0%} "
-        "kept for CUDA, NCCL and fragmentation)"
+        f"stage {name} needs about {format_gib(memory.total)} GiB on each GPU, but {format_gib(usable_bytes(gpu))} "
+        f"GiB are usable on {gpu.name} ({format_gib(gpu.memory)} GiB, of which {1 - USABLE:.0%} are kept for CUDA, "
+        "NCCL and fragmentation)"
     )
+
+
+def local_shortage(config: RunConfig, stage: Stage, sizes: MeshSizes, device: torch.device) -> str | None:
+    """`shortage` of `stage` on this machine's GPU, without the buffers of context parallelism; None on a CPU."""
+    gpu = local_gpu() if device.type == "cuda" else None
+    return shortage(stage.name, estimate_memory(config, stage, sizes), gpu) if gpu else None
 
 
 def largest_stage(plan: Plan) -> StagePlan:
@@ -79,7 +89,8 @@ def cheapest_changes(config: RunConfig, plan: Plan, gpu: Gpu, replan: Replan, mo
         for levels in _levels([len(values) for values in settings], count):
             if any(all(a <= b for a, b in zip(found, levels, strict=True)) for found in fitting):
                 continue
-            change = _planned([values[level - 1] for values, level in zip(settings, levels) if level], plan, replan)
+            chosen = [values[level - 1] for values, level in zip(settings, levels, strict=True) if level]
+            change = _planned(chosen, plan, replan)
             if change is None:
                 continue
             if largest_stage(change.plan).memory.total <= usable_bytes(gpu):
@@ -126,9 +137,7 @@ def _settings(config: RunConfig, plan: Plan, gpu: Gpu) -> list[list[_Value]]:
         if all(item.mesh.cp * item.mesh.tp * power <= _MOST_GPUS * plan.world_size for item in large)
     ]
     tensor = [
-        _Value((f"parallel.tp={mesh.tp * power}", *fill))
-        for power in powers
-        if mesh.tp * power <= plan.ranks_per_node
+        _Value((f"parallel.tp={mesh.tp * power}", *fill)) for power in powers if mesh.tp * power <= plan.ranks_per_node
     ]
     replicas = [
         _Value((f"parallel.dp_replicate={mesh.dp_replicate // power}", "parallel.dp_shard=-1"))
@@ -157,5 +166,6 @@ def _peak(change: Change) -> int:
     return largest_stage(change.plan).memory.total
 
 
-def _gib(count: float) -> str:
+def format_gib(count: float) -> str:
+    """Bytes as GiB with one decimal place."""
     return f"{count / 2**30:.1f}"

@@ -4,7 +4,8 @@ A step needs most memory at one of a few moments, and the parts never all exist 
 activations go, and logits are gone before the blocks' gradients begin. Each moment is added up, and the largest counts.
 
 Assumed: FSDP2 with one unit a block, fp32 master weights and gradients, all parameters trained. Left out: the CUDA
-context (about 1 GiB), fragmentation, NCCL's buffers and workspaces of attention kernels, for which `USABLE` leaves room.
+context (about 1 GiB), fragmentation, NCCL's buffers and workspaces of attention kernels, for which `USABLE`
+leaves room.
 """
 
 from dataclasses import dataclass
@@ -130,7 +131,8 @@ def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) 
     hidden = width * model.hidden_size * tokens // tp
     checkpointing = config.activation_checkpointing == "full"
     block = _block_activations(model, tokens, width, tp, checkpointing, config.compile)
-    selected = [kind.saved_bytes(model, stage.seq_len) * tokens // tp for kind in build_attention(stage.attention, model.head_width)]
+    kinds = build_attention(stage.attention, model.head_width)
+    selected = [kind.saved_bytes(model, stage.seq_len) * tokens // tp for kind in kinds]
     all_kept = model.layers * block.kept + sum(selected)
 
     counts = count_recipe_parameters(config)

@@ -16,6 +16,7 @@ from moba_train.planning.flops import dense_flops, layer_flops, real_flops, reco
 from moba_train.planning.memory import USABLE, Memory, element_bytes, estimate_memory
 from moba_train.planning.parameters import ParameterCounts, count_recipe_parameters
 
+
 @dataclass(frozen=True)
 class ContextPlan:
     """Context parallelism of a stage: forward and backward of one layer and one micro-batch, on one rank."""

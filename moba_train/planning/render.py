@@ -11,7 +11,7 @@ from rich.table import Table
 from moba_train.config.attention import LayerAttention
 from moba_train.config.quantities import format_count
 from moba_train.planning.devices import Gpu
-from moba_train.planning.fit import Change, Changes, largest_stage, usable_bytes
+from moba_train.planning.fit import Change, Changes, format_gib, largest_stage, usable_bytes
 from moba_train.planning.memory import MEMORY_PARTS
 from moba_train.planning.plan import ContextPlan, Plan, StagePlan
 
@@ -47,8 +47,8 @@ def print_fit(plan: Plan, gpu: Gpu | None, console: Console) -> None:
     else:
         largest = largest_stage(plan)
         text = (
-            f"memory: stage {largest.stage.name} needs most, {_in_gib(largest.memory.total)} GiB of the "
-            f"{_in_gib(usable_bytes(gpu))} GiB to use of each {gpu.name} ({_in_gib(gpu.memory)} GiB)"
+            f"memory: stage {largest.stage.name} needs most, {format_gib(largest.memory.total)} GiB on each GPU; "
+            f"{format_gib(usable_bytes(gpu))} GiB are usable on {gpu.name}"
         )
     console.print(text, soft_wrap=True)
 
@@ -70,7 +70,7 @@ def print_changes(plan: Plan, changes: Changes, console: Console) -> None:
 def _change(plan: Plan, change: Change) -> str:
     largest = largest_stage(change.plan).memory.total
     time = change.plan.recomputed_seconds / plan.recomputed_seconds - 1
-    return f"  {change.arguments}    # {_in_gib(largest)} GiB, time {time:+.0%}"
+    return f"  {change.arguments}    # {format_gib(largest)} GiB, time {time:+.0%}"
 
 
 def format_duration(seconds: float) -> str:
@@ -196,7 +196,3 @@ def _by_kind(context: ContextPlan, seconds: Callable[[LayerAttention], float]) -
 
 def _gibibytes(part: str, item: StagePlan) -> str:
     return f"{getattr(item.memory, part) / 2**30:.2f}"
-
-
-def _in_gib(count: float) -> str:
-    return f"{count / 2**30:.1f}"
