@@ -31,7 +31,8 @@ class Memory:
     """Bytes on each GPU by part, at the moment of a step that needs most."""
 
     moment: str
-    """The moment, as a phrase to print."""
+    """What is computed then: the loss, or the backward pass of a part of the last or first block, or of the
+    embedding."""
     parameters: int
     """fp32 master weights, sharded."""
     optimizer: int
@@ -166,7 +167,7 @@ def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) 
             working=loss,
         ),
         at(
-            "embedding's gradient",
+            "embedding",
             gradients=4 * shard,
             unsharded=gathered_ends,
             activations=0,
@@ -180,12 +181,12 @@ def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) 
         in_block = partial(at, gradients=gradients, unsharded=gathered)
         moments += [
             in_block(
-                f"{name} block's feed-forward, backward",
+                f"{name} feed-forward",
                 activations=others + block.attention + block.feed_forward,
                 working=passing + reducing + block.feed_forward_gradients,
             ),
             in_block(
-                f"{name} block's attention, backward",
+                f"{name} attention",
                 activations=others + block.attention,
                 working=passing + reducing + block.attention_gradients,
                 transport=transport,

@@ -164,7 +164,7 @@ def _documents(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    rows: dict[str, Callable[[StagePlan], str]] = {"at its peak:": lambda item: item.memory.moment}
+    rows: dict[str, Callable[[StagePlan], str]] = {"at its peak, in": lambda item: item.memory.moment}
     rows |= {part: partial(_gibibytes, part) for part in (*MEMORY_PARTS, "total")}
     return _by_stage(plan, "Memory per GPU in GiB (estimate)", rows)
 
