@@ -1,5 +1,6 @@
 """`moba-train plan` judges: memory against a GPU, changes that make it fit, files that are missing."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -9,7 +10,11 @@ import yaml
 from typer.testing import CliRunner
 
 from moba_train.cli import app
+from moba_train.config.load import load_config
+from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
+from moba_train.convert.hf_config import hf_config
+from moba_train.convert.initial_weights import initial_problems
 from moba_train.errors import ConfigError
 from moba_train.planning.devices import Gpu, named_gpu, peak_or_default
 from moba_train.planning.fit import cheapest_changes, largest_stage, usable_bytes
@@ -149,3 +154,14 @@ def test_everything_that_is_missing_is_found_at_once(recipe, tmp_path):
     for key in ("data.train[0].path", "stages[1].train[0].path", "data.validation[0].path", "data.tokenizer"):
         assert f"  - {key}: " in done.stderr, key
     assert "  - init_from: " in done.stderr
+
+
+def test_a_model_folder_without_its_weights_is_found(recipe, tmp_path):
+    model = ModelConfig.model_validate(yaml.safe_load((MODELS / "llama3-8b.yaml").read_text())["model"])
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf_config(model, model.rope, 8192, "bfloat16")))
+    found = load_config(recipe, [f"init_from={folder}"])
+    (problem,) = initial_problems(found)
+    assert problem.startswith(f"init_from: {folder}")
+    assert "safetensors" in problem

@@ -124,7 +124,7 @@ def test_buffers_of_context_parallelism_count_in_attention_and_nowhere_else():
     recipe = config("tiny", "64K", FULL, batch_tokens="64K", parallel={"cp": 8})
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=narrow)})
     stage = make_plan(recipe, 8, 989, 0.4).stages[0]
-    assert stage.memory.moment == "last attention"
+    assert stage.memory.moment == "first attention"
     assert stage.memory.transport == stage.context.cost.memory_bytes > 0
     assert stage.memory.total == sum(getattr(stage.memory, part) for part in MEMORY_PARTS)
 
