@@ -123,6 +123,40 @@ def _block_activations(
     return _BlockActivations(**{name: count * tokens // tp for name, count in bytes_per_token.items()})
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """Numbers and bytes of weights on a rank. The ends are the embedding and the output projection."""
+
+    shard: int
+    """Parameters that the rank keeps."""
+    ends: int
+    """Parameters of the ends in the rank's tp part."""
+    block: int
+    """Parameters of one block in the rank's tp part."""
+    head: int
+    """Bytes of the output weight in the compute dtype, gathered over the tp group for the loss."""
+    gathered_ends: int
+    """Bytes of the gathered ends in the compute dtype."""
+    gathered: int
+    """Bytes of the gathered ends and of two blocks."""
+
+
+def _weights(config: RunConfig, sizes: MeshSizes, width: int) -> _Weights:
+    counts = count_recipe_parameters(config)
+    ends = (counts.embedding + counts.output) // sizes.tp
+    block = counts.without_embeddings // config.model.layers // sizes.tp
+    head = width * config.model.vocab_size * config.model.hidden_size
+    gathered_ends = width * ends + (head if sizes.tp > 1 else 0)
+    return _Weights(
+        shard=-(-counts.total // (sizes.shards * sizes.tp)),
+        ends=ends,
+        block=block,
+        head=head,
+        gathered_ends=gathered_ends,
+        gathered=gathered_ends + width * min(2, config.model.layers) * block,
+    )
+
+
 def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) -> list[Memory]:
     """Memory at each moment of a step that can be its peak."""
     tp = sizes.tp
@@ -135,50 +169,43 @@ def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) 
     kinds = build_attention(stage.attention, model.head_width)
     selected = [kind.saved_bytes(model, stage.seq_len) * tokens // tp for kind in kinds]
     all_kept = model.layers * block.kept + sum(selected)
-
-    counts = count_recipe_parameters(config)
-    ends = counts.embedding + counts.output
-    block_parameters = counts.without_embeddings // model.layers
-    shard = -(-counts.total // (sizes.shards * tp))
-    ends_shard = ends // (sizes.shards * tp)
-    head = width * model.vocab_size * model.hidden_size  # the loss gathers the full output weight over the tp group
-    gathered_ends = width * ends // tp + (head if tp > 1 else 0)
-    gathered = gathered_ends + width * min(2, model.layers) * block_parameters // tp
+    weights = _weights(config, sizes, width)
 
     several = stage.batch_sequences > stage.micro_batch_size * sizes.dp  # the gradients of other micro-batches stay
-    early = 4 * shard if several else 0
-    late = 4 * shard if several else 4 * (shard - ends_shard)
+    early = 4 * weights.shard if several else 0
+    late = 4 * weights.shard if several else 4 * (weights.shard - weights.ends // sizes.shards)
     rows = min(CHUNK_TOKENS, tokens // tp)
     # log-softmax, its gradient and that of the logits, float32 (benchmarks/loss_memory.py); the rows of all chunks,
     # their gradient and, from the chunk before, the weight's
-    loss = 12 * rows * model.vocab_size + 2 * hidden + (head if tokens // tp > CHUNK_TOKENS else 0)
+    loss = 12 * rows * model.vocab_size + 2 * hidden + (weights.head if tokens // tp > CHUNK_TOKENS else 0)
     # In the blocks: the gradients of the output weight, the residual stream and the block's own weights. FSDP reduces
     # the first at the very end, with the embedding's, as both belong to its outermost unit.
-    passing = head + hidden + width * block_parameters // tp
-    reduced = 4 * block_parameters // tp  # float32, a whole block
+    passing = weights.head + hidden + width * weights.block
+    reduced = 4 * weights.block  # float32, a whole block
 
-    at = partial(Memory, parameters=4 * shard, optimizer=OPTIMIZERS[config.optim.kind].state_bytes * shard)
+    state_bytes = OPTIMIZERS[config.optim.kind].state_bytes
+    at = partial(Memory, parameters=4 * weights.shard, optimizer=state_bytes * weights.shard)
     moments = [
         at(
             "loss",
             gradients=early,
-            unsharded=gathered_ends,
+            unsharded=weights.gathered_ends,
             activations=all_kept + 2 * hidden,  # the last block's output, before and after the norm
             working=loss,
         ),
         at(
             "embedding",
-            gradients=4 * shard,
-            unsharded=gathered_ends,
+            gradients=4 * weights.shard,
+            unsharded=weights.gathered_ends,
             activations=0,
-            working=(width + 4) * ends // tp + (head if tp > 1 else 0),
+            working=(width + 4) * weights.ends + (weights.head if tp > 1 else 0),
         ),
     ]
     for name, others, gradients, reducing in (
         ("last", all_kept - block.kept, early, 0),
         ("first", selected[0], late, reduced),
     ):
-        in_block = partial(at, gradients=gradients, unsharded=gathered)
+        in_block = partial(at, gradients=gradients, unsharded=weights.gathered)
         moments += [
             in_block(
                 f"{name} feed-forward",
