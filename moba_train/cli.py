@@ -1,6 +1,6 @@
 """`moba-train`: parses, calls, prints. Imports what a command needs inside it, so that `--help` starts at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -58,29 +58,58 @@ def plan(
     overrides: Overrides = None,
     gpus: Annotated[int, typer.Option(min=1, help="number of GPUs (ranks)")] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of one machine")] = 8,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU that the run must fit, such as h200; default: this machine's")
+    ] = None,
     tflops: Annotated[
         float | None,
-        typer.Option(min=1.0, help="dense bf16 peak of one GPU; default: this machine's GPU, else an H100's"),
+        typer.Option(min=1.0, help="dense bf16 peak of one GPU; default: that of --gpu, else an H100's"),
     ] = None,
     mfu: Annotated[float, typer.Option(min=0.01, max=1.0, help="fraction of the peak that is reached")] = 0.4,
+    no_data: Annotated[
+        bool, typer.Option("--no-data", help="plan without corpora, tokenizer and init_from, which need not exist yet")
+    ] = False,
 ) -> None:
     """Check a recipe and say what it costs: parameters, FLOPs, memory, communication, time.
 
-    FLOPs are counted by the documents of the corpora where these are on disk, else by one document per sequence."""
+    A recipe whose memory does not fit the GPU is refused, with changes that make it fit, as are missing files. FLOPs
+    are counted by the documents of the corpora; with --no-data, by one document per sequence where these are absent."""
     from rich.console import Console
 
     from moba_train.config.load import load_config
-    from moba_train.planning.devices import local_peak_tflops
-    from moba_train.planning.plan import make_plan
-    from moba_train.planning.render import print_plan
+    from moba_train.errors import PlanError
+    from moba_train.planning.devices import H200, local_gpu, named_gpu, peak_or_default
+    from moba_train.planning.fit import cheapest_changes, largest_stage, shortage
+    from moba_train.planning.plan import Plan, make_plan
+    from moba_train.planning.render import print_changes, print_fit, print_plan
     from moba_train.validation.data import check_one_tokenizer
     from moba_train.validation.recipe import validate
 
+    target = named_gpu(gpu) if gpu else local_gpu()
+    rate = tflops or peak_or_default(target)
+    memory = (target or H200).memory
     config = load_config(recipe, overrides or ())
     per_node = min(gpus, gpus_per_node)
-    validate(config, world_size=gpus, ranks_per_node=per_node)
-    check_one_tokenizer(config)
-    print_plan(make_plan(config, gpus, tflops or local_peak_tflops(), mfu, per_node), Console())
+    validate(config, world_size=gpus, check_files=not no_data, ranks_per_node=per_node)
+    if no_data:
+        check_one_tokenizer(config)
+    made = make_plan(config, gpus, rate, mfu, per_node, memory)
+    console = Console()
+    print_plan(made, console)
+    print_fit(made, target, console)
+    if target is None:
+        return
+
+    def replan(changes: Sequence[str], ranks: int) -> Plan:
+        changed = load_config(recipe, [*(overrides or ()), *changes])
+        validate(changed, world_size=ranks, ranks_per_node=min(ranks, gpus_per_node))
+        documents = [item.documents for item in made.stages]
+        return make_plan(changed, ranks, rate, mfu, min(ranks, gpus_per_node), memory, documents)
+
+    largest = largest_stage(made)
+    if missing := shortage(largest.stage.name, largest.memory, target):
+        print_changes(made, cheapest_changes(config, made, target, replan), console)
+        raise PlanError(f"the plan does not fit: {missing}")
 
 
 @app.command()

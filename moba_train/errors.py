@@ -24,6 +24,10 @@ class ConfigError(UserError):
         super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
+class PlanError(UserError):
+    """A planned run needs more memory than a GPU has."""
+
+
 class DataError(UserError):
     """A corpus is missing, truncated, changed since the checkpoint, or does not fit the model's vocabulary."""
 

@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.recipe import saved_recipe, saved_stage
 from moba_train.checkpoint.state import load_model
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.convert.hf_config import CONFIG, read_model_config
-from moba_train.convert.hf_weights import load_hf_weights
+from moba_train.convert.hf_weights import check_hf_weights, load_hf_weights
+from moba_train.convert.safetensors_folder import SafetensorsFolder
 from moba_train.errors import CheckpointError
 from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
@@ -54,8 +57,15 @@ def initial_problems(config: RunConfig) -> Iterator[str]:
     """Problems of `init_from` in a run that has no checkpoints yet; a resumed run does not read it."""
     if config.init_from is None or (Path(config.run_dir) / "checkpoints").exists():
         return
+    folder = Path(config.init_from)
     try:
-        yield from model_differences(config.model, Path(config.init_from))
+        differences = list(model_differences(config.model, folder))
+        yield from differences
+        if is_hf_folder(folder) and not differences:
+            with torch.device("meta"):
+                model = Transformer(config.model)
+            shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+            check_hf_weights(shapes, SafetensorsFolder(folder))
     except CheckpointError as error:
         yield f"init_from: {error}"
 

@@ -36,6 +36,7 @@ from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.run_lock import RunLock
 from moba_train.parallel.stage import ContextEngines, DataShard
 from moba_train.parallel.world import World, any_rank
+from moba_train.planning.fit import local_shortage
 from moba_train.planning.memory import buffer_memory
 from moba_train.report.plots import draw_plots
 from moba_train.telemetry.code_version import code_version, describe
@@ -393,7 +394,8 @@ class Trainer:
         self.model.set_attention(build_attention(stage.attention, config.model.head_width))
         self.model.set_rope(stage.rope)
         set_trainable(self.model, stage.trainable)
-        self.data_shard, choice = self.context_engines.data_shard(stage, mesh_sizes(stage.parallel, self.world.size))
+        sizes = mesh_sizes(stage.parallel, self.world.size)
+        self.data_shard, choice = self.context_engines.data_shard(stage, sizes)
         self.model.set_engines([self.data_shard.engine or LOCAL_ENGINE] * config.model.layers)
         data = training_data(config, stage, progress.starts)
         check_corpora(config, stage, data, progress)
@@ -408,6 +410,8 @@ class Trainer:
         self._event("stage", stage.describe(), **facts)
         if choice:
             self._event("parallel", choice)
+        if shortage := local_shortage(config, stage, sizes, self.world.device):
+            self._event("warning", f"{shortage}; `moba-train plan` names changes that fit")
         for repeated in data.repeats(stage.batch_tokens):
             self._event("warning", repeated)
         return data
