@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_tools import documents
-from data_tools.documents import BadRecord, Chunk, cut_shards, find_files, hash_fraction, read_documents
+from data_tools import decompress, documents
+from data_tools.documents import BadRecord, read_documents
+from data_tools.holdout import hash_fraction
+from data_tools.input_files import TEXT_GLOBS, LeftOut, find_files
+from data_tools.shards import Chunk, cut_shards
 from moba_train.errors import DataError, ForeignFileError
 
 
@@ -34,7 +37,7 @@ def test_folders_are_read_sorted_by_glob_without_excludes(folder: Path) -> None:
 
     assert names(["*.py"], ["site-packages", "gen_*"]) == ["a/z.py", "b.py"]
     assert names(["a/*"], ["a/site-packages/*"]) == ["a/image.png", "a/y.txt", "a/z.py"]
-    assert "a/image.png" not in names(list(documents.TEXT_GLOBS), [])
+    assert "a/image.png" not in names(list(TEXT_GLOBS), [])
     # A file given by its path is read whatever its suffix.
     assert find_files([str(folder / "a/image.png")], ["*.py"], []) == [str(folder / "a/image.png")]
 
@@ -59,7 +62,7 @@ def test_compressed_files_are_read_as_what_is_in_them(folder: Path, suffix: str)
     lines = b'{"text": "one"}\n{"text": 2}\n' + b"".join(b'{"text": "%d"}\n' % n for n in range(5000))
     (folder / f"a.jsonl.{suffix}").write_bytes(compress(lines))
     (folder / f"b.txt.{suffix}").write_bytes(compress(b"text"))
-    files = find_files([str(folder)], documents.TEXT_GLOBS, [])
+    files = find_files([str(folder)], TEXT_GLOBS, [])
     found = [document for shard in cut_shards(files) for document in read_documents(shard, "text")]
     assert [found[0], *found[2:]] == [b"one", *(b"%d" % n for n in range(5000)), b"text"]
     assert str(found[1]).startswith(f"{folder}/a.jsonl.{suffix}:2: no text under key")
@@ -121,7 +124,7 @@ def test_bad_records_name_file_line_and_reason(folder: Path) -> None:
         assert len(found) - len(bad) == good
         assert list(bad) == [line for line in (2, 4, 5, 6, 7) if start == 0 or line > 2]
         assert bad[4] == "no text under key 'text' (--text-key); found keys 'body'"
-        assert bad[5].endswith("found list")
+        assert bad[5] == "the line holds a list, not an object with a text under 'text'"
         assert "can't decode byte 0xff" in bad[6]
         assert "surrogates not allowed" in bad[7]
 
@@ -171,12 +174,12 @@ def test_a_record_of_any_length_is_a_bad_record_in_bounded_memory(folder: Path, 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "txt.gz"])
 def test_a_decompression_bomb_is_read_no_further(folder: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many short records, and one line."""
-    monkeypatch.setattr(documents, "EXPANDED_BYTES", LIMIT)
+    monkeypatch.setattr(decompress, "EXPANDED_BYTES", LIMIT)
     compress = gzip.compress if suffix.endswith("gz") else pytest.importorskip("zstandard").compress
     for content in (b'{"text": "a"}\n' * (1 << 18), b" " * (1 << 24)):
         bomb = read(folder / f"a.{suffix}", compress(content))[-1]
         assert isinstance(bomb, BadRecord)
-        most = max(LIMIT, documents.EXPANDED_RATIO * (folder / f"a.{suffix}").stat().st_size)
+        most = max(LIMIT, decompress.EXPANDED_RATIO * (folder / f"a.{suffix}").stat().st_size)
         assert bomb.reason in (
             f"the file decompresses to more than {most:,} bytes; the rest of it is skipped",
             documents.too_long(LIMIT),  # seen before: one document
@@ -192,12 +195,12 @@ def test_the_rows_of_a_parquet_bomb_are_read_no_further(folder: Path, monkeypatc
     long = "x" * 90_000
     parquet.write_table(pyarrow.table({"text": [long, "y"]}), path, compression="zstd")
     assert read(path) == [long.encode(), b"y"]
-    monkeypatch.setattr(documents, "EXPANDED_BYTES", 1 << 16)
-    monkeypatch.setattr(documents, "EXPANDED_RATIO", 1)
+    monkeypatch.setattr(decompress, "EXPANDED_BYTES", 1 << 16)
+    monkeypatch.setattr(decompress, "EXPANDED_RATIO", 1)
     assert [str(record) for record in read(path)] == [
         f"{path}:1: the file decompresses to more than 65,536 bytes; the rest of it is skipped"
     ]
-    monkeypatch.setattr(documents, "EXPANDED_BYTES", LIMIT)
+    monkeypatch.setattr(decompress, "EXPANDED_BYTES", LIMIT)
     parquet.write_table(pyarrow.table({"text": [long] * 500}), path, compression="zstd")
     *rows, bomb = read(path)
     assert rows == [long.encode()] * 11
@@ -229,8 +232,8 @@ def test_nested_json_is_a_bad_record_and_bad_records_take_linear_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = []
-    original = documents._open
-    monkeypatch.setattr(documents, "_open", lambda path: opened.append(path) or original(path))
+    original = documents.open_input
+    monkeypatch.setattr(documents, "open_input", lambda path: opened.append(path) or original(path))
     found = read(folder / "a.jsonl.gz", gzip.compress(b"[" * 100_000 + b"\n" + b"no\n" * 1000))
     assert "a.jsonl.gz:1: JSON is nested too deeply" in str(found[0])
     assert [record.line for record in found if isinstance(record, BadRecord)] == list(range(1, 1002))
@@ -244,10 +247,10 @@ def test_links_that_lead_out_of_a_folder_are_left_out_and_named(folder: Path, mo
     (folder / "inside.txt").symlink_to("own.txt")
     for name, target in (("out", "../secret.txt"), ("absolute", folder.parent / "secret.txt"), ("twice", "out.txt")):
         (folder / f"{name}.txt").symlink_to(target)
-    outside: list[str] = []
-    found = find_files([str(folder)], ["*"], [], outside)
+    left_out = LeftOut()
+    found = find_files([str(folder)], ["*"], [], left_out)
     assert [Path(file).name for file in found] == ["inside.txt", "own.txt"]
-    assert [Path(file).name for file in outside] == ["absolute.txt", "out.txt", "twice.txt"]
+    assert [Path(file).name for file in left_out.links] == ["absolute.txt", "out.txt", "twice.txt"]
     assert find_files([str(folder / "out.txt")], ["*"], []) == [str(folder / "out.txt")], "the user named it"
     with pytest.raises(DataError, match="1 links lead out of the folder, which MOBA_TRAIN_DATA_ROOTS may allow"):
         find_files([str(folder)], ["out.txt"], [])

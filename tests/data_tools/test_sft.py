@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from data_tools.cli import app
 from data_tools.conversations import parse_record
-from data_tools.sft import make_sft_corpus, show_documents
-from moba_train.data.chat_template import BUILT_IN, ChatTemplate
+from data_tools.sft import make_sft_corpus
+from data_tools.show import load_decoder, show_documents
+from moba_train.data.chat_template import BUILT_IN, ChatTemplate, Conversation
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.load_template import load_chat_template
-from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import DataError
 
 MESSAGES = [
@@ -31,6 +31,12 @@ def write_lines(path: Path, records: list[Any]) -> str:
     return str(path)
 
 
+def show(prefix: Path, tokenizer: str) -> str:
+    """The first document of a corpus as text, decoded from the files that training reads."""
+    (shown,) = show_documents(IndexedDataset(prefix), load_decoder(tokenizer), [0], None, ("[[", "]]"))
+    return shown.text
+
+
 def spans(text: str) -> list[str]:
     """Texts between the marks of `--show`."""
     return re.findall(r"\[\[(.*?)\]\]", text, re.DOTALL)
@@ -41,7 +47,7 @@ def test_exactly_the_answers_and_the_ends_of_their_turns_carry_loss(name: str, t
     """Decoded from the files that training reads."""
     source = write_lines(tmp_path / "chat.jsonl", [{"messages": MESSAGES}])
     make_sft_corpus([source], str(tmp_path / "corpus"), tokenizer, load_chat_template(name))
-    (shown,) = show_documents(str(tmp_path / "corpus"), load_tokenizer(tokenizer), 1, "[[", "]]")
+    shown = show(tmp_path / "corpus", tokenizer)
     end = BUILT_IN[name][1]
     assert spans(shown) == [f"A number.{end}", f"Another one.{end}"]
     assert shown.replace("[[", "").replace("]]", "") == load_chat_template(name).render(MESSAGES)
@@ -71,7 +77,7 @@ def test_a_models_own_template_is_taken_with_its_special_tokens(tokenizer: str, 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     source = write_lines(tmp_path / "chat.jsonl", [{"messages": MESSAGES}])
     make_sft_corpus([source], str(tmp_path / "corpus"), tokenizer, load_chat_template(str(tmp_path)))
-    (shown,) = show_documents(str(tmp_path / "corpus"), load_tokenizer(tokenizer), 1, "[[", "]]")
+    shown = show(tmp_path / "corpus", tokenizer)
     assert spans(shown) == [" A number.</s>", " Another one.</s>"]
     ids = IndexedDataset(tmp_path / "corpus").document(0).tolist()
     assert ids[0] == 1
@@ -88,9 +94,9 @@ def test_all_formats_of_one_conversation_are_the_same() -> None:
         "system": "Be brief.",
         "history": [["What is two?", "A number."]],
     }
-    assert parse_record({"messages": MESSAGES}) == parse_record(sharegpt) == MESSAGES
+    assert parse_record({"messages": MESSAGES}) == parse_record(sharegpt) == Conversation(MESSAGES)
     alpaca_messages = [*MESSAGES[:3], {"role": "user", "content": "And\n\nthree?"}, MESSAGES[4]]
-    assert parse_record(alpaca) == alpaca_messages
+    assert parse_record(alpaca) == Conversation(alpaca_messages)
 
 
 BAD = {
@@ -101,7 +107,21 @@ BAD = {
     "entries in loss_mask": {"input_ids": [1, 2], "loss_mask": [1]},
     "carries loss": {"input_ids": [1, 2], "loss_mask": [1, 0]},
     "token id 999": {"input_ids": [1, 999], "loss_mask": [0, 1]},
-    "from 'tool'": {"conversations": [{"from": "tool", "value": "x"}]},
+    "from 'robot' is unknown; allowed: human": {"conversations": [{"from": "robot", "value": "x"}]},
+    "role 'assistent' is unknown; did you mean 'assistant'?; allowed: system": {
+        "messages": [MESSAGES[1], {"role": "assistent", "content": "A number."}]
+    },
+    "weight 0.5; allowed: 0": {"messages": [MESSAGES[1], MESSAGES[2] | {"weight": 0.5}]},
+    "only the assistant's messages carry loss": {"messages": [MESSAGES[1] | {"weight": 1}, MESSAGES[2]]},
+    "nothing carries loss": {"messages": [MESSAGES[1], MESSAGES[2] | {"weight": 0}]},
+    "'completion' must be text, not null": {"prompt": "What is two?", "chosen": "A number."},
+    "arguments of tool call 'add' is not JSON": {
+        "messages": [
+            MESSAGES[1],
+            {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]},
+        ]
+    },
+    "only the assistant calls tools": {"messages": [MESSAGES[1] | {"tool_calls": [{}]}, MESSAGES[2]]},
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 import sentencepiece
 from prose import prose
 
-from data_tools.documents import find_files
+from data_tools.input_files import find_files
 from data_tools.parts import TokenizeOptions
 from data_tools.tokenize_corpus import TokenizeResult, tokenize_corpus
 from moba_train.data.indexed import IndexedDataset
