@@ -60,9 +60,10 @@ def _find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[
         )
     if count := len(left_out.irregular):
         example = left_out.irregular[0]
-        typer.echo(f"{count} pipes, devices and broken links left out, such as {example}", err=True)
+        typer.echo(f"files left out as pipes, devices or broken links: {count:,}, such as {example}", err=True)
     if count := left_out.suffixes.total():
-        typer.echo(f"{count:,} files with other names not read: {describe_suffixes(left_out.suffixes)}", err=True)
+        suffixes = describe_suffixes(left_out.suffixes)
+        typer.echo(f"files not read because no --glob matches them: {count:,} ({suffixes})", err=True)
     return files
 
 
@@ -157,7 +158,7 @@ def tokenize(
         typer.echo(f"resumed: {result.resumed_parts} of {result.parts} parts were finished already")
     _print_bad(result.bad, skipped_file(output))
     if result.empty:
-        typer.echo(f"{result.empty:,} empty texts left out: they are no documents", err=True)
+        typer.echo(f"empty texts and files left out, which are no documents: {result.empty:,}", err=True)
     for prefix, corpus in result.corpora.items():
         typer.echo(f"{prefix}: {corpus.documents:,} documents, {corpus.tokens:,} tokens")
 
@@ -225,12 +226,11 @@ def show(
         typer.echo(f"warning: {chosen} did not make this corpus: the text may be wrong", err=True)
     for shown in show_documents(corpus, decoder, wanted, tokens, _loss_marks()):
         with_loss = "" if shown.loss_tokens is None else f", {shown.loss_tokens:,} with loss"
-        typer.echo(f"--- document {shown.index} of {corpus.documents:,}: {shown.tokens:,} tokens{with_loss} ---")
+        typer.echo(f"--- document {shown.number} of {corpus.documents:,}: {shown.tokens:,} tokens{with_loss} ---")
         typer.echo(shown.text)
         if shown.left_out:
-            typer.echo(
-                f"--- {shown.left_out:,} more tokens of document {shown.index} not shown; --tokens shows more ---"
-            )
+            printed = shown.tokens - shown.left_out
+            typer.echo(f"--- the first {printed:,} of {shown.tokens:,} tokens; --tokens prints more ---")
 
 
 @app.command()
@@ -350,8 +350,8 @@ def sft(
     _print_bad(result.bad, skipped_file(output))
     for marker, tokens in result.split_markers.items():
         typer.echo(
-            f"warning: {marker} of the chat template is not one token of {tokenizer} but {tokens}; a model that was "
-            "trained on this template has its own tokenizer, in which it is one",
+            f"warning: {marker}, which the chat template writes, becomes {tokens} tokens of {tokenizer} instead of "
+            "one; use the tokenizer of a model that was trained with this template, or another --template",
             err=True,
         )
     first = next(iter(result.corpora.values()))

@@ -7,6 +7,7 @@ alpaca              {"instruction": "...", "input": "...", "output": "...", "sys
 raw                 {"input_ids": [...], "loss_mask": [...]}: token ids, and 1 for each token that carries loss
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +175,7 @@ def _weighted(message: dict[str, Any], parsed: Message) -> Message:
     if weight is None:
         return parsed
     if weight not in (0, 1) or isinstance(weight, bool):
-        raise ValueError(f"weight {weight!r:.60}; allowed: 0 (no loss on this message) and 1")
+        raise ValueError(f"weight {json.dumps(weight)[:60]}; allowed: 0 (no loss on this message) and 1")
     if weight == 1 and parsed["role"] != "assistant":
         raise ValueError(f"weight 1 on a message of role {parsed['role']!r}; only the assistant's messages carry loss")
     return parsed | {"weight": 0} if weight == 0 else parsed
@@ -187,7 +188,7 @@ def _role(message: Any, key: str, known: tuple[str, ...]) -> str:
     if not isinstance(role, str):
         raise ValueError(f"a message has no text under {key!r}")
     if role not in known:
-        raise ValueError(f"{key} {role!r:.60} is unknown{did_you_mean(role, known)}; allowed: {', '.join(known)}")
+        raise ValueError(f"{key} {role!r:.60} is unknown; allowed: {', '.join(known)}{did_you_mean(role, known)}")
     return role
 
 

@@ -4,6 +4,7 @@ Files may come from elsewhere: a record that is too long is a bad record, a file
 size is read no further, and neither is ever held in memory. docs/security.md has the limits.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -135,10 +136,13 @@ def _parse_text(line: bytes, text_key: str, encoding_errors: EncodingErrors) -> 
         raise ValueError(f"the line holds {json_type(record)}, not an object with a text under {text_key!r}")
     if text_key not in record:
         found = ", ".join(map(repr, record))[:200]
-        raise ValueError(f"no text under key {text_key!r} (--text-key); found {f'keys {found}' if found else 'an empty object'}")
+        raise ValueError(
+            f"no text under key {text_key!r} (--text-key); found {f'keys {found}' if found else 'an empty object'}"
+        )
     text = record[text_key]
     if not isinstance(text, str):
-        raise ValueError(f"key {text_key!r} holds {json_type(text)} where text is expected (--text-key): {text!r:.60}")
+        found = json.dumps(text)[:60]
+        raise ValueError(f"key {text_key!r} holds {json_type(text)} where text is expected (--text-key): {found}")
     return _encode(text, encoding_errors)
 
 

@@ -24,7 +24,7 @@ def check_output_file(output: str | Path, option: str = "--output") -> None:
     """Raises DataError when no file can be written as `output`, so that this is known before the work is done."""
     given = str(output)
     if not given or given.endswith("/"):
-        raise DataError(f"{option} {given!r} is not the name of a file; give a name in the folder: {given}NAME")
+        raise DataError(f"{option} {given!r} is not the name of a file; give one in that folder, {given}NAME")
     if os.path.isdir(given):
         raise DataError(f"{option} {given} is a folder; give the name of a file, such as {given}/NAME")
     _check_folder(Path(given).parent, option, given)
@@ -34,8 +34,8 @@ def corpus_prefixes(output: str, holdout: float) -> list[str]:
     """Prefixes of the corpora that `output` becomes. Raises DataError when they cannot be written."""
     if not output or output.endswith("/"):
         raise DataError(
-            f"--output {output!r} is not the name of a corpus, which is its file names without .bin/.idx; give a name "
-            f"in the folder: {output}NAME"
+            f"--output {output!r} is not the name of a corpus, which is its file names without .bin/.idx; for "
+            f"example {output}corpus"
         )
     _check_folder(Path(output).parent, "--output", output)
     prefixes = [f"{output}{split}" for split in splits(holdout)]

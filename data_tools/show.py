@@ -29,7 +29,8 @@ class Decoder(NamedTuple):
 class ShownDocument(NamedTuple):
     """One document, or its beginning, as text."""
 
-    index: int
+    number: int
+    """Its number in the corpus, counted from 0."""
     tokens: int
     """Tokens in the document."""
     loss_tokens: int | None

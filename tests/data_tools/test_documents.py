@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 import tracemalloc
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from data_tools import decompress, documents
 from data_tools.documents import BadRecord, read_documents
 from data_tools.holdout import hash_fraction
-from data_tools.input_files import TEXT_GLOBS, LeftOut, find_files
+from data_tools.input_files import TEXT_GLOBS, LeftOut, describe_suffixes, find_files
 from data_tools.shards import Chunk, cut_shards
 from moba_train.errors import DataError, ForeignFileError
 
@@ -65,12 +66,73 @@ def test_compressed_files_are_read_as_what_is_in_them(folder: Path, suffix: str)
     files = find_files([str(folder)], TEXT_GLOBS, [])
     found = [document for shard in cut_shards(files) for document in read_documents(shard, "text")]
     assert [found[0], *found[2:]] == [b"one", *(b"%d" % n for n in range(5000)), b"text"]
-    assert str(found[1]).startswith(f"{folder}/a.jsonl.{suffix}:2: no text under key")
+    assert str(found[1]).startswith(f"{folder}/a.jsonl.{suffix}:2: key 'text' holds a number")
 
     damaged = folder / f"a.jsonl.{suffix}"
     damaged.write_bytes(b"no such format")
-    with pytest.raises(DataError, match=rf"a\.jsonl\.{suffix}"):
-        list(read_documents(cut_shards([str(damaged)])[0], "text"))
+    (bad,) = read_documents(cut_shards([str(damaged)])[0], "text")
+    assert str(bad).startswith(f"{damaged}:1: the file is damaged or incomplete (")
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_what_follows_the_damage_in_a_compressed_file_is_a_bad_record(folder: Path, suffix: str) -> None:
+    """A file that ends too early, as after an interrupted download, and one with a changed byte."""
+    compress = gzip.compress if suffix == "gz" else pytest.importorskip("zstandard").compress
+    draw = random.Random(0)
+    texts = [f"{number} {draw.random()}" for number in range(20_000)]
+    content = compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
+    middle = len(content) // 2
+    for damaged in (content[:middle], content[:-1], content[:middle] + b"damage" + content[middle + 6 :]):
+        *found, bad = read(folder / f"a.jsonl.{suffix}", damaged)
+        assert found[:1000] == [text.encode() for text in texts[:1000]]
+        assert isinstance(bad, BadRecord)
+        assert 1000 < bad.line <= 20_001
+        assert "damaged or incomplete" in bad.reason
+        assert "the rest of it is skipped" in bad.reason
+
+
+def test_text_that_is_not_utf8_is_read_with_replacements_if_wanted(folder: Path) -> None:
+    (folder / "a.txt").write_bytes(b"caf\xe9")
+    (folder / "b.jsonl").write_bytes(
+        b'{"text": "caf\xe9"}\n{"text": "half \\ud800."}\n{"text": "good \\ud83d\\ude00"}\n'
+    )
+    shards = cut_shards([str(folder / name) for name in ("a.txt", "b.jsonl")])
+    strict = [found for shard in shards for found in read_documents(shard, "text")]
+    bad = [str(found) for found in strict if isinstance(found, BadRecord)]
+    assert len(bad) == 3
+    assert all("--encoding-errors replace" in text for text in bad)
+    found = [found for shard in shards for found in read_documents(shard, "text", encoding_errors="replace")]
+    assert found == [text.encode() for text in ("caf\ufffd", "caf\ufffd", "half \ufffd.", "good \U0001f600")]
+    assert strict[-1] == found[-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": 17}', "key 'text' holds a number where text is expected (--text-key): 17"),
+        ('{"text": null}', "key 'text' holds null where text is expected (--text-key): null"),
+        ('{"text": ["a"]}', "key 'text' holds a list where text is expected (--text-key): [\"a\"]"),
+        ("{}", "no text under key 'text' (--text-key); found an empty object"),
+    ],
+)
+def test_a_value_that_is_no_text_is_named(folder: Path, line: str, said: str) -> None:
+    (bad,) = read(folder / "a.jsonl", line.encode())
+    assert isinstance(bad, BadRecord)
+    assert bad.reason == said
+
+
+def test_files_that_are_left_out_are_counted_by_suffix(folder: Path) -> None:
+    for name in ("a.txt", "b.png", "c.png", "Makefile", "d.csv.gz", "skip/e.bin"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("x")
+    (folder / "broken.txt").symlink_to("nowhere")
+    left_out = LeftOut()
+    assert len(find_files([str(folder)], TEXT_GLOBS, ["skip"], left_out)) == 1
+    assert left_out.suffixes == {".png": 2, "": 1, ".csv.gz": 1}
+    assert left_out.irregular == [str(folder / "broken.txt")]
+    assert describe_suffixes(left_out.suffixes) == "2 .png, 1 without a suffix, 1 .csv.gz"
+    with pytest.raises(DataError, match=r"matches \*\.pdf; there are 2 \.png"):
+        find_files([str(folder)], ["*.pdf"], [])
 
 
 def test_parquet_rows_are_documents(folder: Path) -> None:
