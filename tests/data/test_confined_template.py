@@ -71,10 +71,13 @@ def test_a_template_of_its_own_process_gives_what_it_gives_here(tmp_path: Path) 
     assert isinstance(confined, ConfinedTemplate)
     here = ChatTemplate(source, end)
     assert confined.render(MESSAGES, add_generation_prompt=True) == here.render(MESSAGES, add_generation_prompt=True)
+    call = {"function": {"name": "add", "arguments": {"to": 2}}}
+    calling = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
     long = [{"role": "user", "content": "é\ud800" * 500_000}, MESSAGES[1]]
     conversations = [
-        Conversation(messages) for messages in (MESSAGES, MESSAGES[:1], *[long] * 3, *[MESSAGES] * 200, long)
+        Conversation(messages) for messages in (MESSAGES, MESSAGES[:1], calling, *[long] * 3, *[MESSAGES] * 200, long)
     ]
+    conversations.append(Conversation(MESSAGES, [{"name": "add"}]))
     found = [result if isinstance(result, list) else str(result) for result in confined.all_segments(conversations)]
     assert found == [result if isinstance(result, list) else str(result) for result in here.all_segments(conversations)]
 
