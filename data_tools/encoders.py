@@ -58,8 +58,8 @@ class Encoder:
         for text, found, expected in zip(texts, self.encode(texts), self.reference(texts), strict=True):
             if not np.array_equal(found, expected):
                 raise DataError(
-                    f"engine {self.engine} and the own library of {self.name} give different ids for "
-                    f"{text[:60]!r}...; give --engine reference"
+                    f"engine {self.engine} and the library of {self.name} give different ids for the text that "
+                    f"begins with {text[:60]!r}; give --engine reference"
                 )
 
 

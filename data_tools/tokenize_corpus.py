@@ -56,7 +56,7 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
         raise DataError(f"{options.tokenizer} has no end-of-document token; give --eos TOKEN or --no-append-eos")
     shards = cut_shards(files)
     if not shards:
-        raise DataError("all --input files are empty")
+        raise DataError("every --input file is empty: there is no document")
     work = _work_fingerprint(shards, options, tokenizer)
     folder = Path(f"{output}.parts")
     parts = [Part(str(folder / f"{number:06d}"), shard, options) for number, shard in enumerate(shards)]

@@ -91,5 +91,5 @@ def _explain(error: RuntimeError, vocab_size: int) -> Exception:
             f"--vocab-size {vocab_size} is too small for the characters of this text; give at least {least[1]}"
         )
     if "sentences_.empty()" in text:
-        return DataError("there is no text to train on: all --input files are empty or unreadable")
+        return DataError("there is no text to train on: every --input file is empty or cannot be read")
     return error
