@@ -48,7 +48,9 @@ _CHATML = (
     {{- '</tools><|im_end|>\\n' }}
 {%- endif %}
 {%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + calls(message) + '<|im_end|>\\n' }}
+    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+    {{- calls(message) if message.tool_calls }}
+    {{- '<|im_end|>\\n' }}
 {%- endfor %}
 """
     + _CHATML_PROMPT
@@ -71,7 +73,9 @@ _QWEN = (
         {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
         {{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}
     {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + calls(message) + '<|im_end|>\\n' }}
+        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+        {{- calls(message) if message.tool_calls }}
+        {{- '<|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
 """
