@@ -2,7 +2,8 @@
 
 python -m moba_train.launch --nproc-per-node 8 -m moba_train.train RECIPE.yaml key.path=value ...
 
-torchrun's own code is 1 whatever its ranks end with. It passes a signal on to them, waits, and then raises an exception
+torchrun's own code is 1 whatever its ranks end with, and its own report follows every error; here it is left out where a
+rank has said what is wrong. It passes a signal on to them, waits, and then raises an exception
 however they have ended; here the first rank of each node leaves a file behind when it has stopped as asked.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from moba_train.error_output import OWN_CODES, REFUSED_FILE, quiet_torchrun
 from moba_train.errors import BrokenNodeError, ReproducibleFaultError
 from moba_train.training.stop import STOPPED_FILE, listen
 
@@ -37,11 +39,15 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         stopped = Path(folder) / "stopped"
         os.environ[STOPPED_FILE] = str(stopped)
+        os.environ[REFUSED_FILE] = str(Path(folder) / "refused")
+        quiet_torchrun()
         try:
             torchrun([*ranks, *arguments])
         except ChildFailedError as error:
-            print(error, file=sys.stderr)
-            return _exit_code(error.failures.values(), error.get_first_failure()[1])
+            code = _exit_code(error.failures.values(), error.get_first_failure()[1])
+            if code not in OWN_CODES:  # else a rank has said why
+                print(error, file=sys.stderr)
+            return code
         except SignalException as error:
             if not stopped.exists():
                 name = error.sigval.name

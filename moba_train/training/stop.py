@@ -59,6 +59,7 @@ class StopRequest:
         """Whether steps are made: what ends the process is no longer part of the set-up."""
         self._asked = threading.Event()
         self._joined = False
+        self._silent = False
         self._interrupted: float | None = None
         self._lock = threading.Lock()
 
@@ -75,6 +76,11 @@ class StopRequest:
         """From now on the other ranks depend on this one, and requests are only noted."""
         with self._lock:
             self._joined = True
+
+    def ended(self) -> None:
+        """An error ends the run: torchrun now sends SIGTERM to all ranks, which asks for nothing."""
+        with self._lock:
+            self._silent = True
 
     def receive(self, number: int, now: float) -> int | None:
         """Take the signal `number`, received at `now` (monotonic seconds). The code with which the process must end at
@@ -95,7 +101,7 @@ class StopRequest:
                 timer = threading.Timer(JOINS_WITHIN_S, self._end_unless_joined)
                 timer.daemon = True
                 timer.start()
-            elif first:
+            elif first and not self._silent:
                 again = "; Ctrl-C again ends at once, without saving" if number == signal.SIGINT else ""
                 _say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint{again}")
         return None

@@ -135,13 +135,19 @@ class Trainer:
         """Tokens consumed by the run so far."""
         return self.stage.tokens_after(self.progress.step)
 
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left; false where the last stage has trained nothing, which is an error."""
+        last = self.stages[-1]
+        done = self.progress.stage == last.index and self.progress.step >= last.end_step
+        return done and self.progress.steps_without_loss < last.steps
+
     def run(self) -> bool:
         """Train until the last stage ends (True) or until a stop is asked for (False); saved either way."""
         self.stop.training = True
         with closing(self.telemetry), closing(self.watch), closing(self.node_watch), self.checkpoints:
             try:
-                finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
-                self._report_boundary(self.progress.boundary.compare() if finished else None)
+                finished = self.finished or self._train_stages()
                 self._save()
                 with self.watch.phase("last checkpoint", self.progress.step):
                     self.checkpoints.finish(self.telemetry, self.progress.step, self.tokens)
@@ -150,6 +156,12 @@ class Trainer:
                 raise
         if self.world.is_main:
             draw_plots(self.run_dir)
+        return finished
+
+    def _train_stages(self) -> bool:
+        """Train through the stages that are left; False when stopped before their end."""
+        finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
+        self._report_boundary(self.progress.boundary.compare() if finished else None)
         return finished
 
     def _train_stage(self, index: int) -> bool:
