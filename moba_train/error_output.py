@@ -1,8 +1,8 @@
 """What the programs print about an error of the user's: its message, once, and next to nothing after it.
 
-A rank prints the message, and torchrun, in another process, would add two lines a rank and a table with their exit
-codes. `moba_train.launch` leaves these out where the exit code says that a rank has told what is wrong. And where it is
-the recipe, a restart cannot help: the rank leaves a file behind, and restarted ranks end at once. Imports nothing heavy.
+A rank prints the message. torchrun, another process, would add two lines for each rank and a table with their exit codes;
+`moba_train.launch` leaves these out where the exit code says that a rank has told what is wrong. Where the recipe is
+wrong, a restart cannot help: the rank leaves a file behind, and restarted ranks end at once. Imports nothing heavy.
 """
 
 import logging
@@ -14,7 +14,7 @@ from pathlib import Path
 from moba_train.errors import BrokenNodeError, ReproducibleFaultError, UserError
 
 REFUSED_FILE = "MOBA_TRAIN_REFUSED_FILE"
-"""Environment variable: file into which a rank writes its exit code when the run cannot start, whoever tries again."""
+"""Environment variable: file into which a rank writes its exit code when another start would fail as well."""
 
 OWN_CODES = frozenset({UserError.exit_code, ReproducibleFaultError.exit_code, BrokenNodeError.exit_code})
 """Exit codes of ranks that have told, in words, why they ended."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.recipe import saved_recipe, saved_stage
 from moba_train.checkpoint.state import load_model
@@ -33,21 +34,32 @@ def source_model(folder: Path) -> ModelConfig:
     return config.model.model_copy(update={"rope": saved_stage(checkpoint, config).rope})
 
 
-def load_initial_weights(model: Transformer, folder: Path) -> None:
+def load_initial_weights(model: Transformer, folder: Path) -> str:
     """Fill `model`, sharded or not, from `folder` (see `source_model`). Called on all ranks; each reads its shards.
 
-    Parameters of attention kinds that the folder's model does not have keep their initial values.
+    Parameters of attention kinds that the folder's model does not have keep their initial values. Returns what was
+    loaded, as a sentence.
 
     Raises CheckpointError when the folder's model differs from `model`, or a byte of the checkpoint has changed since
     it was written.
     """
     if problems := list(model_differences(model.config, folder)):
         raise CheckpointError("\n".join(problems))
+    parameters = dict(model.named_parameters())
+    own = {name for name in parameters if kind_of_parameter(name)}
     if is_hf_folder(folder):
         load_hf_weights(model, folder)
+        source = f"the Hugging Face model {folder}"
+        missing = own
     else:
-        own = [name for name, _ in model.named_parameters() if kind_of_parameter(name)]
-        load_model(model, find_checkpoint(folder), optional=own, verify=True)
+        checkpoint = find_checkpoint(folder)
+        load_model(model, checkpoint, optional=own, verify=True)
+        source = f"the checkpoint {checkpoint}"
+        saved = CheckpointReader(checkpoint).tensors if own else {}
+        missing = {name for name in own if f"model.{name}" not in saved}
+    loaded = sum(parameter.numel() for name, parameter in parameters.items() if name not in missing)
+    kept = f"; {len(missing)} of attention kinds, which are not there, keep their initial values" if missing else ""
+    return f"{len(parameters) - len(missing)} tensors ({loaded:,} parameters) loaded from {source}{kept}"
 
 
 def initial_problems(config: RunConfig) -> Iterator[str]:

@@ -88,9 +88,9 @@ def describe_finished(progress: Progress, stages: Sequence[Stage], run_dir: Path
     if last.name in progress.exited_steps:
         longer = ""  # its exit criterion is met
     return (
-        f"already finished: all {progress.step:,} steps ({last.end_token:,} tokens) are trained, and the last checkpoint "
-        f"is in {run_dir / 'checkpoints'}\nto go on, {longer}add a stage; to train again from the start, set run_dir to a "
-        "new folder"
+        f"already finished: all {progress.step:,} steps ({last.end_token:,} tokens) are trained; checkpoints are in "
+        f"{run_dir / 'checkpoints'}\n"
+        f"to go on, {longer}add a stage; to train again from the start, set run_dir to a new folder"
     )
 
 

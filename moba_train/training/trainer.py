@@ -105,6 +105,8 @@ class Trainer:
             self.telemetry = make_telemetry(config, self.run_dir, run_id, resumed_step, self.stages[-1].end_step)
         self.telemetry.stage = self.stage.name
         self._event("code", describe(code_version()))
+        if self.checkpoints.loaded_weights is not None:
+            self._event("init_from", self.checkpoints.loaded_weights)
 
         if self.progress.step:
             where = f"resumed from the checkpoint of step {self.progress.step}, in stage {self.stage.name}"
