@@ -66,10 +66,18 @@ def initial_problems(config: RunConfig) -> Iterator[str]:
     """Problems of `init_from` in a run that has no checkpoints yet; a resumed run does not read it."""
     if config.init_from is None or (Path(config.run_dir) / "checkpoints").exists():
         return
+    folder = Path(config.init_from)
+    if not folder.is_dir():
+        yield (
+            f"init_from: given {config.init_from!r}; there is no such folder (from {Path.cwd()}); allowed: a Hugging "
+            "Face model that was downloaded before, a checkpoint or a run folder"
+        )
+        return
     try:
-        yield from model_differences(config.model, Path(config.init_from))
+        yield from model_differences(config.model, folder)
     except CheckpointError as error:
-        yield f"init_from: {error}"
+        other = "" if is_hf_folder(folder) else f"; nor is there a {CONFIG}, which a Hugging Face model has"
+        yield f"init_from: {error}{other}"
 
 
 def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
