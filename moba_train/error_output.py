@@ -1,8 +1,9 @@
 """What the programs print about an error of the user's: its message, once, and next to nothing after it.
 
 A rank prints the message. torchrun, another process, would add two lines for each rank and a table of their exit
-codes; `moba_train.launch` leaves these out where the exit code says that a rank has told what is wrong. Where the recipe is
-wrong, a restart cannot help: the rank leaves a file behind, and restarted ranks end at once. Imports nothing heavy.
+codes; `moba_train.launch` leaves these out where the exit code says that a rank has told what is wrong. Where the
+recipe is wrong, a restart cannot help: the rank leaves a file behind, and restarted ranks end at once. Imports nothing
+heavy.
 """
 
 import logging

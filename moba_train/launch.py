@@ -3,8 +3,8 @@
 python -m moba_train.launch --nproc-per-node 8 -m moba_train.train RECIPE.yaml key.path=value ...
 
 torchrun's own code is 1 whatever its ranks end with, and its report follows every error; here the report is left out
-where a rank has said what is wrong. torchrun passes a signal on to its ranks, waits, and then raises an exception however
-they have ended; here the first rank of each node leaves a file behind when it has stopped as asked.
+where a rank has said what is wrong. torchrun passes a signal on to its ranks, waits, and then raises an exception
+however they have ended; here the first rank of each node leaves a file behind when it has stopped as asked.
 """
 
 import os

@@ -220,7 +220,7 @@ def test_all_problems_of_overrides_and_recipe_come_at_once(recipe):
         ("lr=1e-3", "lr: unknown key; a key of that name is at optim.lr and stages[i].lr"),
         ("stages.1.attention.moba.block_size=0", "stages[1].attention.moba.block_size: given 0; allowed: integer >= 1"),
         ("stages.0.rope.kind=yarm", "stages[0].rope.kind: given 'yarm'; allowed: none | abf | pi"),
-        ("stages.0.seq_len=4Q", "stages[0].seq_len: '4Q' is not a number; write e.g. 4096, 128K"),
+        ("stages.0.seq_len=4Q", "stages[0].seq_len: given '4Q', which is not a number; write e.g. 4096, 128K"),
         ("batch_tokens=true", "batch_tokens: given true; allowed: integer >= 1 (K, M = 1024)"),
         ("seed=true", "seed: given true; allowed: integer >= 0"),
         ("optim.lr=true", "optim.lr: given true; allowed: number > 0"),
@@ -246,7 +246,11 @@ def test_a_mistake_names_its_key_what_was_given_and_what_is_allowed(recipe, over
 def test_missing_keys_say_what_they_need(write):
     found = problems(write("empty.yaml", ""))
     assert "batch_tokens: missing; allowed: integer >= 1 (K, M = 1024)" in found
-    assert "model: missing; allowed: section" in found
+    assert any(text.startswith("model: missing; allowed: section, such as {vocab_size: ...") for text in found)
+    assert (
+        "stages: missing; allowed: non-empty list of sections, such as [{name: ..., seq_len: ..., tokens: ...}]"
+        in found
+    )
 
 
 def test_a_dumped_recipe_loads_back_to_the_same_run(load, write):

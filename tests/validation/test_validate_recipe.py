@@ -413,7 +413,7 @@ def test_shared_layers_are_of_the_run_not_of_a_stage(load):
 
 def test_the_batch_must_divide_over_the_ranks(load):
     (found,) = [text for text in problems(load(), world_size=16) if "long" in text]
-    assert "seq_len 8192 x micro_batch_size 1 x 16 data-parallel ranks = 131072; nearest: 131072" in found
+    assert "needs a multiple of seq_len 8192 x 16 data-parallel ranks = 131072; nearest: 131072" in found
 
 
 def test_missing_files_are_named_with_their_key(load, tmp_path, monkeypatch):
