@@ -142,7 +142,8 @@ class Recovery:
         checkpoints = self._checkpoints
         config = self._config
         if checkpoints.saved_step:
-            kept = f"{self._last_checkpoint()}; {doubt or 'the same command goes on from there'}"
+            goes_on = doubt or "the same command goes on from the newest that is intact and finite"
+            kept = f"{self._last_checkpoint()}; {goes_on}"
         else:
             kept = f"metrics and dumps in {config.run_dir}; {self._last_checkpoint()}, so the same command begins anew"
         if self._applied[1]:

@@ -416,6 +416,11 @@ def test_the_batch_must_divide_over_the_ranks(load):
     assert "needs a multiple of seq_len 8192 x 16 data-parallel ranks = 131072; nearest: 131072" in found
 
 
+def test_looking_for_files_leaves_the_other_problems_their_path(load):
+    found = problems(load("attention.default=mobba"), check_files=True)
+    assert any(text.startswith("attention.default: 'mobba' is not") for text in found)
+
+
 def test_missing_files_are_named_with_their_key(load, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpora").mkdir()
