@@ -7,4 +7,5 @@ memory      bytes per GPU by part, an estimate
 devices     peak rates of known GPUs
 plan        the plan of a recipe, from all of these
 render      the plan as tables
+summary     a run in a few lines, for the beginning of its output
 """
