@@ -43,13 +43,21 @@ def train(
     from_scratch: Annotated[
         bool, typer.Option("--from-scratch", help="begin at step 0 if no checkpoint is found, though there was one")
     ] = False,
+    stop_at_step: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEP", help="save and end after this step of the run; the same command continues"),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="print the resolved recipe, with all its values")] = False,
 ) -> None:
     """Train on this machine: torchrun with one rank per GPU. For several nodes see launch/multinode.sh."""
     from moba_train.launch import main
 
     ranks = ["--nproc-per-node", str(gpus)] if gpus else []
     torchrun = ["--standalone", *ranks, "--max-restarts", str(restarts), "-m", "moba_train.train", str(recipe)]
-    raise typer.Exit(main([*torchrun, *(overrides or ()), *["--from-scratch"] * from_scratch]))
+    options = ["--from-scratch"] * from_scratch + ["--verbose"] * verbose
+    if stop_at_step is not None:
+        options += ["--stop-at-step", str(stop_at_step)]
+    raise typer.Exit(main([*torchrun, *(overrides or ()), *options]))
 
 
 @app.command()

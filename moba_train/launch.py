@@ -2,10 +2,11 @@
 
 python -m moba_train.launch --nproc-per-node 8 -m moba_train.train RECIPE.yaml key.path=value ...
 
-torchrun's own code is 1 whatever its ranks end with. It passes a signal on to them, waits 30 s, kills those that are
-left, and then raises an exception however they have ended. Here the first rank of each node leaves a file behind when
-it has stopped as asked, and another one from which the launcher knows how long a stop may take: a step of a million
-tokens alone takes minutes (training/stop_time.py).
+torchrun's own code is 1 whatever its ranks end with, and its report follows every error; here the report is left out
+where a rank has said what is wrong. torchrun passes a signal on to its ranks, waits 30 s, kills those that are left,
+and then raises an exception however they have ended. Here the first rank of each node leaves a file behind when it has
+stopped as asked, and another one from which the launcher knows how long a stop may take: a step of a million tokens
+alone takes minutes (training/stop_time.py).
 """
 
 import os
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from moba_train.error_output import OWN_CODES, REFUSED_FILE, quiet_torchrun
 from moba_train.errors import BrokenNodeError, ReproducibleFaultError
 from moba_train.training.stop import LAUNCHER_FOLDER, STOP_LIMIT, STOPPED, listen
 
@@ -44,12 +46,16 @@ def main(arguments: Sequence[str]) -> int:
     ranks = [] if given else ["--nproc-per-node", str(torch.cuda.device_count() or 1)]
     with tempfile.TemporaryDirectory() as folder:
         os.environ[LAUNCHER_FOLDER] = folder
+        os.environ[REFUSED_FILE] = str(Path(folder) / "refused")
+        quiet_torchrun()
         try:
             with _patience(Path(folder)):
                 torchrun([*ranks, *arguments])
         except ChildFailedError as error:
-            print(error, file=sys.stderr)
-            return _exit_code(error.failures.values(), error.get_first_failure()[1])
+            code = _exit_code(error.failures.values(), error.get_first_failure()[1])
+            if code not in OWN_CODES:  # else a rank has said why
+                print(error, file=sys.stderr)
+            return code
         except SignalException as error:
             if not (Path(folder) / STOPPED).exists():
                 name = error.sigval.name

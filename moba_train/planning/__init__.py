@@ -8,4 +8,5 @@ devices     memory and peak rates of known GPUs
 plan        the plan of a recipe, from all of these
 fit         whether it fits a GPU, and the cheapest changes that make it fit
 render      the plan as tables
+summary     a run in a few lines, for the beginning of its output
 """

@@ -70,6 +70,8 @@ class RunCheckpoints:
         """Step of the newest checkpoint, complete or being saved; 0: none."""
         self.resumed_recipe: str | None = None
         """The recipe that the checkpoint was saved with from which the run resumes."""
+        self.loaded_weights: str | None = None
+        """What `init_from` has given, as a sentence, at the first start of a run that has it."""
         self.restarts = Restarts(run_dir) if world.is_main else None
         """The starts without progress; on rank 0."""
         self._start_id = broadcast(uuid.uuid4().hex[:8])
@@ -128,7 +130,7 @@ class RunCheckpoints:
         else:
             check_first_start(Path(self._config.run_dir), from_scratch)
             if self._config.init_from is not None:
-                load_initial_weights(self._model, Path(self._config.init_from))
+                self.loaded_weights = load_initial_weights(self._model, Path(self._config.init_from))
             progress = Progress(run_id=broadcast(uuid.uuid4().hex[:8]))
         self._checkpointer.reserve(self._tensors())
         return progress

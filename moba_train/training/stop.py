@@ -66,6 +66,7 @@ class StopRequest:
         """Seconds that an orderly stop takes at most, once known."""
         self._asked = threading.Event()
         self._joined = False
+        self._silent = False
         self._interrupted: float | None = None
         self._lock = threading.Lock()
 
@@ -82,6 +83,11 @@ class StopRequest:
         """From now on the other ranks depend on this one, and requests are only noted."""
         with self._lock:
             self._joined = True
+
+    def ended(self) -> None:
+        """An error ends the run: torchrun now sends SIGTERM to all ranks, which asks for nothing."""
+        with self._lock:
+            self._silent = True
 
     def receive(self, number: int, now: float) -> int | None:
         """Take the signal `number`, received at `now` (monotonic seconds). The code with which the process must end at
@@ -102,7 +108,7 @@ class StopRequest:
                 timer = threading.Timer(JOINS_WITHIN_S, self._end_unless_joined)
                 timer.daemon = True
                 timer.start()
-            elif first:
+            elif first and not self._silent:
                 again = "; Ctrl-C again ends at once, without saving" if number == signal.SIGINT else ""
                 within = f", within {self.takes_s} s" if self.takes_s is not None else ""
                 _say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint{within}{again}")

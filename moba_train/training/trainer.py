@@ -117,6 +117,8 @@ class Trainer:
             self.telemetry = make_telemetry(config, self.run_dir, run_id, resumed_step, last_step, repeated)
         self.telemetry.stage = self.stage.name
         self._event("code", describe(code_version()))
+        if self.checkpoints.loaded_weights is not None:
+            self._event("init_from", self.checkpoints.loaded_weights)
 
         if self.progress.step:
             where = f"resumed from the checkpoint of step {self.progress.step}, in stage {self.stage.name}"
@@ -147,6 +149,14 @@ class Trainer:
         """Tokens consumed by the run so far."""
         return self.stage.tokens_after(self.progress.step)
 
+    @property
+    def finished(self) -> bool:
+        """Whether no step and no evaluation is left; false where the last stage has trained nothing, an error."""
+        last = self.stages[-1]
+        done = self.progress.stage == last.index and self.progress.step >= last.end_step
+        evaluated = not self.progress.evaluation_due or self.checkpoints.resumed_numbers is not None
+        return done and evaluated and self.progress.steps_without_loss < last.steps
+
     def run(self) -> bool:
         """Train until the last stage ends (True) or until a stop is asked for (False); saved either way."""
         self.stop.training = True
@@ -156,8 +166,7 @@ class Trainer:
             stack.callback(self._report_last_save)  # after an error it ends, with what it found, as the stack unwinds
             stack.enter_context(self.checkpoints)
             try:
-                finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
-                self._report_boundary(self.progress.boundary.compare() if finished else None)
+                finished = self.finished or self._train_stages()
                 self._save()
                 with self.watch.phase("last checkpoint", self.progress.step):
                     self.checkpoints.finish(self.telemetry, self.progress.step, self.tokens, self.recovery.protect())
@@ -170,6 +179,12 @@ class Trainer:
 
     def _report_last_save(self) -> None:
         self.checkpoints.report(self.telemetry, self.progress.step, self.tokens)
+
+    def _train_stages(self) -> bool:
+        """Train through the stages that are left; False when stopped before their end."""
+        finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
+        self._report_boundary(self.progress.boundary.compare() if finished else None)
+        return finished
 
     def _train_stage(self, index: int) -> bool:
         """Train through the rest of a stage; False when stopped before its end."""

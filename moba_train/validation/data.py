@@ -25,8 +25,11 @@ def length_problems(config: RunConfig) -> Iterator[str]:
             yield f"{key}.upsample.min_length: given {source.upsample.min_length}; allowed: {allowed}"
 
 
-def file_problems(config: RunConfig) -> Iterator[str]:
-    """Corpora and tokenizer that are missing, damaged or do not fit, relative to the working directory."""
+def file_problems(config: RunConfig, resolvable: bool = True) -> Iterator[str]:
+    """Corpora and tokenizer that are missing, damaged or do not fit, relative to the working directory.
+
+    resolvable: no other check has found a problem, so that the stages can be resolved and their exits judged, too.
+    """
     corpora = list(_corpus_problems(config))
     yield from corpora
     tokenizer = config.data.tokenizer
@@ -35,7 +38,7 @@ def file_problems(config: RunConfig) -> Iterator[str]:
     elif tokenizer is not None:
         yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
     yield from tokenizer_problems(config)
-    if not corpora:
+    if resolvable and not corpora:
         yield from exit_data_problems(config)
 
 
