@@ -15,7 +15,8 @@ from moba_train.config.run import ParallelConfig, PositionWiseConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import DataError, UserError
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, untracked
+from moba_train.evals.progress import tracked
 from moba_train.evals.registry import EVALUATIONS, stage_evaluations
 from moba_train.evals.variants import Layers, variants
 from moba_train.parallel.dims import ParallelDims
@@ -97,7 +98,8 @@ def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], wor
     data_shard, _ = engines.data_shard(stage, sizes)
     if data_shard.engine is not None:
         model.set_engines([data_shard.engine] * config.model.layers)
-    return EvaluationContext(model, stage, data_shard, world.device, attentions)
+    track = tracked if world.is_main else untracked
+    return EvaluationContext(model, stage, data_shard, world.device, attentions, track)
 
 
 def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSizes]:

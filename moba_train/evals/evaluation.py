@@ -5,7 +5,7 @@ trains (stage.py) and in `moba-train eval` (checkpoint.py), and a stage may trai
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +20,11 @@ from moba_train.model.transformer import Transformer
 from moba_train.parallel.stage import DataShard
 
 
+def untracked(items: Sequence[int], what: str) -> Iterable[int]:
+    """The items, without showing progress."""
+    return items
+
+
 @dataclass(frozen=True)
 class EvaluationContext:
     """What an evaluation works with, on every rank: the model, this rank's part of the data, the attentions to try."""
@@ -31,6 +36,8 @@ class EvaluationContext:
     device: torch.device
     attentions: Mapping[str, Layers] = field(default_factory=dict)
     """Attention of every layer, by a name for people; at least one where an evaluation runs."""
+    track: Callable[[Sequence[int], str], Iterable[int]] = untracked
+    """Shows progress through a loop over the first argument, which the second one names."""
 
     @property
     def own(self) -> str:
