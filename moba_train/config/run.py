@@ -122,7 +122,7 @@ class AnswersConfig(Section):
     corpus: str | None = Field(
         None,
         min_length=1,
-        description="prefix of the tokenised corpus that natural text is taken from; null: the first of data.validation",
+        description="prefix of the tokenised corpus that natural text comes from; null: the first of data.validation",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of the samples, which are the same at every evaluation")
     every: int | None = Field(

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -51,17 +50,17 @@ class Question:
 
 
 def encode_segments(tokenizer: TextTokenizer, segments: Sequence[str]) -> list[list[int]]:
-    """The tokens of consecutive segments of one text: each begins where the encoding of the text before it ends.
+    """The tokens of consecutive segments of one text: each as it continues the text before it.
 
-    A token that spans two segments belongs to the later one.
+    No token spans two segments, as where a model writes one after the other.
     """
-    tokens = tokenizer.encode("".join(segments))
-    edges = [0]
-    for count in range(1, len(segments)):
-        before = tokenizer.encode("".join(segments[:count]))
-        same = (index for index, pair in enumerate(zip(before, tokens, strict=False)) if pair[0] != pair[1])
-        edges.append(max(edges[-1], next(same, min(len(before), len(tokens)))))
-    return [tokens[first:last] for first, last in pairwise([*edges, len(tokens)])]
+    found: list[list[int]] = []
+    for count, segment in enumerate(segments):
+        before = tokenizer.encode("".join(segments[:count])) if count else []
+        both = tokenizer.encode("".join(segments[: count + 1]))
+        # The encoding of both may join their ends into one token.
+        found.append(both[len(before) :] if both[: len(before)] == before else tokenizer.encode(segment))
+    return found
 
 
 def padded_length(length: int, data_shard: DataShard) -> int:

@@ -73,6 +73,8 @@ class Evaluation(ABC):
 
     name: ClassVar[str]
     """Type of its records in metrics.jsonl, and its key in evaluation.json."""
+    data_name: ClassVar[str] = ""
+    """Field of its data in metrics.jsonl where that is not `name`, because one of its numbers is called so."""
     key: ClassVar[str]
     """YAML key that switches it on."""
     numbers: ClassVar[frozenset[str]]

@@ -27,6 +27,7 @@ class Needle(Evaluation):
     """Share of the samples, over lengths and depths, in which every token of the answer is the most likely one."""
 
     name = "needle"
+    data_name = "needle_map"
     key = "evaluation.needle"
     numbers = frozenset({"needle"})
     numbers_against_full = frozenset({"needle_full"})
@@ -101,7 +102,8 @@ class Needle(Evaluation):
         }
         where = f"{wanted.samples} samples per cell, seed {wanted.seed}, {wanted.haystack} haystack"
         table = [line for name, found in maps.items() for line in found.table(name, self._lengths, wanted.depths)]
-        return EvaluationResult(numbers, message, [*table, f"{where}; trained on {self._trained} tokens", message], data)
+        table.append(f"{where}; trained on {self._trained} tokens")
+        return EvaluationResult(numbers, message, [*table, message], data)
 
     def plot(self, data: Mapping[str, dict[str, Any]], folder: Path) -> None:
         """`needle.png`."""
@@ -166,14 +168,13 @@ class NeedleTexts:
 
     def questions(self, length: int) -> list[Question]:
         """The samples of `length` tokens, those of the first depth first. Raises DataError where one does not fit."""
-        for index in self._samples:
-            room, needles = self._room(length, index)
-            if room < needles:
-                least = length - room + needles
-                raise DataError(
-                    f"{Needle.key}.lengths: given {length}, which leaves {max(room, 0)} tokens for the haystack, fewer "
-                    f"than the {needles} of what is hidden in it; allowed: at least {least}"
-                )
+        found = [self._room(length, index) for index in self._samples]
+        room, needles = min(found, key=lambda pair: pair[0] - pair[1])
+        if room < needles:
+            raise DataError(
+                f"{Needle.key}.lengths: given {length}, which leaves {max(room, 0)} tokens for the haystack, fewer "
+                f"than the {needles} of what is hidden in it; allowed: at least {length - room + needles}"
+            )
         return [self.question(length, depth, index) for depth in self._wanted.depths for index in self._samples]
 
     @property
@@ -184,7 +185,8 @@ class NeedleTexts:
         """Tokens of sample `index` that its haystack has, and those of its needles."""
         parts = self._parts(length, index)
         needles = sum(len(needle.tokens) for needle in parts.needles)
-        return length - len(parts.head) - needles - len(parts.tail) - sum(len(part) for part, _ in parts.answer), needles
+        answer = sum(len(part) for part, _ in parts.answer)
+        return length - len(parts.head) - needles - len(parts.tail) - answer, needles
 
     def question(self, length: int, depth: float, index: int) -> Question:
         """Sample `index` of `length` tokens, with the first needle at `depth` %. Other depths have the same text."""

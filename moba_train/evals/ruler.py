@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from moba_train.attention.protocol import TokenRange
 from moba_train.config.explain import did_you_mean
@@ -25,6 +24,7 @@ class Ruler(Evaluation):
     """Mean score of each task over the lengths, and of all tasks."""
 
     name = "ruler"
+    data_name = "ruler_scores"
     key = "evaluation.ruler"
     numbers = frozenset({"ruler", *(f"ruler_{task}" for task in TASKS)})
 
@@ -43,7 +43,9 @@ class Ruler(Evaluation):
                 length for length in self._lengths if all(self._texts.fits(task, length) for task in self._tasks)
             ]
         if not self._lengths:
-            self.missing = f"{self.key}.lengths: none is at most the stage's seq_len {stage.seq_len} and holds the tasks"
+            self.missing = (
+                f"{self.key}.lengths: none is at most the stage's seq_len {stage.seq_len} and holds the tasks"
+            )
 
     @classmethod
     def enabled(cls, config: RunConfig) -> bool:
@@ -110,7 +112,8 @@ class Ruler(Evaluation):
         }
         table = [line for name, found in scores.items() for line in self._table(name, found)]
         where = f"{wanted.samples} samples of each task and length, seed {wanted.seed}"
-        return EvaluationResult(numbers, message, [*table, f"{where}; trained on {self._trained} tokens", message], data)
+        table.append(f"{where}; trained on {self._trained} tokens")
+        return EvaluationResult(numbers, message, [*table, message], data)
 
     def _scores(
         self, context: EvaluationContext, asked: Mapping[str, Mapping[int, list["Prompt"]]], name: str
@@ -234,9 +237,7 @@ class RulerTexts:
         """The tokens of a sample. The answer is encoded with the end of its prompt, as it would go on there."""
         before, after = self._conversation.around(text.example + text.before, text.after, text.prefix)
         tokens = self.tokenizer.encode(before + text.context + after)
-        end, *answer = encode_segments(self.tokenizer, [text.prefix, *(part for part, _ in text.answer)])
-        alone = len(self.tokenizer.encode(text.prefix))
-        tokens = tokens[: len(tokens) - (alone - len(end))]
+        _, *answer = encode_segments(self.tokenizer, [text.prefix, *(part for part, _ in text.answer)])
         prompt_length = len(tokens)
         answers = []
         for part, (_, counts) in zip(answer, text.answer, strict=True):

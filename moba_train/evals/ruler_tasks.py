@@ -241,9 +241,7 @@ class FrequentWords(RulerTask):
         while len(coded) < max(length // 50, self.asked + 2):
             coded["".join(rng.choices(string.ascii_lowercase, k=self.letters))] = None
         listed = [
-            word
-            for rank, word in enumerate(coded, start=1)
-            for _ in range(int(size * rank**-self.alpha / self.zeta))
+            word for rank, word in enumerate(coded, start=1) for _ in range(int(size * rank**-self.alpha / self.zeta))
         ]
         rng.shuffle(listed)
         return TaskText(

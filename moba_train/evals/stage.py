@@ -40,7 +40,7 @@ class StageEvaluations:
                     self._telemetry.event(step, tokens, "warning", text)
             elif evaluation.due(step, self._stage):
                 result = evaluation.run(context)
-                fields = {**result.numbers, evaluation.name: result.data}
+                fields = {**result.numbers, evaluation.data_name or evaluation.name: result.data}
                 self._telemetry.event(step, tokens, evaluation.name, result.message, **fields)
                 self._numbers |= result.numbers
         return self._numbers

@@ -7,7 +7,8 @@ logger = logging.getLogger(__name__)
 
 
 def draw_plots(run_dir: Path) -> None:
-    """Draw the loss, and the loss by position and the needle maps where they were evaluated. A failure is only a warning: the run is complete.
+    """Draw the loss, and the loss by position and the needle maps where they were evaluated. A failure is only a
+    warning: the run is complete.
 
     matplotlib is imported here, because its import takes a quarter of the time of a restart.
     """
