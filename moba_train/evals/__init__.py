@@ -5,10 +5,13 @@ registry         the evaluations there are
 validation_loss  mean token loss on held-out text
 position_wise    loss by position in the context
 needle           needle in a haystack
-ruler            RULER's tasks; ruler_tasks makes their texts
+ruler            RULER's tasks
+ruler_tasks      their texts and answers
 answers          what a model answers: teacher-forced or generated
 selected_blocks  which heads select the block of a needle
-haystack         natural and synthetic text; niah and words are its questions and keys
+haystack         natural and synthetic text, and the chat template around it
+niah             the words of needle questions
+words            English words for keys and lists
 lengths          lengths of the samples that a stage is evaluated with
 variants         the attentions that the same weights are evaluated with
 stage            evaluations while a stage trains

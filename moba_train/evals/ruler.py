@@ -43,9 +43,7 @@ class Ruler(Evaluation):
                 length for length in self._lengths if all(self._texts.fits(task, length) for task in self._tasks)
             ]
         if not self._lengths:
-            self.missing = (
-                f"{self.key}.lengths: none is at most the stage's seq_len {stage.seq_len} and holds the tasks"
-            )
+            self.missing = f"{self.key}.lengths: none is at most seq_len {stage.seq_len} and holds every task"
 
     @classmethod
     def enabled(cls, config: RunConfig) -> bool:

@@ -102,9 +102,10 @@ class Niah(RulerTask):
         needles = [needle_sentence(key, value, self.value_type) for key in keys for value in values[key]]
         rng.shuffle(needles)
         asked = rng.sample(keys, self.queries)
-        found = [value for key in asked for value in values[key]]
-        frame = needle_frame(asked, len(found), self.value_type)
         context = self._in_text(words[:size], needles, rng) if self.natural else self._in_lines(size, needles, rng)
+        # A key's values in the order of the text, which is the order to give them in where answers are teacher-forced.
+        found = [value for key in asked for value in sorted(values[key], key=context.index)]
+        frame = needle_frame(asked, len(found), self.value_type)
         return TaskText(frame.before, context, frame.after, frame.answer, separated(found))
 
     def _keys(self, count: int, rng: random.Random) -> list[str]:
@@ -204,9 +205,9 @@ class CommonWords(RulerTask):
 
     def _question(self, size: int, common: int, others: int, rng: random.Random) -> TaskText:
         drawn = rng.sample(WORDS[: max(size, SINGLE_WORDS)], size)
-        answers = drawn[: self.common]
-        listed = answers * common + drawn[self.common :] * others
+        listed = drawn[: self.common] * common + drawn[self.common :] * others
         rng.shuffle(listed)
+        answers = sorted(drawn[: self.common], key=listed.index)
         parts = [part for at, word in enumerate(answers) for part in ((f" {at + 1}.", False), (f" {word}", True))]
         return TaskText(
             "Below is a numbered list of words. In these words, some appear more often than others. "

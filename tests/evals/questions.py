@@ -16,6 +16,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_tokenizer
+from moba_train.evals.answers import encode_segments
 from moba_train.evals.evaluation import EvaluationContext
 from moba_train.evals.haystack import NOISE
 from moba_train.evals.variants import with_full
@@ -105,17 +106,14 @@ class Reader(Transformer):
     def next_token(self, read: list[int]) -> int:
         """The first token of what is still missing of the answer; 0 where it is not known."""
         text = self.tokenizer.decode(read)
-        match = re.search(r"magic numbers? for (.*) mentioned in the provided text (is|are)([^?]*)$", text)
+        match = re.search(r"magic numbers? for ([^?\n]*) mentioned in the provided text (is|are)([^?]*)$", text)
         if match is None:
             return 0
         keys = re.split(r", and |, ", match[1])
-        values = [re.findall(rf"magic numbers for {key} is: (\d+)\.", text) for key in keys]
-        if not all(values):
-            return 0
-        whole = text[: match.end(2)] + " " + ", ".join(value for found in values for value in found)
-        if not whole.startswith(text) or whole == text:
-            return 0
-        # Sentencepiece: a text that was cut between two tokens has the same tokens up to the cut.
-        length = len(self.tokenizer.encode(text))
-        rest = self.tokenizer.encode(whole)[length:]
-        return rest[0] if rest else 0
+        values = [value for key in keys for value in re.findall(rf"magic numbers for {key} is: (\d+)\.", text)]
+        parts = [part for at, value in enumerate(values) for part in ([","] if at else []) + [f" {value}"]]
+        answer = [
+            token for part in encode_segments(self.tokenizer, [text[: match.end(2)], *parts])[1:] for token in part
+        ]
+        written = (at for at in range(len(answer)) if self.tokenizer.decode(answer[:at]) == match[3])
+        return next((answer[at] for at in written), 0)

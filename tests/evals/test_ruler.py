@@ -5,6 +5,7 @@ import random
 import re
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from moba_train.parallel.world import World
 from moba_train.validation.recipe import validate
 
 LENGTH = 3072
-WORDS = "It rained all day. The fox slept. Dogs ran over the hill and back. Nothing else was seen.".split() * 40
+SENTENCES = "It rained all day. The fox slept. Dogs ran over the hill and back. Nothing else was seen."
+WORDS = SENTENCES.split() * 40
 
 
 def texts_of(texts: Path, **section: Any) -> RulerTexts:
@@ -87,39 +89,46 @@ def test_the_score_is_the_share_of_references_found_in_any_case(answer: str, sco
     assert found_share(answer, ["1234567", "AbCdEfG"]) == score
 
 
-@pytest.fixture
-def harness(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """lm-evaluation-harness' RULER modules, without its large imports and without its downloads."""
+def stub(name: str, **members: Any) -> types.ModuleType:
+    """A module with these members."""
+    module = types.ModuleType(name)
+    vars(module).update(members)
+    return module
+
+
+@pytest.fixture(scope="module")
+def harness() -> Iterator[dict[str, Any]]:
+    """lm-evaluation-harness' RULER modules, without its large imports and word lists, and without its downloads."""
     found = importlib.util.find_spec("lm_eval")
     if found is None or found.origin is None:
         pytest.skip("lm-evaluation-harness is not installed")
-    for name in ("wonderwords", "nltk", "scipy"):
-        pytest.importorskip(name)
+    for name in ("nltk", "scipy", "tqdm"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
     folder = Path(found.origin).parent / "tasks" / "ruler"
-    for name in ("lm_eval", "lm_eval.tasks", "lm_eval.tasks.ruler"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    for name, members in {
-        "datasets": ("Dataset", "Split", "load_dataset"),
-        "transformers": ("AutoTokenizer",),
-    }.items():
-        stub = types.ModuleType(name)
-        for member in members:
-            setattr(stub, member, None)
-        monkeypatch.setitem(sys.modules, name, stub)
-    import nltk
-
-    monkeypatch.setattr(nltk.data, "find", lambda *_: None)
-    modules = {}
-    for name in ("common_utils", "prepare_niah", "vt_utils", "cwe_utils", "fwe_utils"):
-        full = f"lm_eval.tasks.ruler.{name}"
-        spec = importlib.util.spec_from_file_location(full, folder / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, full, module)
-        spec.loader.exec_module(module)
-        modules[name] = module
-    return modules
+    kinds = ("noun", "adjective", "verb", "nouns", "adjectives", "verbs")
+    words = {kind: [f"{kind}{chr(97 + at)}" for at in range(20)] for kind in kinds}
+    modules: dict[str, Any] = {
+        "datasets": stub("datasets", Dataset=None, Split=None, load_dataset=None),
+        "transformers": stub("transformers", AutoTokenizer=None),
+        "wonderwords": stub("wonderwords", RandomWord=lambda: types.SimpleNamespace(_categories=words)),
+        "nltk": stub("nltk", data=types.SimpleNamespace(find=lambda *_: None), sent_tokenize=None),
+        **{name: stub(name) for name in ("lm_eval", "lm_eval.tasks", "lm_eval.tasks.ruler")},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        loaded = {}
+        for name in ("common_utils", "prepare_niah", "vt_utils", "cwe_utils", "fwe_utils"):
+            full = f"lm_eval.tasks.ruler.{name}"
+            spec = importlib.util.spec_from_file_location(full, folder / f"{name}.py")
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            patch.setitem(sys.modules, full, module)
+            spec.loader.exec_module(module)
+            loaded[name] = module
+        yield loaded
 
 
 NIAH_TEMPLATE = (
@@ -131,7 +140,9 @@ NIAH_TEMPLATE = (
 
 
 @pytest.mark.parametrize(("keys", "queries", "values"), [(1, 1, 1), (4, 1, 1), (1, 1, 4), (4, 4, 1)])
-def test_needle_questions_are_those_of_the_harness(harness: Any, keys: int, queries: int, values: int) -> None:
+def test_needle_questions_are_those_of_the_harness(
+    harness: dict[str, Any], keys: int, queries: int, values: int
+) -> None:
     theirs, answers, query = harness["prepare_niah"].generate_input_output(
         30,
         harness["prepare_niah"].get_haystack("repeat"),
@@ -169,7 +180,7 @@ def template_of(text: str) -> str:
     return re.sub(r"\d+", "0", text)
 
 
-def test_variable_tracking_is_that_of_the_harness(harness: Any) -> None:
+def test_variable_tracking_is_that_of_the_harness(harness: dict[str, Any]) -> None:
     theirs, _ = harness["vt_utils"].generate_input_output(12, 1, 4)
     ours = TASKS["vt"].text(12, 4096, random.Random(0), [])
     mine = f"{ours.before}{ours.context}{ours.after} {ours.prefix} "
@@ -181,7 +192,7 @@ def test_variable_tracking_is_that_of_the_harness(harness: Any) -> None:
     assert re.search(r"they are:  [A-Z]{3}( [A-Z]{3}){4}\n\n\n\n$", ours.example)
 
 
-def test_word_tasks_are_those_of_the_harness(harness: Any) -> None:
+def test_word_tasks_are_those_of_the_harness(harness: dict[str, Any]) -> None:
     example, theirs, answers = harness["cwe_utils"].generate_input_output(30, 2048)
     ours = TASKS["cwe"].text(30, 2048, random.Random(0), [])
     words = re.compile(r"\d+\. [^\d\n]*")
