@@ -205,7 +205,8 @@ class NeedleTexts:
             tokens += parts.needles[number].tokens
         tokens += hay[done:] + parts.tail
         prompt_length = len(tokens)
-        answers, sources = [], []
+        answers: list[TokenRange] = []
+        sources: list[int] = []
         for part, counts in parts.answer:
             if counts:
                 number = len(answers)

@@ -1,7 +1,8 @@
 """RULER's tasks on a model: how much of the answers is found, by length of the context."""
 
+import functools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from moba_train.attention.protocol import TokenRange
@@ -15,7 +16,7 @@ from moba_train.evals.answers import Question, encode_segments, generated_answer
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.evals.haystack import Conversation, NaturalText, corpus_of, open_tokenizer
 from moba_train.evals.lengths import length_problems, stage_lengths, trained_length
-from moba_train.evals.ruler_tasks import TASKS, RulerTask, TaskText, found_share
+from moba_train.evals.ruler_tasks import TASKS, TaskText, found_share
 
 TEACHER_FORCED, GENERATED = "teacher_forced", "generated"
 
@@ -173,6 +174,7 @@ class RulerTexts:
         self._conversation = Conversation(config, wanted.chat)
         prefix = corpus_of(config, wanted)
         self._natural: NaturalText | None = None
+        self._words = functools.lru_cache(maxsize=1)(self._draw_words)
         if prefix is not None and any(TASKS[task].natural for task in wanted.tasks):
             key = f"{Ruler.key}.corpus" if wanted.corpus else "data.validation"
             self._natural = NaturalText(config, prefix, self.tokenizer, key)
@@ -195,8 +197,12 @@ class RulerTexts:
     def _size(self, task: str, length: int) -> int:
         """The largest size whose first sample fits in `length` tokens."""
         fits = TASKS[task].least
-        _, words = self._draw(TASKS[task], task, length, 0)
-        too_large = TASKS[task].most(length, words) + 1
+        most = TASKS[task].most(length, self._words(task, length, 0))
+        # Doubled first, so that no text is tried that is much longer than the sample.
+        too_large = min(2 * fits, most + 1)
+        while too_large <= most and self._excess(task, length, 0, too_large) <= 0:
+            fits = too_large
+            too_large = min(2 * fits, most + 1)
         while too_large - fits > max(1, fits // 200):
             size = (fits + too_large) // 2
             if self._excess(task, length, 0, size) > 0:
@@ -223,13 +229,13 @@ class RulerTexts:
         return question.prompt_length + answer - length
 
     def _text(self, task: str, length: int, index: int, size: int) -> TaskText:
-        rng, words = self._draw(TASKS[task], task, length, index)
-        return TASKS[task].text(size, length, rng, words)
-
-    def _draw(self, found: RulerTask, task: str, length: int, index: int) -> tuple[random.Random, Sequence[str]]:
-        """The random numbers of a sample, and its natural text if it has one."""
         rng = random.Random(f"{task} {self._wanted.seed} {length} {index}")
-        return rng, self._natural.words(length, rng) if found.natural and self._natural else []
+        return TASKS[task].text(size, length, rng, self._words(task, length, index))
+
+    def _draw_words(self, task: str, length: int, index: int) -> list[str]:
+        """Natural text for a sample, where its task has any."""
+        rng = random.Random(f"text {task} {self._wanted.seed} {length} {index}")
+        return self._natural.words(length, rng) if TASKS[task].natural and self._natural else []
 
     def _question(self, text: TaskText) -> Question:
         """The tokens of a sample. The answer is encoded with the end of its prompt, as it would go on there."""
