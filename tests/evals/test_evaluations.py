@@ -58,8 +58,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asking(texts: Path) -> RunConfig:
     """A recipe with a tokenizer, and the evaluations that ask questions."""
     needle = {"lengths": [256], "depths": [50], "samples": 1}
-    ruler = {"tasks": [*TASKS], "lengths": [2048], "samples": 1}
-    return questions.recipe(texts, 2048, {"needle": needle, "ruler": ruler})
+    ruler = {"tasks": [*TASKS], "lengths": [1408], "samples": 1}
+    return questions.recipe(texts, 1408, {"needle": needle, "ruler": ruler})
 
 
 @pytest.fixture
