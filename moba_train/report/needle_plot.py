@@ -44,7 +44,7 @@ def draw_needle(evaluations: Mapping[str, dict[str, Any]], path: Path) -> Path:
                 _draw(axes, *panel)
     shades = plt.cm.ScalarMappable(cmap=COLOURS)
     shades.set_clim(0, 1)
-    figure.colorbar(shades, ax=grid, label="share of samples found, or of heads that select", shrink=0.8)
+    figure.colorbar(shades, ax=grid, label="share of samples, or heads", shrink=0.8)
     figure.savefig(path)
     plt.close(figure)
     return path
@@ -92,6 +92,7 @@ def _draw(
                 axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize="x-small")
     # Between the last length that was trained and the first beyond it.
     edge = sum(length <= evaluation["trained_length"] for length in lengths) - 0.5
-    trained = f"trained: {format_count(evaluation['trained_length'], 1024)}"
-    axes.axvline(edge, color="black", lw=1.5, ls="--", label=trained)
-    axes.legend(fontsize="x-small", loc="lower left", framealpha=0.8)
+    axes.axvline(edge, color="black", lw=1.5, ls="--")
+    trained = format_count(evaluation["trained_length"], 1024)
+    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    axes.annotate(f"trained: {trained}", (edge, 1), (-3, -9), ha="right", fontsize="x-small", **place)
