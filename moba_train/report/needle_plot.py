@@ -94,5 +94,12 @@ def _draw(
     edge = sum(length <= evaluation["trained_length"] for length in lengths) - 0.5
     axes.axvline(edge, color="black", lw=1.5, ls="--")
     trained = format_count(evaluation["trained_length"], 1024)
-    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-    axes.annotate(f"trained: {trained}", (edge, 1), (-3, -9), ha="right", fontsize="x-small", **place)
+    axes.annotate(
+        f"trained: {trained}",
+        (edge, 1),
+        (-3, -9),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        ha="right",
+        fontsize="x-small",
+    )
