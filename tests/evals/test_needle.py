@@ -283,3 +283,21 @@ def test_an_evaluation_leaves_no_hook_or_observer_behind(texts: Path, alone: Wor
     Needle(config, resolve_stages(config)[0]).run(context(config, model))
     assert not any(block._forward_pre_hooks for block in model.blocks)
     assert LOCAL_ENGINE.observers == ()
+
+
+def test_a_question_goes_through_the_chat_template_beside_the_tokenizer(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "tok.model").write_bytes((texts / "tok.model").read_bytes())
+    data = {"train": [{"path": str(texts / "corpus")}], "tokenizer": str(tmp_path / "tok.model")}
+    config = recipe(texts, LENGTH, {"needle": {"chat": True, "haystack": "synthetic", "samples": 1}}, data=data)
+    assert config.evaluation.needle is not None
+    with pytest.raises(DataError, match="chat template"):
+        NeedleTexts(config, config.evaluation.needle)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<assistant>"
+    settings = {"chat_template": template, "eos_token": "<end>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    made = NeedleTexts(config, config.evaluation.needle)
+    question = made.questions(LENGTH)[0]
+    text = made.tokenizer.decode(question.tokens)
+    assert text.startswith("<user>A special magic number is hidden")
+    assert "mentioned in the provided text?<end><assistant>The special magic number for" in text
+    assert len(question.tokens) == LENGTH
