@@ -1,14 +1,21 @@
 """`moba-data`: from raw text and conversations to training corpora.
 
 cli              the commands
-train_tokenizer  training a sentencepiece tokenizer
+input_files      which files are read
+decompress       opening compressed files
+shards           the input split into parts
 documents        documents from files
+holdout          which documents are held out
+outputs          files that appear complete or not at all, and are not overwritten
+train_tokenizer  training a sentencepiece tokenizer
 encoders         text to token ids, with three types of tokenizers
 segments         faster encoding with sentencepiece models
+control_tokens   special tokens that are spelt out in text
 tokenize_corpus  from text to a corpus
 parts            one part of a corpus, made once by any process
 conversations    conversations from JSON records
 sft              from conversations to a corpus with a loss mask
+show             documents of a corpus as text
 long_range       long documents whose end depends on their beginning, for miniature recipes
 stats            document lengths, and the sparsity of MoBA on them
 blend            preview of a recipe's blend

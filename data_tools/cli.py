@@ -30,6 +30,10 @@ Globs = Annotated[
     list[str] | None,
     typer.Option("--glob", help="Files to read from folders, as a pattern; default: common text and code suffixes"),
 ]
+EncodingErrors = Annotated[
+    Literal["strict", "replace"],
+    typer.Option(help="Text that is not UTF-8; strict: a bad record, replace: read with U+FFFD in these places"),
+]
 Excludes = Annotated[
     list[str] | None,
     typer.Option("--exclude", help="Files and folders to leave out, as a pattern, e.g. site-packages"),
@@ -37,35 +41,45 @@ Excludes = Annotated[
 
 
 def _files(inputs: Sequence[str], globs: Sequence[str] | None, excludes: Sequence[str] | None) -> list[str]:
-    from data_tools.documents import TEXT_GLOBS
+    from data_tools.input_files import TEXT_GLOBS
 
     return _find_files(inputs, globs or TEXT_GLOBS, excludes or ())
 
 
 def _find_files(inputs: Sequence[str], globs: Sequence[str], excludes: Sequence[str]) -> list[str]:
-    from data_tools.documents import find_files
+    from data_tools.input_files import LeftOut, describe_suffixes, find_files
     from moba_train.foreign_files import ROOTS
 
-    links: list[str] = []
-    files = find_files(inputs, globs, excludes, links)
-    for link in links[:SHOWN_RECORDS]:
+    left_out = LeftOut()
+    files = find_files(inputs, globs, excludes, left_out)
+    for link in left_out.links[:SHOWN_RECORDS]:
         typer.echo(f"left out {link}: a link to {os.path.realpath(link)}", err=True)
-    if links:
+    if count := len(left_out.links):
         typer.echo(
-            f"{len(links)} links left out, which lead out of the input folder; {ROOTS}=FOLDER allows a folder", err=True
+            f"{count} links left out, which lead out of the input folder; {ROOTS}=FOLDER allows a folder", err=True
         )
+    if count := len(left_out.irregular):
+        example = left_out.irregular[0]
+        typer.echo(f"files left out as pipes, devices or broken links: {count:,}, such as {example}", err=True)
+    if count := left_out.suffixes.total():
+        suffixes = describe_suffixes(left_out.suffixes)
+        typer.echo(f"files not read because no --glob matches them: {count:,} ({suffixes})", err=True)
     return files
 
 
-def _print_bad(records: Sequence[object], list_file: str | None = None) -> None:
+def _print_bad(records: Sequence[object], list_file: str) -> None:
     """Print the records that were skipped, or the first of them; `list_file` has all."""
     for record in records[:SHOWN_RECORDS]:
         typer.echo(f"skipped {record}", err=True)
     if len(records) > SHOWN_RECORDS:
-        typer.echo(f"... and {len(records) - SHOWN_RECORDS} more", err=True)
+        typer.echo(f"... and {len(records) - SHOWN_RECORDS:,} more", err=True)
     if records:
-        where = f", all listed in {list_file}" if list_file else ""
-        typer.echo(f"{len(records)} bad records skipped{where}", err=True)
+        typer.echo(f"{len(records):,} bad records skipped, all listed in {list_file}", err=True)
+
+
+def _loss_marks() -> tuple[str, str]:
+    """What encloses text that carries loss: colours in a terminal, brackets elsewhere."""
+    return ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
 
 
 @app.command()
@@ -76,11 +90,15 @@ def train_tokenizer(
     text_key: TextKey = "text",
     globs: Globs = None,
     excludes: Excludes = None,
+    encoding_errors: EncodingErrors = "strict",
 ) -> None:
     """Train a sentencepiece BPE tokenizer with byte fallback (unk 0, bos 1, eos 2, pad 3)."""
+    from data_tools.outputs import list_skipped, skipped_file
     from data_tools.train_tokenizer import train_tokenizer as train
 
-    _print_bad(train(_files(inputs, globs, excludes), output, vocab_size, text_key))
+    bad = train(_files(inputs, globs, excludes), output, vocab_size, text_key, encoding_errors)
+    list_skipped(output, bad)
+    _print_bad(bad, skipped_file(output))
     typer.echo(f"{output}: {vocab_size} token ids")
 
 
@@ -111,13 +129,24 @@ def tokenize(
     max_document_mib: Annotated[
         int, typer.Option(min=1, help="Longest document or JSON line; longer ones are skipped")
     ] = 128,
+    encoding_errors: EncodingErrors = "strict",
 ) -> None:
     """Tokenize text into a corpus. After an interruption, the same command continues where it stopped."""
+    from data_tools.outputs import skipped_file
     from data_tools.parts import TokenizeOptions
     from data_tools.tokenize_corpus import tokenize_corpus
 
     options = TokenizeOptions(
-        tokenizer, text_key, append_eos, holdout, on_error == "fail", eos, bos, engine == "fast", max_document_mib << 20
+        tokenizer,
+        text_key,
+        append_eos,
+        holdout,
+        on_error == "fail",
+        eos,
+        bos,
+        engine == "fast",
+        max_document_mib << 20,
+        encoding_errors,
     )
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     result = tokenize_corpus(_files(inputs, globs, excludes), output, options, workers or cpus)
@@ -127,7 +156,9 @@ def tokenize(
         typer.echo(f"engine: {result.engine}")
     if result.resumed_parts and not result.already_complete:
         typer.echo(f"resumed: {result.resumed_parts} of {result.parts} parts were finished already")
-    _print_bad(result.bad, f"{output}.skipped.txt")
+    _print_bad(result.bad, skipped_file(output))
+    if result.empty:
+        typer.echo(f"empty texts and files left out, which are no documents: {result.empty:,}", err=True)
     for prefix, corpus in result.corpora.items():
         typer.echo(f"{prefix}: {corpus.documents:,} documents, {corpus.tokens:,} tokens")
 
@@ -151,14 +182,55 @@ def long_range(
     text_key: TextKey = "text",
     globs: Globs = None,
     excludes: Excludes = None,
+    encoding_errors: EncodingErrors = "strict",
 ) -> None:
     """Make long documents with repeated passages and questions about earlier notes, for miniature recipes."""
     from data_tools.long_range import write_long_range
+    from data_tools.outputs import list_skipped, skipped_file
 
     files = _files(inputs, globs, excludes)
-    _print_bad(write_long_range(files, output, documents, characters, seed, text_key, questions))
+    bad = write_long_range(files, output, documents, characters, seed, text_key, questions, encoding_errors)
+    list_skipped(output, bad)
+    _print_bad(bad, skipped_file(output))
     what = f"conversations with {questions} questions about" if questions else "documents of at least"
     typer.echo(f"{output}: {documents} {what} {characters} characters")
+
+
+@app.command()
+def show(
+    prefix: Annotated[str, typer.Argument(metavar="CORPUS", help="Corpus prefix: file names without .bin/.idx")],
+    documents: Annotated[
+        str | None,
+        typer.Option(
+            help="Documents to print, counted from 0: 0,5,10:12 (10:12 is 10 and 11); default: the first three"
+        ),
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(parser=parse_length, metavar="TOKENS", help="Print this many tokens of each document at most"),
+    ] = 1000,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", "-t", help="Tokenizer that made the corpus; default: the one beside the corpus"),
+    ] = None,
+) -> None:
+    """Print documents of a corpus as text, with the part that carries loss marked if there is a loss mask."""
+    from data_tools.show import load_decoder, made_with, parse_documents, show_documents, tokenizer_of
+    from moba_train.data.indexed import IndexedDataset
+
+    corpus = IndexedDataset(prefix)
+    wanted = range(min(3, corpus.documents)) if documents is None else parse_documents(documents, corpus.documents)
+    chosen = tokenizer or tokenizer_of(corpus)
+    decoder = load_decoder(chosen)
+    if made_with(corpus, chosen) is False:
+        typer.echo(f"warning: {chosen} did not make this corpus: the text may be wrong", err=True)
+    for shown in show_documents(corpus, decoder, wanted, tokens, _loss_marks()):
+        with_loss = "" if shown.loss_tokens is None else f", {shown.loss_tokens:,} with loss"
+        typer.echo(f"--- document {shown.number} of {corpus.documents:,}: {shown.tokens:,} tokens{with_loss} ---")
+        typer.echo(shown.text)
+        if shown.left_out:
+            printed = shown.tokens - shown.left_out
+            typer.echo(f"--- the first {printed:,} of {shown.tokens:,} tokens; --tokens prints more ---")
 
 
 @app.command()
@@ -264,18 +336,28 @@ def sft(
     on_error: Annotated[Literal["skip", "fail"], typer.Option(help="What to do with unusable records")] = ("skip"),
     show: Annotated[int, typer.Option(min=0, help="Conversations to print, with the loss text highlighted")] = 0,
 ) -> None:
-    """Turn conversations (messages, ShareGPT, alpaca, or tokens with a loss mask) into a corpus with a loss mask."""
-    from data_tools.sft import make_sft_corpus, show_documents
+    """Turn conversations (messages, prompt and completion, ShareGPT, alpaca, tokens) into a corpus with a loss mask."""
+    from data_tools.outputs import skipped_file
+    from data_tools.sft import make_sft_corpus
+    from data_tools.show import load_decoder, show_documents
     from moba_train.data.load_template import load_chat_template
-    from moba_train.data.tokenizer import load_text_tokenizer
 
     files = _find_files(inputs, ("*.jsonl", "*.json"), ())
     chat_template = load_chat_template(template, end_of_turn)
     result = make_sft_corpus(files, output, tokenizer, chat_template, holdout, on_error == "fail")
-    _print_bad(result.bad)
-    marks = ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
-    for text in show_documents(next(iter(result.corpora)), load_text_tokenizer(tokenizer), show, *marks):
-        typer.echo(f"{text}\n{'-' * 40}")
+    if result.already_complete:
+        typer.echo("already complete, nothing to do")
+    _print_bad(result.bad, skipped_file(output))
+    for marker, tokens in result.split_markers.items():
+        typer.echo(
+            f"warning: {marker}, which the chat template writes, becomes {tokens} tokens of {tokenizer} instead of "
+            "one; use the tokenizer of a model that was trained with this template, or another --template",
+            err=True,
+        )
+    first = next(iter(result.corpora.values()))
+    documents = range(min(show, first.documents))
+    for shown in show_documents(first, load_decoder(tokenizer), documents, None, _loss_marks()):
+        typer.echo(f"{shown.text}\n{'-' * 40}")
     for prefix, corpus in result.corpora.items():
         loss_tokens = result.loss_tokens[prefix]
         with_loss = f"{loss_tokens:,} with loss ({loss_tokens / max(corpus.tokens, 1):.2%})"

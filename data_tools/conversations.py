@@ -1,25 +1,38 @@
 """Conversations from JSON records in the common data set formats, distinguished by their keys.
 
-messages   {"messages": [{"role": "user", "content": "..."}, ...]}
-ShareGPT   {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}
-alpaca     {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [["...", "..."]]}
-raw        {"input_ids": [...], "loss_mask": [...]}: token ids, and 1 for each token that carries loss
+messages            {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}
+prompt, completion  {"prompt": "...", "completion": "..."}, or each a list of messages
+ShareGPT            {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}
+alpaca              {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [["", ""]]}
+raw                 {"input_ids": [...], "loss_mask": [...]}: token ids, and 1 for each token that carries loss
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import DOCUMENT_BYTES, BadRecord, read_lines
-from moba_train.data.chat_template import Message
+from data_tools.documents import DOCUMENT_BYTES, BadRecord, json_type, read_lines
+from moba_train.config.explain import did_you_mean
+from moba_train.data.chat_template import Conversation, Message
 from moba_train.errors import DataError
 from moba_train.foreign_files import open_foreign, parse_json, read_foreign
 
 LIST_BYTES = 1 << 30
 """Largest .json file, which is read as a whole."""
+NESTING = 64
+"""Most levels of objects and lists in tools and tool calls."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
-_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,7 @@ class TokenRecord:
     loss_mask: list[int]
 
 
-Record = list[Message] | TokenRecord
+Record = Conversation | TokenRecord
 
 
 def read_records(path: str) -> Iterator[tuple[int, Record | BadRecord]]:
@@ -50,7 +63,7 @@ def read_records(path: str) -> Iterator[tuple[int, Record | BadRecord]]:
         elif path.endswith(".json"):
             records = parse_json(read_foreign(Path(path), LIST_BYTES))
             if not isinstance(records, list):
-                raise DataError(f"{path} holds no list of records; give JSON lines as .jsonl")
+                raise DataError(f"{path} holds {json_type(records)}, not a list of records; JSON lines end in .jsonl")
             for number, record in enumerate(records, 1):
                 yield number, _parse(path, number, record)
         else:
@@ -71,22 +84,21 @@ def _parse(path: str, number: int, record: Any) -> Record | BadRecord:
 def parse_record(record: Any) -> Record:
     """Messages or tokens of a record. Raises ValueError, with what is missing, when it has none of the formats."""
     if not isinstance(record, dict):
-        raise ValueError(f"a record must be a JSON object, not {type(record).__name__}")
+        raise ValueError(f"a record must be an object, not {json_type(record)}")
     if "input_ids" in record:
         return _raw(record)
     if "messages" in record:
-        return [_message(message, "role", "content") for message in _list(record, "messages")]
-    if "conversations" in record:
-        messages = [_message(message, "from", "value") for message in _list(record, "conversations")]
-        for message in messages:
-            if message["role"] not in _SHAREGPT_ROLES:
-                raise ValueError(f"from {message['role']!r}; allowed: {', '.join(_SHAREGPT_ROLES)}")
-            message["role"] = _SHAREGPT_ROLES[message["role"]]
-        return _system(record) + messages
-    if "instruction" in record:
-        return _alpaca(record)
-    keys = ", ".join(map(repr, record))[:200] or "none"
-    raise ValueError(f"no key messages, conversations, instruction or input_ids; found {keys}")
+        messages = _messages(record, "messages")
+    elif "prompt" in record or "completion" in record:
+        messages = _prompt(record) + _side(record, "completion", "assistant")
+    elif "conversations" in record:
+        messages = _system(record) + [_sharegpt_message(message) for message in _list(record, "conversations")]
+    elif "instruction" in record:
+        messages = _alpaca(record)
+    else:
+        keys = ", ".join(map(repr, record))[:200] or "none"
+        raise ValueError(f"no key messages, prompt, conversations, instruction or input_ids; found {keys}")
+    return Conversation(messages, _tools(record))
 
 
 def _raw(record: dict[str, Any]) -> TokenRecord:
@@ -101,6 +113,19 @@ def _raw(record: dict[str, Any]) -> TokenRecord:
     if not any(mask[1:]):
         raise ValueError("no token after the first carries loss")
     return TokenRecord(ids, [int(value) for value in mask])
+
+
+def _prompt(record: dict[str, Any]) -> list[Message]:
+    """The messages of a prompt; those of the assistant carry no loss."""
+    messages = _side(record, "prompt", "user")
+    return [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
+
+
+def _side(record: dict[str, Any], key: str, role: str) -> list[Message]:
+    """The messages under `key`, where a text is one message of `role`."""
+    if isinstance(record.get(key), list):
+        return _messages(record, key)
+    return [_text_message(role, record.get(key), key)]
 
 
 def _alpaca(record: dict[str, Any]) -> list[Message]:
@@ -119,22 +144,108 @@ def _system(record: dict[str, Any]) -> list[Message]:
     return [_text_message("system", record["system"], "system")] if record.get("system") else []
 
 
-def _message(message: Any, role_key: str, content_key: str) -> Message:
-    if not isinstance(message, dict) or not isinstance(message.get(role_key), str):
-        raise ValueError(f"a message has no text under {role_key!r}")
-    content = message.get(content_key)
+def _sharegpt_message(message: Any) -> Message:
+    role = _role(message, "from", tuple(_SHAREGPT_ROLES))
+    return _weighted(message, _text_message(_SHAREGPT_ROLES[role], _content(message, "value"), "value"))
+
+
+def _messages(record: dict[str, Any], key: str) -> list[Message]:
+    return [_message(message) for message in _list(record, key)]
+
+
+def _message(message: Any) -> Message:
+    role = _role(message, "role", ROLES)
+    content = _content(message, "content")
+    calls = message.get("tool_calls") or []
+    if calls and role != "assistant":
+        raise ValueError(f"tool_calls in a message of role {role!r}; only the assistant calls tools")
+    parsed: Message = (
+        {"role": role, "content": None} if calls and content is None else _text_message(role, content, "content")
+    )
+    if calls:
+        parsed["tool_calls"] = [_tool_call(call) for call in _list(message, "tool_calls")]
+    if role == "tool":
+        parsed |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
+    return _weighted(message, parsed)
+
+
+def _weighted(message: dict[str, Any], parsed: Message) -> Message:
+    """`parsed` with the `weight` of `message`."""
+    weight = message.get("weight")
+    if weight is None:
+        return parsed
+    if weight not in (0, 1) or isinstance(weight, bool):
+        raise ValueError(f"weight {json.dumps(weight)[:60]}; allowed: 0 (no loss on this message) and 1")
+    if weight == 1 and parsed["role"] != "assistant":
+        raise ValueError(f"weight 1 on a message of role {parsed['role']!r}; only the assistant's messages carry loss")
+    return parsed | {"weight": 0} if weight == 0 else parsed
+
+
+def _role(message: Any, key: str, known: tuple[str, ...]) -> str:
+    if not isinstance(message, dict):
+        raise ValueError(f"a message must be an object, not {json_type(message)}")
+    role = message.get(key)
+    if not isinstance(role, str):
+        raise ValueError(f"a message has no text under {key!r}")
+    if role not in known:
+        raise ValueError(f"{key} {role!r:.60} is unknown; allowed: {', '.join(known)}{did_you_mean(role, known)}")
+    return role
+
+
+def _content(message: dict[str, Any], key: str) -> Any:
+    """Content of a message, with the texts of a list of parts joined."""
+    content = message.get(key)
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(part.get("text", "") for part in content)
-    return _text_message(message[role_key], content, content_key)
+        return "".join(_text_message("", part.get("text"), "text")["content"] for part in content)
+    return content
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    """A tool call as templates expect it: arguments as an object, which OpenAI's format has as JSON text."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError('a tool call must be an object like {"function": {"name": "...", "arguments": {...}}}')
+    name = function["name"]
+    arguments = _decoded(function.get("arguments") or {}, f"the arguments of tool call {name!r:.60}")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of tool call {name!r:.60} must be an object, not {json_type(arguments)}")
+    others = {key: value for key, value in call.items() if key in ("id", "index")}
+    return {"type": "function", "function": {"name": name, "arguments": arguments}, **others}
+
+
+def _tools(record: dict[str, Any]) -> list[Any] | None:
+    tools = _decoded(record.get("tools") or [], "the list of tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("'tools' must be a list of objects, each the JSON schema of a tool")
+    return tools or None
+
+
+def _decoded(value: Any, what: str) -> Any:
+    """`value`, or the JSON value that it holds as text."""
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except ValueError as error:
+            raise ValueError(f"{what} {error}") from None
+    level = [value]
+    for _ in range(NESTING):
+        level = [item for parent in level for item in _items(parent)]
+    if level:
+        raise ValueError(f"{what} is nested more than {NESTING} levels deep")
+    return value
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def _text_message(role: str, content: Any, key: str) -> Message:
     if not isinstance(content, str):
-        raise ValueError(f"{key!r} of a message must be text, not {type(content).__name__}")
+        raise ValueError(f"{key!r} must be text, not {json_type(content)}")
     return {"role": role, "content": content}
 
 
 def _list(record: dict[str, Any], key: str) -> list[Any]:
     if not isinstance(record.get(key), list):
-        raise ValueError(f"{key!r} is not a list")
+        raise ValueError(f"{key!r} must be a list, not {json_type(record.get(key))}")
     return record[key]

@@ -58,8 +58,8 @@ class Encoder:
         for text, found, expected in zip(texts, self.encode(texts), self.reference(texts), strict=True):
             if not np.array_equal(found, expected):
                 raise DataError(
-                    f"engine {self.engine} and the own library of {self.name} give different ids for "
-                    f"{text[:60]!r}...; give --engine reference"
+                    f"engine {self.engine} and the library of {self.name} give different ids for the text that "
+                    f"begins with {text[:60]!r}; give --engine reference"
                 )
 
 
@@ -138,15 +138,20 @@ def _hugging_face(path: Path, fast: bool) -> Encoder:
     )
 
 
-def _tiktoken(name: str, fast: bool) -> Encoder:
+def load_tiktoken_encoding(name: str) -> Any:
+    """An encoding of the package tiktoken. Raises DataError when it cannot be loaded."""
     try:
         tiktoken: Any = importlib.import_module("tiktoken")
     except ImportError as error:
         raise DataError(f"{TIKTOKEN}{name} needs the package tiktoken; run `pip install tiktoken`") from error
     try:
-        encoding = tiktoken.get_encoding(name)
+        return tiktoken.get_encoding(name)
     except Exception as error:  # the name is unknown, or the download of its vocabulary fails in any way
         raise DataError(f"tiktoken cannot load the encoding {name!r}: {error}") from error
+
+
+def _tiktoken(name: str, fast: bool) -> Encoder:
+    encoding = load_tiktoken_encoding(name)
     dtype = dtype_for(encoding.n_vocab)
     specials = encoding._special_tokens
 

@@ -14,7 +14,9 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_tools.documents import BadRecord, cut_shards, read_documents
+from data_tools.documents import BadRecord, EncodingErrors, read_documents
+from data_tools.outputs import check_output_file, writing_file
+from data_tools.shards import cut_shards
 from moba_train.errors import DataError
 
 PASSAGE = (300, 1500)
@@ -59,6 +61,7 @@ def write_long_range(
     seed: int,
     text_key: str = "text",
     questions: int = 0,
+    encoding_errors: EncodingErrors = "strict",
 ) -> list[BadRecord]:
     """Write `documents` documents of at least `characters` characters as JSON lines, from the text of `files`, and
     return the records that could not be read. The output is a pure function of the arguments.
@@ -66,26 +69,23 @@ def write_long_range(
     questions  0: each line has the document under `text_key`; otherwise each line is a conversation in the format
                "messages", with this many questions and answers about the document
 
-    Raises DataError when no text is long enough to take passages from.
+    Raises DataError when no text is long enough to take passages from, or `output` cannot be written.
     """
+    check_output_file(output)
     texts = []
     bad = []
     for shard in cut_shards(files):
-        for document in read_documents(shard, text_key):
+        for document in read_documents(shard, text_key, encoding_errors=encoding_errors):
             if isinstance(document, BadRecord):
                 bad.append(document)
             elif len(text := document.decode()) >= PASSAGE[1]:
                 texts.append(text)
     if not texts:
         raise DataError(f"no --input text has {PASSAGE[1]} characters to take passages from; give longer texts")
-    path = Path(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
+    with writing_file(output) as stream:
         for index in range(documents):
             draw = random.Random(f"{seed}/{index}")
-            stream.write(json.dumps(_record(texts, characters, questions, text_key, draw)) + "\n")
-    temporary.replace(path)
+            stream.write((json.dumps(_record(texts, characters, questions, text_key, draw)) + "\n").encode())
     return bad
 
 

@@ -13,13 +13,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from data_tools.documents import DOCUMENT_BYTES, BadRecord, Shard, choose_split, read_documents, shard_bytes, splits
+from data_tools.documents import DOCUMENT_BYTES, BadRecord, EncodingErrors, read_documents
 from data_tools.encoders import Encoder, load_encoder
+from data_tools.holdout import choose_split, splits
+from data_tools.shards import Shard, shard_bytes
 from moba_train.data.indexed import IndexedDatasetWriter, dtype_for
 from moba_train.errors import DataError, LaunchError
 
@@ -49,6 +51,7 @@ class TokenizeOptions:
     """Whether to use the fastest exact engine instead of the tokenizer's own library."""
     document_bytes: int = DOCUMENT_BYTES
     """Longest document or JSON line, in bytes."""
+    encoding_errors: EncodingErrors = "strict"
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class PartReport:
     tokens: int
     bad: list[str]
     """Skipped records, as "file:line: reason"."""
+    empty: int = 0
+    """Empty documents, which are left out."""
 
 
 def read_report(part: Part) -> PartReport:
@@ -91,39 +96,56 @@ def make_part(part: Part) -> PartReport:
     dtype = dtype_for(encoder.vocab_size)
     bos = np.array([] if encoder.bos_id is None else [encoder.bos_id], dtype=dtype)
     eos = np.array([encoder.eos_id] if options.append_eos else [], dtype=dtype)
-    bad: list[str] = []
+    left_out = LeftOutRecords()
     with contextlib.ExitStack() as stack:
         writers = [
             stack.enter_context(IndexedDatasetWriter(f"{part.prefix}{split}", dtype))
             for split in splits(options.holdout)
         ]
         unchecked = True
-        for documents in _batches(part, bad):
+        for documents in _batches(part, left_out):
             texts = [document.decode() for document in documents]
             if unchecked:
                 encoder.check(_first(texts, CHECKED_CHARACTERS))
                 unchecked = False
             for document, ids in zip(documents, encoder.encode(texts), strict=True):
                 writers[choose_split(document, options.holdout)].add_document(np.concatenate((bos, ids, eos)))
-        report = PartReport(shard_bytes(part.shard), sum(writer.tokens for writer in writers), bad)
+        report = PartReport(
+            shard_bytes(part.shard), sum(writer.tokens for writer in writers), left_out.bad, left_out.empty
+        )
     temporary = part.report_file.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
     temporary.replace(part.report_file)
     return report
 
 
-def _batches(part: Part, bad: list[str]) -> Iterator[list[bytes]]:
-    """Yield the readable documents of a part, about `BATCH_BYTES` at a time.
+@dataclass
+class LeftOutRecords:
+    """Records of a part that do not become documents."""
 
-    Unreadable ones are added to `bad`, or raise DataError if `fail_on_error`.
+    bad: list[str] = field(default_factory=list)
+    """Unreadable ones, as "file:line: reason"."""
+    empty: int = 0
+    """Number of empty ones."""
+
+
+def _batches(part: Part, left_out: LeftOutRecords) -> Iterator[list[bytes]]:
+    """Yield the readable documents of a part that are not empty, about `BATCH_BYTES` at a time.
+
+    The others are added to `left_out`; an unreadable one raises DataError if `fail_on_error`.
     """
     batch: list[bytes] = []
     size = 0
-    for document in read_documents(part.shard, part.options.text_key, part.options.document_bytes):
+    options = part.options
+    documents = read_documents(part.shard, options.text_key, options.document_bytes, options.encoding_errors)
+    for document in documents:
         if isinstance(document, BadRecord):
-            if part.options.fail_on_error:
+            if options.fail_on_error:
                 raise DataError(f"{document}; correct the record, or skip such records with --on-error skip")
-            bad.append(str(document))
+            left_out.bad.append(str(document))
+            continue
+        if not document:
+            left_out.empty += 1
             continue
         batch.append(document)
         size += len(document)

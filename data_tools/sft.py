@@ -1,23 +1,31 @@
 """From conversations to a corpus with a loss mask: one conversation is one document."""
 
 import contextlib
-import functools
+import hashlib
 import itertools
+import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from data_tools.control_tokens import encode
 from data_tools.conversations import TokenRecord, read_records
-from data_tools.documents import BadRecord, choose_split, splits
-from moba_train.data.chat_template import Template, TemplateSegment
+from data_tools.documents import BadRecord
+from data_tools.holdout import choose_split
+from data_tools.outputs import already_made, corpus_prefixes, list_skipped, write_errors
+from moba_train.data.chat_template import Conversation, Template, TemplateSegment, texts
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.data.loss_mask import mask_prefix
-from moba_train.data.tokenizer import TextTokenizer, Tokenizer, load_text_tokenizer, tokenizer_file, tokenizer_hash
+from moba_train.data.tokenizer import TextTokenizer, load_text_tokenizer, tokenizer_file, tokenizer_hash
 from moba_train.errors import DataError
+
+MARKER = re.compile(r"<[|\uff5c][^|\uff5c<>\s]+[|\uff5c]>|<(?:start|end)_of_[a-z]+>|\[/?INST\]")
+"""Marks that chat templates write around turns, in the notations of common models."""
 
 
 class TokenizedConversation(NamedTuple):
@@ -39,6 +47,10 @@ class SftResult:
     """Tokens with loss in each corpus, by prefix."""
     bad: list[str]
     """Skipped records, as "file:line: reason"."""
+    split_markers: dict[str, int]
+    """Number of tokens of each template marker that is not a single token."""
+    already_complete: bool
+    """Whether identical corpora existed before, so that nothing was done."""
 
 
 def encode_record(record: TokenRecord | list[TemplateSegment], tokenizer: TextTokenizer) -> TokenizedConversation:
@@ -55,7 +67,7 @@ def encode_record(record: TokenRecord | list[TemplateSegment], tokenizer: TextTo
     ids_by_segment = []
     masks = []
     for segment in record:
-        segment_ids = _encode(tokenizer, segment.text)
+        segment_ids = encode(tokenizer, segment.text)
         ids_by_segment.append(segment_ids)
         masks.append(np.full(len(segment_ids), segment.in_loss, dtype=np.uint8))
     ids = np.array(list(itertools.chain(*ids_by_segment)), dtype=np.int64)
@@ -70,110 +82,136 @@ def make_sft_corpus(
     holdout: float = 0.0,
     fail_on_error: bool = False,
 ) -> SftResult:
-    """Write the conversations of `files` as the corpus `output` with its loss mask. An existing corpus is replaced.
+    """Write the conversations of `files` as the corpus `output` with its loss mask. If it exists, nothing is done.
 
     tokenizer_path  a sentencepiece model, a tokenizer.json, or a folder with one
     holdout         if not 0, the corpora are `output`-train and `output`-valid, and this fraction of the conversations,
                     selected by content, goes to the second
 
-    Raises DataError when a file or the tokenizer cannot be read, no record can be used, or a record cannot be used and
-    `fail_on_error` is set.
+    Raises DataError when a file or the tokenizer cannot be read, `output` cannot be written or is a corpus of other
+    input, no record can be used, or a record cannot be used and `fail_on_error` is set.
     """
+    prefixes = corpus_prefixes(output, holdout)
     tokenizer = load_text_tokenizer(tokenizer_path)
-    file = tokenizer_file(tokenizer_path)
-    prefixes = [f"{output}{split}" for split in splits(holdout)]
-    info = {
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": file.name,
-        "tokenizer_sha256": tokenizer_hash(tokenizer_path),
-        "loss_mask": True,
-    }
+    sha256 = tokenizer_hash(tokenizer_path)
+    work = _work_fingerprint(files, sha256, template, holdout, fail_on_error)
     bad: list[str] = []
-    loss_tokens = dict.fromkeys(prefixes, 0)
+    markers = _Markers(template.end_of_turn)
+    with write_errors(output):
+        already_complete = already_made(prefixes, work)
+        if not already_complete:
+            info = {
+                "vocab_size": tokenizer.vocab_size,
+                "tokenizer": tokenizer_file(tokenizer_path).name,
+                "tokenizer_sha256": sha256,
+                "loss_mask": True,
+                "work": work,
+            }
+            found = _encode_files(files, tokenizer, template, markers)
+            bad = _write(found, prefixes, holdout, info, fail_on_error)
+            list_skipped(output, bad)
+    return SftResult(
+        {prefix: IndexedDataset(prefix) for prefix in prefixes},
+        {prefix: _count_loss_tokens(prefix) for prefix in prefixes},
+        bad,
+        markers.split(tokenizer),
+        already_complete,
+    )
+
+
+def _write(
+    found: Iterator[TokenizedConversation | BadRecord],
+    prefixes: Sequence[str],
+    holdout: float,
+    info: dict[str, Any],
+    fail_on_error: bool,
+) -> list[str]:
+    """Write conversations into the corpora `prefixes`, and return the bad records."""
+    bad: list[str] = []
+    dtype = dtype_for(info["vocab_size"])
     with contextlib.ExitStack() as stack:
         # The masks are entered last and thus published first, so there is never a corpus without its mask.
-        corpora = [
-            stack.enter_context(IndexedDatasetWriter(prefix, dtype_for(tokenizer.vocab_size), info))
-            for prefix in prefixes
-        ]
+        corpora = [stack.enter_context(IndexedDatasetWriter(prefix, dtype, info)) for prefix in prefixes]
         masks = [
             stack.enter_context(IndexedDatasetWriter(mask_prefix(prefix), np.uint8, {"vocab_size": 2}))
             for prefix in prefixes
         ]
-        for found in _encode_files(files, tokenizer, template):
-            if isinstance(found, BadRecord):
+        for conversation in found:
+            if isinstance(conversation, BadRecord):
                 if fail_on_error:
-                    raise DataError(f"{found}; correct the record, or skip such records with --on-error skip")
-                bad.append(str(found))
+                    raise DataError(f"{conversation}; correct the record, or skip such records with --on-error skip")
+                bad.append(str(conversation))
                 continue
-            split = choose_split(found.ids.tobytes(), holdout)
-            corpora[split].add_document(found.ids)
-            masks[split].add_document(found.mask)
-            loss_tokens[prefixes[split]] += int(found.mask[1:].sum())
+            split = choose_split(conversation.ids.tobytes(), holdout)
+            corpora[split].add_document(conversation.ids)
+            masks[split].add_document(conversation.mask)
         if not any(writer.documents for writer in corpora):
-            reason = f": {bad[0]}" if bad else ": there is none"
-            raise DataError(f"no conversation in {', '.join(files)} can be used{reason}")
-    return SftResult({prefix: IndexedDataset(prefix) for prefix in prefixes}, loss_tokens, bad)
+            raise DataError(
+                f"none of the {len(bad):,} records can be used: {bad[0]}" if bad else "the --input files have no record"
+            )
+    return bad
+
+
+def _work_fingerprint(
+    files: Sequence[str], tokenizer_sha256: str, template: Template, holdout: float, fail_on_error: bool
+) -> str:
+    """SHA-256 of everything the corpus depends on; input files enter by size and modification time."""
+    stats = [(file, os.stat(file)) for file in files]
+    work = {
+        "files": [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats],
+        "tokenizer": tokenizer_sha256,
+        "template": template.fingerprint,
+        "holdout": holdout,
+        "fail_on_error": fail_on_error,
+    }
+    return hashlib.sha256(json.dumps(work).encode()).hexdigest()
+
+
+def _count_loss_tokens(prefix: str) -> int:
+    """Tokens of a corpus that carry loss. The first token of a document has none: nothing precedes it."""
+    mask = IndexedDataset(mask_prefix(prefix))
+    return sum(int(np.count_nonzero(mask.document(document)[1:])) for document in range(mask.documents))
+
+
+class _Markers:
+    """The markers that a template has written so far, `end_of_turn` among them."""
+
+    def __init__(self, end_of_turn: str) -> None:
+        self._end_of_turn = end_of_turn
+        self._found: set[str] = set()
+
+    def add(self, conversation: Conversation, segments: Sequence[TemplateSegment]) -> None:
+        """Record the markers in `segments`, except those that only the messages have."""
+        self._found.add(self._end_of_turn)
+        written = {marker for segment in segments for marker in MARKER.findall(segment.text)} - self._found
+        if written:
+            self._found |= written - {marker for text in texts(conversation) for marker in MARKER.findall(text)}
+
+    def split(self, tokenizer: TextTokenizer) -> dict[str, int]:
+        """Number of tokens of each marker that is not a single token."""
+        # Twice, because some tokenizers put a space before every text.
+        counts = {
+            marker: (len(encode(tokenizer, marker)), len(encode(tokenizer, marker * 2))) for marker in self._found
+        }
+        return {marker: once for marker, (once, twice) in sorted(counts.items()) if twice != once + 1}
 
 
 def _encode_files(
-    files: Sequence[str], tokenizer: TextTokenizer, template: Template
+    files: Sequence[str], tokenizer: TextTokenizer, template: Template, markers: _Markers
 ) -> Iterator[TokenizedConversation | BadRecord]:
     # The second iterator runs ahead, so that a template in a process of its own works while this one tokenizes.
     records, ahead = itertools.tee((file, *numbered) for file in files for numbered in read_records(file))
-    rendered = template.all_segments(record for _, _, record in ahead if isinstance(record, list))
+    rendered = template.all_segments(record for _, _, record in ahead if isinstance(record, Conversation))
     for file, number, record in records:
         if isinstance(record, BadRecord):
             yield record
             continue
-        found = next(rendered) if isinstance(record, list) else record
+        found = next(rendered) if isinstance(record, Conversation) else record
         try:
             if isinstance(found, ValueError):
                 raise found
+            if isinstance(record, Conversation) and isinstance(found, list):
+                markers.add(record, found)
             yield encode_record(found, tokenizer)
         except ValueError as error:
             yield BadRecord(file, number, str(error))
-
-
-def show_documents(prefix: str, tokenizer: TextTokenizer, count: int, begin: str, end: str) -> Iterator[str]:
-    """Yield the first `count` conversations, decoded from the corpus; `begin` and `end` enclose text with loss."""
-    corpus = IndexedDataset(prefix)
-    masks = IndexedDataset(mask_prefix(prefix))
-    for document in range(min(count, corpus.documents)):
-        ids = corpus.document(document).tolist()
-        mask = masks.document(document)
-        text = ""
-        for in_loss, places in itertools.groupby(range(len(ids)), key=lambda place: bool(mask[place])):
-            decoded = _decode(tokenizer, [ids[place] for place in places])
-            text += f"{begin}{decoded}{end}" if in_loss else decoded
-        yield text
-
-
-def _encode(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """Token ids of `text`; special tokens that are spelt out in it become these tokens."""
-    special = _control_tokens(tokenizer) if isinstance(tokenizer, Tokenizer) else {}
-    if not special:
-        return tokenizer.encode(text)
-    ids: list[int] = []
-    for part in re.split("(" + "|".join(map(re.escape, special)) + ")", text):
-        ids += [special[part]] if part in special else tokenizer.encode(part)
-    return ids
-
-
-def _decode(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
-    """Text of `ids`, with control tokens spelt out."""
-    special = _control_tokens(tokenizer) if isinstance(tokenizer, Tokenizer) else {}
-    names = {token: name for name, token in special.items()}
-    text = ""
-    for control, group in itertools.groupby(ids, key=lambda token: token in names):
-        found = list(group)
-        text += "".join(names[token] for token in found) if control else tokenizer.decode(found)
-    return text
-
-
-@functools.cache
-def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Ids of the control tokens, such as </s>, by name. Sentencepiece never makes them from text."""
-    processor = tokenizer.processor
-    tokens = [token for token in range(processor.vocab_size()) if processor.is_control(token)]
-    return {processor.id_to_piece(token): token for token in tokens}

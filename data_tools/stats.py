@@ -2,15 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
+from data_tools.outputs import check_output_file, writing_file
 from moba_train.attention.moba.kind import attended_pairs
 from moba_train.data.best_fit import split_documents
 from moba_train.data.indexed import IndexedDataset
+from moba_train.errors import DataError
 
+PLOT_FORMATS = ("png", "svg", "pdf")
+"""Suffixes of plots."""
 QUANTILES = {"min": 0, "5 %": 5, "25 %": 25, "50 %": 50, "75 %": 75, "95 %": 95, "max": 100}
 
 
@@ -104,7 +109,14 @@ def sparsity_table(corpora: Sequence[IndexedDataset], block_size: int, topk: int
 
 
 def draw_lengths(corpora: Sequence[IndexedDataset], path: str) -> None:
-    """Plot the distribution of each corpus' tokens over document lengths; the suffix of `path` selects the format."""
+    """Plot the distribution of each corpus' tokens over document lengths; the suffix of `path` selects the format.
+
+    Raises DataError when the format is unknown or the file cannot be written.
+    """
+    suffix = Path(path).suffix.removeprefix(".")
+    if suffix not in PLOT_FORMATS:
+        raise DataError(f"--plot {path}: the name must end in {', '.join(f'.{name}' for name in PLOT_FORMATS)}")
+    check_output_file(path, "--plot")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -126,5 +138,6 @@ def draw_lengths(corpora: Sequence[IndexedDataset], path: str) -> None:
     axes.grid(alpha=0.25, lw=0.5)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    with writing_file(path) as file:
+        figure.savefig(file, format=suffix)
     plt.close(figure)

@@ -13,11 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import DOCUMENT_BYTES, Shard, cut_shards, shard_bytes, splits
+from data_tools.documents import DOCUMENT_BYTES
 from data_tools.encoders import Encoder, load_encoder
+from data_tools.holdout import splits
+from data_tools.outputs import already_made, corpus_prefixes, list_skipped, write_errors
 from data_tools.parts import Part, TokenizeOptions, make_parts, read_report
 from data_tools.progress import ByteProgress
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, corpus_file, dtype_for
+from data_tools.shards import Shard, cut_shards, shard_bytes
+from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.errors import DataError
 
 
@@ -29,6 +32,8 @@ class TokenizeResult:
     """Corpora, by prefix."""
     bad: list[str]
     """Skipped records, as "file:line: reason"."""
+    empty: int
+    """Empty texts and empty files, which are no documents."""
     parts: int
     """Number of parts."""
     resumed_parts: int
@@ -42,33 +47,43 @@ class TokenizeResult:
 def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions, workers: int) -> TokenizeResult:
     """Tokenize `files` into the corpus `output`, or into `output`-train and `output`-valid with a holdout.
 
-    Raises DataError when the tokenizer or all of the input cannot be used, or when a different corpus exists there.
+    Raises DataError when the tokenizer or all of the input cannot be used, or when `output` cannot be written or is a
+    different corpus.
     """
+    outputs = corpus_prefixes(output, options.holdout)
     tokenizer = load_encoder(options.tokenizer, options.fast, options.eos, options.bos)
     if options.append_eos and tokenizer.eos_id is None:
         raise DataError(f"{options.tokenizer} has no end-of-document token; give --eos TOKEN or --no-append-eos")
     shards = cut_shards(files)
     if not shards:
-        raise DataError("all --input files are empty")
+        raise DataError("every --input file is empty: there is no document")
     work = _work_fingerprint(shards, options, tokenizer)
-    outputs = [f"{output}{split}" for split in splits(options.holdout)]
     folder = Path(f"{output}.parts")
     parts = [Part(str(folder / f"{number:06d}"), shard, options) for number, shard in enumerate(shards)]
     bad: list[str] = []
+    empty = 0
     resumed = len(parts)
-    with _locked(folder):
-        already_complete = _all_complete(outputs, work)
+    with write_errors(output), _locked(folder):
+        already_complete = already_made(outputs, work)
         if not already_complete:
             _delete_parts_of_other_work(folder, work)
             resumed = _make_missing_parts(parts, workers)
-            bad = [record for part in parts for record in read_report(part).bad]
-            _list_skipped(Path(f"{output}.skipped.txt"), bad)
-            if bad and not any(read_report(part).tokens for part in parts):
-                raise DataError(f"none of the {len(bad)} records can be read: {bad[0]}")
+            reports = [read_report(part) for part in parts]
+            bad = [record for report in reports for record in report.bad]
+            empty = sum(report.empty for report in reports) + sum(os.path.getsize(file) == 0 for file in files)
+            list_skipped(output, bad)
+            if not any(report.tokens for report in reports):
+                raise DataError(_no_document(bad, empty))
             _merge(parts, outputs, options, tokenizer, work)
         _empty(folder)
     corpora = {prefix: IndexedDataset(prefix) for prefix in outputs}
-    return TokenizeResult(corpora, bad, len(parts), resumed, tokenizer.engine, already_complete)
+    return TokenizeResult(corpora, bad, empty, len(parts), resumed, tokenizer.engine, already_complete)
+
+
+def _no_document(bad: Sequence[str], empty: int) -> str:
+    if not bad:
+        return f"the --input files hold no document: {empty:,} texts or files are empty"
+    return f"none of the {len(bad):,} records can be read: {bad[0]}"
 
 
 @contextlib.contextmanager
@@ -119,13 +134,6 @@ def _make_missing_parts(parts: Sequence[Part], workers: int) -> int:
     return len(earlier)
 
 
-def _list_skipped(file: Path, bad: Sequence[str]) -> None:
-    if bad:
-        file.write_text("\n".join(bad) + "\n", encoding="utf-8")
-    else:
-        file.unlink(missing_ok=True)
-
-
 def _merge(
     parts: Sequence[Part], outputs: Sequence[str], options: TokenizeOptions, tokenizer: Encoder, work: str
 ) -> None:
@@ -148,24 +156,11 @@ def _work_fingerprint(shards: Sequence[Shard], options: TokenizeOptions, tokeniz
     given = asdict(options) | {"tokenizer": tokenizer.sha256, "eos": tokenizer.eos_id, "fast": None}
     if options.document_bytes == DOCUMENT_BYTES:
         del given["document_bytes"]  # as in fingerprints from before there was a limit
+    if options.encoding_errors == "strict":
+        del given["encoding_errors"]
     work = {
         "chunks": [[asdict(chunk) for chunk in shard] for shard in shards],
         "times": {chunk.path: os.stat(chunk.path).st_mtime_ns for shard in shards for chunk in shard},
         "options": given,
     }
     return hashlib.sha256(json.dumps(work).encode()).hexdigest()
-
-
-def _all_complete(outputs: Sequence[str], work: str) -> bool:
-    """Whether all `outputs` exist and were made by this `work`. Raises DataError when one was made by other work."""
-    complete = []
-    for prefix in outputs:
-        if exists := corpus_file(prefix, "idx").exists():
-            info = IndexedDataset(prefix).info or {}
-            if info.get("work") != work:
-                raise DataError(
-                    f"corpus {prefix} exists and was made from other input or with other options; delete {prefix}.idx "
-                    "or choose another --output"
-                )
-        complete.append(exists)
-    return all(complete)

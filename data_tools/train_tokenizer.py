@@ -7,20 +7,31 @@ from pathlib import Path
 
 import sentencepiece
 
-from data_tools.documents import BadRecord, cut_shards, hash_fraction, read_documents, shard_bytes
+from data_tools.documents import BadRecord, EncodingErrors, read_documents
+from data_tools.holdout import hash_fraction
+from data_tools.outputs import check_output_file, replace_file
 from data_tools.progress import ByteProgress
+from data_tools.shards import cut_shards, shard_bytes
 from moba_train.errors import DataError, UserError
 
 SAMPLE_BYTES = 128 << 20
 """Larger inputs are sampled down to this size: the trainer keeps all text in memory, and more text gains nothing."""
 
 
-def train_tokenizer(files: Sequence[str], output: str | Path, vocab_size: int, text_key: str) -> list[BadRecord]:
+def train_tokenizer(
+    files: Sequence[str],
+    output: str | Path,
+    vocab_size: int,
+    text_key: str,
+    encoding_errors: EncodingErrors = "strict",
+) -> list[BadRecord]:
     """Write a model with `vocab_size` ids to `output` and return the records that could not be read.
 
     Ids 0 to 3 are unknown, begin, end and padding; the 256 bytes follow. The same files give the same model. Raises
-    DataError when the text is too short, or has too many different characters, for `vocab_size`.
+    DataError when the text is too short, or has too many different characters, for `vocab_size`,
+    or `output` cannot be written.
     """
+    check_output_file(output)
     shards = cut_shards(files)
     total = sum(map(shard_bytes, shards))
     fraction = SAMPLE_BYTES / max(total, 1)
@@ -31,7 +42,7 @@ def train_tokenizer(files: Sequence[str], output: str | Path, vocab_size: int, t
         try:
             with ByteProgress("train-tokenizer: reading", total) as progress:
                 for shard in shards:
-                    for document in read_documents(shard, text_key):
+                    for document in read_documents(shard, text_key, encoding_errors=encoding_errors):
                         if isinstance(document, BadRecord):
                             bad.append(document)
                         elif hash_fraction(document, "tokenizer") < fraction:
@@ -66,10 +77,7 @@ def train_tokenizer(files: Sequence[str], output: str | Path, vocab_size: int, t
             raise _explain(error, vocab_size) from error
     if failures:
         raise failures[0]
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(f"{output}.tmp")
-    temporary.write_bytes(model.getvalue())
-    temporary.replace(output)
+    replace_file(output, model.getvalue())
     return bad
 
 
@@ -83,5 +91,5 @@ def _explain(error: RuntimeError, vocab_size: int) -> Exception:
             f"--vocab-size {vocab_size} is too small for the characters of this text; give at least {least[1]}"
         )
     if "sentences_.empty()" in text:
-        return DataError("there is no text to train on: all --input files are empty or unreadable")
+        return DataError("there is no text to train on: every --input file is empty or cannot be read")
     return error

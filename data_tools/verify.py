@@ -22,7 +22,9 @@ def verify_corpus(prefix: str, vocab_size: int | None) -> tuple[IndexedDataset, 
     info = corpus.info or {}
     for name, found in (("documents", corpus.documents), ("tokens", corpus.tokens)):
         if info.get(name, found) != found:
-            raise DataError(f"corpus {prefix}: {prefix}.json says {info[name]} {name}, but there are {found}")
+            raise DataError(
+                f"corpus {prefix}: {prefix}.json says {info[name]} {name}, but there are {found}; make the corpus again"
+            )
     _ = corpus.fingerprint  # compares PREFIX.idx with the sidecar
     limit = info.get("vocab_size") if vocab_size is None else vocab_size
     digest = hashlib.sha256()
@@ -33,7 +35,7 @@ def verify_corpus(prefix: str, vocab_size: int | None) -> tuple[IndexedDataset, 
                 document, offset, token = outside
                 raise DataError(
                     f"corpus {prefix}: document {document} has token id {token} at offset {offset}; "
-                    f"ids must lie in [0, {'...' if limit is None else limit})"
+                    f"allowed: {'0 or more' if limit is None else f'0 to {limit - 1}'}"
                 )
             progress.advance(tokens.nbytes, len(tokens))
     if info.get("bin_sha256", digest.hexdigest()) != digest.hexdigest():

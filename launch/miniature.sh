@@ -18,9 +18,11 @@ select=(--glob '*.py')
 for folder in site-packages test tests encodings pydoc_data 'config-3*'; do select+=(--exclude "$folder"); done
 corpus=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
 if [ "${1:-}" = --corpus ]; then
-    corpus=${2:?--corpus needs a file or folder} select=()
+    [ -n "${2:-}" ] || { echo "error: --corpus needs a file or folder" >&2; exit 2; }
+    corpus=$2 select=()
     shift 2
 fi
+[ -e "$corpus" ] || { echo "error: --corpus: $corpus does not exist" >&2; exit 2; }
 
 data=runs/mini/data
 ranks=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')

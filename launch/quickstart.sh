@@ -11,7 +11,11 @@ for folder in site-packages test tests encodings pydoc_data 'config-3*'; do sele
 corpus=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
 while [ $# -gt 0 ]; do
     case $1 in
-        --corpus) corpus=${2:?--corpus needs a file or folder} select=(); shift 2 ;;
+        --corpus)
+            [ -n "${2:-}" ] || { echo "error: --corpus needs a file or folder" >&2; exit 2; }
+            corpus=$2 select=()
+            shift 2
+            ;;
         *) echo "error: unknown argument $1; allowed: --corpus FILE_OR_FOLDER" >&2; exit 2 ;;
     esac
 done
@@ -24,7 +28,7 @@ moba_train=("$PYTHON" -m moba_train.cli)
 moba_data=("$PYTHON" -m data_tools)
 overrides=()
 [ "$ranks" -ge 2 ] || overrides=(stages.1.parallel.cp=1)  # one GPU: no second rank to share a sequence with
-train=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m moba_train.train "$recipe"
+train=("${moba_train[@]}" train "$recipe" --gpus "$ranks"
     ${overrides[@]+"${overrides[@]}"})
 step() { printf '\n== %s\n' "$*"; }
 mkdir -p "$run/data"

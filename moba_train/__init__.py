@@ -24,6 +24,7 @@ integrations  our attention inside other programs
 environment   `moba-train env`
 commands      what the command-line programs share
 foreign_files  files from elsewhere: what may be opened, and how much of it
+error_output  how an error of the user's is printed, and torchrun kept from adding to it
 errors        errors that users can correct
 
 Importing the package is cheap on purpose: torch is imported by the modules that need it, so that

@@ -1,6 +1,6 @@
 """`moba-train`: parses, calls, prints. Imports what a command needs inside it, so that `--help` starts at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -43,13 +43,21 @@ def train(
     from_scratch: Annotated[
         bool, typer.Option("--from-scratch", help="begin at step 0 if no checkpoint is found, though there was one")
     ] = False,
+    stop_at_step: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEP", help="save and end after this step of the run; the same command continues"),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="print the resolved recipe, with all its values")] = False,
 ) -> None:
     """Train on this machine: torchrun with one rank per GPU. For several nodes see launch/multinode.sh."""
     from moba_train.launch import main
 
     ranks = ["--nproc-per-node", str(gpus)] if gpus else []
     torchrun = ["--standalone", *ranks, "--max-restarts", str(restarts), "-m", "moba_train.train", str(recipe)]
-    raise typer.Exit(main([*torchrun, *(overrides or ()), *["--from-scratch"] * from_scratch]))
+    options = ["--from-scratch"] * from_scratch + ["--verbose"] * verbose
+    if stop_at_step is not None:
+        options += ["--stop-at-step", str(stop_at_step)]
+    raise typer.Exit(main([*torchrun, *(overrides or ()), *options]))
 
 
 @app.command()
@@ -58,29 +66,58 @@ def plan(
     overrides: Overrides = None,
     gpus: Annotated[int, typer.Option(min=1, help="number of GPUs (ranks)")] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of one machine")] = 8,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU that the run must fit, such as h200; default: this machine's")
+    ] = None,
     tflops: Annotated[
         float | None,
-        typer.Option(min=1.0, help="dense bf16 peak of one GPU; default: this machine's GPU, else an H100's"),
+        typer.Option(min=1.0, help="dense bf16 peak of one GPU; default: that of --gpu, else an H100's"),
     ] = None,
     mfu: Annotated[float, typer.Option(min=0.01, max=1.0, help="fraction of the peak that is reached")] = 0.4,
+    no_data: Annotated[
+        bool, typer.Option("--no-data", help="plan without corpora, tokenizer and init_from, which need not exist yet")
+    ] = False,
 ) -> None:
     """Check a recipe and say what it costs: parameters, FLOPs, memory, communication, time.
 
-    FLOPs are counted by the documents of the corpora where these are on disk, else by one document per sequence."""
+    A recipe whose memory does not fit the GPU is refused, with changes that make it fit, as are missing files. FLOPs
+    are counted by the documents of the corpora; with --no-data, by one document per sequence where these are absent."""
     from rich.console import Console
 
     from moba_train.config.load import load_config
-    from moba_train.planning.devices import local_peak_tflops
-    from moba_train.planning.plan import make_plan
-    from moba_train.planning.render import print_plan
+    from moba_train.errors import PlanError
+    from moba_train.planning.devices import H200, local_gpu, named_gpu, peak_or_default
+    from moba_train.planning.fit import cheapest_changes, largest_stage, shortage
+    from moba_train.planning.plan import Plan, make_plan
+    from moba_train.planning.render import print_changes, print_fit, print_plan
     from moba_train.validation.data import check_one_tokenizer
     from moba_train.validation.recipe import validate
 
+    target = named_gpu(gpu) if gpu else local_gpu()
+    rate = tflops or peak_or_default(target)
+    memory = (target or H200).memory
     config = load_config(recipe, overrides or ())
     per_node = min(gpus, gpus_per_node)
-    validate(config, world_size=gpus, ranks_per_node=per_node)
-    check_one_tokenizer(config)
-    print_plan(make_plan(config, gpus, tflops or local_peak_tflops(), mfu, per_node), Console())
+    validate(config, world_size=gpus, check_files=not no_data, ranks_per_node=per_node)
+    if no_data:
+        check_one_tokenizer(config)
+    made = make_plan(config, gpus, rate, mfu, per_node, memory)
+    console = Console()
+    print_plan(made, console)
+    print_fit(made, target, console)
+    if target is None:
+        return
+
+    def replan(changes: Sequence[str], ranks: int) -> Plan:
+        changed = load_config(recipe, [*(overrides or ()), *changes])
+        validate(changed, world_size=ranks, ranks_per_node=min(ranks, gpus_per_node))
+        documents = [item.documents for item in made.stages]
+        return make_plan(changed, ranks, rate, mfu, min(ranks, gpus_per_node), memory, documents)
+
+    largest = largest_stage(made)
+    if missing := shortage(largest.stage.name, largest.memory, target):
+        print_changes(made, cheapest_changes(config, made, target, replan), console)
+        raise PlanError(f"the plan does not fit: {missing}")
 
 
 @app.command()
@@ -163,7 +200,28 @@ def _attention_parser(choices: type[Choice], option: str) -> Callable[[str], Cho
 
 @app.command(name="eval")
 def evaluate(
-    checkpoint: Checkpoint,
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="a checkpoint, a run folder: its newest valid checkpoint, or a Hugging Face folder",
+        ),
+    ],
+    overrides: Overrides = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="evaluations, also such as the recipe does not have; default: its own"),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CORPUS", help="tokenised corpus in place of data.validation; may be given several times"),
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_length, metavar="TOKENS", help="length of a sequence, e.g. 32K; default: the stage's"
+        ),
+    ] = None,
     attention: Annotated[
         EvaluatedAttention,
         typer.Option(
@@ -183,20 +241,33 @@ def evaluate(
     sequences: Annotated[int | None, typer.Option(min=2, help="loss by position: samples of long documents")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
     cp: Annotated[int | None, typer.Option(min=1, help="context-parallel ranks; default: the stage's")] = None,
-    output: Annotated[Path | None, typer.Option(help="folder for evaluation.json and plots")] = None,
+    output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json, and for plots")] = None,
 ) -> None:
-    """Evaluate on the recipe's held-out text, also by position, with own and full attention on the same weights."""
+    """Evaluate on held-out text and by other tasks, with own and full attention on the same weights.
+
+    Results go to RUN/evaluations/."""
     import os
     import sys
 
     if gpus > 1 and "RANK" not in os.environ:
         launch = [sys.executable, "-m", "moba_train.launch", "--standalone", "--nproc-per-node", str(gpus)]
         os.execv(sys.executable, [*launch, "-m", "moba_train.cli", *sys.argv[1:]])
-    from moba_train.evals.checkpoint import EvaluationOptions, evaluate_checkpoint
-    from moba_train.validation.checkpoints import open_checkpoint
+    from moba_train.evals.checkpoint import evaluate_checkpoint
+    from moba_train.evals.options import EvaluationOptions
+    from moba_train.validation.evaluated import open_for_evaluation
 
-    options = EvaluationOptions(attention.value, bucket, sequences, cp, output)
-    evaluate_checkpoint(open_checkpoint(checkpoint), options, typer.echo)
+    by_position = {"bucket": bucket, "sequences": sequences}
+    shortcuts = [f"evaluation.position_wise.{key}={value}" for key, value in by_position.items() if value is not None]
+    options = EvaluationOptions(
+        attention=attention.value,
+        tasks=None if tasks is None else tuple(name.strip() for name in tasks.split(",")),
+        overrides=(*shortcuts, *(overrides or ())),
+        data=tuple(data or ()),
+        seq_len=seq_len,
+        cp=cp,
+        output=output,
+    )
+    evaluate_checkpoint(open_for_evaluation(checkpoint, options), options, typer.echo)
 
 
 @app.command()
@@ -216,7 +287,13 @@ def inspect_spike(
 @app.command()
 def generate(
     checkpoint: Checkpoint,
-    prompt: Annotated[str, typer.Option(help="text to continue")],
+    prompt: Annotated[str | None, typer.Option(help="text to continue; it is printed first")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="file with the text to continue, exactly as it is; -: stdin")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="default: the recipe's, looked for as docs/evaluation.md says")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token")] = 0.8,
     top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens that make up this probability")] = 0.95,
@@ -235,26 +312,29 @@ def generate(
 
     from moba_train.checkpoint.trained_model import load_trained
     from moba_train.data.tokenizer import load_text_tokenizer
-    from moba_train.errors import UserError
-    from moba_train.foreign_files import working_roots
+    from moba_train.inference.prompt import read_prompt
     from moba_train.inference.text import generate_text
-    from moba_train.validation.checkpoints import open_checkpoint
+    from moba_train.validation.checkpoints import open_for_generation
 
-    saved = open_checkpoint(checkpoint)
-    if saved.config.data.tokenizer is None:
-        raise UserError(f"{saved.path}: its recipe names no data.tokenizer")
+    if (prompt is None) == (prompt_file is None):
+        raise typer.BadParameter("give either --prompt TEXT or --prompt-file FILE")
+    saved, roots = open_for_generation(checkpoint, tokenizer)
+    known = load_text_tokenizer(tokenizer or str(saved.config.data.tokenizer), None if tokenizer else roots)
+    given = prompt if prompt_file is None else read_prompt(prompt_file)
     on_gpu = torch.cuda.is_available()
     model = load_trained(saved, torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
     text = generate_text(
         model,
-        load_text_tokenizer(saved.config.data.tokenizer, working_roots()),
-        prompt,
+        known,
+        given or "",
         max_new_tokens,
         temperature=temperature,
         top_p=top_p,
         seed=seed,
         decode=decode.value,
+        say=lambda line: typer.echo(line, err=True),
     )
+    typer.echo(prompt or "", nl=False)
     for addition in text:
         typer.echo(addition, nl=False)
     typer.echo()
@@ -275,15 +355,22 @@ def moba_to_hf(
         float, typer.Option(min=0.001, help="largest size of a file in GiB; as much memory is needed")
     ] = 4.0,
 ) -> None:
-    """Write a checkpoint as safetensors, config.json and tokenizer. The `moba` entry of config.json gives each
-    layer's attention; software that ignores it has an ordinary model with full attention."""
+    """Write a checkpoint as a Hugging Face folder: weights, config.json, and the tokenizer as AutoTokenizer loads it.
+    The `moba` entry of config.json gives each layer's attention; software that ignores it has an ordinary model with
+    full attention."""
     import torch
 
+    from moba_train.convert.folder_contents import describe_folder
     from moba_train.convert.hf_export import export_to_hf
     from moba_train.validation.checkpoints import open_checkpoint
 
-    export_to_hf(open_checkpoint(checkpoint), output, getattr(torch, dtype.value), int(shard_gib * 2**30))
-    typer.echo(f"{output}: written")
+    saved = open_checkpoint(checkpoint)
+    left_out = export_to_hf(saved, output, getattr(torch, dtype.value), int(shard_gib * 2**30))
+    typer.echo(f"{saved.path} is now a Hugging Face model in {output}:")
+    for line in describe_folder(output):
+        typer.echo(line)
+    for warning in left_out:
+        typer.echo(f"warning: {warning}", err=True)
 
 
 @convert.command()
@@ -291,12 +378,15 @@ def hf_to_moba(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a Hugging Face model")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],
 ) -> None:
-    """Make a checkpoint of a Hugging Face model, with a recipe to extend, for `eval`, `generate` and `init_from`.
-    (`init_from` reads the Hugging Face folder itself as well.)"""
+    """Write a Hugging Face model as a checkpoint for `generate`, `verify` and `init_from`, with its tokenizer and a
+    recipe to extend. Training does not need it: `init_from` reads Hugging Face folders too."""
+    from moba_train.convert.folder_contents import describe_folder
     from moba_train.convert.hf_import import import_from_hf
 
     import_from_hf(folder, output)
-    typer.echo(f"{output}: checkpoint, tokenizer and recipe.yaml")
+    typer.echo(f"{folder} is now a checkpoint in {output}:")
+    for line in describe_folder(output):
+        typer.echo(line)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from moba_train.error_output import print_error
 from moba_train.errors import UserError
 
 
@@ -15,7 +16,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except UserError as error:
-            typer.echo(f"error: {error}", err=True)
+            print_error(error)
             raise typer.Exit(error.exit_code) from None
 
 

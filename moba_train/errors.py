@@ -5,14 +5,15 @@ points print the message without a traceback and exit with the error's `exit_cod
 package and keeps its traceback.
 """
 
-from typing import ClassVar
-
 
 class UserError(Exception):
     """Something outside the program is wrong: a recipe, a file, the machine. `str()` is the complete message."""
 
-    exit_code: ClassVar[int] = 2
+    exit_code: int = 2
     """Tells a scheduler what to do; the codes other than 2 are those of the BSD header sysexits.h."""
+
+    said_elsewhere: bool | None = None
+    """Whether another rank reports this error, so that this one need not; None: the ranks had not joined yet."""
 
 
 class ConfigError(UserError):
@@ -22,6 +23,10 @@ class ConfigError(UserError):
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+class PlanError(UserError):
+    """A planned run needs more memory than a GPU has."""
 
 
 class DataError(UserError):
@@ -49,6 +54,16 @@ class BrokenNodeError(LaunchError):
 
 class CommunicationError(UserError):
     """Other ranks did not answer in time, or have ended."""
+
+
+class EndedElsewhereError(UserError):
+    """Another rank has ended the run with an error of the user's, which it reports; this rank waited for it."""
+
+    said_elsewhere = True
+
+    def __init__(self, code: int) -> None:
+        self.exit_code = code
+        super().__init__(f"another rank has ended the run with exit code {code}")
 
 
 class TrainingError(UserError):

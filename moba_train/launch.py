@@ -2,22 +2,32 @@
 
 python -m moba_train.launch --nproc-per-node 8 -m moba_train.train RECIPE.yaml key.path=value ...
 
-torchrun's own code is 1 whatever its ranks end with. It passes a signal on to them, waits, and then raises an exception
-however they have ended; here the first rank of each node leaves a file behind when it has stopped as asked.
+torchrun's own code is 1 whatever its ranks end with, and its report follows every error; here the report is left out
+where a rank has said what is wrong. torchrun passes a signal on to its ranks, waits 30 s, kills those that are left,
+and then raises an exception however they have ended. Here the first rank of each node leaves a file behind when it has
+stopped as asked, and another one from which the launcher knows how long a stop may take: a step of a million tokens
+alone takes minutes (training/stop_time.py).
 """
 
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from moba_train.error_output import OWN_CODES, REFUSED_FILE, quiet_torchrun
 from moba_train.errors import BrokenNodeError, ReproducibleFaultError
-from moba_train.training.stop import STOPPED_FILE, listen
+from moba_train.training.stop import LAUNCHER_FOLDER, STOP_LIMIT, STOPPED, listen
 
 FAULTS = (BrokenNodeError.exit_code, ReproducibleFaultError.exit_code)
 """Exit codes that say why a run ended, whichever rank was the first to leave."""
+
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""torchrun's environment variable: seconds that ranks may take to stop. Where it is set, it wins over what they ask
+for."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,19 +45,57 @@ def main(arguments: Sequence[str]) -> int:
     given = any(argument.startswith(("--nproc-per-node", "--nproc_per_node")) for argument in arguments)
     ranks = [] if given else ["--nproc-per-node", str(torch.cuda.device_count() or 1)]
     with tempfile.TemporaryDirectory() as folder:
-        stopped = Path(folder) / "stopped"
-        os.environ[STOPPED_FILE] = str(stopped)
+        os.environ[LAUNCHER_FOLDER] = folder
+        os.environ[REFUSED_FILE] = str(Path(folder) / "refused")
+        quiet_torchrun()
         try:
-            torchrun([*ranks, *arguments])
+            with _patience(Path(folder)):
+                torchrun([*ranks, *arguments])
         except ChildFailedError as error:
-            print(error, file=sys.stderr)
-            return _exit_code(error.failures.values(), error.get_first_failure()[1])
+            code = _exit_code(error.failures.values(), error.get_first_failure()[1])
+            if code not in OWN_CODES:  # else a rank has said why
+                print(error, file=sys.stderr)
+            return code
         except SignalException as error:
-            if not stopped.exists():
+            if not (Path(folder) / STOPPED).exists():
                 name = error.sigval.name
                 print(f"error: the ranks did not stop in time after {name} and were killed", file=sys.stderr)
                 return 128 + error.sigval
     return 0
+
+
+@contextmanager
+def _patience(folder: Path) -> Iterator[None]:
+    """Inside, torchrun's agent that gets a signal gives its ranks as long as they ask for in `folder`.
+
+    torchrun's own `--shutdown-timeout` (torch 2.13) is read when nothing is measured yet. So the one function that
+    waits for the ranks is replaced. It also waits for the ranks that a failed one leaves behind; that keeps its 30 s,
+    because they wait for the failed one and save nothing.
+    """
+    from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
+
+    close = PContext.close
+
+    def patient(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        if isinstance(sys.exception(), SignalException):
+            # Schedulers repeat SIGTERM, and torchrun kills its ranks at the third. Ctrl-C still ends at once.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            timeout = _stop_limit(folder, timeout)
+        close(self, death_sig, timeout)
+
+    PContext.close = patient  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PContext.close = close  # type: ignore[method-assign]
+
+
+def _stop_limit(folder: Path, default: int) -> int:
+    """Seconds that the ranks may take to stop; `default` where they have not asked for any."""
+    try:
+        return int(float(os.environ.get(SHUTDOWN_TIMEOUT) or (folder / STOP_LIMIT).read_text()))
+    except (OSError, ValueError):
+        return default
 
 
 def _exit_code(failures: Iterable[Any], first: Any) -> int:

@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 8 -m moba_train.train RECIPE.yaml key.path=value ...
 """
 
+from moba_train.error_output import leave_if_refused, print_error, refuse
 from moba_train.training.stop import (
     BEFORE_TRAINING,
     StoppedBeforeTrainingError,
@@ -14,6 +15,7 @@ from moba_train.training.stop import (
 
 if __name__ == "__main__":
     listen()  # before the imports below, which take seconds
+    leave_if_refused()
 
 import argparse
 import logging
@@ -21,17 +23,20 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from moba_train.config.load import dump_config, load_config
 from moba_train.config.schema import RunConfig
-from moba_train.errors import UserError
+from moba_train.errors import LaunchError, UserError
 from moba_train.health.watch import stalls_folder
 from moba_train.parallel.failures import end_with_launcher, was_waiting
 from moba_train.parallel.run_lock import run_folder_lock
 from moba_train.parallel.world import World, any_rank, joined_world
+from moba_train.planning.summary import summarize
 from moba_train.training.determinism import deterministic
+from moba_train.training.progress import describe_finished
 from moba_train.training.trainer import Trainer
 from moba_train.validation.recipe import validate
 
@@ -62,53 +67,80 @@ def _run_or_stop(arguments: list[str] | None, stop: StopRequest) -> int:
 
 
 def _run(arguments: list[str] | None, stop: StopRequest) -> int:
-    parser = argparse.ArgumentParser(prog="python -m moba_train.train", description=__doc__)
+    parser = _Parser(prog="python -m moba_train.train", description=__doc__)
     parser.add_argument("recipe", help="YAML recipe")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the recipe's")
     parser.add_argument(
-        "--stop-at-step", type=int, help="save and exit with code 0 after this number of optimizer steps"
+        "--stop-at-step",
+        type=_positive,
+        metavar="STEP",
+        help="save and exit with code 0 after this number of optimizer steps, counted over the whole run",
     )
     parser.add_argument(
         "--from-scratch",
         action="store_true",
         help="begin at step 0 if no checkpoint is found, even where the metrics say that the run has had one",
     )
-    given = parser.parse_intermixed_args(arguments)
+    parser.add_argument("--verbose", action="store_true", help="print the resolved recipe, with all its values")
     end_with_launcher()
     rank = int(os.environ.get("RANK", 0))
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank}] %(levelname)s %(message)s")
     try:
-        # Every rank finds the same problems in the recipe, so only rank 0 reports them.
         try:
+            given = parser.parse_intermixed_args(arguments)
             config = load_config(given.recipe, given.overrides)
             ranks = int(os.environ.get("WORLD_SIZE", 1))
             per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             device = "cuda" if torch.cuda.is_available() else "cpu"
             validate(config, ranks, check_files=True, ranks_per_node=per_node, device=device)
         except UserError as error:
-            if rank == 0:
-                print(f"error: {error}", file=sys.stderr)
-            return error.exit_code
+            print_error(error)
+            return refuse(error.exit_code)
         stalls = stalls_folder(Path(config.run_dir))
         timeout = timedelta(seconds=config.parallel.timeout)
         with deterministic(config.deterministic), joined_world(timeout, stalls) as world:
             stop.joined()
             if world.is_main:
-                print(f"resolved recipe:\n{dump_config(config)}", flush=True)
+                if given.verbose:
+                    print(f"resolved recipe:\n{dump_config(config)}", flush=True)
+                print(summarize(config, world.size, world.ranks_per_node, world.device), flush=True)
             _train(config, world, given.stop_at_step, given.from_scratch, stop)
     except UserError as error:
-        print("\n".join([f"[rank {rank}] error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        stop.ended()
+        print_error(error)
         return error.exit_code
     return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises LaunchError for wrong arguments, which every rank would print otherwise."""
+
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(f"{message} (`{self.prog} --help` lists the arguments)")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a step of the run, 1 or more")
+    return int(text)
 
 
 def _train(config: RunConfig, world: World, stop_at_step: int | None, from_scratch: bool, stop: StopRequest) -> None:
     if any_rank(stop.requested):
         raise StoppedBeforeTrainingError
     with run_folder_lock(Path(config.run_dir), world) as run_lock:
-        finished = Trainer(config, world, run_lock, stop_at_step, from_scratch, stop).run()
-    if world.is_main and not finished:
-        print("stopped as asked; the same command continues from here", flush=True)
+        trainer = Trainer(config, world, run_lock, stop_at_step, from_scratch, stop)
+        already = trainer.finished
+        finished = trainer.run()
+    if not world.is_main:
+        return
+    if already:
+        print(describe_finished(trainer.progress, trainer.stages, Path(config.run_dir)), flush=True)
+    elif not finished:
+        step = trainer.progress.step
+        due = stop_at_step is not None and step >= stop_at_step
+        again = f"the same command without --stop-at-step {stop_at_step}" if due else "the same command"
+        print(f"stopped as asked after step {step}; {again} continues from here", flush=True)
 
 
 if __name__ == "__main__":

@@ -49,14 +49,16 @@ def test_help_starts_at_once_without_heavy_imports():
 
 
 def test_plan_prints_the_layout_and_what_it_costs(recipe):
-    done = runner.invoke(app, ["plan", str(recipe), "stages.0.tokens=2M", "--gpus", "4", "--tflops", "989"])
+    done = runner.invoke(
+        app, ["plan", str(recipe), "stages.0.tokens=2M", "--gpus", "4", "--tflops", "989", "--no-data"]
+    )
     assert done.exit_code == 0, done.output
     for part in ("4 GPUs: dp_replicate 1 x dp_shard 4", "1,311,872", "65,536", "4 moba", "dense causal", "optimizer"):
         assert part in done.output, part
 
 
 def test_a_users_mistake_is_a_message_and_exit_code_2(recipe):
-    done = runner.invoke(app, ["plan", str(recipe), "model.kv_heads=3", "--gpus", "5"])
+    done = runner.invoke(app, ["plan", str(recipe), "model.kv_heads=3", "--gpus", "5", "--no-data"])
     assert done.exit_code == 2
     assert "error: 2 problems in the configuration" in done.stderr
     assert "model.kv_heads: given 3" in done.stderr
@@ -66,7 +68,7 @@ def test_a_users_mistake_is_a_message_and_exit_code_2(recipe):
 
 def test_a_bug_of_ours_keeps_its_traceback(recipe, monkeypatch):
     monkeypatch.setattr("moba_train.planning.plan.make_plan", lambda *_: 1 / 0)
-    assert isinstance(runner.invoke(app, ["plan", str(recipe)]).exception, ZeroDivisionError)
+    assert isinstance(runner.invoke(app, ["plan", str(recipe), "--no-data"]).exception, ZeroDivisionError)
 
 
 def test_config_prints_yaml_that_loads_back(recipe, tmp_path):

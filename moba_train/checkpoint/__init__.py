@@ -13,6 +13,7 @@ index_pickle   decodes the index
 coverage       whether the index covers every tensor
 retention      which checkpoints stay on disk
 marks          checkpoints that are passed over although they are intact
+evaluated      what the evaluations of a checkpoint's step found
 small_file     small JSON files beside the checkpoints
 load           loads into tensors that exist, on any layout
 recipe         the recipe that training wrote into a checkpoint

@@ -179,6 +179,12 @@ class Checkpointer:
             self._thread.join(timeout_s)
             self._thread = None
 
+    def remove_old(self, protect: publish.Accept) -> None:
+        """Removes old checkpoints once more, by what became known since the last save; after `wait`."""
+        place = self._places[0]
+        if self._ranks.rank == 0 and self.last_saved is not None and self.last_saved.folder == place.folder:
+            self._remove_old(place, self.last_saved.step, protect)
+
     def raise_fatal(self) -> None:
         """Raises the error that must end the run, if there is one: after `wait`, on all ranks or on none."""
         if self.fatal is not None:
@@ -332,15 +338,16 @@ class Checkpointer:
     ) -> None:
         self._check_owner(place)
         publish.publish(temporary, contents.step, files)
+        self._remove_old(place, contents.step, contents.protect)
+
+    def _remove_old(self, place: Place, step: int, protect: publish.Accept) -> None:
         try:
             self._check_owner(place)
-            place.retention.apply(place.folder, contents.protect)
+            place.retention.apply(place.folder, protect)
         except LaunchError:
             raise
         except Exception as error:  # whatever it is, the checkpoint is there
-            logger.warning(
-                "the checkpoint of step %d is saved, but old ones could not be removed: %s", contents.step, error
-            )
+            logger.warning("the checkpoint of step %d is saved, but old ones could not be removed: %s", step, error)
 
 
 def _check_visible(path: Path, place: Place) -> None:

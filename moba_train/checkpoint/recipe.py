@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import saved_step
 from moba_train.config.load import parse_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
@@ -19,6 +20,23 @@ class SavedRun(NamedTuple):
     path: Path
     config: RunConfig
     stage: Stage
+
+
+class Training(NamedTuple):
+    """What the weights of a checkpoint have been through."""
+
+    step: int
+    """Optimizer steps; 0 for an imported model."""
+    tokens: int | None
+    """Training tokens of these steps; None for an imported model."""
+    seq_len: int
+    """Longest sequences of the stages so far, in tokens."""
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """The folder of the run that saved `checkpoint`, else the folder that it lies in."""
+    folder = checkpoint.absolute().parent
+    return folder.parent if folder.name == "checkpoints" else folder
 
 
 def saved_recipe(checkpoint: Path) -> RunConfig:
@@ -41,3 +59,15 @@ def saved_stage(checkpoint: Path, config: RunConfig) -> Stage:
             "checkpoint of this run"
         )
     return stages[index]
+
+
+def saved_training(checkpoint: Path) -> Training:
+    """What the weights of `checkpoint` have been through, by its recipe and progress. Raises CheckpointError as
+    `saved_stage`."""
+    config = saved_recipe(checkpoint)
+    meta = read_meta(checkpoint)
+    index = saved_stage(checkpoint, config).index
+    exited = meta["progress"].get("exited_steps")
+    stages = resolve_stages(config, exited if isinstance(exited, dict) else None)[: index + 1]
+    step = saved_step(meta) or 0
+    return Training(step, stages[-1].tokens_after(step) if step else None, max(stage.seq_len for stage in stages))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moba_train.checkpoint.evaluated import Evaluated
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.marks import Marks
@@ -20,7 +21,8 @@ class Retention:
     """Keeps the `keep_last` newest checkpoints, the multiples of `keep_every` steps for ever, and in each stage the
     `keep_best` of lowest validation loss (losses of stages with other lengths cannot be compared).
 
-    Loss and stage are `eval_loss` and `stage` of the meta; a checkpoint without them is never among the best.
+    The loss is `eval_loss` in `evaluations.json` or, where the checkpoint was saved after its evaluation, in its meta,
+    which also names the stage; a checkpoint without them is never among the best.
     """
 
     keep_last: int
@@ -55,7 +57,7 @@ class Retention:
         keep |= {path for step, path in checkpoints if self.keep_every and step % self.keep_every == 0}
         for wanted in (protect, is_finite):
             keep |= set([path for path, meta in usable.items() if meta is not None and wanted(meta)][-1:])
-        keep |= self._best(usable)
+        keep |= self._best(usable, Evaluated.read(folder)) if self.keep_best else set()
         for path in metas:
             if path not in keep:
                 remove(hide(path))
@@ -66,12 +68,14 @@ class Retention:
             logger.warning("While old checkpoints are deleted: %s.", problem)
             self._warned.add(path)
 
-    def _best(self, metas: dict[Path, dict[str, Any] | None]) -> set[Path]:
+    def _best(self, metas: dict[Path, dict[str, Any] | None], evaluated: Evaluated) -> set[Path]:
         """The checkpoints of lowest validation loss; among equal ones the newer."""
         stages: dict[str, list[tuple[float, Path]]] = {}
         for path, meta in reversed(metas.items()):
-            loss = meta.get("eval_loss") if meta is not None else None
-            if meta is not None and isinstance(loss, float) and math.isfinite(loss):
+            if meta is None:
+                continue
+            loss = meta.get("eval_loss", (evaluated.numbers(meta) or {}).get("eval_loss"))
+            if isinstance(loss, float) and math.isfinite(loss):
                 stages.setdefault(str(meta.get("stage")), []).append((loss, path))
         ranked = (sorted(losses, key=lambda entry: entry[0]) for losses in stages.values())
         return {path for losses in ranked for _, path in losses[: self.keep_best]}

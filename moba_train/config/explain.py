@@ -24,6 +24,8 @@ _BOUNDS: dict[str, tuple[str, Callable[[Iterable[Any]], Any]]] = {
     "lt": ("<", min),
 }
 
+_PATTERNS = {r"^[A-Za-z0-9._-]+$": "of letters, digits, dots, hyphens and underscores"}
+
 MOST_PROBLEMS = 100
 """Problems that are explained; looking for similar keys takes a millisecond for each."""
 
@@ -32,7 +34,9 @@ _short.maxstring = _short.maxother = 60
 
 
 def given(value: Any) -> str:
-    """`value` as text for a message, shortened when it is long."""
+    """`value` as text for a message, shortened when it is long; null, true and false as in YAML."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     return _short.repr(value)
 
 
@@ -43,9 +47,9 @@ def format_path(keys: Sequence[int | str]) -> str:
 
 
 def did_you_mean(key: str, known: Sequence[str]) -> str:
-    """`; did you mean ...` when one of the `known` keys is close to `key`, else an empty string."""
+    """` (did you mean ...?)` when one of the `known` keys is close to `key`, else an empty string."""
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
@@ -61,7 +65,8 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if isclass(annotation) and issubclass(annotation, Section):
         return "section"
     if origin is list or (origin is tuple and args[-1] is Ellipsis):
-        return f"{filled}list of {describe(args[0])}"
+        inner = describe(args[0])
+        return f"{filled}list of {'sections' if inner == 'section' else inner}"
     if origin is tuple:
         return f"list of {len(args)}: {', '.join(describe(arg) for arg in args)}"
     if origin is dict:
@@ -83,7 +88,8 @@ def _constraints(metadata: Sequence[Any]) -> Iterator[str]:
             bounds.append(f"{sign} {strictest(limits)}")
     if bounds:
         yield " and ".join(bounds)
-    yield from (f"matching {item.pattern}" for item in items if getattr(item, "pattern", None) is not None)
+    patterns = (item.pattern for item in items if getattr(item, "pattern", None) is not None)
+    yield from (_PATTERNS.get(pattern, f"matching {pattern}") for pattern in patterns)
     yield from (text for marker, text in _UNITS.items() if marker in items)
 
 
@@ -96,7 +102,7 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 def item_suffix(field: FieldInfo) -> str:
     """`[i]` for a key that holds a list of sections, else nothing."""
-    return "[i]" if "list of section" in describe_field(field) else ""
+    return "[i]" if "list of sections" in describe_field(field) else ""
 
 
 def walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -133,6 +139,8 @@ def _explain_one(details: ErrorDetails, root: type[Section]) -> tuple[str, str]:
         elif section is not None or (part != "[key]" and allowed.startswith(("list", "non-empty list", "mapping"))):
             keys.append(part)  # anything else is pydantic's name for one of the types a key accepts
     path = format_path(keys)
+    if section is not None and section is not root:
+        allowed += f", such as {_example(section, 'list of' in allowed)}"
 
     match details["type"]:
         case "missing":
@@ -142,8 +150,17 @@ def _explain_one(details: ErrorDetails, root: type[Section]) -> tuple[str, str]:
         case "value_error":
             return path, str(details["ctx"]["error"])
         case "model_type":
-            return path, f"given {given(details['input'])}; allowed: a section (key: value)"
+            known = ", ".join(section.fields()) if section is not None else "of the recipe"
+            return path, f"given {given(details['input'])}; allowed: a section with the keys {known}"
     return path, f"given {given(details['input'])}; allowed: {allowed}"
+
+
+def _example(section: type[Section], listed: bool) -> str:
+    """A section with its required keys or, if it has none, its first ones."""
+    fields = section.fields()
+    keys = [key for key, field in fields.items() if field.is_required()] or list(fields)[:3]
+    text = f"{{{', '.join(f'{key}: ...' for key in keys)}}}"
+    return f"[{text}]" if listed else text
 
 
 def _unknown_key(key: str, section: type[Section] | None, root: type[Section]) -> str:

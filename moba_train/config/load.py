@@ -24,6 +24,15 @@ MOST_FILES = 64
 MOST_VALUES = 100_000
 """Keys and values of a YAML document, those behind an alias counted each time."""
 
+_YAML_HINTS = {
+    "'\\t'": "indent with spaces, not with tabs",
+    "mapping values": "a value that contains a colon and a space needs quotes",
+    "<block end>": "indent this line as the other lines of its section",
+    "end of stream": "a quote or bracket before it is not closed",
+    "<stream end>": "a quote or bracket before it is not closed",
+}
+"""What usually causes a syntax error, by a part of PyYAML's message."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The recipe in the YAML file `path`, with `overrides` such as `stages.0.tokens=1M` applied last.
@@ -48,6 +57,21 @@ def parse_config(text: str, source: str) -> RunConfig:
         return RunConfig.model_validate(parse_yaml(text, source))
     except ValidationError as error:
         raise ConfigError([f"{source}: {problem}" for problem in explain(error, RunConfig)]) from None
+
+
+def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The recipe with `overrides` applied, as `load_config` takes them. Raises ConfigError with every problem."""
+    if not overrides:
+        return config
+    raw = parse_yaml(dump_config(config), "recipe")
+    problems = apply_overrides(raw, overrides)
+    try:
+        changed = RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(problems + explain(error, RunConfig)) from None
+    if problems:
+        raise ConfigError(problems)
+    return changed
 
 
 def dump_config(config: RunConfig) -> str:
@@ -99,7 +123,9 @@ def parse_yaml(text: str, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError([f"{source}{where}: not valid YAML: {error.problem or error.context}"]) from None
+        problem = error.problem or error.context or ""
+        hint = next((f"; {text}" for part, text in _YAML_HINTS.items() if part in problem), "")
+        raise ConfigError([f"{source}{where}: not valid YAML: {problem}{hint}"]) from None
     except RecursionError:
         raise ConfigError([f"{source}: is nested too deeply"]) from None
     except (yaml.YAMLError, ValueError) as error:
@@ -114,10 +140,16 @@ def apply_overrides(raw: dict[Any, Any], overrides: Sequence[str]) -> list[str]:
     problems = []
     for override in overrides:
         path, equals, text = override.partition("=")
+        path = path.strip()
         # Error messages print `stages[0].tokens`; that form works here too.
         keys = [int(key) if key.isdecimal() else key for key in re.sub(r"\[(\d+)\]", r".\1", path).split(".")]
         if not equals or "" in keys:
             problems.append(f"override {override!r}: allowed: key.path=value, e.g. optim.lr=1e-4 or stages.0.tokens=1M")
+            continue
+        if keys[0] == "extends":
+            problems.append(
+                f"override {override!r}: allowed only in a recipe, extends: FILE; write one that extends both"
+            )
             continue
         try:
             _assign(raw, keys, parse_yaml(text, f"override {override!r}"))
@@ -134,7 +166,7 @@ def _assign(raw: Any, keys: list[int | str], value: Any) -> None:
         where = format_path(keys[:depth])
         if isinstance(holder, list):
             if not isinstance(key, int):
-                raise TypeError(f"{where} is a list; allowed: a number, e.g. {where}[0]")
+                raise TypeError(f"{where} is a list; allowed: a number from 0 to {len(holder) - 1}, e.g. {where}.0")
             if key >= len(holder):
                 raise IndexError(f"{where}[{key}] does not exist; allowed: 0 to {len(holder) - 1}")
         elif not isinstance(holder, dict):
@@ -166,7 +198,7 @@ def _read_recipe(path: Path, chain: tuple[Path, ...], extended: list[Path]) -> d
         text = _read_text(path, chain).decode()
     except (OSError, ValueError) as error:
         by = f" (extended by {chain[-1]})" if chain else ""
-        raise ConfigError([f"{path}{by}: cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
+        raise ConfigError([f"{path}{by}: cannot be read: {_why_unread(path, error)}"]) from None
 
     raw = parse_yaml(text, str(path))
     if raw is None:
@@ -182,6 +214,17 @@ def _read_recipe(path: Path, chain: tuple[Path, ...], extended: list[Path]) -> d
     for parent in parents:
         merged = deep_merge(merged, _read_recipe(path.parent / parent, (*chain, resolved), extended))
     return deep_merge(merged, raw)
+
+
+def _why_unread(path: Path, error: OSError | ValueError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text (byte {error.object[error.start]:#04x} at position {error.start})"
+    reason = getattr(error, "strerror", None) or str(error)
+    if not isinstance(error, FileNotFoundError):
+        return reason
+    if "=" in path.name:
+        return f"{reason}; the recipe comes first, key.path=value after it"
+    return reason if path.is_absolute() else f"{reason} (from {Path.cwd()})"
 
 
 def _read_text(path: Path, chain: tuple[Path, ...]) -> bytes:

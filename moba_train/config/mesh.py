@@ -65,11 +65,11 @@ def fit_mesh(
     cp = parallel.cp
     tp = parallel.tp
     if world_size % tp:
-        return None, [f"parallel.tp: given {tp}, which does not divide the {world_size} ranks; {divisors(world_size)}"]
+        return None, [f"parallel.tp: given {tp}, which does not divide {_ranks(world_size)}; {divisors(world_size)}"]
     groups = world_size // tp
     each = f" in groups of {tp} (parallel.tp)" if tp > 1 else ""
     if groups % cp:
-        return None, [f"{cp_key}: given {cp}, which does not divide the {world_size} ranks{each}; {divisors(groups)}"]
+        return None, [f"{cp_key}: given {cp}, which does not divide {_ranks(world_size)}{each}; {divisors(groups)}"]
     dp = groups // cp
     sharing = each + (f", {cp * tp} to a sequence ({cp_key})" if cp > 1 else "")
     fixed = abs(parallel.dp_replicate * parallel.dp_shard)
@@ -77,7 +77,7 @@ def fit_mesh(
         given[free[0]] = dp // fixed
     elif free:
         other = next(key for key in given if key not in free)
-        ranks = f"the {world_size} ranks{sharing}"
+        ranks = f"{_ranks(world_size)}{sharing}"
         return None, [f"parallel.{other}: given {fixed}, which does not divide {ranks}; {divisors(dp)}"]
     elif fixed != dp:
         side = "more ranks than the layout uses" if dp > fixed else "fewer ranks than the layout needs"
@@ -88,6 +88,10 @@ def fit_mesh(
         fits = f"start {needed} ranks, or set parallel: {{dp_replicate: {replicate}, dp_shard: -1}}"
         return None, [f"parallel: {layout} make {needed} ranks, {world_size} were started{sharing}: {side}; {fits}"]
     return MeshSizes(dp_replicate=given["dp_replicate"], dp_shard=given["dp_shard"], cp=cp, tp=tp), []
+
+
+def _ranks(number: int) -> str:
+    return f"the {number} ranks" if number > 1 else "the number of ranks, 1"
 
 
 def divisors(number: int) -> str:

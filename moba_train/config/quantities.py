@@ -20,17 +20,17 @@ def parse_number(value: Any, base: int) -> Any:
     Raises ValueError when the text is not a number or not a whole one.
     """
     if isinstance(value, bool):
-        raise ValueError(f"{value} is not a number; write e.g. 4096, 128K or 1.5B")
+        raise ValueError(f"given {str(value).lower()}, which is not a number; write e.g. 4096, 128K or 1.5B")
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, str):
         return value
     match = _NUMBER.match(value)
     if match is None:
-        raise ValueError(f"{value!r} is not a number; write e.g. 4096, 128K or 1.5B")
+        raise ValueError(f"given {value!r}, which is not a number; write e.g. 4096, 128K or 1.5B")
     number = float(match[1].replace("_", "")) * base ** _POWER[match[2].upper()]
     if not number.is_integer():
-        raise ValueError(f"{value!r} is {number} tokens, not a whole number")
+        raise ValueError(f"given {value!r}, which is {number:,} tokens; allowed: a whole number")
     return int(number)
 
 

@@ -15,20 +15,21 @@ from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.convert.hf_config import CONFIG, hf_config
 from moba_train.convert.hf_names import hf_name
+from moba_train.convert.hf_tokenizer import export_tokenizer
 from moba_train.convert.hf_weights import parameter_shapes
 from moba_train.convert.safetensors_folder import write_safetensors
-from moba_train.data.tokenizer import copy_tokenizer
 from moba_train.errors import CheckpointError
-from moba_train.foreign_files import read_foreign_json, working_roots
+from moba_train.foreign_files import working_roots
 from moba_train.model.build import build_attention, kind_parameter_sizes
 
 
-def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
     """Write `output`, a Hugging Face folder with the model of a checkpoint.
 
     Holds the tensors of one file of at most `shard_bytes`. RoPE, sequence length and attention are those of the stage
     the checkpoint was in; config.json keeps the attention of every layer under `moba`; software that ignores the
-    entry sees an ordinary Llama, Qwen2 or Qwen3 with full attention. The tokenizer's files are copied.
+    entry sees an ordinary Llama, Qwen2 or Qwen3 with full attention. The tokenizer's files are those that transformers
+    expects. Returns a warning for each thing that is left out.
 
     Raises CheckpointError when `output` is not empty, no Hugging Face architecture has the model's shape, an attention
     kind would lose something, a tensor is missing in the checkpoint, or a byte of it has changed since it was written.
@@ -43,13 +44,15 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
         raise CheckpointError(f"{output}: is not empty; give a new folder")
     verify_checkpoint(checkpoint)
     reader = _reader(checkpoint, config.model)
-    if config.data.tokenizer is not None:
-        copy_tokenizer(Path(config.data.tokenizer), output, working_roots())
-        contents |= _special_tokens(output)
+    tokenizer = export_tokenizer(config, contents["model_type"], stage.seq_len, working_roots())
+    contents |= tokenizer.ids
     output.mkdir(parents=True, exist_ok=True)
+    for name, content in tokenizer.files.items():
+        (output / name).write_bytes(content)
     write_safetensors(output, _tensors(reader, config.model, dtype), shard_bytes)
     # Written last: a folder without it is not read as a model.
     (output / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    return tokenizer.warnings
 
 
 def _export_problems(config: RunConfig, kinds: Sequence[AttentionKind]) -> list[str]:
@@ -81,15 +84,3 @@ def _reader(checkpoint: Path, model: ModelConfig) -> CheckpointReader:
 def _tensors(reader: CheckpointReader, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     for name in parameter_shapes(model):
         yield hf_name(name), reader.read(f"model.{name}").to(dtype)
-
-
-def _special_tokens(folder: Path) -> dict[str, int]:
-    """Ids that transformers reads from config.json to generate, from the generation_config.json that was copied."""
-    try:
-        generation = read_foreign_json(folder / "generation_config.json")
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(generation, dict):
-        return {}
-    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {key: generation[key] for key in keys if generation.get(key) is not None}

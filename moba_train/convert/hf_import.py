@@ -66,8 +66,25 @@ def _length(folder: Path) -> int:
     return length
 
 
+def imported_recipe(folder: Path, output: Path) -> RunConfig:
+    """The recipe of the model in `folder` with its tokenizer in `output`. Its corpora are placeholders.
+
+    Raises CheckpointError when our Transformer does not implement the model.
+    """
+    values = _recipe_values(output, read_model_config(folder), read_layers(folder), _length(folder))
+    return RunConfig.model_validate(values)
+
+
 def _recipe(folder: Path, output: Path, model: ModelConfig, layers: dict[str, Any], length: int) -> RunConfig:
-    """Write recipe.yaml from what the folder says about a run, and return the recipe. Its corpora are placeholders."""
+    """Write recipe.yaml from what the folder says about a run, and return the recipe."""
+    recipe = _recipe_values(output, model, layers, length)
+    text = yaml.safe_dump(recipe, sort_keys=False)
+    (output / RECIPE).write_text(f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
+    return RunConfig.model_validate(recipe)
+
+
+def _recipe_values(output: Path, model: ModelConfig, layers: dict[str, Any], length: int) -> dict[str, Any]:
+    """What a recipe says about the model whose tokenizer lies in `output`, with placeholders for its corpora."""
     recipe: dict[str, Any] = {
         "name": output.name,
         "run_dir": f"runs/{output.name}",
@@ -81,9 +98,7 @@ def _recipe(folder: Path, output: Path, model: ModelConfig, layers: dict[str, An
     if (output / "tokenizer.json").is_file() or (output / "tokenizer.model").is_file():
         suffix = "json" if (output / "tokenizer.json").is_file() else "model"
         recipe["data"]["tokenizer"] = str(output / f"tokenizer.{suffix}")
-    text = yaml.safe_dump(recipe, sort_keys=False)
-    (output / RECIPE).write_text(f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
-    return RunConfig.model_validate(recipe)
+    return recipe
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):

@@ -3,13 +3,17 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.recipe import saved_recipe, saved_stage
 from moba_train.checkpoint.state import load_model
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.convert.hf_config import CONFIG, read_model_config
-from moba_train.convert.hf_weights import load_hf_weights
+from moba_train.convert.hf_weights import check_hf_weights, load_hf_weights
+from moba_train.convert.safetensors_folder import SafetensorsFolder
 from moba_train.errors import CheckpointError
 from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
@@ -33,31 +37,56 @@ def source_model(folder: Path) -> ModelConfig:
     return config.model.model_copy(update={"rope": saved_stage(checkpoint, config).rope})
 
 
-def load_initial_weights(model: Transformer, folder: Path) -> None:
+def load_initial_weights(model: Transformer, folder: Path) -> str:
     """Fill `model`, sharded or not, from `folder` (see `source_model`). Called on all ranks; each reads its shards.
 
-    Parameters of attention kinds that the folder's model does not have keep their initial values.
+    Parameters of attention kinds that the folder's model does not have keep their initial values. Returns what was
+    loaded, as a sentence.
 
     Raises CheckpointError when the folder's model differs from `model`, or a byte of the checkpoint has changed since
     it was written.
     """
     if problems := list(model_differences(model.config, folder)):
         raise CheckpointError("\n".join(problems))
+    parameters = dict(model.named_parameters())
+    own = {name for name in parameters if kind_of_parameter(name)}
     if is_hf_folder(folder):
         load_hf_weights(model, folder)
+        source = f"the Hugging Face model {folder}"
+        missing = own
     else:
-        own = [name for name, _ in model.named_parameters() if kind_of_parameter(name)]
-        load_model(model, find_checkpoint(folder), optional=own, verify=True)
+        checkpoint = find_checkpoint(folder)
+        load_model(model, checkpoint, optional=own, verify=True)
+        source = f"the checkpoint {checkpoint}"
+        saved = CheckpointReader(checkpoint).tensors if own else {}
+        missing = {name for name in own if f"model.{name}" not in saved}
+    loaded = sum(parameter.numel() for name, parameter in parameters.items() if name not in missing)
+    kept = f"; {len(missing)} of attention kinds, which are not there, keep their initial values" if missing else ""
+    return f"{len(parameters) - len(missing)} tensors ({loaded:,} parameters) loaded from {source}{kept}"
 
 
 def initial_problems(config: RunConfig) -> Iterator[str]:
     """Problems of `init_from` in a run that has no checkpoints yet; a resumed run does not read it."""
     if config.init_from is None or (Path(config.run_dir) / "checkpoints").exists():
         return
+    folder = Path(config.init_from)
+    if not folder.is_dir():
+        yield (
+            f"init_from: given {config.init_from!r}; there is no such folder (from {Path.cwd()}); allowed: a Hugging "
+            "Face model that was downloaded before, a checkpoint or a run folder"
+        )
+        return
     try:
-        yield from model_differences(config.model, Path(config.init_from))
+        differences = list(model_differences(config.model, folder))
+        yield from differences
+        if is_hf_folder(folder) and not differences:
+            with torch.device("meta"):
+                model = Transformer(config.model)
+            shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+            check_hf_weights(shapes, SafetensorsFolder(folder))
     except CheckpointError as error:
-        yield f"init_from: {error}"
+        other = "" if is_hf_folder(folder) else f"; nor is there a {CONFIG}, which a Hugging Face model has"
+        yield f"init_from: {error}{other}"
 
 
 def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:

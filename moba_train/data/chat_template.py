@@ -4,12 +4,13 @@ A template is Jinja, as models ship it in `tokenizer_config.json`. It runs in a 
 attributes of Python objects, or the date; `confined_template` limits the time and memory of one from elsewhere. The
 template itself determines what carries loss: the text that it writes
 before an assistant message, with a generation prompt, is the prompt that the model will see. The text after it, up to
-and including the end of the turn, carries loss.
+and including the end of the turn, carries loss: the assistant's text and its tool calls.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -18,37 +19,114 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moba_train.errors import DataError
 
-Message = dict[str, str]
-"""`role` and `content`."""
+Message = dict[str, Any]
+"""`role` and `content`, as templates expect them. An assistant message may have `tool_calls`, and then `content` may be
+None; its `weight` of 0 excludes it from the loss. A tool's result may name its call under `tool_call_id`."""
 
-_CHATML = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}
+_CHATML_CALLS = """\
+{%- macro calls(message) %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n' if message.content or not loop.first }}
+        {{- '<tool_call>\\n{"name": ' + call.function.name | tojson }}
+        {{- ', "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' }}
+    {%- endfor %}
+{%- endmacro %}
+"""
+_CHATML_PROMPT = """\
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-_QWEN = """\
+_CHATML = (
+    _CHATML_CALLS
+    + """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n<tools>\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson + '\\n' }}
+    {%- endfor %}
+    {{- '</tools><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+    {{- calls(message) if message.tool_calls }}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+"""
+    + _CHATML_PROMPT
+)
+_NO_TOOLS = """\
+{%- if tools %}
+    {{- raise_exception('NAME has no place for a list of tools; give the folder of a model that has: --template') }}
+{%- endif %}
+"""
+_QWEN = (
+    _NO_TOOLS.replace("NAME", "qwen")
+    + _CHATML_CALLS
+    + """\
 {%- if not messages or messages[0].role != 'system' %}
     {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}
 {%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' }}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+        {{- calls(message) if message.tool_calls }}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
 """
-_LLAMA3 = """\
+    + _CHATML_PROMPT
+)
+_LLAMA3 = (
+    _NO_TOOLS.replace("NAME", "llama3")
+    + """\
 {{- '<|begin_of_text|>' }}
 {%- for message in messages %}
-    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+    {%- set role = 'ipython' if message.role == 'tool' else message.role %}
+    {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + (message.content or '') | trim }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n' if message.content or not loop.first }}
+        {{- '{"name": ' + call.function.name | tojson }}
+        {{- ', "parameters": ' + call.function.arguments | tojson + '}' }}
+    {%- endfor %}
+    {{- '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
+)
 BUILT_IN = {
     "chatml": (_CHATML, "<|im_end|>"),
     "llama3": (_LLAMA3, "<|eot_id|>"),
-    "qwen": (_QWEN + _CHATML, "<|im_end|>"),
+    "qwen": (_QWEN, "<|im_end|>"),
 }
 """Built-in templates by name: the template, and the text that ends a turn."""
+
+
+class Conversation(NamedTuple):
+    """Messages, and the tools that the assistant may call."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
+    """JSON schemas of the tools; None: the record lists none."""
+
+
+def texts(value: Any) -> Iterator[str]:
+    """Yield every text in a JSON value, keys of objects included, in no particular order."""
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, str):
+            yield found
+        elif isinstance(found, dict):
+            waiting += [*found.keys(), *found.values()]
+        elif isinstance(found, list | tuple):
+            waiting += found
 
 
 class TemplateSegment(NamedTuple):
@@ -58,18 +136,35 @@ class TemplateSegment(NamedTuple):
     in_loss: bool
 
 
+def template_fingerprint(source: str, end_of_turn: str, variables: dict[str, str] | None) -> str:
+    """SHA-256 of a template, the text that ends a turn and the special tokens, in hexadecimal."""
+    return hashlib.sha256(json.dumps([source, end_of_turn, variables or {}], sort_keys=True).encode()).hexdigest()
+
+
 class Template(Protocol):
     """The interface of a chat template that fine-tuning needs: `ChatTemplate`, here or in a process of its own."""
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    @property
+    def end_of_turn(self) -> str:
+        """Text that ends a turn."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that determines what the template writes, in hexadecimal."""
+        ...
+
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Sequence[Any] | None = None
+    ) -> str:
         """The messages as text. Raises ValueError when the template refuses them."""
         ...
 
-    def segments(self, messages: Sequence[Message]) -> list[TemplateSegment]:
+    def segments(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[TemplateSegment]:
         """The text of `messages`, split where loss begins and ends. Raises ValueError when they cannot be used."""
         ...
 
-    def all_segments(self, conversations: Iterable[Sequence[Message]]) -> Iterator[list[TemplateSegment] | ValueError]:
+    def all_segments(self, conversations: Iterable[Conversation]) -> Iterator[list[TemplateSegment] | ValueError]:
         """The segments of each conversation, in order, or the error of `segments`. May read `conversations` ahead."""
         ...
 
@@ -94,6 +189,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, end_of_turn: str, variables: dict[str, str] | None = None) -> None:
         self.end_of_turn = end_of_turn
+        self.fingerprint = template_fingerprint(source, end_of_turn, variables)
         self._variables = variables or {}
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
@@ -105,58 +201,94 @@ class ChatTemplate:
         except (TemplateError, RecursionError, OverflowError, ValueError) as error:
             raise DataError(f"the chat template is not valid Jinja: {error}") from error
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Sequence[Any] | None = None
+    ) -> str:
         """The messages as text, followed by the beginning of an assistant message if `add_generation_prompt`.
 
         Raises ValueError when the template refuses the messages.
         """
         try:
             return self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._variables
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                tools=list(tools) if tools else None,
+                **self._variables,
             )
         except MemoryError:
             raise
         except Exception as error:  # a template is a program: it can fail in any way
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
-    def segments(self, messages: Sequence[Message]) -> list[TemplateSegment]:
+    def segments(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[TemplateSegment]:
         """The text of `messages`, split where loss begins and ends.
 
-        Raises ValueError when there is no assistant message, a message contains the end of a turn, or the template does
-        not render a conversation as a continuation of its own prompts.
+        Raises ValueError when no assistant message carries loss, a message contains the end of a turn, or the template
+        leaves out a tool, or does not render a conversation as a continuation of its own prompts.
         """
-        for message in messages:
-            if self.end_of_turn in message["content"]:
-                raise ValueError(f"a message contains {self.end_of_turn!r}, which ends a turn")
-        text = self.render(messages)
+        if any(self.end_of_turn in text for text in texts([messages, tools])):
+            raise ValueError(f"a message contains {self.end_of_turn!r}, which ends a turn")
+        text = self.render(messages, tools=tools)
+        _require_names(text, tools or [], "the list of tools")
         at = 0
         segments = []
         for index, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or message.get("weight", 1) == 0:
                 continue
-            prompt = self.render(messages[:index], add_generation_prompt=True)
-            if not text.startswith(prompt) or len(prompt) < at:
-                raise ValueError(
-                    f"the chat template renders the text before assistant message {index} differently as a prompt, so "
-                    "the text that carries loss cannot be determined"
-                )
-            end = text.find(self.end_of_turn, len(prompt))
-            if end < 0:
-                raise ValueError(f"the chat template does not end message {index} with {self.end_of_turn!r}")
-            end += len(self.end_of_turn)
-            segments += [TemplateSegment(text[at : len(prompt)], False), TemplateSegment(text[len(prompt) : end], True)]
+            begin, end = self._answer(text, messages, index, tools)
+            if begin < at:
+                raise ValueError(_differs(index))
+            _require_names(text[begin:end], message.get("tool_calls") or [], f"the tool calls of message {index}")
+            segments += [TemplateSegment(text[at:begin], False), TemplateSegment(text[begin:end], True)]
             at = end
         if not segments:
-            raise ValueError("no assistant message")
+            roles = {message["role"] for message in messages}
+            raise ValueError(
+                "every assistant message has weight 0: nothing carries loss"
+                if "assistant" in roles
+                else "no assistant message"
+            )
         return [segment for segment in (*segments, TemplateSegment(text[at:], False)) if segment.text]
 
-    def all_segments(self, conversations: Iterable[Sequence[Message]]) -> Iterator[list[TemplateSegment] | ValueError]:
+    def _answer(
+        self, text: str, messages: Sequence[Message], index: int, tools: Sequence[Any] | None
+    ) -> tuple[int, int]:
+        """Where the answer of assistant message `index` begins and ends in the conversation's `text`."""
+        prompt = self.render(messages[:index], add_generation_prompt=True, tools=tools)
+        if not text.startswith(prompt):
+            raise ValueError(_differs(index))
+        # A message that ends in another way would carry loss on to the end of the next one, such as a tool's result.
+        alone = self.render(messages[: index + 1], tools=tools) if index + 1 < len(messages) else text
+        end = text.find(self.end_of_turn, len(prompt))
+        if end < 0 or self.end_of_turn not in alone[len(prompt) :]:
+            raise ValueError(f"the chat template does not end message {index} with {self.end_of_turn!r}")
+        return len(prompt), end + len(self.end_of_turn)
+
+    def all_segments(self, conversations: Iterable[Conversation]) -> Iterator[list[TemplateSegment] | ValueError]:
         """The segments of each conversation, in order, or the error of `segments`."""
-        for messages in conversations:
+        for conversation in conversations:
             try:
-                yield self.segments(messages)
+                yield self.segments(*conversation)
             except ValueError as error:
                 yield error
+
+
+def _differs(index: int) -> str:
+    return (
+        f"the chat template renders the text before assistant message {index} differently as a prompt, so the text "
+        "that carries loss cannot be determined"
+    )
+
+
+def _require_names(text: str, tools: Sequence[Any], what: str) -> None:
+    """Raises ValueError when `text` lacks the name of a tool or tool call: the template does not write it."""
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, dict) else {}
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise ValueError(f"a tool in {what} has no name")
+        if name not in text:
+            raise ValueError(f"the chat template leaves out {what} (no {name!r}); give a template that supports tools")
 
 
 def _refuse(message: str) -> None:

@@ -24,7 +24,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moba_train.data.chat_template import ChatTemplate, Message, TemplateSegment
+from moba_train.data.chat_template import (
+    ChatTemplate,
+    Conversation,
+    Message,
+    TemplateSegment,
+    template_fingerprint,
+    texts,
+)
 from moba_train.errors import DataError
 
 BATCH_CHARACTERS = 1 << 16
@@ -60,6 +67,8 @@ class ConfinedTemplate:
     def __init__(
         self, source: str, end_of_turn: str, variables: dict[str, str] | None = None, limits: Limits = DEFAULT_LIMITS
     ) -> None:
+        self.end_of_turn = end_of_turn
+        self.fingerprint = template_fingerprint(source, end_of_turn, variables)
         self._limits = limits
         self._setup = json.dumps([source, end_of_turn, variables, limits.seconds, limits.memory]).encode()
         self._breaches = 0
@@ -69,19 +78,21 @@ class ConfinedTemplate:
         except ValueError as error:
             raise DataError(str(error)) from None
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Sequence[Any] | None = None
+    ) -> str:
         """The messages as text, followed by the beginning of an assistant message if `add_generation_prompt`.
 
         Raises ValueError when the template refuses the messages.
         """
-        text: str = self._call("render", list(messages), add_generation_prompt)
+        text: str = self._call("render", messages, add_generation_prompt, tools)
         return text
 
-    def segments(self, messages: Sequence[Message]) -> list[TemplateSegment]:
+    def segments(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[TemplateSegment]:
         """The text of `messages`, split where loss begins and ends. Raises ValueError as `ChatTemplate.segments`."""
-        return _segments(self._call("segments", list(messages)))
+        return _segments(self._call("segments", messages, tools))
 
-    def all_segments(self, conversations: Iterable[Sequence[Message]]) -> Iterator[list[TemplateSegment] | ValueError]:
+    def all_segments(self, conversations: Iterable[Conversation]) -> Iterator[list[TemplateSegment] | ValueError]:
         """The segments of each conversation, in order, or the error of `segments`.
 
         Conversations travel in batches, and the child renders the next batch while the caller works on this one.
@@ -97,19 +108,19 @@ class ConfinedTemplate:
                 self._send(["all_segments", batch])
             yield from results
 
-    def _results(self, batch: list[list[Message]]) -> list[list[TemplateSegment] | ValueError]:
+    def _results(self, batch: list[Conversation]) -> list[list[TemplateSegment] | ValueError]:
         """The results of the batch that was sent; one by one if the batch as a whole exceeds a limit."""
         try:
             found = self._receive()
         except _BreachError as error:
             if len(batch) > 1:
-                return [self._result(messages) for messages in batch]
+                return [self._result(conversation) for conversation in batch]
             return [self._counted(error)]
         return [_segments(result) if error is None else ValueError(error) for result, error in found]
 
-    def _result(self, messages: list[Message]) -> list[TemplateSegment] | ValueError:
+    def _result(self, conversation: Conversation) -> list[TemplateSegment] | ValueError:
         try:
-            return self.segments(messages)
+            return self.segments(*conversation)
         except ValueError as error:
             return error
 
@@ -212,13 +223,13 @@ def _segments(found: list[list[Any]]) -> list[TemplateSegment]:
     return [TemplateSegment(text, in_loss) for text, in_loss in found]
 
 
-def _batches(conversations: Iterable[Sequence[Message]]) -> Iterator[list[list[Message]]]:
+def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
     """Consecutive conversations of about `BATCH_CHARACTERS` characters."""
-    batch: list[list[Message]] = []
+    batch: list[Conversation] = []
     size = 0
-    for messages in conversations:
-        batch.append(list(messages))
-        size += sum(len(message["content"]) for message in messages)
+    for conversation in conversations:
+        batch.append(conversation)
+        size += sum(map(len, texts(conversation)))
         if size >= BATCH_CHARACTERS:
             yield batch
             batch = []

@@ -15,6 +15,7 @@ A corpus is a pair of files. `PREFIX.bin` holds the raw tokens; `PREFIX.idx`, li
 `PREFIX.json`, the sidecar, is written only by our own tools; see data/sidecar.py.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -349,7 +350,9 @@ class IndexedDatasetWriter:
             if error is None:
                 self._publish()
         finally:
-            self._file.close()
+            # After an error, closing may fail again, for example if the disk is full.
+            with contextlib.suppress(OSError):
+                self._file.close()
             for suffix in ("bin", "json", "idx"):
                 self._temporary(suffix).unlink(missing_ok=True)
 

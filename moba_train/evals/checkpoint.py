@@ -1,22 +1,26 @@
 """`moba-train eval`: evaluate a checkpoint outside training, on any number of ranks."""
 
 import dataclasses
-import json
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from moba_train.checkpoint.recipe import SavedRun
+from moba_train.checkpoint.recipe import SavedRun, Training, saved_training
 from moba_train.checkpoint.state import load_model
 from moba_train.config.mesh import MeshSizes, divisors
-from moba_train.config.run import ParallelConfig, PositionWiseConfig
-from moba_train.config.schema import RunConfig
+from moba_train.config.run import ParallelConfig
 from moba_train.config.stages import Stage
+from moba_train.convert.hf_import import imported_recipe
+from moba_train.convert.hf_weights import load_hf_weights
+from moba_train.convert.initial_weights import is_hf_folder
 from moba_train.errors import DataError, UserError
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
-from moba_train.evals.registry import EVALUATIONS, stage_evaluations
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, untracked
+from moba_train.evals.options import EvaluationOptions
+from moba_train.evals.progress import tracked
+from moba_train.evals.registry import EVALUATIONS, enabled_evaluations, evaluations_named
+from moba_train.evals.results import result_json, write_output, write_result
 from moba_train.evals.variants import Layers, variants
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
@@ -24,39 +28,30 @@ from moba_train.parallel.stage import ContextEngines
 from moba_train.parallel.world import World, joined_world
 from moba_train.planning.memory import buffer_memory
 
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """What to evaluate; None leaves it to the recipe."""
-
-    attention: Literal["full", "own", "both"] = "both"
-    bucket: int | None = None
-    """Loss by position: tokens of the context that are averaged together."""
-    sequences: int | None = None
-    """Loss by position: samples of long documents."""
-    cp: int | None = None
-    """Ranks that share a sequence; None: as many as in the checkpoint's stage, or one rank for each sequence where that
-    does not divide the ranks."""
-    output: Path | None = None
-    """Folder for `evaluation.json` and plots."""
+logger = logging.getLogger(__name__)
 
 
 def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Callable[[str], object]) -> None:
-    """Run the evaluations that the recipe or the options ask for, with each attention on the same weights.
+    """Run the evaluations that the recipe or the options ask for, with each attention on the same weights, and write
+    their results beside the checkpoint.
 
-    Under torchrun all its ranks work together, and the numbers are those of one up to rounding. `echo` gets the lines
-    to print, on the first rank. Raises UserError for data or options that do not fit.
+    saved  the recipe with the options laid over it (validation/evaluated.py)
+    echo   gets the lines to print, on the first rank
+
+    Under torchrun all its ranks work together, and the numbers are those of one up to rounding. Raises UserError for
+    data or options that do not fit.
     """
-    config = _with_options(saved, options)
-    attentions = variants(config, saved.stage, options.attention)
-    evaluations = stage_evaluations(config, saved.stage)
-    if not evaluations:
-        keys = " or ".join(evaluation.key for evaluation in EVALUATIONS)
-        raise DataError(f"{saved.path}: its recipe has nothing to evaluate; set {keys}")
-    for evaluation in evaluations:
-        if evaluation.missing:
-            raise DataError(f"{saved.path}: {evaluation.missing}")
+    training = _training(saved)
+    attentions = variants(saved.config, saved.stage, options.attention)
+    evaluations = _evaluations(saved, options)
     with joined_world() as world:
+        if world.is_main and saved.stage.seq_len > training.seq_len:
+            logger.warning(
+                "Sequences of %d tokens are longer than the %d tokens that the model was trained with: positions "
+                "beyond are extrapolated by the stage's RoPE",
+                saved.stage.seq_len,
+                training.seq_len,
+            )
         context = _context(saved, options.cp, attentions, world)
         results = {}
         for evaluation in evaluations:
@@ -64,25 +59,36 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
             if world.is_main:
                 for line in results[evaluation.name].table:
                     echo(line)
-        if world.is_main and options.output is not None:
-            _write(evaluations, results, saved.stage, options.output)
+        if world.is_main:
+            content = result_json(saved, training, options, context, results) | {"ranks": world.size}
+            _write(content, saved.path, options.output, echo)
+            if options.output is not None:
+                for evaluation in evaluations:
+                    evaluation.plot({saved.stage.name: results[evaluation.name].data}, options.output)
 
 
-def _with_options(saved: SavedRun, options: EvaluationOptions) -> RunConfig:
-    """The recipe with the options laid over it."""
-    given = {"bucket": options.bucket, "sequences": options.sequences}
-    wanted = saved.config.evaluation.position_wise
-    if wanted is None and options.bucket is None:
-        return saved.config
-    if options.bucket is not None and (options.bucket < 1 or saved.stage.seq_len % options.bucket):
-        raise UserError(
-            f"--bucket: given {options.bucket}, which does not divide the stage's seq_len {saved.stage.seq_len}"
-        )
-    position_wise = (wanted or PositionWiseConfig()).model_copy(
-        update={key: value for key, value in given.items() if value is not None}
-    )
-    evaluation = saved.config.evaluation.model_copy(update={"position_wise": position_wise})
-    return saved.config.model_copy(update={"evaluation": evaluation})
+def _training(saved: SavedRun) -> Training:
+    """What the weights have been through; a Hugging Face model, sequences of the length in its config.json."""
+    if is_hf_folder(saved.path):
+        return Training(0, None, imported_recipe(saved.path, saved.path).stages[0].seq_len)
+    return saved_training(saved.path)
+
+
+def _evaluations(saved: SavedRun, options: EvaluationOptions) -> list[Evaluation]:
+    """The evaluations to run, with their data. Raises DataError where there are none, or one lacks data."""
+    config = saved.config
+    wanted = enabled_evaluations(config) if options.tasks is None else evaluations_named(options.tasks)
+    if not wanted:
+        keys = " or ".join(evaluation.key for evaluation in EVALUATIONS)
+        raise DataError(f"{saved.path}: its recipe has nothing to evaluate; give --data or --tasks, or set {keys}")
+    for evaluation in wanted:
+        if not evaluation.enabled(config):
+            raise DataError(f"--tasks {evaluation.name}: needs {evaluation.key}; give --data CORPUS, or override it")
+    evaluations = [evaluation(config, saved.stage) for evaluation in wanted]
+    for ready in evaluations:
+        if ready.missing:
+            raise DataError(f"{saved.path}: {ready.missing}")
+    return evaluations
 
 
 def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], world: World) -> EvaluationContext:
@@ -91,13 +97,17 @@ def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], wor
     stage, sizes = _laid_out(saved.stage, cp, world.size)
     dims = ParallelDims(sizes, world)
     model = sharded_model(config, dims)
-    load_model(model, saved.path)
+    if is_hf_folder(saved.path):
+        load_hf_weights(model, saved.path)
+    else:
+        load_model(model, saved.path)
     model.set_rope(stage.rope)
     engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
     data_shard, _ = engines.data_shard(stage, sizes)
     if data_shard.engine is not None:
         model.set_engines([data_shard.engine] * config.model.layers)
-    return EvaluationContext(model, stage, data_shard, world.device, attentions)
+    track = tracked if world.is_main else untracked
+    return EvaluationContext(model, stage, data_shard, world.device, attentions, track=track)
 
 
 def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSizes]:
@@ -112,11 +122,15 @@ def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSize
     return dataclasses.replace(stage, parallel=parallel), MeshSizes(dp_shard=ranks // cp, cp=cp)
 
 
-def _write(evaluations: list[Evaluation], results: dict[str, EvaluationResult], stage: Stage, folder: Path) -> None:
-    """Write `evaluation.json` and the plots."""
-    folder.mkdir(parents=True, exist_ok=True)
-    content: dict[str, Any] = {"stage": stage.name, "seq_len": stage.seq_len}
-    content |= {name: result.data for name, result in results.items()}
-    (folder / "evaluation.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    for evaluation in evaluations:
-        evaluation.plot({stage.name: results[evaluation.name].data}, folder)
+def _write(content: dict[str, Any], path: Path, output: Path | None, echo: Callable[[str], object]) -> None:
+    """Write the results beside the checkpoint `path`, and into `output`; models of other programs get no files."""
+    if output is not None:
+        echo(f"results: {write_output(content, output)}")
+    if is_hf_folder(path):
+        if output is None:
+            echo("results: not written into a Hugging Face folder; give --output FOLDER")
+        return
+    try:
+        echo(f"results: {write_result(content, path)}")
+    except OSError as error:  # the run may be another user's
+        logger.warning("The results are not written beside the checkpoint: %s; give --output FOLDER", error)

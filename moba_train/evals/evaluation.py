@@ -1,23 +1,43 @@
 """The interface of an evaluation: what it needs, when it is due, and what it gives.
 
-A new evaluation is one file with a subclass of `Evaluation` and one line in registry.py. It then runs while a stage
-trains (stage.py) and in `moba-train eval` (checkpoint.py), and a stage may train `until` one of its numbers is good.
+A new evaluation is one file with a subclass of `Evaluation`, its section `evaluation.<name>` in config/run.py, null by
+default, and one line in registry.py. It then runs while a stage trains (stage.py) and in `moba-train eval`
+(checkpoint.py), and a stage may train `until` one of its numbers is good.
+
+`moba-train eval RUN --tasks NAME,...` asks for evaluations by `Evaluation.name`, whether the recipe has them or not:
+`switched_on` adds the section of each task that the recipe leaves null, with defaults that fit the checkpoint's stage;
+overrides such as `evaluation.<name>.<key>=value` are laid over it. A class whose section has a default for every key
+need not define `switched_on`. `problems` is then asked of the tasks that run, for a recipe with that stage alone.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from moba_train.config.run import EvaluationConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.evals.variants import Layers, name_of
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.stage import DataShard
+
+
+class EvaluationStoppedError(Exception):
+    """The run was asked to stop while an evaluation ran. Not an error of anyone's: the run saves and ends in order."""
+
+
+def never_stops() -> None:
+    """What `EvaluationContext.between_batches` is outside training."""
+
+
+def untracked(items: Sequence[int], what: str) -> Iterable[int]:
+    """The items, without showing progress."""
+    return items
 
 
 @dataclass(frozen=True)
@@ -31,6 +51,11 @@ class EvaluationContext:
     device: torch.device
     attentions: Mapping[str, Layers] = field(default_factory=dict)
     """Attention of every layer, by a name for people; at least one where an evaluation runs."""
+    between_batches: Callable[[], None] = never_stops
+    """Every evaluation calls it before each forward pass, on all ranks together. Raises EvaluationStoppedError, on all
+    of them, when the run is asked to stop."""
+    track: Callable[[Sequence[int], str], Iterable[int]] = untracked
+    """Shows progress through a loop over the first argument, which the second one names."""
 
     @property
     def own(self) -> str:
@@ -40,11 +65,17 @@ class EvaluationContext:
 
     def each_attention(self) -> Iterator[str]:
         """Switch the model from one attention to the next, yield their names, and end with the stage's own."""
-        head_width = self.model.config.head_width
         for name, layers in self.attentions.items():
-            self.model.set_attention(build_attention(layers, head_width))
+            self._set_attention(layers)
             yield name
-        self.model.set_attention(build_attention(self.stage.attention, head_width))
+        self.restore_attention()
+
+    def restore_attention(self) -> None:
+        """Switch the model to the stage's own attention."""
+        self._set_attention(self.stage.attention)
+
+    def _set_attention(self, layers: Layers) -> None:
+        self.model.set_attention(build_attention(layers, self.model.config.head_width))
 
 
 @dataclass(frozen=True)
@@ -66,6 +97,8 @@ class Evaluation(ABC):
 
     name: ClassVar[str]
     """Type of its records in metrics.jsonl, and its key in evaluation.json."""
+    data_name: ClassVar[str] = ""
+    """Field of its data in metrics.jsonl where that is not `name`, because one of its numbers is called so."""
     key: ClassVar[str]
     """YAML key that switches it on."""
     numbers: ClassVar[frozenset[str]]
@@ -88,6 +121,17 @@ class Evaluation(ABC):
     @abstractmethod
     def enabled(cls, config: RunConfig) -> bool:
         """Whether the recipe asks for it."""
+
+    @classmethod
+    def switched_on(cls, config: RunConfig, stage: Stage) -> RunConfig:
+        """The recipe, asking for this evaluation: where its section is null, with defaults that fit `stage`."""
+        return config if cls.enabled(config) else cls.with_section(config, {})
+
+    @classmethod
+    def with_section(cls, config: RunConfig, values: dict[str, Any]) -> RunConfig:
+        """The recipe with this evaluation's section made of `values`, and of defaults for all other keys."""
+        sections = config.evaluation.model_dump() | {cls.key.removeprefix("evaluation."): values}
+        return config.model_copy(update={"evaluation": EvaluationConfig.model_validate(sections)})
 
     @classmethod
     def problems(cls, config: RunConfig) -> Iterator[str]:
@@ -115,7 +159,8 @@ class Evaluation(ABC):
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """Evaluate the model with each of the context's attentions; called on all ranks together.
 
-        Numbers are equal on every rank and, up to rounding, for every parallel layout.
+        Numbers are equal on every rank and, up to rounding, for every parallel layout. Calls the context's
+        `between_batches` before each forward pass, and leaves its exceptions alone.
         """
 
     def plot(self, data: Mapping[str, dict[str, Any]], folder: Path) -> None:  # noqa: B027  # optional, not abstract

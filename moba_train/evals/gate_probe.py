@@ -82,6 +82,7 @@ class GateProbe(Evaluation):
         layers = range(context.model.config.layers) if self._layers is None else sorted(set(self._layers))
         found = {layer: GateStatistics() for layer in layers}
         for first in range(0, self._data.sequences, shard.dp_size):
+            context.between_batches()
             index = first + shard.dp_rank
             whole = collate([self._data.sample(min(index, self._data.sequences - 1))])
             batch = shard.shard_batch(whole).to(context.device)
@@ -160,8 +161,8 @@ def summarize(own: str, layers: dict[int, GateStatistics], queries: int, seconds
     numbers = {"mass_recall": mean("mass_recall"), "block_recall": mean("block_recall")}
     numbers["attention_error"] = mean("output_error") if means else 0.0
     message = (
-        f"{own} gates of {len(means)} layers: {numbers['mass_recall']:.3f} of full attention's probability in the blocks "
-        f"attended to, {numbers['block_recall']:.3f} of the best blocks selected, output off by "
+        f"{own} gates of {len(means)} layers: {numbers['mass_recall']:.3f} of full attention's probability in the "
+        f"blocks attended to, {numbers['block_recall']:.3f} of the best blocks selected, output off by "
         f"{numbers['attention_error']:.3f}"
     )
     if not means:

@@ -50,9 +50,10 @@ class GateStatistics:
 
     def means(self) -> dict[str, float]:
         """The statistics by name (`MEANS`); empty where no query had a choice."""
-        rows, selections = self.sums["rows"], self.sums["selections"]
+        rows = self.sums.get("rows", 0.0)
         if not rows:
             return {}
+        selections = self.sums["selections"]
         return {
             "mass_recall": self.sums["mass_recall"] / rows,
             "block_recall": self.sums["block_recall"] / rows,

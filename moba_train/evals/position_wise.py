@@ -1,6 +1,7 @@
 """Loss by position in the context, on samples that lie inside one document."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import collate
 from moba_train.data.long_documents import LongDocumentSamples, count_samples
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, never_stops
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import token_losses
 from moba_train.parallel.stage import DataShard
@@ -45,6 +46,14 @@ class PositionWise(Evaluation):
     def enabled(cls, config: RunConfig) -> bool:
         """Where the recipe has the section."""
         return config.evaluation.position_wise is not None
+
+    @classmethod
+    def switched_on(cls, config: RunConfig, stage: Stage) -> RunConfig:
+        """At least four buckets where the default's are longer."""
+        if cls.enabled(config):
+            return config
+        quarter = 1 << (max(stage.seq_len // 4, 1).bit_length() - 1)
+        return cls.with_section(config, {"bucket": min(math.gcd(2048, stage.seq_len), quarter)})
 
     @classmethod
     def problems(cls, config: RunConfig) -> Iterator[str]:
@@ -79,7 +88,14 @@ class PositionWise(Evaluation):
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`trailing_loss` and, where full attention is tried too, `trailing_gap`, each with its standard error."""
         curves = {
-            name: position_wise_loss(context.model, self._samples, self._bucket, context.data_shard, context.device)
+            name: position_wise_loss(
+                context.model,
+                self._samples,
+                self._bucket,
+                context.data_shard,
+                context.device,
+                context.between_batches,
+            )
             for name in context.each_attention()
         }
         return summarize(curves, context.own)
@@ -133,7 +149,12 @@ class PositionWiseLoss:
 
 @torch.no_grad()
 def position_wise_loss(
-    model: Transformer, samples: LongDocumentSamples, bucket: int, data_shard: DataShard, device: torch.device
+    model: Transformer,
+    samples: LongDocumentSamples,
+    bucket: int,
+    data_shard: DataShard,
+    device: torch.device,
+    between_batches: Callable[[], None] = never_stops,
 ) -> PositionWiseLoss:
     """The model's loss on all `samples` (at least one), equal on every rank and, up to rounding, for every layout.
 
@@ -144,6 +165,7 @@ def position_wise_loss(
     buckets = samples.seq_len // bucket
     sums = torch.zeros(sequences, buckets, dtype=torch.float64, device=device)
     for first in range(0, sequences, data_shard.dp_size):
+        between_batches()
         index = first + data_shard.dp_rank
         batch = data_shard.shard_batch(collate([samples.sample(min(index, sequences - 1))])).to(device)
         losses_n = token_losses(model, batch)

@@ -1,11 +1,16 @@
 """The evaluations that run while a stage trains."""
 
 import dataclasses
+from collections.abc import Callable
+from itertools import takewhile
+from pathlib import Path
 
 from moba_train.config.schema import RunConfig
-from moba_train.evals.evaluation import Evaluation, EvaluationContext
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationStoppedError
 from moba_train.evals.registry import stage_evaluations
 from moba_train.evals.variants import name_of, with_full
+from moba_train.parallel.world import broadcast
+from moba_train.telemetry.jsonl import read_backward
 from moba_train.telemetry.telemetry import Telemetry
 
 
@@ -29,21 +34,46 @@ class StageEvaluations:
         self._step = -1
         self._numbers: dict[str, float] = {}
 
+    def due(self, step: int) -> bool:
+        """Whether `run_due` has anything to do after `step`."""
+        return any(evaluation.due(step, self._stage) for evaluation, _ in self._evaluations)
+
+    def run_at_start(self, tokens: int, metrics: Path) -> None:
+        """Run all before the stage's first step, except those whose results are in the file `metrics` already: the run
+        was stopped or killed there, and resumed."""
+        step = self._stage.first_step
+        place = (step, self._stage.name)
+        records = takewhile(lambda record: record["step"] >= step, read_backward(metrics))
+        here = broadcast({record["type"] for record in records if (record["step"], record.get("stage")) == place})
+        self._run(step, tokens, lambda evaluation: evaluation.name not in here)
+
     def run_due(self, step: int, tokens: int) -> dict[str, float]:
-        """Run what is due after `step`, at which `tokens` are consumed. Returns the numbers found, by name."""
-        self._step = step
-        self._numbers = {}
+        """Run what is due after `step`, at which `tokens` are consumed. Returns the numbers found, by name.
+
+        An evaluation during which `EvaluationContext.between_batches` raises is not reported, and those after it are
+        not run; the model then has the stage's own attention.
+        """
+        return self._run(step, tokens, lambda evaluation: evaluation.due(step, self._stage))
+
+    def _run(self, step: int, tokens: int, wanted: Callable[[Evaluation], bool]) -> dict[str, float]:
+        numbers: dict[str, float] = {}
         for evaluation, context in self._evaluations:
             if evaluation.missing:
                 if step in (self._stage.planned_end_step, self._stage.end_step):
                     text = f"{evaluation.missing}: no {evaluation.name} in this stage"
                     self._telemetry.event(step, tokens, "warning", text)
-            elif evaluation.due(step, self._stage):
-                result = evaluation.run(context)
-                fields = {**result.numbers, evaluation.name: result.data}
+            elif wanted(evaluation):
+                try:
+                    result = evaluation.run(context)
+                except EvaluationStoppedError:
+                    context.restore_attention()
+                    raise
+                fields = {**result.numbers, evaluation.data_name or evaluation.name: result.data}
                 self._telemetry.event(step, tokens, evaluation.name, result.message, **fields)
-                self._numbers |= result.numbers
-        return self._numbers
+                numbers |= result.numbers
+        self._step = step
+        self._numbers = numbers
+        return numbers
 
     def numbers_at(self, step: int) -> dict[str, float]:
         """The numbers found after `step`; empty unless it is the last step that was asked for."""

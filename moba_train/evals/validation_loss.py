@@ -1,6 +1,7 @@
 """Mean token loss on held-out text."""
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import collate
 from moba_train.data.samples import Sample, StageData
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, never_stops
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.stage import DataShard
@@ -34,11 +35,23 @@ class ValidationLoss(Evaluation):
         """Where there is held-out text."""
         return bool(config.data.validation)
 
+    @classmethod
+    def switched_on(cls, config: RunConfig, stage: Stage) -> RunConfig:
+        """The recipe as it is: held-out text has no default."""
+        return config
+
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`eval_loss` in nats per token."""
         micro_batch_size = context.stage.micro_batch_size
         losses = {
-            name: validation_loss(context.model, self._data, micro_batch_size, context.data_shard, context.device)
+            name: validation_loss(
+                context.model,
+                self._data,
+                micro_batch_size,
+                context.data_shard,
+                context.device,
+                context.between_batches,
+            )
             for name in context.each_attention()
         }
         own = losses[context.own]
@@ -48,7 +61,12 @@ class ValidationLoss(Evaluation):
 
 @torch.no_grad()
 def validation_loss(
-    model: Transformer, data: StageData, micro_batch_size: int, data_shard: DataShard, device: torch.device
+    model: Transformer,
+    data: StageData,
+    micro_batch_size: int,
+    data_shard: DataShard,
+    device: torch.device,
+    between_batches: Callable[[], None] = never_stops,
 ) -> float:
     """Mean loss in nats per token over all of `data`, equal on every rank and (up to rounding) for every layout.
 
@@ -57,6 +75,7 @@ def validation_loss(
     per_pass = data_shard.dp_size * micro_batch_size
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for first in range(0, data.sequences, per_pass):
+        between_batches()
         begin = first + data_shard.dp_rank * micro_batch_size
         samples = [_sample_or_padding(data, index) for index in range(begin, begin + micro_batch_size)]
         batch = data_shard.shard_batch(collate(samples)).to(device)

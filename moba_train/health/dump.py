@@ -43,6 +43,7 @@ from moba_train.model.transformer import Engine, Transformer
 from moba_train.optim.gradients import gradient_norm
 from moba_train.parallel.forward import token_losses
 from moba_train.parallel.stage import DataShard
+from moba_train.parallel.world import broadcast
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ class Dump(NamedTuple):
     """The entry of every rank."""
     gate: dict[str, float]
     """`gate_load_imbalance` and so on: means over the selections of all layers and ranks; empty without any."""
+    path: Path | None = None
+    """Its file; None if it could not be written."""
 
 
 def write_dump(
@@ -80,15 +83,18 @@ def write_dump(
     norms = _gradient_norms(model, kinds)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, _rank_entry(model, data_shard, batches, loss_sum))
-    if dist.get_rank() == 0:
-        path = dump_folder(run_dir) / f"step_{head['step']:08d}.json"
-        _write(path, {**head, "gradient_norms": norms, "ranks": ranks})
+    path = dump_folder(run_dir) / f"step_{head['step']:08d}.json"
+    written = broadcast(dist.get_rank() == 0 and _write(path, {**head, "gradient_norms": norms, "ranks": ranks}))
     gate = mean_statistics(layer for rank in ranks for layer in rank["gate"])
-    return Dump(ranks, {f"gate_{name}": value for name, value in (gate or {}).items() if name != "selected"})
+    return Dump(
+        ranks,
+        {f"gate_{name}": value for name, value in (gate or {}).items() if name != "selected"},
+        path if written else None,
+    )
 
 
-def _write(path: Path, dump: dict[str, Any]) -> None:
-    """Write the file completely or not at all."""
+def _write(path: Path, dump: dict[str, Any]) -> bool:
+    """Write the file completely or not at all; whether it could be written."""
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(exist_ok=True)
@@ -96,6 +102,8 @@ def _write(path: Path, dump: dict[str, Any]) -> None:
         temporary.replace(path)
     except OSError as error:
         logger.warning("the dump of a spike could not be written: %s", error)
+        return False
+    return True
 
 
 def _gradient_norms(model: Transformer, kinds: Sequence[str]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def react(
     skip = Reaction("skip", f"step not applied ({skips + 1} of max_skips {config.max_skips} in {BUDGET_STEPS} steps)")
     match config.reaction:
         case "log" if report.level == "fatal":
-            return Reaction("stop", "health.spike.reaction is log, which stops here; skip_step and rollback go on")
+            return Reaction("stop", "health.spike.reaction is log, which ends the run here")
         case "skip_step" if skips_help:
             return skip
         case "skip_step" if report.flagged:

@@ -20,7 +20,10 @@ from torch.distributed.tensor import DTensor
 from moba_train.health.reaction import BUDGET_STEPS
 
 MOST_NAMED = 8
-"""How many document parts or steps a message names."""
+"""How many document parts an event names, and how many steps a message."""
+
+MOST_LISTED = 3
+"""How many document parts a message names."""
 
 
 class RankEvidence(NamedTuple):
@@ -123,8 +126,8 @@ def reproducible_fault(ranks: Iterable[Mapping[str, Any]]) -> tuple[str, list[st
             "others of its micro-batch)"
         )
     named = (suspects or list(broken))[:MOST_NAMED]
-    more = len(suspects or broken) - len(named)
-    listed = ", ".join(named) + (f" and {more} more" if more else "")
+    more = len(suspects or broken) - len(named[:MOST_LISTED])
+    listed = ", ".join(named[:MOST_LISTED]) + (f" and {more} more" if more else "")
     return f"reproducible: the step was run twice on the same batch. {said}: {listed}", named
 
 

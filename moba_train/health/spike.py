@@ -80,7 +80,7 @@ class SpikeDetector:
         continues = self._last_flagged is not None and self._last_flagged == step - 1
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._last_flagged = step
-            message = f"step {step}: loss {loss}, gradient norm {grad_norm}"
+            message = f"step {step}: loss {loss:.6g}, gradient norm {grad_norm:.6g}"
             return SpikeReport("fatal", math.nan, math.nan, message, True, continues)
 
         z_loss, z_grad = self._loss.z_score(loss), self._grad.z_score(grad_norm)

@@ -1,12 +1,16 @@
 """Generation from text to text: tokenizer, generation, detokenizer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moba_train.data.tokenizer import TextTokenizer
 from moba_train.errors import UserError
 from moba_train.inference.cache import Decode
 from moba_train.inference.generate import generate
+from moba_train.inference.prompt import PrefillProgress
 from moba_train.model.transformer import Transformer
+
+CONTEXT = 32
+"""Tokens before a new one that are decoded with it: more than any character has, and few beside a prompt of 1M."""
 
 
 def generate_text(
@@ -19,30 +23,39 @@ def generate_text(
     top_p: float,
     seed: int,
     decode: Decode,
+    say: Callable[[str], object] = lambda _: None,
 ) -> Iterator[str]:
-    """Yield the prompt, then the text that continues it as its tokens are sampled.
+    """Yield the text that continues the prompt as its tokens are sampled. `say` hears how far the prompt is read.
 
-    The arguments are those of `generate`. Raises UserError for values out of range.
+    The other arguments are those of `generate`. Raises UserError for values out of range.
     """
     tokens = tokenizer.encode(prompt)
-    yield prompt
+    if outside := [token for token in tokens if token >= model.config.vocab_size]:
+        raise UserError(
+            f"the tokenizer makes token id {outside[0]} of the prompt, but model.vocab_size is "
+            f"{model.config.vocab_size}; give the tokenizer that the model was trained with"
+        )
+    answer = generate(
+        model,
+        tokens,
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop_token=tokenizer.eos_id,
+        decode=decode,
+        on_prefill=PrefillProgress(len(tokens), say),
+    )
+    tail = tokens[-CONTEXT:]
+    shown = tokenizer.decode(tail)
     try:
-        shown = tokenizer.decode(tokens)
-        for token in generate(
-            model,
-            tokens,
-            max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            stop_token=tokenizer.eos_id,
-            decode=decode,
-        ):
-            # Decoded from the start each time: a token alone may be part of a character, or lose its leading space.
-            tokens.append(token)
-            text = tokenizer.decode(tokens)
+        for token in answer:
+            # Decoded with what is before it: a token alone may be part of a character, or lose its leading space.
+            tail.append(token)
+            text = tokenizer.decode(tail)
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                 yield text[len(shown) :]
-                shown = text
+                tail = tail[-CONTEXT:]
+                shown = tokenizer.decode(tail)
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -23,11 +23,15 @@ def build_model(config: RunConfig) -> Transformer:
 
     It has the parameters of every attention kind that any stage uses; a stage only sets which kinds compute.
     """
-    parameters = [
+    return Transformer(config.model, _kind_parameters(config))
+
+
+def _kind_parameters(config: RunConfig) -> list[dict[str, nn.Module]]:
+    """For each layer, the parameter modules of the attention kinds that have any, by the kind's name."""
+    return [
         {name: module for name, options in kinds.items() if (module := _parameters(name, options, config, layer))}
         for layer, kinds in enumerate(kinds_by_layer(config))
     ]
-    return Transformer(config.model, parameters)
 
 
 def _parameters(kind: str, options: Section, config: RunConfig, layer: int) -> nn.Module | None:
@@ -37,7 +41,10 @@ def _parameters(kind: str, options: Section, config: RunConfig, layer: int) -> n
 def kind_parameter_sizes(config: RunConfig) -> dict[str, dict[str, int]]:
     """Element counts of the parameters that attention kinds add to the model, by kind and parameter name."""
     with torch.device("meta"):
-        model = build_model(config)
+        parameters = _kind_parameters(config)
+        if not any(parameters):
+            return {}  # most recipes: `plan` asks hundreds of times, and to build a model of 32 layers takes 0.1 s
+        model = Transformer(config.model, parameters)
     sizes: dict[str, dict[str, int]] = {}
     for name, parameter in model.named_parameters():
         if kind := kind_of_parameter(name):

@@ -4,6 +4,7 @@ The store, torchrun's, outlives the ranks. A rank whose torchrun dies is killed,
 """
 
 import ctypes
+import hashlib
 import json
 import os
 import signal
@@ -15,11 +16,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from moba_train.errors import CommunicationError
+from moba_train.errors import CommunicationError, UserError
 
 GRACE_S = 5.0
 """How long a rank that gives up waits for the reports of others: ranks that wait for the same one give up within
 moments of each other."""
+
+SAME_S = 1.0
+"""How long a rank waits for rank 0 to say the same error: the ranks that find one together do so in far less."""
 
 _MOST_NAMED = 16
 """How many of the ranks without a report are described."""
@@ -75,6 +79,8 @@ class FailureReports:
         mine = _summary(error)
         try:
             earlier = self._reports()
+            if isinstance(error, UserError) and not was_waiting(error):
+                self._store.set(self._code_key(self._rank), str(error.exit_code))
             self._store.set(self._key(self._rank), mine)
             deadline = time.monotonic() + (GRACE_S if was_waiting(error) else 0)
             while len(reports := self._reports()) < self._size and time.monotonic() < deadline:
@@ -93,6 +99,32 @@ class FailureReports:
             lines += [text for rank in silent[:_MOST_NAMED] if (text := self._last_seen(rank))]
         return "\n".join(lines)
 
+    def is_said_elsewhere(self, error: UserError) -> bool:
+        """Whether another rank says `error`, which this rank has reported: rank 0 if it comes to the same, else the
+        first rank to ask."""
+        mine = _summary(error)
+        deadline = time.monotonic() + SAME_S
+        try:
+            while self._rank != 0 and not self._store.check([self._key(0)]) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            if self._rank != 0 and self._reports().get(0) == mine:
+                return True
+            digest = hashlib.sha256(mine.encode()).hexdigest()
+            return self._store.add(f"moba_train/said/{digest}", 1) > 1
+        except (RuntimeError, OSError):
+            return False
+
+    def code_of_others(self) -> int | None:
+        """Exit code of a rank that ended with an error of the user's which is its own; None if there is none."""
+        try:
+            codes = (self._store.get(self._code_key(rank)) for rank in range(self._size) if self._has_code(rank))
+            return next((int(code) for code in codes), None)
+        except (RuntimeError, OSError):
+            return None
+
+    def _has_code(self, rank: int) -> bool:
+        return self._store.check([self._code_key(rank)])
+
     def _last_seen(self, rank: int) -> str:
         try:
             last = Heartbeat.latest(self._store, rank)
@@ -106,6 +138,9 @@ class FailureReports:
 
     def _key(self, rank: int) -> str:
         return f"moba_train/gave_up/{rank}"
+
+    def _code_key(self, rank: int) -> str:
+        return f"moba_train/exit_code/{rank}"
 
 
 def end_with_launcher() -> None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from moba_train.errors import LaunchError
+from moba_train.errors import EndedElsewhereError, LaunchError, UserError
 from moba_train.parallel.failures import FailureReports, was_waiting
 from moba_train.parallel.restart import attempt_store
 
@@ -97,7 +97,12 @@ def _joined(timeout: timedelta) -> Iterator[World]:
     except Exception as error:
         if others := failures.report(error):
             error.add_note(others)
-        if not was_waiting(error):  # destroying the group would wait for ranks that do not answer
+        waited = was_waiting(error)
+        if waited and (code := failures.code_of_others()) is not None:
+            raise EndedElsewhereError(code) from error
+        if isinstance(error, UserError):
+            error.said_elsewhere = failures.is_said_elsewhere(error)
+        if not waited:  # destroying the group would wait for ranks that do not answer
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()

@@ -1,29 +1,82 @@
-"""Peak matrix rates of GPUs: dense bf16 with fp32 accumulation, without sparsity, from NVIDIA's data sheets."""
+"""GPUs by name: memory and peak matrix rate, from NVIDIA's data sheets.
+
+The rates are dense bf16 with fp32 accumulation; data sheets that only give the rate with sparsity give twice as much.
+Data sheets call a GPU's GiB "GB": CUDA reports 139.8 GiB of an H200's 141 and 79.2 of an H100's 80.
+
+Sources: the data sheets "NVIDIA H100 Tensor Core GPU", "NVIDIA H200 Tensor Core GPU", "NVIDIA GH200 Grace Hopper
+Superchip", "NVIDIA A100 Tensor Core GPU", "NVIDIA L40S", "NVIDIA DGX B200" (a system of 8 GPUs, 1,440 GB) and "NVIDIA
+GB200 NVL72" (72 GPUs). The A800 and H800 are an A100 and an H100 with slower NVLink.
+"""
+
+import difflib
+from dataclasses import dataclass
 
 import torch
 
-# The first name that is part of the device's name counts, so variants are listed before their family.
-_PEAK_TFLOPS = {
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H200 NVL": 835.0,
-    "GH200": 989.0,
-    "H200": 989.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "B200": 2250.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-}
+from moba_train.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or the part of one that CUDA sees."""
+
+    name: str
+    tflops: float | None
+    """Dense bf16 peak; None: not in the table."""
+    memory: float
+    """Bytes."""
+
+
+def _gpu(name: str, tflops: float, gibibytes: int) -> Gpu:
+    return Gpu(name, tflops, gibibytes * 2**30)
+
+
+# A device's name is that of the first entry that is a part of it, so variants are listed before their family.
+_GPUS = (
+    _gpu("H100 PCIe", 756.0, 80),
+    _gpu("H100 NVL", 835.0, 94),
+    _gpu("H200 NVL", 835.0, 141),
+    _gpu("GH200", 989.0, 96),
+    _gpu("H200", 989.0, 141),
+    _gpu("H100", 989.0, 80),
+    _gpu("H800", 989.0, 80),
+    _gpu("GB200", 2500.0, 186),
+    _gpu("B200", 2250.0, 180),
+    _gpu("A100-SXM4-40GB", 312.0, 40),
+    _gpu("A100-PCIE-40GB", 312.0, 40),
+    _gpu("A100", 312.0, 80),
+    _gpu("A800", 312.0, 80),
+    _gpu("L40S", 362.0, 48),
+)
+_BY_NAME = {gpu.name.lower().replace(" ", "-"): gpu for gpu in _GPUS}
+
+H200 = _BY_NAME["h200"]
+_DEFAULT_TFLOPS = 989.0
+"""An H100's, where the GPU is absent or unknown."""
 
 
 def peak_tflops(device: str) -> float | None:
     """Dense bf16 TFLOP/s of a device by the name that CUDA reports; None if it is not in the table."""
-    return next((rate for name, rate in _PEAK_TFLOPS.items() if name.lower() in device.lower()), None)
+    return next((gpu.tflops for gpu in _GPUS if gpu.name.lower() in device.lower()), None)
 
 
-def local_peak_tflops() -> float:
-    """Dense bf16 TFLOP/s of this machine's first GPU, or of an H100 if that GPU is absent or unknown."""
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
-    return peak_tflops(name) or _PEAK_TFLOPS["H100"]
+def named_gpu(name: str) -> Gpu:
+    """The GPU of the table with this name, such as `h200` or `h100-nvl`. Raises ConfigError for an unknown name."""
+    if gpu := _BY_NAME.get(name.lower().replace(" ", "-")):
+        return gpu
+    close = difflib.get_close_matches(name.lower(), _BY_NAME, n=1)
+    closest = f"closest: {close[0]}; " if close else ""
+    raise ConfigError([f"--gpu: given {name!r}; {closest}allowed: {', '.join(sorted(_BY_NAME))}"])
+
+
+def peak_or_default(gpu: Gpu | None) -> float:
+    """Dense bf16 TFLOP/s of a GPU, or of an H100 if it is absent or unknown."""
+    return gpu.tflops if gpu is not None and gpu.tflops is not None else _DEFAULT_TFLOPS
+
+
+def local_gpu() -> Gpu | None:
+    """This machine's first GPU, with the memory that CUDA reports; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    return Gpu(properties.name, peak_tflops(properties.name), properties.total_memory)

@@ -24,6 +24,12 @@ def matmul_flops(model: ModelConfig) -> float:
     return 6.0 * (weights + model.vocab_size * model.hidden_size)
 
 
+def recomputed_flops(model: ModelConfig) -> float:
+    """FLOPs per token that full activation checkpointing repeats: products with the blocks' weights, 2 per weight.
+    Attention's result is kept."""
+    return 2.0 * model.layers * (attention_matrices(model) + feed_forward_matrices(model))
+
+
 def dense_flops(model: ModelConfig, seq_len: int) -> float:
     """FLOPs per token as if every layer had dense causal attention over the full sequence, 6 H d T a layer.
 

@@ -1,10 +1,15 @@
-"""Memory per GPU by part, in bytes: an estimate for choosing a layout, not a promise.
+"""Peak memory per GPU by part, in bytes: an estimate for choosing a layout.
 
-Assumed: FSDP2 with one unit a block, fp32 master weights and gradients. Left out: the CUDA context (about 1 GiB),
-fragmentation, NCCL's buffers and attention workspaces.
+A step needs most memory at one of a few moments, and the parts never all exist at once: gradients only come as
+activations go, and logits are gone before the blocks' gradients begin. Each moment is added up, and the largest counts.
+
+Assumed: FSDP2 with one unit a block, fp32 master weights and gradients, all parameters trained. Left out: the CUDA
+context (about 1 GiB), fragmentation, NCCL's buffers and workspaces of attention kernels, for which `USABLE`
+leaves room.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -23,27 +28,34 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each GPU by part."""
+    """Bytes on each GPU by part, at the moment of a step that needs most."""
 
+    moment: str
+    """What is computed then: the loss, or the backward pass of a part of the last or first block, or of the
+    embedding."""
     parameters: int
     """fp32 master weights, sharded."""
-    gradients: int
-    """fp32, sharded."""
     optimizer: int
     """State of the optimizer, sharded; for AdamW two fp32 moments."""
+    gradients: int
+    """fp32, sharded: those that exist at this moment."""
     unsharded: int
-    """Gathered weights in the compute dtype: two blocks (one at work, one prefetched), embedding and output."""
+    """Gathered weights in the compute dtype: embedding and output, and two blocks (one at work, one prefetched)."""
     activations: int
-    """Tensors that the forward pass of one micro-batch keeps for the backward pass."""
-    logits: int
-    """One chunk of logits, with log-softmax and gradient."""
-    transport: int
+    """Tensors of one micro-batch that the forward pass, or a block's recomputation, keeps for the backward pass."""
+    working: int
+    """Logits of one chunk with log-softmax and gradient, or gradients on their way through one block."""
+    transport: int = 0
     """Buffers of context parallelism, of one layer at a time."""
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, part) for part in MEMORY_PARTS)
+
+
+MEMORY_PARTS = ("parameters", "optimizer", "gradients", "unsharded", "activations", "working", "transport")
+"""Fields of `Memory` that are bytes, in the order to print."""
 
 
 def element_bytes(config: RunConfig) -> int:
@@ -52,31 +64,11 @@ def element_bytes(config: RunConfig) -> int:
 
 
 def estimate_memory(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: float = 0) -> Memory:
-    """Memory of one rank in `stage`, on a mesh of these sizes.
+    """Peak memory of one rank in `stage`, on a mesh of these sizes.
 
     transport: bytes of the rank's buffers for context parallelism.
     """
-    tp = sizes.tp
-    model = config.model
-    tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)  # of a micro-batch, in the rank's tp group
-    kinds = build_attention(stage.attention, model.head_width)
-    saved_by_kinds = sum(kind.saved_bytes(model, stage.seq_len) for kind in kinds)
-    counts = count_recipe_parameters(config)
-    width = element_bytes(config)
-    checkpointing = config.activation_checkpointing == "full"
-    shard = -(-counts.total // (sizes.shards * tp))
-    blocks = min(2, model.layers) * counts.without_embeddings // model.layers
-    return Memory(
-        parameters=4 * shard,
-        gradients=4 * shard,
-        optimizer=OPTIMIZERS[config.optim.kind].state_bytes * shard,
-        # the loss gathers the full output weight over the tp group
-        unsharded=width * ((blocks + counts.embedding + counts.output) // tp + (counts.embedding if tp > 1 else 0)),
-        activations=(_activations(model, checkpointing, width, tp) + saved_by_kinds) * tokens // tp,
-        # logits in the compute dtype, and three fp32 tensors: their copy, log-softmax, gradient
-        logits=min(CHUNK_TOKENS, tokens // tp) * model.vocab_size * (width + 12),
-        transport=round(transport),
-    )
+    return max(_moments(config, stage, sizes, round(transport)), key=lambda memory: memory.total)
 
 
 def buffer_memory(config: RunConfig, device: torch.device, stage: Stage, sizes: MeshSizes) -> float | None:
@@ -87,17 +79,144 @@ def buffer_memory(config: RunConfig, device: torch.device, stage: Stage, sizes: 
     return USABLE * total - estimate_memory(config, stage, sizes).total
 
 
-def _activations(model: ModelConfig, checkpointing: bool, width: int, tp: int) -> int:
-    """Bytes per token that all layers keep, `width` bytes an element, over all ranks of a tp group.
+@dataclass(frozen=True)
+class _BlockActivations:
+    """Bytes of one block's activations on a rank, for the tokens of one micro-batch."""
 
-    One block keeps the inputs of both norms and of the projections behind them (4 D), rotated queries and keys,
-    values and the attention's output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of
-    the SwiGLU. Every rank of a tp group holds the gathered inputs of the projections, 2 D. With checkpointing every
-    block keeps its input and its attention's output and LSE, and one block at a time keeps everything.
+    attention: int
+    """All tensors that attention and its projections keep for their backward pass."""
+    feed_forward: int
+    """All tensors that the SwiGLU and its norm keep."""
+    kept: int
+    """Tensors that stay while other blocks work: all, or with checkpointing those that recomputation begins with."""
+    attention_gradients: int
+    """Gradients of queries, keys, values and the attention's output."""
+    feed_forward_gradients: int
+    """Gradients inside the SwiGLU beyond the activations that they replace."""
+
+
+def _block_activations(
+    model: ModelConfig, tokens: int, width: int, tp: int, checkpointing: bool, compiled: bool
+) -> _BlockActivations:
+    """Activations of one block, `width` bytes an element, where a tp group has `tokens` tokens.
+
+    A block keeps the inputs of both norms and of the projections behind them (4 D; every rank of a tp group holds the
+    gathered inputs of the projections), rotated queries and keys, values and the attention's output (and the queries
+    and keys before qk_norm), the fp32 LSE, and four tensors of the SwiGLU. A compiled block recomputes one of these
+    four: 4.00 GiB less were measured on 16 layers (benchmarks/results/training-1b-h200.json). Checkpointing keeps the
+    block's input and its attention's output and LSE.
     """
     queries = model.heads * model.head_width
     keys = model.kv_heads * model.head_width
+    lse = 4 * model.heads
     heads = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
-    block = width * ((2 + 2 * tp) * model.hidden_size + heads + 4 * model.intermediate_size) + 4 * model.heads
-    kept = width * (model.hidden_size + queries) + 4 * model.heads
-    return model.layers * kept + block if checkpointing else model.layers * block
+    attention = width * ((1 + tp) * model.hidden_size + heads) + lse
+    feed_forward = width * ((1 + tp) * model.hidden_size + (3 if compiled else 4) * model.intermediate_size)
+    kept = width * (model.hidden_size + queries) + lse if checkpointing else attention + feed_forward
+    bytes_per_token = {
+        "attention": attention,
+        "feed_forward": feed_forward,
+        "kept": kept,
+        "attention_gradients": width * 2 * (queries + keys),
+        "feed_forward_gradients": width * (1 if compiled else 2) * model.intermediate_size,
+    }
+    return _BlockActivations(**{name: count * tokens // tp for name, count in bytes_per_token.items()})
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Numbers and bytes of weights on a rank. The ends are the embedding and the output projection."""
+
+    shard: int
+    """Parameters that the rank keeps."""
+    ends: int
+    """Parameters of the ends in the rank's tp part."""
+    block: int
+    """Parameters of one block in the rank's tp part."""
+    head: int
+    """Bytes of the output weight in the compute dtype, gathered over the tp group for the loss."""
+    gathered_ends: int
+    """Bytes of the gathered ends in the compute dtype."""
+    gathered: int
+    """Bytes of the gathered ends and of two blocks."""
+
+
+def _weights(config: RunConfig, sizes: MeshSizes, width: int) -> _Weights:
+    counts = count_recipe_parameters(config)
+    ends = (counts.embedding + counts.output) // sizes.tp
+    block = counts.without_embeddings // config.model.layers // sizes.tp
+    head = width * config.model.vocab_size * config.model.hidden_size
+    gathered_ends = width * ends + (head if sizes.tp > 1 else 0)
+    return _Weights(
+        shard=-(-counts.total // (sizes.shards * sizes.tp)),
+        ends=ends,
+        block=block,
+        head=head,
+        gathered_ends=gathered_ends,
+        gathered=gathered_ends + width * min(2, config.model.layers) * block,
+    )
+
+
+def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) -> list[Memory]:
+    """Memory at each moment of a step that can be its peak."""
+    tp = sizes.tp
+    model = config.model
+    width = element_bytes(config)
+    tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)  # of a micro-batch, in the rank's tp group
+    hidden = width * model.hidden_size * tokens // tp
+    checkpointing = config.activation_checkpointing == "full"
+    block = _block_activations(model, tokens, width, tp, checkpointing, config.compile)
+    kinds = build_attention(stage.attention, model.head_width)
+    selected = [kind.saved_bytes(model, stage.seq_len) * tokens // tp for kind in kinds]
+    all_kept = model.layers * block.kept + sum(selected)
+    weights = _weights(config, sizes, width)
+
+    several = stage.batch_sequences > stage.micro_batch_size * sizes.dp  # the gradients of other micro-batches stay
+    early = 4 * weights.shard if several else 0
+    late = 4 * weights.shard if several else 4 * (weights.shard - weights.ends // sizes.shards)
+    rows = min(CHUNK_TOKENS, tokens // tp)
+    # log-softmax, its gradient and that of the logits, float32 (benchmarks/loss_memory.py); the rows of all chunks,
+    # their gradient and, from the chunk before, the weight's
+    loss = 12 * rows * model.vocab_size + 2 * hidden + (weights.head if tokens // tp > CHUNK_TOKENS else 0)
+    # In the blocks: the gradients of the output weight, the residual stream and the block's own weights. FSDP reduces
+    # the first at the very end, with the embedding's, as both belong to its outermost unit.
+    passing = weights.head + hidden + width * weights.block
+    reduced = 4 * weights.block  # float32, a whole block
+
+    state_bytes = OPTIMIZERS[config.optim.kind].state_bytes
+    at = partial(Memory, parameters=4 * weights.shard, optimizer=state_bytes * weights.shard)
+    moments = [
+        at(
+            "loss",
+            gradients=early,
+            unsharded=weights.gathered_ends,
+            activations=all_kept + 2 * hidden,  # the last block's output, before and after the norm
+            working=loss,
+        ),
+        at(
+            "embedding",
+            gradients=4 * weights.shard,
+            unsharded=weights.gathered_ends,
+            activations=0,
+            working=(width + 4) * weights.ends + (weights.head if tp > 1 else 0),
+        ),
+    ]
+    for name, others, gradients, reducing in (
+        ("last", all_kept - block.kept, early, 0),
+        ("first", selected[0], late, reduced),
+    ):
+        in_block = partial(at, gradients=gradients, unsharded=weights.gathered)
+        moments += [
+            in_block(
+                f"{name} feed-forward",
+                activations=others + block.attention + block.feed_forward,
+                working=passing + reducing + block.feed_forward_gradients,
+            ),
+            in_block(
+                f"{name} attention",
+                activations=others + block.attention,
+                working=passing + reducing + block.attention_gradients,
+                transport=transport,
+            ),
+        ]
+    return moments

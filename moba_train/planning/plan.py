@@ -1,5 +1,6 @@
 """Plan of a recipe: layout, parameters, and the FLOPs, memory, communication and time of each stage."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moba_train.config.attention import LayerAttention
@@ -9,13 +10,11 @@ from moba_train.config.stages import Stage, resolve_stages
 from moba_train.parallel.context.costs import NODE_BANDWIDTH, TransportCost, predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_strategy
+from moba_train.planning.devices import H200
 from moba_train.planning.documents import Documents, stage_documents
-from moba_train.planning.flops import dense_flops, layer_flops, real_flops
+from moba_train.planning.flops import dense_flops, layer_flops, real_flops, recomputed_flops
 from moba_train.planning.memory import USABLE, Memory, element_bytes, estimate_memory
 from moba_train.planning.parameters import ParameterCounts, count_recipe_parameters
-
-GPU_BYTES = 141e9
-"""An H200's memory."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,8 @@ class StagePlan:
     seconds: float
     """Time of the stage: real FLOPs at the plan's rate, the communication of context parallelism that attention cannot
     overlap, and that of tensor parallelism."""
+    recomputation_seconds: float
+    """Time of the FLOPs that activation checkpointing repeats, which `seconds` and utilisation do not count."""
 
     @property
     def tokens(self) -> int:
@@ -77,31 +78,59 @@ class Plan:
         """Time of all stages."""
         return sum(stage.seconds for stage in self.stages)
 
+    @property
+    def recomputed_seconds(self) -> float:
+        """Time of all stages with the FLOPs that activation checkpointing repeats, to compare recipes by."""
+        return sum(stage.seconds + stage.recomputation_seconds for stage in self.stages)
 
-def make_plan(config: RunConfig, world_size: int, peak_tflops: float, mfu: float, ranks_per_node: int = 8) -> Plan:
-    """The plan of a validated recipe. peak_tflops: dense peak of one GPU; mfu: 0 to 1.
 
-    Attention is counted by the documents of each stage's corpora where these are on disk, see `stage_documents`. Raises
-    ConfigError for a layout that does not fit `world_size`, DataError for a corpus that is found but unusable.
+def make_plan(
+    config: RunConfig,
+    world_size: int,
+    peak_tflops: float,
+    mfu: float,
+    ranks_per_node: int = 8,
+    gpu_bytes: float = H200.memory,
+    documents: Sequence[Documents] | None = None,
+) -> Plan:
+    """The plan of a validated recipe.
+
+    peak_tflops: dense peak of one GPU
+    mfu: 0 to 1
+    gpu_bytes: memory of one GPU, which limits the buffers that `cp_transport: auto` may choose
+    documents: those of each stage if they are known, else see `stage_documents`: attention is counted by the documents
+        of the stage's corpora where these are on disk
+
+    Raises ConfigError for a layout that does not fit `world_size`, DataError for a corpus that is found but unusable.
     """
     rate = peak_tflops * 1e12 * mfu
+    resolved = resolve_stages(config)
+    found = documents or [stage_documents(config, stage) for stage in resolved]
     stages = tuple(
-        _stage_plan(config, stage, mesh_sizes(stage.parallel, world_size), rate, ranks_per_node)
-        for stage in resolve_stages(config)
+        _stage_plan(config, stage, of_stage, mesh_sizes(stage.parallel, world_size), rate, ranks_per_node, gpu_bytes)
+        for stage, of_stage in zip(resolved, found, strict=True)
     )
     return Plan(world_size, ranks_per_node, peak_tflops, mfu, count_recipe_parameters(config), stages)
 
 
-def _stage_plan(config: RunConfig, stage: Stage, mesh: MeshSizes, rate: float, ranks_per_node: int) -> StagePlan:
-    documents = stage_documents(config, stage)
+def _stage_plan(
+    config: RunConfig,
+    stage: Stage,
+    documents: Documents,
+    mesh: MeshSizes,
+    rate: float,
+    ranks_per_node: int,
+    gpu_bytes: float,
+) -> StagePlan:
     real = real_flops(config.model, stage.attention, documents.lengths) / documents.tokens
     tokens = -(-stage.micro_batch_size * stage.seq_len // mesh.cp)
     memory = estimate_memory(config, stage, mesh)
     accumulation = stage.batch_sequences // (stage.micro_batch_size * mesh.dp)
-    seconds = real * (stage.end_token - stage.first_token) / (rate * mesh.dp * mesh.cp * mesh.tp)
+    seconds_per_flop = (stage.end_token - stage.first_token) / (rate * mesh.ranks)
+    seconds = real * seconds_per_flop
     context = None
     if mesh.cp > 1:
-        context = _context_plan(config, stage, documents, rate, ranks_per_node, USABLE * GPU_BYTES - memory.total)
+        context = _context_plan(config, stage, documents, rate, ranks_per_node, USABLE * gpu_bytes - memory.total)
         memory = estimate_memory(config, stage, mesh, context.cost.memory_bytes)
         seconds += stage.steps * accumulation * sum(map(context.exposed_seconds, stage.attention))
     tensor_seconds = accumulation * _tensor_parallel_seconds(config, tokens, mesh.tp)
@@ -117,6 +146,9 @@ def _stage_plan(config: RunConfig, stage: Stage, mesh: MeshSizes, rate: float, r
         tensor_seconds=tensor_seconds,
         accumulation=accumulation,
         seconds=seconds,
+        recomputation_seconds=recomputed_flops(config.model) * seconds_per_flop
+        if config.activation_checkpointing == "full"
+        else 0.0,
     )
 
 

@@ -10,7 +10,9 @@ from rich.table import Table
 
 from moba_train.config.attention import LayerAttention
 from moba_train.config.quantities import format_count
-from moba_train.planning.memory import Memory
+from moba_train.planning.devices import Gpu
+from moba_train.planning.fit import Change, Changes, format_gib, largest_stage, usable_bytes
+from moba_train.planning.memory import MEMORY_PARTS
 from moba_train.planning.plan import ContextPlan, Plan, StagePlan
 
 
@@ -36,6 +38,39 @@ def print_plan(plan: Plan, console: Console) -> None:
             console.print(f"{item.stage.name}: {item.context.reason}", soft_wrap=True)
     at_most = "at most " if any(item.stage.until for item in plan.stages) else ""
     console.print(f"all stages: {at_most}{format_duration(plan.seconds)}")
+
+
+def print_fit(plan: Plan, gpu: Gpu | None, console: Console) -> None:
+    """Print how the stage that needs most memory fits the GPU; without a GPU, how to name one."""
+    if gpu is None:
+        text = "memory is not compared with a GPU, as this machine has none: name one by --gpu, such as --gpu h200"
+    else:
+        largest = largest_stage(plan)
+        text = (
+            f"memory: stage {largest.stage.name} needs most, {format_gib(largest.memory.total)} GiB on each GPU; "
+            f"{format_gib(usable_bytes(gpu))} GiB are usable on {gpu.name}"
+        )
+    console.print(text, soft_wrap=True)
+
+
+def print_changes(plan: Plan, changes: Changes, console: Console) -> None:
+    """Print the changes that make a plan fit, with their memory and time; else the nearest one."""
+    if changes.fitting:
+        console.print("cheapest changes that make it fit, as arguments of this command:")
+        for change in changes.fitting:
+            console.print(_change(plan, change), soft_wrap=True)
+        console.print("time is that of all stages by FLOPs and communication, with what is recomputed", soft_wrap=True)
+    elif changes.nearest is not None:
+        console.print("no change of layout, micro-batch or checkpointing makes it fit; the nearest:")
+        console.print(_change(plan, changes.nearest), soft_wrap=True)
+    else:
+        console.print("no change of layout, micro-batch or checkpointing can be planned")
+
+
+def _change(plan: Plan, change: Change) -> str:
+    largest = largest_stage(change.plan).memory.total
+    time = change.plan.recomputed_seconds / plan.recomputed_seconds - 1
+    return f"  {change.arguments}    # {format_gib(largest)} GiB, time {time:+.0%}"
 
 
 def format_duration(seconds: float) -> str:
@@ -129,8 +164,8 @@ def _documents(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    parts = [*(field.name for field in fields(Memory)), "total"]
-    rows: dict[str, Callable[[StagePlan], str]] = {part: partial(_gibibytes, part) for part in parts}
+    rows: dict[str, Callable[[StagePlan], str]] = {"at its peak, in": lambda item: item.memory.moment}
+    rows |= {part: partial(_gibibytes, part) for part in (*MEMORY_PARTS, "total")}
     return _by_stage(plan, "Memory per GPU in GiB (estimate)", rows)
 
 

@@ -9,12 +9,14 @@ from rich.text import Text
 _EVENT_STYLES = {
     "stage": "bold cyan",
     "resume": "bold cyan",
+    "init_from": "bold cyan",
     "recipe": "bold yellow",
     "boundary": "bold cyan",
     "stage_exit": "bold cyan",
     "validation_loss": "bold green",
     "position_wise": "bold green",
     "checkpoint": "blue",
+    "stop": "blue",
     "spike": "bold red",
     "fault": "bold red",
     "warning": "bold yellow",
@@ -34,10 +36,16 @@ class ConsoleSink:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._last: tuple[int, float] | None = None
         self._seconds_per_step: float | None = None
+        self._last_message: str | None = None
+        """Message of the record before, if that was an event: an alert that repeats it is not printed."""
 
     def write(self, record: dict[str, Any]) -> None:
         self._total_steps = record.get("last_step", self._total_steps)
-        self._console.print(self._metrics(record) if record["type"] == "metrics" else self._event(record))
+        if record["type"] == "metrics":
+            self._console.print(self._metrics(record))
+        elif record["type"] != "alert" or not record["text"].startswith(self._last_message or "\0"):
+            self._console.print(self._event(record))
+        self._last_message = record.get("message")
 
     def close(self) -> None:
         """Does nothing: every line is written immediately."""

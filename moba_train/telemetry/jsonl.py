@@ -11,7 +11,7 @@ import mmap
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,14 @@ class JsonlSink:
     `write` then raises DelayedError, and the next one that succeeds writes all of them first, in order; `close` tries
     once more. No record is ever written behind a half of another one.
 
-    A run that resumes from `resumed_step` finds the file cut before the first record of a later step (`discard_after`);
-    at a fresh start it is None, and the file is empty.
+    A run that resumes from `resumed_step` finds the file cut before the first record of a later step, or of that step
+    if its type is among `repeated` (`discard_after`); at a fresh start it is None, and the file is empty.
     """
 
-    def __init__(self, path: Path, resumed_step: int | None) -> None:
+    def __init__(self, path: Path, resumed_step: int | None, repeated: Collection[str] = ()) -> None:
         self._path = path
         self._resumed_step = resumed_step
+        self._repeated = repeated
         self._descriptor: int | None = None
         self._pending: deque[bytes] = deque()
         self._lost = 0
@@ -63,7 +64,7 @@ class JsonlSink:
                 os.close(self._descriptor)
 
     def _open(self) -> None:
-        discard_after(self._path, self._resumed_step)
+        discard_after(self._path, self._resumed_step, self._repeated)
         self._torn = not _ends_with_newline(self._path)
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
@@ -126,10 +127,11 @@ def read_backward(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def discard_after(path: Path, step: int | None) -> None:
+def discard_after(path: Path, step: int | None, repeated: Collection[str] = ()) -> None:
     """Move the records after `step`, all if it is None, from the end of `path` to `metrics.discarded.jsonl`.
 
-    The file is cut before the first record of a later step, wherever a few earlier steps follow it. Whenever the
+    Records of `step` itself whose type is among `repeated` count as later. The file is cut before the first record of a
+    later step, wherever a few earlier steps follow it. Whenever the
     process dies, the next call completes the move or makes it anew: `metrics.discarding.json`, which exists meanwhile,
     says how long the files were to become and had been. Raises OSError when the file system refuses; the files can then
     be used, and the call repeated.
@@ -140,7 +142,7 @@ def discard_after(path: Path, step: int | None) -> None:
     if not path.exists():
         return
     _drop_torn_record(path)
-    kept = _end_of_step(path, step)
+    kept = _end_of_step(path, step, repeated)
     if kept == path.stat().st_size:
         return
     before = discarded.stat().st_size if discarded.exists() else 0
@@ -173,7 +175,7 @@ def _drop_torn_record(path: Path) -> None:
         _truncate(path, start)
 
 
-def _end_of_step(path: Path, step: int | None) -> int:
+def _end_of_step(path: Path, step: int | None, repeated: Collection[str]) -> int:
     """Offset of the first record of a later step, found from the end of the file."""
     if step is None:
         return 0
@@ -182,7 +184,7 @@ def _end_of_step(path: Path, step: int | None) -> int:
     for start, line in _lines_backward(path):
         if (record := _parse(line)) is None:
             continue
-        if record["step"] > step:
+        if record["step"] > step or (record["step"] == step and record["type"] in repeated):
             end = start
             in_order = 0
         elif (in_order := in_order + 1) == _IN_ORDER:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.checkpointer import Checkpointer, Place, Saved
+from moba_train.checkpoint.evaluated import Evaluated, Numbers
 from moba_train.checkpoint.load import newest_intact
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.marks import Marks
@@ -69,10 +70,16 @@ class RunCheckpoints:
         """Step of the newest checkpoint, complete or being saved; 0: none."""
         self.resumed_recipe: str | None = None
         """The recipe that the checkpoint was saved with from which the run resumes."""
+        self.loaded_weights: str | None = None
+        """What `init_from` has given, as a sentence, at the first start of a run that has it."""
         self.restarts = Restarts(run_dir) if world.is_main else None
         """The starts without progress; on rank 0."""
         self._start_id = broadcast(uuid.uuid4().hex[:8])
         self._saved_id = ""
+        self._evaluated = Evaluated({})
+        self.resumed_numbers: Numbers | None = None
+        """What the evaluations found that were due at the checkpoint from which the run resumes; None where they must
+        be run."""
         self._marks = Marks([])
         self._doubted: list[tuple[int, str]] = []
         self._config = config
@@ -118,10 +125,12 @@ class RunCheckpoints:
             meta = read_meta(path)
             self._saved_id = meta.get("save_id", "")
             self.resumed_recipe = meta.get("config")
+            self._evaluated = Evaluated.read(self.folder) if self._is_main else Evaluated({})
+            self.resumed_numbers = broadcast(self._evaluated.numbers(meta))
         else:
             check_first_start(Path(self._config.run_dir), from_scratch)
             if self._config.init_from is not None:
-                load_initial_weights(self._model, Path(self._config.init_from))
+                self.loaded_weights = load_initial_weights(self._model, Path(self._config.init_from))
             progress = Progress(run_id=broadcast(uuid.uuid4().hex[:8]))
         self._checkpointer.reserve(self._tensors())
         return progress
@@ -236,6 +245,18 @@ class RunCheckpoints:
         self.saved_step = progress.step
         return waited
 
+    def evaluated(self, step: int, numbers: Numbers) -> None:
+        """Note what the evaluations after `step` have found, if its checkpoint was saved before them."""
+        if step == self.saved_step and self._saved_id and self._is_main:
+            self._evaluated.add(step, self._saved_id, numbers)
+            self._evaluated.write(self.folder)
+
+    @property
+    def last_save_s(self) -> float | None:
+        """How long the last good save of this start took; None before the first."""
+        saved = self._checkpointer.last_saved
+        return saved.seconds if saved is not None else None
+
     def before_update(self) -> None:
         """Call this before every change of the weights, after the first forward pass."""
         if not self._collected:
@@ -273,14 +294,16 @@ class RunCheckpoints:
         telemetry.event(step, tokens, "warning", text, failed_saves=failed)
         telemetry.alert("no checkpoint can be saved", text, "failed_saves")
 
-    def finish(self, telemetry: Telemetry, step: int, tokens: int) -> None:
+    def finish(self, telemetry: Telemetry, step: int, tokens: int, protect: Accept) -> None:
         """Wait for the last save and report it. Raises CheckpointError when it failed, LaunchError when the run folder
-        is gone or belongs to another run."""
+        is gone or belongs to another run. `protect`: see `save`."""
         self._checkpointer.wait()
         if problem := broadcast(self._lock_problem()):
             raise LaunchError(problem)
         self.report(telemetry, step, tokens)
         self._checkpointer.raise_fatal()
+        if self._config.checkpoint.keep_best:
+            self._checkpointer.remove_old(protect)  # the last evaluation may have come after the last save
         if self._failed is not None:
             raise CheckpointError(f"{self._failed}; remove the cause and run the same command again")
 

@@ -1,14 +1,15 @@
 """Progress of a run: everything that a checkpoint stores besides tensors, and whether a recipe can go on from it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from moba_train.config.explain import format_path
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
+from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.fingerprint import Fingerprint
 from moba_train.errors import CheckpointError
 from moba_train.telemetry.boundary import Boundary
@@ -24,6 +25,8 @@ class Progress:
 
     step: int = 0
     """Optimizer steps done, over all stages (skipped ones included)."""
+    evaluation_due: bool = False
+    """Whether evaluations are due after `step` that have not been completed: a checkpoint comes before them."""
     stage: int = 0
     """Index of the current stage."""
     starts: dict[str, int] = field(default_factory=dict)
@@ -77,6 +80,20 @@ class Progress:
                 f"the checkpoint is of step {progress.step} of stage {progress.stage}, the recipe has {stages} stages"
             )
         return progress
+
+
+def describe_finished(progress: Progress, stages: Sequence[Stage], run_dir: Path) -> str:
+    """What to tell about a run of which no step is left, and how to go on with it."""
+    last = stages[-1]
+    key = f"stages.{last.index}.{'until.max_tokens' if last.until else 'tokens'}"
+    longer = f"give the last stage more tokens ({key}, {last.end_token - last.first_token:,} now) or "
+    if last.name in progress.exited_steps:
+        longer = ""  # its exit criterion is met
+    return (
+        f"already finished: all {progress.step:,} steps ({last.end_token:,} tokens) are trained; checkpoints are in "
+        f"{run_dir / 'checkpoints'}\n"
+        f"to go on, {longer}add a stage; to train again from the start, set run_dir to a new folder"
+    )
 
 
 def data_plan(config: RunConfig, progress: Progress) -> dict[str, Any]:

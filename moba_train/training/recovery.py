@@ -66,9 +66,15 @@ class Recovery:
         self._telemetry.alert(f"a transient fault at step {step}", text, "fault")
         if ends:
             raise SuspectNodeError(
-                f"step {step} of stage {stage.name}: {text}. The step was not applied; the last checkpoint is step "
-                f"{self._checkpoints.saved_step} in {self._checkpoints.folder}"
+                f"step {step} of stage {stage.name}: {text}. The step was not applied; {self._last_checkpoint()}"
             )
+
+    def _last_checkpoint(self) -> str:
+        """Where the run goes on from when it is started again."""
+        saved = self._checkpoints.saved_step
+        if not saved:
+            return f"there is no checkpoint yet (checkpoint.every is {self._config.checkpoint.every})"
+        return f"the last checkpoint is step {saved} in {self._checkpoints.folder}"
 
     def act_on(
         self,
@@ -91,6 +97,7 @@ class Recovery:
         tokens = stage.tokens_after(step)
         reaction = react(self._config.health.spike, report, step, progress.skipped, progress.rollbacks)
         text = "; ".join(filter(None, (report.message, reaction.message)))
+        fault = show = ""
         facts: dict[str, Any] = {"level": report.level, "action": reaction.action}
         if report.level != "warn" or not report.continues:
             head = {"step": step, "stage": stage.name, "tokens": tokens, "message": report.message, **facts, **metrics}
@@ -104,23 +111,61 @@ class Recovery:
                 loss_sum=loss_sum,
             )
             facts |= dump.gate
+            if dump.path is not None:
+                facts["dump"] = str(dump.path)
+                show = f"`moba-train inspect-spike {run_dir} --step {step}` shows {dump.path}"
             if report.level == "fatal":  # the step was run twice
                 fault, documents = reproducible_fault(dump.ranks)
-                text = f"{text}; {fault}"
                 self._telemetry.event(step, tokens, "fault", fault, fault="reproducible", documents=documents)
-        self._telemetry.event(step, tokens, "spike", text, **facts)
-        self._telemetry.alert(f"{report.level} at step {step}", text, f"spike_{report.level}")
-        if report.level == "fatal" and (doubt := self._doubt_checkpoint(report)):
+        stops = reaction.action == "stop"  # the error then says where to look
+        said = "; ".join(filter(None, (text, "" if stops else show)))
+        self._telemetry.event(step, tokens, "spike", said, **facts)
+        alert = "; ".join(filter(None, (said, fault)))
+        self._telemetry.alert(f"{report.level} at step {step}", alert, f"spike_{report.level}")
+        doubt = self._doubt_checkpoint(report) if report.level == "fatal" else ""
+        if doubt:
             self._telemetry.event(step, tokens, "warning", doubt)
-            text = f"{text}; {doubt}"
         end = ReproducibleFaultError if report.level == "fatal" else TrainingError
+        text = text.removeprefix(f"step {step}: ")
         try:
-            self._carry_out(reaction.action, stage, text, end)
+            if stops:
+                raise end(self._account(stage, text, fault, doubt, show))
+            self._carry_out(reaction.action, stage, end)
         except TrainingError as error:
             if report.level == "fatal" and self._checkpoints.restarts is not None:
-                self._checkpoints.restarts.end(str(error), fatal=True)
+                self._checkpoints.restarts.end(" ".join(str(error).split()), fatal=True)
             raise
         return reaction.action
+
+    def _account(self, stage: Stage, text: str, fault: str, doubt: str, show: str) -> str:
+        """Message of a run that ends at the current step: what happened, what is kept, and what to try."""
+        checkpoints = self._checkpoints
+        config = self._config
+        if checkpoints.saved_step:
+            goes_on = doubt or "the same command goes on from the newest that is intact and finite"
+            kept = f"{self._last_checkpoint()}; {goes_on}"
+        else:
+            kept = f"metrics and dumps in {config.run_dir}; {self._last_checkpoint()}, so the same command begins anew"
+        if self._applied[1]:
+            warm_up = config.optim.schedule.warmup_tokens
+            advice = (
+                f"a lower optim.lr ({config.optim.lr:g} now), a longer optim.schedule.warmup_tokens ({warm_up} now)"
+            )
+            if config.health.spike.reaction == "log":
+                advice += ", or health.spike.reaction: skip_step, which leaves such steps out"
+        else:
+            weights = f"other weights than init_from ({config.init_from})" if config.init_from else "model.init_std"
+            initial = f"{weights} ({config.model.init_std:g} now)" if config.init_from is None else weights
+            advice = (
+                f"{initial}, other corpora, or precision.compute: fp32; no step was applied yet, so it is not optim.lr"
+            )
+        lines = [("found", fault), ("kept", kept), ("look at", show), ("try", advice)]
+        return "\n".join(
+            [
+                f"step {self._progress.step} of stage {stage.name}: {text}. The step was not applied",
+                *(f"  {label + ':':<9}{line}" for label, line in lines if line),
+            ]
+        )
 
     def _doubt_checkpoint(self, report: SpikeReport) -> str:
         """Mark the newest checkpoint if no step was applied since: its weights are the ones that failed. Returns the
@@ -139,21 +184,13 @@ class Recovery:
             )
         return ""
 
-    def _carry_out(self, action: Action, stage: Stage, text: str, end: type[TrainingError]) -> None:
+    def _carry_out(self, action: Action, stage: Stage, end: type[TrainingError]) -> None:
         """Do what was decided; an error that ends the run is an `end`."""
-        progress = self._progress
-        step = progress.step
         match action:
             case "skip":
-                progress.skipped.append(step)
+                self._progress.skipped.append(self._progress.step)
             case "rollback":
                 self._roll_back(stage, end)
-            case "stop":
-                raise end(
-                    f"step {step} of stage {stage.name}: {text}; the step was not applied. The last checkpoint is step "
-                    f"{self._checkpoints.saved_step} in {self._checkpoints.folder}; lower optim.lr or look at the "
-                    f"batch (`moba-train inspect-spike {self._config.run_dir}`) before going on"
-                )
 
     def protect(self) -> Accept:
         """Accepts the checkpoints that must not be deleted while the current step is saved.

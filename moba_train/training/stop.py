@@ -40,9 +40,14 @@ ENDED_BY_INTERRUPT = 128 + signal.SIGINT
 
 STDERR = 2
 
-STOPPED_FILE = "MOBA_TRAIN_STOPPED_FILE"
-"""Environment variable: file that the first rank of a node creates when it ends as asked. torchrun does not say
-how its ranks end."""
+LAUNCHER_FOLDER = "MOBA_TRAIN_LAUNCHER_FOLDER"
+"""Environment variable: folder of the launcher, where the first rank of each node leaves the two files below."""
+
+STOPPED = "stopped"
+"""File that says that the ranks end as asked: torchrun does not say how they do."""
+
+STOP_LIMIT = "stop_limit"
+"""File with the seconds that the ranks may take to stop."""
 
 BEFORE_TRAINING = "stopped before training began"
 
@@ -57,8 +62,11 @@ class StopRequest:
     def __init__(self) -> None:
         self.training = False
         """Whether steps are made: what ends the process is no longer part of the set-up."""
+        self.takes_s: int | None = None
+        """Seconds that an orderly stop takes at most, once known."""
         self._asked = threading.Event()
         self._joined = False
+        self._silent = False
         self._interrupted: float | None = None
         self._lock = threading.Lock()
 
@@ -75,6 +83,11 @@ class StopRequest:
         """From now on the other ranks depend on this one, and requests are only noted."""
         with self._lock:
             self._joined = True
+
+    def ended(self) -> None:
+        """An error ends the run: torchrun now sends SIGTERM to all ranks, which asks for nothing."""
+        with self._lock:
+            self._silent = True
 
     def receive(self, number: int, now: float) -> int | None:
         """Take the signal `number`, received at `now` (monotonic seconds). The code with which the process must end at
@@ -95,9 +108,10 @@ class StopRequest:
                 timer = threading.Timer(JOINS_WITHIN_S, self._end_unless_joined)
                 timer.daemon = True
                 timer.start()
-            elif first:
+            elif first and not self._silent:
                 again = "; Ctrl-C again ends at once, without saving" if number == signal.SIGINT else ""
-                _say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint{again}")
+                within = f", within {self.takes_s} s" if self.takes_s is not None else ""
+                _say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint{within}{again}")
         return None
 
     def _end_unless_joined(self) -> None:
@@ -183,9 +197,23 @@ def listening() -> Iterator[StopRequest]:
 
 def report_stopped() -> None:
     """Tell the program that has started the ranks, if it wants to know, that the run ends as asked."""
-    if STOPPED_FILE in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
+    _tell_launcher(STOPPED, "")
+
+
+def allow_to_stop(seconds: float) -> None:
+    """Tell the program that has started the ranks how long they may take to stop before it kills them."""
+    _tell_launcher(STOP_LIMIT, str(seconds))
+
+
+def _tell_launcher(name: str, content: str) -> None:
+    """Replace a file of the launcher's folder, if there is one; a signal may come while it is written."""
+    if LAUNCHER_FOLDER in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
+        path = os.path.join(os.environ[LAUNCHER_FOLDER], name)
         with suppress(OSError):
-            os.close(os.open(os.environ[STOPPED_FILE], os.O_CREAT | os.O_WRONLY, 0o600))
+            descriptor = os.open(f"{path}.new", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+            os.write(descriptor, content.encode())
+            os.close(descriptor)
+            os.replace(f"{path}.new", path)
 
 
 def _ignore_signals() -> None:

@@ -17,7 +17,8 @@ from moba_train.data.loader import Prefetcher
 from moba_train.data.samples import StageData
 from moba_train.data.stage_data import training_data
 from moba_train.errors import DataError
-from moba_train.evals.evaluation import EvaluationContext
+from moba_train.evals.evaluation import EvaluationContext, EvaluationStoppedError
+from moba_train.evals.registry import EVALUATIONS
 from moba_train.evals.stage import StageEvaluations
 from moba_train.health.node import Disk, NodeWatch, refuse_broken_gpus
 from moba_train.health.rerun import gather_evidence, transient_fault
@@ -35,6 +36,7 @@ from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.run_lock import RunLock
 from moba_train.parallel.stage import ContextEngines, DataShard
 from moba_train.parallel.world import World, any_rank
+from moba_train.planning.fit import local_shortage
 from moba_train.planning.memory import buffer_memory
 from moba_train.report.plots import draw_plots
 from moba_train.telemetry.code_version import code_version, describe
@@ -47,7 +49,13 @@ from moba_train.training.recovery import Recovery
 from moba_train.training.stage_exit import StageExit
 from moba_train.training.step import StepCounts, StepData, StepLosses, StepResult
 from moba_train.training.stop import StoppedBeforeTrainingError, StopRequest
+from moba_train.training.stop_time import StopTime
 from moba_train.training.throughput import batch_flops, throughput
+
+STAGE_EXIT = "stage_exit"
+
+EVALUATION_RECORDS = frozenset({STAGE_EXIT, *(evaluation.name for evaluation in EVALUATIONS)})
+"""Types of the records that the evaluations after a step leave."""
 
 
 class Trainer:
@@ -79,6 +87,7 @@ class Trainer:
         self.run_dir = Path(config.run_dir)
         self.stop_at_step = stop_at_step
         self.stop = stop or StopRequest()
+        self.stop_time = StopTime(self.stop, world.timeout.total_seconds())
 
         refuse_broken_gpus(config.health.node, world)
         torch.manual_seed(config.seed + world.rank)
@@ -102,9 +111,14 @@ class Trainer:
             recipe_before = write_recipe(self.run_dir, config, self.progress.step)
             run_id = self.progress.run_id
             resumed_step = self.progress.step or None
-            self.telemetry = make_telemetry(config, self.run_dir, run_id, resumed_step, self.stages[-1].end_step)
+            last_step = self.stages[-1].end_step
+            again = self.progress.evaluation_due and self.checkpoints.resumed_numbers is None
+            repeated = EVALUATION_RECORDS if again else ()
+            self.telemetry = make_telemetry(config, self.run_dir, run_id, resumed_step, last_step, repeated)
         self.telemetry.stage = self.stage.name
         self._event("code", describe(code_version()))
+        if self.checkpoints.loaded_weights is not None:
+            self._event("init_from", self.checkpoints.loaded_weights)
 
         if self.progress.step:
             where = f"resumed from the checkpoint of step {self.progress.step}, in stage {self.stage.name}"
@@ -135,6 +149,14 @@ class Trainer:
         """Tokens consumed by the run so far."""
         return self.stage.tokens_after(self.progress.step)
 
+    @property
+    def finished(self) -> bool:
+        """Whether no step and no evaluation is left; false where the last stage has trained nothing, an error."""
+        last = self.stages[-1]
+        done = self.progress.stage == last.index and self.progress.step >= last.end_step
+        evaluated = not self.progress.evaluation_due or self.checkpoints.resumed_numbers is not None
+        return done and evaluated and self.progress.steps_without_loss < last.steps
+
     def run(self) -> bool:
         """Train until the last stage ends (True) or until a stop is asked for (False); saved either way."""
         self.stop.training = True
@@ -144,11 +166,10 @@ class Trainer:
             stack.callback(self._report_last_save)  # after an error it ends, with what it found, as the stack unwinds
             stack.enter_context(self.checkpoints)
             try:
-                finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
-                self._report_boundary(self.progress.boundary.compare() if finished else None)
+                finished = self.finished or self._train_stages()
                 self._save()
                 with self.watch.phase("last checkpoint", self.progress.step):
-                    self.checkpoints.finish(self.telemetry, self.progress.step, self.tokens)
+                    self.checkpoints.finish(self.telemetry, self.progress.step, self.tokens, self.recovery.protect())
             except BaseException as error:
                 error.add_note(f"in step {self.progress.step} of stage {self.stage.name}")
                 raise
@@ -159,23 +180,26 @@ class Trainer:
     def _report_last_save(self) -> None:
         self.checkpoints.report(self.telemetry, self.progress.step, self.tokens)
 
+    def _train_stages(self) -> bool:
+        """Train through the stages that are left; False when stopped before their end."""
+        finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
+        self._report_boundary(self.progress.boundary.compare() if finished else None)
+        return finished
+
     def _train_stage(self, index: int) -> bool:
         """Train through the rest of a stage; False when stopped before its end."""
         stage = self.stages[index]
         data = self._begin(stage)
-        load = partial(self.data_shard.batches, data, stage)
-        with Prefetcher(load, self.progress.step, stage.end_step, self.world.device) as steps:
-            for step_data in self._wait_for_each(steps):
-                if not self._step(stage, step_data):
-                    return False
-                with self.watch.phase("evaluation", self.progress.step):
-                    numbers = self.evaluations.run_due(self.progress.step, self.tokens)
-                exits = self._judge_exit(numbers)
-                if self.progress.step % self.config.checkpoint.every == 0:
-                    self._save()
-                self._report_last_save()
-                if exits:
-                    break
+        try:
+            if self.config.evaluation.at_start and self.progress.step == stage.first_step:
+                self._evaluate_at_start()
+            exits = self._evaluate()  # what is due at the checkpoint that the run resumes from
+            if not exits and not self._train_steps(stage, data):
+                return False
+        except EvaluationStoppedError:
+            text = f"the evaluations after step {self.progress.step} are not completed: a run that resumes runs them"
+            self._event("stop", text)
+            return False
 
         if self.progress.steps_without_loss >= self.stage.steps:
             raise DataError(
@@ -184,6 +208,61 @@ class Trainer:
             )
         self.next_starts = data.starts_after(self.stage.steps * stage.batch_sequences)
         return True
+
+    def _train_steps(self, stage: Stage, data: StageData) -> bool:
+        """Train until the stage ends; False when stopped before its end. A step's checkpoint comes before its
+        evaluations, so that they never delay a save. Raises EvaluationStoppedError when stopped in one."""
+        load = partial(self.data_shard.batches, data, stage)
+        with Prefetcher(load, self.progress.step, stage.end_step, self.world.device) as steps:
+            for step_data in self._wait_for_each(steps):
+                if not self._step(stage, step_data):
+                    return False
+                self.stop_time.step_took(time.perf_counter() - step_data.began)
+                if self.progress.step % self.config.checkpoint.every == 0:
+                    self._save()
+                exits = self._evaluate()
+                self._report_last_save()
+                self._report_stop_time()
+                if exits:
+                    break
+        return True
+
+    def _evaluate_at_start(self) -> None:
+        """Run all evaluations before the stage's first step."""
+        self._batch_began = time.perf_counter()
+        with self.watch.phase("evaluation", self.progress.step):
+            self.evaluations.run_at_start(self.tokens, self.run_dir / "metrics.jsonl")
+
+    def _evaluate(self) -> bool:
+        """Run the evaluations that are due after the current step; whether they end the stage.
+
+        The checkpoint of the step was saved before, and says that they are due. So a run that resumes from it runs them
+        first, unless it finds the numbers that the run before found there: `Evaluated`.
+        """
+        progress = self.progress
+        if not progress.evaluation_due:
+            return False
+        numbers = self.checkpoints.resumed_numbers
+        self.checkpoints.resumed_numbers = None
+        known = numbers is not None
+        if numbers is None:
+            self._batch_began = time.perf_counter()
+            with self.watch.phase("evaluation", progress.step):
+                numbers = self.evaluations.run_due(progress.step, self.tokens)
+        exits = self._judge_exit(numbers, report=not known)
+        progress.evaluation_due = False
+        self.checkpoints.evaluated(progress.step, numbers)
+        return exits
+
+    def _between_batches(self) -> None:
+        """End the evaluation where any rank is asked to stop; called on all ranks together, before each batch."""
+        if self.world.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # else all batches are in the GPU's queue before a signal comes
+        now = time.perf_counter()
+        self.stop_time.batch_took(now - self._batch_began)
+        self._batch_began = now
+        if any_rank(self.stop.requested or self.checkpoints.wants_to_stop):
+            raise EvaluationStoppedError
 
     def _wait_for_each(self, steps: Prefetcher) -> Iterator[StepData]:
         """The data of each step, as soon as it is there."""
@@ -206,6 +285,7 @@ class Trainer:
             if counts.stops:
                 return False
             self.progress.step += 1
+            self.progress.evaluation_due = self.evaluations.due(self.progress.step)
             if counts.loss_weight == 0:
                 self.progress.steps_without_loss += 1
                 self._event("warning", "no token of this batch carries loss: step skipped")
@@ -292,14 +372,15 @@ class Trainer:
     def _is_logged(self, step: int) -> bool:
         return step % self.config.telemetry.log_every == 0
 
-    def _judge_exit(self, numbers: dict[str, float]) -> bool:
-        """Whether the stage ends here because the evaluations' numbers meet its exit criterion."""
+    def _judge_exit(self, numbers: dict[str, float], report: bool) -> bool:
+        """Whether the stage ends here because the evaluations' numbers meet its exit criterion; `report` it."""
         progress = self.progress
         progress.trailing_loss = numbers.get("trailing_loss", progress.trailing_loss)
         verdict = self.stage_exit.judge(progress.step, numbers)
         if verdict is None:
             return False
-        self._event("stage_exit", verdict.message)
+        if report:
+            self._event(STAGE_EXIT, verdict.message)
         if verdict.met:  # later stages begin earlier than planned
             progress.exited_steps[self.stage.name] = progress.step - self.stage.first_step
             self.stages = resolve_stages(self.config, progress.exited_steps)
@@ -328,18 +409,24 @@ class Trainer:
         self.model.set_attention(build_attention(stage.attention, config.model.head_width))
         self.model.set_rope(stage.rope)
         set_trainable(self.model, stage.trainable)
-        self.data_shard, choice = self.context_engines.data_shard(stage, mesh_sizes(stage.parallel, self.world.size))
+        sizes = mesh_sizes(stage.parallel, self.world.size)
+        self.data_shard, choice = self.context_engines.data_shard(stage, sizes)
         self.model.set_engines([self.data_shard.engine or LOCAL_ENGINE] * config.model.layers)
         data = training_data(config, stage, progress.starts)
         check_corpora(config, stage, data, progress)
         self.stage_exit = StageExit(stage, progress.trailing_loss_before)
-        context = EvaluationContext(self.model, stage, self.data_shard, self.world.device)
+        context = EvaluationContext(
+            self.model, stage, self.data_shard, self.world.device, between_batches=self._between_batches
+        )
         self.evaluations = StageEvaluations(config, context, self.telemetry)
         self.telemetry.stage = stage.name
+        self.stop_time.begin_stage()
         facts = {"stage_index": stage.index, "seq_len": stage.seq_len, "last_step": self.stages[-1].end_step}
         self._event("stage", stage.describe(), **facts)
         if choice:
             self._event("parallel", choice)
+        if shortage := local_shortage(config, stage, sizes, self.world.device):
+            self._event("warning", f"{shortage}; `moba-train plan` names changes that fit")
         for repeated in data.repeats(stage.batch_tokens):
             self._event("warning", repeated)
         return data
@@ -380,6 +467,13 @@ class Trainer:
         before, after = losses
         text = f"loss {before:.4f} before stage {self.stage.name}, {after:.4f} at its beginning: {after - before:+.4f}"
         self._event("boundary", text, loss_before=before, loss_after=after, loss_step=after - before)
+
+    def _report_stop_time(self) -> None:
+        """Report how long an orderly stop takes, where that is known for the first time or has become longer."""
+        if (save_s := self.checkpoints.last_save_s) is not None:
+            self.stop_time.save_took(save_s)
+        if (news := self.stop_time.news()) is not None:
+            self._event("stop", news, stop_s=self.stop_time.seconds)
 
     def _event(self, kind: str, message: str, **fields: Any) -> None:
         self.telemetry.event(self.progress.step, self.tokens, kind, message, **fields)

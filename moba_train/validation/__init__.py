@@ -7,5 +7,7 @@ stage_exit       stages that train until a criterion is met
 tensor_parallel  sizes that tensor parallelism must divide
 trainable        stages that train a part of the parameters
 checkpoints      a checkpoint's own recipe, checked before it is used
+evaluated        a checkpoint's recipe with the options of `moba-train eval` laid over it
+saved_paths      where the files lie that such a recipe names
 foreign_paths    files that such a recipe may make this process read
 """

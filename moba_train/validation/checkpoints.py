@@ -10,6 +10,7 @@ from moba_train.errors import CheckpointError
 from moba_train.planning.parameters import count_parameters
 from moba_train.validation.foreign_paths import check_paths
 from moba_train.validation.recipe import validate
+from moba_train.validation.saved_paths import SavedPaths
 
 
 def open_checkpoint(path: Path) -> SavedRun:
@@ -18,11 +19,33 @@ def open_checkpoint(path: Path) -> SavedRun:
     Raises UserError when there is none, it is damaged, its recipe cannot work, describes a model that the checkpoint
     cannot hold, or names files that it must not read (`check_paths`).
     """
+    saved = read_checkpoint(path)
+    check_paths(saved.config, saved.path)
+    return saved
+
+
+def open_for_generation(path: Path, tokenizer: Path | None = None) -> tuple[SavedRun, list[Path]]:
+    """`open_checkpoint` for a command that is started in any folder: with the recipe's tokenizer where `SavedPaths`
+    finds it, and the folders below which that may lie. `tokenizer`: one that the user names in its place.
+
+    Raises UserError as `open_checkpoint`, and when there is no tokenizer.
+    """
+    saved = read_checkpoint(path)
+    paths = SavedPaths(saved.config, saved.path)
+    if tokenizer is None:
+        paths.check_tokenizer()
+    config = paths.located()
+    unread = config.data.model_copy(update={"validation": []} | ({"tokenizer": None} if tokenizer else {}))
+    check_paths(config.model_copy(update={"data": unread}), saved.path, paths.roots)
+    return saved._replace(config=config), paths.roots
+
+
+def read_checkpoint(path: Path) -> SavedRun:
+    """`open_checkpoint`, without a look at the files that the recipe names."""
     checkpoint = find_checkpoint(path)
     config = saved_recipe(checkpoint)
     # Where the first weights came from no longer matters, and what changes nothing did no harm in training.
     validate(config.model_copy(update={"init_from": None}), allow_idle=True)
-    check_paths(config, checkpoint)
     _check_size(config, checkpoint)
     return SavedRun(checkpoint, config, saved_stage(checkpoint, config))
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from moba_train.config.data import SourceConfig
@@ -25,8 +25,11 @@ def length_problems(config: RunConfig) -> Iterator[str]:
             yield f"{key}.upsample.min_length: given {source.upsample.min_length}; allowed: {allowed}"
 
 
-def file_problems(config: RunConfig) -> Iterator[str]:
-    """Corpora and tokenizer that are missing, damaged or do not fit, relative to the working directory."""
+def file_problems(config: RunConfig, resolvable: bool = True) -> Iterator[str]:
+    """Corpora and tokenizer that are missing, damaged or do not fit, relative to the working directory.
+
+    resolvable: no other check has found a problem, so that the stages can be resolved and their exits judged, too.
+    """
     corpora = list(_corpus_problems(config))
     yield from corpora
     tokenizer = config.data.tokenizer
@@ -35,7 +38,7 @@ def file_problems(config: RunConfig) -> Iterator[str]:
     elif tokenizer is not None:
         yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
     yield from tokenizer_problems(config)
-    if not corpora:
+    if resolvable and not corpora:
         yield from exit_data_problems(config)
 
 
@@ -74,24 +77,29 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
     tokenizer = config.data.tokenizer
     if tokenizer is not None and tokenizer_file(tokenizer).is_file():
         reference = f"data.tokenizer is {tokenizer}", tokenizer_hash(tokenizer)
-    for key, path, name, digest in _recorded_tokenizers(config):
+    for key, path, name, digest in recorded_tokenizers(_sources(config)):
         if reference is None:
             reference = f"the corpus {path} with {name}", digest
         elif digest != reference[1]:
-            yield (
-                f"{key}.path: the corpus {path} was made with the tokenizer {name} (SHA-256 {digest[:12]}...), but "
-                f"{reference[0]} (SHA-256 {reference[1][:12]}...), so that the same token ids are other text; make "
-                "the corpora with one tokenizer"
-            )
+            yield tokenizer_mismatch(key, path, name, digest, reference)
 
 
-def _recorded_tokenizers(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
+def tokenizer_mismatch(key: str, path: str, name: str, digest: str, reference: tuple[str, str]) -> str:
+    """The problem of a corpus that the tokenizer `name` made, and not the `reference`: what it is, and its SHA-256."""
+    return (
+        f"{key}.path: the corpus {path} was made with the tokenizer {name} (SHA-256 {digest[:12]}...), but "
+        f"{reference[0]} (SHA-256 {reference[1][:12]}...), so that the same token ids are other text; make "
+        "the corpora with one tokenizer"
+    )
+
+
+def recorded_tokenizers(sources: Iterable[tuple[str, SourceConfig]]) -> Iterator[tuple[str, str, str, str]]:
     """Key, path, and the tokenizer's name and SHA-256 of each corpus whose sidecar records them.
 
     Megatron's corpora have no sidecar, and corpora that cannot be opened are reported elsewhere.
     """
     keys: dict[str, str] = {}
-    for key, source in _sources(config):
+    for key, source in sources:
         keys.setdefault(source.path, key)
     for path, key in keys.items():
         with contextlib.suppress(DataError):

@@ -1,7 +1,7 @@
 """What a checkpoint's own recipe may make us read: a checkpoint may come from elsewhere, the files here are ours."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moba_train.config.schema import RunConfig
@@ -12,11 +12,12 @@ from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import check_below, open_foreign, working_roots
 
 
-def check_paths(config: RunConfig, checkpoint: Path) -> None:
+def check_paths(config: RunConfig, checkpoint: Path, roots: Sequence[Path] | None = None) -> None:
     """Raises CheckpointError when the recipe of `checkpoint` names a tokenizer or validation corpus whose files, links
-    followed, are not regular files below the working folder or below one in $MOBA_TRAIN_DATA_ROOTS.
+    followed, are not regular files below one of `roots`: by default the working folder, and those in
+    $MOBA_TRAIN_DATA_ROOTS.
     """
-    roots = working_roots()
+    roots = working_roots() if roots is None else roots
     for key, given, file in _files(config):
         try:
             check_below(file, roots)
@@ -32,7 +33,12 @@ def _files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
         file = tokenizer_file(config.data.tokenizer)
         yield "data.tokenizer", config.data.tokenizer, file
         yield "data.tokenizer", config.data.tokenizer, file.parent / TOKENIZER_CONFIG
-    for index, source in enumerate(config.data.validation):
-        for prefix in (source.path, mask_prefix(source.path)):
+    corpora = {f"data.validation[{index}].path": source.path for index, source in enumerate(config.data.validation)}
+    for name in ("needle", "ruler"):
+        section = getattr(config.evaluation, name)
+        if section is not None and section.corpus is not None:
+            corpora[f"evaluation.{name}.corpus"] = section.corpus
+    for key, path in corpora.items():
+        for prefix in (path, mask_prefix(path)):
             for suffix in ("idx", "bin", "json"):
-                yield f"data.validation[{index}].path", source.path, corpus_file(prefix, suffix)
+                yield key, path, corpus_file(prefix, suffix)

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 
 from moba_train.config.mesh import MeshSizes, divisors, fit_mesh
@@ -58,7 +59,7 @@ def validate(
             problems += _rope_problems(merge_rope(config.model.rope, stage.rope), f"stages[{index}].rope", allow_idle)
         problems += _batch_problems(config, index, meshes[index])
     if check_files:
-        problems += file_problems(config)
+        problems += file_problems(config, resolvable=not problems)
         problems += initial_problems(config)
     if problems:
         raise ConfigError(problems)
@@ -166,16 +167,16 @@ def _batch_problems(config: RunConfig, index: int, mesh: MeshSizes | None) -> It
     key = "batch_tokens" if stage.batch_tokens is None else f"stages[{index}].batch_tokens"
     dp = mesh.dp if mesh is not None else 1
     # The largest unit that does not fit says most; a smaller one that does not fit explains it better.
-    units = {
-        f"seq_len {stage.seq_len}": stage.seq_len,
-        f"seq_len {stage.seq_len} x micro_batch_size {micro}": stage.seq_len * micro,
-        f"seq_len {stage.seq_len} x micro_batch_size {micro} x {dp} data-parallel ranks": stage.seq_len * micro * dp,
-    }
-    for text, unit in units.items():
+    factors = {f"seq_len {stage.seq_len}": stage.seq_len, f"micro_batch_size {micro}": micro}
+    factors[f"{dp} data-parallel ranks"] = dp
+    for count in range(1, len(factors) + 1):
+        unit = prod([*factors.values()][:count])
+        text = " x ".join(name for name, size in [*factors.items()][:count] if size > 1)
         if batch % unit:
             lower, upper = batch // unit * unit, (batch // unit + 1) * unit
             fits = f"{lower} or {upper}" if lower else f"{upper}"
-            yield f"{key}: given {batch}, in stage {stage.name!r} not a multiple of {text} = {unit}; nearest: {fits}"
+            product = f"{text} = {unit}" if " x " in text else text
+            yield f"{key}: given {batch}; stage {stage.name!r} needs a multiple of {product}; nearest: {fits}"
             return
 
 

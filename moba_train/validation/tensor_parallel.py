@@ -22,9 +22,10 @@ def tensor_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator[s
     if uneven:
         yield f"parallel.tp: given {tp}, which does not divide {', '.join(uneven)}; {divisors(gcd(*sizes.values()))}"
     if ranks_per_node is not None and ranks_per_node % tp:
+        ranks = f"the {ranks_per_node} rank{'s' * (ranks_per_node > 1)} of a node"
         yield (
-            f"parallel.tp: given {tp}, which does not divide the {ranks_per_node} ranks of a node; a tp group must not "
-            f"span nodes; {divisors(ranks_per_node)}"
+            f"parallel.tp: given {tp}, which does not divide {ranks}; a tp group must not span nodes; "
+            f"{divisors(ranks_per_node)}"
         )
 
 

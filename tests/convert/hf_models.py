@@ -8,9 +8,16 @@ from torch import Tensor
 
 from moba_train.attention.full.kind import FullKind
 from moba_train.attention.protocol import LocalAttention, packed_layout
+from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.state import model_tensors
+from moba_train.config.load import dump_config
+from moba_train.config.schema import RunConfig
 from moba_train.convert.hf_config import read_model_config
 from moba_train.convert.hf_weights import load_hf_weights
 from moba_train.model.transformer import Transformer
+from moba_train.parallel.world import joined_world
+from moba_train.training.progress import Progress
 
 VOCAB = 64
 _LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -79,3 +86,26 @@ def logits(model: Transformer, tokens_T: Tensor) -> Tensor:
 def random_tokens(count: int) -> Tensor:
     """int64 [count], always the same."""
     return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(count))
+
+
+def save_as_checkpoint(hf: Path, run_dir: Path, moba: dict[str, Any], tokenizer: Path | None) -> None:
+    """The Hugging Face model in `hf` as a checkpoint of ours, MoBA in all layers but the last.
+
+    tokenizer  what its recipe names as data.tokenizer
+    """
+    recipe = {
+        "name": "imported",
+        "run_dir": str(run_dir),
+        "model": read_model_config(hf).model_dump(),
+        "attention": {"full_layers": "last:1", "moba": moba},
+        "data": {"tokenizer": tokenizer and str(tokenizer), "train": [{"path": "none"}]},
+        "batch_tokens": 256,
+        "stages": [{"name": "long", "seq_len": 256, "tokens": 256}],
+    }
+    config = RunConfig.model_validate(recipe)
+    with joined_world():
+        checkpointer = Checkpointer(run_dir / "checkpoints", Retention(1))
+        meta = {"progress": Progress().to_meta(), "config": dump_config(config)}
+        checkpointer.save(1, model_tensors(our_model(hf)), meta)
+        checkpointer.close()
+        assert checkpointer.last_error is None

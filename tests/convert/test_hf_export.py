@@ -8,49 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import VOCAB, logits, make_hf_model, our_model, random_tokens
+from hf_models import VOCAB, logits, make_hf_model, our_model, random_tokens, save_as_checkpoint
 from safetensors.torch import load_file
 
-from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.manifest import hash_file
-from moba_train.checkpoint.retention import Retention
-from moba_train.checkpoint.state import model_tensors
-from moba_train.config.load import dump_config
-from moba_train.config.schema import RunConfig
 from moba_train.convert.hf_config import parse_layer, read_model_config
 from moba_train.convert.hf_export import export_to_hf
 from moba_train.convert.safetensors_folder import INDEX
 from moba_train.errors import CheckpointError
 from moba_train.integrations.transformers import register
 from moba_train.model.build import build_attention
-from moba_train.parallel.world import joined_world
-from moba_train.training.progress import Progress
 from moba_train.validation.checkpoints import open_checkpoint
 
 LENGTH = 200
 SPARSE = {"block_size": 16, "topk": 3}
 DENSE = {"block_size": 16, "topk": 13}
 """As many blocks as `LENGTH` tokens have."""
-
-
-def save_as_checkpoint(hf: Path, run_dir: Path, moba: dict[str, Any]) -> None:
-    """The Hugging Face model in `hf` as a checkpoint of ours, MoBA in all layers but the last."""
-    recipe = {
-        "name": "imported",
-        "run_dir": str(run_dir),
-        "model": read_model_config(hf).model_dump(),
-        "attention": {"full_layers": "last:1", "moba": moba},
-        "data": {"tokenizer": str(hf / "tokenizer.json"), "train": [{"path": "none"}]},
-        "batch_tokens": 256,
-        "stages": [{"name": "long", "seq_len": 256, "tokens": 256}],
-    }
-    config = RunConfig.model_validate(recipe)
-    with joined_world():
-        checkpointer = Checkpointer(run_dir / "checkpoints", Retention(1))
-        meta = {"progress": Progress().to_meta(), "config": dump_config(config)}
-        checkpointer.save(1, model_tensors(our_model(hf)), meta)
-        checkpointer.close()
-        assert checkpointer.last_error is None
 
 
 @pytest.fixture(scope="module", params=["llama3", "qwen2", "qwen3"])
@@ -60,7 +33,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     make_hf_model(request.param, folder / "hf")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / "hf" / name).write_text(f"{name} of {request.param}")
-    save_as_checkpoint(folder / "hf", folder / "run", SPARSE)
+    save_as_checkpoint(folder / "hf", folder / "run", SPARSE, folder / "hf" / "tokenizer.json")
     export_to_hf(open_checkpoint(folder / "run"), folder / "out", torch.float32, shard_bytes=40_000)
     return folder / "hf", folder / "out"
 

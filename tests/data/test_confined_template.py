@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moba_train.data.chat_template import BUILT_IN, ChatTemplate
+from moba_train.data.chat_template import BUILT_IN, ChatTemplate, Conversation
 from moba_train.data.confined_template import ConfinedTemplate, Limits
 from moba_train.data.load_template import TEMPLATE_BYTES, load_chat_template
 from moba_train.errors import DataError
@@ -51,7 +51,7 @@ def test_only_the_conversation_that_exceeds_a_limit_is_refused() -> None:
     source = "{% for m in messages %}{{ m.content }}{{ 'x' * 10**10 if m.content == 'huge' }}<e>{% endfor %}"
     template = ConfinedTemplate(source, "<e>", limits=SMALL)
     answers = ["one", "two", "huge", "three", "four"]
-    found = list(template.all_segments([{"role": "assistant", "content": text}] for text in answers))
+    found = list(template.all_segments(Conversation([{"role": "assistant", "content": text}]) for text in answers))
     assert isinstance(found[2], ValueError)
     del found[2], answers[2]
     assert [segments[0].text for segments in found if isinstance(segments, list)] == [f"{text}<e>" for text in answers]
@@ -60,7 +60,7 @@ def test_only_the_conversation_that_exceeds_a_limit_is_refused() -> None:
 def test_a_template_that_keeps_exceeding_them_ends_the_job() -> None:
     template = ConfinedTemplate("{{ messages[0].role * 10**10 }}", "<e>", limits=SMALL._replace(breaches=3))
     with pytest.raises(DataError, match="memory, as in 2 conversations before; give another"):
-        list(template.all_segments([MESSAGES] * 5))
+        list(template.all_segments([Conversation(MESSAGES)] * 5))
 
 
 def test_a_template_of_its_own_process_gives_what_it_gives_here(tmp_path: Path) -> None:
@@ -71,8 +71,13 @@ def test_a_template_of_its_own_process_gives_what_it_gives_here(tmp_path: Path) 
     assert isinstance(confined, ConfinedTemplate)
     here = ChatTemplate(source, end)
     assert confined.render(MESSAGES, add_generation_prompt=True) == here.render(MESSAGES, add_generation_prompt=True)
+    call = {"function": {"name": "add", "arguments": {"to": 2}}}
+    calling = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
     long = [{"role": "user", "content": "é\ud800" * 500_000}, MESSAGES[1]]
-    conversations = [MESSAGES, MESSAGES[:1], *[long] * 3, *[MESSAGES] * 200, long]
+    conversations = [
+        Conversation(messages) for messages in (MESSAGES, MESSAGES[:1], calling, *[long] * 3, *[MESSAGES] * 200, long)
+    ]
+    conversations.append(Conversation(MESSAGES, [{"name": "add"}]))
     found = [result if isinstance(result, list) else str(result) for result in confined.all_segments(conversations)]
     assert found == [result if isinstance(result, list) else str(result) for result in here.all_segments(conversations)]
 

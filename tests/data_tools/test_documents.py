@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 import tracemalloc
 from pathlib import Path
 from types import ModuleType
@@ -11,8 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_tools import documents
-from data_tools.documents import BadRecord, Chunk, cut_shards, find_files, hash_fraction, read_documents
+from data_tools import decompress, documents
+from data_tools.documents import BadRecord, read_documents
+from data_tools.holdout import hash_fraction
+from data_tools.input_files import TEXT_GLOBS, LeftOut, describe_suffixes, find_files
+from data_tools.shards import Chunk, cut_shards
 from moba_train.errors import DataError, ForeignFileError
 
 
@@ -34,7 +38,7 @@ def test_folders_are_read_sorted_by_glob_without_excludes(folder: Path) -> None:
 
     assert names(["*.py"], ["site-packages", "gen_*"]) == ["a/z.py", "b.py"]
     assert names(["a/*"], ["a/site-packages/*"]) == ["a/image.png", "a/y.txt", "a/z.py"]
-    assert "a/image.png" not in names(list(documents.TEXT_GLOBS), [])
+    assert "a/image.png" not in names(list(TEXT_GLOBS), [])
     # A file given by its path is read whatever its suffix.
     assert find_files([str(folder / "a/image.png")], ["*.py"], []) == [str(folder / "a/image.png")]
 
@@ -59,15 +63,76 @@ def test_compressed_files_are_read_as_what_is_in_them(folder: Path, suffix: str)
     lines = b'{"text": "one"}\n{"text": 2}\n' + b"".join(b'{"text": "%d"}\n' % n for n in range(5000))
     (folder / f"a.jsonl.{suffix}").write_bytes(compress(lines))
     (folder / f"b.txt.{suffix}").write_bytes(compress(b"text"))
-    files = find_files([str(folder)], documents.TEXT_GLOBS, [])
+    files = find_files([str(folder)], TEXT_GLOBS, [])
     found = [document for shard in cut_shards(files) for document in read_documents(shard, "text")]
     assert [found[0], *found[2:]] == [b"one", *(b"%d" % n for n in range(5000)), b"text"]
-    assert str(found[1]).startswith(f"{folder}/a.jsonl.{suffix}:2: no text under key")
+    assert str(found[1]).startswith(f"{folder}/a.jsonl.{suffix}:2: key 'text' holds a number")
 
     damaged = folder / f"a.jsonl.{suffix}"
     damaged.write_bytes(b"no such format")
-    with pytest.raises(DataError, match=rf"a\.jsonl\.{suffix}"):
-        list(read_documents(cut_shards([str(damaged)])[0], "text"))
+    (bad,) = read_documents(cut_shards([str(damaged)])[0], "text")
+    assert str(bad).startswith(f"{damaged}:1: the file is damaged or incomplete (")
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_what_follows_the_damage_in_a_compressed_file_is_a_bad_record(folder: Path, suffix: str) -> None:
+    """A file that ends too early, as after an interrupted download, and one with a changed byte."""
+    compress = gzip.compress if suffix == "gz" else pytest.importorskip("zstandard").compress
+    draw = random.Random(0)
+    texts = [f"{number} {draw.random()}" for number in range(20_000)]
+    content = compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
+    middle = len(content) // 2
+    for damaged in (content[:middle], content[:-1], content[:middle] + b"damage" + content[middle + 6 :]):
+        *found, bad = read(folder / f"a.jsonl.{suffix}", damaged)
+        assert found[:1000] == [text.encode() for text in texts[:1000]]
+        assert isinstance(bad, BadRecord)
+        assert 1000 < bad.line <= 20_001
+        assert "damaged or incomplete" in bad.reason
+        assert "the rest of it is skipped" in bad.reason
+
+
+def test_text_that_is_not_utf8_is_read_with_replacements_if_wanted(folder: Path) -> None:
+    (folder / "a.txt").write_bytes(b"caf\xe9")
+    (folder / "b.jsonl").write_bytes(
+        b'{"text": "caf\xe9"}\n{"text": "half \\ud800."}\n{"text": "good \\ud83d\\ude00"}\n'
+    )
+    shards = cut_shards([str(folder / name) for name in ("a.txt", "b.jsonl")])
+    strict = [found for shard in shards for found in read_documents(shard, "text")]
+    bad = [str(found) for found in strict if isinstance(found, BadRecord)]
+    assert len(bad) == 3
+    assert all("--encoding-errors replace" in text for text in bad)
+    found = [found for shard in shards for found in read_documents(shard, "text", encoding_errors="replace")]
+    assert found == [text.encode() for text in ("caf\ufffd", "caf\ufffd", "half \ufffd.", "good \U0001f600")]
+    assert strict[-1] == found[-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": 17}', "key 'text' holds a number where text is expected (--text-key): 17"),
+        ('{"text": null}', "key 'text' holds null where text is expected (--text-key): null"),
+        ('{"text": ["a"]}', "key 'text' holds a list where text is expected (--text-key): [\"a\"]"),
+        ("{}", "no text under key 'text' (--text-key); found an empty object"),
+    ],
+)
+def test_a_value_that_is_no_text_is_named(folder: Path, line: str, said: str) -> None:
+    (bad,) = read(folder / "a.jsonl", line.encode())
+    assert isinstance(bad, BadRecord)
+    assert bad.reason == said
+
+
+def test_files_that_are_left_out_are_counted_by_suffix(folder: Path) -> None:
+    for name in ("a.txt", "b.png", "c.png", "Makefile", "d.csv.gz", "skip/e.bin"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("x")
+    (folder / "broken.txt").symlink_to("nowhere")
+    left_out = LeftOut()
+    assert len(find_files([str(folder)], TEXT_GLOBS, ["skip"], left_out)) == 1
+    assert left_out.suffixes == {".png": 2, "": 1, ".csv.gz": 1}
+    assert left_out.irregular == [str(folder / "broken.txt")]
+    assert describe_suffixes(left_out.suffixes) == "2 .png, 1 without a suffix, 1 .csv.gz"
+    with pytest.raises(DataError, match=r"matches \*\.pdf; there are 2 \.png"):
+        find_files([str(folder)], ["*.pdf"], [])
 
 
 def test_parquet_rows_are_documents(folder: Path) -> None:
@@ -121,7 +186,7 @@ def test_bad_records_name_file_line_and_reason(folder: Path) -> None:
         assert len(found) - len(bad) == good
         assert list(bad) == [line for line in (2, 4, 5, 6, 7) if start == 0 or line > 2]
         assert bad[4] == "no text under key 'text' (--text-key); found keys 'body'"
-        assert bad[5].endswith("found list")
+        assert bad[5] == "the line holds a list, not an object with a text under 'text'"
         assert "can't decode byte 0xff" in bad[6]
         assert "surrogates not allowed" in bad[7]
 
@@ -171,12 +236,12 @@ def test_a_record_of_any_length_is_a_bad_record_in_bounded_memory(folder: Path, 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "txt.gz"])
 def test_a_decompression_bomb_is_read_no_further(folder: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many short records, and one line."""
-    monkeypatch.setattr(documents, "EXPANDED_BYTES", LIMIT)
+    monkeypatch.setattr(decompress, "EXPANDED_BYTES", LIMIT)
     compress = gzip.compress if suffix.endswith("gz") else pytest.importorskip("zstandard").compress
     for content in (b'{"text": "a"}\n' * (1 << 18), b" " * (1 << 24)):
         bomb = read(folder / f"a.{suffix}", compress(content))[-1]
         assert isinstance(bomb, BadRecord)
-        most = max(LIMIT, documents.EXPANDED_RATIO * (folder / f"a.{suffix}").stat().st_size)
+        most = max(LIMIT, decompress.EXPANDED_RATIO * (folder / f"a.{suffix}").stat().st_size)
         assert bomb.reason in (
             f"the file decompresses to more than {most:,} bytes; the rest of it is skipped",
             documents.too_long(LIMIT),  # seen before: one document
@@ -192,12 +257,12 @@ def test_the_rows_of_a_parquet_bomb_are_read_no_further(folder: Path, monkeypatc
     long = "x" * 90_000
     parquet.write_table(pyarrow.table({"text": [long, "y"]}), path, compression="zstd")
     assert read(path) == [long.encode(), b"y"]
-    monkeypatch.setattr(documents, "EXPANDED_BYTES", 1 << 16)
-    monkeypatch.setattr(documents, "EXPANDED_RATIO", 1)
+    monkeypatch.setattr(decompress, "EXPANDED_BYTES", 1 << 16)
+    monkeypatch.setattr(decompress, "EXPANDED_RATIO", 1)
     assert [str(record) for record in read(path)] == [
         f"{path}:1: the file decompresses to more than 65,536 bytes; the rest of it is skipped"
     ]
-    monkeypatch.setattr(documents, "EXPANDED_BYTES", LIMIT)
+    monkeypatch.setattr(decompress, "EXPANDED_BYTES", LIMIT)
     parquet.write_table(pyarrow.table({"text": [long] * 500}), path, compression="zstd")
     *rows, bomb = read(path)
     assert rows == [long.encode()] * 11
@@ -229,8 +294,8 @@ def test_nested_json_is_a_bad_record_and_bad_records_take_linear_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = []
-    original = documents._open
-    monkeypatch.setattr(documents, "_open", lambda path: opened.append(path) or original(path))
+    original = documents.open_input
+    monkeypatch.setattr(documents, "open_input", lambda path: opened.append(path) or original(path))
     found = read(folder / "a.jsonl.gz", gzip.compress(b"[" * 100_000 + b"\n" + b"no\n" * 1000))
     assert "a.jsonl.gz:1: JSON is nested too deeply" in str(found[0])
     assert [record.line for record in found if isinstance(record, BadRecord)] == list(range(1, 1002))
@@ -244,10 +309,10 @@ def test_links_that_lead_out_of_a_folder_are_left_out_and_named(folder: Path, mo
     (folder / "inside.txt").symlink_to("own.txt")
     for name, target in (("out", "../secret.txt"), ("absolute", folder.parent / "secret.txt"), ("twice", "out.txt")):
         (folder / f"{name}.txt").symlink_to(target)
-    outside: list[str] = []
-    found = find_files([str(folder)], ["*"], [], outside)
+    left_out = LeftOut()
+    found = find_files([str(folder)], ["*"], [], left_out)
     assert [Path(file).name for file in found] == ["inside.txt", "own.txt"]
-    assert [Path(file).name for file in outside] == ["absolute.txt", "out.txt", "twice.txt"]
+    assert [Path(file).name for file in left_out.links] == ["absolute.txt", "out.txt", "twice.txt"]
     assert find_files([str(folder / "out.txt")], ["*"], []) == [str(folder / "out.txt")], "the user named it"
     with pytest.raises(DataError, match="1 links lead out of the folder, which MOBA_TRAIN_DATA_ROOTS may allow"):
         find_files([str(folder)], ["out.txt"], [])

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from data_tools.cli import app
 from data_tools.conversations import parse_record
-from data_tools.sft import make_sft_corpus, show_documents
-from moba_train.data.chat_template import BUILT_IN, ChatTemplate
+from data_tools.sft import make_sft_corpus
+from data_tools.show import load_decoder, show_documents
+from moba_train.data.chat_template import BUILT_IN, ChatTemplate, Conversation, Template
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.load_template import load_chat_template
 from moba_train.data.tokenizer import load_tokenizer
@@ -31,6 +32,12 @@ def write_lines(path: Path, records: list[Any]) -> str:
     return str(path)
 
 
+def show(prefix: Path, tokenizer: str) -> str:
+    """The first document of a corpus as text, decoded from the files that training reads."""
+    (shown,) = show_documents(IndexedDataset(prefix), load_decoder(tokenizer), [0], None, ("[[", "]]"))
+    return shown.text
+
+
 def spans(text: str) -> list[str]:
     """Texts between the marks of `--show`."""
     return re.findall(r"\[\[(.*?)\]\]", text, re.DOTALL)
@@ -41,7 +48,7 @@ def test_exactly_the_answers_and_the_ends_of_their_turns_carry_loss(name: str, t
     """Decoded from the files that training reads."""
     source = write_lines(tmp_path / "chat.jsonl", [{"messages": MESSAGES}])
     make_sft_corpus([source], str(tmp_path / "corpus"), tokenizer, load_chat_template(name))
-    (shown,) = show_documents(str(tmp_path / "corpus"), load_tokenizer(tokenizer), 1, "[[", "]]")
+    shown = show(tmp_path / "corpus", tokenizer)
     end = BUILT_IN[name][1]
     assert spans(shown) == [f"A number.{end}", f"Another one.{end}"]
     assert shown.replace("[[", "").replace("]]", "") == load_chat_template(name).render(MESSAGES)
@@ -71,7 +78,7 @@ def test_a_models_own_template_is_taken_with_its_special_tokens(tokenizer: str, 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     source = write_lines(tmp_path / "chat.jsonl", [{"messages": MESSAGES}])
     make_sft_corpus([source], str(tmp_path / "corpus"), tokenizer, load_chat_template(str(tmp_path)))
-    (shown,) = show_documents(str(tmp_path / "corpus"), load_tokenizer(tokenizer), 1, "[[", "]]")
+    shown = show(tmp_path / "corpus", tokenizer)
     assert spans(shown) == [" A number.</s>", " Another one.</s>"]
     ids = IndexedDataset(tmp_path / "corpus").document(0).tolist()
     assert ids[0] == 1
@@ -88,9 +95,9 @@ def test_all_formats_of_one_conversation_are_the_same() -> None:
         "system": "Be brief.",
         "history": [["What is two?", "A number."]],
     }
-    assert parse_record({"messages": MESSAGES}) == parse_record(sharegpt) == MESSAGES
+    assert parse_record({"messages": MESSAGES}) == parse_record(sharegpt) == Conversation(MESSAGES)
     alpaca_messages = [*MESSAGES[:3], {"role": "user", "content": "And\n\nthree?"}, MESSAGES[4]]
-    assert parse_record(alpaca) == alpaca_messages
+    assert parse_record(alpaca) == Conversation(alpaca_messages)
 
 
 BAD = {
@@ -101,7 +108,21 @@ BAD = {
     "entries in loss_mask": {"input_ids": [1, 2], "loss_mask": [1]},
     "carries loss": {"input_ids": [1, 2], "loss_mask": [1, 0]},
     "token id 999": {"input_ids": [1, 999], "loss_mask": [0, 1]},
-    "from 'tool'": {"conversations": [{"from": "tool", "value": "x"}]},
+    "from 'robot' is unknown; allowed: human, user": {"conversations": [{"from": "robot", "value": "x"}]},
+    "role 'assistent' is unknown; allowed: system, developer, user, assistant, tool; did you mean 'assistant'?": {
+        "messages": [MESSAGES[1], {"role": "assistent", "content": "A number."}]
+    },
+    "weight 0.5; allowed: 0": {"messages": [MESSAGES[1], MESSAGES[2] | {"weight": 0.5}]},
+    "only the assistant's messages carry loss": {"messages": [MESSAGES[1] | {"weight": 1}, MESSAGES[2]]},
+    "nothing carries loss": {"messages": [MESSAGES[1], MESSAGES[2] | {"weight": 0}]},
+    "'completion' must be text, not null": {"prompt": "What is two?", "chosen": "A number."},
+    "arguments of tool call 'add' is not JSON": {
+        "messages": [
+            MESSAGES[1],
+            {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]},
+        ]
+    },
+    "only the assistant calls tools": {"messages": [MESSAGES[1] | {"tool_calls": [{}]}, MESSAGES[2]]},
 }
 
 
@@ -124,7 +145,123 @@ def test_bad_records_are_named_by_line_and_the_rest_is_shown_and_counted(tokeniz
     assert "loss.bin is not what was written" in damaged.output
     Path(f"{output}.loss.json").unlink()
     assert "loss: document 0 has token id 7" in CliRunner().invoke(app, ["verify", output]).output
-    assert CliRunner().invoke(app, [*command, "--on-error", "fail"]).exit_code == 2
+    assert Path(f"{output}.skipped.txt").read_text().count("\n") == len(BAD)
+    strict = CliRunner().invoke(app, [*command, "--output", f"{output}-strict", "--on-error", "fail"])
+    assert "correct the record, or skip such records" in strict.output
+    assert strict.exit_code == 2
+    assert not Path(f"{output}-strict.idx").exists()
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+TOOL_MESSAGES = [
+    {"role": "user", "content": "How cold is Oslo?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "4 degrees", "tool_call_id": "c1"},
+    {"role": "assistant", "content": "Cold."},
+]
+
+
+def texts_with_loss(record: Any, template: Template) -> list[str]:
+    conversation = parse_record(record)
+    assert isinstance(conversation, Conversation)
+    return [segment.text for segment in template.segments(*conversation) if segment.in_loss]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("chatml", "arguments"), ("qwen", "arguments"), ("llama3", "parameters")]
+)
+def test_tool_calls_carry_loss_and_tool_results_none(name: str, arguments: str) -> None:
+    call, answer = texts_with_loss({"messages": TOOL_MESSAGES}, load_chat_template(name))
+    end = BUILT_IN[name][1]
+    assert json.dumps({"name": "weather", arguments: {"city": "Oslo"}}) in call
+    assert call.endswith(end)
+    assert "degrees" not in call
+    assert answer == f"Cold.{end}"
+
+
+def test_templates_get_the_tools_of_a_record() -> None:
+    template = ChatTemplate(
+        "{{ tools | tojson if tools }}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{{ m.tool_calls | tojson if m.tool_calls }}<e>{% endfor %}{{ 'assistant:' if add_generation_prompt }}",
+        "<e>",
+    )
+    record = {"messages": TOOL_MESSAGES, "tools": json.dumps([TOOL])}
+    conversation = parse_record(record)
+    assert isinstance(conversation, Conversation)
+    assert template.render(*conversation[:1], tools=conversation.tools).startswith(json.dumps([TOOL]))
+    assert '"arguments": {"city": "Oslo"}' in texts_with_loss(record, template)[0]
+    assert "<tools>" in load_chat_template("chatml").segments(*conversation)[0].text
+    for name in ("qwen", "llama3"):
+        with pytest.raises(ValueError, match=f"{name} has no place for a list of tools"):
+            load_chat_template(name).segments(*conversation)
+
+
+def test_templates_that_leave_out_tools_are_refused() -> None:
+    source = "{% for m in messages %}{{ m.content }}<e>{% endfor %}"
+    with pytest.raises(ValueError, match="leaves out the list of tools"):
+        texts_with_loss({"messages": MESSAGES, "tools": [TOOL]}, ChatTemplate(source, "<e>"))
+    with pytest.raises(ValueError, match="leaves out the tool calls of message 1"):
+        texts_with_loss({"messages": TOOL_MESSAGES}, ChatTemplate(source, "<e>"))
+
+
+def test_a_call_that_ends_in_another_way_does_not_extend_to_the_tools_result() -> None:
+    end = "{{ '<m>' if m.tool_calls else '<e>' }}"
+    source = f"{{% for m in messages %}}{{{{ m.content or m.tool_calls | tojson }}}}{end}{{% endfor %}}"
+    with pytest.raises(ValueError, match="does not end message 1 with '<e>'"):
+        texts_with_loss({"messages": TOOL_MESSAGES}, ChatTemplate(source, "<e>"))
+
+
+def test_a_weight_of_0_and_prompts_carry_no_loss() -> None:
+    template = load_chat_template("chatml")
+    weighted = [*MESSAGES[:2], MESSAGES[2] | {"weight": 0}, MESSAGES[3], MESSAGES[4] | {"weight": 1}]
+    last = ["Another one.<|im_end|>"]
+    assert texts_with_loss({"messages": weighted}, template) == last
+    assert texts_with_loss({"prompt": MESSAGES[:4], "completion": MESSAGES[4:]}, template) == last
+    strings = {"prompt": "What is two?", "completion": "A number."}
+    assert texts_with_loss(strings, template) == ["A number.<|im_end|>"]
+    conversation = parse_record(strings)
+    assert isinstance(conversation, Conversation)
+    assert template.render(*conversation[:1]) == template.render(MESSAGES[1:3])
+
+
+def test_tools_that_are_nested_too_deeply_are_a_bad_record() -> None:
+    nested: Any = {}
+    for _ in range(200):
+        nested = {"a": nested}
+    with pytest.raises(ValueError, match="the list of tools is nested more than 64 levels deep"):
+        parse_record({"messages": MESSAGES, "tools": [nested]})
+
+
+def test_a_corpus_of_other_conversations_is_not_overwritten(tokenizer: str, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chat.jsonl", [{"messages": MESSAGES}])
+    command = ["sft", "--input", source, "--tokenizer", tokenizer, "--output", str(tmp_path / "c")]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    before = (tmp_path / "c.bin").read_bytes()
+    again = CliRunner().invoke(app, command)
+    assert "already complete" in again.output
+    assert "1 conversations" in again.output
+    for changed in (["--template", "llama3"], ["--end-of-turn", "<|im_end|>\n"]):
+        other = CliRunner().invoke(app, [*command, *changed])
+        assert other.exit_code == 2
+        assert "exists and was made from other input or with other options; delete" in other.output
+    write_lines(tmp_path / "chat.jsonl", [{"messages": MESSAGES[:3]}])
+    assert CliRunner().invoke(app, command).exit_code == 2
+    assert (tmp_path / "c.bin").read_bytes() == before
+
+
+def test_a_marker_that_is_not_one_token_is_named_with_its_tokens(tokenizer: str, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chat.jsonl", [{"messages": [MESSAGES[1] | {"content": "<|own|>"}, MESSAGES[2]]}])
+    model = load_tokenizer(tokenizer)
+    result = make_sft_corpus([source], str(tmp_path / "c"), tokenizer, load_chat_template("chatml"))
+    assert result.split_markers == {marker: len(model.encode(marker)) for marker in ("<|im_end|>", "<|im_start|>")}
+    command = ["sft", "--input", source, "--tokenizer", tokenizer, "--output", str(tmp_path / "d")]
+    printed = CliRunner().invoke(app, command).output
+    assert (
+        f"<|im_start|>, which the chat template writes, becomes {len(model.encode('<|im_start|>'))} tokens" in printed
+    )
+    single = ChatTemplate(BUILT_IN["chatml"][0].replace("<|im_start|>", "<s>").replace("<|im_end|>", "</s>"), "</s>")
+    assert not make_sft_corpus([source], str(tmp_path / "e"), tokenizer, single).split_markers
 
 
 def test_a_holdout_splits_conversations_with_their_masks(tokenizer: str, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """`moba-data tokenize`: the corpus decodes to the text, and its bytes do not depend on interruptions."""
 
+import dataclasses
 import fcntl
+import gzip
 import json
 import os
 import signal
@@ -13,8 +15,9 @@ import pytest
 import sentencepiece
 from prose import prose
 
-from data_tools.documents import find_files
-from data_tools.parts import TokenizeOptions
+from data_tools.input_files import find_files
+from data_tools.parts import Part, TokenizeOptions, make_part
+from data_tools.shards import cut_shards
 from data_tools.tokenize_corpus import TokenizeResult, tokenize_corpus
 from moba_train.data.indexed import IndexedDataset
 from moba_train.errors import DataError
@@ -136,6 +139,31 @@ def test_bad_records_are_reported_or_fatal(folder: Path, tokenizer: str, tmp_pat
         tokenize(folder, tmp_path / "none", tokenizer, text_key="words")
     with pytest.raises(DataError, match=r"a\.jsonl:2: no text under key 'text'"):
         tokenize(folder, tmp_path / "strict", tokenizer, fail_on_error=True)
+    assert not (tmp_path / "strict.idx").exists()
+
+
+def test_empty_texts_and_files_are_no_documents(folder: Path, tokenizer: str, tmp_path: Path) -> None:
+    (folder / "a.jsonl").write_text('{"text": ""}\n{"text": "good"}\n')
+    (folder / "b.txt").write_text("")
+    (folder / "c.txt.gz").write_bytes(gzip.compress(b""))
+    result = tokenize(folder, tmp_path / "out", tokenizer, bos="<s>")
+    assert (result.corpora[str(tmp_path / "out")].documents, result.empty, result.bad) == (1, 3, [])
+    (folder / "a.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(DataError, match="hold no document: 3 texts or files are empty"):
+        tokenize(folder, tmp_path / "none", tokenizer)
+    assert not (tmp_path / "none.idx").exists()
+
+
+def test_a_damaged_archive_is_skipped_or_fatal(folder: Path, tokenizer: str, tmp_path: Path) -> None:
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n' * 5000)[:-9])
+    (shard,) = cut_shards([str(folder / "b.jsonl.gz")])
+    options = TokenizeOptions(tokenizer, "text", append_eos=True, holdout=0.0, fail_on_error=False)
+    report = make_part(Part(str(tmp_path / "skip"), shard, options))
+    assert IndexedDataset(tmp_path / "skip").documents > 1000
+    assert len(report.bad) == 1
+    assert "b.jsonl.gz" in report.bad[0]
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz:\d+: the file is damaged .* --on-error skip"):
+        make_part(Part(str(tmp_path / "strict"), shard, dataclasses.replace(options, fail_on_error=True)))
     assert not (tmp_path / "strict.idx").exists()
 
 

@@ -104,18 +104,18 @@ def test_the_statistics_are_those_of_a_plain_computation(select: str, heads: int
 
 
 def test_what_is_selected_by_no_query_and_by_all() -> None:
-    """Keys of block 2 point where all queries point: it is every query's first choice, and the nearest wins the rest."""
+    """Keys of block 2 point where all queries point: every query selects it."""
     q, k, v = tensors(80, 1, 1)
     q = torch.ones_like(q)
     k = 1e-3 * k
-    k[2 * BLOCK : 3 * BLOCK] += 1.0
+    k[2 * BLOCK : 3 * BLOCK] += 4.0
     layout = packed_layout([80]).part((TokenRange(72, 80),), None)
     found = gate_statistics(q[72:], k, v, moba(2), layout)
     means = found.means()
     assert means["load_imbalance"] == 9.0
     assert means["never_selected"] == 8 / 9
     assert means["block_recall"] == 1.0
-    assert means["mass_recall"] > 0.9
+    assert means["mass_recall"] > 0.99
     assert found.distances.nonzero().flatten().tolist() == [3]  # 9 - 2 = 7 blocks, in the bucket of 5 to 8
 
 

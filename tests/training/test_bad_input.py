@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,11 +104,30 @@ def test_a_changed_corpus_cannot_resume_the_run(run: Run, corpora: Path, capsys:
     assert "changed" in error
 
 
-def test_an_error_on_a_rank_ends_the_whole_launch(run: Run, corpora: Path) -> None:
-    run.recipe["model"]["vocab_size"] = 32
-    code, output = run.train(2)
-    assert code != 0
-    assert "model.vocab_size" in output
+def test_an_error_ends_the_whole_launch_and_its_output(run: Run) -> None:
+    """Said once, though both ranks find it and restarts are allowed; torchrun adds nothing."""
+    command = [sys.executable, "-m", "moba_train.cli", "train", str(run.write_recipe()), "--gpus", "2"]
+    done = subprocess.run([*command, "--restarts", "3", "seed=-1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: 1 problem in the configuration:",
+        "  - seed: given -1; allowed: integer >= 0 and < 2147483648",
+    ]
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("argument", "named"),
+    [("--stop-at-step=0", "--stop-at-step: given '0'; allowed: a step"), ("--verbos=1", "--verbos")],
+)
+def test_a_wrong_argument_is_an_error_like_any_other(
+    run: Run, argument: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.train_here(argument) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert named in printed
+    assert "usage" not in printed
 
 
 def test_a_run_folder_that_cannot_be_made_is_refused(run: Run) -> None:

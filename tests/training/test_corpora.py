@@ -132,3 +132,10 @@ def test_a_corpus_smaller_than_a_batch_is_reported_when_its_stage_begins(run: Ru
     (warning,) = run.records("warning")
     assert warning["step"] == 0
     assert "256 tokens, fewer than a batch (512): the stage reads it about 12.0 times" in warning["message"]
+
+
+def test_a_stage_that_does_not_fit_the_gpu_is_a_warning(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moba_train.training.trainer.local_shortage", lambda *_: "stage only needs about 99.0 GiB")
+    assert run.train_here("--stop-at-step", "1") == 0
+    (warning,) = run.records("warning")
+    assert warning["message"] == "stage only needs about 99.0 GiB; `moba-train plan` names changes that fit"

@@ -12,6 +12,7 @@ import pytest
 from tiny_run import VOCAB, Run
 
 from moba_train.checkpoint import manifest
+from moba_train.checkpoint.evaluated import Evaluated
 from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
 from moba_train.data.indexed import IndexedDatasetWriter
 
@@ -139,7 +140,9 @@ def test_the_log_says_when_a_save_had_to_wait_for_the_one_before(run: Run, monke
     assert (first["message"], third["message"]) == tuple(f"saving the checkpoint of step {step}" for step in (1, 3))
 
 
-def test_the_best_checkpoint_stays_and_holds_its_validation_loss(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_checkpoint_stays_and_its_validation_loss_is_known(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     run.recipe["checkpoint"] = {"every": 2, "keep_last": 1, "keep_best": 1}
     run.recipe["evaluation"]["every"] = 2
     assert train_here(run, capsys)[0] == 0
@@ -147,4 +150,7 @@ def test_the_best_checkpoint_stays_and_holds_its_validation_loss(run: Run, capsy
     best = {min(range(2, 7, 2), key=losses.__getitem__), min(range(8, 13, 2), key=losses.__getitem__), 12}
     kept = {int(path.name.removeprefix("step_")): path for path in (run.run_dir / "checkpoints").glob("step_*")}
     assert kept.keys() == best
-    assert all(read_meta(path)["eval_loss"] == losses[step] for step, path in kept.items())
+    evaluated = Evaluated.read(run.run_dir / "checkpoints")
+    assert [evaluated.numbers(read_meta(path)) for path in kept.values()] == [
+        {"eval_loss": losses[step]} for step in kept
+    ]

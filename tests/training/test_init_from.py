@@ -1,6 +1,7 @@
 """A run that begins with weights: from a checkpoint of ours, and from its Hugging Face export, which is the same."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,18 @@ def test_a_run_goes_on_without_the_folder_it_began_from(source: Path, run: Run) 
     shutil.rmtree(weights)
     assert run.train_here(f"stages.0.tokens={3 * 512}") == 0
     assert len(run.losses()) == 3
+
+
+def test_a_run_says_what_it_was_given_and_names_a_folder_that_is_not_there(source: Path, run: Run) -> None:
+    assert begun_from(run, source / "hf").train_here("--stop-at-step", "1") == 0
+    (event,) = run.records("init_from")
+    assert re.match(r"\d+ tensors \([\d,]+ parameters\) loaded from the Hugging Face model ", event["message"])
+    assert event["message"].endswith(str(source / "hf"))
+    fresh = [f"run_dir={run.folder / 'fresh'}"]
+    with pytest.raises(ConfigError, match=r"init_from: given 'nope'; there is no such folder \(from "):
+        validate(load_config(run.write_recipe(), [*fresh, "init_from=nope"]), 1, check_files=True)
+    with pytest.raises(ConfigError, match=r"nor is there a config\.json, which a Hugging Face model has"):
+        validate(load_config(run.write_recipe(), [*fresh, f"init_from={run.folder}"]), 1, check_files=True)
 
 
 def test_weights_with_a_damaged_byte_are_neither_trained_on_nor_exported(source: Path, run: Run) -> None:

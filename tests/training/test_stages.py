@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -153,7 +154,7 @@ def test_eval_gives_the_same_loss_by_position(undisturbed: Run, tmp_path: Path) 
     assert "full" not in only.output
     refused = CliRunner().invoke(app, [*arguments[:2], "--bucket", "48"])
     assert refused.exit_code == 2
-    assert "--bucket: given 48" in refused.output
+    assert "evaluation.position_wise.bucket: given 48, which does not divide" in refused.output
     renamed = CliRunner().invoke(app, [*arguments[:2], "--attention", "moba"])
     assert renamed.exit_code == 2
     assert "--attention own" in renamed.output
@@ -194,7 +195,12 @@ def test_the_guide_works(undisturbed: Run, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "recipe.yaml").write_text(recipe.replace("configs/", f"{Path.cwd()}/configs/"))
     (tmp_path / "other.yaml").write_text(f"extends: recipe.yaml\n{other_stages}")
     for name in ("recipe", "other"):
-        guide.run(["moba-train", "plan", f"{tmp_path}/{name}.yaml", "--gpus", "64"])
+        planned = guide.run(
+            ["moba-train", "plan", f"{tmp_path}/{name}.yaml", *["--gpus", "64", "--gpu", "h200", "--no-data"]]
+        )
+        if name == "recipe":
+            (said,) = re.findall(r"On 64 H200 its longest stages need ([\d.]+) GiB on each GPU", DOCUMENT.read_text())
+            assert f"needs most, {said} GiB on each GPU" in planned
     lines = [words for block in guide.blocks(DOCUMENT, "bash") for words in guide.commands(block)]
     assert len(lines) == 4
     for words in lines:

@@ -27,7 +27,7 @@ MOMENTS: dict[str, tuple[type | Any, str]] = {
     "loading": (RunCheckpoints, "start"),
     "entering a stage": (Trainer, "_enter"),
     "the first step": (Trainer, "_forward_and_backward"),
-    "between steps": (Trainer, "_judge_exit"),
+    "between steps": (Trainer, "_report_stop_time"),
     "the last save": (manifest, "hash_file"),
 }
 """Where the process waits until the signal has been sent."""

@@ -134,7 +134,7 @@ def test_its_options_are_a_section_of_the_recipe_with_its_own_checks(toy_run: Ru
     with pytest.raises(ConfigError, match=r"stages\[1\]\.attention\.toy\.pull: given 1000 in layer 0; allowed"):
         validate(config)
     toy_run.recipe["attention"]["toy"] = {"pul": 1}
-    with pytest.raises(ConfigError, match=r"attention\.toy\.pul: unknown key; did you mean 'pull'"):
+    with pytest.raises(ConfigError, match=r"attention\.toy\.pul: unknown key \(did you mean 'pull'"):
         load_config(toy_run.write_recipe())
 
 

@@ -45,13 +45,16 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
         (["model.head_dim=33"], "model.head_dim: gives heads of width 33; allowed: even widths"),
         (["model.hidden_size=132"], "model.hidden_size / model.heads: gives heads of width 33"),
         (["stages.1.name=short"], "stages[0].name and stages[1].name: given 'short' 2 times"),
-        (["batch_tokens=60K"], "batch_tokens: given 61440, in stage 'long' not a multiple of seq_len 8192 = 8192"),
+        (
+            ["batch_tokens=60K"],
+            "batch_tokens: given 61440; stage 'long' needs a multiple of seq_len 8192; nearest: 57344 or 65536",
+        ),
         (
             ["stages.1.batch_tokens=24K", "stages.1.micro_batch_size=2"],
-            "stages[1].batch_tokens: given 24576, in stage 'long' not a multiple of seq_len 8192 x micro_batch_size 2 "
+            "stages[1].batch_tokens: given 24576; stage 'long' needs a multiple of seq_len 8192 x micro_batch_size 2 "
             "= 16384; nearest: 16384 or 32768",
         ),
-        (["stages.1.batch_tokens=2K"], "stages[1].batch_tokens: given 2048, in stage 'long' not a multiple of seq_len"),
+        (["stages.1.batch_tokens=2K"], "stages[1].batch_tokens: given 2048; stage 'long' needs a multiple of seq_len"),
         (["model.rope.factor=2"], "model.rope.factor: given 2, which kind 'none' does not use; set kind: pi"),
         (["stages.1.rope.kind=yarn"], "stages[1].rope.original_seq_len: missing; kind yarn needs"),
         (
@@ -158,12 +161,15 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
             ["optim.schedule.warmup_tokens=1.5M", "stages.0.lr=1e-3"],
             "optim.schedule: warmup_tokens 1500000 do not fit in the 1048576 tokens of stage 'short', whose lr",
         ),
-        (["attention.default=mobba"], "attention.default: 'mobba' is not a registered attention; did you mean 'moba'?"),
+        (
+            ["attention.default=mobba"],
+            "attention.default: 'mobba' is not a registered attention (did you mean 'moba'?)",
+        ),
         (["attention.full_layers=last:9"], "attention.full_layers: 'last:9' asks for 9 layers; the model has 4"),
         (["attention.overrides.7.topk=1"], "attention.overrides: layer ids [7] do not exist"),
         (
             ["attention.overrides.1.block_sise=1"],
-            "attention.overrides.1.block_sise: unknown option; did you mean 'block_size'?",
+            "attention.overrides.1.block_sise: unknown option (did you mean 'block_size'?)",
         ),
         (["attention.overrides.1.topk=0"], "attention.overrides.1.topk: given 0; allowed: integer >= 1"),
         (["attention.overrides.1.kind=[a]"], "attention.overrides.1.kind: ['a'] is not a registered attention"),
@@ -407,7 +413,12 @@ def test_shared_layers_are_of_the_run_not_of_a_stage(load):
 
 def test_the_batch_must_divide_over_the_ranks(load):
     (found,) = [text for text in problems(load(), world_size=16) if "long" in text]
-    assert "seq_len 8192 x micro_batch_size 1 x 16 data-parallel ranks = 131072; nearest: 131072" in found
+    assert "needs a multiple of seq_len 8192 x 16 data-parallel ranks = 131072; nearest: 131072" in found
+
+
+def test_looking_for_files_leaves_the_other_problems_their_path(load):
+    found = problems(load("attention.default=mobba"), check_files=True)
+    assert any(text.startswith("attention.default: 'mobba' is not") for text in found)
 
 
 def test_missing_files_are_named_with_their_key(load, tmp_path, monkeypatch):

@@ -1,0 +1,123 @@
+"""Outputs: names that are refused, files that appear complete or not at all, and corpora that are not overwritten."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from data_tools.holdout import splits
+from moba_train.data.indexed import IndexedDataset, corpus_file
+from moba_train.errors import DataError
+
+_REMEDIES = {
+    errno.ENOSPC: "free space there, or give another --output, and run the command again",
+    errno.EDQUOT: "free space in your quota, or give another --output, and run the command again",
+    errno.EACCES: "make it writable, or give another --output",
+    errno.EPERM: "make it writable, or give another --output",
+    errno.EROFS: "give an --output on another file system",
+}
+
+
+def check_output_file(output: str | Path, option: str = "--output") -> None:
+    """Raises DataError when no file can be written as `output`, so that this is known before the work is done."""
+    given = str(output)
+    if not given or given.endswith("/"):
+        raise DataError(f"{option} {given!r} is not the name of a file; give one in that folder, {given}NAME")
+    if os.path.isdir(given):
+        raise DataError(f"{option} {given} is a folder; give the name of a file, such as {given}/NAME")
+    _check_folder(Path(given).parent, option, given)
+
+
+def corpus_prefixes(output: str, holdout: float) -> list[str]:
+    """Prefixes of the corpora that `output` becomes. Raises DataError when they cannot be written."""
+    if not output or output.endswith("/"):
+        raise DataError(
+            f"--output {output!r} is not the name of a corpus, which is its file names without .bin/.idx; for "
+            f"example {output}corpus"
+        )
+    _check_folder(Path(output).parent, "--output", output)
+    prefixes = [f"{output}{split}" for split in splits(holdout)]
+    for file in (corpus_file(prefix, suffix) for prefix in prefixes for suffix in ("bin", "idx", "json")):
+        if file.is_dir():
+            raise DataError(f"--output {output} cannot be written: {file} is a folder; give another name")
+    return prefixes
+
+
+def _check_folder(folder: Path, option: str, given: str) -> None:
+    """Raises DataError when `folder` neither is a folder that can be written to nor can be created."""
+    existing = folder
+    while not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise DataError(f"{option} {given} cannot be written: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise DataError(f"{option} {given} cannot be written: no permission to write into {existing.absolute()}")
+
+
+@contextlib.contextmanager
+def write_errors(output: str | Path) -> Iterator[None]:
+    """Turns an OSError in the block, which writes `output`, into a DataError with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        remedy = f"; {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else ""
+        raise DataError(f"cannot write {error.filename or output}: {error.strerror or error}{remedy}") from error
+
+
+@contextlib.contextmanager
+def writing_file(output: str | Path) -> Iterator[BinaryIO]:
+    """A file that appears as `output` when the block ends, replacing one of that name; not if the block raises.
+
+    Raises DataError when it cannot be written.
+    """
+    path = Path(output)
+    temporary = path.with_name(f"{path.name}.tmp")
+    with write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def replace_file(output: str | Path, content: bytes) -> None:
+    """Write `content` as `output`, completely or not at all. Raises DataError when it cannot be written."""
+    with writing_file(output) as stream:
+        stream.write(content)
+
+
+def skipped_file(output: str | Path) -> str:
+    """The file beside `output` that lists the records that were skipped."""
+    return f"{output}.skipped.txt"
+
+
+def list_skipped(output: str | Path, bad: Sequence[object]) -> None:
+    """Write the skipped records, one "file:line: reason" per line, into `skipped_file`; without any, delete it."""
+    if bad:
+        replace_file(skipped_file(output), "".join(f"{record}\n" for record in bad).encode(errors="backslashreplace"))
+    else:
+        Path(skipped_file(output)).unlink(missing_ok=True)
+
+
+def already_made(prefixes: Sequence[str], work: str) -> bool:
+    """Whether all corpora exist and were made by this `work`, the `work` of their sidecars.
+
+    Raises DataError when one of them was made by other work: it is never overwritten.
+    """
+    complete = []
+    for prefix in prefixes:
+        if exists := corpus_file(prefix, "idx").exists():
+            info = IndexedDataset(prefix).info or {}
+            if info.get("work") != work:
+                raise DataError(
+                    f"corpus {prefix} exists and was made from other input or with other options; delete {prefix}.idx "
+                    "or choose another --output"
+                )
+        complete.append(exists)
+    return all(complete)

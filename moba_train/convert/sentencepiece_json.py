@@ -1,0 +1,164 @@
+"""A sentencepiece model as a tokenizer.json with the same ids, which is what transformers reads for every architecture.
+
+The two libraries do not agree on every model, so the result is compared with the original before anything uses it: on
+a sample of texts, every piece of the vocabulary, and pieces of the vocabulary in random order.
+"""
+
+import importlib
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import sentencepiece
+
+from moba_train.data.tokenizer import Tokenizer
+from moba_train.errors import DataError
+
+SPACE = "▁"
+"""Sentencepiece's character for a space."""
+_UNIGRAM = 1
+_BPE = 2
+_NEVER = -1e6
+"""Score of pieces that text must not become, such as control symbols; scores of others are above -100."""
+_RANDOM_TEXTS = 300
+_SAMPLE = (
+    "The quick brown fox jumps over the lazy dog. It's 1,234.56 km away -- isn't it?\n\n\tYes: \"100 %\" (or so)!\r\n",
+    "  two spaces, then  two and   three;    four\n\n\n        indented\n\ttab\t\ttabs   \n",
+    " leading space",
+    "trailing space ",
+    "trailing spaces and newline  \n",
+    "   ",
+    "\n",
+    "def f(x: int) -> dict[str, int]:\n    return {'a': x ** 2, \"b\": x != 0}  # [comment] <tag/> \\n @ $ ^ ~ | `\n",
+    "Größe, naïve café, œuvre, ¿dónde?, příliš žluťoučký kůň, İstanbul ıssız, ﬁne ½ № ①\n",
+    "Ελληνικά, русский текст, עברית, العربية, हिन्दी, ไทย, 日本語のテキスト、中文文本。한국어\n",
+    "emoji 😀 👍🏽 👩‍👩‍👧‍👦 🇩🇪 and symbols → ∑ ∞ ≠ ▁ █ \u00a0 \u200b \u3000 \ufeff e\u0301\n",
+    "zzzzzzzzzzzzzzzz----------------================aaaaaaaaaaaaaaaaaaaaaaaa........................",
+)
+"""Text in several scripts, with runs of spaces, code, emoji and characters that normalisations change."""
+
+
+def convert_sentencepiece(tokenizer: Tokenizer) -> Any:
+    """A `tokenizers.Tokenizer` with the ids of `tokenizer`; special tokens that are spelt out in a text are plain text
+    while its `encode_special_tokens` is set.
+
+    Raises DataError when the package tokenizers is not installed, it has no such model, or its ids differ.
+    """
+    try:
+        tokenizers: Any = importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise DataError("the package tokenizers is missing; run `pip install tokenizers`") from error
+    processor = tokenizer.processor
+    schema: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    model = schema.ModelProto.FromString(processor.serialized_model_proto())
+    contents = json.dumps(_contents(tokenizers, model))
+    try:
+        converted = tokenizers.Tokenizer.from_str(contents)
+    except Exception as error:  # the package raises plain Exception
+        raise DataError(f"the package tokenizers cannot hold this model: {error}") from error
+    converted.encode_special_tokens = True
+    for text in _texts(processor):
+        expected = processor.encode(text)
+        if converted.encode(text, add_special_tokens=False).ids != expected:
+            raise DataError(f"a tokenizer.json gives other ids than the sentencepiece model, for instance for {text!r}")
+        # Unknown characters have no text, and each library has its own mark for them.
+        if processor.unk_id() not in expected and converted.decode(expected) != processor.decode(expected):
+            raise DataError(f"a tokenizer.json decodes to other text than the sentencepiece model: {text!r}")
+    return converted
+
+
+def _contents(tokenizers: Any, model: Any) -> dict[str, Any]:
+    """The contents of tokenizer.json for a sentencepiece model."""
+    spec = model.normalizer_spec
+    if model.trainer_spec.treat_whitespace_as_suffix:
+        raise DataError("a tokenizer.json cannot end words with their space (treat_whitespace_as_suffix)")
+    if not spec.escape_whitespaces:
+        raise DataError("a tokenizer.json cannot keep spaces as they are (escape_whitespaces: false)")
+    added = [
+        {"id": index, "content": piece.piece, "special": piece.type != piece.USER_DEFINED, **_EXACT}
+        for index, piece in enumerate(model.pieces)
+        if piece.type in (piece.UNKNOWN, piece.CONTROL, piece.USER_DEFINED)
+    ]
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": _normalizer(tokenizers, spec),
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": _decoder(spec),
+        "model": _model(model),
+    }
+
+
+_EXACT = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+"""An added token is found where its characters are, and takes no spaces beside it."""
+
+
+def _normalizer(tokenizers: Any, spec: Any) -> dict[str, Any]:
+    """Characters replaced, spaces removed, a space before the first word, and spaces as `SPACE`, in this order."""
+    steps: list[dict[str, Any]] = []
+    if spec.precompiled_charsmap:
+        precompiled = tokenizers.normalizers.Precompiled(spec.precompiled_charsmap)
+        steps.append(json.loads(precompiled.__getstate__()))
+    if spec.remove_extra_whitespaces:
+        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if spec.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": SPACE})
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
+    return {"type": "Sequence", "normalizers": steps}
+
+
+def _decoder(spec: Any) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if spec.add_dummy_prefix:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": steps}
+
+
+def _model(model: Any) -> dict[str, Any]:
+    """The vocabulary: pieces with scores (unigram), or pieces and the merges that lead to them (BPE)."""
+    byte_fallback = model.trainer_spec.byte_fallback
+    unknown = next((index for index, piece in enumerate(model.pieces) if piece.type == piece.UNKNOWN), None)
+    if model.trainer_spec.model_type == _UNIGRAM:
+        scores = [[piece.piece, piece.score if piece.type == piece.NORMAL else _NEVER] for piece in model.pieces]
+        return {"type": "Unigram", "unk_id": unknown, "vocab": scores, "byte_fallback": byte_fallback}
+    if model.trainer_spec.model_type == _BPE:
+        return {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None if unknown is None else model.pieces[unknown].piece,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": byte_fallback,
+            "ignore_merges": False,
+            "vocab": {piece.piece: index for index, piece in enumerate(model.pieces)},
+            "merges": list(_merges(model)),
+        }
+    raise DataError("a tokenizer.json cannot hold a sentencepiece model of words or characters, only unigram and bpe")
+
+
+def _merges(model: Any) -> Iterator[tuple[str, str]]:
+    """Every pair of pieces that makes a piece. Sentencepiece merges the pair first whose result has the best score."""
+    scores = {piece.piece: piece.score for piece in model.pieces if piece.type == piece.NORMAL}
+    for piece in sorted(scores, key=scores.__getitem__, reverse=True):
+        for cut in range(1, len(piece)):
+            if piece[:cut] in scores and piece[cut:] in scores:
+                yield piece[:cut], piece[cut:]
+
+
+def _texts(processor: sentencepiece.SentencePieceProcessor) -> Iterator[str]:
+    """Texts to compare ids on: the sample, all pieces, and random sequences of pieces, always the same."""
+    pieces = [processor.id_to_piece(index).replace(SPACE, " ") for index in range(processor.vocab_size())]
+    yield from _SAMPLE
+    yield "".join(_SAMPLE)
+    yield from pieces
+    draw = random.Random(0)
+    for _ in range(_RANDOM_TEXTS):
+        yield "".join(draw.choices(pieces, k=draw.randint(2, 60)))

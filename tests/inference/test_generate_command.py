@@ -1,0 +1,141 @@
+"""`moba-train generate`: prompts from files and stdin, progress while they are read, any folder."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+from typer.testing import CliRunner
+
+from moba_train.cli import app
+from moba_train.config.load import load_config
+from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.data.tokenizer import load_tokenizer
+from moba_train.foreign_files import ROOTS
+from moba_train.inference.text import generate_text
+from moba_train.model.transformer import Transformer
+from moba_train.train import main
+
+RECIPE = """
+name: test
+run_dir: runs/test
+model: {vocab_size: 320, hidden_size: 32, intermediate_size: 48, layers: 2, heads: 2, kv_heads: 1}
+attention: {full_layers: "last:1", moba: {block_size: 8, topk: 2}}
+data: {tokenizer: data/tok.model, train: [{path: corpus}]}
+batch_tokens: 64
+stages: [{name: only, seq_len: 64, tokens: 64}]
+telemetry: {console: false, wandb: {mode: disabled}}
+"""
+TEXT = "The quick brown fox jumps over the lazy dog, and naïve café owners watch – 你好 – at 10 o'clock.\n"
+
+
+def make_tokenizer(path: Path, vocab_size: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    source = path.with_suffix(".txt")
+    source.write_text(TEXT * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(source),
+        model_prefix=str(path.with_suffix("")),
+        model_type="bpe",
+        vocab_size=vocab_size,
+        byte_fallback=True,
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of one step, all of whose paths are relative to it."""
+    folder = tmp_path_factory.mktemp("project")
+    make_tokenizer(folder / "data" / "tok.model", 320)
+    with IndexedDatasetWriter(folder / "corpus", np.uint16) as writer:
+        writer.add_document(np.arange(300))
+    (folder / "recipe.yaml").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["recipe.yaml"]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run folder, seen from another folder, from which nothing else may be read."""
+    monkeypatch.delenv(ROOTS, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return project / "runs" / "test"
+
+
+def generated(run: Path, *arguments: object, code: int = 0, stdin: str | bytes = "") -> tuple[str, str]:
+    """(stdout, stderr) of the command, eight tokens long."""
+    done = CliRunner().invoke(app, ["generate", str(run), "--max-new-tokens", "8", *map(str, arguments)], input=stdin)
+    assert done.exit_code == code, done.output
+    return done.stdout, done.stderr
+
+
+def test_a_prompt_is_read_from_a_file_and_stdin_exactly(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text(TEXT)
+    shown, _ = generated(run, "--prompt", TEXT)
+    assert shown.startswith(TEXT)
+    answer = shown.removeprefix(TEXT)
+    assert answer.strip()
+    assert generated(run, "--prompt-file", "prompt.txt")[0] == answer
+    assert generated(run, "--prompt-file", "-", stdin=TEXT)[0] == answer
+    assert generated(run, "--prompt-file", "-", stdin=TEXT.rstrip("\n"))[0] != answer
+
+
+def test_a_prompt_that_cannot_be_used_is_named(run: Path, tmp_path: Path) -> None:
+    assert "no.txt: cannot be read: No such file" in generated(run, "--prompt-file", "no.txt", code=2)[1]
+    assert "not UTF-8 text, at byte 2" in generated(run, "--prompt-file", "-", stdin=b"ab\xff", code=2)[1]
+    assert "is empty" in generated(run, "--prompt-file", "-", code=2)[1]
+    for arguments in ((), ("--prompt", "x", "--prompt-file", "-")):
+        assert "either --prompt TEXT or --prompt-file" in generated(run, *arguments, code=2)[1]
+    make_tokenizer(tmp_path / "large.model", 360)
+    message = generated(run, "--prompt", TEXT, "--tokenizer", "large.model", code=2)[1]
+    assert "model.vocab_size is 320" in message
+
+
+def test_reading_a_long_prompt_says_how_far_it_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert generated(run, "--prompt-file", "-", stdin=TEXT)[1] == ""
+    monkeypatch.setattr("moba_train.inference.prompt.REPORT_EVERY", 0.0)
+    monkeypatch.setattr("moba_train.inference.generate.PREFILL_TOKENS", 700)
+    lines = generated(run, "--prompt-file", "-", stdin=TEXT * 20)[1].splitlines()
+    assert len(lines) > 1
+    assert "700 of 1," in lines[0]
+    assert "(100%)" in lines[-1]
+    assert lines[-1].endswith(" tokens/s")
+
+
+def test_the_tokenizer_is_found_where_the_run_was_made_beside_it_or_as_given(
+    run: Path, project: Path, tmp_path: Path
+) -> None:
+    wanted = generated(run, "--prompt", TEXT)[0]
+    (tmp_path / "data").mkdir()
+    make_tokenizer(tmp_path / "data" / "tok.model", 300)  # of that name, and another one
+    assert generated(run, "--prompt", TEXT)[0] == wanted
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    message = generated(moved, "--prompt", TEXT, code=2)[1]
+    assert "data.tokenizer 'data/tok.model', was not found; looked for data/tok.model (another one than" in message
+    assert f"{moved / 'data/tok.model'}; {moved / 'tok.model'}; give --tokenizer FILE" in message
+    assert generated(moved, "--prompt", TEXT, "--tokenizer", project / "data" / "tok.model")[0] == wanted
+    shutil.copy(project / "data" / "tok.model", moved)
+    assert generated(moved, "--prompt", TEXT)[0] == wanted
+
+
+@pytest.mark.parametrize("context", [4, 32])
+def test_text_is_that_of_all_tokens_decoded_together(
+    project: Path, monkeypatch: pytest.MonkeyPatch, context: int
+) -> None:
+    """Also of characters of several tokens, and spaces that a token loses where it comes first."""
+    tokenizer = load_tokenizer(project / "data" / "tok.model")
+    answer = tokenizer.encode(" – 你好 fox, 😀 the naïve 漢字 dog" * 3)
+    monkeypatch.setattr("moba_train.inference.text.generate", lambda *_, **__: iter(answer))
+    monkeypatch.setattr("moba_train.inference.text.CONTEXT", context)
+    model = Transformer(load_config(project / "recipe.yaml").model)
+    for prompt in ("Once", TEXT, "你好"):
+        options = {"temperature": 0.0, "top_p": 1.0, "seed": 0, "decode": "full"}
+        found = "".join(generate_text(model, tokenizer, prompt, 1000, **options))  # type: ignore[arg-type]  # a dict
+        tokens = tokenizer.encode(prompt)
+        assert found == tokenizer.decode(tokens + answer)[len(tokenizer.decode(tokens)) :]

@@ -1,0 +1,143 @@
+"""The memory estimate: against measured peaks, and its parts against arithmetic."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.planning.devices import Gpu
+from moba_train.planning.fit import local_shortage
+from moba_train.planning.memory import MEMORY_PARTS, Memory
+from moba_train.planning.plan import StagePlan, make_plan
+
+ROOT = Path(__file__).parents[2]
+FULL = {"default": "full"}
+LLAMA_8B = 8_030_261_248
+LAYERS = 32
+
+
+def config(model: str, seq_len: str, attention: dict, **changes) -> RunConfig:
+    """A recipe with one stage of the model in configs/models."""
+    recipe = {
+        "name": "measured",
+        "run_dir": "runs/measured",
+        "model": yaml.safe_load((ROOT / f"configs/models/{model}.yaml").read_text())["model"],
+        "data": {"train": [{"path": "a"}]},
+        "stages": [{"name": "only", "seq_len": seq_len, "tokens": "16M"}],
+        "attention": attention,
+        **changes,
+    }
+    return RunConfig.model_validate(recipe)
+
+
+def planned(model: str, world_size: int, *arguments, **changes) -> StagePlan:
+    """The plan of the only stage of `config`."""
+    return make_plan(config(model, *arguments, **changes), world_size, 989, 0.4).stages[0]
+
+
+def memory(*arguments, **changes) -> Memory:
+    return planned(*arguments, **changes).memory
+
+
+@pytest.mark.parametrize(
+    ("measured", "seq_len", "attention", "changes"),
+    [
+        (88.3, "8K", FULL, {"batch_tokens": "16K"}),
+        (71.0, "64K", FULL, {"batch_tokens": "64K", "parallel": {"cp": 2}, "activation_checkpointing": "full"}),
+        (
+            94.5,
+            "128K",
+            {"default": "moba", "moba": {"block_size": 512, "topk": 8}},
+            {"batch_tokens": "128K", "parallel": {"cp": 2}, "activation_checkpointing": "full"},
+        ),
+    ],
+    ids=["8K", "64K cp 2 recomputed", "128K cp 2 recomputed"],
+)
+def test_the_estimate_is_what_an_8b_model_took_on_two_h200(measured, seq_len, attention, changes):
+    """Peaks of torch.cuda.max_memory_allocated, as `memory_gib` in the metrics, at 94bc9b8, compiled, in GiB."""
+    total = memory("llama3-8b", 2, seq_len, attention, compile=True, **changes).total
+    assert total / 2**30 == pytest.approx(measured, rel=0.02)
+
+
+MOBA = {"full_layers": "last:3", "moba": {"block_size": 512, "topk": 3}}
+VARIANTS = {
+    "full": {"attention": FULL},
+    "full, recomputed": {"attention": FULL, "activation_checkpointing": "full"},
+    "full, compiled": {"attention": FULL, "compile": True},
+    "MoBA 512/3, last 3 full": {"attention": MOBA},
+    "MoBA 512/3, last 3 full, compiled": {"attention": MOBA, "compile": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_estimate_is_what_a_1b_model_took_in_the_result_file(variant):
+    results = json.loads((ROOT / "benchmarks/results/training-1b-h200.json").read_text())
+    assert set(results["results"]) == set(VARIANTS)
+    assert (results["settings"]["seq_len"], results["settings"]["sequences_per_gpu"]) == (8192, 2)
+    changes = {"micro_batch_size": 2, "batch_tokens": "16K", **VARIANTS[variant]}
+    total = memory("llama-1b", 1, "8K", **changes).total
+    assert total / 2**30 == pytest.approx(results["results"][variant]["memory_gib"]["median"], rel=0.01)
+
+
+def test_master_weights_gradients_and_adamw_are_sixteen_bytes_a_parameter_over_the_shards_once_steps_accumulate():
+    for ranks in (1, 4, 8):
+        found = memory("llama3-8b", ranks, "8K", FULL, batch_tokens="1M")
+        states = found.parameters + found.gradients + found.optimizer
+        assert states == pytest.approx(16 * LLAMA_8B / ranks)
+    single = memory("llama3-8b", 8, "8K", FULL, batch_tokens="64K")
+    assert (single.moment, single.gradients) == ("loss", 0), "no gradients exist before the backward pass"
+    replicated = memory("llama3-8b", 8, "8K", FULL, batch_tokens="1M", parallel={"dp_replicate": 4})
+    assert replicated.parameters == pytest.approx(4 * LLAMA_8B / 2)
+
+
+def test_activation_checkpointing_keeps_each_blocks_input_and_attention():
+    tokens = 8192
+    hidden = 2 * 4096 * tokens
+    kept = memory("llama3-8b", 8, "8K", FULL, batch_tokens="1M").activations - 2 * hidden
+    recomputed = memory("llama3-8b", 8, "8K", FULL, batch_tokens="1M", activation_checkpointing="full")
+    assert recomputed.moment == "loss"
+    assert recomputed.activations - 2 * hidden == LAYERS * (2 * hidden + 4 * 32 * tokens) < kept / 3
+
+
+def test_logits_exist_for_a_chunk_of_tokens_only():
+    short, long = (memory("llama3-8b", 8, length, FULL, batch_tokens="1M") for length in ("8K", "128K"))
+    rows = 2 * 2 * 4096  # bf16: a token's input of the loss, and its gradient
+    assert short.working - rows * 8192 == long.working - rows * 131072 < 8 * 2**30
+
+
+def test_blocks_that_moba_selects_are_kept_for_the_backward_pass():
+    moba = {"full_layers": "last:3", "moba": {"block_size": 4096, "topk": 3}}
+    full, chosen = (memory("llama3-8b", 8, "128K", kind, batch_tokens="1M") for kind in (FULL, moba))
+    assert full.moment == chosen.moment
+    ids = 29 * 2 * 4 * 32 * 2 * 131072  # 2 of 3 block ids and their inverse, int32, in 29 MoBA layers
+    assert chosen.activations - full.activations == ids
+
+
+def test_buffers_of_context_parallelism_count_in_attention_and_nowhere_else():
+    """With one block, whose SwiGLU is small, attention is the peak."""
+    heads = {"heads": 32, "kv_heads": 32, "head_dim": 128}
+    narrow = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 64, "layers": 1, **heads}
+    recipe = config("tiny", "64K", FULL, batch_tokens="64K", parallel={"cp": 8})
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=narrow)})
+    stage = make_plan(recipe, 8, 989, 0.4).stages[0]
+    assert stage.memory.moment == "first attention"
+    assert stage.memory.transport == stage.context.cost.memory_bytes > 0
+    assert stage.memory.total == sum(getattr(stage.memory, part) for part in MEMORY_PARTS)
+
+
+def test_training_warns_of_a_stage_that_does_not_fit_the_gpu(monkeypatch):
+    stage = planned("llama3-8b", 2, "8K", FULL, batch_tokens="16K")
+    recipe = config("llama3-8b", "8K", FULL, batch_tokens="16K")
+    (resolved,) = resolve_stages(recipe)
+    for gibibytes, fits in ((80, False), (141, True)):
+        monkeypatch.setattr(
+            "moba_train.planning.fit.local_gpu", lambda size=gibibytes: Gpu("a GPU", None, size * 2**30)
+        )
+        found = local_shortage(recipe, resolved, stage.mesh, torch.device("cuda"))
+        assert (found is None) == fits
+        assert fits or f"stage only needs about {stage.memory.total / 2**30:.1f} GiB" in found
+    assert local_shortage(recipe, resolved, stage.mesh, torch.device("cpu")) is None

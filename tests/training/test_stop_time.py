@@ -1,0 +1,114 @@
+"""The time that an orderly stop may take is what the run has measured, and the launcher waits for it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_run import Run
+
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.launch import _stop_limit
+from moba_train.training.stop import LAUNCHER_FOLDER, StopRequest
+from moba_train.training.stop_time import UNMEASURED_S, StopTime
+
+SLOW_STEPS = """
+import time
+from moba_train.training.stop import listen
+if __name__ == "__main__":
+    listen()
+import sys
+from moba_train import train
+update = train.Trainer._update
+def slowly(self, *arguments):
+    open(sys.argv[1] + ".began", "w").close()
+    time.sleep(2.5)
+    update(self, *arguments)
+train.Trainer._update = slowly
+sys.exit(train.main())
+"""
+
+IMPATIENT = """
+import sys
+from torch.distributed.elastic.multiprocessing.api import PContext
+from moba_train import launch
+close = PContext.close
+PContext.close = lambda self, sig=None, timeout=30: close(self, sig, timeout / 30)
+sys.exit(launch.main(sys.argv[1:]))
+"""
+"""A launcher whose seconds are 30 times as short: torchrun's 30 s are one."""
+
+
+@pytest.mark.slow
+def test_a_step_that_takes_longer_than_torchrun_waits_is_saved_at_sigterm(run: Run) -> None:
+    """And a second SIGTERM, as schedulers send, changes nothing."""
+    run.recipe["checkpoint"]["every"] = 100
+    recipe = run.write_recipe()
+    (run.folder / "impatient.py").write_text(IMPATIENT)
+    (run.folder / "slow_steps.py").write_text(SLOW_STEPS)
+    rank = [str(run.folder / "slow_steps.py"), str(recipe)]
+    process = subprocess.Popen(
+        [sys.executable, str(run.folder / "impatient.py"), "--standalone", "--nproc-per-node", "1", *rank],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+    )
+    deadline = time.monotonic() + 120
+    while not Path(f"{recipe}.began").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "Traceback" not in output
+    assert read_meta(run.newest_checkpoint)["progress"]["step"] == 1
+
+
+def test_the_launcher_is_told_several_times_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHER_FOLDER, str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert _stop_limit(tmp_path, 30) == 30, "ranks that are not ours get what torchrun gives"
+    request = StopRequest()
+    times = StopTime(request, timeout_s=600)
+    assert _stop_limit(tmp_path, 30) == UNMEASURED_S
+    times.begin_stage()
+    times.step_took(400)  # compiles
+    times.save_took(60)
+    assert times.news() is None
+    times.step_took(145)
+    text = times.news()
+    assert text is not None
+    assert "up to 300 s (a step 145.0 s, a save 60.0 s)" in text
+    assert "--signal=TERM@300" in text
+    assert request.takes_s == 300
+    assert _stop_limit(tmp_path, 30) == 900
+    times.step_took(144)
+    times.batch_took(20)
+    assert times.news() is None
+    times.batch_took(200)
+    assert "up to 360 s" in (times.news() or "")
+    times.begin_stage()
+    assert _stop_limit(tmp_path, 30) == UNMEASURED_S
+    for _ in range(2):
+        times.step_took(1)
+    assert "up to 180 s" in (times.news() or "")
+    assert _stop_limit(tmp_path, 30) == 660, "a run that hangs ends by itself after parallel.timeout"
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
+    assert _stop_limit(tmp_path, 30) == 7
+
+
+def test_a_run_says_how_long_it_takes_to_stop(run: Run) -> None:
+    run.recipe["checkpoint"]["every"] = 2
+    assert run.train_here("--stop-at-step", "6") == 0
+    (record,) = run.records("stop")
+    assert record["stop_s"] % 30 == 0
+    assert f"--signal=TERM@{record['stop_s']}" in record["message"]

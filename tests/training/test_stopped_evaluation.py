@@ -1,0 +1,167 @@
+"""A step's checkpoint comes before its evaluations, a stop ends them, and a run that resumes has the numbers of one
+that was never stopped."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import Run, assert_same_tensors
+from trainer_ranks import Ranks
+
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.evals import validation_loss
+from moba_train.evals.stage import StageEvaluations
+from moba_train.train import main
+from moba_train.training.checkpoints import RunCheckpoints
+from moba_train.training.trainer import Trainer
+
+EVALUATED = 6
+"""Step at which the first stage ends, after an evaluation that its criterion reads."""
+
+
+class CrashedError(Exception):
+    pass
+
+
+def evaluating(folder: Path, corpora: Path, save_every: int) -> Run:
+    """A run whose first stage ends early, at step 6, because of its evaluation there."""
+    folder.mkdir(exist_ok=True)
+    run = Run(folder, corpora)
+    run.recipe["checkpoint"]["every"] = save_every
+    run.recipe["evaluation"]["every"] = 3
+    stage = run.recipe["stages"][0]
+    stage["micro_batch_size"] = 2
+    stage["until"] = {"metric": "eval_loss", "at_most": 100, "max_tokens": 20 * 512}
+    return run
+
+
+def history(run: Run) -> dict[str, list[tuple[int, Any]]]:
+    """What a run has measured and decided, in order."""
+    wanted = {"metrics": "loss", "validation_loss": "eval_loss", "stage_exit": "message"}
+    return {name: [(record["step"], record[key]) for record in run.records(name)] for name, key in wanted.items()}
+
+
+def assert_as_if_undisturbed(run: Run, undisturbed: Run) -> None:
+    assert history(run) == history(undisturbed)
+    assert_same_tensors(run.newest_checkpoint, undisturbed.newest_checkpoint)
+
+
+def crash(*_arguments: Any, **_named: Any) -> None:
+    raise CrashedError
+
+
+def crash_at_second_batch(step_of: Callable[[], int]) -> Callable[..., Any]:
+    """`training_loss` that fails in the second batch of the evaluation at `EVALUATED`."""
+    training_loss = validation_loss.training_loss
+    batches = iter([True])
+
+    def loss(*arguments: Any) -> Any:
+        if step_of() == EVALUATED and not next(batches, False):
+            raise CrashedError
+        return training_loss(*arguments)
+
+    return loss
+
+
+def current_step(run: Run) -> Callable[[], int]:
+    return lambda: max((record["step"] for record in run.records()), default=0)
+
+
+def test_a_checkpoint_comes_before_the_evaluation_of_its_step(tmp_path: Path, corpora: Path) -> None:
+    run = evaluating(tmp_path / "run", corpora, save_every=3)
+    assert run.train_here("--stop-at-step", "4") == 0
+    lines = [line for line in (run.run_dir / "metrics.jsonl").read_text().splitlines() if '"step": 3,' in line]
+    saving = next(index for index, line in enumerate(lines) if "saving the checkpoint of step 3" in line)
+    evaluated = next(index for index, line in enumerate(lines) if '"validation_loss"' in line)
+    assert saving < evaluated
+
+
+@pytest.mark.parametrize("moment", ["in the evaluation", "after its records", "in the next step"])
+def test_a_run_that_dies_around_an_evaluation_has_each_record_once_and_the_same_bits(
+    moment: str, tmp_path: Path, corpora: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = evaluating(tmp_path / "undisturbed", corpora, save_every=3)
+    assert undisturbed.train_here() == 0
+    assert [step for step, _ in history(undisturbed)["stage_exit"]] == [EVALUATED]
+
+    run = evaluating(tmp_path / "run", corpora, save_every=3)
+    with monkeypatch.context() as patched:
+        if moment == "in the evaluation":
+            patched.setattr(validation_loss, "training_loss", crash_at_second_batch(current_step(run)))
+        elif moment == "after its records":
+            evaluated = RunCheckpoints.evaluated
+
+            def dies(self: RunCheckpoints, step: int, numbers: Any) -> None:
+                crash() if step == EVALUATED else evaluated(self, step, numbers)
+
+            patched.setattr(RunCheckpoints, "evaluated", dies)
+        else:
+            enter = Trainer._enter
+            patched.setattr(Trainer, "_enter", lambda self, stage: crash() if stage.index else enter(self, stage))
+        with pytest.raises(CrashedError):
+            run.train_here()
+    assert read_meta(run.newest_checkpoint)["progress"]["step"] == EVALUATED
+    evaluations: list[int] = []
+    between_batches = Trainer._between_batches
+
+    def noting(self: Trainer) -> None:
+        evaluations.append(self.progress.step)
+        between_batches(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_between_batches", noting)
+        assert run.train_here() == 0
+    assert (EVALUATED in evaluations) == (moment != "in the next step"), "completed evaluations are not run again"
+    assert_as_if_undisturbed(run, undisturbed)
+
+
+def train_with_signal_to_rank_1(recipe: str) -> int:
+    """Rank 1 gets SIGTERM in the first batch of the evaluation of step 6."""
+    training_loss = validation_loss.training_loss
+    run_due = StageEvaluations.run_due
+    at: list[int] = []
+
+    def noting(self: StageEvaluations, step: int, tokens: int) -> dict[str, float]:
+        at.append(step)
+        return run_due(self, step, tokens)
+
+    def signalled(*arguments: Any) -> Any:
+        if at[-1] == EVALUATED and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        return training_loss(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StageEvaluations, "run_due", noting)
+        patched.setattr(validation_loss, "training_loss", signalled)
+        return main([recipe])
+
+
+@pytest.mark.parametrize("save_every", [3, 4])
+def test_sigterm_to_one_rank_ends_an_evaluation_on_all_and_it_is_run_when_the_run_resumes(
+    save_every: int, tmp_path: Path, corpora: Path, ranks: Ranks
+) -> None:
+    undisturbed = evaluating(tmp_path / "undisturbed", corpora, save_every)
+    ranks.train(undisturbed, 2)
+    run = evaluating(tmp_path / "run", corpora, save_every)
+    ranks.work(train_with_signal_to_rank_1, [str(run.write_recipe())], 2)
+    assert [record["step"] for record in run.records("validation_loss")] == [3]
+    progress = read_meta(run.newest_checkpoint)["progress"]
+    assert (progress["step"], progress["evaluation_due"]) == (EVALUATED, True)
+    ranks.train(run, 2)
+    assert_as_if_undisturbed(run, undisturbed)
+
+
+def test_a_finished_run_that_is_started_again_evaluates_nothing(
+    tmp_path: Path, corpora: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = evaluating(tmp_path / "run", corpora, save_every=6)
+    assert run.train_here() == 0
+    before = history(run)
+    monkeypatch.setattr(Trainer, "_between_batches", crash)
+    assert run.train_here() == 0
+    assert history(run) == before
