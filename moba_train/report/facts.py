@@ -98,7 +98,7 @@ def _speed(history: History) -> Fact | None:
         return None
     per_device = _last_stage(history, "tokens_per_s_per_device")
     devices = round(rates / per_device) if per_device else 1
-    return Fact("throughput", f"{format_count(rates)} tokens/s", f"{_count(devices, 'device')}, median of the last stage")
+    return Fact("tokens/s", format_count(rates), f"{_count(devices, 'device')}, median of the last stage")
 
 
 def _utilisation(history: History) -> Fact | None:

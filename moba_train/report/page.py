@@ -5,6 +5,7 @@ load nothing, and run only those two scripts, whatever a run's names and message
 """
 
 import base64
+import dataclasses
 import gzip
 import hashlib
 import importlib
@@ -21,8 +22,10 @@ import jinja2
 from moba_train.errors import LaunchError
 from moba_train.report.chart import Chart, Shown, as_json, shown
 from moba_train.report.facts import environment, events, facts, settings
+from moba_train.report.gate_charts import gate_charts
 from moba_train.report.history import History, read_history
 from moba_train.report.position_charts import gap_chart, position_chart
+from moba_train.report.retrieval_charts import needle_maps, ruler_charts, selected_blocks
 from moba_train.report.training_charts import (
     data_mix_chart,
     gradient_chart,
@@ -36,11 +39,11 @@ from moba_train.report.training_charts import (
 )
 from moba_train.telemetry.atomic import write_atomically
 
-ChartMaker = Callable[[Sequence[Shown]], Chart | None]
+ChartMaker = Callable[[Sequence[Shown]], list[Chart]]
 
 SECTIONS: tuple[tuple[str, tuple[ChartMaker, ...]], ...] = (
     ("Training", (loss_chart, throughput_chart, mfu_chart, learning_rate_chart, gradient_chart)),
-    ("Long context", (position_chart, gap_chart)),
+    ("Long context", (position_chart, gap_chart, needle_maps, ruler_charts, selected_blocks, gate_charts)),
     ("Data", (data_mix_chart, padding_chart)),
     ("Machine", (step_time_chart, memory_chart)),
 )
@@ -117,12 +120,18 @@ def _charts(makers: Sequence[ChartMaker], runs: Sequence[Shown]) -> list[Chart]:
     charts = []
     for maker in makers:
         try:
-            chart = maker(runs)
+            charts += maker(runs)
         except Exception as error:  # values of any type can be in the files
             what = maker.__name__.removesuffix("_chart").replace("_", " ")
             runs[0].history.notices.append(f"the chart of {what} cannot be drawn: {error!r}")
-        else:
-            charts += [chart] if chart else []
+    return _fill_rows(charts)
+
+
+def _fill_rows(charts: list[Chart]) -> list[Chart]:
+    """Charts stand two in a row; one that would stand alone is made wide."""
+    narrow = [chart for chart in charts if not chart.wide]
+    if len(narrow) % 2:
+        charts = [dataclasses.replace(chart, wide=chart.wide or chart is narrow[-1]) for chart in charts]
     return charts
 
 

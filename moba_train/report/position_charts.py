@@ -10,7 +10,7 @@ from moba_train.report.curves import Column
 from moba_train.report.history import Result
 
 
-def position_chart(runs: Sequence[Shown]) -> Chart | None:
+def position_chart(runs: Sequence[Shown]) -> list[Chart]:
     """Loss by position at the last evaluation of every stage, with the stage's own attention and with full attention."""
     traces: list[Trace] = []
     for run, result, colour in _evaluations(runs):
@@ -18,12 +18,12 @@ def position_chart(runs: Sequence[Shown]) -> Chart | None:
             own = kind == result.data["attention"]
             traces += _curve(run, result, _label(run, result, kind), curve, colour, "solid" if own else "dash")
     if not traces:
-        return None
+        return []
     note = "Last evaluation of each stage. Dashed: full attention on the same weights. Bands: one standard error."
-    return Chart("position-wise", "Loss by position", note, traces, _layout("loss"), wide=True, height=400)
+    return [Chart("position-wise", "Loss by position", note, traces, _layout("loss"), height=380)]
 
 
-def gap_chart(runs: Sequence[Shown]) -> Chart | None:
+def gap_chart(runs: Sequence[Shown]) -> list[Chart]:
     """What full attention on the same weights would gain, by position."""
     traces: list[Trace] = []
     for run, result, colour in _evaluations(runs):
@@ -34,10 +34,10 @@ def gap_chart(runs: Sequence[Shown]) -> Chart | None:
             label = _label(run, result, f"{own} - full")
             traces.append(_line(run, result, label, gap, colour, "solid") | {"yhoverformat": "+.4f"})
     if not traces:
-        return None
+        return []
     note = "Loss with the stage's attention minus loss with full attention, same weights. Above 0: MoBA misses something."
     layout = _layout("difference") | {"shapes": [_zero()]}
-    return Chart("position-gap", "Gap to full attention by position", note, traces, layout)
+    return [Chart("position-gap", "Gap to full attention by position", note, traces, layout, height=380)]
 
 
 def _evaluations(runs: Sequence[Shown]) -> Iterator[tuple[Shown, Result, str]]:

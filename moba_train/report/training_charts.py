@@ -18,8 +18,11 @@ _EVENTS = (
     ("resume", "restart", {"symbol": "circle-open", "size": 10, "color": "var(--ink)", "line": {"width": 2}}),
 )
 
+_FEWEST_SMOOTHED = 60
+"""Logged steps from which on the loss is also drawn smoothed."""
 
-def loss_chart(runs: Sequence[Shown]) -> Chart | None:
+
+def loss_chart(runs: Sequence[Shown]) -> list[Chart]:
     """Training loss of each step and smoothed, evaluated losses, stages, spikes, rollbacks and restarts."""
     traces: list[Trace] = []
     for run in runs:
@@ -29,12 +32,14 @@ def loss_chart(runs: Sequence[Shown]) -> Chart | None:
         traces += _evaluated(run, "trailing_loss", "trailing loss", 3, "diamond")
         traces += _evaluated(run, "trailing_loss_full", "trailing loss, full attention", 4, "diamond-open")
         traces += [trace for event in _EVENTS for trace in _event_points(run, *event)]
-    note = "Nats per token. Dashed lines: a stage begins."
+    note = "Nats per token. Dotted lines: a stage begins."
     return _progress("loss", "Loss", note, traces, runs, {"yaxis": {"title": "loss"}}, wide=True, height=440)
 
 
 def _losses(run: Shown) -> list[Trace]:
     loss = run.history.column("loss")
+    if len(loss) < _FEWEST_SMOOTHED:
+        return [run.line("training loss", loss, 1, width=2, yhoverformat=".4f")]
     faint: dict[str, Any] = {"visible": "legendonly"} if run.several else {}
     each = run.line("each step", loss, 1, width=1, opacity=0.35, yhoverformat=".4f", **faint)
     finite = np.isfinite(loss)
@@ -67,7 +72,7 @@ def _event_points(run: Shown, event_type: str, label: str, marker: dict[str, Any
     return [run.points(label, records, heights, marker=marker, text=messages, hovertemplate=template)]
 
 
-def throughput_chart(runs: Sequence[Shown]) -> Chart | None:
+def throughput_chart(runs: Sequence[Shown]) -> list[Chart]:
     """Tokens per second, with the rate that `moba-train plan` expects of each stage."""
     traces = _lines(runs, ("tokens_per_s", "tokens/s", 1))
     notes = ["All devices together."]
@@ -102,7 +107,7 @@ def _planned(run: Shown, rates: dict[str, float]) -> list[Trace]:
     return [line | {"axes": places, "planned": True}]
 
 
-def mfu_chart(runs: Sequence[Shown]) -> Chart | None:
+def mfu_chart(runs: Sequence[Shown]) -> list[Chart]:
     """Model FLOPs utilisation, by the keys that queries attend to and by the dense formula."""
     traces = _lines(runs, ("mfu", "real work", 1), ("mfu_dense", "dense formula", 2, "dot"))
     note = "Real work counts the keys that queries attend to; the dense formula counts whole sequences."
@@ -110,13 +115,13 @@ def mfu_chart(runs: Sequence[Shown]) -> Chart | None:
     return _progress("mfu", "Model FLOPs utilisation", note, traces, runs, layout)
 
 
-def learning_rate_chart(runs: Sequence[Shown]) -> Chart | None:
+def learning_rate_chart(runs: Sequence[Shown]) -> list[Chart]:
     """The learning rate."""
-    layout = {"yaxis": {"title": "learning rate", "rangemode": "tozero", "exponentformat": "power"}}
+    layout = {"yaxis": {"title": "learning rate", "rangemode": "tozero", "tickformat": "~g"}}
     return _progress("lr", "Learning rate", "", _lines(runs, ("lr", "learning rate", 1)), runs, layout)
 
 
-def gradient_chart(runs: Sequence[Shown]) -> Chart | None:
+def gradient_chart(runs: Sequence[Shown]) -> list[Chart]:
     """Gradient norm before clipping, of all parameters and by attention kind."""
     traces = _lines(runs, ("grad_norm", "all parameters", 1))
     for run in runs:
@@ -125,37 +130,37 @@ def gradient_chart(runs: Sequence[Shown]) -> Chart | None:
             label = f"{text(name.removeprefix('grad_norm_'))} layers"
             hidden: dict[str, Any] = {"visible": "legendonly"} if run.several else {}
             traces.append(run.line(label, run.history.column(name), role, width=1, dash="dot", **hidden))
-    layout = {"yaxis": {"title": "gradient norm", "type": "log", "exponentformat": "power"}}
+    layout = {"yaxis": {"title": "gradient norm", "type": "log", "dtick": "D2", "tickformat": "~g"}}
     return _progress("grad-norm", "Gradient norm", "Before clipping.", traces, runs, layout)
 
 
-def step_time_chart(runs: Sequence[Shown]) -> Chart | None:
+def step_time_chart(runs: Sequence[Shown]) -> list[Chart]:
     """Where the time of a step goes."""
     traces = _lines(
         runs,
         ("step_s", "step", 1),
         ("attention_s", "attention", 2, "dot"),
-        ("data_s", "waiting for data", 3, "dot"),
+        ("data_s", "waiting for data", 3),
     )
-    layout = {"yaxis": {"title": "seconds", "type": "log", "exponentformat": "power"}}
+    layout = {"yaxis": {"title": "seconds", "rangemode": "tozero"}}
     return _progress("step-time", "Time of a step", "", traces, runs, layout)
 
 
-def memory_chart(runs: Sequence[Shown]) -> Chart | None:
+def memory_chart(runs: Sequence[Shown]) -> list[Chart]:
     """Peak memory of the first rank's GPU."""
     layout = {"yaxis": {"title": "GiB", "rangemode": "tozero"}}
     traces = _lines(runs, ("memory_gib", "peak memory", 1))
     return _progress("memory", "GPU memory", "Peak of the first rank.", traces, runs, layout)
 
 
-def padding_chart(runs: Sequence[Shown]) -> Chart | None:
+def padding_chart(runs: Sequence[Shown]) -> list[Chart]:
     """How much of the batches is trained on."""
     traces = _lines(runs, ("loss_token_fraction", "carry loss", 1), ("padding_fraction", "padding", 2))
     layout = {"yaxis": {"title": "share of tokens", "tickformat": ".0%", "range": [-0.02, 1.02]}}
     return _progress("batches", "Batches", "Share of each batch's tokens.", traces, runs, layout)
 
 
-def data_mix_chart(runs: Sequence[Shown]) -> Chart | None:
+def data_mix_chart(runs: Sequence[Shown]) -> list[Chart]:
     """Share of each corpus in every stage's tokens, by the recipe's weights."""
     mixes = [(run.called(name), mix) for run in runs for name, mix in data_mix(run.history.recipe)]
     corpora = list(dict.fromkeys(path for _, mix in mixes for path in mix))
@@ -167,12 +172,13 @@ def data_mix_chart(runs: Sequence[Shown]) -> Chart | None:
             "y": [label for label, _ in mixes],
             "x": [mix.get(path, 0.0) for _, mix in mixes],
             "marker": {"color": palette(index)},
+            "width": 0.5,
             "hovertemplate": "%{x:.1%}",
         }
         for index, path in enumerate(corpora, 1)
     ]
     if not traces:
-        return None
+        return []
     layout = {
         "barmode": "stack",
         "xaxis": {"tickformat": ".0%", "range": [0, 1], "title": "share of tokens"},
@@ -180,7 +186,7 @@ def data_mix_chart(runs: Sequence[Shown]) -> Chart | None:
         "hovermode": "closest",
     }
     note = "Share of each corpus in a stage's tokens, by the weights of the recipe."
-    return Chart("data-mix", "Data mix", note, traces, layout, height=170 + 34 * len(mixes))
+    return [Chart("data-mix", "Data mix", note, traces, layout, height=max(340, 170 + 34 * len(mixes)))]
 
 
 def data_mix(recipe: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
@@ -192,8 +198,8 @@ def data_mix(recipe: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
         weights: dict[str, float] = {}
         for source in stage.get("train") or common or ():
             path = str(source["path"])
-            lengths = [f"from {source['min_length']}"] * bool(source.get("min_length"))
-            lengths += [f"below {source['below_length']}"] * bool(source.get("below_length"))
+            limits = (("from", source.get("min_length")), ("below", source.get("below_length")))
+            lengths = [f"{word} {length}" for word, length in limits if length]
             name = f"{path} ({', '.join(lengths)} tokens)" if lengths else path
             weights[name] = weights.get(name, 0.0) + float(source.get("weight") or 1.0)
         total = sum(weights.values())
@@ -215,9 +221,9 @@ def _lines(runs: Sequence[Shown], *curves: tuple[Any, ...]) -> list[Trace]:
 
 def _progress(
     key: str, title: str, note: str, traces: list[Trace], runs: Sequence[Shown], layout: dict[str, Any], **more: Any
-) -> Chart | None:
-    """A chart over the progress of the runs, with their stages; None without a curve."""
+) -> list[Chart]:
+    """A chart over the progress of the runs, with their stages; none without a curve."""
     if not traces:
-        return None
+        return []
     marks = [mark for run in runs for mark in run.stage_marks()]
-    return Chart(key, title, note, traces, layout, marks, progress=True, **more)
+    return [Chart(key, title, note, traces, layout, marks, progress=True, **more)]

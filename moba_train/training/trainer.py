@@ -39,6 +39,7 @@ from moba_train.planning.memory import buffer_memory
 from moba_train.report.plots import draw_plots
 from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
+from moba_train.telemetry.machine import describe_machine
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.checkpoints import RunCheckpoints, checkpoint_bytes
 from moba_train.training.corpora import check_corpora
@@ -104,7 +105,8 @@ class Trainer:
             resumed_step = self.progress.step or None
             self.telemetry = make_telemetry(config, self.run_dir, run_id, resumed_step, self.stages[-1].end_step)
         self.telemetry.stage = self.stage.name
-        self._event("code", describe(code_version()))
+        machine = describe_machine(world.device, world.size, world.ranks_per_node)
+        self._event("code", describe(code_version()), machine=machine)
 
         if self.progress.step:
             where = f"resumed from the checkpoint of step {self.progress.step}, in stage {self.stage.name}"

@@ -76,10 +76,11 @@
       margin: { l: 8, r: 12, t: 30, b: 8 },
       hovermode: "x unified",
       hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--ink"), size: 12 } },
-      legend: { orientation: "h", x: 0, xanchor: "left", y: -0.2, yanchor: "top", font: { color: colour("--ink") }, bgcolor: "rgba(0,0,0,0)" },
+      legend: { orientation: "h", x: 0, xanchor: "left", yref: "container", y: 0, yanchor: "bottom", font: { color: colour("--ink") }, bgcolor: "rgba(0,0,0,0)" },
       xaxis: { ...lines, tickfont: text, ...(chart.progress ? AXES[axis] : {}) },
       yaxis: { ...lines, tickfont: text },
       dragmode: "zoom",
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--line"), activecolor: colour("--muted") },
     };
   }
 
