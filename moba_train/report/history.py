@@ -55,10 +55,13 @@ class History:
     """Values of `config.yaml`; empty when it cannot be read."""
     results: list[Result] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    _columns: dict[str, Column] = field(default_factory=dict)
 
     def column(self, name: str) -> Column:
         """One number of every logged step; NaN where a step lacks it."""
-        return np.array([number(record, name) for record in self.metrics])
+        if name not in self._columns:
+            self._columns[name] = np.array([number(record, name) for record in self.metrics])
+        return self._columns[name]
 
     def has(self, name: str) -> bool:
         """Whether any step has this number."""

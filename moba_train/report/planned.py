@@ -24,14 +24,17 @@ def planned_rates(history: History) -> tuple[dict[str, float], str]:
     machine = next((event["machine"] for event in reversed(history.of_type("code")) if "machine" in event), None)
     if not isinstance(machine, dict):
         return {}, "the run did not record its devices"
+    if not history.recipe:
+        return {}, "its recipe cannot be read"
+    device = str(machine.get("device"))
+    if device.startswith("CPU"):
+        return {}, "a CPU has no known peak rate"
     from moba_train.planning.devices import peak_tflops  # imports torch, which takes seconds
     from moba_train.planning.plan import make_plan
 
-    peak = peak_tflops(str(machine.get("device")))
+    peak = peak_tflops(device)
     if peak is None:
-        return {}, f"the peak of its device ({machine.get('device')}) is not known"
-    if not history.recipe:
-        return {}, "its recipe cannot be read"
+        return {}, f"the peak rate of {device} is not known"
     try:
         config = parse_config(yaml.safe_dump(history.recipe), "config.yaml")
         _check_corpora(config)

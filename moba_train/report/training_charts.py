@@ -31,7 +31,9 @@ def loss_chart(runs: Sequence[Shown]) -> list[Chart]:
         traces += _evaluated(run, "eval_loss", "validation loss", 2, "circle")
         traces += _evaluated(run, "trailing_loss", "trailing loss", 3, "diamond")
         traces += _evaluated(run, "trailing_loss_full", "trailing loss, full attention", 4, "diamond-open")
-        traces += [trace for event in _EVENTS for trace in _event_points(run, *event)]
+    for event in _EVENTS:
+        points = [trace for run in runs for trace in _event_points(run, *event)]
+        traces += points[:1] + [trace | {"showlegend": False} for trace in points[1:]]
     note = "Nats per token. Dotted lines: a stage begins."
     return _progress("loss", "Loss", note, traces, runs, {"yaxis": {"title": "loss"}}, wide=True, height=440)
 
@@ -69,21 +71,23 @@ def _event_points(run: Shown, event_type: str, label: str, marker: dict[str, Any
         return []
     messages = [f"<b>{label}, step {record['step']}</b><br>{wrapped(record.get('message', ''))}" for record in records]
     template = "%{text}<extra></extra>"
-    return [run.points(label, records, heights, marker=marker, text=messages, hovertemplate=template)]
+    points = run.points(label, records, heights, marker=marker, text=messages, hovertemplate=template)
+    return [points | {"name": label, "legendgroup": label}]
 
 
 def throughput_chart(runs: Sequence[Shown]) -> list[Chart]:
     """Tokens per second, with the rate that `moba-train plan` expects of each stage."""
     traces = _lines(runs, ("tokens_per_s", "tokens/s", 1))
     notes = ["All devices together."]
+    problems: set[str] = set()
     for run in runs:
         rates, problem = planned_rates(run.history)
         traces += _planned(run, rates)
-        notes += [f"{run.history.name}: no plan, {problem}." if run.several else f"No plan: {problem}."] * bool(problem)
+        problems |= {f"No plan: {problem}."} if problem else set()
     if any(trace.get("planned") for trace in traces):
-        notes.insert(1, f"Dashed: `moba-train plan` at an MFU of {PLANNED_MFU:.0%}.")
+        notes.append(f"Dashed: what `moba-train plan` expects at an MFU of {PLANNED_MFU:.0%}.")
     layout = {"yaxis": {"title": "tokens/s", "rangemode": "tozero"}}
-    return _progress("throughput", "Throughput", " ".join(notes), traces, runs, layout)
+    return _progress("throughput", "Throughput", " ".join([*notes, *sorted(problems)]), traces, runs, layout)
 
 
 def _planned(run: Shown, rates: dict[str, float]) -> list[Trace]:

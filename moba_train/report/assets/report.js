@@ -12,6 +12,9 @@
     hours: { title: "hours since the start", exponentformat: "none", hoverformat: ".3~f" },
   };
 
+  const NARROW = 560; // pixels; below, a legend has one name in a row and needs room of its own
+  const LEGEND_ROW = 14;
+
   function fail(message) {
     const notice = document.getElementById("failure");
     notice.textContent = message;
@@ -120,8 +123,10 @@
     const lines = stageLines(chart, axis, style);
     layout.shapes = [...lines.shapes, ...(own.shapes || [])];
     layout.annotations = [...lines.annotations, ...(own.annotations || [])];
-    layout.height = chart.height;
     const traces = chart.traces.map((trace) => traceOf(trace, axis, style));
+    const named = traces.filter((trace) => trace.name && trace.showlegend !== false).length;
+    layout.height = chart.height + (innerWidth < NARROW && named > 2 ? LEGEND_ROW * named : 0);
+    document.getElementById(`chart-${chart.key}`).style.height = `${layout.height}px`;
     const modes = { responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
     await Plotly.react(`chart-${chart.key}`, traces, layout, modes);
   }
