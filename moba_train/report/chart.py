@@ -21,6 +21,7 @@ Trace = dict[str, Any]
 COLOURS = 8
 _DIGITS = 7
 _LONGEST_TEXT = 300
+_LONGEST_LABEL = 48
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. `note` explains it in a sentence or two below the title."""
+    """One chart. `title` and `note`, the sentence or two below it, are plain text; texts in `traces` and `layout` are
+    plotly's (`text`)."""
 
     key: str
     title: str
@@ -60,16 +62,21 @@ class Shown:
 
     @property
     def label(self) -> str:
-        """The run's name, safe inside plotly's texts."""
-        return text(self.history.name)
+        """The run's name for legends: safe inside plotly's texts, and short."""
+        name = self.history.name
+        return text(name if len(name) <= _LONGEST_LABEL else f"{name[: _LONGEST_LABEL - 1]}…")
 
     def colour(self, role: int) -> str:
         """Colour of a curve: one for each run where there are several, else one for each role, from 1."""
         return palette(self.index + 1 if self.several else role)
 
     def called(self, what: str) -> str:
-        """Name of a curve in a legend."""
+        """Name of a curve in a legend; `what` is safe inside plotly's texts."""
         return f"{self.label}: {what}" if self.several else what
+
+    def titled(self, what: str) -> str:
+        """Title of a chart about this run alone, as plain text."""
+        return f"{self.history.name}: {what}" if self.several else what
 
     def line(self, what: str, values: Column, role: int, **style: Any) -> Trace:
         """A curve over the drawn steps; `values` has a number for every logged step."""

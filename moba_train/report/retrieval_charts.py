@@ -26,11 +26,11 @@ def needle_maps(runs: Sequence[Shown]) -> list[Chart]:
 def _needle_map(run: Shown, result: Result, attention: str, by_length: list[list[float]], how: str) -> Chart:
     data = result.data
     depths = [f"{depth:g} %" for depth in data["depths"]]
-    title = run.called(f"Needle, {text(attention)} attention{how}")
+    title = run.titled(f"Needle, {attention} attention{how}")
     several = f"{data['needles']} of {data['keys']} needles, " if data["keys"] > 1 else ""
     note = (
         f"Share of samples with every token right, after step {result.step:,}: {several}{data['samples']} samples per "
-        f"cell, seed {data['seed']}, {text(data['haystack'])} haystack."
+        f"cell, seed {data['seed']}, {data['haystack']} haystack."
     )
     layout = _trained_mark(data["lengths"], data["trained_length"]) | {"yaxis": {"title": "depth"}}
     key = f"needle-{run.index}-{len(how)}-{_safe(attention)}"
@@ -47,7 +47,7 @@ def selected_blocks(runs: Sequence[Shown]) -> list[Chart]:
             rows = [(layer, row) for layer, row in layers if any(share is not None for share in row)]
             if rows:
                 note = "Share of heads that select the needle's block when they answer. Layers that see everything are left out."
-                title = run.called(f"Heads that look at the needle, {text(attention)}")
+                title = run.titled(f"Heads that look at the needle, {attention}")
                 names = [f"layer {layer}" for layer, _ in rows]
                 values = [row for _, row in rows]
                 lengths = _lengths(result.data["lengths"])
@@ -65,7 +65,7 @@ def ruler_charts(runs: Sequence[Shown]) -> list[Chart]:
             layout = _trained_mark(data["lengths"], data["trained_length"])
             for attention, by_scoring in data["scores"].items():
                 for scoring, by_task in by_scoring.items():
-                    title = run.called(f"RULER, {text(attention)} attention, {text(scoring).replace('_', ' ')}")
+                    title = run.titled(f"RULER, {attention} attention, {scoring.replace('_', ' ')}")
                     key = f"ruler-{run.index}-{_safe(attention)}-{_safe(scoring)}"
                     tasks = [text(task) for task in by_task]
                     charts.append(_heatmap(key, title, note, [*by_task.values()], _lengths(data["lengths"]), tasks, layout))

@@ -114,7 +114,7 @@ def test_a_run_in_both_widths_and_themes(browser: Driver, recorded: Path) -> Non
     assert light != dark
 
     look(browser, 400, "dark")
-    show(browser, page, 400, "dark")
+    wait(browser, "document.querySelector('#chart-lr .main-svg').getBoundingClientRect().width < 400")
     assert {chart["ink"] for chart in check_charts(browser)} == dark
     check_page(browser)
 
@@ -152,10 +152,12 @@ def test_hostile_runs_over_each_other(
     check_page(browser)
     assert browser.execute_script("return window.hacked") is None
     assert bad in browser.find_element("css selector", "h1").text
+    assert f"{bad}: Needle, full attention" in [title.text for title in browser.find_elements("css selector", "h3")]
     legend = browser.execute_script("return document.querySelector('#chart-loss .legend').textContent")
-    assert "<img src=x onerror=window.hacked=1>" in legend
+    assert f"{bad[:47]}…" in legend
 
     browser.find_element("css selector", "input[data-run='1']").click()
-    hidden = "document.getElementById('chart-loss').data.filter((trace) => trace.visible === false).map((trace) => trace.meta.run)"
+    loss = "document.getElementById('chart-loss').data"
+    hidden = f"{loss}.filter((trace) => trace.visible === false).map((trace) => trace.meta.run)"
     wait(browser, f"new Set({hidden}).has(1)")
     assert set(browser.execute_script(f"return {hidden}")) == {1}

@@ -12,7 +12,7 @@
     hours: { title: "hours since the start", exponentformat: "none", hoverformat: ".3~f" },
   };
 
-  const NARROW = 560; // pixels; below, a legend has one name in a row and needs room of its own
+  const narrow = matchMedia("(max-width: 560px)"); // where a legend has one name in a row and needs room of its own
   const LEGEND_ROW = 14;
 
   function fail(message) {
@@ -125,7 +125,7 @@
     layout.annotations = [...lines.annotations, ...(own.annotations || [])];
     const traces = chart.traces.map((trace) => traceOf(trace, axis, style));
     const named = traces.filter((trace) => trace.name && trace.showlegend !== false).length;
-    layout.height = chart.height + (innerWidth < NARROW && named > 2 ? LEGEND_ROW * named : 0);
+    layout.height = chart.height + (narrow.matches && named > 2 ? LEGEND_ROW * named : 0);
     document.getElementById(`chart-${chart.key}`).style.height = `${layout.height}px`;
     const modes = { responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
     await Plotly.react(`chart-${chart.key}`, traces, layout, modes);
@@ -158,6 +158,7 @@
     });
     addEventListener("afterprint", () => setTheme(before));
     axisMenu.addEventListener("change", drawAll);
+    narrow.addEventListener("change", drawAll);
     for (const box of document.querySelectorAll("input[data-run]")) {
       box.addEventListener("change", () => {
         hiddenRuns[box.checked ? "delete" : "add"](Number(box.dataset.run));
