@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job in miniature, on real text, on CPU or GPU: tokenizer, corpus, two training stages (short with full
-# attention, then longer with MoBA, each sequence on two ranks), a stop and a resume half-way, evaluation and a sample.
+# attention, then longer with MoBA, each sequence on two ranks), a stop and a resume half-way, evaluation, a sample and a report.
 #
 #   bash launch/quickstart.sh [--corpus FILE_OR_FOLDER]      default: the sources of Python's standard library
 FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

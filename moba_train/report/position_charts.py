@@ -11,7 +11,7 @@ from moba_train.report.history import Result
 
 
 def position_chart(runs: Sequence[Shown]) -> list[Chart]:
-    """Loss by position at the last evaluation of every stage, with the stage's own attention and with full attention."""
+    """Loss by position at the last evaluation of every stage, with its own attention and with full attention."""
     traces: list[Trace] = []
     for run, result, colour in _evaluations(runs):
         for kind, curve in result.data["curves"].items():
@@ -35,7 +35,7 @@ def gap_chart(runs: Sequence[Shown]) -> list[Chart]:
             traces.append(_line(run, result, label, gap, colour, "solid") | {"yhoverformat": "+.4f"})
     if not traces:
         return []
-    note = "Loss with the stage's attention minus loss with full attention, same weights. Above 0: MoBA misses something."
+    note = "Loss with the stage's attention minus loss with full attention, same weights. Above 0: full is better."
     layout = _layout("difference") | {"shapes": [_zero()]}
     return [Chart("position-gap", "Gap to full attention by position", note, traces, layout, height=380)]
 

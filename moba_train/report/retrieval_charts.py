@@ -46,7 +46,9 @@ def selected_blocks(runs: Sequence[Shown]) -> list[Chart]:
             layers = list(enumerate(_rows(result.data["maps"][attention]["selected"])))
             rows = [(layer, row) for layer, row in layers if any(share is not None for share in row)]
             if rows:
-                note = "Share of heads that select the needle's block when they answer. Layers that see everything are left out."
+                note = (
+                    "Share of heads that select the needle's block when they answer; layers that see all are left out."
+                )
                 title = run.titled(f"Heads that look at the needle, {attention}")
                 names = [f"layer {layer}" for layer, _ in rows]
                 values = [row for _, row in rows]
@@ -57,19 +59,22 @@ def selected_blocks(runs: Sequence[Shown]) -> list[Chart]:
 
 def ruler_charts(runs: Sequence[Shown]) -> list[Chart]:
     """The last RULER evaluation of every run: scores by task and length, for each attention and way of scoring."""
-    charts = []
-    for run in runs:
-        for result in run.history.latest("ruler")[-1:]:
-            data = result.data
-            note = f"After step {result.step:,}: {data['samples']} samples of each task and length, seed {data['seed']}."
-            layout = _trained_mark(data["lengths"], data["trained_length"])
-            for attention, by_scoring in data["scores"].items():
-                for scoring, by_task in by_scoring.items():
-                    title = run.titled(f"RULER, {attention} attention, {scoring.replace('_', ' ')}")
-                    key = f"ruler-{run.index}-{_safe(attention)}-{_safe(scoring)}"
-                    tasks = [text(task) for task in by_task]
-                    charts.append(_heatmap(key, title, note, [*by_task.values()], _lengths(data["lengths"]), tasks, layout))
-    return charts
+    return [
+        _ruler(run, result, attention, scoring, by_task)
+        for run in runs
+        for result in run.history.latest("ruler")[-1:]
+        for attention, by_scoring in result.data["scores"].items()
+        for scoring, by_task in by_scoring.items()
+    ]
+
+
+def _ruler(run: Shown, result: Result, attention: str, scoring: str, by_task: dict[str, list[float]]) -> Chart:
+    data = result.data
+    title = run.titled(f"RULER, {attention} attention, {scoring.replace('_', ' ')}")
+    note = f"After step {result.step:,}: {data['samples']} samples of each task and length, seed {data['seed']}."
+    key = f"ruler-{run.index}-{_safe(attention)}-{_safe(scoring)}"
+    layout = _trained_mark(data["lengths"], data["trained_length"])
+    return _heatmap(key, title, note, [*by_task.values()], _lengths(data["lengths"]), [*map(text, by_task)], layout)
 
 
 def _heatmap(

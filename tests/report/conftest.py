@@ -1,8 +1,9 @@
 """A recorded run, and what tests put into copies of it.
 
 `tests/fixtures/three_stages` is a real run of a tiny model on one CPU: stages of 64, 128 and 256 tokens, a gradient
-scaled by 1,000 at step 48 and a loss that overflows at step 96 (a spike, then a rollback), stopped and resumed after steps
-85 and 125, evaluated by position with MoBA and full attention. The file in `evaluations` has numbers made for the test.
+scaled by 1,000 at step 48 and a loss that overflows at step 96 (a spike, then a rollback), stopped and resumed after
+steps 85 and 125, evaluated by position with MoBA and full attention. The file in `evaluations` has numbers made up for
+the tests.
 """
 
 import json

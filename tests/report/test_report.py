@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 from moba_train.cli import app
 from moba_train.errors import UserError
 from moba_train.foreign_files import ROOTS
-from moba_train.report.chart import shown
 from moba_train.report.curves import MOST_POINTS, shown_rows
-from moba_train.report.history import History, read_history
+from moba_train.report.history import read_history
 from moba_train.report.page import render, write_report
 from moba_train.report.planned import planned_rates
 from moba_train.report.training_charts import data_mix
@@ -78,7 +77,9 @@ def test_every_part_of_the_run_is_there(recorded: Path) -> None:
     assert {"throughput", "lr", "grad-norm", "data-mix", "batches", "step-time"} <= found.keys()
     own = [trace["name"] for trace in found["position-wise"]["traces"] if trace.get("showlegend", True)]
     assert own == ["short, full (step 70)"] + [
-        f"{stage}, {kind} (step {step})" for stage, step in (("activate", 110), ("long", 150)) for kind in ("moba", "full")
+        f"{stage}, {kind} (step {step})"
+        for stage, step in (("activate", 110), ("long", 150))
+        for kind in ("moba", "full")
     ]
     assert {"needle-0-0-moba", "needle-0-0-full", "selected-0", "gate-shares"} <= found.keys()
     assert {"ruler-0-moba-teacher-forced", "ruler-0-full-teacher-forced"} <= found.keys()
@@ -283,5 +284,3 @@ def test_the_data_mix_follows_the_weights() -> None:
     recipe = {"data": {"train": common}, "stages": [{"name": "one"}, {"name": "two", "train": own}]}
     assert data_mix(recipe) == [("one", {"a": 0.75, "b": 0.25}), ("two", {"b (from 200 tokens)": 1.0})]
     assert data_mix({}) == []
-
-
