@@ -92,7 +92,7 @@ def throughput_chart(runs: Sequence[Shown]) -> list[Chart]:
 
 def _planned(run: Shown, rates: dict[str, float]) -> list[Trace]:
     """A horizontal line for each stage that has both a planned rate and logged steps."""
-    ends = {}
+    ends: dict[str, tuple[Record, Record]] = {}
     for record in run.history.metrics:
         first, _ = ends.get(record["stage"], (record, record))
         ends[record["stage"]] = (first, record)

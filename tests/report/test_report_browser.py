@@ -113,6 +113,13 @@ def test_a_run_in_both_widths_and_themes(browser: Driver, recorded: Path) -> Non
     assert len(light) == len(dark) == 1
     assert light != dark
 
+    paper = "document.getElementById('chart-loss')._fullLayout.width"
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert browser.execute_script(f"return {paper}") == 680
+    assert browser.execute_script("return document.getElementById('chart-loss').layout.font.color") in light
+    browser.execute_script("dispatchEvent(new Event('afterprint'))")
+    wait(browser, f"{paper} > 1000")
+
     look(browser, 400, "dark")
     wait(browser, "document.querySelector('#chart-lr .main-svg').getBoundingClientRect().width < 400")
     assert {chart["ink"] for chart in check_charts(browser)} == dark

@@ -13,7 +13,9 @@
   };
 
   const narrow = matchMedia("(max-width: 560px)"); // where a legend has one name in a row and needs room of its own
-  const LEGEND_ROW = 14;
+  const LEGEND_ROW = 14; // pixels
+  const PAPER_WIDTH = 680; // pixels of A4 and Letter between their margins
+  let printing = false;
 
   function fail(message) {
     const notice = document.getElementById("failure");
@@ -125,26 +127,28 @@
     layout.annotations = [...lines.annotations, ...(own.annotations || [])];
     const traces = chart.traces.map((trace) => traceOf(trace, axis, style));
     const named = traces.filter((trace) => trace.name && trace.showlegend !== false).length;
+    if (printing) {
+      layout.width = PAPER_WIDTH;
+    }
     layout.height = chart.height + (narrow.matches && named > 2 ? LEGEND_ROW * named : 0);
     document.getElementById(`chart-${chart.key}`).style.height = `${layout.height}px`;
     const modes = { responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
     await Plotly.react(`chart-${chart.key}`, traces, layout, modes);
   }
 
-  async function drawAll() {
-    for (const chart of data.charts) {
-      await draw(chart);
-    }
+  /* Without a pause: the browser prints as soon as this returns. */
+  function drawAll() {
+    return Promise.all(data.charts.map(draw));
   }
 
   /* --- controls --- */
 
   const dark = matchMedia("(prefers-color-scheme: dark)");
 
-  async function setTheme(name) {
+  function setTheme(name) {
     root.dataset.theme = name;
     if (window.Plotly) {
-      await drawAll();
+      drawAll();
     }
   }
 
@@ -154,9 +158,16 @@
     let before = null;
     addEventListener("beforeprint", () => {
       before = root.dataset.theme;
+      printing = true;
       setTheme("light");
     });
-    addEventListener("afterprint", () => setTheme(before));
+    addEventListener("afterprint", () => {
+      printing = false;
+      setTheme(before);
+      for (const chart of data.charts) {
+        Plotly.Plots.resize(`chart-${chart.key}`); // plotly keeps the width of before otherwise
+      }
+    });
     axisMenu.addEventListener("change", drawAll);
     narrow.addEventListener("change", drawAll);
     for (const box of document.querySelectorAll("input[data-run]")) {
