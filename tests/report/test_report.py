@@ -81,7 +81,15 @@ def test_every_part_of_the_run_is_there(recorded: Path) -> None:
         for stage, step in (("activate", 110), ("long", 150))
         for kind in ("moba", "full")
     ]
-    assert {"needle-0-0-moba", "needle-0-0-full", "selected-0", "gate-shares"} <= found.keys()
+    assert {
+        "needle-0-0-moba",
+        "needle-0-0-full",
+        "selected-0",
+        "gate-covers",
+        "gate-decides",
+        "gate-margin",
+        "gate-distance-0",
+    } <= found.keys()
     assert {"ruler-0-moba-teacher-forced", "ruler-0-full-teacher-forced"} <= found.keys()
 
 

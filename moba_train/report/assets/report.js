@@ -41,7 +41,8 @@
       return style.getPropertyValue(value.slice(4, -1)).trim();
     }
     if (Array.isArray(value)) {
-      return typeof value[0] === "number" ? value : value.map((inner) => coloured(inner, style));
+      const numbers = value.length > 2 && typeof value[0] === "number"; // a pair may be a step of a colour scale
+      return numbers ? value : value.map((inner) => coloured(inner, style));
     }
     if (value !== null && typeof value === "object") {
       return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, coloured(inner, style)]));
