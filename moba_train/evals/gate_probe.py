@@ -136,18 +136,19 @@ def _statistics(
     tokens: Sequence[int],
     shard: DataShard,
 ) -> GateStatistics:
-    """The statistics of this rank's queries among `tokens`, to all keys of the sequence."""
-    wanted = torch.tensor(tokens, dtype=torch.int64, device=q_LHD.device)
-    rows = wanted
-    if shard.engine is not None:
-        sequence = shard.engine.sequence(layout.total)
-        rows = sequence.local_rows(wanted, shard.engine.rank)
+    """The statistics of the queries of `tokens` to all keys of the sequence; counted once by ranks that share it."""
+    tokens_n = torch.tensor(tokens, dtype=torch.int64, device=q_LHD.device)
+    if shard.engine is None:
+        q_nHD = q_LHD[tokens_n]
+    else:
+        q_nHD = shard.engine.gather_tokens(q_LHD, tokens_n, layout.total)
         k_LKD, v_LKD = (shard.engine.gather(x, layout.total) for x in (k_LKD, v_LKD))
-    here = rows >= 0
-    if not here.any():
+        if shard.engine.rank:
+            return GateStatistics()
+    if not tokens:
         return GateStatistics()
-    ranges = joined_ranges(TokenRange(token, token + 1) for token in wanted[here].tolist())
-    return gate_statistics(q_LHD[rows[here]], k_LKD, v_LKD, attention, layout.part(ranges, None))
+    ranges = joined_ranges(TokenRange(token, token + 1) for token in tokens)
+    return gate_statistics(q_nHD, k_LKD, v_LKD, attention, layout.part(ranges, None))
 
 
 def summarize(own: str, layers: dict[int, GateStatistics], queries: int, seconds: float) -> EvaluationResult:

@@ -76,7 +76,8 @@ MEANS = {
     "first_block_share": "share of queries that select their document's first block",
     "margin": "lowest gate selected less the highest gate not selected, in units of attention's logits",
     "gate_entropy": "entropy of the softmax of the gates over history blocks, relative to its maximum",
-    "head_diversity": "different blocks that a query's heads select, relative to all that they select; 1: no two alike",
+    "head_diversity": "different blocks that heads which share keys select, relative to all that they select; 1: no "
+    "two alike",
     "load_imbalance": "selections of a head's busiest block over the mean of its blocks, among the sampled queries",
     "never_selected": "share of blocks that no sampled query of a head selects",
 }
@@ -118,7 +119,7 @@ def gate_statistics(
     if rows_m.numel() == 0:
         return found
     choice = _Choice(selected_HnC[:, rows_m].long(), own_n[rows_m], first_n[rows_m], block_bound(layout, size))
-    _add_selection(found, choice)
+    _add_selection(found, choice, k_SKD.shape[1])
     _add_gates(found, choice, attention.block_scores(q_nHD[rows_m], summaries))
     keys = _Keys(k_SKD, v_SKD, layout, size)
     dtype = accumulation_dtype(q_nHD.dtype)
@@ -230,19 +231,19 @@ def _relative_entropy(weights_HmN: Tensor, candidate_mN: Tensor) -> Tensor:
     return -torch.xlogy(p_HmN, p_HmN).sum(-1) / candidate_mN.sum(-1).double().log()
 
 
-def _add_selection(found: GateStatistics, choice: _Choice) -> None:
+def _add_selection(found: GateStatistics, choice: _Choice, kv_heads: int) -> None:
     """How the selected blocks are spread, without a look at the keys."""
     heads, rows, count = choice.selected_HmC.shape
     distance_HmC = (choice.own_m[:, None] - choice.selected_HmC).double()
     bucket = distance_HmC.log2().ceil().long().clamp(max=DISTANCES - 1)
     found.distances += bucket.flatten().bincount(minlength=DISTANCES).double().cpu()
-    distinct_mN = choice.selected_HmN.any(0)
+    distinct_KmN = choice.selected_HmN.unflatten(0, (kv_heads, -1)).any(1)
     found.add(
         rows=heads * rows,
         selections=heads * rows * count,
         heads=0,
         first_block=(choice.selected_HmC == choice.first_m[:, None]).any(-1).sum(),
-        distinct=distinct_mN.sum(),
+        distinct=distinct_KmN.sum(),
     )
     for load_Hn in _loads(choice):
         found.add(

@@ -25,6 +25,8 @@ from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import joined_world
+from moba_train.telemetry.jsonl import read_records
+from moba_train.train import main
 from moba_train.validation.recipe import validate
 
 BLOCK, HEAD_DIM = 8, 16
@@ -55,7 +57,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], topk: int, groupe
         own = (token - start) // BLOCK
         if own < topk:
             continue
-        union = set()
+        union: set[tuple[int, int]] = set()
         for head in range(q.shape[1]):
             kv = head // heads_per_kv
             keys = k[start : token + 1, kv]
@@ -65,7 +67,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], topk: int, groupe
             members = range(kv * heads_per_kv, (kv + 1) * heads_per_kv) if grouped else [head]
             gates = sum(means @ q[token, member] for member in members) * scale
             chosen = set(gates.topk(topk - 1).indices.tolist())
-            union |= chosen
+            union |= {(kv, block) for block in chosen}
             mass = p[: own * BLOCK].unflatten(0, (own, BLOCK)).sum(1)
             best = set(mass.topk(topk - 1).indices.tolist())
             kept = torch.tensor([block // BLOCK in chosen or block // BLOCK == own for block in range(len(p))])
@@ -81,11 +83,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], topk: int, groupe
             found["first_block_share"].append(float(0 in chosen))
             found["mass_entropy"].append(-(share * share.log()).sum().item() / math.log(own))
             selections += len(chosen)
-        distinct += len(union) if not grouped or k.shape[1] == 1 else 0
+        distinct += len(union)
     means = {name: sum(values) / len(values) for name, values in found.items()}
-    if not grouped:
-        means["head_diversity"] = distinct / selections
-    return means
+    return means | {"head_diversity": distinct / selections}
 
 
 @pytest.mark.parametrize("select", ["head", "group"])
@@ -174,6 +174,18 @@ def test_it_probes_the_sparse_layers_and_leaves_the_model_as_it_was(config: RunC
     assert 0 < result.numbers["mass_recall"] < 1
     assert sum(result.data["layers"][0]["distance_share"]) == pytest.approx(1)
     assert [block.attention.engine for block in model.blocks] == engines
+
+
+def test_training_is_bitwise_what_it_is_without(config: RunConfig, tmp_path: Path) -> None:
+    def losses(name: str, *overrides: str) -> list[float]:
+        arguments = [str(tmp_path / "recipe.yaml"), f"run_dir={tmp_path / name}", "telemetry.wandb.mode=disabled"]
+        assert main([*arguments, "stages.0.tokens=512", "evaluation.every=1", *overrides]) == 0
+        records = read_records(tmp_path / name / "metrics.jsonl")
+        probed = [record for record in records if record["type"] == "gate_probe"]
+        assert len(probed) == (0 if overrides else 4)
+        return [record["loss"] for record in records if record["type"] == "metrics"]
+
+    assert losses("with") == losses("without", "evaluation.gate_probe=null")
 
 
 def test_problems_are_named(config: RunConfig) -> None:
