@@ -108,6 +108,20 @@ class PositionWiseConfig(Section):
     )
 
 
+class GradientReachConfig(Section):
+    """Norm of the loss' gradient at every layer's input, by distance to the loss token it comes from: which tokens a
+    sparse loss mask, as in SFT, trains through attention. See docs/evaluation.md."""
+
+    sequences: int = Field(4, ge=1, description="validation sequences of the stage's length, with their loss masks")
+    every: int | None = Field(
+        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
+    )
+    attention: Literal["own", "both"] = Field(
+        "both",
+        description="both: where a stage has other layers than full ones, full attention on the same weights too",
+    )
+
+
 class EvaluationConfig(Section):
     """Mean token loss on `data.validation`, always on the same sequences, and other evaluations."""
 
@@ -119,6 +133,7 @@ class EvaluationConfig(Section):
     )
     sequences: int = Field(32, ge=1, description="validation sequences of the stage's length")
     position_wise: PositionWiseConfig | None = Field(None, description="null: not evaluated")
+    gradient_reach: GradientReachConfig | None = Field(None, description="null: not measured")
 
 
 class TrailingLossRecovered(Section):

@@ -4,6 +4,8 @@ evaluation       the interface
 registry         the evaluations there are
 validation_loss  mean token loss on held-out text
 position_wise    loss by position in the context
+gradient_reach   which tokens the gradient of the loss gets to, layer by layer
+reach_statistics statistics of gradient norms by distance to the loss token
 variants         the attentions that the same weights are evaluated with
 stage            evaluations while a stage trains
 checkpoint       `moba-train eval`

@@ -14,6 +14,7 @@ from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.data.loss_mask import mask_prefix
 from moba_train.evals import registry
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.evals.registry import EVALUATIONS, evaluation_of
@@ -45,6 +46,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with IndexedDatasetWriter(folder / "corpus", np.uint16) as writer:
         for _ in range(20):
             writer.add_document(rng.integers(64, size=70))
+    with IndexedDatasetWriter(mask_prefix(str(folder / "corpus")), np.uint8) as masks:
+        for _ in range(20):
+            masks.add_document(np.arange(70) % 10 == 9)
     path = folder / "recipe.yaml"
     path.write_text(RECIPE.format(folder=folder))
     return path
@@ -63,6 +67,7 @@ def test_an_evaluation_gives_what_it_declares(
 ) -> None:
     config = load_config(recipe)
     (stage,) = resolve_stages(config)
+    config = evaluation.switched_on(config, stage)
     model = Transformer(config.model).to(world.device)
     initialize_weights(model, 0)
     both = with_full(stage.attention)
