@@ -90,6 +90,8 @@ def test_an_evaluation_gives_what_it_declares(
 def test_no_two_evaluations_give_the_same_number_or_name() -> None:
     numbers = [name for evaluation in EVALUATIONS for name in evaluation.numbers | evaluation.numbers_against_full]
     assert len(numbers) == len(set(numbers))
+    fields = {evaluation.name for evaluation in EVALUATIONS}  # beside the numbers in a record of metrics.jsonl
+    assert fields.isdisjoint(numbers)
     assert len({evaluation.name for evaluation in EVALUATIONS}) == len(EVALUATIONS)
     assert evaluation_of("loss") is None
 

@@ -204,7 +204,7 @@ def test_numbers_are_shares_of_the_context_and_the_model_is_left_as_it_was(tmp_p
             norms.append(input_gradient_norms(model, batch.to(world.device), 1.0)[:, rows])
     together = torch.cat(norms, dim=1)
     reach = (together > 1e-3 * together.mean(1, keepdim=True)).double().mean(1)
-    assert result.numbers["gradient_reach"] == pytest.approx(reach[0].item())
+    assert result.numbers["gradient_reach_first"] == pytest.approx(reach[0].item())
     assert result.numbers["gradient_reach_last"] == pytest.approx(reach[1].item())
     assert result.numbers["gradient_reach_last_full"] > 0.9
     assert result.data["context_tokens"] == together.shape[1]
@@ -220,7 +220,7 @@ def test_numbers_are_shares_of_the_context_and_the_model_is_left_as_it_was(tmp_p
 
 
 def test_without_a_mask_there_is_no_context_and_it_says_so(tmp_path: Path) -> None:
-    until = {"metric": "gradient_reach", "at_least": 0.5, "max_tokens": 1024}
+    until = {"metric": "gradient_reach_first", "at_least": 0.5, "max_tokens": 1024}
     stages = [{"name": "only", "seq_len": 128, "tokens": 256, "until": until}]
     schedule = {"optim": {"schedule": {"kind": "constant"}}}
     config = load(tmp_path, masked=False, stages=stages, **schedule)
