@@ -41,9 +41,10 @@ class GradientReach(Evaluation):
     """Norm of the loss' gradient at every layer's input, by distance to the loss token. See docs/evaluation.md."""
 
     name = "gradient_reach"
+    data_name = "gradient_reach_layers"
     key = "evaluation.gradient_reach"
-    numbers = frozenset({"gradient_reach_first", "gradient_reach_last"})
-    numbers_against_full = frozenset({"gradient_reach_first_full", "gradient_reach_last_full"})
+    numbers = frozenset({"gradient_reach", "gradient_reach_last"})
+    numbers_against_full = frozenset({"gradient_reach_full", "gradient_reach_last_full"})
 
     def __init__(self, config: RunConfig, stage: Stage) -> None:
         wanted = config.evaluation.gradient_reach
@@ -82,7 +83,7 @@ class GradientReach(Evaluation):
         return 1
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
-        """`gradient_reach_first` and `gradient_reach_last`, also with full attention where that is tried too."""
+        """`gradient_reach` and `gradient_reach_last`, also with full attention where that is tried too."""
         found = {name: self._measure(context) for name in context.each_attention()}
         return summarize(found, context.own, self._data.sequences)
 
@@ -161,14 +162,14 @@ def reach_statistics(observed: list[ObservedGradients], layers: int, device: tor
 def summarize(found: Mapping[str, ReachStatistics], own: str, sequences: int) -> EvaluationResult:
     """The result of measuring one model with several attentions, by name; `own` is the one it is trained with."""
     reach = found[own].reach.tolist()
-    numbers = {"gradient_reach_first": reach[0], "gradient_reach_last": reach[-1]}
+    numbers = {"gradient_reach": reach[0], "gradient_reach_last": reach[-1]}
     message = (
         f"gradient reaches {reach[0]:.1%} of the context in the first layer, {reach[-1]:.1%} in the last, with {own} "
         "attention"
     )
     if "full" in found and own != "full":
         full = found["full"].reach.tolist()
-        numbers |= {"gradient_reach_first_full": full[0], "gradient_reach_last_full": full[-1]}
+        numbers |= {"gradient_reach_full": full[0], "gradient_reach_last_full": full[-1]}
         message += f"; {full[0]:.1%} and {full[-1]:.1%} with full attention on the same weights"
     tokens = found[own].tokens[0].long().tolist()
     buckets = [bucket for bucket, count in enumerate(tokens) if count]

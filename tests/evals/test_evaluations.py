@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import questions
 import torch.distributed as dist
 from typer.testing import CliRunner
 
@@ -17,7 +18,11 @@ from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.evals import registry
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
+from moba_train.evals.gradient_reach import GradientReach
+from moba_train.evals.position_wise import PositionWise
 from moba_train.evals.registry import EVALUATIONS, evaluation_of
+from moba_train.evals.ruler_tasks import TASKS
+from moba_train.evals.validation_loss import ValidationLoss
 from moba_train.evals.variants import name_of, with_full
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
@@ -54,6 +59,14 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def asking(texts: Path) -> RunConfig:
+    """A recipe with a tokenizer, and the evaluations that ask questions."""
+    needle = {"lengths": [256], "depths": [50], "samples": 1}
+    ruler = {"tasks": [*TASKS], "lengths": [1408], "samples": 1}
+    return questions.recipe(texts, 1408, {"needle": needle, "ruler": ruler})
+
+
 @pytest.fixture
 def world() -> Iterator[World]:
     with joined_world() as alone:
@@ -63,9 +76,9 @@ def world() -> Iterator[World]:
 @pytest.mark.parametrize("evaluation", EVALUATIONS)
 @pytest.mark.parametrize("attentions", ["own", "both"])
 def test_an_evaluation_gives_what_it_declares(
-    recipe: Path, world: World, evaluation: type[Evaluation], attentions: str
+    recipe: Path, asking: RunConfig, world: World, evaluation: type[Evaluation], attentions: str
 ) -> None:
-    config = load_config(recipe)
+    config = load_config(recipe) if evaluation in (ValidationLoss, PositionWise, GradientReach) else asking
     (stage,) = resolve_stages(config)
     config = evaluation.switched_on(config, stage)
     model = Transformer(config.model).to(world.device)
@@ -90,7 +103,9 @@ def test_an_evaluation_gives_what_it_declares(
 def test_no_two_evaluations_give_the_same_number_or_name() -> None:
     numbers = [name for evaluation in EVALUATIONS for name in evaluation.numbers | evaluation.numbers_against_full]
     assert len(numbers) == len(set(numbers))
-    fields = {evaluation.name for evaluation in EVALUATIONS}  # beside the numbers in a record of metrics.jsonl
+    fields = {
+        evaluation.data_name or evaluation.name for evaluation in EVALUATIONS
+    }  # beside the numbers in a record of metrics.jsonl
     assert fields.isdisjoint(numbers)
     assert len({evaluation.name for evaluation in EVALUATIONS}) == len(EVALUATIONS)
     assert evaluation_of("loss") is None

@@ -81,9 +81,7 @@ def plain_loss(model: Transformer, x_TD: Tensor, first: int, batch: Batch) -> Te
     for block in list(model.blocks)[first:]:
         layer = block.attention
         h_TD = block.attention_norm(x_TD)
-        q, k, v = (
-            p(h_TD).unflatten(-1, (-1, layer.head_dim)) for p in (layer.q_proj, layer.k_proj, layer.v_proj)
-        )
+        q, k, v = (p(h_TD).unflatten(-1, (-1, layer.head_dim)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
         q, k = apply_rope(q, cos=cos, sin=sin), apply_rope(k, cos=cos, sin=sin)
         group = q.shape[1] // k.shape[1]
         seen_HTT = visible(q, k, batch, document, layer.kind)
@@ -174,7 +172,14 @@ def load(folder: Path, masked: bool = True, **changes: Any) -> RunConfig:
     recipe = {
         "name": "test",
         "run_dir": str(folder / "run"),
-        "model": {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "layers": 2, "heads": 4, "kv_heads": 2},
+        "model": {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "layers": 2,
+            "heads": 4,
+            "kv_heads": 2,
+        },
         "attention": {"full_layers": "last:1", "moba": {"block_size": BLOCK, "topk": 2}},
         "data": {"train": sources, "validation": sources},
         "batch_tokens": 128,
@@ -204,7 +209,7 @@ def test_numbers_are_shares_of_the_context_and_the_model_is_left_as_it_was(tmp_p
             norms.append(input_gradient_norms(model, batch.to(world.device), 1.0)[:, rows])
     together = torch.cat(norms, dim=1)
     reach = (together > 1e-3 * together.mean(1, keepdim=True)).double().mean(1)
-    assert result.numbers["gradient_reach_first"] == pytest.approx(reach[0].item())
+    assert result.numbers["gradient_reach"] == pytest.approx(reach[0].item())
     assert result.numbers["gradient_reach_last"] == pytest.approx(reach[1].item())
     assert result.numbers["gradient_reach_last_full"] > 0.9
     assert result.data["context_tokens"] == together.shape[1]
@@ -220,7 +225,7 @@ def test_numbers_are_shares_of_the_context_and_the_model_is_left_as_it_was(tmp_p
 
 
 def test_without_a_mask_there_is_no_context_and_it_says_so(tmp_path: Path) -> None:
-    until = {"metric": "gradient_reach_first", "at_least": 0.5, "max_tokens": 1024}
+    until = {"metric": "gradient_reach", "at_least": 0.5, "max_tokens": 1024}
     stages = [{"name": "only", "seq_len": 128, "tokens": 256, "until": until}]
     schedule = {"optim": {"schedule": {"kind": "constant"}}}
     config = load(tmp_path, masked=False, stages=stages, **schedule)
@@ -234,5 +239,7 @@ def test_without_a_mask_there_is_no_context_and_it_says_so(tmp_path: Path) -> No
 def test_a_recipe_without_validation_data_is_refused(tmp_path: Path) -> None:
     config = load(tmp_path)
     config = config.model_copy(update={"data": config.data.model_copy(update={"validation": []})})
-    with pytest.raises(ConfigError, match=r"evaluation\.gradient_reach: needs sequences to measure on; set data\.valid"):
+    with pytest.raises(
+        ConfigError, match=r"evaluation\.gradient_reach: needs sequences to measure on; set data\.valid"
+    ):
         validate(config, 1)

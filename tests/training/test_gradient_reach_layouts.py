@@ -94,8 +94,9 @@ def test_training_is_bitwise_what_it_is_without(masked: Run, tmp_path: Path) -> 
     masked.recipe["evaluation"] |= {"every": 1, "at_start": True}
     assert masked.train_here() == 0
     found = masked.records("gradient_reach")
+    assert {len(record["gradient_reach_layers"]["layers"]["moba"]) for record in found} == {2}
     assert [record["step"] for record in found] == [0, 1, 2, 3]
-    assert all(0 < record["gradient_reach_first"] <= record["gradient_reach_first_full"] == 1 for record in found)
+    assert all(0 < record["gradient_reach"] <= record["gradient_reach_full"] == 1 for record in found)
     losses = masked.losses()
     shutil.move(masked.run_dir, tmp_path / "with")
     masked.recipe["evaluation"]["gradient_reach"] = None
