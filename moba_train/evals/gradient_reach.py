@@ -1,7 +1,7 @@
 """Gradient reach: which tokens before a loss token the gradient of the loss gets to, layer by layer.
 
-In SFT few tokens carry loss, and all other tokens learn through attention alone. The gradient of a token in a MoBA layer
-reaches the tokens of its selected blocks and no others, which is why SFT keeps the last layers full (Lu et al. 2025,
+In SFT few tokens carry loss, and the hidden states of all others get their gradient through attention alone. In a MoBA
+layer that is the tokens of selected blocks and no others, which is why SFT keeps the last layers full (Lu et al. 2025,
 arXiv:2502.13189, section 3.2).
 """
 
@@ -22,7 +22,7 @@ from moba_train.data.indexed import corpus_file
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.data.samples import StageData
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
-from moba_train.evals.reach_statistics import (
+from moba_train.evals.gradient_norms import (
     DISTANCES,
     ObservedGradients,
     ReachStatistics,

@@ -1,4 +1,4 @@
-"""The HTML report of runs, plots of a run, and comparisons of runs.
+"""The HTML report of runs, plots of a run, comparisons and scaling fits of runs.
 
 page              `moba-train report`: one HTML file; `assets` has its template, style sheet and program
 history           a run folder, read tolerantly

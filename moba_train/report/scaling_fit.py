@@ -1,8 +1,8 @@
 """Power laws of the loss in the compute, L = c + a * C^b, with bootstrap intervals.
 
-Least squares in the logarithm of the loss. Without `c` (Kaplan et al. 2020, arXiv:2001.08361; MoBA's own fits, Lu et al.
-2025, arXiv:2502.13189, section 3.1) that is a straight line in logarithms; with it, an irreducible loss (Hoffmann et al.
-2022, arXiv:2203.15556), it is fitted by Levenberg-Marquardt.
+Least squares in the logarithm of the loss. Without `c` (Kaplan et al. 2020, arXiv:2001.08361; for MoBA Lu et al. 2025,
+arXiv:2502.13189, section 3.1) that is a straight line in logarithms. With it, an irreducible loss (Hoffmann et al.
+2022, arXiv:2203.15556), the law is fitted by Levenberg-Marquardt.
 
 The bootstrap keeps the computes, which the experimenter has chosen, and draws the runs' deviations from the fit with
 replacement. Each is divided by sqrt(1 - leverage) first: a fit to few runs goes close by every one of them, so that

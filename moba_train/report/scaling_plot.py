@@ -17,8 +17,8 @@ _COLOURS = plt.get_cmap("tab10")
 
 
 def draw_scaling(fits: Sequence[GroupFit], path: Path) -> Path:
-    """Draw runs, fitted laws and their intervals into `path`: a row for each metric, a column for each compute, a colour
-    for each group. Returns the path."""
+    """Draw runs, fitted laws and their intervals into `path`, and return it: a row for each metric, a column for each
+    compute, a colour for each group."""
     metrics = list(dict.fromkeys(one.metric for one in fits))
     computes = list(dict.fromkeys(one.compute for one in fits))
     groups = list(dict.fromkeys(one.group for one in fits))

@@ -189,4 +189,4 @@ def comparison_warnings(runs: Sequence[ScalingRun]) -> Iterator[str]:
         if run.config.init_from is not None:
             yield f"{run.folder} began with the weights of {run.config.init_from}, whose compute is not counted"
     if len({run.documents for run in runs}) > 1:
-        yield "real FLOPs count the documents of some runs' corpora, and one document per sequence where none were found"
+        yield "real FLOPs count documents of corpora for some runs, one document per sequence where none were found"

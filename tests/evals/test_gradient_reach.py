@@ -25,8 +25,8 @@ from moba_train.data.loss_mask import mask_prefix
 from moba_train.data.samples import Sample
 from moba_train.errors import ConfigError
 from moba_train.evals.evaluation import EvaluationContext
+from moba_train.evals.gradient_norms import DISTANCES, distance_buckets, distance_label
 from moba_train.evals.gradient_reach import GradientReach, input_gradient_norms
-from moba_train.evals.reach_statistics import DISTANCES, distance_buckets, distance_label
 from moba_train.evals.variants import name_of, with_full
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.rope import apply_rope, rope_cos_sin
@@ -133,7 +133,7 @@ def test_norms_are_those_of_a_jacobian_of_the_model_written_out(layers: list[str
 
 
 def test_one_moba_layer_reaches_selected_blocks_and_full_attention_reaches_all() -> None:
-    """The loss tokens' own blocks and those that any head of them selects: seven blocks of sixteen or fewer."""
+    """The tokens of the loss tokens' own blocks, and of those that any of their heads selects."""
     batch = make_batch([16 * BLOCK], [100, 127])
     model = make_model(["moba"])
     context = distance_buckets(batch) > 0
@@ -169,17 +169,11 @@ def write_corpus(prefix: Path, masked: bool) -> None:
 def load(folder: Path, masked: bool = True, **changes: Any) -> RunConfig:
     write_corpus(folder / "corpus", masked)
     sources = [{"path": str(folder / "corpus")}]
-    recipe = {
+    shape = {"hidden_size": 32, "intermediate_size": 48, "layers": 2, "heads": 4, "kv_heads": 2}
+    recipe: dict[str, Any] = {
         "name": "test",
         "run_dir": str(folder / "run"),
-        "model": {
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "layers": 2,
-            "heads": 4,
-            "kv_heads": 2,
-        },
+        "model": {"vocab_size": VOCAB, **shape},
         "attention": {"full_layers": "last:1", "moba": {"block_size": BLOCK, "topk": 2}},
         "data": {"train": sources, "validation": sources},
         "batch_tokens": 128,
@@ -239,7 +233,5 @@ def test_without_a_mask_there_is_no_context_and_it_says_so(tmp_path: Path) -> No
 def test_a_recipe_without_validation_data_is_refused(tmp_path: Path) -> None:
     config = load(tmp_path)
     config = config.model_copy(update={"data": config.data.model_copy(update={"validation": []})})
-    with pytest.raises(
-        ConfigError, match=r"evaluation\.gradient_reach: needs sequences to measure on; set data\.valid"
-    ):
+    with pytest.raises(ConfigError, match=r"evaluation\.gradient_reach: needs sequences to measure on; set data"):
         validate(config, 1)

@@ -197,8 +197,8 @@ def test_what_cannot_be_fitted_is_an_error_with_the_runs_name(tmp_path: Path) ->
         UserError, match=r"no evaluation gives 'eval_los' \(did you mean 'eval_loss'\?\); given: loss, eval"
     ):
         read_runs(runs, ["eval_los"])
+    (short / "config.yaml").unlink()
     with pytest.raises(UserError, match=r"config\.yaml"):
-        (short / "config.yaml").unlink()
         read_runs([short], ["eval_loss"])
     with pytest.raises(UserError, match=r"--group-by: given 'attention\.moba\.topp'.*did you mean 'topk'"):
         read_runs(runs, ["eval_loss"], group_by="attention.moba.topp")

@@ -30,7 +30,7 @@ LAYOUTS = [
     ["parallel={tp: 2}", "activation_checkpointing=full"],
     ["parallel={}"],
 ]
-"""Of two ranks; the last one reads two sequences at a time, of three."""
+"""Of two ranks; the last one reads two sequences at a time, of five."""
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def masked(run: Run, corpora: Path, tmp_path: Path) -> Run:
     for source in (*run.recipe["data"]["train"], *run.recipe["data"]["validation"]):
         source["path"] = str(tmp_path / Path(source["path"]).name)
     run.recipe["stages"] = [run.recipe["stages"][1]]
-    run.recipe["evaluation"] = {"gradient_reach": {"sequences": 3}}
+    run.recipe["evaluation"] = {"gradient_reach": {"sequences": 5}}
     return run
 
 

@@ -6,7 +6,6 @@ Shape suffixes: L layers, T tokens of a micro-batch, R rows of this rank's shard
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moba_train.data.batch import Batch
@@ -51,8 +50,8 @@ class ObservedGradients:
 
     def by_bucket(self, values_LR: Tensor) -> Tensor:
         """Sums of `values_LR` over the rows of each bucket, float64 [L, B]."""
-        members_RB = F.one_hot(self.buckets_R + 1, DISTANCES + 1)[:, 1:].double()
-        return values_LR.double() @ members_RB
+        members_RB = self.buckets_R[:, None] == torch.arange(DISTANCES, device=self.buckets_R.device)
+        return values_LR.double() @ members_RB.double()
 
 
 @dataclass(frozen=True)
