@@ -126,6 +126,9 @@ def describe(report: ScalingReport) -> Iterator[str]:
         cells = [_cell(one.number(lambda law: law.a), ".4g"), _cell(one.number(lambda law: law.b), ".4f")]
         line = f"{one.metric:<15}{one.compute:<6}{one.group:<18}{len(one.runs):>5}{cells[0]:>27}{cells[1]:>30}"
         yield line + (f"{_cell(one.number(lambda law: law.c), '.4g'):>27}" if report.irreducible else "")
+    if any(one.compute == "real" for one in report.fits):
+        sources = dict.fromkeys(run.documents for one in report.fits for run in one.runs)
+        yield f"real FLOPs count {'; '.join(sources)}"
     for gap in report.gaps:
         yield (
             f"{gap.fit.metric} of {gap.fit.group} above {gap.reference.group} at {gap.fit.compute} "

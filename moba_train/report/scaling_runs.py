@@ -14,11 +14,12 @@ from pydantic import ValidationError
 from moba_train.config.explain import did_you_mean, explain
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.errors import UserError
-from moba_train.planning.documents import stage_documents
+from moba_train.errors import ForeignFileError, UserError
+from moba_train.planning.documents import Documents, stage_documents
 from moba_train.planning.flops import real_flops
 from moba_train.planning.parameters import count_recipe_parameters
 from moba_train.report.history import History, number, read_history
+from moba_train.report.planned import check_corpus_roots
 
 PFLOPS_DAY = 1e15 * 86400
 """FLOPs of one PFLOP/s-day, the unit of published fits."""
@@ -26,6 +27,7 @@ COMPUTES = ("6ND", "real")
 """Ways to count compute: 6 FLOPs for each parameter outside embeddings and each token; `planning.flops.real_flops`."""
 Compute = Literal["6ND", "real"]
 
+_ELSEWHERE = "one document per sequence: corpora are not below the working folder or $MOBA_TRAIN_DATA_ROOTS"
 _SAME = ("data.train", "data.validation", "data.tokenizer", "model.vocab_size", "evaluation.sequences", "loss_norm")
 """Keys in which runs of one fit should be equal."""
 
@@ -119,11 +121,16 @@ def _real_flops(config: RunConfig, stages: Sequence[Stage]) -> tuple[float, str]
     """FLOPs of all stages, and the origin of the document lengths."""
     total = 0.0
     sources = []
+    try:
+        check_corpus_roots(config)  # the recipe may come from elsewhere
+        readable = True
+    except ForeignFileError:
+        readable = False
     for stage in stages:
-        documents = stage_documents(config, stage)
+        documents = stage_documents(config, stage) if readable else Documents((stage.seq_len,), from_corpora=False)
         flops = real_flops(config.model, stage.attention, documents.lengths) / documents.tokens
         total += flops * (stage.end_token - stage.first_token)
-        sources.append(documents.source)
+        sources.append(documents.source if readable else _ELSEWHERE)
     return total, "; ".join(dict.fromkeys(sources))
 
 

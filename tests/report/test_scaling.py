@@ -13,7 +13,7 @@ from moba_train.cli import app
 from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.errors import UserError
+from moba_train.errors import DataError, UserError
 from moba_train.report.scaling import describe, fit_runs, report_json
 from moba_train.report.scaling_fit import PowerLaw, fit_power_law
 from moba_train.report.scaling_runs import PFLOPS_DAY, read_runs
@@ -169,6 +169,8 @@ def test_runs_become_points_and_groups_are_compared(tmp_path: Path) -> None:
     assert report.warnings == ["fewer than 8 runs in full, moba: intervals are too narrow, see docs/evaluation.md"]
     assert json.loads(json.dumps(report_json(report))) == report_json(report)
     assert any("moba above full at 6ND" in line for line in describe(report))
+    both = describe(fit_runs(runs, ["eval_loss"], ["6ND", "real"], resamples=100))
+    assert "real FLOPs count one document per sequence: corpora not found" in both
 
 
 def test_intervals_of_a_gap_take_groups_as_independent(tmp_path: Path) -> None:
@@ -242,6 +244,18 @@ def test_runs_on_other_data_are_a_warning_and_any_key_makes_groups(tmp_path: Pat
     ]
     groups = [run.group for run in read_runs(runs, ["eval_loss"], group_by="seed")]
     assert groups == ["seed=0"] * 8 + ["seed=1"]
+
+
+def test_corpora_elsewhere_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe in a run folder may be another's."""
+    (run,) = write_runs(tmp_path, (8,))[:1]
+    (tmp_path / "corpus.idx").write_bytes(b"not an index")
+    (tmp_path / "corpus.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="corpus"):
+        read_runs([run], ["eval_loss"])
+    monkeypatch.setenv("MOBA_TRAIN_DATA_ROOTS", str(tmp_path / "run"))
+    (read,) = read_runs([run], ["eval_loss"])
+    assert read.documents.startswith("one document per sequence: corpora are not below the working folder")
 
 
 def test_real_runs_through_the_command_line(tmp_path: Path) -> None:
