@@ -18,11 +18,10 @@ from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.evals import registry
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
-from moba_train.evals.gradient_reach import GradientReach
-from moba_train.evals.position_wise import PositionWise
+from moba_train.evals.needle import Needle
 from moba_train.evals.registry import EVALUATIONS, evaluation_of
+from moba_train.evals.ruler import Ruler
 from moba_train.evals.ruler_tasks import TASKS
-from moba_train.evals.validation_loss import ValidationLoss
 from moba_train.evals.variants import name_of, with_full
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
@@ -39,7 +38,7 @@ attention: {{full_layers: "last:1", moba: {{block_size: 8, topk: 2}}}}
 data: {{train: [{{path: {folder}/corpus}}], validation: [{{path: {folder}/corpus}}]}}
 batch_tokens: 64
 stages: [{{name: only, seq_len: 32, tokens: 192}}]
-evaluation: {{every: 2, sequences: 3, position_wise: {{bucket: 16, sequences: 2}}}}
+evaluation: {{every: 2, sequences: 3, position_wise: {{bucket: 16, sequences: 2}}, gate_probe: {{queries: 32}}}}
 telemetry: {{console: false, wandb: {{mode: disabled}}}}
 """
 
@@ -78,7 +77,7 @@ def world() -> Iterator[World]:
 def test_an_evaluation_gives_what_it_declares(
     recipe: Path, asking: RunConfig, world: World, evaluation: type[Evaluation], attentions: str
 ) -> None:
-    config = load_config(recipe) if evaluation in (ValidationLoss, PositionWise, GradientReach) else asking
+    config = asking if evaluation in (Needle, Ruler) else load_config(recipe)
     (stage,) = resolve_stages(config)
     config = evaluation.switched_on(config, stage)
     model = Transformer(config.model).to(world.device)
@@ -103,9 +102,8 @@ def test_an_evaluation_gives_what_it_declares(
 def test_no_two_evaluations_give_the_same_number_or_name() -> None:
     numbers = [name for evaluation in EVALUATIONS for name in evaluation.numbers | evaluation.numbers_against_full]
     assert len(numbers) == len(set(numbers))
-    fields = {
-        evaluation.data_name or evaluation.name for evaluation in EVALUATIONS
-    }  # beside the numbers in a record of metrics.jsonl
+    # A record of metrics.jsonl has the numbers and, under this name, the data.
+    fields = {evaluation.data_name or evaluation.name for evaluation in EVALUATIONS}
     assert fields.isdisjoint(numbers)
     assert len({evaluation.name for evaluation in EVALUATIONS}) == len(EVALUATIONS)
     assert evaluation_of("loss") is None
@@ -158,6 +156,6 @@ def test_a_new_evaluation_runs_in_training_ends_a_stage_and_is_part_of_eval(
     assert "left: 0" in done.output
     written = json.loads((tmp_path / "evaluation.json").read_text())
     assert written["countdown"] == {"ranks": 1, "attentions": ["moba", "full"]}
-    assert written["tasks"] == ["validation_loss", "position_wise", "countdown"]
+    assert written["tasks"] == ["validation_loss", "position_wise", "gate_probe", "countdown"]
     assert written.keys() >= {"stage", "seq_len", *written["tasks"]}
     assert written["numbers"]["left"] == 0
