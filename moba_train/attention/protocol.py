@@ -262,6 +262,10 @@ class LocalAttention(Protocol):
         """
         return {}
 
+    def select_blocks(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Tensor | None:
+        """`selected_blocks` of `select`, without what else a selection holds for attending."""
+        return self.selected_blocks(self.select(q_THD, summaries, layout))
+
     def selected_blocks(self, selection: Selection) -> Tensor | None:
         """The history blocks, of `alignment` tokens, that each query attends to besides its own: int32 [H, T, C], ids
         as in blocks/geometry.py, ascending, -1 behind. None: every query attends to its complete history."""

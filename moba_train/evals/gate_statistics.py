@@ -109,7 +109,7 @@ def gate_statistics(
     """
     found = GateStatistics()
     summaries = attention.summarize(k_SKD, layout.part(None, None))
-    selected_HnC = attention.selected_blocks(attention.select(q_nHD, summaries, layout))
+    selected_HnC = attention.select_blocks(q_nHD, summaries, layout)
     if selected_HnC is None or summaries is None:
         return found
     size = attention.alignment
