@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Extends a published model, SmolLM2-135M-Instruct, from 8K to 32K tokens with MoBA: docs/huggingface.md.
 #
-#   bash launch/smollm2.sh prepare|train|finish
+#   bash launch/smollm2.sh prepare|train|finish|retrieval
 #
 # `prepare` needs the network but no GPU; copy runs/smollm2 if the GPU is on another machine.
-case "${1:-}" in prepare | train | finish) ;; *) sed -n 2,6p "$0" >&2; exit 2 ;; esac
+case "${1:-}" in prepare | train | finish | retrieval) ;; *) sed -n 2,6p "$0" >&2; exit 2 ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 folder=runs/smollm2
@@ -21,6 +21,18 @@ prepare)
     ;;
 train)
     "$PYTHON" -m moba_train.train "$recipe"
+    ;;
+retrieval)
+    tasks=(--tasks "position_wise,gate_probe,needle,ruler" --attention both)
+    common=(evaluation.position_wise.sequences=16 evaluation.gate_probe.sequences=4 evaluation.needle.samples=8)
+    "$PYTHON" -m moba_train.cli eval "$folder/hf" "${tasks[@]}" --data "$folder/data/valid" --seq-len 8K "${common[@]}" \
+        attention.default=moba attention.full_layers=last:3 attention.moba.block_size=512 attention.moba.topk=8 \
+        evaluation.position_wise.bucket=1024 "evaluation.needle.lengths=[1K,2K,4K,8K]" "evaluation.ruler.lengths=[4K,8K]" \
+        --output "$folder/published"
+    "$PYTHON" -m moba_train.cli eval "$folder/run" "${tasks[@]}" "${common[@]}" evaluation.position_wise.bucket=2048 \
+        "evaluation.needle.lengths=[4K,8K,16K,32K]" "evaluation.ruler.lengths=[4K,8K,16K,32K]" --output "$folder/extended"
+    "$PYTHON" -m benchmarks.smollm2_retrieval --published "$folder/published/evaluation.json" \
+        --extended "$folder/extended/evaluation.json" --output "$folder/retrieval.json"
     ;;
 finish)
     "$PYTHON" -m benchmarks.smollm2_evaluate "$folder/run" --output "$folder/loss.json"
