@@ -260,6 +260,14 @@ class LocalAttention(Protocol):
         """
         return {}
 
+    def covers(self, selection: Selection, layout: Layout, rows_n: Tensor, keys_n: Tensor) -> Tensor | None:
+        """Whether a selection lets a query attend to a key before it, bool [H, n]; None: every query to every key.
+
+        rows int64 [n]: rows of the layout's queries; keys int64 [n]: the key of each, by its index in the packed
+        sequence, of the same document.
+        """
+        return None
+
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined: for torch.compile's tracing."""
         ...

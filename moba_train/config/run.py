@@ -1,6 +1,6 @@
 """The sections about running: parallel layout, precision, checkpoints, evaluation, logging, health."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -108,6 +108,76 @@ class PositionWiseConfig(Section):
     )
 
 
+class AnswersConfig(Section):
+    """What evaluations share that ask questions about a long text."""
+
+    lengths: list[Length] | None = Field(
+        None,
+        min_length=1,
+        description="tokens of a sample, its answer included; null: a quarter, a half and all of the stage's seq_len",
+    )
+    extrapolate: bool = Field(
+        False, description="true: also lengths beyond a stage's seq_len; false: a stage leaves out what is longer"
+    )
+    corpus: str | None = Field(
+        None,
+        min_length=1,
+        description="prefix of the tokenised corpus that natural text comes from; null: the first of data.validation",
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of the samples, which are the same at every evaluation")
+    every: int | None = Field(
+        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
+    )
+    attention: Literal["own", "both"] = Field(
+        "both",
+        description="both: where a stage has other layers than full ones, full attention on the same weights too",
+    )
+    chat: bool = Field(
+        False, description="ask through the chat template in the folder of data.tokenizer, as a user's message"
+    )
+
+
+class NeedleConfig(AnswersConfig):
+    """Needle in a haystack: sentences with a number each are hidden in a long text, at each depth, and the model is
+    asked for them. See docs/retrieval.md."""
+
+    depths: list[Annotated[float, Field(ge=0, le=100)]] = Field(
+        [0, 25, 50, 75, 100],
+        min_length=1,
+        description="where the needle is, in % of the haystack; 0: its beginning, 100: its end",
+    )
+    samples: int = Field(4, ge=1, description="samples of each length and depth")
+    needles: int = Field(
+        1, ge=1, le=32, description="needles that are asked for; the first is at the depth, the others anywhere"
+    )
+    keys: int | None = Field(
+        None,
+        ge=1,
+        le=1000,
+        description="needles in the haystack, those that are not asked for included; null: as many as `needles`",
+    )
+    haystack: Literal["natural", "synthetic"] = Field(
+        "natural", description="natural: text of `corpus`; synthetic: RULER's few sentences, repeated"
+    )
+    generate: bool = Field(False, description="also answer by greedy generation, which needs parallel.tp 1")
+
+
+class RulerConfig(AnswersConfig):
+    """RULER's tasks (Hsieh et al. 2024, arXiv:2404.06654), made here without downloads. See docs/retrieval.md."""
+
+    tasks: list[str] = Field(
+        ["niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"],
+        min_length=1,
+        description="tasks by name; besides these, niah_single_2, niah_single_3, niah_multikey_2 and niah_multikey_3",
+    )
+    samples: int = Field(8, ge=1, description="samples of each task and length")
+    scoring: Literal["teacher_forced", "generated"] = Field(
+        "teacher_forced",
+        description="which answers the numbers are about; generated: RULER's own score, by greedy generation, which "
+        "needs parallel.tp 1; teacher_forced: the most likely tokens given the right ones before, in one forward pass",
+    )
+
+
 class EvaluationConfig(Section):
     """Mean token loss on `data.validation`, always on the same sequences, and other evaluations."""
 
@@ -119,6 +189,8 @@ class EvaluationConfig(Section):
     )
     sequences: int = Field(32, ge=1, description="validation sequences of the stage's length")
     position_wise: PositionWiseConfig | None = Field(None, description="null: not evaluated")
+    needle: NeedleConfig | None = Field(None, description="null: not evaluated")
+    ruler: RulerConfig | None = Field(None, description="null: not evaluated")
 
 
 class TrailingLossRecovered(Section):

@@ -4,9 +4,19 @@ evaluation       the interface
 registry         the evaluations there are
 validation_loss  mean token loss on held-out text
 position_wise    loss by position in the context
+needle           needle in a haystack
+ruler            RULER's tasks
+ruler_tasks      their texts and answers
+answers          what a model answers: teacher-forced or generated
+selected_blocks  which heads select the block of a needle
+haystack         natural and synthetic text, and the chat template around it
+niah             the words of needle questions
+words            English words for keys and lists
+lengths          lengths of the samples that a stage is evaluated with
 variants         the attentions that the same weights are evaluated with
 stage            evaluations while a stage trains
 checkpoint       `moba-train eval`
 options          what it is asked for
 results          what it found, as JSON beside the checkpoint
+progress         its progress bars
 """

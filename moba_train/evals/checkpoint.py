@@ -16,8 +16,9 @@ from moba_train.convert.hf_import import imported_recipe
 from moba_train.convert.hf_weights import load_hf_weights
 from moba_train.convert.initial_weights import is_hf_folder
 from moba_train.errors import DataError, UserError
-from moba_train.evals.evaluation import Evaluation, EvaluationContext
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, untracked
 from moba_train.evals.options import EvaluationOptions
+from moba_train.evals.progress import tracked
 from moba_train.evals.registry import EVALUATIONS, enabled_evaluations, evaluations_named
 from moba_train.evals.results import result_json, write_output, write_result
 from moba_train.evals.variants import Layers, variants
@@ -105,7 +106,8 @@ def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], wor
     data_shard, _ = engines.data_shard(stage, sizes)
     if data_shard.engine is not None:
         model.set_engines([data_shard.engine] * config.model.layers)
-    return EvaluationContext(model, stage, data_shard, world.device, attentions)
+    track = tracked if world.is_main else untracked
+    return EvaluationContext(model, stage, data_shard, world.device, attentions, track=track)
 
 
 def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSizes]:

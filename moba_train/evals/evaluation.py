@@ -11,7 +11,7 @@ need not define `switched_on`. `problems` is then asked of the tasks that run, f
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,6 +35,11 @@ def never_stops() -> None:
     """What `EvaluationContext.between_batches` is outside training."""
 
 
+def untracked(items: Sequence[int], what: str) -> Iterable[int]:
+    """The items, without showing progress."""
+    return items
+
+
 @dataclass(frozen=True)
 class EvaluationContext:
     """What an evaluation works with, on every rank: the model, this rank's part of the data, the attentions to try."""
@@ -49,6 +54,8 @@ class EvaluationContext:
     between_batches: Callable[[], None] = never_stops
     """Every evaluation calls it before each forward pass, on all ranks together. Raises EvaluationStoppedError, on all
     of them, when the run is asked to stop."""
+    track: Callable[[Sequence[int], str], Iterable[int]] = untracked
+    """Shows progress through a loop over the first argument, which the second one names."""
 
     @property
     def own(self) -> str:
@@ -90,6 +97,8 @@ class Evaluation(ABC):
 
     name: ClassVar[str]
     """Type of its records in metrics.jsonl, and its key in evaluation.json."""
+    data_name: ClassVar[str] = ""
+    """Field of its data in metrics.jsonl where that is not `name`, because one of its numbers is called so."""
     key: ClassVar[str]
     """YAML key that switches it on."""
     numbers: ClassVar[frozenset[str]]

@@ -7,10 +7,12 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import UserError
 from moba_train.evals.evaluation import Evaluation
+from moba_train.evals.needle import Needle
 from moba_train.evals.position_wise import PositionWise
+from moba_train.evals.ruler import Ruler
 from moba_train.evals.validation_loss import ValidationLoss
 
-EVALUATIONS: tuple[type[Evaluation], ...] = (ValidationLoss, PositionWise)
+EVALUATIONS: tuple[type[Evaluation], ...] = (ValidationLoss, PositionWise, Needle, Ruler)
 
 
 def enabled_evaluations(config: RunConfig) -> list[type[Evaluation]]:

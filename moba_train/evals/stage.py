@@ -68,7 +68,7 @@ class StageEvaluations:
                 except EvaluationStoppedError:
                     context.restore_attention()
                     raise
-                fields = {**result.numbers, evaluation.name: result.data}
+                fields = {**result.numbers, evaluation.data_name or evaluation.name: result.data}
                 self._telemetry.event(step, tokens, evaluation.name, result.message, **fields)
                 numbers |= result.numbers
         self._step = step

@@ -19,3 +19,11 @@ def training_loss(model: Transformer, batch: Batch) -> LossSums:
 def token_losses(model: Transformer, batch: Batch) -> Tensor:
     """The loss (nats) of each token in `batch.loss_index`, float32 [n], not weighted, without gradient."""
     return model.token_losses(batch.tokens, batch.positions, batch.layout, batch.loss_on)
+
+
+@torch.no_grad()
+def most_likely_tokens(model: Transformer, batch: Batch) -> Tensor:
+    """The most likely next token at each token in `batch.loss_index`, int64 [n]."""
+    _, rows_n, _ = batch.loss_on
+    logits_nV = model(batch.tokens, batch.positions, batch.layout, rows_n)
+    return logits_nV.float().argmax(-1)

@@ -33,7 +33,12 @@ def _files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
         file = tokenizer_file(config.data.tokenizer)
         yield "data.tokenizer", config.data.tokenizer, file
         yield "data.tokenizer", config.data.tokenizer, file.parent / TOKENIZER_CONFIG
-    for index, source in enumerate(config.data.validation):
-        for prefix in (source.path, mask_prefix(source.path)):
+    corpora = {f"data.validation[{index}].path": source.path for index, source in enumerate(config.data.validation)}
+    for name in ("needle", "ruler"):
+        section = getattr(config.evaluation, name)
+        if section is not None and section.corpus is not None:
+            corpora[f"evaluation.{name}.corpus"] = section.corpus
+    for key, path in corpora.items():
+        for prefix in (path, mask_prefix(path)):
             for suffix in ("idx", "bin", "json"):
-                yield f"data.validation[{index}].path", source.path, corpus_file(prefix, suffix)
+                yield key, path, corpus_file(prefix, suffix)

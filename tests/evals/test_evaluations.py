@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import questions
 import torch.distributed as dist
 from typer.testing import CliRunner
 
@@ -16,7 +17,10 @@ from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.evals import registry
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
+from moba_train.evals.position_wise import PositionWise
 from moba_train.evals.registry import EVALUATIONS, evaluation_of
+from moba_train.evals.ruler_tasks import TASKS
+from moba_train.evals.validation_loss import ValidationLoss
 from moba_train.evals.variants import name_of, with_full
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
@@ -50,6 +54,14 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def asking(texts: Path) -> RunConfig:
+    """A recipe with a tokenizer, and the evaluations that ask questions."""
+    needle = {"lengths": [256], "depths": [50], "samples": 1}
+    ruler = {"tasks": [*TASKS], "lengths": [1408], "samples": 1}
+    return questions.recipe(texts, 1408, {"needle": needle, "ruler": ruler})
+
+
 @pytest.fixture
 def world() -> Iterator[World]:
     with joined_world() as alone:
@@ -59,9 +71,9 @@ def world() -> Iterator[World]:
 @pytest.mark.parametrize("evaluation", EVALUATIONS)
 @pytest.mark.parametrize("attentions", ["own", "both"])
 def test_an_evaluation_gives_what_it_declares(
-    recipe: Path, world: World, evaluation: type[Evaluation], attentions: str
+    recipe: Path, asking: RunConfig, world: World, evaluation: type[Evaluation], attentions: str
 ) -> None:
-    config = load_config(recipe)
+    config = load_config(recipe) if evaluation in (ValidationLoss, PositionWise) else asking
     (stage,) = resolve_stages(config)
     model = Transformer(config.model).to(world.device)
     initialize_weights(model, 0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moba_train.attention.blocks.attention import BlockAttention
 from moba_train.attention.blocks.available import triton_refuses
-from moba_train.attention.blocks.geometry import block_bound, first_blocks
+from moba_train.attention.blocks.geometry import block_bound, block_ids, first_blocks
 from moba_train.attention.decoding import CachedKeys, kernel_decodes
 from moba_train.attention.full import FullAttention
 from moba_train.attention.moba import gate
@@ -121,6 +121,17 @@ class MobaAttention(LocalAttention):
         return routing_statistics(
             selection[0], layout, block_size=options.block_size, topk=options.topk, always=options.always
         )
+
+    def covers(self, selection: Selection, layout: Layout, rows_n: Tensor, keys_n: Tensor) -> Tensor | None:
+        """Whether the key's block is among the query's own and its selected ones, bool [H, n]."""
+        if not selection:
+            return None
+        size = self.options.block_size
+        queries_n = layout.q_tokens[rows_n]
+        own_n = block_ids(queries_n, layout.documents(queries_n), layout, size)
+        block_n = block_ids(keys_n, layout.documents(keys_n), layout, size)
+        selected_HnC = selection[0][:, rows_n]
+        return (selected_HnC == block_n[None, :, None]).any(-1) | (own_n == block_n)
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""

@@ -1,0 +1,152 @@
+"""Questions with known answers, and what a model answers: given the right tokens before, or by generation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.protocol import TokenRange
+from moba_train.data.batch import Batch, collate
+from moba_train.data.samples import Sample
+from moba_train.data.tokenizer import TextTokenizer
+from moba_train.errors import UserError
+from moba_train.evals.evaluation import EvaluationContext
+from moba_train.evals.selected_blocks import SelectedBlocks
+from moba_train.inference.generate import generate
+from moba_train.parallel.forward import most_likely_tokens
+from moba_train.parallel.stage import DataShard
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and its right answers, as tokens."""
+
+    tokens: list[int]
+    """The prompt, then the text of all answers."""
+    prompt_length: int
+    """Tokens of the prompt."""
+    answers: list[TokenRange]
+    """Where each answer is in `tokens`, without what separates the answers."""
+    sources: list[int]
+    """For each token of the answers, in order, the index of the token that it is a copy of; empty: not known."""
+
+    @property
+    def prompt(self) -> list[int]:
+        """Tokens that the model reads."""
+        return self.tokens[: self.prompt_length]
+
+    @property
+    def places(self) -> list[int]:
+        """Index of each token of the answers, in order."""
+        return [place for answer in self.answers for place in range(*answer)]
+
+    def right(self, predicted: Sequence[int]) -> list[bool]:
+        """Whether all tokens of each answer are right, given a prediction for each token of the answers."""
+        found = dict(zip(self.places, predicted, strict=True))
+        return [all(found[place] == self.tokens[place] for place in range(*answer)) for answer in self.answers]
+
+
+def encode_segments(tokenizer: TextTokenizer, segments: Sequence[str]) -> list[list[int]]:
+    """The tokens of consecutive segments of one text: each as it continues the text before it.
+
+    No token spans two segments, as where a model writes one after the other.
+    """
+    found: list[list[int]] = []
+    for count, segment in enumerate(segments):
+        before = tokenizer.encode("".join(segments[:count])) if count else []
+        both = tokenizer.encode("".join(segments[: count + 1]))
+        # The encoding of both may join their ends into one token.
+        found.append(both[len(before) :] if both[: len(before)] == before else tokenizer.encode(segment))
+    return found
+
+
+def padded_length(length: int, data_shard: DataShard) -> int:
+    """`length` tokens and the fewest more that the ranks which share a sequence can divide evenly."""
+    cp = 1 if data_shard.engine is None else data_shard.engine.strategy.ranks
+    unit = data_shard.tp_size * (2 * cp if cp > 1 else 1)
+    return -(-length // unit) * unit
+
+
+def answer_batch(question: Question, length: int) -> Batch:
+    """A batch of `length` tokens in which the predictions of the answers' tokens carry loss; the rest is padding."""
+    tokens = np.zeros(length, dtype=np.int64)
+    tokens[: len(question.tokens)] = question.tokens
+    labels = np.zeros(length, dtype=np.int64)
+    labels[:-1] = tokens[1:]
+    weight = np.zeros(length, dtype=np.float32)
+    weight[np.array(question.places) - 1] = 1
+    padding = length - len(question.tokens)
+    lengths = [len(question.tokens), padding] if padding else [length]
+    return collate([Sample(tokens, labels, weight, lengths, [])])
+
+
+@torch.no_grad()
+def predicted_answers(
+    context: EvaluationContext, questions: Sequence[Question], length: int, what: str, blocks: SelectedBlocks | None
+) -> list[list[int]]:
+    """The most likely token for each token of the answers, given all right tokens before it: one pass a question.
+
+    Equal on every rank. Called on all ranks together: each data-parallel rank makes the same number of passes, of one
+    question each, padded to `length` or a little more. `what` names the loop for people. `blocks` counts what
+    attention selects.
+    """
+    shard = context.data_shard
+    most = max(len(question.places) for question in questions)
+    predicted = torch.zeros(len(questions), most, dtype=torch.int64, device=context.device)
+    for first in context.track(range(0, len(questions), shard.dp_size), what):
+        context.between_batches()
+        index = first + shard.dp_rank
+        question = questions[min(index, len(questions) - 1)]
+        batch = shard.shard_batch(answer_batch(question, padded_length(length, shard)))
+        rows_n = batch.loss_index[batch.loss_weight > 0]
+        order_T = torch.zeros(len(question.tokens), dtype=torch.int64)
+        order_T[torch.tensor(question.places) - 1] = torch.arange(len(question.places))
+        order_n = order_T[batch.positions[rows_n]].to(context.device)
+        if blocks is not None:
+            blocks.watch(question.places if index < len(questions) else [], question.sources)
+        tokens_n = most_likely_tokens(context.model, batch.to(context.device))
+        if index < len(questions) and len(rows_n):
+            predicted[index, order_n] = tokens_n
+    dist.all_reduce(predicted)  # each token is predicted on exactly one rank; all others have 0
+    return [row[: len(question.places)] for row, question in zip(predicted.tolist(), questions, strict=True)]
+
+
+def generated_answers(
+    context: EvaluationContext, questions: Sequence[Question], tokens: int, eos: int | None, what: str
+) -> list[list[int]]:
+    """Up to `tokens` tokens that greedy generation with the layers' own attention continues each prompt with.
+
+    Equal on every rank. Called on all ranks together. Each rank holds whole sequences, of questions that no other rank
+    has, and all ranks make the same number of passes, so that sharded weights can be gathered. Raises UserError for a
+    model that cannot generate.
+    """
+    shard = context.data_shard
+    if shard.tp_size > 1:
+        raise UserError("answers cannot be generated under parallel.tp; set scoring: teacher_forced")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found: dict[int, list[int]] = {}
+    try:
+        for first in context.track(range(0, len(questions), ranks), what):
+            context.between_batches()
+            index = first + rank
+            prompt = questions[min(index, len(questions) - 1)].prompt
+            # No stop token: ranks that end early would leave the others waiting.
+            answer = list(generate(context.model, prompt, tokens, temperature=0, decode="own"))
+            if index < len(questions):
+                found[index] = answer[: answer.index(eos)] if eos in answer else answer
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    finally:
+        context.model.set_engines([shard.engine or LOCAL_ENGINE] * len(context.model.blocks))
+    everyone: list[dict[int, list[int]] | None] = [None] * ranks
+    dist.all_gather_object(everyone, found)
+    answers = {index: answer for part in everyone for index, answer in (part or {}).items()}
+    return [answers[index] for index in range(len(questions))]
+
+
+def share(values: Sequence[bool]) -> float:
+    """The share of true values."""
+    return sum(values) / len(values)

@@ -1,0 +1,116 @@
+"""The text around what is asked for: natural, from a tokenised corpus, or synthetic."""
+
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+
+from moba_train.config.run import AnswersConfig
+from moba_train.config.schema import RunConfig
+from moba_train.data.indexed import IndexedDataset
+from moba_train.data.load_template import load_chat_template
+from moba_train.data.tokenizer import TextTokenizer, load_text_tokenizer, tokenizer_hash
+from moba_train.errors import DataError
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+"""RULER's repeated sentences (NVIDIA, github.com/NVIDIA/RULER, Apache-2.0)."""
+_CONTEXT = "{{context}}"
+"""Stands for the context while a chat template is rendered."""
+
+
+def open_tokenizer(config: RunConfig) -> TextTokenizer:
+    """The recipe's tokenizer. Raises DataError without one."""
+    path = config.data.tokenizer
+    if path is None:
+        raise DataError("data.tokenizer: not set; questions about a text need the tokenizer of the model")
+    tokenizer = load_text_tokenizer(path)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise DataError(
+            f"data.tokenizer: {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size "
+            f"{config.model.vocab_size}; give the tokenizer that the model was trained with"
+        )
+    return tokenizer
+
+
+def corpus_of(config: RunConfig, section: AnswersConfig) -> str | None:
+    """Prefix of the corpus that natural text comes from; None where the recipe names none."""
+    first = config.data.validation[0].path if config.data.validation else None
+    return section.corpus or first
+
+
+class NaturalText:
+    """Text of a tokenised corpus: consecutive documents, from a random one on, without the tokens that end them.
+
+    Raises DataError when the corpus is damaged, or was made with another tokenizer.
+    """
+
+    def __init__(self, config: RunConfig, prefix: str, tokenizer: TextTokenizer, key: str) -> None:
+        self.prefix = prefix
+        self._key = key
+        self._tokenizer = tokenizer
+        self._vocab_size = config.model.vocab_size
+        self._corpus = IndexedDataset(prefix)
+        self._corpus.check_vocabulary(self._vocab_size)
+        made_with = (self._corpus.info or {}).get("tokenizer_sha256")
+        if made_with is not None and made_with != tokenizer_hash(str(config.data.tokenizer)):
+            raise DataError(
+                f"{key}: the corpus {prefix} was made with another tokenizer than data.tokenizer "
+                f"{config.data.tokenizer}; give a corpus of the same tokenizer"
+            )
+
+    def tokens(self, count: int, rng: random.Random) -> list[int]:
+        """`count` tokens of text. Raises DataError when the corpus has fewer."""
+        found: list[int] = []
+        first = rng.randrange(max(self._corpus.documents, 1))
+        for step in range(self._corpus.documents):
+            if len(found) >= count:
+                break
+            document = (first + step) % self._corpus.documents
+            length = min(int(self._corpus.document_lengths[document]), count - len(found) + 1)
+            ids = self._corpus.document(document, 0, length).astype(np.int64)
+            found += ids[ids != self._tokenizer.eos_id].tolist()
+        if len(found) < count:
+            raise DataError(
+                f"{self._key}: the corpus {self.prefix} has {len(found)} tokens of text, fewer than the {count} of a "
+                "haystack; give a longer corpus, or shorter lengths"
+            )
+        if found and not 0 <= min(found) <= max(found) < self._vocab_size:
+            raise DataError(f"{self._key}: the corpus {self.prefix} has token ids outside model.vocab_size")
+        return found[:count]
+
+    def words(self, count: int, rng: random.Random) -> list[str]:
+        """The words of `count` tokens of text. Raises DataError when the corpus has fewer."""
+        return re.split(r"\s+", self._tokenizer.decode(self.tokens(count, rng)).strip())
+
+
+def noise_tokens(tokenizer: TextTokenizer, count: int) -> list[int]:
+    """`count` tokens of RULER's sentences, repeated, a line for each repetition."""
+    line = tokenizer.encode(NOISE + "\n")
+    return (line * (count // len(line) + 1))[:count]
+
+
+class Conversation:
+    """The text around a context, as it is or as a chat template renders it.
+
+    Raises DataError when `chat` is asked for and the folder of data.tokenizer has no template.
+    """
+
+    def __init__(self, config: RunConfig, chat: bool) -> None:
+        tokenizer = Path(str(config.data.tokenizer))
+        folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+        self._template = load_chat_template(str(folder)) if chat else None
+
+    def around(self, before: str, after: str, answer: str) -> tuple[str, str]:
+        """What precedes the context and what follows it; `answer` is how the answer begins."""
+        if self._template is None:
+            return before, f"{after} {answer}"
+        try:
+            message = {"role": "user", "content": f"{before}{_CONTEXT}{after}"}
+            text = self._template.render([message], add_generation_prompt=True)
+        except ValueError as error:
+            raise DataError(f"chat: {error}") from error
+        head, found, tail = text.partition(_CONTEXT)
+        if not found:
+            raise DataError("chat: the chat template does not repeat the user's message as it is")
+        return head, f"{tail}{answer}"

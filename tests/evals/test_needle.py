@@ -1,0 +1,303 @@
+"""Needle in a haystack: where needles are, who finds them, and which blocks are selected."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from questions import Reader, context, recipe
+
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.observer import AttentionObserver
+from moba_train.config.load import dump_config
+from moba_train.config.stages import resolve_stages
+from moba_train.data.tokenizer import load_tokenizer
+from moba_train.errors import ConfigError, DataError
+from moba_train.evals.answers import answer_batch, encode_segments, predicted_answers
+from moba_train.evals.haystack import noise_tokens
+from moba_train.evals.needle import Needle, NeedleTexts
+from moba_train.evals.selected_blocks import SelectedBlocks
+from moba_train.model.build import build_attention, initialize_weights
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.world import World
+from moba_train.report.needle_plot import draw_needle
+from moba_train.telemetry.jsonl import read_records
+from moba_train.train import main
+from moba_train.validation.recipe import validate
+
+LENGTH = 448
+
+
+def needle_texts(texts: Path, **needle: Any) -> NeedleTexts:
+    config = recipe(texts, LENGTH, {"needle": needle})
+    assert config.evaluation.needle is not None
+    return NeedleTexts(config, config.evaluation.needle)
+
+
+@pytest.mark.parametrize("haystack", ["natural", "synthetic"])
+@pytest.mark.parametrize("depth", [0.0, 37.5, 100.0])
+def test_the_needle_is_exactly_at_its_depth_in_a_sample_of_exactly_the_length(
+    texts: Path, haystack: str, depth: float
+) -> None:
+    made = needle_texts(texts, haystack=haystack, depths=[depth], samples=2)
+    tokenizer = made.tokenizer
+    for index, question in enumerate(made.questions(LENGTH)):
+        assert len(question.tokens) == LENGTH
+        (answer,) = question.answers
+        value = tokenizer.decode(question.tokens[slice(*answer)])
+        assert answer.stop == LENGTH
+        assert answer.start == question.prompt_length
+        assert value[0] == " "
+        assert len(value.strip()) == 7
+        assert value.strip().isdigit()
+        # The sources are the needle's value, token by token, and the needle lies where the depth says.
+        assert [question.tokens[at] for at in question.sources] == question.tokens[slice(*answer)]
+        parts = made._parts(LENGTH, index)
+        (needle,) = parts.needles
+        room, _ = made._room(LENGTH, index)
+        begin = question.sources[0] - needle.value.start
+        assert begin == len(parts.head) + round(depth / 100 * room)
+        assert question.tokens[begin : begin + len(needle.tokens)] == needle.tokens
+        without = question.tokens[:begin] + question.tokens[begin + len(needle.tokens) :]
+        hay = without[len(parts.head) : len(parts.head) + room]
+        if haystack == "synthetic":
+            assert hay == noise_tokens(tokenizer, room)
+        text = tokenizer.decode(question.tokens)
+        assert text.count(f"is:{value}.\n") == 1
+        assert text.startswith("A special magic number is hidden within the following text.")
+        assert text.endswith(f"mentioned in the provided text is{value}")
+
+
+def test_all_depths_have_the_same_text_around_the_needle_and_seeds_differ(texts: Path) -> None:
+    def haystacks(seed: int) -> list[list[int]]:
+        made = needle_texts(texts, depths=[0, 50, 100], samples=1, seed=seed)
+        found = []
+        for question in made.questions(LENGTH):
+            (needle,) = made._parts(LENGTH, 0).needles
+            begin = question.sources[0] - needle.value.start
+            found.append(question.tokens[:begin] + question.tokens[begin + len(needle.tokens) :])
+        return found
+
+    first = haystacks(0)
+    assert first[0] == first[1] == first[2]
+    assert first == haystacks(0)
+    assert first[0] != haystacks(1)[0]
+
+
+def test_several_needles_are_asked_for_among_more(texts: Path) -> None:
+    made = needle_texts(texts, needles=2, keys=4, depths=[50], samples=1)
+    (question,) = made.questions(LENGTH)
+    text = made.tokenizer.decode(question.tokens)
+    assert text.count("One of the special magic numbers for") == 4
+    first, second = (made.tokenizer.decode(question.tokens[slice(*answer)]) for answer in question.answers)
+    assert text.endswith(f"mentioned in the provided text are{first},{second}")
+    assert len(question.places) == len(question.sources) == sum(stop - start for start, stop in question.answers)
+    assert question.right([question.tokens[place] for place in question.places]) == [True, True]
+    assert question.right([question.tokens[place] for place in question.places[:-1]] + [-1]) == [True, False]
+
+
+def test_a_model_that_reads_finds_all_needles_and_one_of_short_sight_only_the_last(texts: Path, alone: World) -> None:
+    section = {"depths": [0, 50, 100], "samples": 3, "lengths": [256, LENGTH], "needles": 1, "generate": True}
+    config = recipe(texts, LENGTH, {"needle": section})
+    evaluation = Needle(config, resolve_stages(config)[0])
+    found = evaluation.run(context(config, Reader(config, sight=LENGTH)))
+    assert found.numbers == {"needle": 1.0, "needle_full": 1.0}
+    assert found.data["maps"]["moba"]["generated"] == [[1.0] * 3] * 2
+    assert "needle 1.000 of 18 samples with moba attention" in found.message
+    short = evaluation.run(context(config, Reader(config, sight=120)))
+    assert short.data["maps"]["full"]["passed"] == [[0.0, 0.0, 1.0]] * 2
+    assert short.data["maps"]["full"]["generated"] == [[0.0, 0.0, 1.0]] * 2
+    assert short.numbers["needle"] == pytest.approx(1 / 3)
+    blind = evaluation.run(context(config, Reader(config, sight=30)))
+    assert blind.numbers == {"needle": 0.0, "needle_full": 0.0}
+
+
+def test_several_needles_are_found_by_a_model_that_reads(texts: Path, alone: World) -> None:
+    config = recipe(texts, LENGTH, {"needle": {"depths": [0, 100], "samples": 2, "lengths": [LENGTH], "needles": 2}})
+    evaluation = Needle(config, resolve_stages(config)[0])
+    assert evaluation.run(context(config, Reader(config, sight=LENGTH))).numbers["needle"] == 1.0
+    half = evaluation.run(context(config, Reader(config, sight=30)))
+    assert half.data["maps"]["moba"]["answers"] == [[0.0, 0.0]]
+
+
+class Recorder(AttentionObserver):
+    """Keeps every selection."""
+
+    def __init__(self) -> None:
+        self.ids: list[Any] = []
+
+    def selected(self, attention: Any, selection: Any, layout: Any) -> None:
+        if isinstance(attention, MobaAttention):
+            self.ids.append(selection[0].tolist())
+
+
+def test_an_untrained_model_finds_nothing_and_selected_blocks_are_those_of_the_gate(texts: Path, alone: World) -> None:
+    section = {"depths": [0, 50, 100], "samples": 2, "lengths": [LENGTH]}
+    config = recipe(texts, LENGTH, {"needle": section})
+    model = Transformer(config.model)
+    initialize_weights(model, 0)
+    evaluation = Needle(config, resolve_stages(config)[0])
+    result = evaluation.run(context(config, model))
+    assert result.numbers == {"needle": 0.0, "needle_full": 0.0}
+    selected = result.data["maps"]["moba"]["selected"]
+    assert selected[0][2] is None, "the last layer is full"
+    assert result.data["maps"]["full"]["selected"] == [[None] * 3]
+
+    model.set_attention(build_attention(resolve_stages(config)[0].attention, model.config.head_width))
+    counts = [[0, 0], [0, 0]]
+    for question in needle_texts(texts, **section).questions(LENGTH):
+        batch = answer_batch(question, LENGTH)
+        with LOCAL_ENGINE.observe(Recorder()) as recorder:
+            model(batch.tokens, batch.positions, batch.layout, batch.loss_index)
+        for layer, heads in enumerate(recorder.ids):
+            for blocks in heads:
+                for place, source in zip(question.places, question.sources, strict=True):
+                    own = (place - 1) // 16
+                    counts[layer][0] += source // 16 in [*blocks[place - 1], own]
+                    counts[layer][1] += 1
+    assert selected[0][:2] == [found / asked for found, asked in counts]
+    assert all(0 < share < 1 for share in selected[0][:2])
+
+
+def test_a_layer_that_selects_every_block_has_the_needle_in_all_heads(texts: Path, alone: World) -> None:
+    options = {"block_size": 16, "topk": 32, "backend": "reference"}
+    config = recipe(texts, LENGTH, {"needle": {"lengths": [LENGTH]}}, attention={"moba": options})
+    model = Transformer(config.model)
+    initialize_weights(model, 0)
+    result = Needle(config, resolve_stages(config)[0]).run(context(config, model))
+    assert result.data["maps"]["moba"]["selected"] == [[1.0] * 3]
+    assert result.data["maps"]["moba"]["passed"] == result.data["maps"]["full"]["passed"]
+
+
+def test_predictions_are_the_most_likely_tokens_of_the_logits(texts: Path, alone: World) -> None:
+    config = recipe(texts, LENGTH, {"needle": {"needles": 2, "samples": 2, "depths": [50]}})
+    model = Transformer(config.model)
+    initialize_weights(model, 0)
+    found = context(config, model)
+    asked = needle_texts(texts, needles=2, samples=2, depths=[50]).questions(LENGTH)
+    for _ in found.each_attention():
+        blocks = SelectedBlocks(3, alone.device)
+        predicted = predicted_answers(found, asked, LENGTH, "test", blocks)
+        for question, tokens in zip(asked, predicted, strict=True):
+            batch = answer_batch(question, LENGTH)
+            logits = model(batch.tokens, batch.positions, batch.layout)
+            assert tokens == logits.argmax(-1)[torch.tensor(question.places) - 1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "problem"),
+    [
+        ({"lengths": [256, 640]}, {}, r"evaluation.needle.lengths: given 640; allowed: at most 448, .* extrapolate"),
+        ({"needles": 3, "keys": 2}, {}, r"evaluation.needle.keys: given 2; allowed: at least needles 3"),
+        (
+            {},
+            {"data": {"train": [{"path": "a"}]}},
+            r"evaluation.needle: needs the model's tokenizer; set data.tokenizer",
+        ),
+        (
+            {},
+            {"data": {"train": [{"path": "a"}], "tokenizer": "t"}},
+            r"haystack: given 'natural', but there is no text",
+        ),
+        ({"generate": True}, {"parallel": {"tp": 2}}, r"evaluation.needle.generate: given true, which parallel.tp 2"),
+    ],
+)
+def test_recipes_that_cannot_work_are_refused_by_key(
+    texts: Path, section: dict[str, Any], keys: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        validate(recipe(texts, LENGTH, {"needle": section}, **keys))
+    validate(recipe(texts, LENGTH, {"needle": {"lengths": [640], "extrapolate": True}}))
+
+
+def test_a_haystack_shorter_than_the_needle_or_than_its_corpus_is_refused(texts: Path) -> None:
+    with pytest.raises(DataError, match=r"evaluation.needle.lengths: given 100, which leaves \d+ tokens for the hay"):
+        needle_texts(texts, lengths=[100]).questions(100)
+    with pytest.raises(DataError, match=r"data.validation: the corpus .* has \d+ tokens of text, fewer than the"):
+        needle_texts(texts).questions(100_000)
+    needle_texts(texts, haystack="synthetic").questions(100_000)
+
+
+def test_a_stage_without_a_length_that_fits_says_what_is_missing(texts: Path) -> None:
+    config = recipe(texts, 64, {"needle": {}})
+    assert "none is at most the stage's seq_len 64" in Needle(config, resolve_stages(config)[0]).missing
+
+
+def test_a_stage_trains_until_the_needle_is_found(texts: Path, tmp_path: Path) -> None:
+    """The criterion is judged at each evaluation; this model never meets it. The map goes to the log and a picture."""
+    until = {"metric": "needle", "at_least": 0.95, "max_tokens": 2 * LENGTH}
+    stage = {"name": "only", "seq_len": LENGTH, "tokens": LENGTH, "until": until}
+    section = {"needle": {"samples": 1, "depths": [0, 100], "lengths": [256], "every": 1}}
+    config = recipe(texts, LENGTH, section, run_dir=str(tmp_path / "run"), stages=[stage])
+    (tmp_path / "recipe.yaml").write_text(dump_config(config))
+    assert main([str(tmp_path / "recipe.yaml")]) == 0
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    found = [record for record in records if record["type"] == "needle"]
+    assert [record["needle"] for record in found] == [0.0] * 2
+    assert found[0]["needle_full"] == 0.0
+    assert found[0]["needle_map"]["lengths"] == [256]
+    exits = [record["message"] for record in records if record["type"] == "stage_exit"]
+    assert "needle 0.0000, wanted: at least 0.95" in exits[-1]
+    assert (tmp_path / "run" / "needle.png").stat().st_size > 10_000
+
+
+def test_the_map_is_drawn_for_several_attentions_and_marks_the_trained_length(tmp_path: Path) -> None:
+    full = {"passed": [[1.0, 0.5], [0.0, 0.25], [0, 0]], "answers": [], "selected": [[None], [None], [None]]}
+    data = {
+        "trained_length": 8192,
+        "lengths": [4096, 8192, 16384],
+        "depths": [0.0, 100.0],
+        "samples": 4,
+        "seed": 7,
+        "maps": {"moba": full | {"selected": [[0.5], [0.25], [None]]}, "full": full},
+    }
+    with patch.object(plt, "close"):
+        draw_needle({"long": json.loads(json.dumps(data))}, tmp_path / "needle.png")
+    figure = plt.gcf()
+    maps = [axes for axes in figure.axes if axes.images]
+    titles = [axes.get_title() for axes in maps]
+    plt.close(figure)
+    assert titles[:2] == ["long: moba, 4 per cell, seed 7", "long: full, 4 per cell, seed 7"]
+    assert "heads that select the needle" in titles[2]
+    assert maps[0].images[0].get_array().tolist() == [[1.0, 0.0, 0.0], [0.5, 0.25, 0.0]], "depth 0 is the first row"
+    assert maps[0].images[0].origin == "upper"
+    assert maps[0].lines[0].get_xdata() == [1.5, 1.5], "between 8K and 16K"
+
+
+def test_segments_are_encoded_without_tokens_that_span_two(texts: Path) -> None:
+    tokenizer = load_tokenizer(texts / "tok.model")
+    parts = ["One of the special magic numbers for x is:", " 1234567", ",", " 7654321", "."]
+    encoded = encode_segments(tokenizer, parts)
+    assert tokenizer.decode([token for part in encoded for token in part]) == "".join(parts)
+    assert [tokenizer.decode(part) for part in encoded[1:]] == [" 1234567", ",", " 7654321", "."]
+
+
+def test_an_evaluation_leaves_no_hook_or_observer_behind(texts: Path, alone: World) -> None:
+    config = recipe(texts, LENGTH, {"needle": {"samples": 1, "depths": [0], "lengths": [LENGTH]}})
+    model = Transformer(config.model)
+    initialize_weights(model, 0)
+    Needle(config, resolve_stages(config)[0]).run(context(config, model))
+    assert not any(block._forward_pre_hooks for block in model.blocks)
+    assert LOCAL_ENGINE.observers == ()
+
+
+def test_a_question_goes_through_the_chat_template_beside_the_tokenizer(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "tok.model").write_bytes((texts / "tok.model").read_bytes())
+    data = {"train": [{"path": str(texts / "corpus")}], "tokenizer": str(tmp_path / "tok.model")}
+    config = recipe(texts, LENGTH, {"needle": {"chat": True, "haystack": "synthetic", "samples": 1}}, data=data)
+    assert config.evaluation.needle is not None
+    with pytest.raises(DataError, match="chat template"):
+        NeedleTexts(config, config.evaluation.needle)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<assistant>"
+    settings = {"chat_template": template, "eos_token": "<end>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    made = NeedleTexts(config, config.evaluation.needle)
+    question = made.questions(LENGTH)[0]
+    text = made.tokenizer.decode(question.tokens)
+    assert text.startswith("<user>A special magic number is hidden")
+    assert "mentioned in the provided text?<end><assistant>The special magic number for" in text
+    assert len(question.tokens) == LENGTH

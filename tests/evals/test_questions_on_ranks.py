@@ -1,0 +1,118 @@
+"""Needle and RULER on ranks that share sequences, layers or samples: answers and selected blocks of one device."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import forked
+from questions import recipe
+
+from moba_train.config.mesh import MeshSizes
+from moba_train.config.stages import resolve_stages
+from moba_train.data.tokenizer import load_tokenizer
+from moba_train.evals.answers import predicted_answers
+from moba_train.evals.evaluation import EvaluationContext
+from moba_train.evals.needle import Needle, NeedleTexts
+from moba_train.evals.ruler import Ruler
+from moba_train.evals.variants import with_full
+from moba_train.parallel.dims import ParallelDims
+from moba_train.parallel.fsdp import sharded_model
+from moba_train.parallel.stage import ContextEngines
+from moba_train.parallel.world import joined_world
+
+LENGTH = 403
+"""Odd, so that samples are padded for the ranks."""
+LAYOUTS: dict[str, tuple[MeshSizes, dict[str, Any]]] = {
+    "dp": (MeshSizes(dp_shard=2), {}),
+    "cp, allgather": (MeshSizes(cp=2), {"cp": 2, "cp_transport": "allgather", "cp_layout": "zigzag", "cp_slices": 2}),
+    "cp, ring": (MeshSizes(cp=2), {"cp": 2, "cp_transport": "ring", "cp_layout": "zigzag"}),
+    "cp, ulysses": (MeshSizes(cp=2), {"cp": 2, "cp_transport": "ulysses"}),
+    "tp": (MeshSizes(tp=2), {"tp": 2}),
+}
+
+
+def evaluated(folder: Path, sizes: MeshSizes, parallel: dict[str, Any]) -> dict[str, Any]:
+    """Predicted tokens, selected blocks and scores in one layout, for an odd number of samples."""
+    needle = {"lengths": [256, LENGTH], "depths": [0, 50, 100], "samples": 1, "generate": "tp" not in parallel}
+    ruler = {"tasks": ["niah_single", "vt"], "lengths": [1024], "samples": 1}
+    config = recipe(folder, 1024, {"needle": needle, "ruler": ruler}, parallel=parallel)
+    (stage,) = resolve_stages(config)
+    with joined_world() as world:
+        dims = ParallelDims(sizes, world)
+        model = sharded_model(config, dims)
+        model.set_rope(stage.rope)
+        shard, _ = ContextEngines(config, dims, lambda *_: None).data_shard(stage, sizes)
+        if shard.engine is not None:
+            model.set_engines([shard.engine] * config.model.layers)
+        context = EvaluationContext(model, stage, shard, world.device, with_full(stage.attention))
+        assert config.evaluation.needle is not None
+        asked = NeedleTexts(config, config.evaluation.needle).questions(LENGTH)
+        found: dict[str, Any] = {"tokens": {}}
+        for name in context.each_attention():
+            found["tokens"][name] = predicted_answers(context, asked, LENGTH, "test", None)
+        found["needle"] = Needle(config, stage).run(context).data
+        found["ruler"] = Ruler(config, stage).run(context).data
+        return found
+
+
+def work(rank: int, port: int, folder: str, output: str) -> None:
+    """All layouts on two ranks."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "CUDA_VISIBLE_DEVICES": ""}
+    results = {}
+    for number, (name, layout) in enumerate(LAYOUTS.items()):
+        os.environ["MASTER_PORT"] = str(port + number)
+        results[name] = evaluated(Path(folder), *layout)
+    Path(f"{output}.{rank}").write_text(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of all layouts, which are the same on both ranks."""
+    output = tmp_path_factory.mktemp("ranks") / "found.json"
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = int(probe.getsockname()[1]) - len(LAYOUTS)
+    processes = [
+        forked().Process(target=work, args=(rank, port, str(texts), str(output)), daemon=True) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+    for process in processes:
+        process.kill()
+    first, second = (json.loads(Path(f"{output}.{rank}").read_text()) for rank in range(2))
+    assert first == second
+    return first
+
+
+@pytest.fixture(scope="module")
+def one_device(texts: Path) -> dict[str, Any]:
+    """The results of one rank."""
+    return json.loads(json.dumps(evaluated(texts, MeshSizes(), {})))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_answers_and_selected_blocks_are_exactly_those_of_one_device(
+    layout: str, on_two_ranks: dict[str, Any], one_device: dict[str, Any], texts: Path
+) -> None:
+    found = on_two_ranks[layout]
+    assert found["tokens"] == one_device["tokens"]
+    predicted = [token for row in found["tokens"]["moba"] for token in row]
+    assert len(set(predicted)) > 3, "predictions differ, so that equal ones mean something"
+    assert found["tokens"]["moba"] != found["tokens"]["full"]
+    assert max(predicted) < load_tokenizer(texts / "tok.model").vocab_size
+    for name, wanted in one_device["needle"]["maps"].items():
+        for key in ("passed", "answers", "selected"):
+            assert found["needle"]["maps"][name][key] == wanted[key], (name, key)
+        if layout != "tp":
+            assert found["needle"]["maps"][name]["generated"] == wanted["generated"]
+    selected = one_device["needle"]["maps"]["moba"]["selected"]
+    assert all(0 < share < 1 for column in selected for share in column[:2])
+    assert found["ruler"] == one_device["ruler"]
