@@ -25,6 +25,7 @@ from moba_train.evals.checkpoint import training_of, write_results
 from moba_train.evals.evaluation import EvaluationResult
 from moba_train.evals.lm_eval.language_model import NativeLM
 from moba_train.evals.lm_eval.options import LmEvalOptions
+from moba_train.evals.lm_eval.sample_lengths import SHORTEST
 from moba_train.evals.lm_eval.tasks import Loaded, load_tasks
 from moba_train.evals.lm_eval.tokenizer import open_hf_tokenizer
 from moba_train.evals.results import measured_json
@@ -36,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 NAME = "lm_eval"
 """Key of the results in the JSON file."""
-SHORTEST = 1024
-"""Shortest samples of RULER's tasks, in tokens: some of its generators never end where an example does not fit."""
 
 Metrics = dict[str, dict[str, float]]
 """By task, by metric: its value, or its standard error under the name `<metric>_stderr`."""
@@ -62,8 +61,7 @@ def evaluate_with_lm_eval(
         tokenizer = open_hf_tokenizer(saved.config, stage.seq_len, Path(folder), roots)
         template = _template(folder) if options.apply_chat_template else None
         _set_seeds()
-        metadata = {"tokenizer": folder, "max_seq_lengths": lengths}
-        loaded = load_tasks(options.tasks, options.include_path, metadata)
+        loaded = load_tasks(options.tasks, options.include_path, tokenizer, lengths)
     if stage.seq_len > training.seq_len:
         logger.warning(
             "The model reads up to %d tokens, but was trained with %d: positions beyond are extrapolated by the "

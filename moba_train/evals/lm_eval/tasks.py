@@ -13,6 +13,7 @@ from lm_eval.tasks import TaskManager
 from moba_train.config.explain import did_you_mean
 from moba_train.errors import UserError
 from moba_train.evals.lm_eval.options import INSTALL
+from moba_train.evals.lm_eval.sample_lengths import check_sample_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -23,20 +24,27 @@ _UNREACHABLE += ("URLError", "MaxRetryError", "DatasetNotFoundError", "Timeout",
 """Classes of errors by which the packages that download say that they cannot."""
 
 
-def load_tasks(names: Sequence[str], include: Path | None, metadata: dict[str, Any]) -> Loaded:
+def load_tasks(names: Sequence[str], include: Path | None, tokenizer: Any, lengths: Sequence[int]) -> Loaded:
     """The tasks, groups and tags of these names, with their samples. `*` in a name stands for any text.
 
-    include   folder with further tasks
-    metadata  what tasks that make their own samples are told: `tokenizer` and `max_seq_lengths` for RULER's
+    include    folder with further tasks
+    tokenizer  of transformers, loaded from a folder, which RULER's tasks load it from too
+    lengths    of RULER's samples, in tokens
 
     Raises UserError for unknown names, and for tasks that cannot be loaded here.
     """
     if include is not None and not include.is_dir():
         raise UserError(f"--include-path {include}: is not a folder; give one with lm-eval's YAML files of tasks")
+    metadata = {"tokenizer": str(tokenizer.name_or_path), "max_seq_lengths": list(lengths)}
     manager = TaskManager(include_path=include, metadata=metadata)
     loaded: Loaded = {"tasks": {}, "groups": {}, "group_map": {}}
     downloads = _PostponedDownloads()
-    for name in _matching(manager, names):
+    matching = _matching(manager, names)
+    try:
+        check_sample_lengths(matching, tokenizer, lengths)
+    except ImportError as error:
+        raise UserError(f"--tasks: RULER {_reason(error)}") from error
+    for name in matching:
         for part, entries in _load(manager, name, downloads).items():
             loaded[part].update(entries)
     for name, task in loaded["tasks"].items():
