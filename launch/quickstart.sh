@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job in miniature, on real text, on CPU or GPU: tokenizer, corpus, two training stages (short with full
-# attention, then longer with MoBA, each sequence on two ranks), a stop and a resume half-way, evaluation and a sample.
+# attention, then longer with MoBA, each sequence on two ranks), a stop and a resume half-way, evaluation, a sample and a report.
 #
 #   bash launch/quickstart.sh [--corpus FILE_OR_FOLDER]      default: the sources of Python's standard library
 FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -33,34 +33,37 @@ train=("${moba_train[@]}" train "$recipe" --gpus "$ranks"
 step() { printf '\n== %s\n' "$*"; }
 mkdir -p "$run/data"
 
-step "1/6  tokenizer, from $corpus"
+step "1/7  tokenizer, from $corpus"
 [ -e "$run/data/tokenizer.model" ] ||
     "${moba_data[@]}" train-tokenizer --input "$corpus" --output "$run/data/tokenizer.model" --vocab-size 2048 \
         ${select[@]+"${select[@]}"}
 
-step "2/6  tokens, into $run/data"
+step "2/7  tokens, into $run/data"
 [ -e "$run/data/corpus-valid.idx" ] ||
     "${moba_data[@]}" tokenize --input "$corpus" --tokenizer "$run/data/tokenizer.model" --output "$run/data/corpus" \
         ${select[@]+"${select[@]}"} --holdout 0.02
 
-step "3/6  training on $ranks ranks, as far as the middle of the second stage"
+step "3/7  training on $ranks ranks, as far as the middle of the second stage"
 "${moba_train[@]}" plan "$recipe" ${overrides[@]+"${overrides[@]}"} --gpus "$ranks"
 "${train[@]}" --stop-at-step 118
 
-step "4/6  the same command again: it resumes from the checkpoint"
+step "4/7  the same command again: it resumes from the checkpoint"
 "${train[@]}"
 
-step "5/6  evaluation of the last checkpoint"
+step "5/7  evaluation of the last checkpoint"
 "${moba_train[@]}" verify "$run"
 "${moba_train[@]}" eval "$run"
 
-step "6/6  a sample"
+step "6/7  a sample"
 "${moba_train[@]}" generate "$run" --prompt 'def ' --max-new-tokens 120 --temperature 0.7 --top-p 0.9
+
+step "7/7  the report: one HTML file, with no need for a network"
+"${moba_train[@]}" report "$run"
 
 step "done"
 cat <<EOF
+report       $run/report.html
 logs         $run/metrics.jsonl   (wandb, offline: $run/wandb; 'wandb sync' uploads it)
-loss curve   $run/loss.png
 checkpoints  $run/checkpoints
 recipe       $recipe, resolved: $run/config.yaml
 EOF

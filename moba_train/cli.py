@@ -170,6 +170,23 @@ def compare(
     raise typer.Exit(1 if result.differing else 0)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]...", help="run folders, drawn over each other")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="default: report.html in the run folder; of several runs, here"),
+    ] = None,
+) -> None:
+    """Write one HTML file about runs, finished or not: loss, throughput, evaluations, recipe. Needs no network."""
+    from moba_train.report.page import write_report
+
+    written = write_report(runs, output)
+    for notice in written.notices:
+        typer.echo(f"note: {notice}", err=True)
+    typer.echo(written.path)
+
+
 class EvaluatedAttention(StrEnum):
     """Values of `eval --attention`."""
 

@@ -1,8 +1,18 @@
-"""Plots of a run, and comparisons of runs.
+"""The HTML report of runs, plots of a run, and comparisons of runs.
 
-plots          all plots of a run, drawn when it ends
-loss_plot      `loss.png`
-position_plot  `position_wise.png`
-needle_plot    `needle.png`
-compare        what differs between two runs
+page              `moba-train report`: one HTML file; `assets` has its template, style sheet and program
+history           a run folder, read tolerantly
+curves            which steps are drawn, and the smoothed loss
+chart             a chart as data
+training_charts   loss, throughput, learning rate, gradient norm, data
+position_charts   loss by position
+retrieval_charts  needle maps, selected blocks, RULER
+gate_charts       gate probes
+planned           the throughput that a run was planned to have
+facts             tiles and tables
+plots             the PNG plots of a run, drawn when it ends
+loss_plot         `loss.png`
+position_plot     `position_wise.png`
+needle_plot       `needle.png`
+compare           what differs between two runs
 """

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
 from moba_train.errors import UserError
+from moba_train.report.curves import smooth
 from moba_train.telemetry.jsonl import read_records
 
 _RAW = "#9ecae1"
@@ -54,7 +55,8 @@ def plot_run(run_dir: Path) -> Path:
 def _draw_losses(axes: Axes, training: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
     tokens, losses = np.array([(r["tokens"], r["loss"]) for r in training], dtype=float).T
     axes.plot(tokens, losses, color=_RAW, lw=0.6, label="training loss, each step")
-    axes.plot(*_smooth(tokens, losses), color=_SMOOTH, lw=1.6, label="training loss, smoothed")
+    smoothed, places = smooth(losses, tokens)
+    axes.plot(places, smoothed, color=_SMOOTH, lw=1.6, label="training loss, smoothed")
     for name, label, colour in (
         ("eval_loss", "evaluation loss", _EVALUATION),
         ("trailing_loss", "trailing loss (end of the context)", _TRAILING),
@@ -89,15 +91,3 @@ def _draw_stages(panels: tuple[Axes, Axes], training: list[dict[str, Any]]) -> N
             fontsize=9,
         )
         previous = record["stage"]
-
-
-def _smooth(tokens: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Medians of up to 100 intervals of at least 5 steps. Unlike a moving average they neither lag behind a falling
-    curve nor bend at a spike."""
-    bins = max(1, min(100, len(losses) // 5))
-    medians = [
-        (np.median(x), np.median(y))
-        for x, y in zip(np.array_split(tokens, bins), np.array_split(losses, bins), strict=True)
-    ]
-    x, y = np.array(medians).T
-    return x, y

@@ -12,4 +12,5 @@ tensorboard_sink  TensorBoard
 numbers           the fields of a record that can be drawn as curves
 boundary          the change of the loss between two stages
 code_version      the code a run was trained with
+machine           the machine a run trains on
 """

@@ -117,13 +117,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     record type under the key "kind"; it is returned under "type".
     """
     with path.open("rb") as lines:
-        return [record for line in lines if (record := _parse(line)) is not None]
+        return [record for line in lines if (record := parse_record(line)) is not None]
 
 
 def read_backward(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics file, newest first, read as far as they are asked for; none if there is no file."""
     for _, line in _lines_backward(path):
-        if (record := _parse(line)) is not None:
+        if (record := parse_record(line)) is not None:
             yield record
 
 
@@ -171,7 +171,7 @@ def _finish_earlier_move(path: Path, discarded: Path, journal: Path) -> None:
 def _drop_torn_record(path: Path) -> None:
     """Cut off a last line that was not written to its end."""
     start, line = next(_lines_backward(path), (0, b"\n"))
-    if not line.endswith(b"\n") and _parse(line) is None:
+    if not line.endswith(b"\n") and parse_record(line) is None:
         _truncate(path, start)
 
 
@@ -182,7 +182,7 @@ def _end_of_step(path: Path, step: int | None, repeated: Collection[str]) -> int
     end = path.stat().st_size
     in_order = 0
     for start, line in _lines_backward(path):
-        if (record := _parse(line)) is None:
+        if (record := parse_record(line)) is None:
             continue
         if record["step"] > step or (record["step"] == step and record["type"] in repeated):
             end = start
@@ -216,8 +216,8 @@ def _truncate(path: Path, size: int) -> None:
         os.fsync(stream.fileno())
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record in a line, or None."""
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line of a metrics file; None for a line that is none."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line.decode("utf-8", errors="replace"))
         if isinstance(record, dict) and isinstance(record.get("step"), int) and record.keys() & {"type", "kind"}:

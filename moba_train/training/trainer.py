@@ -41,6 +41,7 @@ from moba_train.planning.memory import buffer_memory
 from moba_train.report.plots import draw_plots
 from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
+from moba_train.telemetry.machine import describe_machine
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.checkpoints import RunCheckpoints, checkpoint_bytes
 from moba_train.training.corpora import check_corpora
@@ -116,7 +117,8 @@ class Trainer:
             repeated = EVALUATION_RECORDS if again else ()
             self.telemetry = make_telemetry(config, self.run_dir, run_id, resumed_step, last_step, repeated)
         self.telemetry.stage = self.stage.name
-        self._event("code", describe(code_version()))
+        machine = describe_machine(world.device, world.size, world.ranks_per_node)
+        self._event("code", describe(code_version()), machine=machine)
         if self.checkpoints.loaded_weights is not None:
             self._event("init_from", self.checkpoints.loaded_weights)
 

@@ -92,7 +92,7 @@ class Reader(Transformer):
         self.seen: list[int] = []
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, rows_n: Tensor | None = None) -> Tensor:
-        assert rows_n is not None
+        rows_n = torch.arange(len(tokens_T)) if rows_n is None else rows_n
         if positions_T[0] == 0:
             self.seen = []
         first = len(self.seen)

@@ -208,7 +208,7 @@ def test_a_last_record_without_its_newline_is_a_record(tmp_path: Path) -> None:
     assert steps_of(discarded) == [1, 2, 3, 4]
 
 
-READING = ("_parse", "_with_type", "_lines_backward", "_end_of_step", "_ends_with_newline")
+READING = ("parse_record", "_with_type", "_lines_backward", "_end_of_step", "_ends_with_newline")
 """Functions of jsonl.py that change nothing."""
 
 

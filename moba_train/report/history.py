@@ -1,0 +1,215 @@
+"""A run folder as the report reads it: `metrics.jsonl`, the recipe and the files of `moba-train eval`.
+
+The run may go on, may have crashed, or may come from elsewhere. What is missing, damaged or not readable becomes a
+notice; only a folder without `metrics.jsonl` is an error.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moba_train.config.load import parse_yaml
+from moba_train.errors import UserError
+from moba_train.foreign_files import folder_roots, open_foreign, read_foreign, read_foreign_json
+from moba_train.telemetry.jsonl import parse_record
+
+Record = dict[str, Any]
+Column = npt.NDArray[np.float64]
+
+_RECIPE_BYTES = 1 << 22
+_MOST_EVALUATIONS = 200
+"""Newest evaluation files that are read."""
+_LINE_BYTES = 1 << 24
+"""Longest line of metrics.jsonl that is parsed."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one evaluation measured at one step."""
+
+    name: str
+    step: int
+    stage: str
+    time: float
+    trained_seq_len: int | None
+    """Longest sequences that the run had trained on; None: not known."""
+    data: dict[str, Any]
+    source: str
+    """File, or "training"."""
+
+
+@dataclass
+class History:
+    """One run. `metrics` are its records of steps, `events` all others, both oldest first."""
+
+    folder: Path
+    name: str
+    metrics: list[Record] = field(default_factory=list)
+    events: list[Record] = field(default_factory=list)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """Values of `config.yaml`; empty when it cannot be read."""
+    results: list[Result] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    _columns: dict[str, Column] = field(default_factory=dict)
+
+    def column(self, name: str) -> Column:
+        """One number of every logged step; NaN where a step lacks it."""
+        if name not in self._columns:
+            self._columns[name] = np.array([number(record, name) for record in self.metrics])
+        return self._columns[name]
+
+    def has(self, name: str) -> bool:
+        """Whether any step has this number."""
+        return bool(np.isfinite(self.column(name)).any())
+
+    def of_type(self, *types: str) -> list[Record]:
+        """The events of these types."""
+        return [event for event in self.events if event["type"] in types]
+
+    def latest(self, name: str) -> list[Result]:
+        """The last result of an evaluation in every stage, in the order of the stages."""
+        last: dict[str, Result] = {}
+        for result in self.results:
+            if result.name == name:
+                last.pop(result.stage, None)
+                last[result.stage] = result
+        return list(last.values())
+
+    @property
+    def stages(self) -> list[Record]:
+        """The record that began each stage: the first of its name."""
+        first: dict[str, Record] = {}
+        for event in self.of_type("stage"):
+            first.setdefault(event["stage"], event)
+        return list(first.values())
+
+    @property
+    def start(self) -> float:
+        """Time of the first record, seconds since the epoch."""
+        return float(min((record["time"] for record in (*self.events[:1], *self.metrics[:1])), default=0.0))
+
+
+def number(record: Record, name: str) -> float:
+    """A number of a record, NaN where it has none."""
+    value = record.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def read_history(folder: Path) -> History:
+    """Read a run folder. Raises UserError when it is none, or its metrics.jsonl cannot be opened."""
+    source = folder / "metrics.jsonl"
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give the run_dir of a run")
+    if not source.is_file():
+        raise UserError(f"{source}: no such file; give the run_dir of a run that has begun to train")
+    history = History(folder, folder.resolve().name)
+    try:
+        _read_metrics(source, history)
+    except OSError as error:
+        raise UserError(f"{source}: {error.strerror or error}") from error
+    _read_recipe(history)
+    history.results += _training_results(history)
+    history.results += _evaluation_files(history)
+    history.results.sort(key=lambda result: (result.step, result.time))
+    if isinstance(name := history.recipe.get("name"), str):
+        history.name = name
+    return history
+
+
+def _read_metrics(source: Path, history: History) -> None:
+    """Read the records; lines that are none are counted."""
+    damaged = 0
+    incomplete = False
+    with open_foreign(source, None, folder_roots(source.parent)) as lines:
+        while line := lines.readline(_LINE_BYTES):
+            record = _sound(parse_record(line))
+            if record is None:
+                incomplete = not line.endswith(b"\n")
+                damaged += not incomplete and bool(line.strip())
+            elif record["type"] == "metrics":
+                history.metrics.append(record)
+            else:
+                history.events.append(record)
+    if damaged:
+        lines_are = "1 line of metrics.jsonl is" if damaged == 1 else f"{damaged:,} lines of metrics.jsonl are"
+        history.notices.append(f"{lines_are} damaged and left out")
+    if incomplete:
+        history.notices.append("the last line of metrics.jsonl is incomplete: the run is writing it, or was killed")
+    if not history.metrics:
+        history.notices.append("metrics.jsonl holds no training step yet")
+
+
+def _sound(record: Record | None) -> Record | None:
+    """The record if the fields that every record has are of the right types."""
+    if record is None or not isinstance(record["type"], str):
+        return None
+    record.setdefault("stage", "")
+    numbers = all(math.isfinite(number(record, name)) for name in ("step", "tokens", "time"))
+    return record if numbers and isinstance(record["stage"], str) else None
+
+
+def _read_recipe(history: History) -> None:
+    path = history.folder / "config.yaml"
+    try:
+        text = read_foreign(path, _RECIPE_BYTES, folder_roots(history.folder)).decode("utf-8")
+        recipe = parse_yaml(text, "config.yaml")
+    except FileNotFoundError:
+        history.notices.append("there is no config.yaml: data mix, plan and resolved recipe are missing")
+    except (OSError, ValueError, UserError) as error:
+        history.notices.append(f"config.yaml cannot be read: {error}")
+    else:
+        if isinstance(recipe, dict):
+            history.recipe = recipe
+        else:
+            history.notices.append("config.yaml is not a recipe")
+
+
+def _training_results(history: History) -> Iterator[Result]:
+    """The evaluations that ran while the run trained: events with data under the name of their type."""
+    lengths = [(event["step"], int(number(event, "seq_len"))) for event in history.stages if "seq_len" in event]
+    for event in history.events:
+        data = event.get(event["type"])
+        if isinstance(data, dict) and event["type"] not in ("code", "recipe"):
+            trained = max((length for step, length in lengths if step <= event["step"]), default=None)
+            yield Result(event["type"], event["step"], event["stage"], event["time"], trained, data, "training")
+
+
+def _evaluation_files(history: History) -> Iterator[Result]:
+    """The results of `moba-train eval`, from its files in the run folder."""
+    roots = folder_roots(history.folder)
+    paths = sorted((history.folder / "evaluations").glob("*.json"))
+    if len(paths) > _MOST_EVALUATIONS:
+        history.notices.append(f"{len(paths) - _MOST_EVALUATIONS} older files in evaluations are left out")
+    for path in paths[-_MOST_EVALUATIONS:]:
+        try:
+            content = read_foreign_json(path, roots=roots)
+            yield from _file_results(content, path.name)
+        except (OSError, UserError, TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
+            history.notices.append(f"evaluations/{path.name} cannot be read: {error!r}")
+
+
+def _file_results(content: dict[str, Any], source: str) -> Iterator[Result]:
+    trained = content.get("trained_seq_len")
+    for name in content["tasks"]:
+        data = content[name]
+        if not isinstance(data, dict):
+            raise TypeError(f"{name} holds no results")
+        yield Result(
+            str(name),
+            int(content["step"]),
+            str(content["stage"]),
+            float(content["time"]),
+            trained if isinstance(trained, int) else None,
+            data,
+            source,
+        )
