@@ -71,7 +71,7 @@ def training_of(saved: SavedRun) -> Training:
     """What the weights have been through; a Hugging Face model, sequences of the length in its config.json."""
     if is_hf_folder(saved.path):
         return Training(0, None, imported_recipe(saved.path, saved.path).stages[0].seq_len)
-    return savedtraining_of(saved.path)
+    return saved_training(saved.path)
 
 
 def _evaluations(saved: SavedRun, options: EvaluationOptions) -> list[Evaluation]:

@@ -186,7 +186,9 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
         until = handle_stop_sequences(given.pop("until"), eos)
         max_new_tokens = given.pop("max_gen_toks")
-        temperature = float(given.pop("temperature", 0.0)) if given.pop("do_sample") else 0.0
+        temperature = float(given.pop("temperature", 0.0))
+        if not given.pop("do_sample"):
+            temperature = 0.0
         top_p = float(given.pop("top_p", 1.0))
         ignored = () if temperature else _OF_SAMPLING
         refused = {key: value for key, value in given.items() if key not in ignored and _NEUTRAL.get(key) != value}
