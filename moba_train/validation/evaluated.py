@@ -65,7 +65,9 @@ def open_for_lm_eval(path: Path, options: LmEvalOptions) -> tuple[SavedRun, list
         roots = paths.roots
     config = changed(located, evaluation)
     if options.tokenizer is not None:
-        config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": str(options.tokenizer)})})
+        config = config.model_copy(
+            update={"data": config.data.model_copy(update={"tokenizer": str(options.tokenizer)})}
+        )
     if config.data.tokenizer is None:
         raise DataError(f"{path}: names no tokenizer; give --tokenizer FILE")
     if config.data.tokenizer != located.config.data.tokenizer:  # the user names it

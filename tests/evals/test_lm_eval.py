@@ -1,12 +1,15 @@
 """`moba-train lm-eval`: equal to lm-eval's own class on the exported model, RULER offline, errors that name the task."""
 
 import importlib.machinery
+import importlib.util
 import itertools
 import json
+import shutil
 import socket
 import sys
+import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,9 @@ from moba_train.errors import UserError
 from moba_train.evals.answers import Question, generated_answers
 from moba_train.evals.ruler_tasks import found_share
 from moba_train.parallel.world import World
+from moba_train.report.chart import Shown
+from moba_train.report.history import read_history
+from moba_train.report.retrieval_charts import lm_eval_charts
 from moba_train.train import main
 from moba_train.validation.checkpoints import open_checkpoint
 
@@ -54,7 +60,11 @@ RECIPE: dict[str, Any] = {
     "stages": [{"name": "only", "seq_len": LENGTH, "tokens": LENGTH}],
     "telemetry": {"console": False, "wandb": {"mode": "disabled"}},
 }
-TEXTS = ["The grass is green.", "One of the special magic numbers for ban-dan is: 1234567. ", "The sky is blue. Here we go."]
+TEXTS = [
+    "The grass is green.",
+    "One of the special magic numbers for ban-dan is: 1234567. ",
+    "The sky is blue. Here we go.",
+]
 
 
 def ruler_text() -> str:
@@ -65,7 +75,9 @@ def ruler_text() -> str:
     needle = "One of the special magic numbers for word-word is: 123. A special magic number is hidden within the text"
     noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
     lists = " ".join(f"{number}. {word}" for number, word in enumerate(WORDS))
-    return "\n".join([*templates * 20, *[needle] * 20, *[noise] * 20, *[lists] * 5, "VAR A = VAR B " * 50, lists.upper()])
+    return "\n".join(
+        [*templates * 20, *[needle] * 20, *[noise] * 20, *[lists] * 5, "VAR A = VAR B " * 50, lists.upper()]
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -165,14 +177,21 @@ def native(run: Path, seq_len: int, folder: Path, **options: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def theirs(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """lm-eval's class for models of transformers, on the exported checkpoint, reading 48 tokens."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("exported") / "hf"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(run.parents[1])
         export_to_hf(open_checkpoint(run), folder, torch.float32, 2**30)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(exported: Path) -> Any:
+    """lm-eval's class for models of transformers, on the exported checkpoint, reading 48 tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with pytest.MonkeyPatch.context() as patch:
         if "accelerate" not in sys.modules and importlib.util.find_spec("accelerate") is None:
             # It is for several devices; the class imports it in any case.
             names = ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size", "get_max_memory")
@@ -182,8 +201,8 @@ def theirs(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
                 vars(stub).update(dict.fromkeys(names, lambda *_, **__: lambda function: function))
                 patch.setitem(sys.modules, name, stub)
         from lm_eval.models.huggingface import HFLM
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    return HFLM(model, tokenizer=AutoTokenizer.from_pretrained(folder), max_length=48, batch_size=2, device="cpu")
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    return HFLM(model, tokenizer=AutoTokenizer.from_pretrained(exported), max_length=48, batch_size=2, device="cpu")
 
 
 def test_log_likelihoods_are_those_of_lm_evals_own_class(run: Path, theirs: Any, tmp_path: Path) -> None:
@@ -249,18 +268,21 @@ def test_what_a_task_wants_and_we_cannot_do_is_named(run: Path, tmp_path: Path) 
 @pytest.mark.slow
 def test_rulers_synthetic_tasks_run_offline(run: Path, tmp_path: Path, offline: list[Any], monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    shown = command(run, "--tasks", ",".join(RULER), "--limit", 2, "--attention", "both", "--decode", "own")
+    shown = command(run, "--tasks", ",".join(RULER), "--limit", 1, "--attention", "both", "--decode", "own")
     assert offline == []
     found = newest(run)
     assert found["tasks"] == ["lm_eval"]
     assert set(found["numbers"]) == {f"{task}/{LENGTH}" for task in RULER}
-    assert found["lm_eval"]["samples"] == dict.fromkeys(RULER, 2)
+    assert found["lm_eval"]["samples"] == dict.fromkeys(RULER, 1)
     assert [*found["lm_eval"]["scores"]] == ["moba", "full"]
     assert (found["seq_len"], found["trained_seq_len"], found["step"]) == (LENGTH, LENGTH, 1)
-    assert found["options"]["limit"] == 2
+    assert found["options"]["limit"] == 1
     for task in RULER:
         assert any(line.split()[:2] == [task, str(LENGTH)] for line in shown.splitlines())
     assert "results: " in shown
+    (chart,) = lm_eval_charts([Shown(read_history(run), 0, False, [])])
+    assert chart.traces[0]["x"] == ["moba", "full"]
+    assert chart.traces[0]["y"] == [f"{task}, {LENGTH}" for task in RULER]
 
 
 @pytest.mark.slow
@@ -279,14 +301,15 @@ def test_scores_are_our_own_on_the_same_samples(tmp_path: Path, texts: Path, alo
     loaded = load_tasks(["niah_single_1"], None, tokenizer, [LENGTH])
     for task in loaded["tasks"].values():
         task.set_config(key="num_fewshot", value=0)
-    answered = evaluate(lm, loaded, limit=12, log_samples=True)
+    answered = evaluate(lm, loaded, limit=6, log_samples=True)
     samples = answered["samples"]["niah_single_1"]
     prompts = [sample["arguments"][0][0] for sample in samples]
     asked = [Question(tokens, len(tokens), [], []) for tokens in map(lm.tok_encode, prompts)]
     own = load_tokenizer(texts / "tok.model")
     answers = generated_answers(context(config, reader), asked, 128, own.eos_id, "niah")
     scores = [
-        found_share(own.decode(answer), sample["doc"]["outputs"]) for answer, sample in zip(answers, samples, strict=True)
+        found_share(own.decode(answer), sample["doc"]["outputs"])
+        for answer, sample in zip(answers, samples, strict=True)
     ]
     assert scores == [sample[str(LENGTH)] for sample in samples]
     assert 0 < sum(scores) < len(scores)
@@ -295,7 +318,9 @@ def test_scores_are_our_own_on_the_same_samples(tmp_path: Path, texts: Path, alo
 
 def own_task(folder: Path, **keys: Any) -> None:
     """A task with four answers to choose from, whose samples are a file."""
-    rows = [{"question": f"The {word} is", "answers": [" green.", " blue.", " yellow.", " back."]} for word in WORDS[:6]]
+    rows = [
+        {"question": f"The {word} is", "answers": [" green.", " blue.", " yellow.", " back."]} for word in WORDS[:6]
+    ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     values = {
         "task": "colours",
@@ -333,7 +358,64 @@ def test_a_task_of_ones_own_is_scored_by_log_likelihood(
     assert found["attentions"] == {"full": {"full": 2}}
     assert "colours" in shown
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == found
-    assert offline == []
+
+
+@pytest.mark.parametrize(
+    ("names", "length", "problem"),
+    [
+        (["ruler_vt"], 4096, "task ruler_vt: its solved example has [0-9]+ tokens .* 500 are possible"),
+        (["ruler"], 1024, "task ruler_vt"),
+        (["ruler_cwe"], 1024, "task ruler_cwe: its smallest sample .* samples of 1024; give other --lengths"),
+        (["ruler_fwe", "ruler_cwe"], 8192, None),
+    ],
+)
+def test_ruler_generators_that_would_never_end_are_refused(names: list[str], length: int, problem: str | None) -> None:
+    from moba_train.evals.lm_eval.sample_lengths import check_sample_lengths
+
+    def letters(text: str, **_options: Any) -> Any:
+        """A tokenizer of letters."""
+        return types.SimpleNamespace(input_ids=text)
+
+    if problem is None:
+        check_sample_lengths(names, letters, [length])
+        return
+    with pytest.raises(UserError, match=problem):
+        check_sample_lengths(names, letters, [length])
+
+
+def test_a_hugging_face_folder_names_no_code_and_its_chat_template_is_applied(
+    exported: Path, theirs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moba_train.evals.lm_eval import language_model, tokenizer
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = shutil.copytree(exported, tmp_path / "hf")
+    own = json.loads((folder / "tokenizer_config.json").read_text())
+    template = (
+        "{% for message in messages %}[{{ message.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    own |= {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    opened: list[dict[str, Any]] = []
+    scored: list[Any] = []
+    open_ours, ours = tokenizer.open_hf_tokenizer, language_model.NativeLM.loglikelihood
+    run_module = importlib.import_module("moba_train.evals.lm_eval.run")
+
+    def noted(config: Any, seq_len: int, written: Path, roots: Any) -> Any:
+        found = open_ours(config, seq_len, written, roots)
+        opened.append(json.loads((written / "tokenizer_config.json").read_text()))
+        return found
+
+    monkeypatch.setattr(run_module, "open_hf_tokenizer", noted)
+    monkeypatch.setattr(
+        language_model.NativeLM, "loglikelihood", lambda lm, asked: (scored.extend(asked), ours(lm, asked))[1]
+    )
+    own_task(tmp_path)
+    common = ("--tasks", "colours", "--include-path", tmp_path, "--limit", 1, "--attention", "full")
+    assert "not written into a Hugging Face folder" in command(folder, *common, "--apply-chat-template")
+    assert "auto_map" not in opened[0]
+    assert opened[0]["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert scored[0].args == ("[The ban is]>", " green.")
 
 
 def test_every_problem_names_its_option_or_task(
@@ -341,11 +423,9 @@ def test_every_problem_names_its_option_or_task(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    assert "'niah_singel_1'; did you mean 'niah_single_1'?" in command(run, "--tasks", "niah_singel_1", code=2)
+    assert "tag 'niah_singel_1' (did you mean 'niah_single_1'?)" in command(run, "--tasks", "niah_singel_1", code=2)
     short = command(run, "--tasks", "ruler_vt", "--lengths", "4K", code=2)
     assert "--lengths: given 4096; allowed: 1024 to 1024" in short
-    endless = command(run, "--tasks", "ruler_cwe", "--seq-len", "1K", "--lengths", "1024", "--limit", 1, code=2)
-    assert "task ruler_cwe: with this tokenizer its smallest sample has" in endless or "ruler_cwe" in endless
     assert "--include-path nowhere: is not a folder" in command(
         run, "--tasks", "a", "--include-path", "nowhere", code=2
     )
@@ -353,10 +433,11 @@ def test_every_problem_names_its_option_or_task(
         run, "--tasks", "ruler_vt", "--apply-chat-template", code=2
     )
     own_task(tmp_path, dataset_path="nobody/colours", dataset_kwargs={})
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)  # between attempts to reach it
     away = command(run, "--tasks", "colours", "--include-path", tmp_path, code=2)
     assert "task colours needs data from the network that is not on this machine" in away
     assert offline
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
     missing = command(run, "--tasks", "ruler_vt", code=2)
-    assert 'needs the package lm-eval (' in missing
+    assert "needs the package lm-eval (" in missing
     assert 'run `pip install "moba-train[eval]"`' in missing

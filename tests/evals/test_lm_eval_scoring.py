@@ -77,7 +77,9 @@ def test_a_context_that_several_continuations_share_is_read_once(monkeypatch: py
     model = model_with(AttentionConfig.model_validate({"default": "full"}))
     read: list[int] = []
     hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda tokens_T, *rest: (read.append(len(tokens_T)), hidden(tokens_T, *rest))[1])
+    monkeypatch.setattr(
+        model, "hidden", lambda tokens_T, *rest: (read.append(len(tokens_T)), hidden(tokens_T, *rest))[1]
+    )
     context = tuple(range(20))
     score(model, [Continuation(context, (answer,)) for answer in range(4)], 1000)
     assert read == [20]

@@ -23,29 +23,31 @@ def check_sample_lengths(names: Sequence[str], tokenizer: Any, lengths: Sequence
         if task not in names and not any(group in names for group in _GROUPS):
             continue
         for length in lengths:
-            for tokens, room in needed(tokenizer, length):
+            for what, tokens, room in needed(tokenizer, length):
                 if tokens > room:
                     raise UserError(
-                        f"task {task}: with this tokenizer its smallest sample has {tokens} tokens, more than the "
-                        f"{room} of samples of {length}; give other --lengths, or leave the task out"
+                        f"task {task}: {what} has {tokens} tokens with this tokenizer, and {room} are possible in "
+                        f"samples of {length}; give other --lengths, or leave the task out"
                     )
 
 
-def _variable_tracking(tokenizer: Any, length: int) -> Iterator[tuple[int, int]]:
-    """(tokens, room) of the smallest example, and of the smallest sample with it."""
+def _variable_tracking(tokenizer: Any, length: int) -> Iterator[tuple[str, int, int]]:
+    """What is measured, its tokens, and the room: the smallest solved example, and the smallest sample with it."""
     from lm_eval.tasks.ruler.vt_utils import generate_input_output
 
     example = _tokens(tokenizer, generate_input_output(5, 1, 4, is_icl=True)[0]) + 30
-    yield example, _VT_EXAMPLE
-    yield example + _tokens(tokenizer, generate_input_output(10, 1, 4)[0]) + 30, length
+    yield "its solved example", example, _VT_EXAMPLE
+    tokens = example + _tokens(tokenizer, generate_input_output(10, 1, 4)[0]) + 30
+    yield "its smallest sample", tokens, length
 
 
-def _common_words(tokenizer: Any, length: int) -> Iterator[tuple[int, int]]:
-    """(tokens, room) of the smallest sample with its example."""
+def _common_words(tokenizer: Any, length: int) -> Iterator[tuple[str, int, int]]:
+    """What is measured, its tokens, and the room: the smallest sample with its solved example."""
     from lm_eval.tasks.ruler.cwe_utils import generate_input_output
 
     example, text, answers = generate_input_output(10, length)
-    yield _tokens(tokenizer, " ".join([example, text, *answers])) + 120, length
+    tokens = _tokens(tokenizer, " ".join([example, text, *answers])) + 120
+    yield "its smallest sample", tokens, length
 
 
 def _tokens(tokenizer: Any, text: str) -> int:
