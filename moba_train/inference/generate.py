@@ -71,11 +71,12 @@ def generate_batch(
 ) -> Iterator[dict[int, int]]:
     """Yield, for each step, the next token id of every running sequence by the sequence's index in `prompts`.
 
-    A sequence ends after `max_new_tokens`, before its `stop_token`, which is not yielded, or where `ended` says so, which
-    is asked by the sequence's index after each of its tokens. Prompts of any lengths are read one by one with each layer's own attention, `PREFILL_TOKENS` at a time; `on_prefill` gets the number of tokens
-    read by each pass. New tokens attend as `decode` says. Sequence i draws with seed + i: what it says depends on the
-    others by rounding only, and is the same again on the same device. Raises ValueError for an empty prompt, values out
-    of range, or an attention kind that cannot generate.
+    A sequence ends after `max_new_tokens`, before its `stop_token`, which is not yielded, or where `ended` says so,
+    which is asked by the sequence's index after each of its tokens. Prompts of any lengths are read one by one with
+    each layer's own attention, `PREFILL_TOKENS` at a time; `on_prefill` gets the number of tokens that a pass has read.
+    New tokens attend as `decode` says. Sequence i draws with seed + i: what it says depends on the others by rounding
+    only, and is the same again on the same device. Raises ValueError for an empty prompt, values out of range, or an
+    attention kind that cannot generate.
     """
     check_decode(decode)
     sampling.check()

@@ -1,4 +1,4 @@
-"""Charts of questions about long texts: needle maps, the blocks that were selected for them, RULER's and lm-eval's tasks."""
+"""Charts of answers: needle maps, the blocks that were selected for them, RULER's tasks, lm-eval's tasks."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -50,8 +50,8 @@ def open_for_evaluation(path: Path, options: EvaluationOptions) -> SavedRun:
 
 
 def open_for_lm_eval(path: Path, options: LmEvalOptions) -> tuple[SavedRun, list[Path]]:
-    """`open_for_evaluation` for a command that reads no corpus but needs the tokenizer; also the folders below which the
-    tokenizer's files may lie.
+    """`open_for_evaluation` for a command that reads no corpus but needs the tokenizer, and the folders below which
+    the tokenizer's files may lie.
 
     Raises UserError as `open_for_evaluation`, and when there is no tokenizer.
     """

@@ -1,4 +1,4 @@
-"""`moba-train lm-eval`: equal to lm-eval's own class on the exported model, RULER offline, errors that name the task."""
+"""`moba-train lm-eval`: like lm-eval's own class on the exported model; RULER offline; errors that name the task."""
 
 import importlib.machinery
 import importlib.util

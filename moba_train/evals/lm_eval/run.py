@@ -57,11 +57,6 @@ def evaluate_with_lm_eval(
     stage = saved.stage
     attentions = variants(saved.config, stage, options.attention)
     lengths = _sample_lengths(options, stage.seq_len)
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = open_hf_tokenizer(saved.config, stage.seq_len, Path(folder), roots)
-        template = _template(folder) if options.apply_chat_template else None
-        _set_seeds()
-        loaded = load_tasks(options.tasks, options.include_path, tokenizer, lengths)
     if stage.seq_len > training.seq_len:
         logger.warning(
             "The model reads up to %d tokens, but was trained with %d: positions beyond are extrapolated by the "
@@ -69,6 +64,11 @@ def evaluate_with_lm_eval(
             stage.seq_len,
             training.seq_len,
         )
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = open_hf_tokenizer(saved.config, stage.seq_len, Path(folder), roots)
+        template = _template(folder) if options.apply_chat_template else None
+        _set_seeds()
+        loaded = load_tasks(options.tasks, options.include_path, tokenizer, lengths)
     model = _model(saved)
     found: dict[str, Metrics] = {}
     details: dict[str, Any] = {}
@@ -94,7 +94,7 @@ def evaluate_with_lm_eval(
     for line in result.table:
         echo(line)
     content = measured_json(saved, training, options.to_json(), stage, own, attentions, {NAME: result})
-    write_results(content | {"ranks": 1}, saved.path, options.output, echo)
+    write_results(content | {"validation": [], "ranks": 1}, saved.path, options.output, echo)
 
 
 def _sample_lengths(options: LmEvalOptions, seq_len: int) -> list[int]:

@@ -19,8 +19,18 @@ logger = logging.getLogger(__name__)
 
 Loaded = dict[str, dict[str, Any]]
 """`tasks` and `groups` by name, and the names in each group, as `TaskManager.load` returns them."""
-_UNREACHABLE = ("ConnectionError", "ConnectError", "ConnectTimeout", "OfflineModeIsEnabled", "LocalEntryNotFoundError")
-_UNREACHABLE += ("URLError", "MaxRetryError", "DatasetNotFoundError", "Timeout", "gaierror")
+_UNREACHABLE = {
+    "ConnectionError",
+    "ConnectError",
+    "ConnectTimeout",
+    "DatasetNotFoundError",
+    "LocalEntryNotFoundError",
+    "MaxRetryError",
+    "OfflineModeIsEnabled",
+    "Timeout",
+    "URLError",
+    "gaierror",
+}
 """Classes of errors by which the packages that download say that they cannot."""
 
 

@@ -12,6 +12,8 @@ from moba_train.errors import DataError
 from moba_train.foreign_files import parse_json
 
 _CLASS = "PreTrainedTokenizerFast"
+_UNLIMITED = 10**30
+"""transformers' own sign for no limit: tasks measure texts before they shorten them."""
 _FILES = (TOKENIZER_JSON, "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
 
 
@@ -31,7 +33,8 @@ def open_hf_tokenizer(config: RunConfig, seq_len: int, folder: Path, roots: Sequ
         if name in export.files:
             (folder / name).write_bytes(export.files[name])
     options = parse_json(export.files.get(TOKENIZER_CONFIG, b"{}"))
-    options = {key: value for key, value in options.items() if key != "auto_map"} | {"tokenizer_class": _CLASS}
+    options = {key: value for key, value in options.items() if key != "auto_map"}
+    options |= {"tokenizer_class": _CLASS, "model_max_length": _UNLIMITED}
     (folder / TOKENIZER_CONFIG).write_text(json.dumps(options), encoding="utf-8")
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
