@@ -230,6 +230,8 @@ class LocalAttention(Protocol):
     """Whether the query heads that share a key/value head select together, and so must be given together."""
     work_grows: bool = True
     """Whether a query's work grows with its position, so that equal ranges of a sequence are unequal work."""
+    scale: float
+    """Factor on the scores."""
     handle: str = ""
     """Names this object in the arguments of torch operators (operators.py)."""
 
@@ -260,12 +262,18 @@ class LocalAttention(Protocol):
         """
         return {}
 
-    def covers(self, selection: Selection, layout: Layout, rows_n: Tensor, keys_n: Tensor) -> Tensor | None:
-        """Whether a selection lets a query attend to a key before it, bool [H, n]; None: every query to every key.
+    def select_blocks(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Tensor | None:
+        """`selected_blocks` of `select`, without what else a selection holds for attending."""
+        return self.selected_blocks(self.select(q_THD, summaries, layout))
 
-        rows int64 [n]: rows of the layout's queries; keys int64 [n]: the key of each, by its index in the packed
-        sequence, of the same document.
-        """
+    def selected_blocks(self, selection: Selection) -> Tensor | None:
+        """The history blocks, of `alignment` tokens, that each query attends to besides its own: int32 [H, T, C], ids
+        as in blocks/geometry.py, ascending, -1 behind. None: every query attends to its complete history."""
+        return None
+
+    def block_scores(self, q_THD: Tensor, summaries: Tensor) -> Tensor | None:
+        """The score of each block by which a query selects, in the units of attention's scaled scores: [H, T, N], or
+        [K, T, N] where query heads that share a key/value head select together. None: blocks have no score."""
         return None
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:

@@ -108,6 +108,18 @@ class PositionWiseConfig(Section):
     )
 
 
+class GateProbeConfig(Section):
+    """What the gates of sparse layers select, compared with full attention on a sample of queries. See
+    docs/evaluation.md."""
+
+    queries: int = Field(256, ge=1, description="sampled queries of a sequence, all heads of them")
+    sequences: int = Field(1, ge=1, description="validation sequences of the stage's length")
+    layers: list[int] | None = Field(None, min_length=1, description="layers, counted from 0; null: every sparse one")
+    every: int | None = Field(
+        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
+    )
+
+
 class AnswersConfig(Section):
     """What evaluations share that ask questions about a long text."""
 
@@ -189,6 +201,7 @@ class EvaluationConfig(Section):
     )
     sequences: int = Field(32, ge=1, description="validation sequences of the stage's length")
     position_wise: PositionWiseConfig | None = Field(None, description="null: not evaluated")
+    gate_probe: GateProbeConfig | None = Field(None, description="null: gates are not probed")
     needle: NeedleConfig | None = Field(None, description="null: not evaluated")
     ruler: RulerConfig | None = Field(None, description="null: not evaluated")
 

@@ -4,6 +4,8 @@ evaluation       the interface
 registry         the evaluations there are
 validation_loss  mean token loss on held-out text
 position_wise    loss by position in the context
+gate_probe       what the gates of sparse layers select, in sampled queries
+gate_statistics  the statistics of one layer's gate against full attention
 needle           needle in a haystack
 ruler            RULER's tasks
 ruler_tasks      their texts and answers

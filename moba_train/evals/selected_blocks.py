@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from moba_train.attention.blocks.geometry import block_ids
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.observer import AttentionObserver
 from moba_train.attention.protocol import Layout, LocalAttention, Selection
@@ -38,10 +39,17 @@ class SelectedBlocks(AttentionObserver):
         q_tokens_T = layout.q_tokens
         row_n = torch.searchsorted(q_tokens_T, self._queries_n).clamp_(max=len(q_tokens_T) - 1)
         here_n = q_tokens_T[row_n] == self._queries_n
-        covered_Hn = attention.covers(selection, layout, row_n[here_n], self._sources_n[here_n])
-        if covered_Hn is not None:
-            self._counts[self._layer, 0] += covered_Hn.sum()
-            self._counts[self._layer, 1] += covered_Hn.numel()
+        selected_HTC = attention.selected_blocks(selection)
+        if selected_HTC is None:
+            return
+        queries_n, sources_n = self._queries_n[here_n], self._sources_n[here_n]
+        own_n, block_n = (
+            block_ids(tokens_n, layout.documents(tokens_n), layout, attention.alignment)
+            for tokens_n in (queries_n, sources_n)
+        )
+        selected_Hn = (selected_HTC[:, row_n[here_n]] == block_n[None, :, None]).any(-1) | (own_n == block_n)
+        self._counts[self._layer, 0] += selected_Hn.sum()
+        self._counts[self._layer, 1] += selected_Hn.numel()
 
     def shares(self) -> list[float | None]:
         """For each layer, the share of heads and queries; None where a layer attends to everything.

@@ -6,6 +6,7 @@ from pathlib import Path
 from moba_train.checkpoint.recipe import SavedRun
 from moba_train.config.data import SourceConfig
 from moba_train.config.load import with_overrides
+from moba_train.config.optim import ScheduleConfig
 from moba_train.config.run import EvaluationConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
@@ -115,11 +116,13 @@ def _with_length(config: RunConfig, stage: Stage, seq_len: int) -> RunConfig:
 
 def _check(config: RunConfig, index: int, tasks: Iterable[str] | None) -> None:
     """Raises ConfigError where the stage cannot be evaluated so: other stages count for the model's parameters only,
-    the exit criterion not at all."""
+    the exit criterion and the learning rate's schedule, which may span all stages, not at all."""
     if problems := list(attention_problems(config, allow_idle=True)):
         raise ConfigError(problems)
-    stage = config.stages[index].model_copy(update={"until": None})
-    alone = config.model_copy(update={"stages": [stage], "init_from": None, "evaluation": EvaluationConfig()})
+    stage = config.stages[index].model_copy(update={"until": None, "schedule": None})
+    optim = config.optim.model_copy(update={"schedule": ScheduleConfig()})
+    ignored = {"optim": optim, "init_from": None, "evaluation": EvaluationConfig()}
+    alone = config.model_copy(update={"stages": [stage], **ignored})
     validate(alone, allow_idle=True)
     asked = enabled_evaluations(config) if tasks is None else evaluations_named([*tasks])
     this = alone.model_copy(update={"evaluation": config.evaluation})

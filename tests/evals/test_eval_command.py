@@ -110,6 +110,10 @@ def test_overrides_change_the_attention_on_the_same_weights(run: Path) -> None:
     assert after["full"] == before["full"]
 
 
+def test_a_schedule_that_is_longer_than_the_last_stage_is_no_problem(run: Path) -> None:
+    assert "validation loss" in evaluate(run, "optim.schedule.warmup_tokens=160")  # of 192; the last stage has 128
+
+
 def test_another_corpus_and_length_warn_beyond_what_was_trained(
     run: Path, project: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

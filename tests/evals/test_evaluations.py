@@ -17,10 +17,10 @@ from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.evals import registry
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
-from moba_train.evals.position_wise import PositionWise
+from moba_train.evals.needle import Needle
 from moba_train.evals.registry import EVALUATIONS, evaluation_of
+from moba_train.evals.ruler import Ruler
 from moba_train.evals.ruler_tasks import TASKS
-from moba_train.evals.validation_loss import ValidationLoss
 from moba_train.evals.variants import name_of, with_full
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
@@ -37,7 +37,7 @@ attention: {{full_layers: "last:1", moba: {{block_size: 8, topk: 2}}}}
 data: {{train: [{{path: {folder}/corpus}}], validation: [{{path: {folder}/corpus}}]}}
 batch_tokens: 64
 stages: [{{name: only, seq_len: 32, tokens: 192}}]
-evaluation: {{every: 2, sequences: 3, position_wise: {{bucket: 16, sequences: 2}}}}
+evaluation: {{every: 2, sequences: 3, position_wise: {{bucket: 16, sequences: 2}}, gate_probe: {{queries: 32}}}}
 telemetry: {{console: false, wandb: {{mode: disabled}}}}
 """
 
@@ -73,7 +73,7 @@ def world() -> Iterator[World]:
 def test_an_evaluation_gives_what_it_declares(
     recipe: Path, asking: RunConfig, world: World, evaluation: type[Evaluation], attentions: str
 ) -> None:
-    config = load_config(recipe) if evaluation in (ValidationLoss, PositionWise) else asking
+    config = asking if evaluation in (Needle, Ruler) else load_config(recipe)
     (stage,) = resolve_stages(config)
     model = Transformer(config.model).to(world.device)
     initialize_weights(model, 0)
@@ -148,6 +148,6 @@ def test_a_new_evaluation_runs_in_training_ends_a_stage_and_is_part_of_eval(
     assert "left: 0" in done.output
     written = json.loads((tmp_path / "evaluation.json").read_text())
     assert written["countdown"] == {"ranks": 1, "attentions": ["moba", "full"]}
-    assert written["tasks"] == ["validation_loss", "position_wise", "countdown"]
+    assert written["tasks"] == ["validation_loss", "position_wise", "gate_probe", "countdown"]
     assert written.keys() >= {"stage", "seq_len", *written["tasks"]}
     assert written["numbers"]["left"] == 0

@@ -1,4 +1,4 @@
-"""Needle and RULER on ranks that share sequences, layers or samples: answers and selected blocks of one device."""
+"""Needle, RULER and gate probes on ranks that share sequences, layers or samples: the results of one device."""
 
 import json
 import os
@@ -16,6 +16,7 @@ from moba_train.config.stages import resolve_stages
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.evals.answers import predicted_answers
 from moba_train.evals.evaluation import EvaluationContext
+from moba_train.evals.gate_probe import GateProbe
 from moba_train.evals.needle import Needle, NeedleTexts
 from moba_train.evals.ruler import Ruler
 from moba_train.evals.variants import with_full
@@ -39,7 +40,8 @@ def evaluated(folder: Path, sizes: MeshSizes, parallel: dict[str, Any]) -> dict[
     """Predicted tokens, selected blocks and scores in one layout, for an odd number of samples."""
     needle = {"lengths": [256, LENGTH], "depths": [0, 50, 100], "samples": 1, "generate": "tp" not in parallel}
     ruler = {"tasks": ["niah_single", "vt"], "lengths": [1024], "samples": 1}
-    config = recipe(folder, 1024, {"needle": needle, "ruler": ruler}, parallel=parallel)
+    probe = {"queries": 77, "sequences": 3}
+    config = recipe(folder, 1024, {"needle": needle, "ruler": ruler, "gate_probe": probe}, parallel=parallel)
     (stage,) = resolve_stages(config)
     with joined_world() as world:
         dims = ParallelDims(sizes, world)
@@ -56,6 +58,7 @@ def evaluated(folder: Path, sizes: MeshSizes, parallel: dict[str, Any]) -> dict[
             found["tokens"][name] = predicted_answers(context, asked, LENGTH, "test", None)
         found["needle"] = Needle(config, stage).run(context).data
         found["ruler"] = Ruler(config, stage).run(context).data
+        found["probe"] = GateProbe(config, stage).run(context).data | {"seconds": 0}
         return found
 
 
@@ -116,3 +119,7 @@ def test_answers_and_selected_blocks_are_exactly_those_of_one_device(
     selected = one_device["needle"]["maps"]["moba"]["selected"]
     assert all(0 < share < 1 for column in selected for share in column[:2])
     assert found["ruler"] == one_device["ruler"]
+    assert len(one_device["probe"]["layers"]) == 2
+    for layer, wanted in zip(found["probe"]["layers"], one_device["probe"]["layers"], strict=True):
+        assert layer.pop("distance_share") == pytest.approx(wanted["distance_share"])
+        assert layer == pytest.approx({name: wanted[name] for name in layer}, rel=1e-4)

@@ -60,6 +60,7 @@ def triton_refuses(x: Tensor, layout: Layout, block_size: int, selected: int) ->
         return reason
     for ranges in (layout.q_ranges, layout.k_ranges):
         if not in_one_range(ranges, block_size):
-            parts = ", ".join(f"{start}-{stop}" for start, stop in ranges or ())
+            given = ranges or ()
+            parts = ", ".join(f"{start}-{stop}" for start, stop in given[:4]) + ", ..." * (len(given) > 4)
             return f"a shard whose token ranges {parts} are less than block_size {block_size} apart"
     return ""

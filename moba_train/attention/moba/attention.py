@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moba_train.attention.blocks.attention import BlockAttention
 from moba_train.attention.blocks.available import triton_refuses
-from moba_train.attention.blocks.geometry import block_bound, block_ids, first_blocks
+from moba_train.attention.blocks.geometry import block_bound, first_blocks
 from moba_train.attention.decoding import CachedKeys, kernel_decodes
 from moba_train.attention.full import FullAttention
 from moba_train.attention.moba import gate
@@ -107,10 +107,10 @@ class MobaAttention(LocalAttention):
 
         Nothing where every block is selected.
         """
-        if self._is_dense(layout):
+        selected_HTC = self.select_blocks(q_THD, summaries, layout)
+        if selected_HTC is None:
             return ()
         assert summaries is not None
-        selected_HTC = self._selected_blocks(q_THD, summaries, layout)
         return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=summaries.shape[1])
 
     def describe_selection(self, selection: Selection, layout: Layout) -> dict[str, float]:
@@ -122,16 +122,28 @@ class MobaAttention(LocalAttention):
             selection[0], layout, block_size=options.block_size, topk=options.topk, always=options.always
         )
 
-    def covers(self, selection: Selection, layout: Layout, rows_n: Tensor, keys_n: Tensor) -> Tensor | None:
-        """Whether the key's block is among the query's own and its selected ones, bool [H, n]."""
-        if not selection:
+    def select_blocks(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Tensor | None:
+        """int32 [H, T, C]: the selected history blocks (`gate.select_blocks`); None where every block is selected."""
+        if self._is_dense(layout):
             return None
-        size = self.options.block_size
-        queries_n = layout.q_tokens[rows_n]
-        own_n = block_ids(queries_n, layout.documents(queries_n), layout, size)
-        block_n = block_ids(keys_n, layout.documents(keys_n), layout, size)
-        selected_HnC = selection[0][:, rows_n]
-        return (selected_HnC == block_n[None, :, None]).any(-1) | (own_n == block_n)
+        assert summaries is not None
+        return self._selector(q_THD, layout).select_blocks(
+            q_THD,
+            summaries,
+            layout,
+            block_size=self.options.block_size,
+            count=self._count(layout),
+            select=self.options.select,
+            always=self.options.always,
+        )
+
+    def selected_blocks(self, selection: Selection) -> Tensor | None:
+        """int32 [H, T, C]; None where every block is selected."""
+        return selection[0] if selection else None
+
+    def block_scores(self, q_THD: Tensor, summaries: Tensor) -> Tensor:
+        """The gates (`gate.gate_scores`), scaled."""
+        return gate.gate_scores(q_THD, summaries, self.options.select) * self.scale
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
@@ -161,25 +173,13 @@ class MobaAttention(LocalAttention):
             return super().decode(q_BHD, cached)
         from moba_train.attention.decoding.kernel import decode
 
-        assert cached.summaries is not None
-        ids_HBC = self._selected_blocks(q_BHD, cached.summaries, layout)
+        ids_HBC = self.select_blocks(q_BHD, cached.summaries, layout)
+        assert ids_HBC is not None
         if self.couples_heads:  # equal lists in a group: one for each key/value head
             ids_HBC = ids_HBC[:: q_BHD.shape[1] // cached.k_RKD.shape[1]]
         first_B = layout.cached(("first blocks", block_size), lambda: first_blocks(layout.cu_seqlens, block_size)[:-1])
         selected_HBC = torch.where(ids_HBC < 0, -1, ids_HBC - first_B[:, None]).int()
         return decode(q_BHD, cached, scale=self.scale, block_size=block_size, selected_HBC=selected_HBC)
-
-    def _selected_blocks(self, q_THD: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
-        """int32 [H, T, C]: the selected history blocks (`gate.select_blocks`)."""
-        return self._selector(q_THD, layout).select_blocks(
-            q_THD,
-            summaries,
-            layout,
-            block_size=self.options.block_size,
-            count=self._count(layout),
-            select=self.options.select,
-            always=self.options.always,
-        )
 
     def _is_dense(self, layout: Layout) -> bool:
         """Whether no document has more than `topk` blocks: then MoBA is full attention, whose kernels are faster."""

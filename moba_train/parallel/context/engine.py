@@ -42,6 +42,20 @@ class ContextParallel(OperatorEngine):
         """The layout of a packed sequence of `total` tokens over the ranks."""
         return SequenceLayout.split(total, self.strategy.ranks, self.strategy.layout)
 
+    def gather(self, x_LHD: Tensor, total: int) -> Tensor:
+        """A whole sequence of `total` tokens, [T, ...], from this rank's shard and those of the others.
+
+        Not differentiable, and no computation runs beside it: for evaluations.
+        """
+        return self.sequence(total).to_packed(self.transport.gather(x_LHD))
+
+    def gather_tokens(self, x_LHD: Tensor, tokens_n: Tensor, total: int) -> Tensor:
+        """The rows of these tokens of a whole sequence, [n, ...], on every rank; see `gather`."""
+        rows_n = self.sequence(total).local_rows(tokens_n, self.rank)
+        own_nHD = x_LHD[rows_n.clamp(min=0)]
+        own_nHD[rows_n < 0] = 0
+        return self.transport.gather(own_nHD).unflatten(0, (-1, len(tokens_n))).sum(0)
+
     def forward(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor, Selection]:

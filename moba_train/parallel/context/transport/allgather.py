@@ -95,6 +95,11 @@ class AllGather(Transport):
         receive(*in_flight)
         return dq_LHD, dk_LKD, dv_LKD
 
+    def gather(self, x_LHD: Tensor) -> Tensor:
+        """One all-gather."""
+        (shards_RL,) = self.communicator.all_gather(x_LHD.contiguous()).wait()
+        return shards_RL
+
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selections of all slices, one after the other."""
         tokens = call.sequence.tokens(self.rank)

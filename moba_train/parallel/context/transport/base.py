@@ -57,6 +57,10 @@ class Transport(ABC):
         """Gradients of this rank's shard: (dq, dk, dv). `state` and `selection` hold the results of `forward`."""
 
     @abstractmethod
+    def gather(self, x_LHD: Tensor) -> Tensor:
+        """The shards of all ranks, [R * L, ...] in rank order, on every rank; not differentiable."""
+
+    @abstractmethod
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """Tensors shaped like `forward`'s selection, with undefined contents, for tracing by torch.compile."""
 

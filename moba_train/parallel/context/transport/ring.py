@@ -87,6 +87,11 @@ class Ring(Transport):
         )  # operators may not return views of one tensor
         return padded(dq_nHD.to(q_LHD.dtype), rows), dk_LKD, dv_LKD
 
+    def gather(self, x_LHD: Tensor) -> Tensor:
+        """One all-gather."""
+        (shards_RL,) = self.communicator.all_gather(x_LHD.contiguous()).wait()
+        return shards_RL
+
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selection of this rank's queries."""
         tokens = call.sequence.tokens(self.rank)

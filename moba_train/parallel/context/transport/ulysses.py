@@ -45,6 +45,11 @@ class Ulysses(Transport):
         kv_heads = state.k.shape[1]
         return dq_LHD, _sum_copies(dk_LPD, kv_heads), _sum_copies(dv_LPD, kv_heads)
 
+    def gather(self, x_LHD: Tensor) -> Tensor:
+        """An all-gather in this group, then one among the groups."""
+        (shards_PL,) = self.communicator.all_gather(x_LHD.contiguous()).wait()
+        return self.across.gather(shards_PL)
+
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selection of this rank's heads for all tokens of the group."""
         swap = _Swap(self, call)
@@ -115,6 +120,10 @@ class Local(Transport):
         grads = call.against_all(0).attend_backward(here, selection)
         dq, dk, dv = (padded(grad, state.q.shape[0]) for grad in grads)
         return dq, dk, dv
+
+    def gather(self, x_LHD: Tensor) -> Tensor:
+        """The shard itself: it is the complete sequence."""
+        return x_LHD
 
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selection of the complete sequence."""

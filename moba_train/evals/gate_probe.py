@@ -1,0 +1,188 @@
+"""Gate probes: in every sparse layer, what the gate selects and what full attention would have seen."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moba_train.attention.kind import Engine
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, joined_ranges
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
+from moba_train.data.batch import Batch, collate
+from moba_train.data.samples import StageData
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
+from moba_train.evals.gate_statistics import DISTANCES, MEANS, GateStatistics, distance_label, gate_statistics
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.forward import training_loss
+from moba_train.parallel.stage import DataShard
+from moba_train.parallel.world import sum_over_ranks
+
+
+class GateProbe(Evaluation):
+    """Gate probes of the stage's own attention on sampled queries of validation sequences. See docs/evaluations.md."""
+
+    name = "gate_probe"
+    key = "evaluation.gate_probe"
+    numbers = frozenset({"mass_recall", "block_recall", "attention_error"})
+
+    def __init__(self, config: RunConfig, stage: Stage) -> None:
+        wanted = config.evaluation.gate_probe
+        assert wanted is not None
+        self.every = wanted.every or config.evaluation.every
+        self._queries = min(wanted.queries, stage.seq_len)
+        self._layers = wanted.layers
+        self._seed = config.seed
+        self._data = StageData(
+            config.data.validation, stage.seq_len, wanted.sequences, config.seed, {}, config.model.vocab_size
+        )
+        if all(layer.kind == "full" for layer in stage.attention):
+            self.missing = "all layers attend to everything, so there is no gate to probe"
+
+    @classmethod
+    def enabled(cls, config: RunConfig) -> bool:
+        """Where the recipe has the section."""
+        return config.evaluation.gate_probe is not None
+
+    @classmethod
+    def problems(cls, config: RunConfig) -> Iterator[str]:
+        """No sequences to probe on, or layers that the model does not have."""
+        wanted = config.evaluation.gate_probe
+        if wanted is None:
+            return
+        if not config.data.validation:
+            yield f"{cls.key}: needs sequences to probe on; set data.validation, or remove it"
+        for layer in wanted.layers or []:
+            if not 0 <= layer < config.model.layers:
+                yield f"{cls.key}.layers: given {layer}, the model has layers 0 to {config.model.layers - 1}"
+
+    @classmethod
+    def sequences_per_pass(cls, stage: Stage) -> int:
+        """One."""
+        return 1
+
+    def run(self, context: EvaluationContext) -> EvaluationResult:
+        """`mass_recall`, `block_recall` and `attention_error`, means over the layers that choose."""
+        began = time.perf_counter()
+        for name in context.each_attention():
+            if name == context.own:
+                layers = self._probe(context)
+        return summarize(context.own, layers, self._queries * self._data.sequences, time.perf_counter() - began)
+
+    @torch.no_grad()
+    def _probe(self, context: EvaluationContext) -> dict[int, GateStatistics]:
+        """The statistics of every layer that chooses, equal on every rank."""
+        shard = context.data_shard
+        layers = range(context.model.config.layers) if self._layers is None else sorted(set(self._layers))
+        found = {layer: GateStatistics() for layer in layers}
+        for first in range(0, self._data.sequences, shard.dp_size):
+            context.between_batches()
+            index = first + shard.dp_rank
+            whole = collate([self._data.sample(min(index, self._data.sequences - 1))])
+            batch = shard.shard_batch(whole).to(context.device)
+            tokens = self._sample(whole, index) if index < self._data.sequences else ()
+
+            def look(layer: int, *call: Any, tokens: Sequence[int] = tokens) -> None:
+                found[layer] = found[layer] + _statistics(*call, tokens, shard)
+
+            with _probing(context.model, found, look, shard):
+                training_loss(context.model, batch)
+        vectors = sum_over_ranks([value for one in found.values() for value in one.vector()])
+        width = len(GateStatistics().vector())
+        summed = [GateStatistics.from_vector(vectors[at : at + width]) for at in range(0, len(vectors), width)]
+        return {layer: one for layer, one in zip(found, summed, strict=True) if one.means()}
+
+    def _sample(self, whole: Batch, index: int) -> Sequence[int]:
+        """Tokens of the sequence whose queries are looked at: ascending, one in each of equal parts."""
+        edges = np.linspace(0, len(whole.tokens), self._queries + 1).astype(np.int64)
+        draw = np.random.default_rng([self._seed, index])
+        return [int(draw.integers(start, stop)) for start, stop in pairwise(edges)]
+
+
+@contextmanager
+def _probing(model: Transformer, layers: Any, look: Callable[..., None], shard: DataShard) -> Iterator[None]:
+    """Inside, `look(layer, q, k, v, attention, layout)` is called before each attention call of these layers."""
+    engine: Engine = shard.engine or LOCAL_ENGINE
+
+    def probed(layer: int) -> Engine:
+        def run(
+            q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout
+        ) -> tuple[Tensor, Tensor]:
+            look(layer, q_LHD, k_LKD, v_LKD, attention, layout)
+            return engine(q_LHD, k_LKD, v_LKD, attention, layout)
+
+        return run
+
+    model.set_engines([probed(layer) if layer in layers else engine for layer in range(model.config.layers)])
+    try:
+        with torch.compiler.set_stance("force_eager"):  # compiled layers would be compiled anew for other engines
+            yield
+    finally:
+        model.set_engines([engine] * model.config.layers)
+
+
+def _statistics(
+    q_LHD: Tensor,
+    k_LKD: Tensor,
+    v_LKD: Tensor,
+    attention: LocalAttention,
+    layout: Layout,
+    tokens: Sequence[int],
+    shard: DataShard,
+) -> GateStatistics:
+    """The statistics of the queries of `tokens` to all keys of the sequence; counted once by ranks that share it."""
+    tokens_n = torch.tensor(tokens, dtype=torch.int64, device=q_LHD.device)
+    if shard.engine is None:
+        q_nHD = q_LHD[tokens_n]
+    else:
+        q_nHD = shard.engine.gather_tokens(q_LHD, tokens_n, layout.total)
+        k_LKD, v_LKD = (shard.engine.gather(x, layout.total) for x in (k_LKD, v_LKD))
+        if shard.engine.rank:
+            return GateStatistics()
+    if not tokens:
+        return GateStatistics()
+    ranges = joined_ranges(TokenRange(token, token + 1) for token in tokens)
+    return gate_statistics(q_nHD, k_LKD, v_LKD, attention, layout.part(ranges, None))
+
+
+def summarize(own: str, layers: dict[int, GateStatistics], queries: int, seconds: float) -> EvaluationResult:
+    """The result of probing these layers, whose attention is called `own`."""
+    means = {layer: one.means() for layer, one in layers.items()}
+
+    def mean(name: str) -> float:
+        values = [one[name] for one in means.values()]
+        return sum(values) / len(values) if values else 1.0
+
+    numbers = {"mass_recall": mean("mass_recall"), "block_recall": mean("block_recall")}
+    numbers["attention_error"] = mean("output_error") if means else 0.0
+    message = (
+        f"{own} gates of {len(means)} layers: {numbers['mass_recall']:.3f} of full attention's probability in the "
+        f"blocks attended to, {numbers['block_recall']:.3f} of the best blocks selected, output off by "
+        f"{numbers['attention_error']:.3f}"
+    )
+    if not means:
+        message = f"{own} gates: no query has more history than its layer attends to"
+    data = {
+        "attention": own,
+        "queries": queries,
+        "seconds": seconds,
+        "distances": [distance_label(bucket) for bucket in range(DISTANCES)],
+        "layers": [
+            {"layer": layer, **means[layer], "distance_share": (one.distances / one.distances.sum()).tolist()}
+            for layer, one in layers.items()
+        ],
+    }
+    return EvaluationResult(numbers, message, [*_table(means), message], data)
+
+
+def _table(means: dict[int, dict[str, float]]) -> list[str]:
+    """A line for each layer."""
+    names = list(MEANS)
+    lines = [f"{'layer':<8}" + "".join(f"{name:>20}" for name in names)]
+    return lines + [f"{layer:<8}" + "".join(f"{one[name]:>20.4f}" for name in names) for layer, one in means.items()]

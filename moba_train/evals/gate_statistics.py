@@ -1,0 +1,272 @@
+"""What a layer's gate does, measured against full attention of the same queries to the same keys.
+
+Everything is computed for a sample of queries, exactly, in float32 (float64 for float64 tensors), from the queries,
+keys and values that the layer attends with. A query counts where its document has more history blocks than it may
+select: elsewhere there is nothing to choose.
+
+Shape suffixes: n sampled queries of this rank, m those of them that choose, t a chunk of these, S keys of the whole
+sequence, H query heads, K key/value heads, G = H / K, D head width, N blocks, C selected blocks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.blocks.geometry import block_bound, block_ids, first_blocks
+from moba_train.attention.masked import accumulation_dtype, query_chunks
+from moba_train.attention.protocol import Layout, LocalAttention
+
+DISTANCES = 16
+"""Buckets of distance in blocks: 1, 2, 3-4, 5-8, ..., the last one open."""
+
+
+@dataclass
+class GateStatistics:
+    """Sums over queries, heads and selections of one layer, on one rank."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    distances: Tensor = field(default_factory=lambda: torch.zeros(DISTANCES, dtype=torch.float64))
+    """Selections by their distance from the query's own block."""
+
+    def __add__(self, other: "GateStatistics") -> "GateStatistics":
+        return self.from_vector([a + b for a, b in zip(self.vector(), other.vector(), strict=True)])
+
+    def add(self, **values: Tensor | float) -> None:
+        """Add to the sums of these names."""
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+
+    def vector(self) -> list[float]:
+        """All sums in a fixed order, for an all-reduce."""
+        return [self.sums.get(name, 0.0) for name in SUMS] + self.distances.tolist()
+
+    @classmethod
+    def from_vector(cls, values: list[float]) -> "GateStatistics":
+        """The inverse of `vector`."""
+        count = len(SUMS)
+        return cls(dict(zip(SUMS, values[:count], strict=True)), torch.tensor(values[count:], dtype=torch.float64))
+
+    def means(self) -> dict[str, float]:
+        """The statistics by name (`MEANS`); empty where no query had a choice."""
+        rows = self.sums.get("rows", 0.0)
+        if not rows:
+            return {}
+        selections = self.sums["selections"]
+        return {
+            "mass_recall": self.sums["mass_recall"] / rows,
+            "block_recall": self.sums["block_recall"] / rows,
+            "output_error": self.sums["output_error"] / rows,
+            "mass_entropy": self.sums["mass_entropy"] / rows,
+            "first_block_share": self.sums["first_block"] / rows,
+            "margin": self.sums["margin"] / rows,
+            "gate_entropy": self.sums["gate_entropy"] / rows,
+            "head_diversity": self.sums["distinct"] / selections,
+            "load_imbalance": self.sums["load_imbalance"] / self.sums["heads"],
+            "never_selected": self.sums["never_selected"] / self.sums["heads"],
+        }
+
+
+MEANS = {
+    "mass_recall": "share of full attention's probability that lies in the blocks attended to",
+    "block_recall": "share of the selected blocks that are among as many history blocks with the most probability",
+    "output_error": "norm of the difference to full attention's output, relative to that output's norm",
+    "mass_entropy": "entropy of full attention's probability over history blocks, relative to its maximum",
+    "first_block_share": "share of queries that select their document's first block",
+    "margin": "lowest gate selected less the highest gate not selected, in units of attention's logits",
+    "gate_entropy": "entropy of the softmax of the gates over history blocks, relative to its maximum",
+    "head_diversity": "different blocks that heads which share keys select, relative to all that they select; 1: no "
+    "two alike",
+    "load_imbalance": "selections of a head's busiest block over the mean of its blocks, among the sampled queries",
+    "never_selected": "share of blocks that no sampled query of a head selects",
+}
+"""What each statistic means. All are means over the sampled queries and heads that have a choice."""
+
+SUMS = (
+    "rows",
+    "selections",
+    "heads",
+    "mass_recall",
+    "block_recall",
+    "output_error",
+    "mass_entropy",
+    "first_block",
+    "margin",
+    "gate_entropy",
+    "distinct",
+    "load_imbalance",
+    "never_selected",
+)
+
+
+def gate_statistics(
+    q_nHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout
+) -> GateStatistics:
+    """The sums of one layer for the queries of `layout` ([n, H, D]) to all keys of the sequence.
+
+    The attention selects anew, as it does in training. Nothing is added where it attends to everything.
+    """
+    found = GateStatistics()
+    summaries = attention.summarize(k_SKD, layout.part(None, None))
+    selected_HnC = attention.select_blocks(q_nHD, summaries, layout)
+    if selected_HnC is None or summaries is None:
+        return found
+    size = attention.alignment
+    first_n = first_blocks(layout.cu_seqlens, size)[layout.q_documents]
+    own_n = block_ids(layout.q_tokens, layout.q_documents, layout, size)
+    rows_m = (own_n - first_n > selected_HnC.shape[2]).nonzero().flatten()
+    if rows_m.numel() == 0:
+        return found
+    choice = _Choice(selected_HnC[:, rows_m].long(), own_n[rows_m], first_n[rows_m], block_bound(layout, size))
+    _add_selection(found, choice, k_SKD.shape[1])
+    _add_gates(found, choice, attention.block_scores(q_nHD[rows_m], summaries))
+    keys = _Keys(k_SKD, v_SKD, layout, size)
+    dtype = accumulation_dtype(q_nHD.dtype)
+    heads = q_nHD.shape[1]
+    for rows in query_chunks(len(rows_m), 4 * heads * k_SKD.shape[0], q_nHD.device):
+        q_tHD = q_nHD[rows_m[rows]].to(dtype)
+        _add_mass(found, choice.part(rows), q_tHD, layout.q_tokens[rows_m[rows]], keys, attention.scale)
+    return found
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What the choosing queries select."""
+
+    selected_HmC: Tensor
+    own_m: Tensor
+    first_m: Tensor
+    blocks: int
+
+    def part(self, rows: slice) -> "_Choice":
+        return _Choice(self.selected_HmC[:, rows], self.own_m[rows], self.first_m[rows], self.blocks)
+
+    @property
+    def candidate_mN(self) -> Tensor:
+        """Whether a block is in a query's history."""
+        ids_N = torch.arange(self.blocks, device=self.own_m.device)
+        return (ids_N >= self.first_m[:, None]) & (ids_N < self.own_m[:, None])
+
+    @property
+    def selected_HmN(self) -> Tensor:
+        """Whether a history block is selected."""
+        heads, rows, _ = self.selected_HmC.shape
+        chosen = torch.zeros(heads, rows, self.blocks, dtype=torch.bool, device=self.own_m.device)
+        return chosen.scatter_(2, self.selected_HmC, True)
+
+
+class _Keys:
+    """Keys and values of the whole sequence, for scores of any queries."""
+
+    def __init__(self, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, block_size: int) -> None:
+        dtype = accumulation_dtype(k_SKD.dtype)
+        self.k_KDS = k_SKD.to(dtype).permute(1, 2, 0)
+        self.v_KSD = v_SKD.to(dtype).transpose(0, 1)
+        whole = layout.part(None, None)
+        self.documents_S = whole.k_documents
+        self.blocks_S = block_ids(whole.k_tokens, whole.k_documents, whole, block_size)
+
+    def probabilities(self, q_tHD: Tensor, tokens_t: Tensor, scale: float) -> Tensor:
+        """Full attention's, [H, t, S]."""
+        kv_heads = self.k_KDS.shape[0]
+        q_KND = q_tHD.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        scores_HtS = (q_KND @ self.k_KDS).unflatten(1, (-1, q_tHD.shape[0])).flatten(0, 1) * scale
+        keys_S = torch.arange(len(self.documents_S), device=tokens_t.device)
+        seen_tS = (keys_S <= tokens_t[:, None]) & (self.documents_S == self.documents_S[tokens_t][:, None])
+        return scores_HtS.masked_fill(~seen_tS, -torch.inf).softmax(-1)
+
+    def output(self, p_HtS: Tensor) -> Tensor:
+        """[H, t, D]: the values weighted by `p_HtS`."""
+        kv_heads = self.v_KSD.shape[0]
+        heads, rows, _ = p_HtS.shape
+        out_KND = p_HtS.unflatten(0, (kv_heads, -1)).flatten(1, 2) @ self.v_KSD
+        return out_KND.unflatten(1, (heads // kv_heads, rows)).flatten(0, 1)
+
+
+def _add_mass(
+    found: GateStatistics, choice: _Choice, q_tHD: Tensor, tokens_t: Tensor, keys: _Keys, scale: float
+) -> None:
+    """What full attention would have seen."""
+    p_HtS = keys.probabilities(q_tHD, tokens_t, scale)
+    heads, rows, _ = p_HtS.shape
+    mass_HtN = p_HtS.new_zeros(heads, rows, choice.blocks).index_add_(2, keys.blocks_S, p_HtS)
+    selected_HtN = choice.selected_HmN
+    ids_N = torch.arange(choice.blocks, device=tokens_t.device)
+    attended_HtN = selected_HtN | (ids_N == choice.own_m[:, None])
+    history_HtN = mass_HtN.masked_fill(~choice.candidate_mN, -1.0)
+    best_HtC = history_HtN.topk(choice.selected_HmC.shape[2], dim=-1).indices
+    full_HtD = keys.output(p_HtS)
+    kept_HtS = p_HtS * attended_HtN[:, :, keys.blocks_S]
+    recall_Ht = kept_HtS.sum(-1)
+    sparse_HtD = keys.output(kept_HtS / recall_Ht[..., None])
+    found.add(
+        mass_recall=recall_Ht.double().sum(),
+        block_recall=selected_HtN.gather(2, best_HtC).double().mean(-1).sum(),
+        output_error=((sparse_HtD - full_HtD).norm(dim=-1) / full_HtD.norm(dim=-1)).double().sum(),
+        mass_entropy=_relative_entropy(history_HtN.clamp(min=0), choice.candidate_mN).sum(),
+    )
+
+
+def _add_gates(found: GateStatistics, choice: _Choice, scores: Tensor | None) -> None:
+    """Margin and entropy of the gates, [H or K, m, N]; nothing where the attention has no score of a block."""
+    if scores is None:
+        return
+    heads = choice.selected_HmC.shape[0]
+    gates_HmN = scores.repeat_interleave(heads // scores.shape[0], dim=0)
+    candidate_mN = choice.candidate_mN
+    selected_HmN = choice.selected_HmN
+    lowest_Hm = gates_HmN.masked_fill(~selected_HmN, torch.inf).amin(-1)
+    highest_Hm = gates_HmN.masked_fill(selected_HmN | ~candidate_mN, -torch.inf).amax(-1)
+    weights_HmN = gates_HmN.masked_fill(~candidate_mN, -torch.inf).softmax(-1)
+    found.add(
+        margin=(lowest_Hm - highest_Hm).double().sum(),
+        gate_entropy=_relative_entropy(weights_HmN, candidate_mN).sum(),
+    )
+
+
+def _relative_entropy(weights_HmN: Tensor, candidate_mN: Tensor) -> Tensor:
+    """Entropy of the weights, normalised over candidates, relative to the logarithm of their number, [H, m]."""
+    p_HmN = weights_HmN.double() / weights_HmN.double().sum(-1, keepdim=True)
+    return -torch.xlogy(p_HmN, p_HmN).sum(-1) / candidate_mN.sum(-1).double().log()
+
+
+def _add_selection(found: GateStatistics, choice: _Choice, kv_heads: int) -> None:
+    """How the selected blocks are spread, without a look at the keys."""
+    heads, rows, count = choice.selected_HmC.shape
+    distance_HmC = (choice.own_m[:, None] - choice.selected_HmC).double()
+    bucket = distance_HmC.log2().ceil().long().clamp(max=DISTANCES - 1)
+    found.distances += bucket.flatten().bincount(minlength=DISTANCES).double().cpu()
+    distinct_KmN = choice.selected_HmN.unflatten(0, (kv_heads, -1)).any(1)
+    found.add(
+        rows=heads * rows,
+        selections=heads * rows * count,
+        heads=0,
+        first_block=(choice.selected_HmC == choice.first_m[:, None]).any(-1).sum(),
+        distinct=distinct_KmN.sum(),
+    )
+    for load_Hn in _loads(choice):
+        found.add(
+            heads=heads,
+            load_imbalance=(load_Hn.amax(1) / load_Hn.mean(1)).sum(),
+            never_selected=(load_Hn == 0).double().mean(1).sum(),
+        )
+
+
+def _loads(choice: _Choice) -> Iterator[Tensor]:
+    """For each document, how often each head selects each of the blocks that one of the queries could have selected."""
+    selected_HmN = choice.selected_HmN
+    for first in choice.first_m.unique().tolist():
+        rows_m = choice.first_m == first
+        last = int(choice.own_m[rows_m].max())
+        yield selected_HmN[:, rows_m, first:last].sum(1).double()
+
+
+def distance_label(bucket: int) -> str:
+    """The distances, in blocks, of a bucket of `GateStatistics.distances`."""
+    if bucket == 0:
+        return "1"
+    low, high = 2 ** (bucket - 1) + 1, 2**bucket
+    if bucket == DISTANCES - 1:
+        return f"{low}+"
+    return str(high) if low == high else f"{low}-{high}"

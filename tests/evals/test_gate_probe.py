@@ -1,0 +1,201 @@
+"""Gate probes: the statistics are those of a plain computation in float64, and the numbers of a known gate."""
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.protocol import TokenRange, packed_layout
+from moba_train.config.load import load_config
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.errors import ConfigError
+from moba_train.evals.evaluation import EvaluationContext
+from moba_train.evals.gate_probe import GateProbe
+from moba_train.evals.gate_statistics import GateStatistics, gate_statistics
+from moba_train.evals.variants import name_of
+from moba_train.model.build import build_attention, initialize_weights
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.stage import DataShard
+from moba_train.parallel.world import joined_world
+from moba_train.telemetry.jsonl import read_records
+from moba_train.train import main
+from moba_train.validation.recipe import validate
+
+BLOCK, HEAD_DIM = 8, 16
+
+
+def moba(topk: int, select: str = "head") -> MobaAttention:
+    return MobaAttention(MobaAttention.Options(block_size=BLOCK, topk=topk, select=select), HEAD_DIM)
+
+
+def tensors(tokens: int, heads: int, kv_heads: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn(tokens, heads, HEAD_DIM, dtype=torch.float64, generator=generator)
+
+    return normal(heads), normal(kv_heads), normal(kv_heads)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], topk: int, grouped: bool, sample: list[int]) -> dict:
+    """The means, one query and head at a time."""
+    heads_per_kv = q.shape[1] // k.shape[1]
+    scale = HEAD_DIM**-0.5
+    found: dict[str, list[float]] = {name: [] for name in ("mass_recall", "block_recall", "output_error", "margin")}
+    found |= {name: [] for name in ("first_block_share", "mass_entropy")}
+    distinct = selections = 0
+    for token in sample:
+        start = max(edge for edge in itertools.accumulate([0, *lengths]) if edge <= token)
+        own = (token - start) // BLOCK
+        if own < topk:
+            continue
+        union: set[tuple[int, int]] = set()
+        for head in range(q.shape[1]):
+            kv = head // heads_per_kv
+            keys = k[start : token + 1, kv]
+            logits = keys @ q[token, head] * scale
+            p = logits.softmax(0)
+            means = k[start : start + own * BLOCK, kv].unflatten(0, (own, BLOCK)).mean(1)
+            members = range(kv * heads_per_kv, (kv + 1) * heads_per_kv) if grouped else [head]
+            gates = sum(means @ q[token, member] for member in members) * scale
+            chosen = set(gates.topk(topk - 1).indices.tolist())
+            union |= {(kv, block) for block in chosen}
+            mass = p[: own * BLOCK].unflatten(0, (own, BLOCK)).sum(1)
+            best = set(mass.topk(topk - 1).indices.tolist())
+            kept = torch.tensor([block // BLOCK in chosen or block // BLOCK == own for block in range(len(p))])
+            values = v[start : token + 1, kv]
+            full = p @ values
+            sparse = (p * kept / p[kept].sum()) @ values
+            share = mass / mass.sum()
+            found["mass_recall"].append(p[kept].sum().item())
+            found["block_recall"].append(len(chosen & best) / len(best))
+            found["output_error"].append(((sparse - full).norm() / full.norm()).item())
+            outside = [gate for block, gate in enumerate(gates.tolist()) if block not in chosen]
+            found["margin"].append(min(gates[list(chosen)].tolist()) - max(outside))
+            found["first_block_share"].append(float(0 in chosen))
+            found["mass_entropy"].append(-(share * share.log()).sum().item() / math.log(own))
+            selections += len(chosen)
+        distinct += len(union)
+    means = {name: sum(values) / len(values) for name, values in found.items()}
+    return means | {"head_diversity": distinct / selections}
+
+
+@pytest.mark.parametrize("select", ["head", "group"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])
+def test_the_statistics_are_those_of_a_plain_computation(select: str, heads: int, kv_heads: int) -> None:
+    """Three documents: one too short to choose in, one that ends inside a block, one that ends with it."""
+    lengths, topk = [20, 77, 64], 3
+    q, k, v = tensors(sum(lengths), heads, kv_heads)
+    sample = sorted(np.random.default_rng(0).choice(sum(lengths), 60, replace=False).tolist())
+    layout = packed_layout(lengths).part(tuple(TokenRange(token, token + 1) for token in sample), None)
+    means = gate_statistics(q[sample], k, v, moba(topk, select), layout).means()
+    wanted = plain(q, k, v, lengths, topk, select == "group", sample)
+    assert len(wanted) >= 6
+    for name, value in wanted.items():
+        assert means[name] == pytest.approx(value, abs=1e-12), name
+
+
+def test_what_is_selected_by_no_query_and_by_all() -> None:
+    """Keys of block 2 point where all queries point: every query selects it."""
+    q, k, v = tensors(80, 1, 1)
+    q = torch.ones_like(q)
+    k = 1e-3 * k
+    k[2 * BLOCK : 3 * BLOCK] += 4.0
+    layout = packed_layout([80]).part((TokenRange(72, 80),), None)
+    found = gate_statistics(q[72:], k, v, moba(2), layout)
+    means = found.means()
+    assert means["load_imbalance"] == 9.0
+    assert means["never_selected"] == 8 / 9
+    assert means["block_recall"] == 1.0
+    assert means["mass_recall"] > 0.99
+    assert found.distances.nonzero().flatten().tolist() == [3]  # 9 - 2 = 7 blocks, in the bucket of 5 to 8
+
+
+def test_where_every_block_is_attended_to_there_is_nothing_to_measure() -> None:
+    q, k, v = tensors(24, 2, 2)
+    layout = packed_layout([24]).part((TokenRange(0, 24),), None)
+    assert gate_statistics(q, k, v, moba(3), layout).means() == {}
+
+
+def test_sums_of_parts_are_the_sums_of_all() -> None:
+    q, k, v = tensors(96, 4, 2)
+    whole = packed_layout([96])
+
+    def of(start: int, stop: int) -> GateStatistics:
+        return gate_statistics(q[start:stop], k, v, moba(3), whole.part((TokenRange(start, stop),), None))
+
+    together, parts = of(0, 96), of(0, 50) + of(50, 96)
+    names = ("mass_recall", "block_recall", "output_error", "margin", "gate_entropy", "head_diversity")
+    for name in names:
+        assert parts.means()[name] == pytest.approx(together.means()[name], abs=1e-12)
+    assert torch.equal(parts.distances, together.distances)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    with IndexedDatasetWriter(tmp_path / "corpus", np.uint16) as writer:
+        for _ in range(8):
+            writer.add_document(np.random.default_rng(1).integers(64, size=300))
+    recipe = {
+        "name": "test",
+        "run_dir": str(tmp_path / "run"),
+        "model": {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "layers": 3, "heads": 4, "kv_heads": 2},
+        "attention": {"full_layers": "last:1", "moba": {"block_size": 8, "topk": 2}},
+        "data": {"train": [{"path": str(tmp_path / "corpus")}], "validation": [{"path": str(tmp_path / "corpus")}]},
+        "batch_tokens": 128,
+        "stages": [{"name": "only", "seq_len": 128, "tokens": 256}],
+        "evaluation": {"gate_probe": {"queries": 40, "sequences": 3}},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return load_config(path)
+
+
+def test_it_probes_the_sparse_layers_and_leaves_the_model_as_it_was(config: RunConfig) -> None:
+    (stage,) = resolve_stages(config)
+    with joined_world() as world:
+        model = Transformer(config.model).to(world.device)
+        initialize_weights(model, 0)
+        model.set_attention(build_attention(stage.attention, config.model.head_width))
+        engines = [block.attention.engine for block in model.blocks]
+        own = {name_of(stage.attention): stage.attention}
+        context = EvaluationContext(model, stage, DataShard(), world.device, own)
+        result = GateProbe(config, stage).run(context)
+    assert [layer["layer"] for layer in result.data["layers"]] == [0, 1]
+    assert result.data["queries"] == 120
+    assert 0 < result.numbers["mass_recall"] < 1
+    assert sum(result.data["layers"][0]["distance_share"]) == pytest.approx(1)
+    assert [block.attention.engine for block in model.blocks] == engines
+
+
+def test_training_is_bitwise_what_it_is_without(config: RunConfig, tmp_path: Path) -> None:
+    def losses(name: str, *overrides: str) -> list[float]:
+        arguments = [str(tmp_path / "recipe.yaml"), f"run_dir={tmp_path / name}", "telemetry.wandb.mode=disabled"]
+        assert main([*arguments, "stages.0.tokens=512", "evaluation.every=1", *overrides]) == 0
+        records = read_records(tmp_path / name / "metrics.jsonl")
+        probed = [record for record in records if record["type"] == "gate_probe"]
+        assert len(probed) == (0 if overrides else 4)
+        return [record["loss"] for record in records if record["type"] == "metrics"]
+
+    assert losses("with") == losses("without", "evaluation.gate_probe=null")
+
+
+def test_problems_are_named(config: RunConfig) -> None:
+    probe = config.evaluation.gate_probe
+    assert probe is not None
+    evaluation = config.evaluation.model_copy(update={"gate_probe": probe.model_copy(update={"layers": [1, 3]})})
+    wrong = config.model_copy(
+        update={"evaluation": evaluation, "data": config.data.model_copy(update={"validation": []})}
+    )
+    with pytest.raises(ConfigError) as error:
+        validate(wrong, 1)
+    assert "evaluation.gate_probe.layers: given 3, the model has layers 0 to 2" in str(error.value)
+    assert "evaluation.gate_probe: needs sequences" in str(error.value)

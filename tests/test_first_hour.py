@@ -1,0 +1,96 @@
+"""docs/first_hour.ipynb: its cells run from top to bottom and print what the text around them says; the outputs that it
+holds are those of one run, small, and name no machine.
+
+`jupyter execute --inplace docs/first_hour.ipynb` makes new ones.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from guide import ROOT
+from nbclient import NotebookClient
+
+NOTEBOOK = ROOT / "docs" / "first_hour.ipynb"
+TOKENS = {"300K": "40K", "160K": "16K"}  # of the two stages: 14 steps in place of 114
+
+
+def printed(notebook: nbformat.NotebookNode) -> str:
+    """Everything that its cells print, one after the other."""
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    return "\n".join(output.text for output in outputs if output.output_type == "stream")
+
+
+def plots(notebook: nbformat.NotebookNode) -> int:
+    """Number of plots in its outputs."""
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """The number that each place of `text` has where `pattern` has a group."""
+    return [float(number) for number in re.findall(pattern, text)]
+
+
+def check_outputs(notebook: nbformat.NotebookNode) -> None:
+    """What every run of the notebook shows, however long it trains."""
+    text = printed(notebook)
+    assert "unknown key (did you mean 'topk'?)" in text
+    assert "stopped as asked after step 5;" in text
+    assert "resumed from the checkpoint of step 5," in text
+    equal, tensors = numbers(r"(\d+) of \d+ tensors are equal", text) + numbers(r"\d+ of (\d+) tensors are equal", text)
+    assert equal == tensors > 100
+
+    held_out = numbers(r"held-out loss (\S+)", text)
+    assert len(held_out) >= 2
+    assert 7.6 > held_out[0] > held_out[-1]
+    moba, full = numbers(r"MoBA (\S+), full attention", text) + numbers(r"full attention (\S+) nats", text)
+    assert moba == pytest.approx(held_out[-1], abs=0.001)
+    assert full == pytest.approx(moba, abs=0.1)
+
+    output = numbers(r"of 8 blocks: output differs by (\S+),", text)
+    gradients = numbers(r"gradients by (\S+)", text)
+    assert len(output) == len(gradients) == 4
+    assert output[2] > 0.1 > 1e-5 > output[3]
+    assert gradients[2] > 0.1 > 1e-4 > gradients[3]
+
+    assert "equal token ids: True" in text
+    in_transformers = numbers(r"sdpa: loss (\S+)", text) + numbers(r"moba: loss (\S+)", text)
+    assert in_transformers[0] != in_transformers[1] == pytest.approx(in_transformers[0], abs=0.2)
+    assert plots(notebook) == 2
+
+
+@pytest.mark.slow
+def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    (parameters,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
+    for ours, fewer in TOKENS.items():
+        assert parameters.source.count(f'"{ours}"') == 1
+        parameters.source = parameters.source.replace(f'"{ours}"', f'"{fewer}"')
+
+    programs = tmp_path / "bin"  # for a Python that has not installed moba_train; the notebook prefers what it has
+    programs.mkdir()
+    for name, module in (("moba-train", "moba_train.cli"), ("moba-data", "data_tools")):
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))  # the kernel is this Python, not a user's
+
+    NotebookClient(notebook, kernel_name="python3", timeout=300, coalesce_streams=True).execute()
+    check_outputs(notebook)
+    (folder,) = tmp_path.glob("first-hour-*")
+    assert {path.name for path in folder.iterdir()} >= {"recipe.yaml", "data", "runs", "exported"}
+
+
+def test_its_outputs_are_of_one_run_and_name_no_machine() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    check_outputs(notebook)
+    assert not re.search(r"/(tmp|var|home|root|Users|usr|work|private|opt)/", printed(notebook))
+    assert NOTEBOOK.stat().st_size < 300_000
