@@ -187,6 +187,68 @@ def report(
     typer.echo(written.path)
 
 
+class CountedCompute(StrEnum):
+    """Values of `fit-scaling --compute`."""
+
+    six_nd = "6ND"
+    real = "real"
+    both = "both"
+
+
+@app.command()
+def fit_scaling(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of finished runs, three or more")],
+    metric: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="losses to fit: loss (training, averaged), eval_loss, trailing_loss, or another evaluation's number",
+        ),
+    ] = "eval_loss",
+    compute: Annotated[
+        CountedCompute,
+        typer.Option(
+            case_sensitive=False,
+            help="6ND: 6 x parameters outside embeddings x tokens; real: with the output projection, and attention as "
+            "each layer computes it",
+        ),
+    ] = CountedCompute.both,
+    group_by: Annotated[
+        str, typer.Option(metavar="KEY", help="runs of one fit agree in this: attention, or a key of the recipe")
+    ] = "attention",
+    irreducible: Annotated[
+        bool, typer.Option("--irreducible", help="fit L = c + a * C^b; needs five runs in a group")
+    ] = False,
+    last_steps: Annotated[int, typer.Option(min=1, help="logged steps that `loss` is averaged over")] = 100,
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the bootstrap intervals")] = 0.95,
+    resamples: Annotated[int, typer.Option(min=100, help="samples of the bootstrap")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="of the bootstrap: equal seeds give equal intervals")] = 0,
+    output: Annotated[Path | None, typer.Option(help="folder for scaling.json and scaling.png")] = None,
+) -> None:
+    """Fit the loss of runs of different sizes as a power law of their compute, for each attention side by side.
+
+    C is in PFLOP/s-days. Intervals are bootstrap percentiles."""
+    from moba_train.report.scaling import describe as lines_of
+    from moba_train.report.scaling import fit_runs, write_report
+    from moba_train.report.scaling_runs import COMPUTES, read_runs
+
+    metrics = list(dict.fromkeys(name.strip() for name in metric.split(",")))
+    computes = COMPUTES if compute is CountedCompute.both else (compute.value,)
+    found = fit_runs(
+        read_runs(runs, metrics, group_by, last_steps),
+        metrics,
+        computes,
+        irreducible=irreducible,
+        confidence=confidence,
+        resamples=resamples,
+        seed=seed,
+    )
+    for line in lines_of(found):
+        typer.echo(line)
+    for path in write_report(found, output) if output is not None else ():
+        typer.echo(f"written: {path}")
+
+
 class EvaluatedAttention(StrEnum):
     """Values of `eval --attention`."""
 

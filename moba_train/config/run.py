@@ -190,6 +190,20 @@ class RulerConfig(AnswersConfig):
     )
 
 
+class GradientReachConfig(Section):
+    """Norm of the loss' gradient at every layer's input, by distance to the loss token it comes from: which tokens a
+    sparse loss mask, as in SFT, trains through attention. See docs/evaluation.md."""
+
+    sequences: int = Field(4, ge=1, description="validation sequences of the stage's length, with their loss masks")
+    every: int | None = Field(
+        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
+    )
+    attention: Literal["own", "both"] = Field(
+        "both",
+        description="both: where a stage has other layers than full ones, full attention on the same weights too",
+    )
+
+
 class EvaluationConfig(Section):
     """Mean token loss on `data.validation`, always on the same sequences, and other evaluations."""
 
@@ -204,6 +218,7 @@ class EvaluationConfig(Section):
     gate_probe: GateProbeConfig | None = Field(None, description="null: gates are not probed")
     needle: NeedleConfig | None = Field(None, description="null: not evaluated")
     ruler: RulerConfig | None = Field(None, description="null: not evaluated")
+    gradient_reach: GradientReachConfig | None = Field(None, description="null: not measured")
 
 
 class TrailingLossRecovered(Section):

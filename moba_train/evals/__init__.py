@@ -15,6 +15,8 @@ haystack         natural and synthetic text, and the chat template around it
 niah             the words of needle questions
 words            English words for keys and lists
 lengths          lengths of the samples that a stage is evaluated with
+gradient_reach   which tokens the gradient of the loss gets to, layer by layer
+gradient_norms   statistics of gradient norms by distance to the loss token
 variants         the attentions that the same weights are evaluated with
 stage            evaluations while a stage trains
 checkpoint       `moba-train eval`

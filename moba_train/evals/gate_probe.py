@@ -88,8 +88,16 @@ class GateProbe(Evaluation):
             batch = shard.shard_batch(whole).to(context.device)
             tokens = self._sample(whole, index) if index < self._data.sequences else ()
 
-            def look(layer: int, *call: Any, tokens: Sequence[int] = tokens) -> None:
-                found[layer] = found[layer] + _statistics(*call, tokens, shard)
+            def look(
+                layer: int,
+                q_LHD: Tensor,
+                k_LKD: Tensor,
+                v_LKD: Tensor,
+                attention: LocalAttention,
+                layout: Layout,
+                tokens: Sequence[int] = tokens,
+            ) -> None:
+                found[layer] = found[layer] + _statistics(q_LHD, k_LKD, v_LKD, attention, layout, tokens, shard)
 
             with _probing(context.model, found, look, shard):
                 training_loss(context.model, batch)

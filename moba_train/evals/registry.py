@@ -8,12 +8,13 @@ from moba_train.config.stages import Stage
 from moba_train.errors import UserError
 from moba_train.evals.evaluation import Evaluation
 from moba_train.evals.gate_probe import GateProbe
+from moba_train.evals.gradient_reach import GradientReach
 from moba_train.evals.needle import Needle
 from moba_train.evals.position_wise import PositionWise
 from moba_train.evals.ruler import Ruler
 from moba_train.evals.validation_loss import ValidationLoss
 
-EVALUATIONS: tuple[type[Evaluation], ...] = (ValidationLoss, PositionWise, GateProbe, Needle, Ruler)
+EVALUATIONS: tuple[type[Evaluation], ...] = (ValidationLoss, PositionWise, GateProbe, GradientReach, Needle, Ruler)
 
 
 def enabled_evaluations(config: RunConfig) -> list[type[Evaluation]]:

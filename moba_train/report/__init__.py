@@ -1,4 +1,4 @@
-"""The HTML report of runs, plots of a run, and comparisons of runs.
+"""The HTML report of runs, plots of a run, comparisons and scaling fits of runs.
 
 page              `moba-train report`: one HTML file; `assets` has its template, style sheet and program
 history           a run folder, read tolerantly
@@ -14,5 +14,9 @@ plots             the PNG plots of a run, drawn when it ends
 loss_plot         `loss.png`
 position_plot     `position_wise.png`
 needle_plot       `needle.png`
+scaling           `moba-train fit-scaling`: the loss as a power law of compute, group by group
+scaling_runs      finished runs as points of a fit: compute, losses, group
+scaling_fit       power laws with bootstrap intervals
+scaling_plot      `scaling.png`
 compare           what differs between two runs
 """

@@ -37,15 +37,15 @@ def planned_rates(history: History) -> tuple[dict[str, float], str]:
         return {}, f"the peak rate of {device} is not known"
     try:
         config = parse_config(yaml.safe_dump(history.recipe), "config.yaml")
-        _check_corpora(config)
+        check_corpus_roots(config)
         plan = make_plan(config, int(machine["ranks"]), peak, PLANNED_MFU, int(machine["ranks_per_node"]))
     except (UserError, OSError, ValueError, KeyError, TypeError) as error:
         return {}, " ".join(str(error).split())
     return {stage.stage.name: stage.tokens / stage.seconds for stage in plan.stages}, ""
 
 
-def _check_corpora(config: RunConfig) -> None:
-    """Raises ForeignFileError for a corpus elsewhere."""
+def check_corpus_roots(config: RunConfig) -> None:
+    """Raises ForeignFileError for a training corpus that is not below the working folder or $MOBA_TRAIN_DATA_ROOTS."""
     sources = [*config.data.train, *(source for stage in config.stages for source in stage.train or ())]
     for source in sources:
         for end in ("idx", "bin"):

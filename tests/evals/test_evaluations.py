@@ -15,6 +15,7 @@ from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.data.loss_mask import mask_prefix
 from moba_train.evals import registry
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.evals.needle import Needle
@@ -49,6 +50,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with IndexedDatasetWriter(folder / "corpus", np.uint16) as writer:
         for _ in range(20):
             writer.add_document(rng.integers(64, size=70))
+    with IndexedDatasetWriter(mask_prefix(str(folder / "corpus")), np.uint8) as masks:
+        for _ in range(20):
+            masks.add_document(np.arange(70) % 10 == 9)
     path = folder / "recipe.yaml"
     path.write_text(RECIPE.format(folder=folder))
     return path
@@ -75,6 +79,7 @@ def test_an_evaluation_gives_what_it_declares(
 ) -> None:
     config = asking if evaluation in (Needle, Ruler) else load_config(recipe)
     (stage,) = resolve_stages(config)
+    config = evaluation.switched_on(config, stage)
     model = Transformer(config.model).to(world.device)
     initialize_weights(model, 0)
     both = with_full(stage.attention)
@@ -97,6 +102,9 @@ def test_an_evaluation_gives_what_it_declares(
 def test_no_two_evaluations_give_the_same_number_or_name() -> None:
     numbers = [name for evaluation in EVALUATIONS for name in evaluation.numbers | evaluation.numbers_against_full]
     assert len(numbers) == len(set(numbers))
+    # A record of metrics.jsonl has the numbers and, under this name, the data.
+    fields = {evaluation.data_name or evaluation.name for evaluation in EVALUATIONS}
+    assert fields.isdisjoint(numbers)
     assert len({evaluation.name for evaluation in EVALUATIONS}) == len(EVALUATIONS)
     assert evaluation_of("loss") is None
 
