@@ -350,6 +350,96 @@ def evaluate(
 
 
 @app.command()
+def lm_eval(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="a checkpoint, a run folder: its newest valid checkpoint, or a Hugging Face folder",
+        ),
+    ],
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="tasks, groups or tags of lm-eval; * for any text")],
+    overrides: Overrides = None,
+    attention: Annotated[
+        EvaluatedAttention,
+        typer.Option(
+            parser=_attention_parser(EvaluatedAttention, "--attention"),
+            metavar="own|full|both",
+            help="own: the stage's attention or, where all its layers are full, the recipe's; full: full in all layers",
+        ),
+    ] = EvaluatedAttention.own,
+    decode: Annotated[
+        DecodeAttention,
+        typer.Option(
+            parser=_attention_parser(DecodeAttention, "--decode"),
+            metavar="full|own",
+            help="attention of generated tokens: full, or each layer's own; prompts are read as --attention says",
+        ),
+    ] = DecodeAttention.full,
+    limit: Annotated[
+        float | None, typer.Option(help="samples of each task; below 1: this share; default: all of them")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="examples before each question; default: the task's")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="prompts that are continued together")] = 8,
+    batch_tokens: Annotated[
+        int,
+        typer.Option(parser=parse_length, metavar="TOKENS", help="length of a forward pass of packed texts to score"),
+    ] = 32_768,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_length,
+            metavar="TOKENS",
+            help="longest text that is read, e.g. 32K; what is longer loses its beginning; default: the stage's length",
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENS,...", help="lengths of RULER's samples, e.g. 4K,8K; default: --seq-len"),
+    ] = None,
+    include_path: Annotated[Path | None, typer.Option(metavar="FOLDER", help="folder with tasks of your own")] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="put questions into the tokenizer's chat template")
+    ] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="default: the recipe's, looked for as docs/evaluation.md says")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json")] = None,
+) -> None:
+    """Run tasks of the package lm-eval on one device, with own or full attention on the same weights.
+
+    Results go to RUN/evaluations/."""
+    from moba_train.evals.lm_eval.options import LmEvalOptions, check_installed
+    from moba_train.validation.evaluated import open_for_lm_eval
+
+    check_installed()
+    from moba_train.evals.lm_eval.run import evaluate_with_lm_eval
+
+    if limit is not None and limit <= 0:
+        raise typer.BadParameter(f"--limit: given {limit}; allowed: above 0")
+    options = LmEvalOptions(
+        tasks=tuple(name.strip() for name in tasks.split(",")),
+        attention=attention.value,
+        decode=decode.value,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        batch_size=batch_size,
+        batch_tokens=batch_tokens,
+        seq_len=seq_len,
+        lengths=tuple(parse_length(length.strip()) for length in lengths.split(",")) if lengths else (),
+        include_path=include_path,
+        apply_chat_template=apply_chat_template,
+        tokenizer=tokenizer,
+        overrides=tuple(overrides or ()),
+        output=output,
+    )
+    saved, roots = open_for_lm_eval(checkpoint, options)
+    evaluate_with_lm_eval(saved, roots, options, typer.echo)
+
+
+@app.command()
 def inspect_spike(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="run folder")],
     step: Annotated[int | None, typer.Option(help="default: the newest dump")] = None,

@@ -54,6 +54,12 @@ OPTIONAL_PACKAGES = (
     _pip("fastokens", "moba-data tokenize, several times as fast", "fastokens", "Tokenizer"),
     _pip("pyarrow", "moba-data: .parquet input", "pyarrow.parquet", "ParquetFile"),
     _pip("zstandard", "moba-data: .zst input", "zstandard", "ZstdDecompressor"),
+    OptionalPackage(
+        "lm_eval",
+        "moba-train lm-eval: the tasks of lm-evaluation-harness",
+        (("lm_eval.evaluator", "evaluate"),),
+        'pip install "moba-train[eval]"',
+    ),
     _pip("transformers", "exported models in Hugging Face's programs", "transformers", "AutoConfig"),
 )
 

@@ -23,4 +23,5 @@ checkpoint       `moba-train eval`
 options          what it is asked for
 results          what it found, as JSON beside the checkpoint
 progress         its progress bars
+lm_eval          `moba-train lm-eval`: tasks of the package lm-eval
 """

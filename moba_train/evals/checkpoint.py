@@ -41,7 +41,7 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
     Under torchrun all its ranks work together, and the numbers are those of one up to rounding. Raises UserError for
     data or options that do not fit.
     """
-    training = _training(saved)
+    training = training_of(saved)
     attentions = variants(saved.config, saved.stage, options.attention)
     evaluations = _evaluations(saved, options)
     with joined_world() as world:
@@ -61,13 +61,13 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
                     echo(line)
         if world.is_main:
             content = result_json(saved, training, options, context, results) | {"ranks": world.size}
-            _write(content, saved.path, options.output, echo)
+            write_results(content, saved.path, options.output, echo)
             if options.output is not None:
                 for evaluation in evaluations:
                     evaluation.plot({saved.stage.name: results[evaluation.name].data}, options.output)
 
 
-def _training(saved: SavedRun) -> Training:
+def training_of(saved: SavedRun) -> Training:
     """What the weights have been through; a Hugging Face model, sequences of the length in its config.json."""
     if is_hf_folder(saved.path):
         return Training(0, None, imported_recipe(saved.path, saved.path).stages[0].seq_len)
@@ -122,7 +122,7 @@ def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSize
     return dataclasses.replace(stage, parallel=parallel), MeshSizes(dp_shard=ranks // cp, cp=cp)
 
 
-def _write(content: dict[str, Any], path: Path, output: Path | None, echo: Callable[[str], object]) -> None:
+def write_results(content: dict[str, Any], path: Path, output: Path | None, echo: Callable[[str], object]) -> None:
     """Write the results beside the checkpoint `path`, and into `output`; models of other programs get no files."""
     if output is not None:
         echo(f"results: {write_output(content, output)}")

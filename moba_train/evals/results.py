@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from moba_train.checkpoint.recipe import SavedRun, Training, run_folder
+from moba_train.config.stages import Stage
 from moba_train.evals.evaluation import EvaluationContext, EvaluationResult
 from moba_train.evals.options import EvaluationOptions
+from moba_train.evals.variants import Layers
 
 FORMAT = 1
 FOLDER = "evaluations"
@@ -24,7 +26,24 @@ def result_json(
     context: EvaluationContext,
     results: Mapping[str, EvaluationResult],
 ) -> dict[str, Any]:
-    """Everything that was measured, by evaluation, and what it was measured on."""
+    """Everything that was measured by `moba-train eval`, and what it was measured on."""
+    return measured_json(saved, training, options.to_json(), context.stage, context.own, context.attentions, results)
+
+
+def measured_json(
+    saved: SavedRun,
+    training: Training,
+    options: Mapping[str, Any],
+    stage: Stage,
+    own: str,
+    attentions: Mapping[str, Layers],
+    results: Mapping[str, EvaluationResult],
+) -> dict[str, Any]:
+    """Everything that was measured, by evaluation, and what it was measured on.
+
+    options  of the command, as JSON values
+    own      name of the attention that numbers are about
+    """
     content = {
         "format": FORMAT,
         "time": time.time(),
@@ -32,17 +51,15 @@ def result_json(
         "checkpoint": saved.path.name,
         "step": training.step,
         "tokens": training.tokens,
-        "stage": context.stage.name,
-        "stage_index": context.stage.index,
-        "seq_len": context.stage.seq_len,
+        "stage": stage.name,
+        "stage_index": stage.index,
+        "seq_len": stage.seq_len,
         "trained_seq_len": training.seq_len,
-        "attention": context.own,
-        "attentions": {
-            name: dict(Counter(layer.kind for layer in layers)) for name, layers in context.attentions.items()
-        },
+        "attention": own,
+        "attentions": {name: dict(Counter(layer.kind for layer in layers)) for name, layers in attentions.items()},
         "validation": [source.model_dump(exclude_defaults=True) for source in saved.config.data.validation],
         "tasks": list(results),
-        "options": options.to_json(),
+        "options": dict(options),
         "numbers": {name: number for result in results.values() for name, number in result.numbers.items()},
     }
     content |= {name: result.data for name, result in results.items()}

@@ -67,14 +67,16 @@ def generate_batch(
     stop_token: int | None = None,
     decode: Decode = "full",
     on_prefill: Callable[[int], object] = lambda _tokens: None,
+    ended: Callable[[int], bool] = lambda _sequence: False,
 ) -> Iterator[dict[int, int]]:
     """Yield, for each step, the next token id of every running sequence by the sequence's index in `prompts`.
 
-    A sequence ends after `max_new_tokens` or before its `stop_token`, which is not yielded. Prompts of any lengths are
-    read one by one with each layer's own attention, `PREFILL_TOKENS` at a time; `on_prefill` gets the number of tokens
-    read by each pass. New tokens attend as `decode` says. Sequence i draws with seed + i: what it says depends on the
-    others by rounding only, and is the same again on the same device. Raises ValueError for an empty prompt, values out
-    of range, or an attention kind that cannot generate.
+    A sequence ends after `max_new_tokens`, before its `stop_token`, which is not yielded, or where `ended` says so,
+    which is asked by the sequence's index after each of its tokens. Prompts of any lengths are read one by one with
+    each layer's own attention, `PREFILL_TOKENS` at a time; `on_prefill` gets the number of tokens that a pass has read.
+    New tokens attend as `decode` says. Sequence i draws with seed + i: what it says depends on the others by rounding
+    only, and is the same again on the same device. Raises ValueError for an empty prompt, values out of range, or an
+    attention kind that cannot generate.
     """
     check_decode(decode)
     sampling.check()
@@ -96,9 +98,10 @@ def generate_batch(
             tokens = {index: token for index, token in drawn.items() if token != stop_token}
             if tokens:
                 yield tokens
-            if not tokens or step == max_new_tokens - 1:
+            running = {index: token for index, token in tokens.items() if not ended(index)}
+            if not running or step == max_new_tokens - 1:
                 return
-            logits = _next(model, plan, tokens)
+            logits = _next(model, plan, running)
     finally:
         model.set_engines([LOCAL_ENGINE] * len(model.blocks))
 

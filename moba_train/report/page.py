@@ -25,7 +25,7 @@ from moba_train.report.facts import environment, events, facts, settings
 from moba_train.report.gate_charts import gate_charts
 from moba_train.report.history import History, read_history
 from moba_train.report.position_charts import gap_chart, position_chart
-from moba_train.report.retrieval_charts import needle_maps, ruler_charts, selected_blocks
+from moba_train.report.retrieval_charts import lm_eval_charts, needle_maps, ruler_charts, selected_blocks
 from moba_train.report.training_charts import (
     data_mix_chart,
     gradient_chart,
@@ -43,7 +43,10 @@ ChartMaker = Callable[[Sequence[Shown]], list[Chart]]
 
 SECTIONS: tuple[tuple[str, tuple[ChartMaker, ...]], ...] = (
     ("Training", (loss_chart, throughput_chart, mfu_chart, learning_rate_chart, gradient_chart)),
-    ("Long context", (position_chart, gap_chart, needle_maps, ruler_charts, selected_blocks, gate_charts)),
+    (
+        "Long context",
+        (position_chart, gap_chart, needle_maps, ruler_charts, lm_eval_charts, selected_blocks, gate_charts),
+    ),
     ("Data", (data_mix_chart, padding_chart)),
     ("Machine", (step_time_chart, memory_chart)),
 )

@@ -1,4 +1,4 @@
-"""Charts of questions about long texts: needle maps, the blocks that were selected for them, RULER's tasks."""
+"""Charts of answers: needle maps, the blocks that were selected for them, RULER's tasks, lm-eval's tasks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -66,6 +66,36 @@ def ruler_charts(runs: Sequence[Shown]) -> list[Chart]:
         for attention, by_scoring in result.data["scores"].items()
         for scoring, by_task in by_scoring.items()
     ]
+
+
+def lm_eval_charts(runs: Sequence[Shown]) -> list[Chart]:
+    """The last results of `moba-train lm-eval` of every run: shares by task and metric, for each attention."""
+    charts = []
+    for run in runs:
+        for result in run.history.latest("lm_eval")[-1:]:
+            scores = result.data["scores"]
+            shares = {
+                f"{task}, {metric}": [by_task[task][metric] for by_task in scores.values()]
+                for task, values in next(iter(scores.values())).items()
+                for metric, value in values.items()
+                if "_stderr" not in metric and 0 <= value <= 1
+            }
+            if shares:
+                names = [text(name) for name in shares]
+                note = f"After step {result.step:,}, by the package lm-eval; further numbers are in {result.source}."
+                layout = {"xaxis": {"title": "attention"}}
+                charts.append(
+                    _heatmap(
+                        f"lm-eval-{run.index}",
+                        run.titled("lm-eval"),
+                        note,
+                        [*shares.values()],
+                        [*scores],
+                        names,
+                        layout,
+                    )
+                )
+    return charts
 
 
 def _ruler(run: Shown, result: Result, attention: str, scoring: str, by_task: dict[str, list[float]]) -> Chart:

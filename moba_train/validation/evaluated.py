@@ -14,8 +14,10 @@ from moba_train.convert.hf_import import imported_recipe
 from moba_train.convert.initial_weights import is_hf_folder
 from moba_train.data.tokenizer import tokenizer_file, tokenizer_hash
 from moba_train.errors import ConfigError, DataError
+from moba_train.evals.lm_eval.options import LmEvalOptions
 from moba_train.evals.options import EvaluationOptions
 from moba_train.evals.registry import EVALUATIONS, enabled_evaluations, evaluations_named
+from moba_train.foreign_files import folder_roots
 from moba_train.validation.attention import attention_problems
 from moba_train.validation.checkpoints import read_checkpoint
 from moba_train.validation.data import recorded_tokenizers, tokenizer_mismatch
@@ -46,6 +48,35 @@ def open_for_evaluation(path: Path, options: EvaluationOptions) -> SavedRun:
         trained = trained_tokenizer(saved.path)
     _check_tokenizer(config, trained)
     return saved._replace(config=config, stage=resolve_stages(config)[saved.stage.index])
+
+
+def open_for_lm_eval(path: Path, options: LmEvalOptions) -> tuple[SavedRun, list[Path]]:
+    """`open_for_evaluation` for a command that reads no corpus but needs the tokenizer, and the folders below which
+    the tokenizer's files may lie.
+
+    Raises UserError as `open_for_evaluation`, and when there is no tokenizer.
+    """
+    evaluation = EvaluationOptions(tasks=(), overrides=options.overrides, seq_len=options.seq_len)
+    located = _hugging_face(path) if is_hf_folder(path) else read_checkpoint(path)
+    roots = folder_roots(path)
+    paths = None
+    if not is_hf_folder(path):
+        paths = SavedPaths(located.config, located.path)
+        located = located._replace(config=paths.located())
+        roots = paths.roots
+    config = changed(located, evaluation)
+    if options.tokenizer is not None:
+        config = config.model_copy(
+            update={"data": config.data.model_copy(update={"tokenizer": str(options.tokenizer)})}
+        )
+    if config.data.tokenizer is None:
+        raise DataError(f"{path}: names no tokenizer; give --tokenizer FILE")
+    if config.data.tokenizer != located.config.data.tokenizer:  # the user names it
+        roots = [*roots, *folder_roots(tokenizer_file(config.data.tokenizer).parent)]
+    elif paths is not None:
+        paths.check_tokenizer()
+        check_paths(_without(config, {source.path for source in config.data.validation}), located.path, roots)
+    return located._replace(config=config, stage=resolve_stages(config)[located.stage.index]), roots
 
 
 def changed(saved: SavedRun, options: EvaluationOptions) -> RunConfig:

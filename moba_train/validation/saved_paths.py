@@ -10,6 +10,7 @@ from pathlib import Path
 
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.recipe import run_folder
+from moba_train.config.data import SourceConfig
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import corpus_file
 from moba_train.data.tokenizer import tokenizer_file, tokenizer_hash
@@ -40,14 +41,12 @@ class SavedPaths:
         self.roots = [*working_roots(), *(folder.resolve() for folder in self._folders[1:])]
 
     def located(self) -> RunConfig:
-        """The recipe, with the tokenizer and the validation corpora where they were found."""
+        """The recipe, with the tokenizer and the corpora where they were found."""
         data = self._config.data
         changes = {
             "tokenizer": self._tokenizer()[0] or data.tokenizer,
-            "validation": [
-                source.model_copy(update={"path": self._corpus(source.path) or source.path})
-                for source in data.validation
-            ],
+            "train": [self._source(source) for source in data.train],
+            "validation": [self._source(source) for source in data.validation],
         }
         return self._config.model_copy(update={"data": data.model_copy(update=changes)})
 
@@ -93,6 +92,9 @@ class SavedPaths:
         except ForeignFileError:
             return False
         return True
+
+    def _source(self, source: SourceConfig) -> SourceConfig:
+        return source.model_copy(update={"path": self._corpus(source.path) or source.path})
 
     def _corpus(self, given: str) -> str | None:
         return next((str(path) for path in self._places(given) if corpus_file(path, "idx").is_file()), None)

@@ -1,0 +1,112 @@
+"""Log-likelihoods of continuations: texts of any lengths are packed, as documents, into few forward passes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moba_train.attention.protocol import packed_layout
+from moba_train.model.loss import CHUNK_TOKENS
+from moba_train.model.transformer import Transformer
+
+Document = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Tokens that the model reads, and those that it is to predict."""
+
+    read: Document
+    """Context and continuation, without the continuation's last token. At least as many as `predicted`."""
+    predicted: Document
+    """The continuation, which the last tokens of `read` predict."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a continuation was predicted."""
+
+    log_likelihood: float
+    """Sum over its tokens, in nats."""
+    greedy: bool
+    """Whether each of its tokens is the most likely one."""
+
+
+@torch.no_grad()
+def score(
+    model: Transformer,
+    continuations: Sequence[Continuation],
+    batch_tokens: int,
+    on_done: Callable[[int], object] = lambda _count: None,
+) -> list[Score]:
+    """The score of each continuation, with the model's present attention.
+
+    A pass takes documents of at most `batch_tokens` tokens together, or a single longer one; texts that are read for
+    several continuations are read once. `on_done` gets the number of continuations scored by each pass.
+    """
+    scores: dict[int, Score] = {}
+    for documents in _passes(continuations, batch_tokens):
+        indices = list(chain.from_iterable(documents.values()))
+        predicted = [continuations[index].predicted for index in indices]
+        log_likelihoods, greedy = _predict(model, list(documents), _rows(documents, continuations), predicted)
+        first = 0
+        for index, tokens in zip(indices, predicted, strict=True):
+            own = slice(first, first + len(tokens))
+            scores[index] = Score(log_likelihoods[own].sum().item(), bool(greedy[own].all()))
+            first = own.stop
+        on_done(len(indices))
+    return [scores[index] for index in range(len(continuations))]
+
+
+def _passes(continuations: Sequence[Continuation], batch_tokens: int) -> Iterator[dict[Document, list[int]]]:
+    """For each pass, its documents and the continuations that each is read for, longest documents first: what does not
+    fit into memory fails at once."""
+    readers: dict[Document, list[int]] = {}
+    for index in sorted(range(len(continuations)), key=lambda index: -len(continuations[index].read)):
+        readers.setdefault(continuations[index].read, []).append(index)
+    taken: dict[Document, list[int]] = {}
+    tokens = 0
+    for document, indices in readers.items():
+        if taken and tokens + len(document) > batch_tokens:
+            yield taken
+            taken = {}
+            tokens = 0
+        taken[document] = indices
+        tokens += len(document)
+    if taken:
+        yield taken
+
+
+def _rows(documents: dict[Document, list[int]], continuations: Sequence[Continuation]) -> list[int]:
+    """Rows of the pass that predict the continuations' tokens, in order."""
+    ends = accumulate(map(len, documents))
+    return [
+        row
+        for end, indices in zip(ends, documents.values(), strict=True)
+        for index in indices
+        for row in range(end - len(continuations[index].predicted), end)
+    ]
+
+
+def _predict(
+    model: Transformer, documents: Sequence[Document], rows: list[int], predicted: Sequence[Document]
+) -> tuple[Tensor, Tensor]:
+    """Of each predicted token, the log-likelihood, float64 [n], and whether it is the most likely one, bool [n]."""
+    device = model.embedding.weight.device
+    lengths = [len(document) for document in documents]
+    tokens_T = torch.tensor(list(chain.from_iterable(documents)), device=device)
+    positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    hidden_TD, _ = model.hidden(tokens_T, positions_T, packed_layout(lengths, device))
+    labels_n = torch.tensor(list(chain.from_iterable(predicted)), dtype=torch.int64, device=device)
+    rows_n = torch.tensor(rows, dtype=torch.int64, device=device)
+    log_likelihoods: list[Tensor] = []
+    greedy: list[Tensor] = []
+    for own_rows, own_labels in zip(rows_n.split(CHUNK_TOKENS), labels_n.split(CHUNK_TOKENS), strict=True):
+        logits_nV = F.linear(hidden_TD[own_rows], model.output_weight)
+        logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+        log_likelihoods.append(-F.cross_entropy(logits_nV, own_labels, reduction="none").double().cpu())
+        greedy.append((logits_nV.argmax(-1) == own_labels).cpu())
+    return torch.cat(log_likelihoods), torch.cat(greedy)
