@@ -251,7 +251,7 @@ def test_generated_answers_are_scored_as_ruler_does(texts: Path, alone: World) -
 @pytest.mark.parametrize(
     ("section", "keys", "problem"),
     [
-        ({"tasks": ["niah_singel"]}, {}, r"evaluation.ruler.tasks: given 'niah_singel'; did you mean 'niah_single'"),
+        ({"tasks": ["niah_singel"]}, {}, r"evaluation.ruler.tasks: given 'niah_singel' .did you mean 'niah_single'"),
         ({"lengths": ["8K"]}, {}, r"evaluation.ruler.lengths: given 8192; allowed: at most 3072"),
         ({"scoring": "generated"}, {"parallel": {"tp": 2}}, r"evaluation.ruler.scoring: given 'generated', which"),
         ({"tasks": ["vt"]}, {"data": {"train": [{"path": "a"}]}}, r"evaluation.ruler: needs the model's tokenizer"),
