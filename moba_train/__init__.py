@@ -1,11 +1,12 @@
 """moba_train: distributed long-context pretraining around MoBA (Mixture of Block Attention).
 
 cli           `moba-train`
+evaluation_commands  its commands that use a trained model: eval, lm-eval, generate
 train         the program that torchrun starts on every rank
 launch        torchrun, with the exit code of the ranks
 training      the one training loop, its progress and checkpoints
 validation    combinations of keys that cannot work
-report        plots of a run, and what differs between two
+report        the HTML report and plots of runs, what differs between two, scaling fits
 convert       Hugging Face in and out
 reference     docs/config.md and the JSON schema, generated
 config        the recipe: schema, loading, validation
@@ -18,7 +19,7 @@ optim         optimizer, clipping, learning rate
 checkpoint    saving, verifying and resuming
 health        loss spikes, faults of the machine, stalled and slow ranks
 telemetry     metrics and events, and where they go
-evals         loss, and loss by position
+evals         loss, loss by position, needles, RULER, gate probes, gradient reach
 inference     generation
 integrations  our attention inside other programs
 environment   `moba-train env`

@@ -1,12 +1,21 @@
 """Common parts of the command-line programs. Imports nothing heavy, so that `--help` answers at once."""
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from moba_train.error_output import print_error
 from moba_train.errors import UserError
+
+Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of the run")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="values that win over the recipe's")
+]
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="a checkpoint, or a run folder: its newest valid checkpoint")
+]
 
 
 class _Commands(TyperGroup):

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "moba_train"
 
-PROGRAMS = ("cli", "train", "launch", "reference", "commands", "environment", "error_output")
+PROGRAMS = ("cli", "evaluation_commands", "train", "launch", "reference", "commands", "environment", "error_output")
 """What users start, and what only these need; nothing else imports them."""
 ORDER = (
     "training",

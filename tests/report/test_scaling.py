@@ -20,7 +20,7 @@ from moba_train.report.scaling_runs import PFLOPS_DAY, read_runs
 from moba_train.train import main
 
 A, B, C = 2.625, -0.063, 1.2
-"""Of MoBA's paper; its fits have no irreducible loss."""
+"""The form of the fits in MoBA's paper, which have no irreducible loss."""
 COMPUTE = np.geomspace(1e-3, 10, 12)
 
 

@@ -30,7 +30,7 @@ LAYOUTS = [
     ["parallel={tp: 2}", "activation_checkpointing=full"],
     ["parallel={}"],
 ]
-"""Of two ranks; the last one reads two sequences at a time, of five."""
+"""Layouts of two ranks; in the last one each reads two of five sequences at a time."""
 
 
 @pytest.fixture

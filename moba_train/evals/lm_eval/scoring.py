@@ -94,7 +94,7 @@ def _rows(documents: dict[Document, list[int]], continuations: Sequence[Continua
 def _predict(
     model: Transformer, documents: Sequence[Document], rows: list[int], predicted: Sequence[Document]
 ) -> tuple[Tensor, Tensor]:
-    """Of each predicted token, the log-likelihood, float64 [n], and whether it is the most likely one, bool [n]."""
+    """Log-likelihood of each predicted token, float64 [n], and whether it is the most likely one, bool [n]."""
     device = model.embedding.weight.device
     lengths = [len(document) for document in documents]
     tokens_T = torch.tensor(list(chain.from_iterable(documents)), device=device)
