@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from moba_train.config.attention import merge_attention, resolve_layers
+from moba_train.config.explain import did_you_mean
 from moba_train.config.run import UntilConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import resolve_stages
@@ -75,7 +76,8 @@ def _metric_problems(config: RunConfig, stage: StageConfig, until: UntilConfig, 
         evaluation = evaluation_of(metric)
         if evaluation is None:
             known = sorted({name for other in EVALUATIONS for name in other.numbers | other.numbers_against_full})
-            yield f"{path}.metric: given {metric!r}, which no evaluation gives; allowed: {', '.join(known)}"
+            hint = did_you_mean(metric, known)
+            yield f"{path}.metric: given {metric!r}, which no evaluation gives{hint}; allowed: {', '.join(known)}"
             continue
         if not evaluation.enabled(config):
             missing.setdefault(evaluation, metric)

@@ -109,7 +109,7 @@ BAD = {
     "carries loss": {"input_ids": [1, 2], "loss_mask": [1, 0]},
     "token id 999": {"input_ids": [1, 999], "loss_mask": [0, 1]},
     "from 'robot' is unknown; allowed: human, user": {"conversations": [{"from": "robot", "value": "x"}]},
-    "role 'assistent' is unknown; allowed: system, developer, user, assistant, tool; did you mean 'assistant'?": {
+    "role 'assistent' is unknown; allowed: system, developer, user, assistant, tool (did you mean 'assistant'?)": {
         "messages": [MESSAGES[1], {"role": "assistent", "content": "A number."}]
     },
     "weight 0.5; allowed: 0": {"messages": [MESSAGES[1], MESSAGES[2] | {"weight": 0.5}]},

@@ -12,6 +12,7 @@ from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.evals.stage import StageEvaluations
 from moba_train.telemetry.jsonl import read_records
 from moba_train.train import main
+from moba_train.training.trainer import Trainer
 
 RECIPE = """
 name: test
@@ -71,7 +72,9 @@ def test_a_run_that_is_stopped_there_repeats_nothing(
 ) -> None:
     """Before the first step, and killed at the boundary, between evaluation and checkpoint."""
     arguments = begun(tmp_path)
-    assert main([*arguments, "--stop-at-step", "0"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_wants_to_stop", lambda _: True)
+        assert main(arguments) == 0
     with monkeypatch.context() as patch:
         run_at_start = StageEvaluations.run_at_start
 

@@ -66,7 +66,7 @@ def test_one_nan_in_the_weights_of_one_rank_costs_one_checkpoint(run: Run, ranks
     ranks.work(train_poisoned, [str(run.write_recipe()), "weights"], 2)
     assert checkpoints(run) == [4, 8]
     assert Marks.read(run.run_dir / "checkpoints").steps == [8]
-    assert "step 8 is passed over" in run.records("warning")[-1]["message"]
+    assert any("step 8 is passed over" in warning["message"] for warning in run.records("warning"))
     ranks.train(run, 2)
     assert resumed_from(run) == 4
     assert read_meta(run.newest_checkpoint)["progress"]["step"] == 12

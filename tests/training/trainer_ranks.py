@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from forked import forked
 from tiny_run import Run
 
@@ -54,9 +55,14 @@ class Ranks:
             }
             self.pipes[rank].send((program, arguments, {key: str(value) for key, value in environment.items()}))
         deadline = time.monotonic() + 300  # where nothing is cached, compiling takes a minute of a quiet core
+        reusable = True
         for rank in range(ranks):
             assert self.pipes[rank].poll(max(0.0, deadline - time.monotonic())), f"rank {rank} does not come back"
-            assert self.pipes[rank].recv() == 0, f"rank {rank} failed; see its output"
+            result, is_reusable = self.pipes[rank].recv()
+            assert result == 0, f"rank {rank} failed; see its output"
+            reusable &= is_reusable
+        if not reusable:
+            self.close()
 
     def start(self, ranks: int) -> None:
         """Have at least `ranks` processes."""
@@ -94,9 +100,11 @@ def _work(pipe: Connection) -> None:
         program, arguments, environment = pipe.recv()
         os.environ.update(environment)
         try:
-            pipe.send(program(*arguments) or 0)
+            result = program(*arguments) or 0
+            # A rank that was waiting for one that failed leaves its process group as it is.
+            pipe.send((result, not dist.is_initialized()))
         except BaseException as error:
-            pipe.send(repr(error))
+            pipe.send((repr(error), False))
             raise
 
 
