@@ -1,6 +1,7 @@
 """Autoregressive generation: read the prompts, then one token of every sequence at a time through the cache."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +54,9 @@ def generate(
     steps = generate_batch(
         model, [prompt], max_new_tokens, sampling, stop_token=stop_token, decode=decode, on_prefill=on_prefill
     )
-    for step in steps:
-        yield step[0]
+    with closing(steps):  # not left to the garbage collector: closing restores the model's engines
+        for step in steps:
+            yield step[0]
 
 
 @torch.no_grad()
@@ -68,7 +70,7 @@ def generate_batch(
     decode: Decode = "full",
     on_prefill: Callable[[int], object] = lambda _tokens: None,
     ended: Callable[[int], bool] = lambda _sequence: False,
-) -> Iterator[dict[int, int]]:
+) -> Generator[dict[int, int], None, None]:
     """Yield, for each step, the next token id of every running sequence by the sequence's index in `prompts`.
 
     A sequence ends after `max_new_tokens`, before its `stop_token`, which is not yielded, or where `ended` says so,

@@ -99,7 +99,7 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
         ),
         (
             ["stages.1.until={metric: trailing_los, at_most: 2, max_tokens: 9M}"],
-            "metric: given 'trailing_los', which no evaluation gives (did you mean 'trailing_loss'?); allowed: ",
+            "stages[1].until.metric: given 'trailing_los', which no evaluation gives (did you mean 'trailing_loss'?)",
         ),
         (
             [
