@@ -146,7 +146,7 @@ def test_a_failing_wandb_neither_stops_nor_slows_a_run(tmp_path, monkeypatch, ca
     """A record costs the training loop less than 0.2 ms of work, whatever wandb does; closing ends."""
     install(monkeypatch, FakeRun(where, behaviour))
     monkeypatch.setattr(wandb_sink, "QUEUE_SIZE", 10)
-    wandb = sink(tmp_path, wait_s=0.5)
+    wandb = sink(tmp_path, wait_s=0.5 if behaviour is hang else 5.0)
     telemetry = Telemetry([wandb])
     telemetry.alert("title", "text", "spike")
 

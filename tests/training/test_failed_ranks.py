@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_run import Run
 
-TIMEOUT_S = 5
+TIMEOUT_S = 10
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:

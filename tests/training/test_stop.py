@@ -220,6 +220,7 @@ def test_the_second_ctrl_c_ends_a_process_that_waits_for_ever(tmp_path: Path) ->
 
 def test_training_in_this_process_leaves_its_handlers_as_they_were(run: Run) -> None:
     before: list[Callable[..., Any] | int | None] = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    signal.set_wakeup_fd(-1)  # an event loop of another test may have left one
     assert run.train_here("--stop-at-step", "1") == 0
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
     assert signal.set_wakeup_fd(-1) == -1
