@@ -40,14 +40,27 @@ def _attention_parser(choices: type[Choice], option: str) -> Callable[[str], Cho
     return parse
 
 
+EvaluatedModel = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT", help="a checkpoint, a run folder: its newest valid checkpoint, or a Hugging Face folder"
+    ),
+]
+AttentionOption = Annotated[
+    EvaluatedAttention,
+    typer.Option(
+        parser=_attention_parser(EvaluatedAttention, "--attention"),
+        metavar="own|full|both",
+        help="own: the stage's attention or, where all its layers are full, the recipe's; full: full in all layers",
+    ),
+]
+TokenizerOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="default: the recipe's, looked for as docs/evaluation.md says")
+]
+
+
 def evaluate(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="a checkpoint, a run folder: its newest valid checkpoint, or a Hugging Face folder",
-        ),
-    ],
+    checkpoint: EvaluatedModel,
     overrides: Overrides = None,
     tasks: Annotated[
         str | None,
@@ -63,14 +76,7 @@ def evaluate(
             parser=parse_length, metavar="TOKENS", help="length of a sequence, e.g. 32K; default: the stage's"
         ),
     ] = None,
-    attention: Annotated[
-        EvaluatedAttention,
-        typer.Option(
-            parser=_attention_parser(EvaluatedAttention, "--attention"),
-            metavar="own|full|both",
-            help="own: the stage's attention or, where all its layers are full, the recipe's; full: full in all layers",
-        ),
-    ] = EvaluatedAttention.both,
+    attention: AttentionOption = EvaluatedAttention.both,
     bucket: Annotated[
         int | None,
         typer.Option(
@@ -112,23 +118,10 @@ def evaluate(
 
 
 def lm_eval(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="a checkpoint, a run folder: its newest valid checkpoint, or a Hugging Face folder",
-        ),
-    ],
+    checkpoint: EvaluatedModel,
     tasks: Annotated[str, typer.Option(metavar="NAME,...", help="tasks, groups or tags of lm-eval; * for any text")],
     overrides: Overrides = None,
-    attention: Annotated[
-        EvaluatedAttention,
-        typer.Option(
-            parser=_attention_parser(EvaluatedAttention, "--attention"),
-            metavar="own|full|both",
-            help="own: the stage's attention or, where all its layers are full, the recipe's; full: full in all layers",
-        ),
-    ] = EvaluatedAttention.own,
+    attention: AttentionOption = EvaluatedAttention.own,
     decode: Annotated[
         DecodeAttention,
         typer.Option(
@@ -164,9 +157,7 @@ def lm_eval(
     apply_chat_template: Annotated[
         bool, typer.Option("--apply-chat-template", help="put questions into the tokenizer's chat template")
     ] = False,
-    tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="default: the recipe's, looked for as docs/evaluation.md says")
-    ] = None,
+    tokenizer: TokenizerOption = None,
     output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json")] = None,
 ) -> None:
     """Run tasks of the package lm-eval on one device, with own or full attention on the same weights.
@@ -206,9 +197,7 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="file with the text to continue, exactly as it is; -: stdin")
     ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="default: the recipe's, looked for as docs/evaluation.md says")
-    ] = None,
+    tokenizer: TokenizerOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token")] = 0.8,
     top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens that make up this probability")] = 0.95,

@@ -193,4 +193,9 @@ def _table(means: dict[int, dict[str, float]]) -> list[str]:
     """A line for each layer."""
     names = list(MEANS)
     lines = [f"{'layer':<8}" + "".join(f"{name:>20}" for name in names)]
-    return lines + [f"{layer:<8}" + "".join(f"{one[name]:>20.4f}" for name in names) for layer, one in means.items()]
+    return lines + [f"{layer:<8}" + "".join(_cell(one.get(name)) for name in names) for layer, one in means.items()]
+
+
+def _cell(value: float | None) -> str:
+    """A statistic that not every kind of gate has."""
+    return f"{'–' if value is None else format(value, '.4f'):>20}"

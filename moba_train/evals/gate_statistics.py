@@ -54,18 +54,20 @@ class GateStatistics:
         if not rows:
             return {}
         selections = self.sums["selections"]
-        return {
+        means = {
             "mass_recall": self.sums["mass_recall"] / rows,
             "block_recall": self.sums["block_recall"] / rows,
             "output_error": self.sums["output_error"] / rows,
             "mass_entropy": self.sums["mass_entropy"] / rows,
             "first_block_share": self.sums["first_block"] / rows,
-            "margin": self.sums["margin"] / rows,
-            "gate_entropy": self.sums["gate_entropy"] / rows,
             "head_diversity": self.sums["distinct"] / selections,
             "load_imbalance": self.sums["load_imbalance"] / self.sums["heads"],
             "never_selected": self.sums["never_selected"] / self.sums["heads"],
         }
+        if scored := self.sums.get("scored", 0.0):
+            means["margin"] = self.sums["margin"] / scored
+            means["gate_entropy"] = self.sums["gate_entropy"] / scored
+        return means
 
 
 MEANS = {
@@ -92,6 +94,7 @@ SUMS = (
     "output_error",
     "mass_entropy",
     "first_block",
+    "scored",
     "margin",
     "gate_entropy",
     "distinct",
@@ -220,6 +223,7 @@ def _add_gates(found: GateStatistics, choice: _Choice, scores: Tensor | None) ->
     highest_Hm = gates_HmN.masked_fill(selected_HmN | ~candidate_mN, -torch.inf).amax(-1)
     weights_HmN = gates_HmN.masked_fill(~candidate_mN, -torch.inf).softmax(-1)
     found.add(
+        scored=gates_HmN.shape[0] * gates_HmN.shape[1],
         margin=(lowest_Hm - highest_Hm).double().sum(),
         gate_entropy=_relative_entropy(weights_HmN, candidate_mN).sum(),
     )
@@ -241,7 +245,6 @@ def _add_selection(found: GateStatistics, choice: _Choice, kv_heads: int) -> Non
     found.add(
         rows=heads * rows,
         selections=heads * rows * count,
-        heads=0,
         first_block=(choice.selected_HmC == choice.first_m[:, None]).any(-1).sum(),
         distinct=distinct_KmN.sum(),
     )

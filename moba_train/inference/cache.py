@@ -4,7 +4,8 @@ Shape suffixes: T queries of this call, R rows of the cache, H query heads, K ke
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from typing import Literal, get_args
 
@@ -108,13 +109,11 @@ class CachedAttention:
         """Append the new keys and values, and attend from the new queries. Returns out [T, H, D] and lse [H, T]."""
         plan = self._plan
         stored = self._append(k_TKD, v_TKD, attention)
+        cached = CachedKeys(stored.k_RKD, stored.v_RKD, plan.ranges(), plan.layout, None)
         if plan.prompt is None and self._decode == "full":
-            attention = FullAttention(FullAttention.Options(), q_THD.shape[-1])
-        else:
-            self._summarize(stored, attention)
-        cached = CachedKeys(
-            stored.k_RKD, stored.v_RKD, plan.ranges(), plan.layout, self._packed_summaries(stored, attention)
-        )
+            return _full_attention(q_THD.shape[-1]).decode(q_THD, cached)
+        self._summarize(stored, attention)
+        cached = replace(cached, summaries=self._packed_summaries(stored, attention))
         if plan.prompt is None:
             return attention.decode(q_THD, cached)
         selection = attention.select(q_THD, cached.summaries, plan.layout)
@@ -181,3 +180,8 @@ class CachedAttention:
         Each sequence has a row more than it needs, which stays zero.
         """
         return [0, *accumulate(capacity // alignment + 2 for capacity in self._plan.capacities)]
+
+
+@cache
+def _full_attention(head_dim: int) -> FullAttention:
+    return FullAttention(FullAttention.Options(), head_dim)

@@ -125,6 +125,16 @@ def test_where_every_block_is_attended_to_there_is_nothing_to_measure() -> None:
     assert gate_statistics(q, k, v, moba(3), layout).means() == {}
 
 
+def test_an_attention_whose_blocks_have_no_score_has_no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors(80, 2, 1)
+    layout = packed_layout([80]).part((TokenRange(60, 80),), None)
+    with_scores = gate_statistics(q[60:], k, v, moba(2), layout).means()
+    monkeypatch.setattr(MobaAttention, "block_scores", lambda *_: None)
+    without = gate_statistics(q[60:], k, v, moba(2), layout).means()
+    assert {"margin", "gate_entropy"} == with_scores.keys() - without.keys()
+    assert without == {name: with_scores[name] for name in without}
+
+
 def test_sums_of_parts_are_the_sums_of_all() -> None:
     q, k, v = tensors(96, 4, 2)
     whole = packed_layout([96])
