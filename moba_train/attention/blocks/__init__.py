@@ -1,6 +1,7 @@
 """Attention to selected blocks: what every block-sparse kind is built on. A selector says which blocks.
 
 attention     `BlockAttention`: takes selected block ids from any selector, and attends
+given         `GivenBlocks`: as a `LocalAttention`, for kinds that select outside of it
 geometry      which tokens are in which block
 available     whether the Triton kernels can run
 backends      which of these a call gets:
