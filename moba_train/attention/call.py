@@ -37,6 +37,13 @@ class AttentionCall:
             observer.selected(self.attention, selection, self.layout)
         return selection
 
+    def given_selection(self, selected_HTC: Tensor, q_THD: Tensor, k_SKD: Tensor) -> Selection:
+        """`LocalAttention.given_selection` for the layout's queries."""
+        selection = self.attention.given_selection(selected_HTC, q_THD, k_SKD, self.layout)
+        for observer in self.observers:
+            observer.selected(self.attention, selection, self.layout)
+        return selection
+
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor) -> Selection:
         """`LocalAttention.empty_selection`: shapes and dtypes of what `select` returns. Not observed."""
         return self.attention.empty_selection(q_THD, k_SKD, self.layout)

@@ -10,17 +10,49 @@ Shape suffixes: T packed tokens of this rank, D hidden size, H query heads, K ke
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from moba_train.attention.protocol import Layout, LocalAttention
+from moba_train.attention.shard import Shard
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
-Engine = Callable[[Tensor, Tensor, Tensor, LocalAttention, Layout], tuple[Tensor, Tensor]]
-"""Runs a LocalAttention on q [T, H, d], k and v [T, K, d]; returns out [T, H, d] and lse [H, T]."""
+EngineCall = Callable[[Tensor, Tensor, Tensor, LocalAttention, Layout], tuple[Tensor, Tensor]]
+
+
+class Engine(Protocol):
+    """Runs the attention of layers: on one device, over all ranks of context parallelism, or against a cache."""
+
+    def __call__(
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, attention: LocalAttention, layout: Layout, /
+    ) -> tuple[Tensor, Tensor]:
+        """(out [T, H, d], lse [H, T]) of q [T, H, d] over k and v [T, K, d]."""
+        ...
+
+    def shard(self, layout: Layout, /) -> Shard:
+        """What this engine gives a layer of a packed sequence."""
+        ...
+
+
+class WrappedEngine:
+    """An engine whose calls go through a function, which sees them; its shards are those of the engine itself."""
+
+    def __init__(self, engine: Engine, call: EngineCall) -> None:
+        self._engine = engine
+        self._call = call
+
+    def __call__(
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, attention: LocalAttention, layout: Layout, /
+    ) -> tuple[Tensor, Tensor]:
+        """The function's result."""
+        return self._call(q_THd, k_TKd, v_TKd, attention, layout)
+
+    def shard(self, layout: Layout, /) -> Shard:
+        """The engine's shard."""
+        return self._engine.shard(layout)
 
 
 class LayerInput(NamedTuple):
@@ -38,6 +70,13 @@ class LayerInput(NamedTuple):
     """The layout of the complete packed sequence."""
     engine: Engine
     """Runs local attentions, on one device or over all ranks of context parallelism."""
+    rotate_at: Callable[[Tensor, Tensor], Tensor]
+    """Applies the rotary embedding of given positions, int64 [n], to [n, heads, any even width]."""
+
+    @property
+    def shard(self) -> Shard:
+        """This layer's part of the sequence, for kinds that need more than engine calls (shard.py)."""
+        return self.engine.shard(self.layout)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -30,7 +31,9 @@ from moba_train.attention.protocol import (
     LocalAttention,
     OperatorHandles,
     Selection,
+    TokenRange,
 )
+from moba_train.attention.shard import Shard
 
 Observer = TypeVar("Observer", bound=AttentionObserver)
 
@@ -62,8 +65,20 @@ class OperatorEngine(ABC):
         q_THD, k_SKD, v_SKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_SKD, v_SKD))
         where = (layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total)
         # Continues in `_attention` below, and from there in this engine's `forward`.
-        out_THD, lse_HT, _ = _attention(q_THD, k_SKD, v_SKD, *where, attention.handle, self.handle)
+        out_THD, lse_HT, _ = _attention(q_THD, k_SKD, v_SKD, None, *where, None, attention.handle, self.handle)
         return out_THD, lse_HT
+
+    def shard(self, layout: Layout) -> Shard:
+        """What this engine gives a layer of a packed sequence; `layout`: of the whole sequence."""
+        return OperatorShard(self, layout)
+
+    def all_ranks(self, x: Tensor) -> Tensor:
+        """`x` of all ranks that share a sequence, one after the other, [R * L, ...]; without gradient."""
+        return x
+
+    def sum_shards(self, x_RLx: Tensor) -> Tensor:
+        """The sum over the ranks of what they have for this rank, [L, ...], from [R * L, ...]; without gradient."""
+        return x_RLx
 
     @contextmanager
     def observe(self, observer: Observer) -> Iterator[Observer]:
@@ -125,22 +140,84 @@ def _on_the_tensors_device(q: Tensor) -> Iterator[None]:
         yield
 
 
+class OperatorShard:
+    """The shard of one device: the whole packed sequence. Context parallelism overrides what communicates
+    (parallel/context/shard.py). A `Shard`."""
+
+    attends_to_all = False
+
+    def __init__(self, engine: OperatorEngine, layout: Layout) -> None:
+        self._engine = engine
+        self.layout = layout
+
+    def own(self, x_Lx: Tensor) -> Tensor:
+        """All rows."""
+        return x_Lx
+
+    def padded(self, x_nx: Tensor) -> Tensor:
+        """All rows."""
+        return x_nx
+
+    def gather(self, name: str, x_nx: Tensor) -> Tensor:
+        """The rows themselves: they are all there are."""
+        return x_nx
+
+    def all_ranks(self, x: Tensor) -> Tensor:
+        """`x` [R, ...] of the one rank there is."""
+        return x.unsqueeze(0)
+
+    def attend(
+        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(out [n, H, D], lse [H, n]) by the operators, on this device alone."""
+        if not len(q_nHD):  # a rank without tokens; its gradients must reach the others all the same
+            return q_nHD + (k_TKD[:0].sum() + v_TKD[:0].sum()), q_nHD.new_empty((q_nHD.shape[1], 0))
+        q_nHD, k_TKD, v_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_nHD, k_TKD, v_TKD))
+        layout = self.layout
+        ranges = ((0, layout.total),) if layout.q_ranges is None else layout.q_ranges
+        where = (layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total)
+        numbers = [token for token_range in ranges for token in token_range]
+        out_nHD, lse_Hn, _ = _attention(
+            q_nHD, k_TKD, v_TKD, selected_HnC, *where, numbers, attention.handle, self._engine.handle
+        )
+        return out_nHD, lse_Hn
+
+
+def _part(layout: Layout, q_ranges: Sequence[int]) -> Layout:
+    """The layout of the queries in these ranges, given as start, stop, start, stop, ..., and of all keys."""
+    ranges = tuple(TokenRange(*pair) for pair in zip(q_ranges[::2], q_ranges[1::2], strict=True))
+    return layout if ranges == (TokenRange(0, layout.total),) else layout.part(ranges, None)
+
+
 @torch.library.custom_op("moba_train::attention", mutates_args=())
 def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    selected: Tensor | None,
     cu_seqlens: Tensor,
     cu_seqlens_cpu: Tensor | None,
     max_seqlen: int,
     total: int,
+    q_ranges: Sequence[int] | None,
     attention: str,
     engine: str,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The engine's attention to the sequence; with `q_ranges`, that of these queries to all keys, on this device."""
     with _on_the_tensors_device(q):
         layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
         running = ENGINES[engine]  # continues in its `forward`: attention/local.py or parallel/context/engine.py
-        out, lse, selection = running.forward(q, k, v, running.call(ATTENTIONS[attention], layout))
+        call = running.call(ATTENTIONS[attention], layout)
+        if q_ranges is None:
+            out, lse, selection = running.forward(q, k, v, call)
+        else:
+            call = replace(call, layout=_part(layout, q_ranges))
+            if selected is None:
+                selection = call.select(q, replace(call, layout=layout).summarize(k))
+            else:
+                # An operator's result must not be its argument.
+                selection = call.given_selection(selected.clone(), q, k)
+            out, lse = call.attend(q, k, v, selection)
         return out.contiguous(), lse.contiguous(), list(selection)
 
 
@@ -149,16 +226,24 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    selected: Tensor | None,
     cu_seqlens: Tensor,
     cu_seqlens_cpu: Tensor | None,
     max_seqlen: int,
     total: int,
+    q_ranges: Sequence[int] | None,
     attention: str,
     engine: str,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     layout = Layout(cu_seqlens, max_seqlen, total, cu_seqlens_cpu=cu_seqlens_cpu)
+    call = AttentionCall(ATTENTIONS[attention], layout)
     # Shapes alone, for torch.compile's tracing: continues in the engine's `empty_selection`, in the same two files.
-    selection = ENGINES[engine].empty_selection(q, k, AttentionCall(ATTENTIONS[attention], layout))
+    if q_ranges is None:
+        selection = ENGINES[engine].empty_selection(q, k, call)
+    elif selected is None:
+        selection = call.attention.empty_selection(q, k, _part(layout, q_ranges))
+    else:
+        selection = call.attention.empty_given_selection(selected, q, k, _part(layout, q_ranges))
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype), list(selection)
 
@@ -176,6 +261,7 @@ def _attention_backward(
     cu_seqlens_cpu: Tensor | None,
     max_seqlen: int,
     total: int,
+    q_ranges: Sequence[int] | None,
     attention: str,
     engine: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,7 +269,11 @@ def _attention_backward(
         layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
         running = ENGINES[engine]  # continues in its `backward`: attention/local.py or parallel/context/engine.py
         call = running.call(ATTENTIONS[attention], layout)
-        dq, dk, dv = running.backward(BackwardState(dout, q, k, v, out, lse), tuple(selection), call)
+        state = BackwardState(dout, q, k, v, out, lse)
+        if q_ranges is None:
+            dq, dk, dv = running.backward(state, tuple(selection), call)
+        else:
+            dq, dk, dv = replace(call, layout=_part(layout, q_ranges)).attend_backward(state, tuple(selection))
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -193,7 +283,7 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    q, k, v, cu_seqlens, cu_seqlens_cpu, *rest = inputs
+    q, k, v, _selected, cu_seqlens, cu_seqlens_cpu, *rest = inputs
     out, lse, selection = output
     ctx.mark_non_differentiable(lse, *selection)
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *selection)
@@ -206,7 +296,7 @@ def _gradients(ctx: Any, dout: Tensor, *_others: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *selection = ctx.saved_tensors
     where = (cu_seqlens, cu_seqlens_cpu, *ctx.rest)  # ends with the handles, by which the operator below goes on
     grads = _attention_backward(dout.contiguous(), q, k, v, out, lse, list(selection), *where)
-    return (*grads, *[None] * len(where))
+    return (*grads, None, *[None] * len(where))
 
 
 def _no_second_derivative(ctx: Any, *_grads: Any) -> None:
@@ -215,6 +305,44 @@ def _no_second_derivative(ctx: Any, *_grads: Any) -> None:
 
 _attention.register_autograd(_gradients, setup_context=_save_for_backward)
 _attention_backward.register_autograd(_no_second_derivative)
+
+
+@torch.library.custom_op("moba_train::all_ranks", mutates_args=())
+def all_ranks(x: Tensor, ranks: int, engine: str) -> Tensor:
+    """`x` [L, ...] of all ranks of an engine, [R * L, ...]; its derivative is `_sum_shards`, and the reverse."""
+    return ENGINES[engine].all_ranks(x.contiguous()).clone()
+
+
+@torch.library.custom_op("moba_train::sum_shards", mutates_args=())
+def _sum_shards(x: Tensor, ranks: int, engine: str) -> Tensor:
+    return ENGINES[engine].sum_shards(x.contiguous()).clone()
+
+
+@all_ranks.register_fake
+def _(x: Tensor, ranks: int, engine: str) -> Tensor:
+    return x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+
+
+@_sum_shards.register_fake
+def _(x: Tensor, ranks: int, engine: str) -> Tensor:
+    return x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
+
+
+def _keep_engine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.ranks, ctx.engine = inputs
+    ctx.kept_alive = ENGINES[ctx.engine]
+
+
+def _sum_of_all(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _sum_shards(grad, ctx.ranks, ctx.engine), None, None
+
+
+def _all_of_the_sum(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return all_ranks(grad, ctx.ranks, ctx.engine), None, None
+
+
+all_ranks.register_autograd(_sum_of_all, setup_context=_keep_engine)
+_sum_shards.register_autograd(_all_of_the_sum, setup_context=_keep_engine)
 
 SAVED_OPERATORS = (torch.ops.moba_train.attention.default,)
 """Operators whose results activation checkpointing should keep: attention, with its selection."""

@@ -232,6 +232,12 @@ class LocalAttention(Protocol):
     """Whether a query's work grows with its position, so that equal ranges of a sequence are unequal work."""
     scale: float
     """Factor on the scores."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of the blocks that `selected_blocks` and `block_scores` count."""
+        return self.alignment
+
     handle: str = ""
     """Names this object in the arguments of torch operators (operators.py)."""
 
@@ -255,6 +261,17 @@ class LocalAttention(Protocol):
         """Decide, for each query, what it attends to, given all summaries."""
         ...
 
+    def given_selection(self, selected_HTC: Tensor, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """The selection of history blocks that the caller selected, int32 [H, T, C] as `selected_blocks` gives them.
+
+        For attentions that do not select by themselves (blocks/given.py).
+        """
+        raise TypeError(f"{type(self).__name__} selects by itself: no blocks can be given")
+
+    def empty_given_selection(self, selected_HTC: Tensor, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """Tensors of the shapes and dtypes of `given_selection`'s result, contents undefined."""
+        raise TypeError(f"{type(self).__name__} selects by itself: no blocks can be given")
+
     def describe_selection(self, selection: Selection, layout: Layout) -> dict[str, float]:
         """Routing statistics of a selection for the layout's queries; {} without any.
 
@@ -267,7 +284,7 @@ class LocalAttention(Protocol):
         return self.selected_blocks(self.select(q_THD, summaries, layout))
 
     def selected_blocks(self, selection: Selection) -> Tensor | None:
-        """The history blocks, of `alignment` tokens, that each query attends to besides its own: int32 [H, T, C], ids
+        """The history blocks, of `block_size` tokens, that each query attends to besides its own: int32 [H, T, C], ids
         as in blocks/geometry.py, ascending, -1 behind. None: every query attends to its complete history."""
         return None
 

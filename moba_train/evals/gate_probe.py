@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moba_train.attention.kind import Engine
+from moba_train.attention.kind import Engine, WrappedEngine
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, joined_ranges
 from moba_train.config.schema import RunConfig
@@ -125,7 +125,7 @@ def _probing(model: Transformer, layers: Any, look: Callable[..., None], shard: 
             look(layer, q_LHD, k_LKD, v_LKD, attention, layout)
             return engine(q_LHD, k_LKD, v_LKD, attention, layout)
 
-        return run
+        return WrappedEngine(engine, run)
 
     model.set_engines([probed(layer) if layer in layers else engine for layer in range(model.config.layers)])
     try:

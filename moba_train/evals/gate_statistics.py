@@ -115,7 +115,7 @@ def gate_statistics(
     selected_HnC = attention.select_blocks(q_nHD, summaries, layout)
     if selected_HnC is None or summaries is None:
         return found
-    size = attention.alignment
+    size = attention.block_size
     first_n = first_blocks(layout.cu_seqlens, size)[layout.q_documents]
     own_n = block_ids(layout.q_tokens, layout.q_documents, layout, size)
     rows_m = (own_n - first_n > selected_HnC.shape[2]).nonzero().flatten()

@@ -44,7 +44,7 @@ class SelectedBlocks(AttentionObserver):
             return
         queries_n, sources_n = self._queries_n[here_n], self._sources_n[here_n]
         own_n, block_n = (
-            block_ids(tokens_n, layout.documents(tokens_n), layout, attention.alignment)
+            block_ids(tokens_n, layout.documents(tokens_n), layout, attention.block_size)
             for tokens_n in (queries_n, sources_n)
         )
         selected_Hn = (selected_HTC[:, row_n[here_n]] == block_n[None, :, None]).any(-1) | (own_n == block_n)

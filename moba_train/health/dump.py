@@ -9,7 +9,7 @@
                       the step: where the two differ by more than rounding, suspect the machine, not the data
       loss_tokens     how many there are
       max_lse         by layer, the largest log-sum-exp of a query's attention scores: at least its largest logit, at
-                      most that + ln(keys)
+                      most that + ln(keys); null for kinds that do not attend through the engine
       gate            by layer, routing statistics {selected, load_imbalance, entropy, first_block_share, distance}:
                       attention/moba/statistics.py; null where nothing was selected: full attention, or every block.
                       They cover what this rank selected: under context parallelism for its own queries, with ulysses
@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from moba_train.attention.kind import WrappedEngine
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.observer import SelectionRecorder, mean_statistics
 from moba_train.attention.operators import OperatorEngine
@@ -134,7 +135,7 @@ def _rank_entry(model: Transformer, data_shard: DataShard, batches: list[Batch],
         "loss": loss_sum.item() / weight if weight else None,
         "repeated_loss": repeated / weight if weight else None,
         "loss_tokens": sum(batch.loss_tokens for batch in batches),
-        "max_lse": [layer.max_lse.item() for layer in layers],
+        "max_lse": [value if math.isfinite(value := layer.max_lse.item()) else None for layer in layers],
         "gate": [mean_statistics(layer.recorder.statistics) for layer in layers],
         "micro_batches": micro_batches,
     }
@@ -164,7 +165,7 @@ def _observed_layers(model: Transformer, engine: OperatorEngine) -> Iterator[lis
             layer.max_lse = torch.maximum(layer.max_lse, lse_HT.max())
             return out, lse_HT
 
-        return run
+        return WrappedEngine(engine, run)
 
     model.set_engines([observed(layer) for layer in layers])
     try:

@@ -95,7 +95,10 @@ def _layer_table(dump: dict[str, Any]) -> Table:
     """Numbers of each layer: gradient norm, largest max lse of all ranks, and how the selected blocks are spread."""
     norms = dump["gradient_norms"]
     ranks = dump["ranks"]
-    max_lse = [max(lse) for lse in zip(*(rank["max_lse"] for rank in ranks), strict=True)]
+    max_lse = [
+        max((value for value in lse if value is not None), default="")
+        for lse in zip(*(rank["max_lse"] for rank in ranks), strict=True)
+    ]
     gate = [
         mean_statistics(map(_statistics, layer)) or {} for layer in zip(*(rank["gate"] for rank in ranks), strict=True)
     ]

@@ -102,6 +102,7 @@ class CachedAttention:
         self._plan = plan
         self._decode = decode
         self._stored: dict[str, _Stored] = {}
+        self._gathered: dict[str, Tensor] = {}
 
     def __call__(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, layout: Layout
@@ -118,6 +119,10 @@ class CachedAttention:
             return attention.decode(q_THD, cached)
         selection = attention.select(q_THD, cached.summaries, plan.layout)
         return attention.attend(q_THD, cached.packed_keys(), cached.packed_values(), plan.layout, selection)
+
+    def shard(self, layout: Layout) -> "CachedShard":
+        """The new tokens, and what the layer has gathered of all tokens so far."""
+        return CachedShard(self._plan, self._decode, self._gathered)
 
     def _append(self, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention) -> _Stored:
         stored = self._stored.get(attention.handle)
@@ -180,6 +185,52 @@ class CachedAttention:
         Each sequence has a row more than it needs, which stays zero.
         """
         return [0, *accumulate(capacity // alignment + 2 for capacity in self._plan.capacities)]
+
+
+class CachedShard:
+    """The new tokens of the running sequences as a `Shard`: what is gathered are the rows of all their tokens so far.
+
+    Nothing is differentiable.
+    """
+
+    def __init__(self, plan: CachePlan, decode: Decode, gathered: dict[str, Tensor]) -> None:
+        """gathered: rows of the layer's cache by name, extended here."""
+        self.layout = plan.layout
+        self.attends_to_all = plan.prompt is None and decode == "full"
+        self._plan = plan
+        self._gathered = gathered
+
+    def own(self, x_Lx: Tensor) -> Tensor:
+        """All rows: there is no padding."""
+        return x_Lx
+
+    def padded(self, x_nx: Tensor) -> Tensor:
+        """All rows."""
+        return x_nx
+
+    def gather(self, name: str, x_nx: Tensor) -> Tensor:
+        """The rows of all tokens so far: `x_nx` is kept after those of earlier calls."""
+        if name not in self._gathered:
+            self._gathered[name] = x_nx.new_empty((self._plan.rows, *x_nx.shape[1:]))
+        rows_Rx = self._gathered[name]
+        rows_Rx[self._plan.new_rows] = x_nx
+        parts = [rows_Rx[start:stop] for start, stop in self._plan.ranges()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def all_ranks(self, x: Tensor) -> Tensor:
+        """`x` [R, ...] of the one rank there is."""
+        return x.unsqueeze(0)
+
+    def attend(
+        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(out [n, H, D], lse [H, n]) of the new tokens over all tokens so far."""
+        layout = self.layout
+        if selected_HnC is not None:
+            selection = attention.given_selection(selected_HnC, q_nHD, k_TKD, layout)
+        else:
+            selection = attention.select(q_nHD, attention.summarize(k_TKD, layout.part(None, None)), layout)
+        return attention.attend(q_nHD, k_TKD, v_TKD, layout, selection)
 
 
 @cache

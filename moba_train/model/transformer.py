@@ -40,6 +40,7 @@ class Attention(nn.Module):
             self.add_module(name, module)
         self.kind: AttentionKind | None = None
         self.engine: Engine = LOCAL_ENGINE
+        self.rope = config.rope
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
         """The layer's output [T, D] and, for kinds that have one, the auxiliary loss of each token, float32 [T]."""
@@ -49,9 +50,12 @@ class Attention(nn.Module):
         k_TKd = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
         v_TKd = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
         rotate = partial(apply_rope, cos=cos, sin=sin)
-        layer = LayerInput(x_TD, q_THd, k_TKd, v_TKd, rotate, layout, self.engine)
+        layer = LayerInput(x_TD, q_THd, k_TKd, v_TKd, rotate, layout, self.engine, self._rotate_at)
         out_THd, auxiliary_T = self.kind.mix(layer, self._modules.get(self.kind.name))
         return self.o_proj(out_THd.flatten(1)), auxiliary_T
+
+    def _rotate_at(self, x_nHd: Tensor, positions_n: Tensor) -> Tensor:
+        return apply_rope(x_nHd, *rope_cos_sin(positions_n, self.rope, x_nHd.shape[-1]))
 
 
 class FeedForward(nn.Module):
@@ -144,6 +148,8 @@ class Transformer(nn.Module):
     def set_rope(self, rope: RopeConfig) -> None:
         """Set the rotary embedding of all blocks; may change between steps."""
         self.rope = rope
+        for attention in self._attentions():
+            attention.rope = rope
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> tuple[Tensor, list[Tensor | None]]:
         """Normalised residual stream after the last block, [T, D], and the auxiliary losses of each layer, [T]."""

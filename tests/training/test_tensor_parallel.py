@@ -18,6 +18,7 @@ from torch import Tensor
 from trainer_ranks import Ranks, free_port
 
 from moba_train.attention.full.kind import FullKind
+from moba_train.attention.kind import WrappedEngine
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.moba.kind import MobaKind
@@ -92,7 +93,7 @@ def step(model: Transformer, data_shard: DataShard, device: torch.device) -> tup
             selected.append(attention.select(q.detach(), summaries, layout)[0].cpu())
         return LOCAL_ENGINE(q, k, v, attention, layout)
 
-    engines: list[Engine] = [recording] * len(model.blocks)
+    engines: list[Engine] = [WrappedEngine(LOCAL_ENGINE, recording)] * len(model.blocks)
     width = model.config.head_width
     kinds = [
         FullKind(FullKind.Options(backend="reference"), width),

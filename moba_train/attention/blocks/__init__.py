@@ -1,6 +1,8 @@
 """Attention to selected blocks: what every block-sparse kind is built on. A selector says which blocks.
 
 attention     `BlockAttention`: takes selected block ids from any selector, and attends
+given         `GivenBlocks`: as a `LocalAttention`, for kinds that select outside of it
+choose        the blocks with the highest scores, for kinds that score all of them
 geometry      which tokens are in which block
 available     whether the Triton kernels can run
 backends      which of these a call gets:

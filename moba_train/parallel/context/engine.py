@@ -8,10 +8,11 @@ from torch.distributed import ProcessGroup
 
 from moba_train.attention.call import AttentionCall
 from moba_train.attention.operators import OperatorEngine
-from moba_train.attention.protocol import BackwardState, Gradients, Selection
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
 from moba_train.parallel.context.checks import check_heads, check_sizes
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.context.shard import RankShard
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import ShardedCall, Transport
@@ -41,6 +42,18 @@ class ContextParallel(OperatorEngine):
     def sequence(self, total: int) -> SequenceLayout:
         """The layout of a packed sequence of `total` tokens over the ranks."""
         return SequenceLayout.split(total, self.strategy.ranks, self.strategy.layout)
+
+    def shard(self, layout: Layout) -> RankShard:
+        """This rank's part of a packed sequence, for kinds that gather what they need of the other ranks."""
+        return RankShard(self, layout, self.sequence(int(layout.total)), self.rank)
+
+    def all_ranks(self, x: Tensor) -> Tensor:
+        """`x` of all ranks, one after the other in rank order."""
+        return self.transport.gather(x)
+
+    def sum_shards(self, x_RLx: Tensor) -> Tensor:
+        """The sum over the ranks of what they have for this rank, summed in float32 or float64."""
+        return self.transport.sum_shards(x_RLx)
 
     def gather(self, x_LHD: Tensor, total: int) -> Tensor:
         """A whole sequence of `total` tokens, [T, ...], from this rank's shard and those of the others.

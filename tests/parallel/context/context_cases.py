@@ -1,11 +1,11 @@
 """Attention over a sharded sequence compared with one device: inputs, the reference, and ranks that are threads."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import torch
+from thread_ranks import thread_transports
 from torch import Tensor
 
 from moba_train.attention.full import FullAttention
@@ -13,14 +13,9 @@ from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.observer import AttentionObserver
 from moba_train.attention.protocol import BackwardState, Layout, LocalAttention, Selection, packed_layout
-from moba_train.parallel.context.comm import Work
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.parallel.context.transport.allgather import AllGather
-from moba_train.parallel.context.transport.base import Transport
-from moba_train.parallel.context.transport.ring import Ring
-from moba_train.parallel.context.transport.ulysses import Local, Ulysses
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 HEAD_DIM = 8
@@ -130,82 +125,6 @@ def padded_shards(shards: list[Tensor], rows: int) -> Tensor:
 def assert_same(got: list[Tensor], want: list[Tensor], atol: float = 1e-12) -> None:
     for name, a, b in zip(NAMES, got, want, strict=True):
         torch.testing.assert_close(a, b, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
-
-
-class ThreadCommunicator:
-    """A `Communicator` for ranks that are threads of this process."""
-
-    def __init__(self, rank: int, board: "Board") -> None:
-        self.rank = rank
-        self.size = board.size
-        self.board = board
-
-    def _swap(self, call: str, value: object) -> list:
-        return self.board.swap(self.rank, call, value)
-
-    def all_gather(self, *shards: Tensor) -> Work:
-        from_all = self._swap("all_gather", [x.clone() for x in shards])
-        return Work(tuple(torch.cat([theirs[i] for theirs in from_all]) for i in range(len(shards))))
-
-    def all_to_all(self, *parts: Tensor) -> Work:
-        from_all = self._swap("all_to_all", [x.clone().chunk(self.size) for x in parts])
-        return Work(tuple(torch.cat([theirs[i][self.rank] for theirs in from_all]) for i in range(len(parts))))
-
-    def all_to_all_uneven(self, x: Tensor, sent_rows: list[int], received_rows: list[int]) -> Tensor:
-        from_all = self._swap("all_to_all_uneven", x.clone().split(sent_rows))
-        mine = [theirs[self.rank] for theirs in from_all]
-        assert [part.shape[0] for part in mine] == received_rows
-        return torch.cat(mine)
-
-    def all_reduce(self, x: Tensor) -> None:
-        x.copy_(torch.stack(self._swap("all_reduce", x.clone())).sum(0))
-
-    def send_recv(
-        self, sent: Tensor, received: Tensor, distance: int, then: Callable[[], object] | None = None
-    ) -> Work:
-        from_all = self._swap(f"send_recv {distance}", sent.clone())
-        received.copy_(from_all[(self.rank - distance) % self.size])
-        if then is not None:
-            then()
-        return Work((received,))
-
-
-class Board:
-    """Exchanges messages between the threads of one group; all threads must make the same calls."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.slots = [None] * size
-        self.barrier = threading.Barrier(size, timeout=60)
-
-    def swap(self, rank: int, call: str, value: object) -> list:
-        self.slots[rank] = (call, value)
-        self.barrier.wait()
-        from_all = list(self.slots)
-        self.barrier.wait()
-        assert {name for name, _ in from_all} == {call}, f"rank {rank} is at {call}, all: {[n for n, _ in from_all]}"
-        return [message for _, message in from_all]
-
-
-def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board]]:
-    """The transports of all ranks, and the boards that they use."""
-    if strategy.transport == "hierarchical":
-        nodes, places = strategy.ranks // strategy.node_size, strategy.node_size
-        inner, outer = [Board(places) for _ in range(nodes)], [Board(nodes) for _ in range(places)]
-        made = [
-            Ulysses(ThreadCommunicator(rank % places, inner[rank // places]), AllGather(outside, strategy.slices))
-            for rank in range(strategy.ranks)
-            for outside in [ThreadCommunicator(rank // places, outer[rank % places])]
-        ]
-        return made, inner + outer
-    board = Board(strategy.ranks)
-    communicators = [ThreadCommunicator(rank, board) for rank in range(strategy.ranks)]
-    make = {
-        "ring": lambda communicator: Ring(communicator, strategy.ring_depth),
-        "allgather": lambda communicator: AllGather(communicator, strategy.slices),
-        "ulysses": lambda communicator: Ulysses(communicator, Local()),
-    }[strategy.transport]
-    return [make(communicator) for communicator in communicators], [board]
 
 
 def on_threads(strategy: CPStrategy, case: Case, inputs: list[Tensor], *observers: AttentionObserver) -> Result:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from context_cases import (
     Case,
-    ThreadCommunicator,
     assert_same,
     for_the_same_selection,
     on_one_device,
@@ -16,6 +15,7 @@ from context_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_ranks import ThreadCommunicator
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.observer import SelectionRecorder, mean_statistics

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from context_cases import Board, ThreadCommunicator
+from thread_ranks import Board, ThreadCommunicator
 
 from moba_train.parallel.context.costs import predict_cost
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy

@@ -17,7 +17,7 @@ from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.parallel.context.comm import Communicator, Work
 from moba_train.parallel.context.copies import contiguous, copy_into
 from moba_train.parallel.context.summaries import all_summaries
-from moba_train.parallel.context.transport.base import ShardedCall, Transport, padded_lse, sum_dtype
+from moba_train.parallel.context.transport.base import ShardedCall, Transport, padded_lse, sum_dtype, sum_over_ranks
 
 Heads = tuple[slice, slice]
 """A slice of the key/value heads, and the query heads that share them."""
@@ -99,6 +99,10 @@ class AllGather(Transport):
         """One all-gather."""
         (shards_RL,) = self.communicator.all_gather(x_LHD.contiguous()).wait()
         return shards_RL
+
+    def sum_shards(self, x_RLx: Tensor) -> Tensor:
+        """One all-to-all."""
+        return sum_over_ranks(x_RLx, self.communicator)
 
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selections of all slices, one after the other."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moba_train.attention.call import AttentionCall
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
+from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.layout import SequenceLayout
 
 
@@ -61,8 +62,19 @@ class Transport(ABC):
         """The shards of all ranks, [R * L, ...] in rank order, on every rank; not differentiable."""
 
     @abstractmethod
+    def sum_shards(self, x_RLx: Tensor) -> Tensor:
+        """The sum over the ranks of their rows for this rank, [L, ...], from [R * L, ...]; not differentiable."""
+
+    @abstractmethod
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """Tensors shaped like `forward`'s selection, with undefined contents, for tracing by torch.compile."""
+
+
+def sum_over_ranks(x_RLx: Tensor, communicator: Communicator) -> Tensor:
+    """The sum over the ranks of their rows for this rank, [L, ...], by an all-to-all; summed in rank order."""
+    (received_RLx,) = communicator.all_to_all(x_RLx.contiguous()).wait()
+    parts_RLx = received_RLx.unflatten(0, (communicator.size, -1))
+    return parts_RLx.sum(0, dtype=sum_dtype(x_RLx.dtype)).to(x_RLx.dtype)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -13,7 +13,14 @@ from torch import Tensor
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.copies import contiguous
-from moba_train.parallel.context.transport.base import ShardedCall, Transport, padded, padded_lse, sum_dtype
+from moba_train.parallel.context.transport.base import (
+    ShardedCall,
+    Transport,
+    padded,
+    padded_lse,
+    sum_dtype,
+    sum_over_ranks,
+)
 
 
 class Ulysses(Transport):
@@ -49,6 +56,10 @@ class Ulysses(Transport):
         """An all-gather in this group, then one among the groups."""
         (shards_PL,) = self.communicator.all_gather(x_LHD.contiguous()).wait()
         return self.across.gather(shards_PL)
+
+    def sum_shards(self, x_RLx: Tensor) -> Tensor:
+        """The sums among the groups, then one all-to-all in this group."""
+        return sum_over_ranks(self.across.sum_shards(x_RLx), self.communicator)
 
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selection of this rank's heads for all tokens of the group."""
@@ -124,6 +135,10 @@ class Local(Transport):
     def gather(self, x_LHD: Tensor) -> Tensor:
         """The shard itself: it is the complete sequence."""
         return x_LHD
+
+    def sum_shards(self, x_RLx: Tensor) -> Tensor:
+        """The rows themselves: there is one rank."""
+        return x_RLx
 
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selection of the complete sequence."""

@@ -1,0 +1,63 @@
+"""The rows of the packed sequence that a layer is given, and the way to the others.
+
+A kind whose selection has parameters, that convolves, compresses or carries states, is one program for one device, for
+context parallelism and for generation: it computes with its own rows, gathers what it needs of the others, and attends
+from its own queries to all keys. An engine gives it the shard (`kind.Engine`).
+
+Shape suffixes: L rows given to the layer (padding included), n tokens among them, T tokens of the sequence, R ranks,
+H query heads, K key/value heads, D head width, C selected blocks of a query.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from moba_train.attention.protocol import Layout, LocalAttention
+
+
+class Shard(Protocol):
+    """One layer's part of a packed sequence.
+
+    On one device it is the whole sequence; under context parallelism, the rows of this rank; while tokens are
+    generated, the new rows, after those that the cache holds. All ranks must make the same calls in the same order.
+    """
+
+    @property
+    def layout(self) -> Layout:
+        """The sequence, with this layer's tokens as its queries and all tokens so far as its keys."""
+        ...
+
+    @property
+    def attends_to_all(self) -> bool:
+        """Whether tokens are being generated with `decode: full`: then a kind that selects keys attends to all."""
+        ...
+
+    def own(self, x_Lx: Tensor) -> Tensor:
+        """The rows that carry tokens, [n, ...], without padding: in the order of the layout's queries."""
+        ...
+
+    def padded(self, x_nx: Tensor) -> Tensor:
+        """The inverse of `own`: [L, ...], zeros for padding."""
+        ...
+
+    def gather(self, name: str, x_nx: Tensor) -> Tensor:
+        """The rows of all tokens so far, [T, ...], from those of this layer's tokens; differentiable.
+
+        `name` is unique in the layer's kind: while tokens are generated, the rows are kept under it.
+        """
+        ...
+
+    def all_ranks(self, x: Tensor) -> Tensor:
+        """`x` of all ranks that share the sequence, [R, ...], in rank order; differentiable. Shapes must agree."""
+        ...
+
+    def attend(
+        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(out [n, H, D], lse [H, n]) of this layer's tokens over the keys of all tokens so far.
+
+        `selected_HnC`: the history blocks that each query attends to, for an attention that is given them
+        (blocks/given.py); else it summarizes and selects by itself. Differentiable in q, k and v; no gradient passes
+        `lse`.
+        """
+        ...

@@ -1,0 +1,42 @@
+"""One rank's shard of a packed sequence, as a layer's kind sees it (attention/shard.py).
+
+Shape suffixes: L rows of a shard (padding included), n tokens in it, T tokens of the sequence, R ranks.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from moba_train.attention.operators import OperatorEngine, OperatorShard, all_ranks
+from moba_train.attention.protocol import Layout
+from moba_train.parallel.context.layout import SequenceLayout
+
+
+class RankShard(OperatorShard):
+    """The tokens of this rank. Attention runs on this rank alone, over keys that it has gathered."""
+
+    def __init__(self, engine: OperatorEngine, layout: Layout, sequence: SequenceLayout, rank: int) -> None:
+        """`layout`: of the whole packed sequence; `sequence`: how it is shared."""
+        super().__init__(engine, layout.part(sequence.ranges[rank], None))
+        self._sequence = sequence
+        self._tokens = sequence.tokens(rank)
+
+    def own(self, x_Lx: Tensor) -> Tensor:
+        """The rows before the padding."""
+        return x_Lx[: self._tokens]
+
+    def padded(self, x_nx: Tensor) -> Tensor:
+        """Zeros appended up to the rows of a shard."""
+        missing = self._sequence.rows - self._tokens
+        return F.pad(x_nx, (0, 0) * (x_nx.dim() - 1) + (0, missing)) if missing else x_nx
+
+    def gather(self, name: str, x_nx: Tensor) -> Tensor:
+        """The rows of all ranks in the order of the packed sequence, by one all-gather; gradients are sent back to the
+        owners, which sum them in float32 or float64."""
+        return self._sequence.to_packed(self._all_shards(self.padded(x_nx)))
+
+    def all_ranks(self, x: Tensor) -> Tensor:
+        """`x` of all ranks, [R, ...], by one all-gather."""
+        return self._all_shards(x.unsqueeze(0))
+
+    def _all_shards(self, x_Lx: Tensor) -> Tensor:
+        return all_ranks(x_Lx, self._sequence.ranks, self._engine.handle)

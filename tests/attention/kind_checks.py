@@ -1,0 +1,237 @@
+"""Checks that every attention kind of a layer must pass, whatever it computes: ranks, documents, decoding.
+
+A kind's own test file calls them with its options and compares one device with its oracle by itself.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from thread_ranks import thread_transports
+from torch import Tensor, nn
+
+from moba_train.attention.kind import AttentionKind, Engine, LayerInput
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.protocol import Layout, packed_layout
+from moba_train.attention.registry import KINDS
+from moba_train.config.model import ModelConfig
+from moba_train.inference.cache import CachedAttention, CachePlan, Decode
+from moba_train.model.build import initialize_weights
+from moba_train.model.rope import apply_rope, rope_cos_sin
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.strategy import CPStrategy
+
+MODEL = ModelConfig(
+    vocab_size=50, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, head_dim=8, init_std=0.3
+)
+
+
+@dataclass
+class Layer:
+    """One layer's kind, parameters and inputs, all float64 with gradient."""
+
+    kind: AttentionKind
+    parameters: nn.Module | None
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: Layout
+    model: ModelConfig = MODEL
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each token in its document."""
+        return self.layout.positions(self.layout.q_tokens, self.layout.q_documents)
+
+    def inputs(self) -> list[Tensor]:
+        """x, q, k, v."""
+        return [self.x, self.q, self.k, self.v]
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """The kind's parameters by name."""
+        return dict(self.parameters.named_parameters()) if self.parameters is not None else {}
+
+
+def make_layer(
+    name: str, options: dict[str, Any], lengths: list[int], *, model: ModelConfig = MODEL, layer: int = 0, seed: int = 0
+) -> Layer:
+    """A layer of the kind `name` over documents of these lengths, with random inputs and parameters."""
+    chosen = KINDS[name].Options(**options)
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    parameters = KINDS[name].parameters(chosen, model, layer)
+    if parameters is not None:
+        parameters = parameters.double()
+        with torch.no_grad():
+            for parameter in parameters.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
+    tokens = sum(lengths)
+    width = model.head_width
+    return Layer(
+        KINDS[name](chosen, width),
+        parameters,
+        random(tokens, model.hidden_size),
+        random(tokens, model.heads, width),
+        random(tokens, model.kv_heads, width),
+        random(tokens, model.kv_heads, width),
+        packed_layout(lengths),
+        model,
+    )
+
+
+def run_layer(layer: Layer, engine: Engine = LOCAL_ENGINE, positions: Tensor | None = None) -> list[Tensor]:
+    """The layer's output and, if its kind has one, the auxiliary loss of each token."""
+    positions = layer.positions if positions is None else positions
+    rope = partial(rope_cos_sin, config=layer.model.rope)
+    cos, sin = rope(positions, head_dim=layer.model.head_width)
+    inputs = LayerInput(
+        *layer.inputs(),
+        partial(apply_rope, cos=cos, sin=sin),
+        layer.layout,
+        engine,
+        lambda x, at: apply_rope(x, *rope(at, head_dim=x.shape[-1])),
+    )
+    out, auxiliary = layer.kind.mix(inputs, layer.parameters)
+    return [out] if auxiliary is None else [out, auxiliary]
+
+
+Results = tuple[list[Tensor], list[Tensor], dict[str, Tensor]]
+"""Outputs, gradients of x, q, k and v, gradients of the parameters by name."""
+
+
+def results(layer: Layer, run: Callable[[Layer], list[Tensor]] = run_layer) -> Results:
+    """The outputs of `run(layer)`, the gradients of x, q, k, v, and those of the parameters, for fixed weights of the
+    outputs. Inputs without influence have zeros."""
+    outputs = run(layer)
+    inputs, parameters = layer.inputs(), layer.named_parameters()
+    leaves = [*inputs, *parameters.values()]
+    grads = torch.autograd.grad(weighted_sum(outputs), leaves, allow_unused=True)
+    filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
+    return (
+        [x.detach() for x in outputs],
+        filled[: len(inputs)],
+        dict(zip(parameters, filled[len(inputs) :], strict=True)),
+    )
+
+
+def weighted_sum(outputs: list[Tensor]) -> Tensor:
+    """The sum of all outputs with weights that depend on the place alone."""
+    return torch.stack([(x * torch.arange(x.numel()).view_as(x).cos()).sum() for x in outputs]).sum()
+
+
+STRATEGIES = [
+    CPStrategy(2, "allgather", "zigzag", 2),
+    CPStrategy(4, "allgather", "contiguous", 4),
+    CPStrategy(2, "ulysses", "contiguous", 2),
+    CPStrategy(4, "ring", "zigzag", 4),
+]
+
+
+def assert_ranks_equal_one_device(layer: Layer, strategy: CPStrategy, atol: float = 1e-11) -> None:
+    """Output, auxiliary loss and every gradient of ranks (threads) that share the sequence are those of one device."""
+    want_outputs, want_inputs, want_parameters = results(layer)
+    transports, boards = thread_transports(strategy)
+    engines = [ContextParallel(strategy, transport) for transport in transports]
+    sequence = engines[0].sequence(layer.layout.total)
+    places = [torch.arange(x.numel()).view_as(x).cos() for x in want_outputs]
+
+    def rank(engine: ContextParallel) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        try:
+            leaves = [sequence.shard(x.detach(), engine.rank).requires_grad_() for x in layer.inputs()]
+            own = Layer(layer.kind, copy.deepcopy(layer.parameters), *leaves, layer.layout, layer.model)
+            outputs = run_layer(own, engine, sequence.shard(layer.positions, engine.rank))
+            weights = [sequence.shard(weight, engine.rank) for weight in places]
+            total = torch.stack([(x * weight).sum() for x, weight in zip(outputs, weights, strict=True)]).sum()
+            parameters = list(own.named_parameters().values())
+            grads = torch.autograd.grad(total, [*leaves, *parameters], allow_unused=True)
+            both = zip([*leaves, *parameters], grads, strict=True)
+            filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in both]
+            return [x.detach() for x in outputs], filled[:4], filled[4:]
+        except BaseException:
+            for board in boards:
+                board.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(strategy.ranks) as pool:
+        futures = [pool.submit(rank, engine) for engine in engines]
+    errors = [future.exception() for future in futures if future.exception()]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    by_rank = [future.result() for future in futures]
+
+    def packed(shards: Iterable[Tensor]) -> Tensor:
+        return sequence.to_packed(torch.cat(list(shards)))
+
+    for index, want in enumerate(want_outputs):
+        got = packed(outputs[index] for outputs, _, _ in by_rank)
+        torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=lambda text, i=index: f"output {i}: {text}")
+    for name, index, want in zip("xqkv", range(4), want_inputs, strict=True):
+        got = packed(grads[index] for _, grads, _ in by_rank)
+        torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=lambda text, n=name: f"gradient of {n}: {text}")
+    for index, (name, want) in enumerate(want_parameters.items()):
+        got = torch.stack([parameters[index] for _, _, parameters in by_rank]).sum(0)
+        torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=lambda text, n=name: f"gradient of {n}: {text}")
+
+
+def assert_documents_are_independent(
+    name: str, options: dict[str, Any], lengths: list[int], atol: float = 1e-12
+) -> None:
+    """A packed sequence gives each document what it gives alone."""
+    layer = make_layer(name, options, lengths)
+    (out, *_), _, _ = results(layer)
+    first = 0
+    for length in lengths:
+        rows = slice(first, first + length)
+        first += length
+        if not length:
+            continue
+        alone = [x.detach()[rows].requires_grad_() for x in layer.inputs()]
+        own = Layer(layer.kind, layer.parameters, *alone, packed_layout([length]), layer.model)
+        torch.testing.assert_close(run_layer(own)[0], out[rows], rtol=0, atol=1e-12)
+
+
+def small_model(name: str, options: dict[str, Any], model: ModelConfig = MODEL) -> Transformer:
+    """A float64 model whose layers are all of this kind."""
+    chosen = KINDS[name].Options(**options)
+    modules = [KINDS[name].parameters(chosen, model, layer) for layer in range(model.layers)]
+    transformer = Transformer(model, [{name: module} if module is not None else {} for module in modules]).double()
+    initialize_weights(transformer, seed=1)
+    kind = KINDS[name](chosen, model.head_width)
+    transformer.set_attention([kind] * model.layers)
+    return transformer
+
+
+@torch.no_grad()
+def assert_decodes_like_training(
+    name: str, options: dict[str, Any], *, prompts: tuple[int, ...] = (13, 5), steps: int = 9, decode: Decode = "own"
+) -> None:
+    """Logits of prompts read in parts and of tokens decoded in a batch are those of one pass over each text."""
+    model = small_model(name, options)
+    generator = torch.Generator().manual_seed(3)
+    texts = [torch.randint(0, 50, (prompt + steps,), generator=generator) for prompt in prompts]
+    want = [model(text, torch.arange(len(text)), packed_layout([len(text)])) for text in texts]
+    plan = CachePlan([len(text) for text in texts], torch.device("cpu"))
+    model.set_engines([CachedAttention(plan, decode) for _ in model.blocks])
+    for sequence, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
+        cut = prompt // 2
+        for part in (slice(0, cut), slice(cut, prompt)):
+            plan.read(sequence, part.stop - part.start)
+            got = model(text[part], torch.arange(part.start, part.stop), plan.layout)
+            torch.testing.assert_close(got, want[sequence][part], rtol=0, atol=1e-10)
+    for step in range(steps):
+        plan.decode(range(len(texts)))
+        at = [prompt + step for prompt in prompts]
+        tokens = torch.stack([text[place] for text, place in zip(texts, at, strict=True)])
+        got = model(tokens, torch.tensor(at), plan.layout)
+        expected = torch.stack([logits[place] for logits, place in zip(want, at, strict=True)])
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10, msg=lambda text, s=step: f"step {s}: {text}")

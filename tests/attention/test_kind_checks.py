@@ -1,0 +1,128 @@
+"""The checks of kind_checks.py on a kind that gathers and is given its blocks, and on the kinds with engine calls."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from kind_checks import (
+    STRATEGIES,
+    assert_decodes_like_training,
+    assert_documents_are_independent,
+    assert_ranks_equal_one_device,
+    make_layer,
+    results,
+    run_layer,
+)
+from torch import Tensor, nn
+
+from moba_train.attention import registry
+from moba_train.attention.blocks.geometry import block_ids, first_blocks
+from moba_train.attention.blocks.given import GivenBlocks
+from moba_train.attention.kind import AttentionKind, LayerInput
+from moba_train.config import attention as attention_config
+from moba_train.config.base import Section
+from moba_train.config.model import ModelConfig
+
+LENGTHS = [12, 0, 1, 27]
+
+
+class FirstBlocks(AttentionKind):
+    """Own block and the document's first one, over keys that a matrix has mixed: gathers, and gives its blocks."""
+
+    name = "first"
+
+    class Options(Section):
+        """No options."""
+
+    def __init__(self, options: Section, head_dim: int) -> None:
+        super().__init__(options, head_dim)
+        self.blocks = GivenBlocks(4, head_dim, "reference", "attention.first.backend")
+        self.attentions = ()
+
+    @classmethod
+    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
+        return nn.Linear(model.head_width, model.head_width, bias=False)
+
+    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+        assert parameters is not None
+        shard = layer.shard
+        q = shard.own(layer.rotate(layer.q_THd))
+        k = shard.gather("k", parameters(shard.own(layer.rotate(layer.k_TKd))))
+        v = shard.gather("v", shard.own(layer.v_TKd))
+        layout = shard.layout
+        own = block_ids(layout.q_tokens, layout.q_documents, layout, 4)
+        first = first_blocks(layout.cu_seqlens, 4)[layout.q_documents]
+        selected = torch.where(first < own, first, -1).int().expand(q.shape[1], -1).unsqueeze(-1)
+        out, _ = shard.attend(q, k, v, self.blocks, selected)
+        return shard.padded(out), None
+
+    def attended_pairs(self, lengths: Sequence[int]) -> float:
+        raise NotImplementedError
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    registry.register(FirstBlocks)
+    yield
+    del registry.KINDS["first"], attention_config._KIND_OPTIONS["first"]
+
+
+CASES = [("first", {}), ("moba", {"block_size": 4, "topk": 3}), ("full", {})]
+each = pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
+
+
+@each
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_ranks_that_share_a_sequence(name, options, strategy):
+    assert_ranks_equal_one_device(make_layer(name, options, LENGTHS), strategy)
+
+
+def test_ranks_without_tokens():
+    for strategy in STRATEGIES:
+        assert_ranks_equal_one_device(make_layer("first", {}, [9]), strategy)  # 3, 3, 3 and none
+
+
+@each
+def test_packed_documents(name, options):
+    assert_documents_are_independent(name, options, LENGTHS)
+
+
+@each
+def test_decoding(name, options):
+    assert_decodes_like_training(name, options)
+
+
+def test_what_is_given_is_what_is_attended_to():
+    """Against a mask in plain softmax."""
+    layer = make_layer("first", {}, LENGTHS)
+
+    def plain(layer):
+        keys = layer.parameters(rotated(layer, layer.k)).repeat_interleave(2, 1)
+        scores = torch.einsum("thd,shd->hts", rotated(layer, layer.q), keys) * 8**-0.5
+        document, position, token = layer.layout.q_documents, layer.positions, torch.arange(40)
+        same = document[:, None] == document[None, :]
+        near = position[:, None] // 4 == position[None, :] // 4
+        seen = same & (token[:, None] >= token[None, :]) & (near | (position[None, :] < 4))
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return [torch.einsum("hts,shd->thd", weights, layer.v.repeat_interleave(2, 1))]
+
+    for got, want in zip(flat(results(layer)), flat(results(layer, plain)), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def rotated(layer, x):
+    from moba_train.model.rope import apply_rope, rope_cos_sin
+
+    return apply_rope(x, *rope_cos_sin(layer.positions, layer.model.rope, 8))
+
+
+def flat(found):
+    outputs, inputs, parameters = found
+    return [*outputs, *inputs, *parameters.values()]
+
+
+def test_compiled_layers_give_equal_numbers():
+    layer = make_layer("first", {}, LENGTHS)
+    compiled = torch.compile(run_layer)
+    for got, want in zip(flat(results(layer, compiled)), flat(results(layer)), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
