@@ -17,6 +17,7 @@ from moba_train.evals import validation_loss
 from moba_train.evals.stage import StageEvaluations
 from moba_train.train import main
 from moba_train.training.checkpoints import RunCheckpoints
+from moba_train.training.evaluations import RunEvaluations
 from moba_train.training.trainer import Trainer
 
 EVALUATED = 6
@@ -106,14 +107,14 @@ def test_a_run_that_dies_around_an_evaluation_has_each_record_once_and_the_same_
             run.train_here()
     assert read_meta(run.newest_checkpoint)["progress"]["step"] == EVALUATED
     evaluations: list[int] = []
-    between_batches = Trainer._between_batches
+    between_batches = RunEvaluations._between_batches
 
-    def noting(self: Trainer) -> None:
-        evaluations.append(self.progress.step)
+    def noting(self: RunEvaluations) -> None:
+        evaluations.append(self._progress.step)
         between_batches(self)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "_between_batches", noting)
+        patched.setattr(RunEvaluations, "_between_batches", noting)
         assert run.train_here() == 0
     assert (EVALUATED in evaluations) == (moment != "in the next step"), "completed evaluations are not run again"
     assert_as_if_undisturbed(run, undisturbed)
@@ -162,6 +163,6 @@ def test_a_finished_run_that_is_started_again_evaluates_nothing(
     run = evaluating(tmp_path / "run", corpora, save_every=6)
     assert run.train_here() == 0
     before = history(run)
-    monkeypatch.setattr(Trainer, "_between_batches", crash)
+    monkeypatch.setattr(RunEvaluations, "_between_batches", crash)
     assert run.train_here() == 0
     assert history(run) == before
