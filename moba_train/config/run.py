@@ -60,10 +60,32 @@ class ParallelConfig(ContextParallelConfig):
     timeout: int = Field(600, ge=1, description="seconds a rank waits for others before it ends the run")
 
 
+class Float8Config(Section):
+    """How linear layers compute with `precision.linear: fp8`."""
+
+    scaling: Literal["tensorwise", "rowwise"] = Field(
+        "tensorwise",
+        description="tensorwise: one scale for a tensor, and weights are gathered in FP8; rowwise: one for each row, "
+        "more exact and slower",
+    )
+    exclude: list[str] = Field(
+        [], description="linear layers that do not, by name with wildcards: blocks.0.*, *.feed_forward.down_proj"
+    )
+    emulate: bool = Field(
+        False, description="round as FP8 does but multiply in the compute dtype: for tests, on any device"
+    )
+
+
 class PrecisionConfig(Section):
     """Master weights and gradient reduction are always float32; this is what the layers compute in."""
 
     compute: Literal["auto", "bf16", "fp32"] = Field("auto", description="auto: bf16 on a GPU, fp32 on a CPU")
+    linear: Literal["auto", "bf16", "fp8"] = Field(
+        "auto",
+        description="what the linear layers of the blocks multiply in; auto: as `compute`; fp8: FP8 by torchao, on "
+        "GPUs that have it; embedding, output projection, norms and attention stay as `compute` says",
+    )
+    fp8: Float8Config = Float8Config()
 
 
 class CheckpointConfig(Section):

@@ -9,11 +9,13 @@ from pathlib import Path
 from moba_train.config.mesh import MeshSizes, divisors, fit_mesh
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import ScheduleConfig
+from moba_train.config.run import PrecisionConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
 from moba_train.convert.initial_weights import initial_problems
 from moba_train.errors import ConfigError
 from moba_train.evals.registry import EVALUATIONS
+from moba_train.parallel.float8 import float8_problem
 from moba_train.parallel.stage_strategy import stage_strategy
 from moba_train.validation.attention import attention_problems
 from moba_train.validation.data import file_problems, length_problems
@@ -44,6 +46,7 @@ def validate(
         *_stage_name_problems(config.stages),
         *_schedule_problems(config),
         *_checkpoint_problems(config),
+        *_precision_problems(config.precision, device),
         *attention_problems(config, device, allow_idle),
         *length_problems(config),
         *tensor_problems(config, ranks_per_node),
@@ -77,6 +80,13 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     elif model.head_width % 2:
         key = "model.head_dim" if model.head_dim is not None else "model.hidden_size / model.heads"
         yield f"{key}: gives heads of width {model.head_width}; allowed: even widths (rotary embedding turns pairs)"
+
+
+def _precision_problems(precision: PrecisionConfig, device: str | None) -> Iterator[str]:
+    if precision.linear == "bf16" and precision.compute == "fp32":
+        yield "precision.linear: given 'bf16' with precision.compute: fp32; allowed: auto or fp8"
+    if precision.linear == "fp8" and (reason := float8_problem(precision, device)):
+        yield f"precision.linear: given 'fp8', which cannot run: {reason}; set auto"
 
 
 def _rope_problems(rope: RopeConfig, path: str, allow_idle: bool) -> Iterator[str]:
