@@ -58,8 +58,8 @@ def render(data: Result) -> str:
     )
     settings = data["settings"]
     shape = (
-        f"Hidden size {settings['hidden_size']}, {settings['heads']} query heads, {settings['kv_heads']} key/value heads "
-        f"of {settings['head_dim']}, {settings['dtype']}; {data['device']}, torch {data['torch']}, commit "
+        f"Hidden size {settings['hidden_size']}, {settings['heads']} query heads, {settings['kv_heads']} key/value "
+        f"heads of {settings['head_dim']}, {settings['dtype']}; {data['device']}, torch {data['torch']}, commit "
         f"{data['commit'][:7]}: `{data['command']}`."
     )
     missing = "\n".join(f"- {reason}" for reason in _reasons(results))
