@@ -75,8 +75,8 @@ def _cell(result: Result | None) -> str:
     times = f"{_number(result['forward_ms']['median'])} / {_number(both['median']) if both else '–'}"
     memory = f"; {result['peak_gib']:.1f}" if result.get("peak_gib") else ""
     ratios = [f"{result[key]:.2f}" for key in ("time_ratio", "memory_ratio") if key in result]
-    compared_with_full = f" ({', '.join(ratios)})" if ratios and result["row"] != FULL else ""
-    return f"{times}{memory}{compared_with_full}{' ✗' if result.get('flags') else ''}"
+    against_full = f" ({', '.join(ratios)})" if ratios else ""
+    return f"{times}{memory}{against_full}{' ✗' if result.get('flags') else ''}"
 
 
 def _parameters(results: Sequence[Result], name: str) -> str:
