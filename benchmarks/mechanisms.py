@@ -131,7 +131,7 @@ class MechanismLayer:
 
     def _record(self, transformer: Transformer, x_TD: Tensor) -> None:
         """Run the block once around a recorder; its inputs become leaves of their own."""
-        (block,) = transformer.blocks
+        block: Any = transformer.blocks[0]
         recorder: Any = _Recorder(self.kind.name)
         block.attention.kind = recorder
         tokens = len(x_TD)
