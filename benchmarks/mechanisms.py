@@ -254,10 +254,13 @@ def measured(
     for tokens in sorted(lengths):
         for row in rows:
             shorter = [before for before in done if before["row"] == row.name]
+            failed = [before["tokens"] for before in shorter if "error" in before]
             expected = max((_call_ms(before) * tokens / before["tokens"] for before in shorter), default=0.0)
             where: Result = {"row": row.name, "kind": row.attention.kind, "tokens": tokens}
             if time.monotonic() > deadline:
                 result = where | {"skipped": "no time left: --budget-seconds"}
+            elif failed:
+                result = where | {"skipped": f"it fails with {failed[0]} tokens"}
             elif expected > LONGEST_MS:
                 result = where | {"skipped": f"a call would take {expected / 1000:.0f} s or more"}
             else:

@@ -78,8 +78,9 @@ def test_rows_that_time_or_memory_do_not_allow_are_left_out(monkeypatch: pytest.
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And more")
 
     monkeypatch.setattr(mechanisms, "MechanismLayer", full_memory)
-    (result,) = measured(rows[:1], [32], TINY, CPU, slow, deadline)
-    assert result["error"] == "out of memory: CUDA out of memory"
+    short, long = measured(rows[:1], [32, 64], TINY, CPU, slow, deadline)
+    assert short["error"] == "out of memory: CUDA out of memory"
+    assert long["skipped"] == "it fails with 32 tokens"
 
 
 def test_the_kind_gets_what_the_models_layer_hands_to_it() -> None:
