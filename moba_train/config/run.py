@@ -7,7 +7,7 @@ from pydantic import Field
 from moba_train.config.base import Section
 from moba_train.config.quantities import Length, TokenBudget
 
-CPTransport = Literal["allgather", "ulysses", "hierarchical", "ring"]
+CPTransport = Literal["allgather", "ulysses", "hierarchical", "ring", "dispatch"]
 """How the ranks of a context-parallel group exchange queries, keys and values (parallel/context/transport)."""
 
 CPLayout = Literal["contiguous", "zigzag"]
@@ -22,7 +22,8 @@ class ContextParallelConfig(Section):
         "auto",
         description="how the ranks exchange queries, keys and values; auto: ulysses inside a node when every rank gets "
         "whole key/value heads, otherwise the transport with the lowest predicted communication time among those whose "
-        "buffers fit in memory",
+        "buffers fit in memory; dispatch: queries travel to the owners of the blocks that they select, for layers whose "
+        "attention selects blocks; never taken by auto",
     )
     cp_layout: Literal["auto"] | CPLayout = Field(
         "auto",
