@@ -28,8 +28,8 @@ class ContextParallelConfig(Section):
     cp_layout: Literal["auto"] | CPLayout = Field(
         "auto",
         description="which tokens each rank holds; contiguous: one part of the sequence; zigzag: two parts, equally "
-        "far from its start and its end, which balances work that grows with position; auto: zigzag for ring and "
-        "allgather, and for hierarchical when a layer of the stage has such work (full attention), otherwise "
+        "far from its start and its end, which balances work that grows with position; auto: zigzag for ring, allgather "
+        "and dispatch, and for hierarchical when a layer of the stage has such work (full attention), otherwise "
         "contiguous",
     )
     cp_ring_depth: int | None = Field(
