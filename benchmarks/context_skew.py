@@ -5,9 +5,9 @@
 Routing: with `sink` all queries select the first blocks, with `uniform` any, with `local` those just before them.
 Busy time is the time of a rank's attention, from the first to the last kernel of every call. Limits: max/mean <= 1.10
 over ranks, and sink/uniform <= 1.15 for the step time. `lockstep` is a negative control: a ring that sends a chunk on
-only after attention to it, so that every step takes as long as its busiest rank. `dispatch` is another: queries travel to
-the owners of keys, so that the owner of the first blocks has all the work under a sink, and the queries of all ranks in
-its memory.
+only after attention to it, so that every step takes as long as its busiest rank. `dispatch` is another: queries travel
+to the owners of keys, so that the owner of the first blocks has all the work under a sink, and the queries of all ranks
+in its memory.
 """
 
 import argparse
@@ -63,9 +63,7 @@ def routed(setting: Setting, routing: str, tokens: int, block_size: int, topk: i
     return [q, k, v, dout]
 
 
-def history_blocks(
-    engine: ContextParallel, attention: MobaAttention, shard: list[Tensor], layout: Layout
-) -> Tensor:
+def history_blocks(engine: ContextParallel, attention: MobaAttention, shard: list[Tensor], layout: Layout) -> Tensor:
     """The history blocks that this rank's queries selected, one number for each query, head and block."""
     q, k, v, _ = shard
     *_, selection = engine.forward(q, k, v, engine.call(attention, layout))

@@ -1,4 +1,4 @@
-"""Attention one unit at a time: what a `LocalAttention` may offer to transports that send queries to the owners of keys.
+"""Attention one unit at a time: what a `LocalAttention` offers to transports that send queries to the owners of keys.
 
 It is part of the contract between attention and context parallelism (protocol.py). Transports call it through
 `UnitCall`, so that observers see every call.
@@ -47,8 +47,10 @@ class UnitAttention(Protocol):
     C selected units, F gathered queries.
     """
 
-    selected: int
-    """Units that a query selects besides its own, at most."""
+    @property
+    def selected(self) -> int:
+        """Units that a query selects besides its own, at most."""
+        ...
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
         """(units,) or (units, weights): int32 [H, T, C], ascending ids of the selected units and -1 behind; float

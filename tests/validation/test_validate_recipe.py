@@ -87,8 +87,8 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
         ),
         (
             ["stages.1.parallel={cp: 2, cp_transport: dispatch}", "stages.1.attention.full_layers=[2,3]"],
-            "stages[1].parallel.cp_transport: given 'dispatch' in stage 'long', which sends queries to the owners of the "
-            "blocks that they select; kind 'full' (layers 2-3) cannot be divided so",
+            "stages[1].parallel.cp_transport: given 'dispatch' in stage 'long', which sends queries to the owners of "
+            "the blocks that they select; kind 'full' (layers 2-3) cannot be divided so",
         ),
         (
             ["parallel={cp: 2, cp_slices: 2}", "stages.1.parallel.cp_transport=dispatch"],
@@ -256,9 +256,7 @@ def test_a_recipe_that_was_trained_with_may_have_options_that_change_nothing(loa
     ],
 )
 def test_dispatch_is_refused_where_no_kernel_could_attend_on_cuda(load, override, text):
-    config = load(
-        "stages.1.parallel={cp: 2, cp_transport: dispatch}", "stages.1.attention.full_layers=none", override
-    )
+    config = load("stages.1.parallel={cp: 2, cp_transport: dispatch}", "stages.1.attention.full_layers=none", override)
     (found,) = problems(config, device="cuda")
     assert found.startswith(f"stages[1].parallel.cp_transport: given 'dispatch' in stage 'long', {text}")
     validate(config, device="cpu")

@@ -108,7 +108,7 @@ def _exchange(
     received: list[_Message],
     communicator: Communicator,
 ) -> Tensor:
-    """The rows of the tokens `wanted`, in their order, from `x`, the rows of the tokens `held`, and from other ranks."""
+    """Rows of the tokens `wanted`, in their order, from `x`, the rows of the tokens `held`, and from other ranks."""
     placed: list[tuple[int, int, Tensor]] = []
     first = 0
     for start, stop in held:
