@@ -13,8 +13,8 @@ SEVERAL_SLICES = 4
 fastest: narrower kernel launches cost more than the overlap saves (benchmarks/results/context-slices-h200.json,
 context-slices-dense-h200.json)."""
 
-NEVER_CHOSEN = "only as configured, because the rank that owns a block which all queries select does all the work"
-"""Why `auto` does not take dispatch."""
+NEVER_CHOSEN = "only as configured: the owner of blocks that all queries select would attend for all of them"
+"""Why `auto` does not take dispatch, whose time depends on what queries select."""
 
 
 def choose_strategy(

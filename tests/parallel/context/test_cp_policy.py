@@ -36,7 +36,7 @@ def test_auto_never_takes_dispatch_and_says_why():
     """Here it would receive nothing at all: no query selects a unit besides its own."""
     strategy, why = auto(AttentionShape(2**17, heads=28, kv_heads=4, head_dim=128, selected_units=0), ranks=8)
     assert strategy.transport == "allgather"
-    assert "dispatch: only as configured, because the rank that owns a block" in why
+    assert "dispatch: only as configured: the owner of blocks" in why
 
 
 def test_what_cannot_be_shared_is_not_taken():

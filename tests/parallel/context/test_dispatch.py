@@ -10,7 +10,8 @@ from torch import Tensor
 from moba_train.attention.blocks import by_unit
 from moba_train.attention.blocks.by_unit import BlocksByUnit
 from moba_train.attention.moba.attention import MobaAttention
-from moba_train.attention.protocol import Layout, Selection
+from moba_train.attention.protocol import Layout, LocalAttention, Selection
+from moba_train.attention.registry import KINDS
 from moba_train.parallel.context.strategy import CPStrategy
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -41,6 +42,26 @@ class Weighted(MobaAttention):
     @property
     def by_unit(self) -> WeightedBlocks:
         return WeightedBlocks(self, self.options.topk - 1)
+
+
+KIND_CASES: dict[str, list[dict[str, object]]] = {
+    "moba": [
+        {"block_size": 4, "topk": 3},
+        {"block_size": 4, "topk": 4, "select": "group", "always": ("current", "first")},
+    ],
+}
+"""Options of every registered kind that is offered by the unit."""
+
+
+@dataclass(frozen=True)
+class KindCase(Case):
+    """A registered kind."""
+
+    kind: str = "moba"
+
+    def attention(self) -> LocalAttention:
+        (attention,) = KINDS[self.kind](KINDS[self.kind].Options(**self.options), self.head_dim).attentions
+        return attention
 
 
 @dataclass(frozen=True)
@@ -80,6 +101,23 @@ def weighted_oracle(case: WeightedCase, inputs: list[Tensor]) -> list[Tensor]:
             rows.append(row)
     out = torch.stack(rows).view(case.total, case.heads, case.head_dim)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]
+
+
+def test_every_kind_that_is_offered_by_the_unit_is_tested_here() -> None:
+    kinds = {name: kind(kind.Options(), 16).attentions for name, kind in KINDS.items()}
+    assert {name for name, some in kinds.items() if some and all(one.by_unit for one in some)} == set(KIND_CASES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(kind, options) for kind, several in KIND_CASES.items() for options in several]
+)
+def test_every_kind_is_joined_as_on_one_device(kind: str, options: dict[str, object]) -> None:
+    """A kind that inherits from another one is not offered by the unit with the other's join."""
+    case = KindCase((21, 0, 1, 18), kind=kind, options=options)
+    inputs = case.inputs()
+    assert_same(
+        on_threads(CPStrategy(3, "dispatch", "zigzag", 3), case, inputs).tensors, on_one_device(case, inputs).tensors
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
