@@ -40,8 +40,9 @@ class UnitAttention(Protocol):
       out = sum of weight * out over the own unit and the selected ones. Ones add the results up; a softmax of gates
       weighs them by their gates. No gradient flows to the weights. `lse` is the log-sum-exp over all keys here, too.
 
-    Whoever holds some of the units joins their results; parts are then joined by online softmax or added up. Keys,
-    values and, for own units, queries are the rows of complete units: those of the layout's `k_ranges`, in their order.
+    The owner of some units joins their results; the parts of several owners are then joined by online softmax or added
+    up. Keys, values and, for own units, queries are the rows of complete units: those of the layout's `k_ranges`, in
+    their order.
 
     Shape suffixes: T queries, U rows of units, H query heads, K key/value heads, D head width, N units of the sequence,
     C selected units, F gathered queries.

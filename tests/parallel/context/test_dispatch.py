@@ -24,14 +24,16 @@ class WeightedBlocks(BlocksByUnit):
         (units_HTC,) = super().select(q_THD, summaries, layout)
         assert isinstance(self.attention, Weighted)
         seen = units_HTC >= 0
+        own = torch.ones(*units_HTC.shape[:2], 1, dtype=torch.float64)
         if self.attention.join == "sum":
-            weights = seen.double()
-        else:
-            scores_HTN = self.attention.block_scores(q_THD, summaries)
-            gates = scores_HTN.gather(2, units_HTC.clamp(min=0).long()).masked_fill(~seen, -torch.inf)
-            weights = torch.cat([torch.ones_like(gates[..., :1]), gates], -1).softmax(-1)[..., 1:]
-        own = torch.ones_like(weights[..., :1]) if self.attention.join == "sum" else 1 - weights.sum(-1, keepdim=True)
-        return units_HTC, torch.cat([own, weights], -1)
+            return units_HTC, torch.cat([own, seen.double()], -1)
+        gates = self.attention.block_scores(q_THD, summaries).gather(2, units_HTC.clamp(min=0).long())
+        return units_HTC, torch.cat([own, gates.masked_fill(~seen, -torch.inf)], -1).softmax(-1)
+
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        (units_HTC,) = super().empty_selection(q_THD, k_SKD, layout)
+        heads, tokens, count = units_HTC.shape
+        return units_HTC, q_THD.new_empty((heads, tokens, 1 + count), dtype=torch.float64)
 
 
 class Weighted(MobaAttention):
@@ -122,11 +124,12 @@ def test_every_kind_is_joined_as_on_one_device(kind: str, options: dict[str, obj
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("join", ["sum", "gate"])
-def test_blocks_with_a_softmax_each_are_added_up_or_weighed(join: str, layout: str) -> None:
-    case = WeightedCase((12, 0, 1, 21), join=join)
+@pytest.mark.parametrize("lengths", [(12, 0, 1, 21), (9,)], ids=["documents", "a rank without tokens"])
+def test_blocks_with_a_softmax_each_are_added_up_or_weighed(lengths: tuple[int, ...], join: str, layout: str) -> None:
+    case = WeightedCase(lengths, join=join)
     inputs = case.inputs()
     want = weighted_oracle(case, inputs)
-    got = on_threads(CPStrategy(3, "dispatch", layout, 3), case, inputs)
+    got = on_threads(CPStrategy(4, "dispatch", layout, 4), case, inputs)
     out, lse, *grads = got.tensors
     moba = on_one_device(Case(case.lengths), inputs)
     assert_same([out, lse, *grads], [want[0], moba.tensors[1], *want[1:]])

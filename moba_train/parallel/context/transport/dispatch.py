@@ -1,17 +1,17 @@
 """Dispatch: queries travel to the ranks that own the keys they attend to, and the results come back.
 
-MoBA's own first way to share a sequence, as its author tells it: every rank's tokens are an expert, and a query is sent
-to the experts that it selects (docs/mechanisms.md). A rank that owns units which all queries select (an attention sink)
-does all the work: `auto` never takes this transport. Keys and values never travel, except to complete the units that
-straddle shards (units.py), and their gradients are summed where they are, in float32.
+MoBA began with this transport: the tokens of a rank are an expert, and a query is sent to the experts that it selects
+(docs/mechanisms.md). The owner of units that all queries select (an attention sink) has all the work, so `auto` never
+takes it. Keys and values do not travel, except to complete the units that straddle shards (units.py), and their
+gradients are summed where they are, in float32.
 
 A query of one head is sent at most once to each rank, with the ids of the units that it selected there; the owner
 attends to them, joins the results, and sends one back. The query's rank joins those of all owners with that of its own
 unit. Key/value heads go one after the other, so that the rows which a rank receives, all queries in the worst case, are
 those of one head. The backward pass sends the queries again, with the gradients and results that belong to them.
 
-Sizes of messages depend on the selection: in both passes every rank waits for the device to know what it sends, tells
-the others, and waits for what they send. No communication overlaps attention.
+Sizes of messages depend on the selection: in both passes every rank waits for its device, which counts what it sends,
+and exchanges these counts with the others. No communication overlaps attention.
 
 Shape suffixes as in base.py; U rows of a rank's own units, N units, C selected units of a query, G query heads of a
 key/value head, E queries that a rank sends, F queries that it receives, R ranks.
@@ -38,8 +38,8 @@ from moba_train.parallel.context.units import owned_units, rows_of_own_units, ro
 class Dispatch(Transport):
     """Sends queries to the owners of keys; see the top of this file.
 
-    An attention that is not offered by the unit is gathered (`AllGather`): evaluations compare a model with full
-    attention. Layers that train so are refused before the start (checks.py).
+    Keys are gathered (`AllGather`) for an attention that is not offered by the unit: evaluations compare a model with
+    full attention. Layers with such an attention are refused before training starts (validation/recipe.py).
     """
 
     def __init__(self, communicator: Communicator) -> None:
