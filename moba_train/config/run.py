@@ -7,7 +7,7 @@ from pydantic import Field
 from moba_train.config.base import Section
 from moba_train.config.quantities import Length, TokenBudget
 
-CPTransport = Literal["allgather", "ulysses", "hierarchical", "ring"]
+CPTransport = Literal["allgather", "ulysses", "hierarchical", "ring", "dispatch"]
 """How the ranks of a context-parallel group exchange queries, keys and values (parallel/context/transport)."""
 
 CPLayout = Literal["contiguous", "zigzag"]
@@ -22,14 +22,15 @@ class ContextParallelConfig(Section):
         "auto",
         description="how the ranks exchange queries, keys and values; auto: ulysses inside a node when every rank gets "
         "whole key/value heads, otherwise the transport with the lowest predicted communication time among those whose "
-        "buffers fit in memory",
+        "buffers fit in memory; dispatch, which auto never takes: queries travel to the owners of the blocks that they "
+        "select; all layers must select blocks",
     )
     cp_layout: Literal["auto"] | CPLayout = Field(
         "auto",
         description="which tokens each rank holds; contiguous: one part of the sequence; zigzag: two parts, equally "
-        "far from its start and its end, which balances work that grows with position; auto: zigzag for ring and "
-        "allgather, and for hierarchical when a layer of the stage has such work (full attention), otherwise "
-        "contiguous",
+        "far from its start and its end, which balances work that grows with position; auto: zigzag for ring, "
+        "allgather and dispatch, and for hierarchical when a layer of the stage has such work (full attention), "
+        "otherwise contiguous",
     )
     cp_ring_depth: int | None = Field(
         None, ge=2, description="ring only: number of buffers for key/value chunks; null: one for each rank"
