@@ -2,7 +2,7 @@
 
 With A the probabilities of a row and g = dL/dA = dout . v, masking key j scales the others by 1 / (1 - A_j). So the
 loss changes by E_j = A_j / (1 - A_j) (sum_n A_n g_n - g_j), and by -A_j g_j where j is the row's only key (Fu et al.
-2024, arXiv:2406.14909, section 4.1).
+2024, arXiv:2406.14909).
 
 Shape suffixes: T tokens of a document, t a chunk of its queries, s keys, H query heads, K key/value heads, G = H / K,
 D head width, N blocks of the document, C rules.
