@@ -44,8 +44,7 @@ class SpanAttention(LocalAttention):
             2048, description="tokens of a span: one number, or a list with one for each query head"
         )
         beta: Share | tuple[Share, ...] = Field(
-            0.0,
-            description="share of the document's tokens so far that a span has besides alpha, alike or for each head",
+            0.0, description="share of the document's tokens so far that is added to a span: one number, or a list"
         )
         sink_tokens: int = Field(64, ge=0, description="tokens at a document's start that all of it attends to")
         block_size: Length = Field(
