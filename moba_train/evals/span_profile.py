@@ -5,7 +5,7 @@ Shape suffixes: L lengths of documents, Y layers, H query heads, X heads of all 
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -150,8 +150,10 @@ def _influences(model: Transformer, see: Callable[[int, Tensor], None], block_si
             q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, layout: Layout
         ) -> tuple[Tensor, Tensor]:
             def look(dout_THD: Tensor) -> None:
-                sizes = {"scale": attention.scale, "block_size": block_size}
-                see(layer, block_influence(q_THD.detach(), k_TKD.detach(), v_TKD.detach(), dout_THD, **sizes))
+                see(
+                    layer,
+                    block_influence(q_THD, k_TKD, v_TKD, dout_THD, scale=attention.scale, block_size=block_size),
+                )
 
             out_THD, lse_HT = LOCAL_ENGINE(q_THD, k_TKD, v_TKD, attention, layout)
             out_THD.register_hook(look)
@@ -213,11 +215,11 @@ def fragment(
         "  overrides:",
     ]
     for layer, rules in enumerate(by_layer):
-        spans = {"alpha": [rule.alpha for rule in rules], "beta": [rule.beta for rule in rules]}
-        lines.append(f"    {layer}: {_flow(spans)}")
+        alpha, beta = [rule.alpha for rule in rules], [rule.beta for rule in rules]
+        lines.append(f"    {layer}: {_flow({'alpha': alpha, 'beta': beta})}")
     return "\n".join(lines) + "\n"
 
 
-def _flow(values: dict[str, int] | dict[str, list[int] | list[float]]) -> str:
+def _flow(values: Mapping[str, object]) -> str:
     """A mapping in YAML's flow style."""
     return "{" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in values.items()) + "}"

@@ -25,7 +25,7 @@ from moba_train.config.base import Section
 from moba_train.config.quantities import Length
 
 _IDS_BYTES = 2**26
-"""Block ids in memory at once, or as much as q has, whichever is more."""
+"""Block ids and their lists in memory at once, or half of what q has, whichever is more."""
 
 Tokens = Annotated[int, Strict()]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -124,13 +124,15 @@ class SpanAttention(LocalAttention):
         return out_THD, lse_HT
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
-        """(dq, dk, dv) of `attend`; those of keys and values are summed over the calls in float32 or float64."""
+        """(dq, dk, dv) of `attend`; what several calls add to dk and dv is summed in float32 or float64."""
         groups = self._head_groups(state.q, state.k, layout)
         if len(groups) == 1:
             attention, chosen = self._local(groups[0], state.q, layout)
             return attention.attend_backward(state, layout, chosen)
         dq_THD = torch.empty(state.q.shape, dtype=state.q.dtype, device=state.q.device)
-        dk_SKD, dv_SKD = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (state.k, state.v))
+        several = sum(len(some.kv_heads) for some in groups) > state.k.shape[1]
+        wide = accumulation_dtype(state.k.dtype) if several else state.k.dtype
+        dk_SKD, dv_SKD = (torch.zeros_like(x, dtype=wide) for x in (state.k, state.v))
         for some in groups:
             part = some.part(state)
             attention, chosen = self._local(some, part.q, layout)
@@ -145,7 +147,7 @@ class SpanAttention(LocalAttention):
         rules = self.rules * heads if self.options.heads is None else self.rules
         if len(rules) != heads:
             raise ValueError(f"attention.moa.alpha: given spans of {len(rules)} heads, but the layer has {heads}")
-        most = max(q_THD.numel() * q_THD.element_size(), _IDS_BYTES)
+        most = max(q_THD.numel() * q_THD.element_size() // 2, _IDS_BYTES)
         groups: list[_HeadGroup] = []
         for group in _head_groups(rules, k_SKD.shape[1]):
             selected = group.spans.most_history(layout.max_seqlen) if group.spans.block_size else 0

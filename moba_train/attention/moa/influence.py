@@ -31,6 +31,7 @@ def block_influence(
     blocks = -(-tokens // block_size)
     k_TKD, v_TKD = k_TKD.to(dtype), v_TKD.to(dtype)
     token_T = torch.arange(tokens, device=q_THD.device)
+    block_N1 = torch.arange(blocks, device=q_THD.device).unsqueeze(1)
     found_HNN = torch.zeros(heads, blocks, blocks, dtype=dtype, device=q_THD.device)
     for rows in query_chunks(tokens, heads * tokens, q_THD.device):
         keys = slice(0, rows.stop)
@@ -40,7 +41,8 @@ def block_influence(
         if rows.start == 0:
             influence_Hts[:, 0, 0] = -(dout_THD[0].to(dtype) * _for_query_heads(v_TKD[0], heads)).sum(-1)
         influence_HtN = F.pad(influence_Hts, (0, blocks * block_size - rows.stop)).unflatten(-1, (blocks, -1)).sum(-1)
-        found_HNN.index_add_(1, token_T[rows] // block_size, influence_HtN)
+        within_Nt = (token_T[rows] // block_size == block_N1).to(dtype)  # not index_add_, whose order varies on a GPU
+        found_HNN += within_Nt @ influence_HtN
     return found_HNN
 
 
