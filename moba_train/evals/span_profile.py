@@ -76,6 +76,10 @@ def profile_spans(saved: SavedRun, options: ProfileOptions, echo: Callable[[str]
                 f"--lengths: given {samples.seq_len}, but no document of the held-out text is longer; give shorter "
                 "--lengths, or --data with longer documents"
             )
+        if len(samples) < options.samples:
+            logger.warning(
+                "The held-out text has only %d samples of %d tokens inside one document", len(samples), samples.seq_len
+            )
     model = load_on_this_machine(saved)
     masked_LYHC = measure(model, data, rules, options.block_size)
     chosen_X = choose_spans(masked_LYHC.flatten(1, 2), density_LC, options.budget)
