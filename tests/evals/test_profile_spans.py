@@ -158,10 +158,15 @@ def test_spans_of_another_model_are_refused(tmp_path: Path):
     spans = tmp_path / "spans.yaml"
     assert profile(spans, "--lengths", "32,64")[0] == 0
     model = yaml.safe_load(RECIPE)["model"]
-    with pytest.raises(ConfigError, match=r"alpha: given spans of 4 heads in layer.*but the model has 2 query heads"):
+    with pytest.raises(
+        ConfigError,
+        match=r"1 problem.*\n.*alpha: given spans of 4 heads in layers 0-1, but the model has 2 query heads",
+    ):
         validate(load_config(continued(tmp_path, spans, model={**model, "heads": 2})))
     with pytest.raises(ConfigError, match=r"overrides: layer ids \[1\] do not exist; the model has layers 0 to 0"):
         validate(load_config(continued(tmp_path, spans, model={**model, "layers": 1})))
+    with pytest.raises(ConfigError, match=r"1 problem.*\n  - stages\[0\]\.parallel\.tp: given 2, .* in layers 0-1 has"):
+        validate(load_config(continued(tmp_path, spans, parallel={"tp": 2})))
     stages = [{"name": "long", "seq_len": 128, "tokens": 128}]
     with pytest.raises(ConfigError, match=r"max_length: given 64 in layer.*128 tokens; allowed: at least seq_len"):
         validate(load_config(continued(tmp_path, spans, stages=stages, batch_tokens=128)))
