@@ -87,7 +87,7 @@ def profile_spans(saved: SavedRun, options: ProfileOptions, echo: Callable[[str]
     for line in table(masked_LYHC, density_LC, chosen_YH, rules, lengths, options.budget):
         echo(line)
     by_layer = [[rules[candidate] for candidate in layer] for layer in chosen_YH.tolist()]
-    source = f"{saved.config.name}, {saved.path.name}"
+    source = ", ".join(dict.fromkeys([saved.config.name, saved.path.name]))
     write_atomically(options.output, fragment(by_layer, source, lengths, options, max_length))
     echo(f"written: {options.output}; a recipe uses it with `extends: [RECIPE, {options.output.name}]`")
 
