@@ -120,6 +120,14 @@ def test_ranks_that_share_a_sequence(options, strategy):
     assert_ranks_equal_one_device(make_layer("moa", options, LENGTHS), strategy)
 
 
+@pytest.mark.parametrize("lengths", [[0, 0], [1]])
+def test_documents_of_hardly_any_tokens(lengths):
+    layer = make_layer("moa", MIXED | {"alpha": (4, -(10**18), 10**18, 0), "backend": "reference"}, lengths)
+    (out, *_), (_, _, _, dv), _ = results(layer)
+    torch.testing.assert_close(out, layer.v.detach().repeat_interleave(2, 1))
+    assert dv.shape == layer.v.shape
+
+
 def test_ranks_without_tokens():
     for strategy in STRATEGIES:
         assert_ranks_equal_one_device(make_layer("moa", MIXED, [9]), strategy)

@@ -40,6 +40,7 @@ class SpanRule:
     def fitted(cls, alpha: int, beta: float, *, block_size: int, sink_tokens: int, max_length: int) -> "SpanRule":
         """The rule whose blocks are `block_size` tokens, or 4, 16, ... times as long where the span of a document of
         `max_length` tokens would have more than 32 blocks. It has no blocks where that span holds the document."""
+        alpha = max(alpha, -max_length)  # no span at all, either way
         longest = alpha * _UNITS + round(beta * _UNITS) * max_length
         if longest >= max_length * _UNITS:
             return cls(alpha, beta, 0, 0)
