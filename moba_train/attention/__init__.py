@@ -16,4 +16,5 @@ varlen     kernels for attention inside many segments at once, from several libr
 blocks     attention to selected blocks, for any selector
 full       full attention: dense, causal
 moba       Mixture of Block Attention: a gate that selects blocks
+moa        Mixture of Attention spans: a window of its own for each head
 """

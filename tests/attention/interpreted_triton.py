@@ -16,6 +16,7 @@ from moba_train.attention.blocks.triton import attention, call, long_blocks, pac
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes, work_ranges
 from moba_train.attention.decoding import CachedKeys, kernel, last_tokens
+from moba_train.attention.moa.attention import SpanAttention
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.triton import select
 from moba_train.attention.protocol import BackwardState, Layout, TokenRange, packed_layout
@@ -276,3 +277,16 @@ def test_decoding_equals_the_reference(select, block_size, monkeypatch):
     ):
         for a, b in zip(got, want, strict=True):
             assert error(a, b) < 2e-6, name
+
+
+def test_spans_of_heads_with_blocks_of_several_sizes():
+    """The kind `moa`: heads that share keys, with blocks of 64 and 256 tokens, and one with full attention."""
+    options = {"alpha": (64, -200, 0), "beta": (0.0, 0.6, 1.0), "max_length": 6000}
+    tensors, layout = inputs([300, 20], 3, 1, 64, torch.float32, "cpu"), layout_of([300, 20], "cpu")
+    ours, reference = (
+        SpanAttention(SpanAttention.Options(backend=backend, **options), 64) for backend in ("triton", "reference")
+    )
+    assert [rule.block_size for rule in ours.rules] == [64, 256, 0]
+    got, want = (run(attention, tensors, layout)[0] for attention in (ours, reference))
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert error(a, b.double()) < 2e-6, name

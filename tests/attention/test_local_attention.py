@@ -17,6 +17,7 @@ CASES = [
     pytest.param("full", {}, id="full"),
     pytest.param("moba", {"block_size": 4, "topk": 3}, id="moba"),
     pytest.param("moba", {"block_size": 4, "topk": 3, "select": "group", "always": ("current", "first")}, id="group"),
+    pytest.param("moa", {"alpha": 5, "beta": 0.25, "sink_tokens": 3, "block_size": 4, "max_length": 256}, id="moa"),
 ]
 HEAD_DIM, LENGTHS = 8, [12, 0, 1, 27]
 TOKENS = sum(LENGTHS)
