@@ -93,7 +93,7 @@ class CachedAttention:
     """Engine of one layer while sequences are generated; holds the keys and values of all their tokens so far.
 
     Prompts are read with the layer's own attention, in parts of any size. New tokens attend to the cache with full
-    attention or with the layer's own attention. An attention's summaries (MoBA: the mean key of a block) are computed
+    attention, where an attention can be replaced by it, or with the layer's own attention. An attention's summaries (MoBA: the mean key of a block) are computed
     once, when their unit is complete.
     """
 
@@ -111,7 +111,7 @@ class CachedAttention:
         plan = self._plan
         stored = self._append(k_TKD, v_TKD, attention)
         cached = CachedKeys(stored.k_RKD, stored.v_RKD, plan.ranges(), plan.layout, None)
-        if plan.prompt is None and self._decode == "full":
+        if plan.prompt is None and self._decode == "full" and attention.decodes_full:
             return _full_attention(q_THD.shape[-1]).decode(q_THD, cached)
         self._summarize(stored, attention)
         cached = replace(cached, summaries=self._packed_summaries(stored, attention))

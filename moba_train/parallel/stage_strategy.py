@@ -20,6 +20,7 @@ def stage_attention_shape(config: RunConfig, stage: Stage, element_bytes: int = 
         head_dim=model.head_width,
         element_bytes=element_bytes,
         couples_heads=any(attention.couples_heads for attention in _attentions(config, stage)),
+        merges=all(attention.merges for attention in _attentions(config, stage)),
     )
 
 

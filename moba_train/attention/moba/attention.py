@@ -84,7 +84,10 @@ class MobaAttention(LocalAttention):
 
     work_grows = False  # every query attends to topk blocks; the gate, which does grow, is small
 
-    def __init__(self, options: Section, head_dim: int, softmax_scale: float | None = None) -> None:
+    def __init__(
+        self, options: Section, head_dim: int, softmax_scale: float | None = None, *, section: str = "attention.moba"
+    ) -> None:
+        """`section`: YAML path of the options, for messages."""
         assert isinstance(options, MobaAttention.Options)
         forced = {"current", *options.always}
         if len(forced) > options.topk:
@@ -96,7 +99,7 @@ class MobaAttention(LocalAttention):
         if not 0 < self.scale < math.inf:  # flash kernels find a row's maximum before they scale it
             raise ValueError(f"softmax_scale: {softmax_scale} given, a positive, finite number needed")
         self.dense = FullAttention(FullAttention.Options(), head_dim, self.scale)
-        self.blocks = BlockAttention(options.block_size, self.scale, options.backend, "attention.moba.backend")
+        self.blocks = BlockAttention(options.block_size, self.scale, options.backend, f"{section}.backend")
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
         """The mean key of every block, [blocks, K, D]; zeros for blocks without given keys."""

@@ -17,7 +17,7 @@ class MobaKind(AttentionKind):
 
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        self.attentions = (MobaAttention(options, head_dim),)
+        self.attentions = (self._attention(),)
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
@@ -56,6 +56,9 @@ class MobaKind(AttentionKind):
         if seq_len <= self._topk * self._block_size:
             return 0
         return 2 * 4 * model.heads * (self._topk - 1)
+
+    def _attention(self) -> MobaAttention:
+        return MobaAttention(self.options, self.head_dim, section=f"attention.{self.name}")
 
     @property
     def _block_size(self) -> int:

@@ -1,4 +1,4 @@
-"""What a transport cannot do: numbers of ranks, buffers and heads that it does not support."""
+"""What a transport cannot do: numbers of ranks, buffers, heads and attentions that it does not support."""
 
 from typing import get_args
 
@@ -51,4 +51,18 @@ def check_heads(strategy: CPStrategy, heads: int, kv_heads: int, couples_heads: 
             f"parallel.cp_transport: {transport!r} would split the query heads of {kv_heads} key/value heads among "
             f"{ranks} ranks, but an attention selects blocks for them together (attention.moba.select: group); use "
             f"allgather or ring, or select: head"
+        )
+
+
+def check_merges(strategy: CPStrategy, merges: bool) -> None:
+    """Raises ValueError, naming the YAML key, when the transport attends to some of the keys after the others and the
+    results do not merge.
+
+    `merges`: see `AttentionShape`.
+    """
+    if strategy.transport == "ring" and not merges:
+        raise ValueError(
+            "parallel.cp_transport: 'ring' attends to the keys of one rank after the other, but a layer adds up the "
+            "results of its blocks, which cannot be merged over parts of a block's keys (attention.moba_v1.merge: sum "
+            "or gate, kind moba_v05); use allgather, ulysses or hierarchical"
         )

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from moba_train.attention.call import AttentionCall
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
-from moba_train.parallel.context.checks import check_heads, check_sizes
+from moba_train.parallel.context.checks import check_heads, check_merges, check_sizes
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.shard import RankShard
@@ -92,6 +92,7 @@ class ContextParallel(OperatorEngine):
                 f"q: {q_LHD.shape[0]} rows given, {sequence.rows} needed: this rank's shard of {total} tokens"
             )
         check_heads(self.strategy, q_LHD.shape[1], k_LKD.shape[1], call.attention.couples_heads)
+        check_merges(self.strategy, call.attention.merges)
         return ShardedCall(call, sequence)
 
 

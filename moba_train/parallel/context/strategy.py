@@ -40,6 +40,8 @@ class AttentionShape:
     """Bytes of one number of a query, key or value."""
     couples_heads: bool = False
     """Whether `LocalAttention.couples_heads` holds for any layer."""
+    merges: bool = True
+    """Whether `LocalAttention.merges` holds for all layers."""
 
     @property
     def q_bytes(self) -> int:

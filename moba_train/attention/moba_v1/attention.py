@@ -1,0 +1,85 @@
+"""Attention to the blocks that MoBA's gate selects, a softmax for each, as a LocalAttention.
+
+Shape suffixes: T queries, t a chunk of them, S keys, N blocks, H query heads, K key/value heads, D head width,
+C selected blocks of a query.
+"""
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.blocks.summed import SummedBlocks
+from moba_train.attention.decoding import CachedKeys
+from moba_train.attention.masked import accumulation_dtype, query_chunks
+from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.config.base import Section
+
+NO_TRITON_SUMS = "which has no kernels for sums over blocks; allowed here: auto, composed, reference"
+
+
+class SummedMoba(MobaAttention):
+    """MoBA's gate, with the results of the own block and of the selected ones added up.
+
+    With `gated`, the selected blocks' results are weighted by the softmax of their gates, in the units of attention's
+    scaled scores; the own block, whose mean key would tell of later tokens, has the weight 1. As the selection, the
+    weights carry no gradient. Without `own`, queries do not attend to their own block.
+    """
+
+    merges = False
+    decodes_full = False
+
+    def __init__(
+        self, options: Section, head_dim: int, *, section: str, gated: bool = False, own: bool = True
+    ) -> None:
+        """Raises ValueError for a backend that has no kernels for sums. `section`: YAML path of the options."""
+        super().__init__(options, head_dim, section=section)
+        if self.options.backend == "triton":
+            raise ValueError(f"{section}.backend: 'triton' given, {NO_TRITON_SUMS}")
+        self.sums = SummedBlocks(
+            self.alignment, self.scale, self.options.backend, f"{section}.backend", weighted=gated, own=own
+        )
+
+    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
+        """The selected history blocks, their weights if the gates weigh them, and what the backend makes of them."""
+        assert summaries is not None
+        selected_HTC = self.select_blocks(q_THD, summaries, layout)
+        assert selected_HTC is not None
+        weights_HTW = self.weights(selected_HTC, q_THD, summaries) if self.sums.weighted else None
+        return self.sums.selection(selected_HTC, weights_HTW, q_THD, layout, kv_heads=summaries.shape[1])
+
+    def weights(self, selected_HTC: Tensor, q_THD: Tensor, summaries: Tensor) -> Tensor:
+        """[H, T, 1 + C]: 1 for the own block, then the softmax of the selected blocks' gates; 0 for slots without."""
+        heads, queries, count = selected_HTC.shape
+        weights_HTW = q_THD.new_ones((heads, queries, 1 + count), dtype=accumulation_dtype(q_THD.dtype))
+        if not count:
+            return weights_HTW
+        for rows in query_chunks(queries, heads * summaries.shape[0], q_THD.device):
+            gates_htN = self.block_scores(q_THD[rows], summaries)  # [K, t, N] where a group selects together
+            selected_HtC = selected_HTC[:, rows].long()
+            gates_HtN = gates_htN.repeat_interleave(heads // gates_htN.shape[0], dim=0)
+            found_HtC = gates_HtN.gather(2, selected_HtC.clamp(min=0)).masked_fill_(selected_HtC < 0, -torch.inf)
+            # Queries without history have no gate at all, and a softmax of nothing but -inf is NaN.
+            weights_HTW[:, rows, 1:] = found_HtC.softmax(-1).masked_fill_(selected_HtC < 0, 0.0)
+        return weights_HTW
+
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
+        return self.sums.empty_selection(self._count(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
+
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
+        """(out [T, H, D], lse [H, T]) over the own and the selected blocks, all of whose keys are given."""
+        return self.sums.attend(q_THD, k_SKD, v_SKD, layout, selection)
+
+    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
+        """(dq, dk, dv) of `attend`."""
+        return self.sums.attend_backward(state, layout, selection)
+
+    def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
+        """(out [B, H, D], lse [H, B]) of the newest token of each sequence, as training attends."""
+        return LocalAttention.decode(self, q_BHD, cached)
+
+    def _is_dense(self, layout: Layout) -> bool:
+        """Never: a sum of softmaxes is not full attention, however many blocks are selected."""
+        return False
