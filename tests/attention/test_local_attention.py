@@ -17,6 +17,9 @@ CASES = [
     pytest.param("full", {}, id="full"),
     pytest.param("moba", {"block_size": 4, "topk": 3}, id="moba"),
     pytest.param("moba", {"block_size": 4, "topk": 3, "select": "group", "always": ("current", "first")}, id="group"),
+    pytest.param("moba_v1", {"block_size": 4, "topk": 3}, id="moba_v1"),
+    pytest.param("moba_v1", {"block_size": 4, "topk": 3, "merge": "gate"}, id="moba_v1 gate"),
+    pytest.param("moba_v1", {"block_size": 4, "topk": 3, "merge": "softmax"}, id="moba_v1 softmax"),
 ]
 HEAD_DIM, LENGTHS = 8, [12, 0, 1, 27]
 TOKENS = sum(LENGTHS)
@@ -27,6 +30,11 @@ every_kind = pytest.mark.parametrize(("kind", "options"), CASES)
 def build(kind: str, options: dict) -> LocalAttention:
     (attention,) = KINDS[kind](KINDS[kind].Options(**options), HEAD_DIM).attentions
     return attention
+
+
+every_kind_that_merges = pytest.mark.parametrize(
+    ("kind", "options"), [case for case in CASES if build(*case.values).merges]
+)
 
 
 def part(whole: Layout, rows=None, keys=None) -> Layout:
@@ -116,7 +124,7 @@ def test_a_query_that_sees_none_of_the_given_keys_gives_zero_and_minus_infinity(
         assert torch.equal(grads[0][first_document], torch.zeros_like(q[first_document]))
 
 
-@every_kind
+@every_kind_that_merges
 def test_merged_results_over_disjoint_keys_are_the_result_over_all(kind, options, whole, qkv, device):
     attention = build(kind, options)
     q, k, v = qkv
@@ -128,7 +136,7 @@ def test_merged_results_over_disjoint_keys_are_the_result_over_all(kind, options
     torch.testing.assert_close(merged, (out, lse), rtol=0, atol=1e-13)
 
 
-@every_kind
+@every_kind_that_merges
 def test_gradients_over_disjoint_keys_with_the_merged_results_sum_to_the_whole(kind, options, whole, qkv, device):
     attention = build(kind, options)
     q, k, v = qkv
@@ -170,7 +178,7 @@ def test_queries_may_be_split_as_well(kind, options, whole, qkv, device):
     torch.testing.assert_close((sum_dk, sum_dv), (dk, dv), rtol=0, atol=1e-12)
 
 
-@every_kind
+@every_kind_that_merges
 def test_queries_and_keys_may_both_be_split(kind, options, whole, qkv, device):
     """What a ring does: every shard of queries meets every shard of keys, with one selection for all of them."""
     attention = build(kind, options)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import make_qkv
+from kernel_checks import build_summed, error, inputs, layout_of, run
 from kind_checks import (
     MODEL,
     STRATEGIES,
@@ -148,7 +149,10 @@ def test_a_sum_over_all_blocks_differs_from_full_attention_and_a_softmax_does_no
 
 
 def test_softmax_is_moba_to_the_bit():
-    layers = [make_layer(name, {**SMALL, **extra}, LENGTHS) for name, extra in (("moba", {}), ("moba_v1", {"merge": "softmax"}))]
+    layers = [
+        make_layer(name, {**SMALL, **extra}, LENGTHS)
+        for name, extra in (("moba", {}), ("moba_v1", {"merge": "softmax"}))
+    ]
     moba, v1 = (results(layer) for layer in layers)
     for a, b in zip((*moba[0], *moba[1]), (*v1[0], *v1[1]), strict=True):
         assert torch.equal(a, b)
@@ -202,6 +206,26 @@ def test_decoding(merge, decode):
     assert_decodes_like_training("moba_v1", {**SMALL, "merge": merge}, decode=decode)
 
 
+@pytest.mark.gpu
+@merges
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(64, 4, 4), (128, 8, 2), (80, 4, 2)])
+def test_kernels_on_a_gpu_are_as_exact_as_their_rounding(merge, head_dim, heads, kv_heads, monkeypatch):
+    """`auto` takes the composition; all at once and, with `entries_at_once`, in many parts."""
+    from moba_train.attention.blocks import composed
+
+    lengths = [700, 0, 1, 1500, 300]
+    tensors, layout = inputs(lengths, heads, kv_heads, head_dim, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
+    ours, plain = (build_summed(kind, head_dim, merge, block_size=128, topk=4) for kind in ("auto", "reference"))
+    selection = ours.select(tensors[0], ours.summarize(tensors[1], layout), layout)
+    want, _ = run(plain, [x.double() for x in tensors], layout, selection[: 1 + (merge == "gate")])
+    for limit in (None, 3000):
+        if limit:
+            monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: limit)
+        got, _ = run(ours, tensors, layout, selection)
+        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+            assert error(a, b) < 0.02, (name, limit, float(error(a, b)))
+
+
 def context(**changes):
     values = {"seq_len": 64, "cp": 1, "tp": 1, "deterministic": False, "device": None, "layers": "in layer 0"}
     return StageContext(MODEL, **{**values, **changes})
@@ -225,6 +249,11 @@ def test_the_plan_counts_pairs_as_moba_and_keeps_selections_of_short_documents_t
     gated = KINDS["moba_v1"](KINDS["moba_v1"].Options(**SMALL, merge="gate"), 8)
     assert gated.saved_bytes(MODEL, 12) == 2 * 4 * 4 * 2 + 4 * 4 * 3
     assert v1.export_entry() == {
-        "kind": "moba_v1", "block_size": 4, "topk": 3, "select": "head", "always": ["current"], "merge": "sum"
+        "kind": "moba_v1",
+        "block_size": 4,
+        "topk": 3,
+        "select": "head",
+        "always": ["current"],
+        "merge": "sum",
     }
     assert v1.export_problem(MODEL) == ""

@@ -28,9 +28,7 @@ class SummedMoba(MobaAttention):
     merges = False
     decodes_full = False
 
-    def __init__(
-        self, options: Section, head_dim: int, *, section: str, gated: bool = False, own: bool = True
-    ) -> None:
+    def __init__(self, options: Section, head_dim: int, *, section: str, gated: bool = False, own: bool = True) -> None:
         """Raises ValueError for a backend that has no kernels for sums. `section`: YAML path of the options."""
         super().__init__(options, head_dim, section=section)
         if self.options.backend == "triton":
