@@ -93,8 +93,8 @@ class CachedAttention:
     """Engine of one layer while sequences are generated; holds the keys and values of all their tokens so far.
 
     Prompts are read with the layer's own attention, in parts of any size. New tokens attend to the cache with full
-    attention, where an attention can be replaced by it, or with the layer's own attention. An attention's summaries (MoBA: the mean key of a block) are computed
-    once, when their unit is complete.
+    attention, where it may replace the layer's own, or with that. An attention's summaries (MoBA: the mean key of a
+    block) are computed once, when their unit is complete.
     """
 
     def __init__(self, plan: CachePlan, decode: Decode) -> None:

@@ -46,10 +46,8 @@ class MobaKind(AttentionKind):
         return sum(attended_pairs(length, self._block_size, self._topk) for length in lengths)
 
     def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
-        """Attention to the selected blocks, and the gate: 2 H d for every block before a query, half of a document's
-        blocks on average, forward only, as no gradient passes it (Lu et al. 2025, arXiv:2502.13189, section 2.2)."""
-        gates = sum(length * -(-length // self._block_size) for length in lengths)
-        return super().flops(model, lengths) + model.heads * model.head_width * gates
+        """Attention to the selected blocks, and the gate."""
+        return super().flops(model, lengths) + gate_flops(model, lengths, self._block_size)
 
     def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
         """The selected block ids and their inverse lists, int32 each; none where every block is selected."""
@@ -69,6 +67,13 @@ class MobaKind(AttentionKind):
     def _topk(self) -> int:
         assert isinstance(self.options, MobaAttention.Options)
         return self.options.topk
+
+
+def gate_flops(model: ModelConfig, lengths: Sequence[int], block_size: int) -> float:
+    """Floating-point operations of MoBA's gate: 2 H d for every block before a query, half of a document's blocks on
+    average, forward only, as no gradient passes it (Lu et al. 2025, arXiv:2502.13189, section 2.2)."""
+    gates = sum(length * -(-length // block_size) for length in lengths)
+    return model.heads * model.head_width * gates
 
 
 def attended_pairs(length: int, block_size: int, topk: int) -> float:

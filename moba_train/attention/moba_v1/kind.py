@@ -23,8 +23,8 @@ class MobaV1Kind(MobaKind):
 
         merge: Literal["sum", "gate", "softmax"] = Field(
             "sum",
-            description="how the results of a query's blocks become one; sum: added up; gate: own block plus the mean of "
-            "the others, weighted by the softmax of their gates; softmax: one softmax over all keys, which is moba",
+            description="how the results of a query's blocks become one; sum: added up; gate: own block plus the "
+            "mean of the others, weighted by the softmax of their gates; softmax: one softmax over all keys, which is moba",
         )
 
     @classmethod
