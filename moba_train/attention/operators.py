@@ -162,6 +162,18 @@ class OperatorShard:
         """The rows themselves: they are all there are."""
         return x_nx
 
+    def previous(self, name: str, x_nx: Tensor, count: int) -> list[Tensor]:
+        """Rows of the tokens 1, 2, ... `count` before each, as far as their documents go."""
+        layout = self.layout
+        rows = self._rows_before(x_nx, count)
+        position_n = layout.cached("query positions", lambda: layout.positions(layout.q_tokens, layout.q_documents))
+        shape = (-1,) + (1,) * (x_nx.dim() - 1)
+        return [torch.where((position_n >= distance).view(shape), x, 0) for distance, x in enumerate(rows, start=1)]
+
+    def _rows_before(self, x_nx: Tensor, count: int) -> list[Tensor]:
+        """Rows of the tokens 1, 2, ... `count` before each in the packed sequence, zeros before its first."""
+        return shifted(torch.cat([x_nx.new_zeros(count, *x_nx.shape[1:]), x_nx]), count)
+
     def all_ranks(self, x: Tensor) -> Tensor:
         """`x` [R, ...] of the one rank there is."""
         return x.unsqueeze(0)
@@ -181,6 +193,12 @@ class OperatorShard:
             q_nHD, k_TKD, v_TKD, selected_HnC, *where, numbers, attention.handle, self._engine.handle
         )
         return out_nHD, lse_Hn
+
+
+def shifted(x: Tensor, count: int) -> list[Tensor]:
+    """The rows 1, 2, ... `count` before each row of `x` [count + n, ...] but the first `count`: views, [n, ...]."""
+    rows = len(x) - count
+    return [x[count - distance : count - distance + rows] for distance in range(1, count + 1)]
 
 
 def _part(layout: Layout, q_ranges: Sequence[int]) -> Layout:

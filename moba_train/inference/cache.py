@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moba_train.attention.decoding import CachedKeys, last_tokens
 from moba_train.attention.full import FullAttention
+from moba_train.attention.operators import shifted
 from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, packed_layout
 
 Decode = Literal["full", "own"]
@@ -216,6 +217,20 @@ class CachedShard:
         rows_Rx[self._plan.new_rows] = x_nx
         parts = [rows_Rx[start:stop] for start, stop in self._plan.ranges()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def previous(self, name: str, x_nx: Tensor, count: int) -> list[Tensor]:
+        """Rows of the tokens 1, 2, ... `count` before each; of every sequence, the last `count` are kept."""
+        if name not in self._gathered:
+            self._gathered[name] = x_nx.new_zeros((len(self._plan.capacities), count, *x_nx.shape[1:]))
+        last = self._gathered[name]
+        if self._plan.prompt is not None:
+            rows_x = torch.cat([last[self._plan.prompt], x_nx])
+            last[self._plan.prompt] = rows_x[len(x_nx) :]
+            return shifted(rows_x, count)
+        running = list(self._plan.running)
+        rows_Bcx = torch.cat([last[running], x_nx.unsqueeze(1)], dim=1)
+        last[running] = rows_Bcx[:, 1:]
+        return [rows_Bcx[:, count - distance] for distance in range(1, count + 1)]
 
     def all_ranks(self, x: Tensor) -> Tensor:
         """`x` [R, ...] of the one rank there is."""

@@ -82,6 +82,12 @@ class MobaAttention(LocalAttention):
             "longer than block_size x topk, else triton where it can run, else composed where it can run",
         )
 
+        key_conv: Literal[0, 3, 5] = Field(
+            0,
+            description="tokens of a causal convolution over the keys of a document, one for each channel, with "
+            "parameters of its own: k + silu(convolution of k), before the rotary embedding; 0: none",
+        )
+
     work_grows = False  # every query attends to topk blocks; the gate, which does grow, is small
 
     def __init__(

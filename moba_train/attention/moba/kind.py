@@ -1,10 +1,14 @@
 """The kind `moba`: what a recipe, a plan and an export need to know about Mixture of Block Attention."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
 
 from moba_train.attention.blocks.available import interpreted, triton_block_size, triton_limits
-from moba_train.attention.kind import AttentionKind, StageContext
+from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.convolution import KeyConvolution
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
@@ -41,6 +45,24 @@ class MobaKind(AttentionKind):
         if options.backend == "triton" and reason:
             yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
 
+    @classmethod
+    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module | None:
+        """The convolution over keys, if there is one."""
+        assert isinstance(options, MobaAttention.Options)
+        return KeyConvolution(model.kv_heads * model.head_width, options.key_conv) if options.key_conv else None
+
+    @classmethod
+    def initial_std(cls, parameter: str, std: float) -> float:
+        """Zero: keys are what they were, also where the convolution is inserted into a trained model."""
+        return 0.0
+
+    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+        """One engine call, on keys behind the convolution."""
+        if self._key_conv:
+            assert isinstance(parameters, KeyConvolution)
+            layer = layer._replace(k_TKd=parameters(layer.k_TKd, layer.shard))
+        return super().mix(layer, parameters)
+
     def attended_pairs(self, lengths: Sequence[int]) -> float:
         """Own blocks up to the query, and at most topk - 1 complete blocks before."""
         return sum(attended_pairs(length, self._block_size, self._topk) for length in lengths)
@@ -50,10 +72,19 @@ class MobaKind(AttentionKind):
         return super().flops(model, lengths) + gate_flops(model, lengths, self._block_size)
 
     def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
-        """The selected block ids and their inverse lists, int32 each; none where every block is selected."""
+        """The selected block ids and their inverse lists, int32 each; none where every block is selected. With key_conv
+        and without activation checkpointing, in 16 bits: the keys before it, those of the tokens before, and their sum.
+        """
+        convolved = 2 * model.kv_heads * model.head_width * (self._key_conv + 1) if self._key_conv else 0
         if seq_len <= self._topk * self._block_size:
-            return 0
-        return 2 * 4 * model.heads * (self._topk - 1)
+            return convolved
+        return 2 * 4 * model.heads * (self._topk - 1) + convolved
+
+    def export_entry(self) -> dict[str, Any]:
+        """All options but `key_conv`, whose parameters `export_problem` refuses."""
+        entry = super().export_entry()
+        del entry["key_conv"]
+        return entry
 
     def _attention(self) -> MobaAttention:
         return MobaAttention(self.options, self.head_dim, section=f"attention.{self.name}")
@@ -62,6 +93,11 @@ class MobaKind(AttentionKind):
     def _block_size(self) -> int:
         assert isinstance(self.options, MobaAttention.Options)
         return self.options.block_size
+
+    @property
+    def _key_conv(self) -> int:
+        assert isinstance(self.options, MobaAttention.Options)
+        return self.options.key_conv
 
     @property
     def _topk(self) -> int:

@@ -24,7 +24,7 @@ class MobaV1Kind(MobaKind):
         merge: Literal["sum", "gate", "softmax"] = Field(
             "sum",
             description="how the results of a query's blocks become one; sum: added up; gate: own block plus the "
-            "mean of the others, weighted by the softmax of their gates; softmax: one softmax over all keys, which is moba",
+            "mean of the others, weighted by the softmax of their gates; softmax: one softmax over all keys, as moba",
         )
 
     @classmethod
@@ -38,10 +38,10 @@ class MobaV1Kind(MobaKind):
 
     def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
         """The selected block ids and their inverse lists, int32 each, and the weights by gates, float32."""
-        if self._merge == "softmax":
-            return super().saved_bytes(model, seq_len)
+        if self._merge != "softmax":
+            seq_len = max(seq_len, self._topk * self._block_size + 1)  # short sequences select, too
         weights = 4 * model.heads * self._topk if self._merge == "gate" else 0
-        return 2 * 4 * model.heads * (self._topk - 1) + weights
+        return super().saved_bytes(model, seq_len) + weights
 
     def _attention(self) -> MobaAttention:
         if self._merge == "softmax":
