@@ -1,6 +1,8 @@
 """MoBA's v0.5, self attention inside segments and a sublayer of cross attention: against loops in float64."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +19,12 @@ from kind_checks import (
 )
 from oracle import cut_blocks, history, select_blocks
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention.kind import StageContext
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.observer import AttentionObserver
+from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.attention.protocol import packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.model.build import initialize_weights
@@ -148,16 +154,29 @@ def test_inserted_into_a_trained_model_it_only_takes_history_away():
     assert not cross.q_proj.weight.grad.any()
 
 
-def test_a_compiled_block_gives_equal_numbers():
+def test_compiled_and_recomputed_blocks_give_equal_numbers():
+    """Activation checkpointing keeps both attentions' results."""
     model = small_model("moba_v05", SMALL)
     block = model.blocks[0]
     x, layout = torch.randn(40, 32, dtype=torch.float64, requires_grad=True), packed_layout(LENGTHS)
     rope = rope_cos_sin(layout.positions(layout.q_tokens, layout.q_documents), MODEL.rope, 8)
+    calls = []
+
+    class Count(AttentionObserver):
+        def around(self, function):
+            calls.append(function)
+            return nullcontext()
+
     found = []
-    for forward in (block.forward, torch.compile(block.forward)):
-        out, _ = forward(x, *rope, layout)
-        found.append((out, *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])))
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
+    contexts = partial(create_selective_checkpoint_contexts, list(SAVED_OPERATORS))
+    recomputed = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    for forward in (block.forward, torch.compile(block.forward, backend="aot_eager"), recomputed):
+        with LOCAL_ENGINE.observe(Count()):
+            out, _ = forward(x, *rope, layout)
+            found.append((out, *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-10)
+    assert all(torch.equal(a, b) for a, b in zip(found[2], found[0], strict=True))
+    assert calls.count("attend") == 3 * 2
 
 
 def test_the_plan_counts_its_parameters_pairs_and_operations():

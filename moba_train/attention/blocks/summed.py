@@ -69,8 +69,10 @@ class SummedBlocks:
         """out [T, H, D] and lse [H, T]."""
         selected_HTC, join, lists = self._taken_apart(selection)
         if self._composes(q_THD, layout):
-            sizes = {"block_size": self.block_size, "scale": self.scale}
-            return composed.attend(q_THD, k_SKD, v_SKD, layout, (selected_HTC, *lists), **sizes, join=join)
+            made = selected_HTC, *lists
+            return composed.attend(
+                q_THD, k_SKD, v_SKD, layout, made, block_size=self.block_size, scale=self.scale, join=join
+            )
         out_THD = torch.zeros(q_THD.shape, dtype=accumulation_dtype(q_THD.dtype), device=q_THD.device)
         lse_HT = out_THD.new_full((q_THD.shape[1], q_THD.shape[0]), -torch.inf)
         for mask, weight_HT in self._slots(selected_HTC, join.weights_HTW, layout):
@@ -83,8 +85,10 @@ class SummedBlocks:
         """(dq, dk, dv) of `attend`; computes the results of each block anew."""
         selected_HTC, join, lists = self._taken_apart(selection)
         if self._composes(state.q, layout):
-            sizes = {"block_size": self.block_size, "scale": self.scale}
-            return composed.attend_backward(state, layout, (selected_HTC, *lists), **sizes, join=join)
+            made = selected_HTC, *lists
+            return composed.attend_backward(
+                state, layout, made, block_size=self.block_size, scale=self.scale, join=join
+            )
         _, q_THD, k_SKD, v_SKD, _, _ = state
         sums = [torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q_THD, k_SKD, v_SKD)]
         for mask, weight_HT in self._slots(selected_HTC, join.weights_HTW, layout):
