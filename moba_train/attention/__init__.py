@@ -15,4 +15,6 @@ varlen     kernels for attention inside many segments at once, from several libr
 blocks     attention to selected blocks, for any selector
 full       full attention: dense, causal
 moba       Mixture of Block Attention: a gate that selects blocks
+moba_v1    MoBA's first parallel version: a softmax for each selected block, results added up
+moba_v05   MoBA's serial version: own segment, then a sublayer of cross attention to earlier ones
 """

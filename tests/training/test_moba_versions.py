@@ -74,7 +74,8 @@ def test_its_plan_evaluation_and_export(finished: Run, tmp_path: Path) -> None:
 def test_what_a_stage_cannot_do_is_named(run: Run) -> None:
     with_versions(run, cp=2)
     run.recipe["parallel"]["cp_transport"] = "ring"
-    with pytest.raises(ConfigError, match=r"parallel\.cp_transport: in stage 'long': 'ring' attends .* use allgather, ulysses"):
+    ring = r"parallel\.cp_transport: in stage 'long': 'ring' attends .* use allgather, ulysses"
+    with pytest.raises(ConfigError, match=ring):
         validate(load_config(run.write_recipe()), world_size=2)
     run.recipe["parallel"] = {"tp": 2}
     with pytest.raises(ConfigError, match=r"parallel\.tp: given 2, but kind 'moba_v05'"):
