@@ -247,7 +247,7 @@ def test_the_plan_counts_pairs_as_moba_and_keeps_selections_of_short_documents_t
     assert v1.flops(MODEL, LENGTHS) == moba.flops(MODEL, LENGTHS)
     assert (moba.saved_bytes(MODEL, 12), v1.saved_bytes(MODEL, 12)) == (0, 2 * 4 * 4 * 2)
     gated = KINDS["moba_v1"](KINDS["moba_v1"].Options(**SMALL, merge="gate"), 8)
-    assert gated.saved_bytes(MODEL, 12) == 2 * 4 * 4 * 2 + 4 * 4 * 3
+    assert gated.saved_bytes(MODEL, 12) == 2 * 4 * 4 * 2 + 4 * 4 * 2
     assert v1.export_entry() == {
         "kind": "moba_v1",
         "block_size": 4,

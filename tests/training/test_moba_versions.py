@@ -26,6 +26,7 @@ def with_versions(run: Run, cp: int) -> Run:
     run.recipe["stages"][1]["attention"] = {"full_layers": "none", "overrides": LAYERS}
     run.recipe["parallel"] = {"cp": cp}
     run.recipe["checkpoint"]["keep_last"] = 10
+    run.recipe["evaluation"]["gate_probe"] = {"queries": 16}
     return run
 
 

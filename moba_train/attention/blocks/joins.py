@@ -139,25 +139,24 @@ class WeightedSum:
     The weights carry no gradient. `lse` is the log-sum-exp over all keys here, too, though no result depends on it.
     """
 
-    weights_HTW: Tensor | None
-    """[H, T, 1 + C]: of the own block and of each selected one; None: all are 1."""
+    weights_HTC: Tensor | None
+    """The weight of each selected block, [H, T, C]; None: all are 1, as the own block's always is."""
     own: bool
     """Whether queries attend to their own block at all."""
 
     def attend_own(self, blocks: BlockKernel, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> tuple[Tensor, Tensor]:
-        """(weighted out, lse) over the own blocks; (0, -inf) without any."""
-        if not self.own:
-            tokens, heads, _ = q_THD.shape
-            lse_HT = q_THD.new_full((heads, tokens), -torch.inf, dtype=accumulation_dtype(q_THD.dtype))
-            return torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device), lse_HT
-        out_THD, lse_HT = blocks.attend_own(q_THD, k_SKD, v_SKD)
-        return self._weighted(out_THD, slice(None)), lse_HT
+        """(out, lse) over the own blocks; (0, -inf) without any."""
+        if self.own:
+            return blocks.attend_own(q_THD, k_SKD, v_SKD)
+        tokens, heads, _ = q_THD.shape
+        lse_HT = q_THD.new_full((heads, tokens), -torch.inf, dtype=accumulation_dtype(q_THD.dtype))
+        return torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device), lse_HT
 
     def join(
         self, part: Part, out_THD: Tensor, lse_HT: Tensor, own_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor
     ) -> None:
         """By addition."""
-        part.add(out_THD, self._weighted_entries(part, part_ED))
+        part.add(out_THD, self._weighted(part, part_ED))
         part.add_lse(lse_HT, part_E)
 
     def own_state(
@@ -168,23 +167,15 @@ class WeightedSum:
             return None
         some = state.with_heads(heads, kv_heads)
         out, lse = blocks.attend_own(some.q, some.k, some.v)
-        return some._replace(dout=self._weighted(some.dout, heads), out=out, lse=lse)
+        return some._replace(out=out, lse=lse)
 
     def entries_state(self, blocks: BlockKernel, part: Part, rows: Rows, k: Tensor, v: Tensor) -> BackwardState:
         """The entries' results, computed anew."""
         q = part.gather(rows.q)
         out, lse = blocks.kernel.forward(q, k, v, part.segments, blocks.scale)
-        dout = self._weighted_entries(part, part.gather(rows.dout).squeeze(1)).unsqueeze(1)
+        dout = self._weighted(part, part.gather(rows.dout).squeeze(1)).unsqueeze(1)
         return BackwardState(dout, q, k, v, out, lse)
 
-    def _weighted(self, x_ThD: Tensor, heads: slice) -> Tensor:
-        """Rows times the weights of the own blocks."""
-        if self.weights_HTW is None:
-            return x_ThD
-        return (x_ThD * self.weights_HTW[heads, :, 0].T.unsqueeze(-1)).to(x_ThD.dtype)
-
-    def _weighted_entries(self, part: Part, x_ED: Tensor) -> Tensor:
+    def _weighted(self, part: Part, x_ED: Tensor) -> Tensor:
         """Rows of entries times their weights, in place."""
-        if self.weights_HTW is None:
-            return x_ED
-        return x_ED.mul_(part.by_entry(self.weights_HTW[..., 1:]).unsqueeze(1))
+        return x_ED if self.weights_HTC is None else x_ED.mul_(part.by_entry(self.weights_HTC).unsqueeze(1))

@@ -23,7 +23,7 @@ from moba_train.attention.protocol import BackwardState, Gradients, Layout, Sele
 @dataclass(frozen=True)
 class SummedBlocks:
     """Each query and head attends to its own block, causally, and to selected earlier blocks of its document; each of
-    them has a softmax of its own, and the results are added up, each times its weight.
+    them has a softmax of its own, and the results are added up, those of the selected blocks times their weights.
 
     The selector gives block ids as for `BlockAttention` (attention.py), and the weights where there are any. `lse` is
     the log-sum-exp over all keys.
@@ -42,22 +42,22 @@ class SummedBlocks:
     """Whether queries attend to their own block at all."""
 
     def selection(
-        self, selected_HTC: Tensor, weights_HTW: Tensor | None, q_THD: Tensor, layout: Layout, kv_heads: int
+        self, selected_HTC: Tensor, weights_HTC: Tensor | None, q_THD: Tensor, layout: Layout, kv_heads: int
     ) -> Selection:
         """(selected blocks, weights if there are any, what `composed` keeps with them).
 
-        `weights_HTW`: [H, T, 1 + C], of the own block and of the selected ones, float32 or float64.
+        `weights_HTC`: float32 or float64.
         """
         lists: Selection = ()
         if self._composes(q_THD, layout):
             lists = composed.block_lists(selected_HTC, layout, kv_heads, self.block_size)
-        return (selected_HTC, *([] if weights_HTW is None else [weights_HTW]), *lists)
+        return (selected_HTC, *([] if weights_HTC is None else [weights_HTC]), *lists)
 
     def empty_selection(self, selected: int, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
         """Tensors of the shapes and dtypes of `selection`'s for C = `selected`, contents undefined."""
         shape = q_THD.shape[1], q_THD.shape[0]
         selected_HTC = q_THD.new_empty((*shape, selected), dtype=torch.int32)
-        weights = [q_THD.new_empty((*shape, 1 + selected), dtype=accumulation_dtype(q_THD.dtype))]
+        weights = [selected_HTC.new_empty(selected_HTC.shape, dtype=accumulation_dtype(q_THD.dtype))]
         lists: Selection = ()
         if self._can_compose(q_THD, layout):  # not kept: sizes may be symbolic in torch.compile's tracing
             lists = composed.empty_block_lists(selected_HTC, layout, kv_heads, self.block_size)
@@ -75,7 +75,7 @@ class SummedBlocks:
             )
         out_THD = torch.zeros(q_THD.shape, dtype=accumulation_dtype(q_THD.dtype), device=q_THD.device)
         lse_HT = out_THD.new_full((q_THD.shape[1], q_THD.shape[0]), -torch.inf)
-        for mask, weight_HT in self._slots(selected_HTC, join.weights_HTW, layout):
+        for mask, weight_HT in self._slots(selected_HTC, join.weights_HTC, layout):
             part_THD, part_HT = masked_attend(q_THD, k_SKD, v_SKD, mask, self.scale, prefix=layout.is_whole)
             out_THD += _times(part_THD, weight_HT)
             lse_HT = torch.logaddexp(lse_HT, part_HT)
@@ -91,7 +91,7 @@ class SummedBlocks:
             )
         _, q_THD, k_SKD, v_SKD, _, _ = state
         sums = [torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q_THD, k_SKD, v_SKD)]
-        for mask, weight_HT in self._slots(selected_HTC, join.weights_HTW, layout):
+        for mask, weight_HT in self._slots(selected_HTC, join.weights_HTC, layout):
             out, lse = masked_attend(q_THD, k_SKD, v_SKD, mask, self.scale, prefix=layout.is_whole)
             own = state._replace(dout=_times(state.dout, weight_HT).to(q_THD.dtype), out=out, lse=lse)
             grads = masked_attend_backward(own, mask, self.scale, prefix=layout.is_whole)
@@ -106,13 +106,14 @@ class SummedBlocks:
         return selection[0], WeightedSum(weights, self.own), selection[1 + self.weighted :]
 
     def _slots(
-        self, selected_HTC: Tensor, weights_HTW: Tensor | None, layout: Layout
+        self, selected_HTC: Tensor, weights_HTC: Tensor | None, layout: Layout
     ) -> Iterator[tuple[Mask, Tensor | None]]:
         """The mask and the weight of one block of each query after the other: the own one, then the selected ones."""
-        for slot in range(0 if self.own else 1, 1 + selected_HTC.shape[2]):
-            listed_HTC = selected_HTC[..., :0] if slot == 0 else selected_HTC[..., slot - 1 : slot]
-            mask = selected_mask(listed_HTC, layout, self.block_size, own=slot == 0)
-            yield mask, None if weights_HTW is None else weights_HTW[..., slot]
+        if self.own:
+            yield selected_mask(selected_HTC[..., :0], layout, self.block_size), None
+        for slot in range(selected_HTC.shape[2]):
+            mask = selected_mask(selected_HTC[..., slot : slot + 1], layout, self.block_size, own=False)
+            yield mask, None if weights_HTC is None else weights_HTC[..., slot]
 
     def _composes(self, q_THD: Tensor, layout: Layout) -> bool:
         """Whether composed.py takes the call, and not the plain PyTorch below; kept with the layout."""

@@ -21,8 +21,8 @@ class SummedMoba(MobaAttention):
     """MoBA's gate, with the results of the own block and of the selected ones added up.
 
     With `gated`, the selected blocks' results are weighted by the softmax of their gates, in the units of attention's
-    scaled scores; the own block, whose mean key would tell of later tokens, has the weight 1. As the selection, the
-    weights carry no gradient. Without `own`, queries do not attend to their own block.
+    scaled scores; the own block, whose mean key would tell of later tokens, counts once. As the selection, the weights
+    carry no gradient. Without `own`, queries do not attend to their own block.
     """
 
     merges = False
@@ -42,23 +42,23 @@ class SummedMoba(MobaAttention):
         assert summaries is not None
         selected_HTC = self.select_blocks(q_THD, summaries, layout)
         assert selected_HTC is not None
-        weights_HTW = self.weights(selected_HTC, q_THD, summaries) if self.sums.weighted else None
-        return self.sums.selection(selected_HTC, weights_HTW, q_THD, layout, kv_heads=summaries.shape[1])
+        weights_HTC = self.weights(selected_HTC, q_THD, summaries) if self.sums.weighted else None
+        return self.sums.selection(selected_HTC, weights_HTC, q_THD, layout, kv_heads=summaries.shape[1])
 
     def weights(self, selected_HTC: Tensor, q_THD: Tensor, summaries: Tensor) -> Tensor:
-        """[H, T, 1 + C]: 1 for the own block, then the softmax of the selected blocks' gates; 0 for slots without."""
+        """The softmax of the selected blocks' gates, [H, T, C]; 0 for slots without a block."""
         heads, queries, count = selected_HTC.shape
-        weights_HTW = q_THD.new_ones((heads, queries, 1 + count), dtype=accumulation_dtype(q_THD.dtype))
+        weights_HTC = q_THD.new_zeros((heads, queries, count), dtype=accumulation_dtype(q_THD.dtype))
         if not count:
-            return weights_HTW
+            return weights_HTC
         for rows in query_chunks(queries, heads * summaries.shape[0], q_THD.device):
             gates_htN = self.block_scores(q_THD[rows], summaries)  # [K, t, N] where a group selects together
             selected_HtC = selected_HTC[:, rows].long()
             gates_HtN = gates_htN.repeat_interleave(heads // gates_htN.shape[0], dim=0)
             found_HtC = gates_HtN.gather(2, selected_HtC.clamp(min=0)).masked_fill_(selected_HtC < 0, -torch.inf)
             # Queries without history have no gate at all, and a softmax of nothing but -inf is NaN.
-            weights_HTW[:, rows, 1:] = found_HtC.softmax(-1).masked_fill_(selected_HtC < 0, 0.0)
-        return weights_HTW
+            weights_HTC[:, rows] = found_HtC.softmax(-1).masked_fill_(selected_HtC < 0, 0.0)
+        return weights_HTC
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""

@@ -40,7 +40,7 @@ class MobaV1Kind(MobaKind):
         """The selected block ids and their inverse lists, int32 each, and the weights by gates, float32."""
         if self._merge != "softmax":
             seq_len = max(seq_len, self._topk * self._block_size + 1)  # short sequences select, too
-        weights = 4 * model.heads * self._topk if self._merge == "gate" else 0
+        weights = 4 * model.heads * (self._topk - 1) if self._merge == "gate" else 0
         return super().saved_bytes(model, seq_len) + weights
 
     def _attention(self) -> MobaAttention:
