@@ -134,7 +134,7 @@ ONE_SOFTMAX = OneSoftmax()
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """A softmax for each block; the results are added up, each times its weight. A `Join`.
+    """A softmax for each block; the results are added up, those of selected blocks times their weights. A `Join`.
 
     The weights carry no gradient. `lse` is the log-sum-exp over all keys here, too, though no result depends on it.
     """

@@ -44,7 +44,7 @@ class RankShard(OperatorShard):
             ("rows before", self._sequence, self._rank, count, x_nx.device),
             lambda: _rows_before(self._sequence, self._rank, count, x_nx.device),
         )
-        edges_m = self._all_shards(torch.cat([x_nx, x_nx.new_zeros(1, *x_nx.shape[1:])])[sent])
+        edges_m = self._all_shards(self.padded(x_nx)[sent])
         heads_rcx = torch.cat([edges_m, edges_m.new_zeros(1, *x_nx.shape[1:])])[head_of_ranges]
         if not len(heads_rcx):  # a rank without tokens; its gradients must reach the others all the same
             return [x_nx + edges_m[:0].sum()] * count
@@ -61,8 +61,8 @@ class RankShard(OperatorShard):
 
 
 def _rows_before(sequence: SequenceLayout, rank: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(local rows that this rank sends, as many on all ranks; [ranges, count]: which rows, of all that were sent, lie
-    before each of its ranges). Where there is no token: the row behind the last."""
+    """(rows of its shard that this rank sends, filled up to as many as every rank sends; [ranges, count]: which rows, of
+    all that are sent, lie before each of its ranges, and where there is none the one behind the last)."""
     needed = sorted({token for ranges in sequence.ranges for token in _tokens_before(ranges, count) if token >= 0})
     owners = [sequence.owner(token) for token in needed]
     most = max((owners.count(owner) for owner in set(owners)), default=0)
@@ -71,7 +71,7 @@ def _rows_before(sequence: SequenceLayout, rank: int, count: int, device: torch.
         mine = (token for token, its_owner in zip(needed, owners, strict=True) if its_owner == owner)
         place |= {token: owner * most + index for index, token in enumerate(mine)}
     own = torch.tensor([token for token in needed if place[token] // most == rank], dtype=torch.int64)
-    sent = torch.full((most,), sequence.tokens(rank))
+    sent = torch.zeros(most, dtype=torch.int64)
     sent[: len(own)] = sequence.local_rows(own, rank)
     nothing = sequence.ranks * most
     head_of_ranges = torch.tensor([place.get(token, nothing) for token in _tokens_before(sequence.ranges[rank], count)])
