@@ -61,8 +61,8 @@ class RankShard(OperatorShard):
 
 
 def _rows_before(sequence: SequenceLayout, rank: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(rows of its shard that this rank sends, filled up to as many as every rank sends; [ranges, count]: which rows, of
-    all that are sent, lie before each of its ranges, and where there is none the one behind the last)."""
+    """(rows of its shard that this rank sends, filled up to as many as every rank sends; [ranges, count]: which of the
+    rows that all send lie before each of its ranges, and where there is none the one behind the last)."""
     needed = sorted({token for ranges in sequence.ranges for token in _tokens_before(ranges, count) if token >= 0})
     owners = [sequence.owner(token) for token in needed]
     most = max((owners.count(owner) for owner in set(owners)), default=0)
