@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moba_train.attention.decoding import CachedKeys, last_tokens
 from moba_train.attention.full import FullAttention
-from moba_train.attention.operators import shifted
+from moba_train.attention.previous import shifted
 from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, packed_layout
 
 Decode = Literal["full", "own"]

@@ -10,6 +10,7 @@ copies     copies of rows in 16-byte words
 comm       collectives and messages: the only file that calls torch.distributed for them
 summaries  summaries of all keys, from the ranks' shards of keys
 transport  allgather, ring, ulysses, hierarchical
+edges      the rows before each of a rank's token ranges, from the ranks that hold them
 shard      one rank's rows, for attention kinds that gather what they need
 engine     the attention engine that a model is given
 """
