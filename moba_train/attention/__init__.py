@@ -8,6 +8,7 @@ call       one attention call: the attention, its layout, its observers
 operators  attention as torch operators, and the base class of the engines that run them
 local      the engine of one device
 shard      the rows that a layer is given, and the way to the others: for kinds that need more than engine calls
+previous   the rows of the tokens before each token, for short convolutions
 observer   observers of an engine: a timer, and routing statistics of every selection
 merge      partial results (out, lse) joined by online softmax
 decoding   one new token at a time against cached keys
@@ -17,4 +18,6 @@ blocks     attention to selected blocks, for any selector
 full       full attention: dense, causal
 moba       Mixture of Block Attention: a gate that selects blocks
 moa        Mixture of Attention spans: a window of its own for each head
+moba_v1    MoBA's first parallel version: a softmax for each selected block, results added up
+moba_v05   MoBA's serial version: own segment, then a sublayer of cross attention to earlier ones
 """

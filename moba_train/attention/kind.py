@@ -79,6 +79,19 @@ class LayerInput(NamedTuple):
         return self.engine.shard(self.layout)
 
 
+class SublayerInput(NamedTuple):
+    """What a block hands to the second sublayer of a kind."""
+
+    x_TD: Tensor
+    """The residual stream after the attention, not normalised."""
+    rotate: Callable[[Tensor], Tensor]
+    """Applies the rotary embedding to [T, heads, d]."""
+    layout: Layout
+    """The layout of the complete packed sequence."""
+    engine: Engine
+    """Runs local attentions, on one device or over all ranks of context parallelism."""
+
+
 @dataclass(frozen=True)
 class StageContext:
     """The stage that a kind is checked for."""
@@ -148,6 +161,13 @@ class AttentionKind(ABC):
         k_TKd = layer.rotate(layer.k_TKd)
         out_THd, _ = layer.engine(q_THd, k_TKd, layer.v_TKd, attention, layer.layout)
         return out_THd, None
+
+    def second_sublayer(self, layer: SublayerInput, parameters: nn.Module | None) -> Tensor | None:
+        """The update of the residual stream, [T, D], by a second sublayer between the attention and the feed-forward.
+
+        The default, None, is none.
+        """
+        return None
 
     @abstractmethod
     def attended_pairs(self, lengths: Sequence[int]) -> float:

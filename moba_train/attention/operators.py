@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moba_train.attention.call import AttentionCall
 from moba_train.attention.observer import AttentionObserver
+from moba_train.attention.previous import previous_rows, previous_rows_backward
 from moba_train.attention.protocol import (
     ATTENTIONS,
     BackwardState,
@@ -79,6 +80,15 @@ class OperatorEngine(ABC):
     def sum_shards(self, x_RLx: Tensor) -> Tensor:
         """The sum over the ranks of what they have for this rank, [L, ...], from [R * L, ...]; without gradient."""
         return x_RLx
+
+    def previous(self, x_nx: Tensor, layout: Layout, count: int) -> Tensor:
+        """Rows of the tokens 1, 2, ... `count` before each of this rank's in its document, [count, n, ...], zeros where
+        there are none; without gradient. `layout`: of the whole sequence."""
+        return previous_rows(x_nx, x_nx.new_zeros((1, count, *x_nx.shape[1:])), layout)
+
+    def previous_backward(self, grad_cnx: Tensor, layout: Layout) -> Tensor:
+        """The gradient [n, ...] of `previous`."""
+        return previous_rows_backward(grad_cnx, layout)[0]
 
     @contextmanager
     def observe(self, observer: Observer) -> Iterator[Observer]:
@@ -146,9 +156,11 @@ class OperatorShard:
 
     attends_to_all = False
 
-    def __init__(self, engine: OperatorEngine, layout: Layout) -> None:
+    def __init__(self, engine: OperatorEngine, layout: Layout, whole: Layout | None = None) -> None:
+        """`layout`: with this layer's tokens as its queries; `whole`: of the whole sequence, if that is another."""
         self._engine = engine
         self.layout = layout
+        self._whole = whole or layout
 
     def own(self, x_Lx: Tensor) -> Tensor:
         """All rows."""
@@ -161,6 +173,13 @@ class OperatorShard:
     def gather(self, name: str, x_nx: Tensor) -> Tensor:
         """The rows themselves: they are all there are."""
         return x_nx
+
+    def previous(self, name: str, x_nx: Tensor, count: int) -> list[Tensor]:
+        """Rows of the tokens 1, 2, ... `count` before each, by an operator."""
+        layout = self._whole
+        where = (layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total)
+        # Continues in `_previous` below, and from there in the engine's `previous`.
+        return list(_previous(x_nx, *where, count, self._engine.handle).unbind())
 
     def all_ranks(self, x: Tensor) -> Tensor:
         """`x` [R, ...] of the one rank there is."""
@@ -343,6 +362,52 @@ def _all_of_the_sum(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 all_ranks.register_autograd(_sum_of_all, setup_context=_keep_engine)
 _sum_shards.register_autograd(_all_of_the_sum, setup_context=_keep_engine)
+
+
+@torch.library.custom_op("moba_train::previous", mutates_args=())
+def _previous(
+    x: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor | None,
+    max_seqlen: int,
+    total: int,
+    count: int,
+    engine: str,
+) -> Tensor:
+    """The engine's `previous`; whole in torch.compile, which would trace what is kept with the layout."""
+    return ENGINES[engine].previous(x, _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total), count)
+
+
+@torch.library.custom_op("moba_train::previous_backward", mutates_args=())
+def _previous_backward(
+    grad: Tensor, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, total: int, engine: str
+) -> Tensor:
+    layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
+    return ENGINES[engine].previous_backward(grad, layout).to(grad.dtype)
+
+
+@_previous.register_fake
+def _(x: Tensor, cu_seqlens: Tensor, cu_cpu: Tensor | None, max_seqlen: int, total: int, count: int, _: str) -> Tensor:
+    return x.new_empty((count, *x.shape))
+
+
+@_previous_backward.register_fake
+def _(grad: Tensor, *_where: Any) -> Tensor:
+    return grad.new_empty(grad.shape[1:])
+
+
+def _keep_where(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cu_seqlens, cu_seqlens_cpu, *ctx.rest, _, ctx.engine = inputs
+    ctx.save_for_backward(cu_seqlens, cu_seqlens_cpu)
+    ctx.kept_alive = ENGINES[ctx.engine]
+
+
+def _gradient_of_previous(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return (_previous_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.rest, ctx.engine), *[None] * 6)
+
+
+_previous.register_autograd(_gradient_of_previous, setup_context=_keep_where)
+_previous_backward.register_autograd(_no_second_derivative)
 
 SAVED_OPERATORS = (torch.ops.moba_train.attention.default,)
 """Operators whose results activation checkpointing should keep: attention, with its selection."""

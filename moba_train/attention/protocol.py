@@ -231,6 +231,12 @@ class LocalAttention(Protocol):
     """Whether the query heads that share a key/value head select together, and so must be given together."""
     work_grows: bool = True
     """Whether a query's work grows with its position, so that equal ranges of a sequence are unequal work."""
+    merges: bool = True
+    """Whether results over disjoint keys merge by online softmax into the result over all. Where they do not, `attend`
+    must be given all keys at once, and `attend_backward` ignores the state's `out` and `lse`."""
+    decodes_full: bool = True
+    """Whether `decode: full` may replace this attention by full attention for new tokens: it is full attention once it
+    selects everything."""
     scale: float
     """Factor on the scores."""
 

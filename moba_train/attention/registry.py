@@ -4,6 +4,8 @@ from moba_train.attention.full.kind import FullKind
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.moa.kind import MoaKind
 from moba_train.attention.moba.kind import MobaKind
+from moba_train.attention.moba_v05.kind import MobaV05Kind
+from moba_train.attention.moba_v1.kind import MobaV1Kind
 from moba_train.config.attention import register_kind_options
 
 KINDS: dict[str, type[AttentionKind]] = {}
@@ -20,3 +22,5 @@ def register(kind: type[AttentionKind]) -> type[AttentionKind]:
 register(FullKind)
 register(MobaKind)
 register(MoaKind)
+register(MobaV1Kind)
+register(MobaV05Kind)

@@ -47,6 +47,14 @@ class Shard(Protocol):
         """
         ...
 
+    def previous(self, name: str, x_nx: Tensor, count: int) -> list[Tensor]:
+        """Rows of the tokens 1, 2, ... `count` before each of this layer's tokens, [n, ...] each; differentiable.
+
+        Zeros where the document has no such token. Only the few rows that other ranks need travel. `name`: as for
+        `gather`.
+        """
+        ...
+
     def all_ranks(self, x: Tensor) -> Tensor:
         """`x` of all ranks that share the sequence, [R, ...], in rank order; differentiable. Shapes must agree."""
         ...

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moba_train.attention.decoding import CachedKeys, last_tokens
 from moba_train.attention.full import FullAttention
+from moba_train.attention.previous import shifted
 from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, packed_layout
 
 Decode = Literal["full", "own"]
@@ -93,8 +94,8 @@ class CachedAttention:
     """Engine of one layer while sequences are generated; holds the keys and values of all their tokens so far.
 
     Prompts are read with the layer's own attention, in parts of any size. New tokens attend to the cache with full
-    attention or with the layer's own attention. An attention's summaries (MoBA: the mean key of a block) are computed
-    once, when their unit is complete.
+    attention, where it may replace the layer's own, or with that. An attention's summaries (MoBA: the mean key of a
+    block) are computed once, when their unit is complete.
     """
 
     def __init__(self, plan: CachePlan, decode: Decode) -> None:
@@ -111,7 +112,7 @@ class CachedAttention:
         plan = self._plan
         stored = self._append(k_TKD, v_TKD, attention)
         cached = CachedKeys(stored.k_RKD, stored.v_RKD, plan.ranges(), plan.layout, None)
-        if plan.prompt is None and self._decode == "full":
+        if plan.prompt is None and self._decode == "full" and attention.decodes_full:
             return _full_attention(q_THD.shape[-1]).decode(q_THD, cached)
         self._summarize(stored, attention)
         cached = replace(cached, summaries=self._packed_summaries(stored, attention))
@@ -216,6 +217,20 @@ class CachedShard:
         rows_Rx[self._plan.new_rows] = x_nx
         parts = [rows_Rx[start:stop] for start, stop in self._plan.ranges()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def previous(self, name: str, x_nx: Tensor, count: int) -> list[Tensor]:
+        """Rows of the tokens 1, 2, ... `count` before each; of every sequence, the last `count` are kept."""
+        if name not in self._gathered:
+            self._gathered[name] = x_nx.new_zeros((len(self._plan.capacities), count, *x_nx.shape[1:]))
+        last = self._gathered[name]
+        if self._plan.prompt is not None:
+            rows_x = torch.cat([last[self._plan.prompt], x_nx])
+            last[self._plan.prompt] = rows_x[len(x_nx) :]
+            return shifted(rows_x, count)
+        running = list(self._plan.running)
+        rows_Bcx = torch.cat([last[running], x_nx.unsqueeze(1)], dim=1)
+        last[running] = rows_Bcx[:, 1:]
+        return [rows_Bcx[:, count - distance] for distance in range(1, count + 1)]
 
     def all_ranks(self, x: Tensor) -> Tensor:
         """`x` [R, ...] of the one rank there is."""

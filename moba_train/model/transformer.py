@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moba_train.attention.kind import AttentionKind, Engine, LayerInput
+from moba_train.attention.kind import AttentionKind, Engine, LayerInput, SublayerInput
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import Layout
 from moba_train.config.model import ModelConfig, RopeConfig
@@ -54,6 +54,12 @@ class Attention(nn.Module):
         out_THd, auxiliary_T = self.kind.mix(layer, self._modules.get(self.kind.name))
         return self.o_proj(out_THd.flatten(1)), auxiliary_T
 
+    def second_sublayer(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor | None:
+        """The update [T, D] of the residual stream by the kind's second sublayer; None for kinds without one."""
+        assert self.kind is not None
+        layer = SublayerInput(x_TD, partial(apply_rope, cos=cos, sin=sin), layout, self.engine)
+        return self.kind.second_sublayer(layer, self._modules.get(self.kind.name))
+
     def _rotate_at(self, x_nHd: Tensor, positions_n: Tensor) -> Tensor:
         return apply_rope(x_nHd, *rope_cos_sin(positions_n, self.rope, x_nHd.shape[-1]))
 
@@ -72,7 +78,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream; a kind may have a sublayer between."""
 
     def __init__(self, config: ModelConfig, kind_parameters: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -84,6 +90,9 @@ class Block(nn.Module):
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
         update_TD, auxiliary_T = self.attention(self.attention_norm(x_TD), cos, sin, layout)
         x_TD = x_TD + update_TD
+        second_TD = self.attention.second_sublayer(x_TD, cos, sin, layout)
+        if second_TD is not None:
+            x_TD = x_TD + second_TD
         return x_TD + self.feed_forward(self.feed_forward_norm(x_TD)), auxiliary_T
 
 

@@ -24,6 +24,7 @@ def stage_attention_shape(config: RunConfig, stage: Stage, element_bytes: int = 
         element_bytes=element_bytes,
         couples_heads=any(attention.couples_heads for attention in attentions),
         selected_units=max(selected, default=0) if len(selected) == len(by_unit) else None,
+        merges=all(attention.merges for attention in attentions),
     )
 
 

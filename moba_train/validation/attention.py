@@ -94,9 +94,9 @@ def _parameter_problems(
     for layer, attention in enumerate(layers):
         with torch.device("meta"):
             module = KINDS[attention.kind].parameters(attention.options, config.model, layer)
-        if module is None or attention.kind in reported:
+        if attention.kind in reported:
             continue
-        here = {name: parameter.shape for name, parameter in module.named_parameters()}
+        here = {name: parameter.shape for name, parameter in module.named_parameters()} if module else {}
         first, before = shapes.setdefault((attention.kind, layer), (stage.name, here))
         if here != before:
             reported.add(attention.kind)
@@ -105,7 +105,7 @@ def _parameter_problems(
                 f"stage {first!r} they are {_describe(before)}; the options that shape them must be the same in all "
                 "stages"
             )
-        elif config.parallel.tp > 1:
+        elif here and config.parallel.tp > 1:
             reported.add(attention.kind)
             yield (
                 f"parallel.tp: given {config.parallel.tp}, but kind {attention.kind!r} in stage {stage.name!r} has "
@@ -114,7 +114,7 @@ def _parameter_problems(
 
 
 def _describe(shapes: dict[str, torch.Size]) -> str:
-    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "none"
 
 
 def layer_ranges(ids: Sequence[int]) -> str:

@@ -7,7 +7,19 @@ from itertools import product
 
 import pytest
 import torch
-from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, list_bounds, run, run_in_parts
+from kernel_checks import (
+    PACKED,
+    build,
+    build_summed,
+    check_lists,
+    error,
+    exact,
+    inputs,
+    layout_of,
+    list_bounds,
+    run,
+    run_in_parts,
+)
 from quick_interpreter import quicken
 
 from moba_train.attention.blocks import composed, reference
@@ -224,6 +236,23 @@ def test_the_composition_gathers_and_joins_with_kernels(lengths, limit, kv_heads
     for got in (whole, sharded):
         for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
             assert error(a, b.double()) < 2e-6, name
+
+
+@pytest.mark.parametrize("merge", ["sum", "gate"])
+@pytest.mark.parametrize(("lengths", "limit", "kv_heads"), [([150, 70], None, 2), ([130, 0, 1, 90], 300, 1)])
+def test_the_composition_adds_up_blocks_with_kernels(merge, lengths, limit, kv_heads, monkeypatch):
+    if limit:
+        monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: limit)
+    tensors, layout = inputs(lengths, 4, kv_heads, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
+    ours, plain = (build_summed(kind, 64, merge, block_size=50, topk=3) for kind in ("composed", "reference"))
+    whole, selection = run(ours, tensors, layout)
+    weighted = merge == "gate"
+    assert len(selection) == 3 + weighted, "no lists from the kernels"
+    sharded, _ = run_in_parts(ours, tensors, layout, [((0, 37), (180, sum(lengths))), ((37, 180),)], all_keys=True)
+    want, _ = run(plain, [x.double() for x in tensors], layout, selection[: 1 + weighted])
+    for got in (whole, sharded):
+        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+            assert error(a, b) < 2e-6, name
 
 
 @pytest.mark.parametrize("block_size", [16, 160])

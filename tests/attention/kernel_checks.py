@@ -8,11 +8,19 @@ from moba_train.attention.blocks.reference import selected_mask
 from moba_train.attention.masked import masked_attend, masked_attend_backward
 from moba_train.attention.merge import merge
 from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba_v1.attention import SummedMoba
+from moba_train.attention.moba_v1.kind import MobaV1Kind
 from moba_train.attention.protocol import BackwardState, Layout, LocalAttention, TokenRanges, packed_layout
 
 
 def build(kind: str, head_dim: int, **options) -> MobaAttention:
     return MobaAttention(MobaAttention.Options(backend=kind, **options), head_dim)
+
+
+def build_summed(kind: str, head_dim: int, merge: str, **options) -> SummedMoba:
+    """A softmax for each block; `merge`: sum or gate."""
+    chosen = MobaV1Kind.Options(backend=kind, merge=merge, **options)
+    return SummedMoba(chosen, head_dim, section="attention.moba_v1", gated=merge == "gate")
 
 
 def inputs(lengths, heads, kv_heads, head_dim, dtype, device, seed=0) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from thread_ranks import thread_transports
 from torch import Tensor, nn
 
-from moba_train.attention.kind import AttentionKind, Engine, LayerInput
+from moba_train.attention.kind import AttentionKind, Engine, LayerInput, SublayerInput
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import Layout, packed_layout
 from moba_train.attention.registry import KINDS
@@ -90,7 +90,8 @@ def make_layer(
 
 
 def run_layer(layer: Layer, engine: Engine = LOCAL_ENGINE, positions: Tensor | None = None) -> list[Tensor]:
-    """The layer's output and, if its kind has one, the auxiliary loss of each token."""
+    """The layer's output and, if its kind has them, the auxiliary loss of each token and what a second sublayer adds to
+    x."""
     positions = layer.positions if positions is None else positions
     rope = partial(rope_cos_sin, config=layer.model.rope)
     cos, sin = rope(positions, head_dim=layer.model.head_width)
@@ -102,7 +103,8 @@ def run_layer(layer: Layer, engine: Engine = LOCAL_ENGINE, positions: Tensor | N
         lambda x, at: apply_rope(x, *rope(at, head_dim=x.shape[-1])),
     )
     out, auxiliary = layer.kind.mix(inputs, layer.parameters)
-    return [out] if auxiliary is None else [out, auxiliary]
+    second = layer.kind.second_sublayer(SublayerInput(layer.x, inputs.rotate, layer.layout, engine), layer.parameters)
+    return [x for x in (out, auxiliary, second) if x is not None]
 
 
 Results = tuple[list[Tensor], list[Tensor], dict[str, Tensor]]
@@ -188,7 +190,7 @@ def assert_documents_are_independent(
 ) -> None:
     """A packed sequence gives each document what it gives alone."""
     layer = make_layer(name, options, lengths)
-    (out, *_), _, _ = results(layer)
+    outputs, _, _ = results(layer)
     first = 0
     for length in lengths:
         rows = slice(first, first + length)
@@ -197,7 +199,8 @@ def assert_documents_are_independent(
             continue
         alone = [x.detach()[rows].requires_grad_() for x in layer.inputs()]
         own = Layer(layer.kind, layer.parameters, *alone, packed_layout([length]), layer.model)
-        torch.testing.assert_close(run_layer(own)[0], out[rows], rtol=0, atol=1e-12)
+        for got, want in zip(run_layer(own), outputs, strict=True):
+            torch.testing.assert_close(got, want[rows], rtol=0, atol=atol)
 
 
 def small_model(name: str, options: dict[str, Any], model: ModelConfig = MODEL) -> Transformer:
@@ -206,6 +209,11 @@ def small_model(name: str, options: dict[str, Any], model: ModelConfig = MODEL) 
     modules = [KINDS[name].parameters(chosen, model, layer) for layer in range(model.layers)]
     transformer = Transformer(model, [{name: module} if module is not None else {} for module in modules]).double()
     initialize_weights(transformer, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            if not parameter.any():  # matrices of kinds that begin as zeros
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * model.init_std)
     kind = KINDS[name](chosen, model.head_width)
     transformer.set_attention([kind] * model.layers)
     return transformer

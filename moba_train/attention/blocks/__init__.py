@@ -2,12 +2,14 @@
 
 attention     `BlockAttention`: takes selected block ids from any selector, and attends
 given         `GivenBlocks`: as a `LocalAttention`, for kinds that select outside of it
+summed        `SummedBlocks`: a softmax for each block, and the results added up
 choose        the blocks with the highest scores, for kinds that score all of them
 geometry      which tokens are in which block
 available     whether the Triton kernels can run
 backends      which of these a call gets:
 reference     plain PyTorch
 composed      the paper's composition of calls of a varlen flash kernel
+joins         how the composition joins the results of a query's blocks: one softmax over all keys, or a sum
 sorted_parts  what the composition sorts, gathers and joins, in plain PyTorch (triton/gathered.py has kernels for it)
 by_unit       attention to one block at a time, for queries gathered from anywhere
 triton        GPU kernels

@@ -4,7 +4,8 @@ block, then a merge (Lu et al. 2025, arXiv:2502.13189, algorithm 1), forward and
 Own blocks are causal segments, in a shard of queries as in a whole sequence. For the history, the *entries* (token,
 head, j-th selected block) are sorted by block, stably: the entries of a list and their block are a segment of a second
 call. Results do not depend on timing, whatever the kernel: a row is joined in a fixed order, own block first, then the
-selected blocks one by one, in float32 (float64 for float64).
+selected blocks one by one, in float32 (float64 for float64). How they are joined is a parameter (joins.py): by online
+softmax, as one softmax over all keys, or added up.
 
 Partial results exist for a part of the work at a time: some key/value heads or, where one head's are too many, a range
 of its tokens (`entries_at_once`). Sorting, gathering and joining have Triton kernels (triton/gathered.py) and, for
@@ -16,13 +17,13 @@ E entries of a part, D head width.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moba_train.attention.blocks.available import triton_runs_on
 from moba_train.attention.blocks.geometry import block_bound, block_edges, in_one_range
+from moba_train.attention.blocks.joins import ONE_SOFTMAX, BlockKernel, Join, Part, Rows
 from moba_train.attention.blocks.sorted_parts import sorted_parts
 from moba_train.attention.masked import accumulation_dtype
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection, joined_ranges
@@ -106,47 +107,55 @@ def attend(
     *,
     block_size: int,
     scale: float,
+    join: Join = ONE_SOFTMAX,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H, D] and lse [H, T] over the own blocks and the selected ones (int32 [H, T, C], -1 = none)."""
     if q_THD.shape[0] == 0:
         return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[1], 0, dtype=accumulation_dtype(q_THD.dtype))
     call = _Call.from_tensors(q_THD, k_SKD, v_SKD, layout, selection, block_size, scale)
-    out_THD, own_lse_HT = call.kernel.forward(q_THD, k_SKD, v_SKD, call.own, scale)
+    out_THD, own_lse_HT = join.attend_own(call.blocks, q_THD, k_SKD, v_SKD)
     lse_HT = own_lse_HT.clone()
     q_rows = q_THD.reshape(-1, call.head_dim)
     for kv_heads, parts in call.parts():
         k, v = (_heads_end_to_end(x, kv_heads) for x in (k_SKD, v_SKD))
         for part in parts:
             part_E1D, part_1E = call.kernel.forward(part.gather(q_rows), k, v, part.segments, scale)
-            part.merge(out_THD, lse_HT, own_lse_HT, part_E1D.squeeze(1), part_1E.squeeze(0))
+            join.join(part, out_THD, lse_HT, own_lse_HT, part_E1D.squeeze(1), part_1E.squeeze(0))
     return out_THD, lse_HT
 
 
 def attend_backward(
-    state: BackwardState, layout: Layout, selection: Selection, *, block_size: int, scale: float
+    state: BackwardState,
+    layout: Layout,
+    selection: Selection,
+    *,
+    block_size: int,
+    scale: float,
+    join: Join = ONE_SOFTMAX,
 ) -> Gradients:
-    """(dq, dk, dv) of `attend`; the state's `out` and `lse` are the merged ones."""
+    """(dq, dk, dv) of `attend`; the state's `out` and `lse` are the joined ones."""
     _, q_THD, k_SKD, v_SKD, _, _ = state
     if q_THD.shape[0] == 0:
         return torch.empty_like(q_THD), torch.zeros_like(k_SKD), torch.zeros_like(v_SKD)
     dq_THD, dk_SKD, dv_SKD = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_SKD, v_SKD))
     call = _Call.from_tensors(q_THD, k_SKD, v_SKD, layout, selection, block_size, scale)
     wide = accumulation_dtype(q_THD.dtype)
-    rows = [x.reshape(-1, call.head_dim) for x in (state.dout, state.q, state.out)]
-    lse_rows = state.lse.T.reshape(-1)
+    rows = Rows.from_state(state)
     rows_of_k = k_SKD.shape[0], k_SKD.shape[2]
     for kv_heads, parts in call.parts():
         dk_kSD, dv_kSD = (x.new_zeros(kv_heads.stop - kv_heads.start, *rows_of_k, dtype=wide) for x in (k_SKD, v_SKD))
         for some, shared in heads_at_once(q_THD, k_SKD, kv_heads):
-            own = state.with_heads(some, shared)
+            own = join.own_state(call.blocks, state, some, shared)
+            if own is None:
+                dq_THD[:, some] = 0
+                continue
             dq_THD[:, some], dk_SkD, dv_SkD = call.kernel.backward(own, call.own, scale, deterministic=True)
             where = slice(shared.start - kv_heads.start, shared.stop - kv_heads.start)
             dk_kSD[where] += dk_SkD.transpose(0, 1)
             dv_kSD[where] += dv_SkD.transpose(0, 1)
         k, v = (_heads_end_to_end(x, kv_heads) for x in (k_SKD, v_SKD))
         for part in parts:
-            dout, q, out = (part.gather(x) for x in rows)
-            gathered = BackwardState(dout, q, k, v, out, part.gather_lse(lse_rows))
+            gathered = join.entries_state(call.blocks, part, rows, k, v)
             dq, dk, dv = call.kernel.backward(gathered, part.segments, scale, deterministic=True)
             part.add(dq_THD, dq.squeeze(1))
             dk_kSD += dk.view_as(dk_kSD)
@@ -181,31 +190,6 @@ def entries_at_once(rows: int, head_dim: int) -> int:
     return min(max(rows // 2, 2**20), MOST_ELEMENTS // head_dim)
 
 
-class Part(Protocol):
-    """The entries of some key/value heads, from all tokens or from a range of them, in list order."""
-
-    @property
-    def segments(self) -> Segments:
-        """The lists and their blocks, the keys of each key/value head behind those of the head before."""
-        ...
-
-    def gather(self, x_rows: Tensor) -> Tensor:
-        """[T * H, D] -> [E, 1, D]."""
-        ...
-
-    def gather_lse(self, lse_rows: Tensor) -> Tensor:
-        """[T * H] -> [1, E]."""
-        ...
-
-    def merge(self, out_THD: Tensor, lse_HT: Tensor, own_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
-        """Join the entries' out and lse with the own blocks', by online softmax: out in place, lse written."""
-        ...
-
-    def add(self, dq_THD: Tensor, part_ED: Tensor) -> None:
-        """Add the entries' parts of dq, in place."""
-        ...
-
-
 @dataclass(frozen=True)
 class _Call:
     """The tensors of one call, and its work cut into parts."""
@@ -226,6 +210,11 @@ class _Call:
         kernel = _kernel(q, layout, block_size)
         assert kernel, "ask `refuses` first"
         return cls(kernel, _own_segments(layout, block_size), (q, k, v), selection, layout, block_size, scale)
+
+    @property
+    def blocks(self) -> BlockKernel:
+        """The kernel with what own blocks and entries have in common."""
+        return BlockKernel(self.kernel, self.own, self.scale)
 
     @property
     def head_dim(self) -> int:

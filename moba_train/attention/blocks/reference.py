@@ -47,8 +47,10 @@ def attend_backward(
     return masked_attend_backward(state, mask, scale, prefix=layout.is_whole)
 
 
-def selected_mask(selected_HTC: Tensor, layout: Layout, block_size: int) -> Mask:
+def selected_mask(selected_HTC: Tensor, layout: Layout, block_size: int, *, own: bool = True) -> Mask:
     """The mask of attention to selected history blocks (int [H, T, C], -1 = none) and the own block: [H, rows, keys].
+
+    Without `own`, the own block counts only where it is listed.
 
     A key counts when its block is the query's own or a selected one and it is not in the future; history blocks lie
     wholly in the past, so the one comparison of token indices makes only the own block causal inside.
@@ -64,7 +66,8 @@ def selected_mask(selected_HTC: Tensor, layout: Layout, block_size: int) -> Mask
         own_Ht1 = q_blocks_T[rows].view(1, -1, 1).expand(selected_HtC.shape[0], -1, 1)
         attended_HtN = torch.zeros(*own_Ht1.shape[:2], blocks + 1, dtype=torch.bool, device=selected_HTC.device)
         attended_HtN.scatter_(2, torch.where(selected_HtC < 0, blocks, selected_HtC), True)
-        attended_HtN.scatter_(2, own_Ht1, True)
+        if own:
+            attended_HtN.scatter_(2, own_Ht1, True)
         past_ts = k_tokens_S[None, keys] <= q_tokens_T[rows, None]
         return attended_HtN[:, :, k_blocks_S[keys]] & past_ts
 

@@ -55,15 +55,19 @@ class SortedPart:
             out_thD[tokens] = total_thD
         lse_HT[self.heads, self.tokens] = lse_th1.squeeze(-1).T
 
-    def by_entry(self, x_rC: Tensor) -> Tensor:
-        """[rows, C], one number for each slot of a row of one head -> [E]."""
-        x_E = x_rC.new_zeros(self.rows.numel())
-        return x_E.scatter_(0, self.place_thC.flatten(), x_rC[self.tokens].flatten())
+    def by_entry(self, x_HTC: Tensor) -> Tensor:
+        """[H, T, C] -> [E]; 0 for the row behind the entries."""
+        slots_thC = x_HTC[self.heads, self.tokens].transpose(0, 1)
+        x_E = x_HTC.new_zeros(max(self.rows.numel(), self.entries + 1))
+        x_E.scatter_(0, self.place_thC.flatten(), slots_thC.flatten())
+        x_E[self.entries :] = 0.0
+        return x_E[: self.rows.numel()]
 
-    def write_lse(self, lse_HT: Tensor, part_E: Tensor) -> None:
-        """Write the log-sum-exp of each row's entries into `lse`."""
+    def add_lse(self, lse_HT: Tensor, part_E: Tensor) -> None:
+        """Add the entries' keys to the log-sum-exp of their queries, in place."""
         part_E[self.entries :] = -torch.inf
-        lse_HT[self.heads, self.tokens] = part_E[self.place_thC].logsumexp(-1).T
+        found_ht = part_E[self.place_thC].logsumexp(-1).T
+        lse_HT[self.heads, self.tokens] = torch.logaddexp(lse_HT[self.heads, self.tokens], found_ht)
 
     def add(self, dq_THD: Tensor, part_ED: Tensor) -> None:
         """Add the entries' parts of dq to the own blocks', in place, rounded once."""

@@ -83,9 +83,18 @@ class MobaAttention(LocalAttention):
             "longer than block_size x topk, else triton where it can run, else composed where it can run",
         )
 
+        key_conv: Literal[0, 3, 5] = Field(
+            0,
+            description="tokens of a causal convolution over the keys of a document, one for each channel, with "
+            "parameters of its own: k + silu(convolution of k), before the rotary embedding; 0: none",
+        )
+
     work_grows = False  # every query attends to topk blocks; the gate, which does grow, is small
 
-    def __init__(self, options: Section, head_dim: int, softmax_scale: float | None = None) -> None:
+    def __init__(
+        self, options: Section, head_dim: int, softmax_scale: float | None = None, *, section: str = "attention.moba"
+    ) -> None:
+        """`section`: YAML path of the options, for messages."""
         assert isinstance(options, MobaAttention.Options)
         forced = {"current", *options.always}
         if len(forced) > options.topk:
@@ -97,7 +106,7 @@ class MobaAttention(LocalAttention):
         if not 0 < self.scale < math.inf:  # flash kernels find a row's maximum before they scale it
             raise ValueError(f"softmax_scale: {softmax_scale} given, a positive, finite number needed")
         self.dense = FullAttention(FullAttention.Options(), head_dim, self.scale)
-        self.blocks = BlockAttention(options.block_size, self.scale, options.backend, "attention.moba.backend")
+        self.blocks = BlockAttention(options.block_size, self.scale, options.backend, f"{section}.backend")
 
     @property
     def by_unit(self) -> BlocksByUnit:

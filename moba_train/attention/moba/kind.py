@@ -1,10 +1,14 @@
 """The kind `moba`: what a recipe, a plan and an export need to know about Mixture of Block Attention."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
 
 from moba_train.attention.blocks.available import interpreted, triton_block_size, triton_limits
-from moba_train.attention.kind import AttentionKind, StageContext
+from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.convolution import KeyConvolution
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
@@ -17,7 +21,7 @@ class MobaKind(AttentionKind):
 
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        self.attentions = (MobaAttention(options, head_dim),)
+        self.attentions = (self._attention(),)
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
@@ -41,21 +45,49 @@ class MobaKind(AttentionKind):
         if options.backend == "triton" and reason:
             yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
 
+    @classmethod
+    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module | None:
+        """The convolution over keys, if there is one."""
+        assert isinstance(options, MobaAttention.Options)
+        return KeyConvolution(model.kv_heads * model.head_width, options.key_conv) if options.key_conv else None
+
+    @classmethod
+    def initial_std(cls, parameter: str, std: float) -> float:
+        """Zero: keys are what they were, also where the convolution is inserted into a trained model."""
+        return 0.0
+
+    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+        """One engine call, on keys behind the convolution."""
+        if self._key_conv:
+            assert isinstance(parameters, KeyConvolution)
+            layer = layer._replace(k_TKd=parameters(layer.k_TKd, layer.shard))
+        return super().mix(layer, parameters)
+
     def attended_pairs(self, lengths: Sequence[int]) -> float:
         """Own blocks up to the query, and at most topk - 1 complete blocks before."""
         return sum(attended_pairs(length, self._block_size, self._topk) for length in lengths)
 
     def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
-        """Attention to the selected blocks, and the gate: 2 H d for every block before a query, half of a document's
-        blocks on average, forward only, as no gradient passes it (Lu et al. 2025, arXiv:2502.13189, section 2.2)."""
-        gates = sum(length * -(-length // self._block_size) for length in lengths)
-        return super().flops(model, lengths) + model.heads * model.head_width * gates
+        """Attention to the selected blocks, and the gate."""
+        return super().flops(model, lengths) + gate_flops(model, lengths, self._block_size)
 
     def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
-        """The selected block ids and their inverse lists, int32 each; none where every block is selected."""
+        """The selected block ids and their inverse lists, int32 each; none where every block is selected. With key_conv
+        and without activation checkpointing, in 16 bits: the keys before it, those of the tokens before, and their sum.
+        """
+        convolved = 2 * model.kv_heads * model.head_width * (self._key_conv + 1) if self._key_conv else 0
         if seq_len <= self._topk * self._block_size:
-            return 0
-        return 2 * 4 * model.heads * (self._topk - 1)
+            return convolved
+        return 2 * 4 * model.heads * (self._topk - 1) + convolved
+
+    def export_entry(self) -> dict[str, Any]:
+        """All options but `key_conv`, whose parameters `export_problem` refuses."""
+        entry = super().export_entry()
+        del entry["key_conv"]
+        return entry
+
+    def _attention(self) -> MobaAttention:
+        return MobaAttention(self.options, self.head_dim, section=f"attention.{self.name}")
 
     @property
     def _block_size(self) -> int:
@@ -63,9 +95,21 @@ class MobaKind(AttentionKind):
         return self.options.block_size
 
     @property
+    def _key_conv(self) -> int:
+        assert isinstance(self.options, MobaAttention.Options)
+        return self.options.key_conv
+
+    @property
     def _topk(self) -> int:
         assert isinstance(self.options, MobaAttention.Options)
         return self.options.topk
+
+
+def gate_flops(model: ModelConfig, lengths: Sequence[int], block_size: int) -> float:
+    """Floating-point operations of MoBA's gate: 2 H d for every block before a query, half of a document's blocks on
+    average, forward only, as no gradient passes it (Lu et al. 2025, arXiv:2502.13189, section 2.2)."""
+    gates = sum(length * -(-length // block_size) for length in lengths)
+    return model.heads * model.head_width * gates
 
 
 def attended_pairs(length: int, block_size: int, topk: int) -> float:

@@ -11,6 +11,7 @@ comm       collectives and messages: the only file that calls torch.distributed 
 units      the owners of units of keys that straddle shards, and rows on their way to them
 summaries  summaries of all keys, from the ranks' shards of keys
 transport  allgather, ring, ulysses, hierarchical, dispatch
+edges      the rows before each of a rank's token ranges, from the ranks that hold them
 shard      one rank's rows, for attention kinds that gather what they need
 engine     the attention engine that a model is given
 """

@@ -1,4 +1,4 @@
-"""What a transport cannot do: numbers of ranks, buffers and heads, and attentions, that it does not support."""
+"""What a transport cannot do: numbers of ranks, buffers, heads and attentions that it does not support."""
 
 from typing import get_args
 
@@ -63,4 +63,18 @@ def check_units(strategy: CPStrategy, selected_units: int | None) -> None:
         raise ValueError(
             "parallel.cp_transport: 'dispatch' sends queries to the owners of the blocks that they select, and an "
             "attention of these layers selects none or cannot attend to one at a time; use another transport"
+        )
+
+
+def check_merges(strategy: CPStrategy, merges: bool) -> None:
+    """Raises ValueError, naming the YAML key, when the transport attends to some of the keys after the others and the
+    results do not merge.
+
+    `merges`: see `AttentionShape`.
+    """
+    if strategy.transport == "ring" and not merges:
+        raise ValueError(
+            "parallel.cp_transport: 'ring' attends to the keys of one rank after the other, but a layer adds up the "
+            "results of its blocks, which cannot be merged over parts of a block's keys (attention.moba_v1.merge: sum "
+            "or gate, kind moba_v05); use allgather, ulysses or hierarchical"
         )

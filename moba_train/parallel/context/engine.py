@@ -8,9 +8,11 @@ from torch.distributed import ProcessGroup
 
 from moba_train.attention.call import AttentionCall
 from moba_train.attention.operators import OperatorEngine
+from moba_train.attention.previous import previous_rows, previous_rows_backward
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
-from moba_train.parallel.context.checks import check_heads, check_sizes
+from moba_train.parallel.context.checks import check_heads, check_merges, check_sizes
 from moba_train.parallel.context.comm import Communicator
+from moba_train.parallel.context.edges import edges
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.shard import RankShard
 from moba_train.parallel.context.strategy import CPStrategy
@@ -56,6 +58,22 @@ class ContextParallel(OperatorEngine):
         """The sum over the ranks of what they have for this rank, summed in float32 or float64."""
         return self.transport.sum_shards(x_RLx)
 
+    def previous(self, x_nx: Tensor, layout: Layout, count: int) -> Tensor:
+        """The rows before each of this rank's ranges come from their owners, by one small all-gather."""
+        sequence = self.sequence(int(layout.total))
+        found = edges(layout, sequence, self.rank, count)
+        heads_rcx = found.heads(self.all_ranks(found.to_send(x_nx)))
+        return previous_rows(x_nx, heads_rcx, layout.part(sequence.ranges[self.rank], None))
+
+    def previous_backward(self, grad_cnx: Tensor, layout: Layout) -> Tensor:
+        """The gradients of rows that other ranks hold go to them, by one small all-to-all."""
+        sequence = self.sequence(int(layout.total))
+        found = edges(layout, sequence, self.rank, len(grad_cnx))
+        part = layout.part(sequence.ranges[self.rank], None)
+        grad_nx, heads_rcx = previous_rows_backward(grad_cnx, part)
+        sent_x = self.sum_shards(found.heads_backward(heads_rcx, sequence.ranks))
+        return grad_nx.index_add_(0, found.sent_n, sent_x[: len(found.sent_n)])
+
     def gather(self, x_LHD: Tensor, total: int) -> Tensor:
         """A whole sequence of `total` tokens, [T, ...], from this rank's shard and those of the others.
 
@@ -93,6 +111,7 @@ class ContextParallel(OperatorEngine):
                 f"q: {q_LHD.shape[0]} rows given, {sequence.rows} needed: this rank's shard of {total} tokens"
             )
         check_heads(self.strategy, q_LHD.shape[1], k_LKD.shape[1], call.attention.couples_heads)
+        check_merges(self.strategy, call.attention.merges)
         return ShardedCall(call, sequence)
 
 

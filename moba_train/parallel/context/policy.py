@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from moba_train.config.run import CPLayout, CPTransport
-from moba_train.parallel.context.checks import check_heads, check_sizes, check_units
+from moba_train.parallel.context.checks import check_heads, check_merges, check_sizes, check_units
 from moba_train.parallel.context.costs import TransportCost, predict_cost
 from moba_train.parallel.context.strategy import GATHERING_TRANSPORTS, AttentionShape, CPStrategy
 
@@ -33,8 +33,9 @@ def choose_strategy(
 
     Args:
         transport: a transport, or `auto`: Ulysses inside a node where every rank gets whole key/value heads, otherwise
-            the transport with the least predicted time among those that fit in memory, or a ring with two buffers if
-            none fits; never dispatch, whose time depends on what queries select.
+            the transport with the least predicted time among those that fit in memory, or, if none fits, a ring with
+            two buffers (all-gather in slices, where an attention does not merge over parts of the keys); never
+            dispatch, whose time depends on what queries select.
         layout: a layout, or `auto`: zigzag where contiguous shards would be unequal work.
         shape: the attention of one layer.
         ranks: ranks of the context-parallel group.
@@ -70,7 +71,7 @@ def choose_strategy(
         else:
             line += f": does not fit in {max(0, memory_bytes or 0) / 2**20:.0f} MiB"
         lines.append(line)
-    chosen = min(fitting, key=choice.preference) if fitting else replace(choice, ring_depth=2).strategy("ring")
+    chosen = min(fitting, key=choice.preference) if fitting else choice.least_memory()
     return chosen, "\n".join([f"context parallelism: auto takes {choice.describe(chosen)}", *lines])
 
 
@@ -94,11 +95,18 @@ class _Choice:
         check_sizes(strategy)
         check_heads(strategy, self.shape.heads, self.shape.kv_heads, self.shape.couples_heads)
         check_units(strategy, self.shape.selected_units)
+        check_merges(strategy, self.shape.merges)
         if self.slices is None and transport in GATHERING_TRANSPORTS:
             crosses_nodes = self.node_size < self.ranks
             if crosses_nodes or not self.fits(strategy):
                 return replace(strategy, slices=SEVERAL_SLICES)
         return strategy
+
+    def least_memory(self) -> CPStrategy:
+        """The strategy that needs the least memory for its buffers."""
+        if self.shape.merges:
+            return replace(self, ring_depth=2).strategy("ring")
+        return self.strategy("allgather")  # in slices, as it does not fit
 
     def _best_layout(self, transport: CPTransport) -> CPLayout:
         # Under Ulysses every rank attends to whole sequences. With the other transports a rank's work is that of its

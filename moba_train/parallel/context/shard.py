@@ -16,7 +16,7 @@ class RankShard(OperatorShard):
 
     def __init__(self, engine: OperatorEngine, layout: Layout, sequence: SequenceLayout, rank: int) -> None:
         """`layout`: of the whole packed sequence; `sequence`: how it is shared."""
-        super().__init__(engine, layout.part(sequence.ranges[rank], None))
+        super().__init__(engine, layout.part(sequence.ranges[rank], None), layout)
         self._sequence = sequence
         self._tokens = sequence.tokens(rank)
 

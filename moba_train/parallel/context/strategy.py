@@ -43,6 +43,8 @@ class AttentionShape:
     selected_units: int | None = None
     """Units that a query selects besides its own, at most, in any layer (`UnitAttention.selected`); None: queries
     cannot be sent to the owners of keys in every layer."""
+    merges: bool = True
+    """Whether `LocalAttention.merges` holds for all layers."""
 
     @property
     def q_bytes(self) -> int:

@@ -52,6 +52,12 @@ KIND_CASES: dict[str, list[dict[str, object]]] = {
         {"block_size": 4, "topk": 3},
         {"block_size": 4, "topk": 4, "select": "group", "always": ("current", "first")},
     ],
+    "moba_v1": [
+        {"block_size": 4, "topk": 3, "merge": "sum"},
+        {"block_size": 4, "topk": 3, "merge": "gate"},
+        {"block_size": 4, "topk": 3, "merge": "softmax"},
+    ],
+    "moba_v05": [{"block_size": 4, "topk": 3}],
 }
 """Options of every registered kind that is offered by the unit."""
 
@@ -63,8 +69,8 @@ class KindCase(Case):
     kind: str = "moba"
 
     def attention(self) -> LocalAttention:
-        (attention,) = KINDS[self.kind](KINDS[self.kind].Options(**self.options), self.head_dim).attentions
-        return attention
+        *_, attention = KINDS[self.kind](KINDS[self.kind].Options(**self.options), self.head_dim).attentions
+        return attention  # of moba_v05, the cross attention: its self attention is that of moba with topk 1
 
 
 @dataclass(frozen=True)

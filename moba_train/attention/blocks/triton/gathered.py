@@ -64,6 +64,36 @@ class GatheredPart:
         """Add the lists' parts of dq to the own blocks', in place, rounded once."""
         self.call.combine(combine.combine_dq, self.work, dq_THD, part_ED, place=self.place)
 
+    def by_entry(self, x_HTC: Tensor) -> Tensor:
+        """[H, T, C] -> [E]; 0 for padding."""
+        heads, tokens = self._rows
+        place_thC = self._place_by_slot()
+        x_E = x_HTC.new_zeros(self.row_E.numel() + 1)
+        x_E.scatter_(0, place_thC.flatten(), x_HTC[heads, tokens].transpose(0, 1).flatten())
+        return x_E[:-1]
+
+    def add_lse(self, lse_HT: Tensor, part_E: Tensor) -> None:
+        """Add the lists' keys to the log-sum-exp of their queries, in place."""
+        heads, tokens = self._rows
+        found_ht = torch.nn.functional.pad(part_E, (0, 1), value=-torch.inf)[self._place_by_slot()].logsumexp(-1).T
+        lse_HT[heads, tokens] = torch.logaddexp(lse_HT[heads, tokens], found_ht)
+
+    @property
+    def _rows(self) -> tuple[slice, slice]:
+        """The query heads and the tokens of the work range."""
+        group, entries = self.call.group, self.call.group * self.call.selected
+        kv_heads, first = self.work.kv_heads, self.work.first_entry // entries
+        return slice(kv_heads.start * group, kv_heads.stop * group), slice(first, first + self.work.entries // entries)
+
+    def _place_by_slot(self) -> Tensor:
+        """int64 [t, h, C]: place of each slot's entry among the gathered rows; their number for slots without a
+        block."""
+        heads, tokens = self._rows
+        place_ktGC = self.place.view(len(self.place), -1, self.call.group, self.call.selected)
+        place_thC = place_ktGC.transpose(0, 1).flatten(1, 2).long()
+        selected_thC = self.call.selected_HTC[heads, tokens].transpose(0, 1)
+        return torch.where(selected_thC < 0, self.row_E.numel(), place_thC)
+
 
 def gathered_parts(
     call: BlockCall, lists: BlockLists, limit: int, most_lists: int, edges: Tensor, longest: int

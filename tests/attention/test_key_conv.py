@@ -1,0 +1,110 @@
+"""`key_conv`, a short convolution over MoBA's keys: against loops in float64, on ranks, while decoding; off, nothing
+changes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kind_checks import (
+    MODEL,
+    STRATEGIES,
+    Layer,
+    assert_decodes_like_training,
+    assert_documents_are_independent,
+    assert_ranks_equal_one_device,
+    make_layer,
+    results,
+    run_layer,
+)
+from torch import nn
+
+from moba_train.attention.registry import KINDS
+from moba_train.parallel.context.strategy import CPStrategy
+
+LENGTHS = [12, 0, 1, 27]
+SMALL = {"block_size": 4, "topk": 3}
+CONV = {"key_conv": 3}
+widths = pytest.mark.parametrize("width", [3, 5])
+
+
+def convolved(k, weight, lengths):
+    """k + silu(convolution of k), token by token, from the document's first token on."""
+    taps = weight.T.unflatten(1, k.shape[1:])
+    rows, start = [], 0
+    for length in lengths:
+        for position in range(length):
+            token = start + position
+            mixed = sum(taps[back] * k[token - back] for back in range(min(len(taps), position + 1)))
+            rows.append(k[token] + mixed * torch.sigmoid(mixed))
+        start += length
+    return torch.stack(rows)
+
+
+@widths
+@pytest.mark.parametrize("kind", ["moba", "moba_v1"])
+def test_output_and_every_gradient_are_those_of_convolved_keys(kind, width):
+    layer = make_layer(kind, {**SMALL, "key_conv": width}, LENGTHS)
+    assert layer.named_parameters()["weight"].shape == (2 * 8, width)
+
+    def plain(layer):
+        keys = convolved(layer.k, layer.parameters.weight, LENGTHS)
+        without = KINDS[kind](KINDS[kind].Options(**SMALL), 8)
+        return run_layer(Layer(without, None, layer.x, layer.q, keys, layer.v, layer.layout, layer.model))
+
+    got, want = results(layer), results(layer, plain)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+    assert want[2]["weight"].any(0).all()
+
+
+def test_without_it_nothing_changes_and_at_first_with_it_neither():
+    plain, off, on = (make_layer("moba", {**SMALL, **extra}, LENGTHS) for extra in ({}, {"key_conv": 0}, CONV))
+    assert off.parameters is None
+    nn.init.zeros_(on.parameters.weight)
+    assert KINDS["moba"].initial_std("weight", 0.02) == 0
+    on = replace(on, x=plain.x, q=plain.q, k=plain.k, v=plain.v)
+    want = results(plain)
+    for layer in (off, on):
+        got = results(layer)
+        for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+            assert torch.equal(a, b)
+    assert results(on)[2]["weight"].any(), "it could not learn"
+
+
+MORE_STRATEGIES = [*STRATEGIES, CPStrategy(4, "allgather", "zigzag", 4)]
+
+
+@widths
+@pytest.mark.parametrize("strategy", MORE_STRATEGIES, ids=str)
+def test_ranks_that_share_a_sequence(width, strategy):
+    """Also shards and ranges that are shorter than the convolution, and a rank without tokens."""
+    for lengths in (LENGTHS, [5, 4], [9]):
+        assert_ranks_equal_one_device(make_layer("moba", {**SMALL, "key_conv": width}, lengths), strategy)
+
+
+@widths
+def test_packed_documents(width):
+    assert_documents_are_independent("moba", {**SMALL, "key_conv": width}, [*LENGTHS, 2, 3, 1])
+
+
+@widths
+@pytest.mark.parametrize("decode", ["own", "full"])
+def test_decoding(width, decode):
+    """Prompts in parts, one of them shorter than the convolution, then both together."""
+    options = {"block_size": 4, "topk": 3 if decode == "own" else 9, "key_conv": width}
+    assert_decodes_like_training("moba", options, prompts=(13, 5), decode=decode)
+
+
+def test_a_compiled_layer_gives_equal_numbers():
+    layer = make_layer("moba", {**SMALL, "key_conv": 3}, LENGTHS)
+    compiled = torch.compile(run_layer, backend="aot_eager")
+    torch.testing.assert_close(results(layer, compiled), results(layer), rtol=0, atol=1e-12)
+
+
+def test_the_plan_counts_its_parameters_and_operations():
+    off, on = (KINDS["moba"](KINDS["moba"].Options(**SMALL, key_conv=width), 8) for width in (0, 3))
+    weights = MODEL.kv_heads * 8 * 3
+    assert on.flops(MODEL, LENGTHS) == off.flops(MODEL, LENGTHS) + 6 * weights * sum(LENGTHS)
+    assert on.saved_bytes(MODEL, 64) == off.saved_bytes(MODEL, 64) + 2 * MODEL.kv_heads * 8 * 4
+    assert off.export_problem(MODEL) == ""
+    assert f"{weights} parameters" in on.export_problem(MODEL)
+    assert "key_conv" not in off.export_entry()
