@@ -300,6 +300,11 @@ class LocalAttention(Protocol):
         as in blocks/geometry.py, ascending, -1 behind. None: every query attends to its complete history."""
         return None
 
+    def selected_by(self, rows_n: Tensor, selection: Selection, layout: Layout) -> Tensor | None:
+        """`selected_blocks` of some of the layout's queries: int32 [H, n, C], or [1, n, C] for all heads alike."""
+        selected_HTC = self.selected_blocks(selection)
+        return None if selected_HTC is None else selected_HTC[:, rows_n]
+
     def block_scores(self, q_THD: Tensor, summaries: Tensor) -> Tensor | None:
         """The score of each block by which a query selects, in the units of attention's scaled scores: [H, T, N], or
         [K, T, N] where query heads that share a key/value head select together. None: blocks have no score."""

@@ -39,15 +39,15 @@ class SelectedBlocks(AttentionObserver):
         q_tokens_T = layout.q_tokens
         row_n = torch.searchsorted(q_tokens_T, self._queries_n).clamp_(max=len(q_tokens_T) - 1)
         here_n = q_tokens_T[row_n] == self._queries_n
-        selected_HTC = attention.selected_blocks(selection)
-        if selected_HTC is None:
+        selected_HnC = attention.selected_by(row_n[here_n], selection, layout)
+        if selected_HnC is None:
             return
         queries_n, sources_n = self._queries_n[here_n], self._sources_n[here_n]
         own_n, block_n = (
             block_ids(tokens_n, layout.documents(tokens_n), layout, attention.block_size)
             for tokens_n in (queries_n, sources_n)
         )
-        selected_Hn = (selected_HTC[:, row_n[here_n]] == block_n[None, :, None]).any(-1) | (own_n == block_n)
+        selected_Hn = (selected_HnC == block_n[None, :, None]).any(-1) | (own_n == block_n)
         self._counts[self._layer, 0] += selected_Hn.sum()
         self._counts[self._layer, 1] += selected_Hn.numel()
 

@@ -24,6 +24,7 @@ from moba_train.attention.moa import attention as moa_attention
 from moba_train.attention.moa.kind import MoaKind
 from moba_train.attention.moa.spans import Spans
 from moba_train.convert.hf_config import parse_layer
+from moba_train.evals.selected_blocks import SelectedBlocks
 from moba_train.model.rope import apply_rope, rope_cos_sin
 
 LENGTHS = [12, 0, 1, 61]
@@ -88,6 +89,23 @@ def test_output_and_gradients_are_those_of_the_definition(options, sizes):
     layer = make_layer("moa", options, LENGTHS)
     assert {rule.block_size for rule in layer.kind.options.rules()} == set(sizes)
     assert_equal(results(layer), results(layer, lambda layer: oracle(layer, sizes)))
+
+
+@pytest.mark.parametrize(("options", "sizes"), [(CASES[0][1], SIZES), (CASES[1][1], (4,) * 4)])
+def test_evaluations_see_which_blocks_heads_attend_to(options, sizes):
+    """Whether the block of a token that is asked for is attended to, counted as for a needle."""
+    layer = make_layer("moa", options, LENGTHS)
+    seen = masks(layer, sizes)
+    places = [(query, source) for query in (11, 13, 30, 44, 73) for source in range(0, query + 1, 3)]
+    same = [(query, source) for query, source in places if (query > 12) == (source > 12)]
+    watched = SelectedBlocks(1, torch.device("cpu"))
+    watched.watch([query + 1 for query, _ in same], [source for _, source in same])
+    with LOCAL_ENGINE.observe(watched):
+        run_layer(layer)
+    share = torch.stack([seen[:, query, source] for query, source in same]).double().mean()
+    count, total = watched._counts[0].tolist()
+    assert count / total == pytest.approx(share.item(), abs=1e-12)
+    assert 0.3 < share < 1
 
 
 def test_few_heads_at_a_time_give_the_numbers_of_all_together(monkeypatch):

@@ -105,6 +105,28 @@ class SpanAttention(LocalAttention):
         """Nothing, as `select`."""
         return ()
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of the blocks in `selected_by`: the shortest that heads have."""
+        return self.options.block_size
+
+    def selected_by(self, rows_n: Tensor, selection: Selection, layout: Layout) -> Tensor | None:
+        """The history of some of the layout's queries, in blocks of `block_size`; None where it is complete for all."""
+        if not any(rule.block_size for rule in self.rules):
+            return None
+        tokens_n, documents_n = layout.q_tokens[rows_n], layout.q_documents[rows_n]
+        own_n = block_ids(tokens_n, documents_n, layout, self.block_size)
+        first_n = first_blocks(layout.cu_seqlens, self.block_size)[documents_n]
+        ids_N = torch.arange(block_bound(layout, self.block_size), device=rows_n.device)
+        history_nN = (first_n.unsqueeze(1) <= ids_N) & (ids_N < own_n.unsqueeze(1))
+        inside_nN = ids_N - first_n.unsqueeze(1)
+        attended = [
+            history_nN & rule.attends(own_n - first_n, inside_nN, self.block_size) if rule.block_size else history_nN
+            for rule in self.rules
+        ]
+        chosen_HnN = torch.where(torch.stack(attended), ids_N, len(ids_N)).sort(-1).values
+        return torch.where(chosen_HnN == len(ids_N), -1, chosen_HnN).int()
+
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,13 @@ class SpanRule:
         own = (blocks_n * size**2 + rest_n**2).double() / 2
         return float((own + size**2 * before_N[blocks_n] + size * rest_n * history_N[blocks_n]).sum())
 
+    def attends(self, own_n: Tensor, blocks_nN: Tensor, size: int) -> Tensor:
+        """bool [n, N]: whether queries in block `own_n` attend to `blocks_nN` before it: numbers in their document, of
+        blocks of `size` tokens, of which this rule's blocks are a multiple."""
+        longer = self.block_size // size
+        starts_n1 = Spans((self,)).starts(own_n // longer)[0].unsqueeze(1)
+        return (blocks_nN >= starts_n1 * longer) | (blocks_nN < self.sinks * longer)
+
 
 @dataclass(frozen=True)
 class Spans:
