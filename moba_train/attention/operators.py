@@ -156,11 +156,15 @@ class OperatorShard:
 
     attends_to_all = False
 
-    def __init__(self, engine: OperatorEngine, layout: Layout, whole: Layout | None = None) -> None:
-        """`layout`: with this layer's tokens as its queries; `whole`: of the whole sequence, if that is another."""
+    def __init__(self, engine: OperatorEngine, layout: Layout) -> None:
+        """`layout`: of the whole packed sequence."""
         self._engine = engine
-        self.layout = layout
-        self._whole = whole or layout
+        self._whole = layout
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the whole sequence."""
+        return self._whole
 
     def own(self, x_Lx: Tensor) -> Tensor:
         """All rows."""

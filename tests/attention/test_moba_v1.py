@@ -1,5 +1,7 @@
 """MoBA's v1, a softmax for each block: against loops in float64, on ranks, in packed documents, while decoding."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import make_qkv
@@ -19,6 +21,7 @@ from moba_train.attention.kind import StageContext
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import packed_layout
 from moba_train.attention.registry import KINDS
+from moba_train.integrations.transformers import attention_forward
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.policy import choose_strategy
 from moba_train.parallel.context.strategy import AttentionShape
@@ -204,6 +207,20 @@ def test_packed_documents(merge):
 def test_decoding(merge, decode):
     """`decode: full` replaces attentions that full attention is a limit of; sums go on as they were trained."""
     assert_decodes_like_training("moba_v1", {**SMALL, "merge": merge}, decode=decode)
+
+
+def test_exported_to_transformers_it_attends_as_it_was_trained():
+    """Also to the newest token alone, which full attention would be taken for."""
+    options = {**SMALL, "merge": "gate"}
+    kind = KINDS["moba_v1"](KINDS["moba_v1"].Options(**options), 8)
+    config = SimpleNamespace(moba={"layers": [kind.export_entry()]})
+    module = SimpleNamespace(config=config, layer_idx=0, head_dim=8)
+    q, k, v = (x.detach() for x in make_qkv(22, 4, 2, 8))
+    want, _ = LOCAL_ENGINE(q, k, v, kind.attentions[0], packed_layout([22]))
+    for queries in (22, 5, 1):
+        hf = (x.transpose(0, 1)[None] for x in (q[-queries:], k, v))
+        got, _ = attention_forward(module, *hf, None)
+        torch.testing.assert_close(got[0], want[-queries:], rtol=0, atol=1e-12)
 
 
 @pytest.mark.gpu

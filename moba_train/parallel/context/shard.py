@@ -16,9 +16,17 @@ class RankShard(OperatorShard):
 
     def __init__(self, engine: OperatorEngine, layout: Layout, sequence: SequenceLayout, rank: int) -> None:
         """`layout`: of the whole packed sequence; `sequence`: how it is shared."""
-        super().__init__(engine, layout.part(sequence.ranges[rank], None), layout)
+        super().__init__(engine, layout)
         self._sequence = sequence
+        self._rank = rank
         self._tokens = sequence.tokens(rank)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of this rank's queries and all keys."""
+        # Not made before it is asked for: a compiled layer that makes it is another one than the same layer recomputed,
+        # which finds it with the whole layout; activation checkpointing refuses what differs.
+        return self._whole.part(self._sequence.ranges[self._rank], None)
 
     def own(self, x_Lx: Tensor) -> Tensor:
         """The rows before the padding."""
