@@ -14,5 +14,6 @@ masked     exact attention under any mask, a chunk of queries at a time: the ref
 varlen     kernels for attention inside many segments at once, from several libraries
 blocks     attention to selected blocks, for any selector
 full       full attention: dense, causal
+gates      kinds with a gate of their own, distilled from full attention: seer, msa
 moba       Mixture of Block Attention: a gate that selects blocks
 """
