@@ -3,6 +3,7 @@ head: outputs, KL divergences and every gradient; ranks that share a sequence; d
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,16 +20,23 @@ from kind_checks import (
     run_layer,
     small_model,
 )
+from thread_ranks import thread_transports
 from torch import Tensor
 
 from moba_train.attention.gates import grid
 from moba_train.attention.gates.grid import causal_chunks
-from moba_train.attention.kind import StageContext
+from moba_train.attention.kind import Engine, StageContext, WrappedEngine
+from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
+from moba_train.evals.gate_probe import given_statistics
+from moba_train.evals.gate_statistics import GateStatistics
 from moba_train.inference.generate import generate
 from moba_train.model.rope import apply_rope, rope_cos_sin
+from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.stage import DataShard
 
 BLOCK = 4
 LENGTHS = [12, 0, 1, 27]
@@ -220,7 +228,7 @@ def test_steps_along_the_gradient_bring_the_gate_to_the_attention(case: str) -> 
 
 @each
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(name: str, options: dict[str, Any], strategy: Any) -> None:
+def test_ranks_that_share_a_sequence(name: str, options: dict[str, Any], strategy: CPStrategy) -> None:
     """Their shards begin and end inside blocks; one rank has no tokens at all in the second sequence."""
     assert_ranks_equal_one_device(make_layer(name, options, LENGTHS), strategy)
     assert_ranks_equal_one_device(make_layer(name, options, [9]), strategy)
@@ -322,3 +330,44 @@ def test_chunks_cover_what_queries_see_with_bounded_scores(monkeypatch: pytest.M
         assert seen.start <= int(blocks.first_n[queries].min())
         assert seen.stop > int(blocks.own_n[queries].max())
     assert end == 82
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["seer", "msa"])
+@pytest.mark.parametrize("strategy", STRATEGIES[:2], ids=str)
+def test_what_a_distilled_gate_would_select_is_seen_in_its_warm_up_on_any_ranks(name: str, strategy: CPStrategy) -> None:
+    """The blocks that mode sparse attends to; sampled queries that are spread over ranks give one device's numbers."""
+    warm_up, sparse = (
+        make_layer(name, {"block_size": 8, "topk": 3, "mode": mode}, [61, 30, 5]) for mode in ("warmup", "sparse")
+    )
+    sample = [7, 30, 31, 44, 60, 61, 85, 89, 90]
+    alone = observed(warm_up, LOCAL_ENGINE, DataShard(), sample)
+    assert 0 < alone.means()["block_recall"] < 1
+    assert observed(sparse, LOCAL_ENGINE, DataShard(), sample).vector() == alone.vector()
+
+    transports, _ = thread_transports(strategy)
+    engines = [ContextParallel(strategy, transport) for transport in transports]
+    sequence = engines[0].sequence(warm_up.layout.total)
+
+    def rank(engine: ContextParallel) -> GateStatistics:
+        with torch.no_grad():
+            mine = [sequence.shard(x, engine.rank) for x in warm_up.inputs()]
+            layer = Layer(warm_up.kind, warm_up.parameters, *mine, warm_up.layout)
+            positions = sequence.shard(warm_up.positions, engine.rank)
+            return observed(layer, engine, DataShard(engine=engine), sample, positions)
+
+    with ThreadPoolExecutor(strategy.ranks) as pool:
+        first, *others = pool.map(rank, engines)
+    assert first.vector() == pytest.approx(alone.vector(), rel=1e-9)
+    assert not any(other.means() for other in others)
+
+
+def observed(
+    layer: Layer, engine: Engine, shard: DataShard, sample: list[int], positions: Tensor | None = None
+) -> GateStatistics:
+    """The statistics of what the layer's kind selects for the sampled queries."""
+    found = []
+    looking = WrappedEngine(engine, engine, lambda *seen: found.append(given_statistics(*seen, sample, shard)))
+    run_layer(layer, looking, positions)
+    (statistics,) = found
+    return statistics
