@@ -101,7 +101,7 @@ def distill(
     layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
     grid = block_grid(layout, block_size)
     kl_n = q.new_zeros(q.shape[0], dtype=accumulation_dtype(q.dtype))
-    for chunk in _chunks(q_index, k_index, q, k, lse, selected, grid, scale):
+    for chunk in _chunks(q_index, k_index, q, k, lse, selected, grid, -(-max_seqlen // block_size), scale):
         target_tj = chunk.target_tj
         log_index_tj = chunk.logits_tj.log_softmax(-1).masked_fill_(target_tj == 0, 0.0)
         kl_n[chunk.queries] += (torch.xlogy(target_tj, target_tj) - target_tj * log_index_tj).sum(-1)
@@ -139,7 +139,7 @@ def _distill_backward(
     dq_nKw = torch.zeros_like(q_index, dtype=dtype)
     dk_Tw = torch.zeros_like(k_index, dtype=dtype)
     k_Tw = k_index.to(dtype)
-    for chunk in _chunks(q_index, k_index, q, k, lse, selected, grid, scale):
+    for chunk in _chunks(q_index, k_index, q, k, lse, selected, grid, -(-max_seqlen // block_size), scale):
         grad_t1 = grad_kl[chunk.queries, None] * (width**-0.5 / groups)
         dlogits_tj = (chunk.logits_tj.softmax(-1) - chunk.target_tj) * grad_t1
         dq_nKw[chunk.queries, chunk.group] = (dlogits_tj.unsqueeze(1) @ k_Tw[chunk.best_tj]).squeeze(1)
@@ -174,22 +174,29 @@ def _chunks(
     lse: Tensor,
     selected: Tensor | None,
     grid: BlockGrid,
+    longest: int,
     scale: float,
 ) -> Iterator[_Chunk]:
-    """Every query of every group, in chunks with a bounded number of scores."""
+    """Every query of every group, in chunks with a bounded number of scores; `longest`: blocks of the longest document."""
     dtype = accumulation_dtype(q.dtype)
     group = q.shape[1] // k.shape[1]
+    few = selected is not None and longest > _GATHERED_FROM * (selected.shape[2] + 1)
+    over = _over_gathered if few else _over_all
     k_index_NBw = k_index.to(dtype)[grid.tokens_NB]
     for kv_head in range(k.shape[1]):
         own = slice(kv_head * group, (kv_head + 1) * group)
         q_ntGd = q[:, own].to(dtype)
         k_NBd = k[:, kv_head].to(dtype)[grid.tokens_NB]
         one = q_index[:, kv_head], k_index_NBw, q_ntGd, k_NBd, lse[own].to(dtype)
-        every = _over_all(*one, grid, scale) if selected is None else _over_selected(*one, selected[kv_head], grid, scale)
+        every = over(*one, None if selected is None else selected[kv_head], grid, scale)
         for queries, logits_tj, best_tj, mass_tj in every:
             target_tj = mass_tj / mass_tj.sum(-1, keepdim=True)
             yield _Chunk(kv_head, queries, logits_tj, best_tj, target_tj)
 
+
+_GATHERED_FROM = 16
+"""Blocks of a document for each block that a query attends to from which on it pays to gather the keys of these: they are
+d + w numbers a token, the scores of all keys G + 1."""
 
 _Scored = Iterator[tuple[slice, Tensor, Tensor, Tensor]]
 """(queries, logits [t, j], best tokens [t, j], probability in each block [t, j], up to a factor for each query)."""
@@ -201,14 +208,19 @@ def _over_all(
     q_nGd: Tensor,
     k_NBd: Tensor,
     lse_Gn: Tensor,
+    selected_nC: Tensor | None,
     grid: BlockGrid,
     scale: float,
 ) -> _Scored:
-    """For one group, the scores and probabilities of all blocks."""
+    """For one group, from the scores of all keys; of the selected blocks and the own one, or of all."""
     block_size = k_NBd.shape[1]
     scores_per_block = q_nGd.shape[1] * block_size
     for queries, blocks in causal_chunks(grid.own_on_host, grid.first_on_host, scores_per_block, q_nGd.device):
         seen_tbB = grid.visible(queries, blocks)
+        if selected_nC is not None:
+            own_t1 = grid.own_n[queries, None]
+            ids_tj = torch.cat([torch.where(selected_nC[queries] < 0, own_t1, selected_nC[queries]), own_t1], 1)
+            seen_tbB &= torch.zeros_like(seen_tbB[..., 0]).scatter_(1, ids_tj - blocks.start, True).unsqueeze(-1)
         scores_tbB = _index_scores(q_index_nw[queries, None], k_index_NBw[blocks], seen_tbB)[0]
         logits_tb, place_tb = scores_tbB.max(-1)
         best_tb = grid.tokens_NB[blocks].expand(len(seen_tbB), -1, -1).gather(2, place_tb.unsqueeze(-1)).squeeze(-1)
@@ -217,17 +229,18 @@ def _over_all(
         yield queries, logits_tb, best_tb, p_Gts.unflatten(2, (-1, block_size)).sum((0, 3))
 
 
-def _over_selected(
+def _over_gathered(
     q_index_nw: Tensor,
     k_index_NBw: Tensor,
     q_nGd: Tensor,
     k_NBd: Tensor,
     lse_Gn: Tensor,
-    selected_nC: Tensor,
+    selected_nC: Tensor | None,
     grid: BlockGrid,
     scale: float,
 ) -> _Scored:
-    """For one group, the scores and probabilities of the selected blocks and of the own one."""
+    """As `_over_all`, from the gathered keys of the selected blocks and of the own one alone."""
+    assert selected_nC is not None
     block_size = k_NBd.shape[1]
     width = q_index_nw.shape[-1]
     gathered = (selected_nC.shape[1] + 1) * block_size * (width + k_NBd.shape[2])
