@@ -5,10 +5,10 @@
     python -m benchmarks.gate_distillation --draw runs/smollm2/gates.json --plot docs/gate-distillation.svg
 
 Trains each recipe with the real trainer: its first stage warms the gates up under full attention with the model frozen,
-its second attends to the blocks that they select. The result has the loss, the auxiliary loss of each layer, the loss on
-validation data, and by gate probes the recall of each layer: the share of full attention's probability that lies in the
-selected blocks, and the share of the blocks with the most probability that are selected. Words of the form key=value are
-laid over all recipes.
+its second attends to the blocks that they select. The result has the loss, the auxiliary loss of each layer, the loss
+on validation data, and by gate probes the recall of each layer: the share of full attention's probability that lies in
+the selected blocks, and the share of the blocks with the most probability that are selected. Words of the form
+key=value are laid over all recipes.
 """
 
 import argparse
@@ -95,7 +95,8 @@ def _step(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(source: Path, plot: Path) -> None:
-    """Draw the auxiliary loss and both recalls of every run over the steps; the mean over layers, and each layer thin."""
+    """Draw the auxiliary loss and both recalls of every run over the steps; the mean over layers, and each layer
+    thin."""
     text = source.read_text()
     runs = json.loads(text)["results"]
     with plt.rc_context(STYLE):
@@ -134,7 +135,9 @@ def _draw_recall(axes: Axes, run: dict[str, Any], recall: str, colour: str) -> N
     for index in range(len(probes[0]["layers"]) if probes else 0):
         here = [(probe["step"], probe["layers"][index][recall]) for probe in probes if index < len(probe["layers"])]
         axes.plot(*zip(*here, strict=True), color=colour, alpha=0.2, lw=0.6)
-    axes.plot([probe["step"] for probe in probes], [probe[recall] for probe in probes], "o-", ms=3, color=colour, lw=1.8)
+    axes.plot(
+        [probe["step"] for probe in probes], [probe[recall] for probe in probes], "o-", ms=3, color=colour, lw=1.8
+    )
     axes.lines[-1].set_label(run["recipe"].removeprefix("distill-"))
 
 

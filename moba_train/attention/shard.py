@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moba_train.attention.protocol import Layout, LocalAttention
 
-
 SelectionObserver = Callable[[Tensor, Tensor, Tensor, LocalAttention, Tensor, Layout], None]
 """(q [n, H, D], k [T, K, D], v [T, K, D], attention, selected blocks int32 [H, n, C], layout): see `Shard.observe`."""
 

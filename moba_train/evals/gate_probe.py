@@ -186,8 +186,8 @@ def given_statistics(
     tokens: Sequence[int],
     shard: DataShard,
 ) -> GateStatistics:
-    """The statistics of the queries of `tokens`, given the blocks that this rank's queries select; counted once by ranks
-    that share the sequence."""
+    """The statistics of the queries of `tokens`, given the blocks that this rank's queries select; counted once by
+    ranks that share the sequence."""
     tokens_n = torch.tensor(tokens, dtype=torch.int64, device=q_nHD.device)
     selected_nHC = selected_HnC.transpose(0, 1)
     if shard.engine is None:

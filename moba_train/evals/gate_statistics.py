@@ -113,8 +113,8 @@ def gate_statistics(
 ) -> GateStatistics:
     """The sums of one layer for the queries of `layout` ([n, H, D]) to all keys of the sequence.
 
-    Without `selected_HnC`, the blocks of `attention` that the layer's gate gave, the attention selects anew, as it does in
-    training. Nothing is added where it attends to everything.
+    Without `selected_HnC`, the blocks of `attention` that the layer's gate gave, the attention selects anew, as it does
+    in training. Nothing is added where it attends to everything.
     """
     found = GateStatistics()
     summaries = None

@@ -1,6 +1,7 @@
-"""SeerAttention and MiniMax Sparse Attention against oracles in float64 that follow the papers document by document, head by
-head: outputs, KL divergences and every gradient; ranks that share a sequence; decoding; what plans count."""
+"""SeerAttention and MiniMax Sparse Attention against oracles in float64 that follow the papers document by document,
+head by head: outputs, KL divergences and every gradient; ranks that share a sequence; decoding; what plans count."""
 
+import copy
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -100,10 +101,7 @@ def seer_document(layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> t
     starts = list(range(0, length, size))
     pooled_q = torch.stack([q.detach()[s : s + size].mean(0) for s in starts])
     pooled_k = torch.stack(
-        [
-            torch.cat([b.mean(0), b.amax(0), b.amin(0)], -1)
-            for b in (k.detach()[s : s + size] for s in starts)
-        ]
+        [torch.cat([b.mean(0), b.amax(0), b.amin(0)], -1) for b in (k.detach()[s : s + size] for s in starts)]
     )
     q_gate = torch.stack([pooled_q[:, h] @ layer.parameters.q_weight[h] for h in range(heads)], 1)
     k_gate = torch.stack([pooled_k[:, g] @ layer.parameters.k_weight[g] for g in range(k.shape[1])], 1)
@@ -194,7 +192,9 @@ def test_gathered_keys_of_selected_blocks_give_what_all_keys_give(
 @pytest.mark.parametrize("name", ["seer", "msa"])
 def test_other_groups_of_heads(name: str, kv_heads: int) -> None:
     model = ModelConfig(**(MODEL.model_dump() | {"kv_heads": kv_heads}))
-    assert_same_results(make_layer(name, {"block_size": 5, "topk": 2, "train_gate": True}, [17, 4], model=model), oracle)
+    assert_same_results(
+        make_layer(name, {"block_size": 5, "topk": 2, "train_gate": True}, [17, 4], model=model), oracle
+    )
 
 
 @pytest.mark.parametrize("name", ["seer", "msa"])
@@ -254,7 +254,9 @@ def test_decoding(case: str) -> None:
 
 def test_decoding_of_sparse_seer_is_refused_by_key() -> None:
     model = small_model(*CASES["seer frozen"]).float()
-    with pytest.raises(ValueError, match=r"attention\.seer\.mode: 'sparse' selects from the mean query of a whole block"):
+    with pytest.raises(
+        ValueError, match=r"attention\.seer\.mode: 'sparse' selects from the mean query of a whole block"
+    ):
         list(generate(model, [1, 2, 3], 2))
 
 
@@ -304,6 +306,27 @@ def test_flops_and_saved_bytes_grow_with_what_the_gate_does(name: str, options: 
     assert kind.saved_bytes(MODEL, 64) == selected + target
 
 
+@each
+def test_export_is_refused_with_what_would_be_lost(name: str, options: dict[str, Any]) -> None:
+    kind = KINDS[name](KINDS[name].Options(**options), MODEL.head_width)
+    size = 6 * {"seer": 8 * (4 + 3 * 2), "msa": MODEL.hidden_size * 3}[name]
+    assert kind.export_problem(MODEL).startswith(f"kind {name!r} has {size} parameters in a layer")
+
+
+@pytest.mark.parametrize("case", ["seer sparse", "msa sparse", "seer warmup", "msa warmup"])
+def test_bfloat16_layers_have_a_float32_divergence(case: str) -> None:
+    layer = make_layer(*CASES[case], LENGTHS)
+    want = run_layer(layer)[1]
+    inputs = [x.detach().bfloat16().requires_grad_() for x in layer.inputs()]
+    half = Layer(layer.kind, copy.deepcopy(layer.parameters).bfloat16(), *inputs, layer.layout)
+    out, divergence = run_layer(half)
+    assert out.dtype == torch.bfloat16
+    assert divergence.dtype == torch.float32
+    assert divergence.mean().item() == pytest.approx(want.mean().item(), rel=0.15)
+    (out.sum() + divergence.sum()).backward()
+    assert {p.grad.dtype for p in half.parameters.parameters()} == {torch.bfloat16}
+
+
 def test_problems_name_the_option() -> None:
     context = StageContext(MODEL, 64, 1, 1, False, "cpu", layers="in layer 0")
     for name in ("seer", "msa"):
@@ -343,7 +366,9 @@ def test_chunks_cover_what_queries_see_with_bounded_scores(monkeypatch: pytest.M
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["seer", "msa"])
 @pytest.mark.parametrize("strategy", STRATEGIES[:2], ids=str)
-def test_what_a_distilled_gate_would_select_is_seen_in_its_warm_up_on_any_ranks(name: str, strategy: CPStrategy) -> None:
+def test_what_a_distilled_gate_would_select_is_seen_in_its_warm_up_on_any_ranks(
+    name: str, strategy: CPStrategy
+) -> None:
     """The blocks that mode sparse attends to; sampled queries that are spread over ranks give one device's numbers."""
     warm_up, sparse = (
         make_layer(name, {"block_size": 8, "topk": 3, "mode": mode}, [61, 30, 5]) for mode in ("warmup", "sparse")

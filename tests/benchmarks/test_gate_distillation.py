@@ -1,4 +1,5 @@
-"""The program that distils gates, at a size for the CPU: both recipes of the repository, shrunk, leave results and a picture."""
+"""The program that distils gates, at a size for the CPU: both recipes of the repository, shrunk, leave results and a
+picture."""
 
 import json
 import sys
@@ -21,7 +22,9 @@ def small(tmp_path: Path) -> list[str]:
             for seed in range(6):
                 writer.add_document(np.random.default_rng(seed).integers(60, size=500))
     model = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "layers": 2, "heads": 4, "kv_heads": 2}
-    stages = [f"stages.{index}.{key}" for index in range(2) for key in ("seq_len=128", "tokens=512", "micro_batch_size=2")]
+    stages = [
+        f"stages.{index}.{key}" for index in range(2) for key in ("seq_len=128", "tokens=512", "micro_batch_size=2")
+    ]
     return [
         *(f"model.{key}={value}" for key, value in model.items()),
         "model.init_std=0.3",
@@ -43,7 +46,12 @@ def test_both_recipes_leave_curves_and_a_picture(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    blocks = ["attention.seer.block_size=8", "attention.seer.topk=3", "attention.msa.block_size=8", "attention.msa.topk=3"]
+    blocks = [
+        "attention.seer.block_size=8",
+        "attention.seer.topk=3",
+        "attention.msa.block_size=8",
+        "attention.msa.topk=3",
+    ]
     output, plot = tmp_path / "gates.json", tmp_path / "gates.svg"
     paths = ["--runs", str(tmp_path / "runs"), "--output", str(output), "--plot", str(plot)]
     monkeypatch.setattr(sys, "argv", ["gate_distillation", *small, *blocks, *paths])

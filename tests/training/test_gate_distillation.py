@@ -1,5 +1,5 @@
-"""Two stages of a distilled gate: it warms up under full attention while the base is frozen, then the layers attend to the
-blocks that it selects. On the CPU, from the recipe to the log."""
+"""Two stages of a distilled gate: it warms up under full attention while the base is frozen, then the layers attend to
+the blocks that it selects. On the CPU, from the recipe to the log."""
 
 from pathlib import Path
 
@@ -69,9 +69,7 @@ def test_the_overlap_with_the_blocks_of_largest_mass_rises_in_the_log(finished: 
 
 
 def test_the_warm_up_changes_nothing_but_the_gate(finished: Run, kind: str) -> None:
-    before, after = (
-        checkpoint_tensors(finished.run_dir / "checkpoints" / f"step_{step:08d}") for step in (12, 36)
-    )
+    before, after = (checkpoint_tensors(finished.run_dir / "checkpoints" / f"step_{step:08d}") for step in (12, 36))
     changed = {name for name, tensor in after.items() if name in before and not torch.equal(tensor, before[name])}
     weights = {name for name in changed if name.startswith("model.")}
     assert weights

@@ -30,8 +30,6 @@ class BlockGrid:
     """int64: index of each block's tokens in the packed sequence; a valid index, too, where there is no token."""
     present_NB: Tensor
     """bool: whether there is a token. Short and unused blocks have places without."""
-    place_T: Tensor
-    """int64: place of each token of the packed sequence in the flattened grid, N * B places."""
     tokens_n: Tensor
     """int64: index of each query in the packed sequence."""
     own_n: Tensor
@@ -65,14 +63,11 @@ def _block_grid(layout: Layout, block_size: int) -> BlockGrid:
     edges = block_edges(host, block_size).long()
     tokens_NB = edges[:-1, None] + torch.arange(block_size)
     present_NB = tokens_NB < edges[1:, None]
-    all_tokens = torch.arange(layout.total)
-    own_T = block_ids(all_tokens, host.documents(all_tokens), host, block_size)
-    own_n = own_T[host.q_tokens]
+    own_n = block_ids(host.q_tokens, host.q_documents, host, block_size)
     first_n = first_blocks(host.cu_seqlens, block_size)[host.q_documents]
     return BlockGrid(
         tokens_NB.clamp(max=max(layout.total - 1, 0)).to(device),
         present_NB.to(device),
-        (own_T * block_size + all_tokens - edges[own_T]).to(device),
         layout.q_tokens,
         own_n.to(device),
         first_n.to(device),

@@ -1,8 +1,10 @@
-"""What kinds with a distilled gate share: warm-up under full attention, then attention to the blocks that the gate selects.
+"""What kinds with a distilled gate share: warm-up under full attention, then attention to the blocks that the gate
+selects.
 
 A gate gives each query the blocks that it should attend to. Selecting has no gradient, so the gate learns from a
-distribution of its own: its softmax over blocks is pulled to attention's probability in the blocks, by their KL divergence.
-The gate's inputs are detached: the divergence trains the gate alone, and the loss of the language model never reaches it.
+distribution of its own: its softmax over blocks is pulled to attention's probability in the blocks, by their KL
+divergence. The gate's inputs are detached: the divergence trains the gate alone, and the loss of the language model
+never reaches it.
 """
 
 from abc import abstractmethod
@@ -37,15 +39,17 @@ class GateOptions(Section):
     )
     block_size: Length = Field(64, description="tokens per block; blocks start anew with each document")
     topk: int = Field(32, ge=1, description="blocks each query attends to, its own included; 1: own block only")
-    train_gate: bool = Field(False, description="mode sparse: whether the gate goes on learning; mode warmup: it always does")
+    train_gate: bool = Field(
+        False, description="mode sparse: whether the gate goes on learning; mode warmup: it always does"
+    )
     kl_weight: float = Field(
         1.0, gt=0, description="factor on the gate's KL divergence, the auxiliary loss, which trains the gate alone"
     )
     backend: Literal["auto", "triton", "composed", "reference"] = Field(
         "auto",
-        description="of attention to the selected blocks. triton: kernels for CUDA and 16-bit dtypes; composed: varlen "
-        "flash attention over gathered queries, then a merge; reference: plain PyTorch, any device; auto: triton where "
-        "it can run, else composed where it can run",
+        description="how attention to the selected blocks is computed; triton: kernels for CUDA and 16-bit dtypes; "
+        "composed: varlen flash attention over gathered queries, then a merge; reference: plain PyTorch, any device; "
+        "auto: triton where it can run, else composed where it can run",
     )
 
 
@@ -97,7 +101,13 @@ class DistilledGate(AttentionKind):
 
     @abstractmethod
     def divergence(
-        self, features: Features, shard: Shard, q_nHd: Tensor, k_TKd: Tensor, lse_Hn: Tensor, selected_HnC: Tensor | None
+        self,
+        features: Features,
+        shard: Shard,
+        q_nHd: Tensor,
+        k_TKd: Tensor,
+        lse_Hn: Tensor,
+        selected_HnC: Tensor | None,
     ) -> Tensor:
         """The gate's KL divergence for each query of the shard, float32 or float64 [n] in nats.
 
@@ -106,16 +116,15 @@ class DistilledGate(AttentionKind):
         """
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
-        """Full attention in the warm-up, else attention to the selected blocks; and the divergence while the gate learns."""
+        """Full attention in the warm-up, else attention to the selected blocks; and the divergence while the gate
+        learns."""
         assert parameters is not None
         rotated = layer._replace(q_THd=layer.rotate(layer.q_THd), k_TKd=layer.rotate(layer.k_TKd))
         if self.gate_options.mode == "warmup":
             return self._warm_up(layer, rotated, parameters)
         return self._sparse(layer, rotated, parameters)
 
-    def _warm_up(
-        self, layer: LayerInput, rotated: LayerInput, parameters: nn.Module
-    ) -> tuple[Tensor, Tensor | None]:
+    def _warm_up(self, layer: LayerInput, rotated: LayerInput, parameters: nn.Module) -> tuple[Tensor, Tensor | None]:
         out_LHd, lse_HL = layer.engine(rotated.q_THd, rotated.k_TKd, rotated.v_TKd, self.full, layer.layout)
         shard = layer.shard
         learns = torch.is_grad_enabled()
@@ -132,9 +141,7 @@ class DistilledGate(AttentionKind):
         lse_Hn = lse_HL[:, : len(q_nHd)]
         return out_LHd, self._loss(self.divergence(features, shard, q_nHd, k_TKd, lse_Hn, None), shard)
 
-    def _sparse(
-        self, layer: LayerInput, rotated: LayerInput, parameters: nn.Module
-    ) -> tuple[Tensor, Tensor | None]:
+    def _sparse(self, layer: LayerInput, rotated: LayerInput, parameters: nn.Module) -> tuple[Tensor, Tensor | None]:
         shard = layer.shard
         q_nHd = shard.own(rotated.q_THd)
         k_TKd = shard.gather("k", shard.own(rotated.k_TKd))
@@ -146,7 +153,7 @@ class DistilledGate(AttentionKind):
         out_nHd, lse_Hn = shard.attend(q_nHd, k_TKd, v_TKd, self.blocks, selected_HnC)
         if not (self.trains and torch.is_grad_enabled()):
             return shard.padded(out_nHd), None
-        teacher = (lse_Hn, selected_HnC)
+        teacher: tuple[Tensor, Tensor | None] = (lse_Hn, selected_HnC)
         if self.needs_full:
             with torch.no_grad():
                 _, lse_HL = layer.engine(rotated.q_THd, rotated.k_TKd, rotated.v_TKd, self.full, layer.layout)

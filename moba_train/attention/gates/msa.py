@@ -1,12 +1,12 @@
 """The kind `msa`: MiniMax Sparse Attention, of MiniMax-M3 (arXiv:2606.13392).
 
-An index branch scores every earlier token: one index query head for each group of query heads that share a key/value head,
-and one index key head for all groups, two projections of the layer's input, rotated at the tokens' positions. A block's
-score is that of its best token. The heads of a group attend to the same blocks. The branch learns the group's own
-attention: the probability in each block, averaged over the group's heads.
+An index branch scores every earlier token: one index query head for each group of query heads that share a key/value
+head, and one index key head for all groups, two projections of the layer's input, rotated at the tokens' positions. A
+block's score is that of its best token. The heads of a group attend to the same blocks. The branch learns the group's
+own attention: the probability in each block, averaged over the group's heads.
 
-Shape suffixes: n queries of this rank, T tokens of the sequence, D hidden size, H query heads, K key/value heads, d head
-width, w index width, C selected blocks.
+Shape suffixes: n queries of this rank, T tokens of the sequence, D hidden size, H query heads, K key/value heads, d
+head width, w index width, C selected blocks.
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,13 @@ class MsaKind(DistilledGate):
         return selected_KnC.repeat_interleave(q_nHd.shape[1] // len(selected_KnC), 0)
 
     def divergence(
-        self, features: Features, shard: Shard, q_nHd: Tensor, k_TKd: Tensor, lse_Hn: Tensor, selected_HnC: Tensor | None
+        self,
+        features: Features,
+        shard: Shard,
+        q_nHd: Tensor,
+        k_TKd: Tensor,
+        lse_Hn: Tensor,
+        selected_HnC: Tensor | None,
     ) -> Tensor:
         """The mean over groups."""
         group = q_nHd.shape[1] // k_TKd.shape[1]

@@ -2,9 +2,9 @@
 
 The score of a block is that of its best token, so gradients go to one token of each block.
 
-Shape suffixes: n queries of this rank, t a chunk of them, T tokens of the sequence, N blocks, b blocks of a chunk, B tokens
-of a block, H query heads, K key/value heads and index query heads, G = H / K, d head width, w index width, C selected
-blocks, j the blocks that a query's softmax covers.
+Shape suffixes: n queries of this rank, t a chunk of them, T tokens of the sequence, N blocks, b blocks of a chunk, B
+tokens of a block, H query heads, K key/value heads and index query heads, G = H / K, d head width, w index width, C
+selected blocks, j the blocks that a query's softmax covers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,8 @@ def select(
     block_size: int,
     count: int,
 ) -> Tensor:
-    """The history blocks of each query and group of heads, int32 [K, n, C], from the index queries [n, K, w] and the index
-    keys [T, w] of all tokens. Without gradient."""
+    """The history blocks of each query and group of heads, int32 [K, n, C], from the index queries [n, K, w] and the
+    index keys [T, w] of all tokens. Without gradient."""
     layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
     grid = block_grid(layout, block_size)
     groups = q_index.shape[1]
@@ -94,9 +94,9 @@ def distill(
     """KL divergence [n] of the index's softmax over blocks from attention's probability in the blocks, mean over the
     heads of a group; mean over the groups, in nats.
 
-    q [n, H, d] and k [T, K, d] are rotated, lse [H, n] is that of the attention. `selected` [K, n, C]: both distributions
-    cover these blocks and the own one, to which the attention went; None: all blocks, full attention. Gradients reach
-    the index queries [n, K, w] and the index keys [T, w].
+    q [n, H, d] and k [T, K, d] are rotated, lse [H, n] is that of the attention. `selected` [K, n, C]: both
+    distributions cover these blocks and the own one, to which the attention went; None: all blocks, full attention.
+    Gradients reach the index queries [n, K, w] and the index keys [T, w].
     """
     layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
     grid = block_grid(layout, block_size)
@@ -130,8 +130,8 @@ def _distill_backward(
     block_size: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the index queries and keys. Computes the distributions again: kept for all queries, they would take more
-    memory than attention itself."""
+    """Gradients of the index queries and keys. Computes the distributions again: kept for all queries, they would take
+    more memory than attention itself."""
     layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
     grid = block_grid(layout, block_size)
     dtype = accumulation_dtype(q.dtype)
@@ -177,7 +177,8 @@ def _chunks(
     longest: int,
     scale: float,
 ) -> Iterator[_Chunk]:
-    """Every query of every group, in chunks with a bounded number of scores; `longest`: blocks of the longest document."""
+    """Every query of every group, in chunks with a bounded number of scores; `longest`: blocks of the longest
+    document."""
     dtype = accumulation_dtype(q.dtype)
     group = q.shape[1] // k.shape[1]
     few = selected is not None and longest > _GATHERED_FROM * (selected.shape[2] + 1)
@@ -195,8 +196,8 @@ def _chunks(
 
 
 _GATHERED_FROM = 16
-"""Blocks of a document for each block that a query attends to from which on it pays to gather the keys of these: they are
-d + w numbers a token, the scores of all keys G + 1."""
+"""Blocks of a document for each block that a query attends to from which on it pays to gather the keys of these: they
+are d + w numbers a token, the scores of all keys G + 1."""
 
 _Scored = Iterator[tuple[slice, Tensor, Tensor, Tensor]]
 """(queries, logits [t, j], best tokens [t, j], probability in each block [t, j], up to a factor for each query)."""

@@ -1,9 +1,9 @@
 """The kind `seer`: SeerAttention (Gao et al. 2024, arXiv:2410.13276).
 
 All queries of a block attend to the same blocks, each head to its own. The gate compares q and k, before the rotary
-embedding, pooled over each block: the mean of q, and mean, maximum and minimum of k, each through a matrix of its own for
-each head, rotated at the position of the block's first token as in the authors' code. It learns full attention's map,
-max-pooled over blocks of queries and keys, each row divided by its sum.
+embedding, pooled over each block: the mean of q, and mean, maximum and minimum of k, each through a matrix of its own
+for each head, rotated at the position of the block's first token as in the authors' code. It learns full attention's
+map, max-pooled over blocks of queries and keys, each row divided by its sum.
 
 Shape suffixes: n queries of this rank, N blocks, H query heads, K key/value heads, d head width, w width of the gate.
 """
@@ -85,12 +85,16 @@ class SeerKind(DistilledGate):
         """The blocks with the highest scores for each head and block of queries, the queries' own not counted."""
         options = self.seer_options
         where = layout_arguments(shard.layout)
-        return operators.select(
-            *features, *where, len(q_nHd), options.block_size, options.topk - 1, options.threshold
-        )
+        return operators.select(*features, *where, len(q_nHd), options.block_size, options.topk - 1, options.threshold)
 
     def divergence(
-        self, features: Features, shard: Shard, q_nHd: Tensor, k_TKd: Tensor, lse_Hn: Tensor, selected_HnC: Tensor | None
+        self,
+        features: Features,
+        shard: Shard,
+        q_nHd: Tensor,
+        k_TKd: Tensor,
+        lse_Hn: Tensor,
+        selected_HnC: Tensor | None,
     ) -> Tensor:
         """Each query has the divergence of its block, the mean over heads."""
         assert selected_HnC is None, "the gate learns the map of full attention"
@@ -123,14 +127,15 @@ class SeerKind(DistilledGate):
         if self.gate_options.mode == "warmup":
             return ""
         return (
-            "attention.seer.mode: 'sparse' selects from the mean query of a whole block, later tokens included, which does "
-            "not exist while tokens are generated one by one; set attention.seer.mode=warmup for full attention"
+            "attention.seer.mode: 'sparse' selects from the mean query of a whole block, later tokens included, which "
+            "does not exist while tokens are generated one by one; set attention.seer.mode=warmup for full attention"
         )
 
 
 @torch.no_grad()
 def _pooled(shard: Shard, q_nHd: Tensor, k_nKd: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Mean q [N, H, d], and mean, maximum and minimum of k [N, K, 3 d], of all blocks; zeros for ids without a block."""
+    """Mean q [N, H, d], and mean, maximum and minimum of k [N, K, 3 d], of all blocks; zeros for ids without a
+    block."""
     sums, extremes = operators.pool(q_nHd, k_nKd, *layout_arguments(shard.layout), block_size)
     sums_NHd = shard.all_ranks(sums).sum(0)
     extremes_NKd = shard.all_ranks(extremes).amax(0)

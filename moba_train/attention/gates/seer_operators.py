@@ -2,9 +2,9 @@
 
 The layout comes as `operators.layout_arguments`, always the last arguments before the numbers.
 
-Shape suffixes: n queries of this rank, T tokens of the sequence, N blocks of the sequence, l blocks that hold queries of
-this rank (a bound), c a chunk of these, B tokens of a block, H query heads, K key/value heads, G = H / K, d head width,
-w width of the gate, E edge blocks of a rank, R ranks, C selected blocks.
+Shape suffixes: n queries of this rank, T tokens of the sequence, N blocks of the sequence, l blocks that hold queries
+of this rank (a bound), c a chunk of these, B tokens of a block, H query heads, K key/value heads, G = H / K, d head
+width, w width of the gate, E edge blocks of a rank, R ranks, C selected blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -152,8 +152,8 @@ def attention_map(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The largest probability of full attention between the queries of each of this rank's blocks and the keys of each
-    block, float32 or float64 [H, l, N]; and those of its rows that other ranks may share: their block ids [E] (-1: none)
-    and the rows [E, H, N]. Without gradient.
+    block, float32 or float64 [H, l, N]; and those of its rows that other ranks may share: their block ids [E] (-1:
+    none) and the rows [E, H, N]. Without gradient.
 
     q [n, H, d] of this rank, k [T, K, d] of all tokens, both rotated; lse [H, n] of full attention.
     """
@@ -224,8 +224,8 @@ def distill(
 ) -> tuple[Tensor, Tensor]:
     """(KL divergence [n] of each query's block, mean over heads, in nats; target [H, l, N]).
 
-    The target is the map [H, l, N], with the maxima of blocks that other ranks share (ids [R, E], rows [R, E, H, N]), each
-    row divided by its sum. The divergence is that of the gate's softmax over blocks from it; gradients reach the
+    The target is the map [H, l, N], with the maxima of blocks that other ranks share (ids [R, E], rows [R, E, H, N]),
+    each row divided by its sum. The divergence is that of the gate's softmax over blocks from it; gradients reach the
     gate's features [N, H, w] and [N, K, w] of all blocks.
     """
     layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
