@@ -174,6 +174,11 @@ class AttentionKind(ABC):
         """Why tokens cannot be generated one by one through a key/value cache; empty when they can."""
         return ""
 
+    def own_decode_problem(self) -> str:
+        """Why new tokens cannot attend as the kind does (`decode: own`), where they could with full attention; empty
+        when they can."""
+        return ""
+
     def export_entry(self) -> dict[str, Any]:
         """The layer's entry in an exported config.json, as JSON values: what decides which keys it attends to."""
         return {"kind": self.name, **self.options.model_dump(mode="json", exclude=set(self.IMPLEMENTATION_OPTIONS))}

@@ -146,6 +146,7 @@ class OperatorShard:
 
     attends_to_all = False
     observed = False
+    ranks = 1
 
     def __init__(self, engine: OperatorEngine, layout: Layout) -> None:
         self._engine = engine

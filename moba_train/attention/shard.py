@@ -36,6 +36,11 @@ class Shard(Protocol):
         """Whether tokens are being generated with `decode: full`: then a kind that selects keys attends to all."""
         ...
 
+    @property
+    def ranks(self) -> int:
+        """Ranks that share the sequence, R; 1: what this rank gathers is all there is."""
+        ...
+
     def own(self, x_Lx: Tensor) -> Tensor:
         """The rows that carry tokens, [n, ...], without padding: in the order of the layout's queries."""
         ...

@@ -194,6 +194,7 @@ class CachedShard:
     """
 
     observed = False
+    ranks = 1
 
     def __init__(self, plan: CachePlan, decode: Decode, gathered: dict[str, Tensor]) -> None:
         """gathered: rows of the layer's cache by name, extended here."""

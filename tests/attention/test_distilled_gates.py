@@ -33,6 +33,7 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
 from moba_train.evals.gate_probe import given_statistics
 from moba_train.evals.gate_statistics import GateStatistics
+from moba_train.inference.cache import CachedAttention, CachePlan
 from moba_train.inference.generate import generate
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.engine import ContextParallel
@@ -252,12 +253,25 @@ def test_decoding(case: str) -> None:
     assert_decodes_like_training(*CASES[case])
 
 
-def test_decoding_of_sparse_seer_is_refused_by_key() -> None:
-    model = small_model(*CASES["seer frozen"]).float()
+@torch.no_grad()
+def test_sparse_seer_reads_prompts_and_decodes_with_full_attention_only() -> None:
+    """A prompt in parts of whole blocks gives what one pass gives; new tokens attend to everything."""
+    model = small_model(*CASES["seer frozen"])
+    prompt = torch.arange(1, 30)
+    want = model(prompt, torch.arange(29), packed_layout([29]))
+    plan = CachePlan([40], torch.device("cpu"))
+    model.set_engines([CachedAttention(plan, "full") for _ in model.blocks])
+    for part in (slice(0, 12), slice(12, 20), slice(20, 29)):
+        plan.read(0, part.stop - part.start)
+        got = model(prompt[part], torch.arange(29)[part], plan.layout)
+        torch.testing.assert_close(got, want[part], rtol=0, atol=1e-10)
+    full = small_model("seer", SEER | {"mode": "warmup"})
+    assert len(list(generate(model, prompt.tolist(), 5, temperature=0.0))) == 5
     with pytest.raises(
-        ValueError, match=r"attention\.seer\.mode: 'sparse' selects from the mean query of a whole block"
+        ValueError, match=r"decode: own given, but attention\.seer\.mode 'sparse' selects from the mean"
     ):
-        list(generate(model, [1, 2, 3], 2))
+        list(generate(model, [1, 2, 3], 2, decode="own"))
+    assert list(generate(full, prompt.tolist(), 5, temperature=0.0, decode="own"))
 
 
 @torch.no_grad()

@@ -122,13 +122,14 @@ class SeerKind(DistilledGate):
         target = 4 * model.heads * -(-seq_len // block_size) // block_size
         return super().saved_bytes(model, seq_len) + (target if self.trains else 0)
 
-    def generation_problem(self) -> str:
+    def own_decode_problem(self) -> str:
         """In mode sparse a query's blocks depend on the mean of its whole block, which is not known yet."""
         if self.gate_options.mode == "warmup":
             return ""
         return (
-            "attention.seer.mode: 'sparse' selects from the mean query of a whole block, later tokens included, which "
-            "does not exist while tokens are generated one by one; set attention.seer.mode=warmup for full attention"
+            "decode: own given, but attention.seer.mode 'sparse' selects from the mean query of a whole block, which "
+            "is not known while its tokens are generated one by one; allowed: full, which reads the prompt with the "
+            "selected blocks, as published"
         )
 
 
@@ -136,9 +137,14 @@ class SeerKind(DistilledGate):
 def _pooled(shard: Shard, q_nHd: Tensor, k_nKd: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Mean q [N, H, d], and mean, maximum and minimum of k [N, K, 3 d], of all blocks; zeros for ids without a
     block."""
-    sums, extremes = operators.pool(q_nHd, k_nKd, *layout_arguments(shard.layout), block_size)
-    sums_NHd = shard.all_ranks(sums).sum(0)
-    extremes_NKd = shard.all_ranks(extremes).amax(0)
+    if shard.ranks == 1:  # also while a prompt is read in parts: the first block may have begun in the part before
+        everything = shard.layout.part(None, None)
+        rows = shard.gather("q_unrotated", q_nHd), shard.gather("k_unrotated", k_nKd)
+        sums_NHd, extremes_NKd = operators.pool(*rows, *layout_arguments(everything), block_size)
+    else:
+        sums, extremes = operators.pool(q_nHd, k_nKd, *layout_arguments(shard.layout), block_size)
+        sums_NHd = shard.all_ranks(sums).sum(0)
+        extremes_NKd = shard.all_ranks(extremes).amax(0)
     tokens_N11 = block_edges(shard.layout, block_size).diff()[:, None, None]
     heads, kv_heads = q_nHd.shape[1], k_nKd.shape[1]
     mean_NHd = sums_NHd / tokens_N11.clamp(min=1)

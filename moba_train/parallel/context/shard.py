@@ -18,6 +18,7 @@ class RankShard(OperatorShard):
         """`layout`: of the whole packed sequence; `sequence`: how it is shared."""
         super().__init__(engine, layout.part(sequence.ranges[rank], None))
         self._sequence = sequence
+        self.ranks = sequence.ranks
         self._tokens = sequence.tokens(rank)
 
     def own(self, x_Lx: Tensor) -> Tensor:
