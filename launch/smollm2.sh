@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Extends a published model, SmolLM2-135M-Instruct, from 8K to 32K tokens with MoBA: docs/huggingface.md.
 #
-#   bash launch/smollm2.sh prepare|train|finish|retrieval
+#   bash launch/smollm2.sh prepare|train|finish|retrieval|gates
 #
+# `gates` distils the gates of the kinds seer and msa from the published model: docs/mechanisms.md.
 # `prepare` needs the network but no GPU; copy runs/smollm2 if the GPU is on another machine.
-case "${1:-}" in prepare | train | finish | retrieval) ;; *) sed -n 2,6p "$0" >&2; exit 2 ;; esac
+case "${1:-}" in prepare | train | finish | retrieval | gates) ;; *) sed -n 2,7p "$0" >&2; exit 2 ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 folder=runs/smollm2
@@ -33,6 +34,9 @@ retrieval)
         "evaluation.needle.lengths=[4K,8K,16K,32K]" "evaluation.ruler.lengths=[4K,8K,16K,32K]" --output "$folder/extended"
     "$PYTHON" -m benchmarks.smollm2_retrieval --published "$folder/published/evaluation.json" \
         --extended "$folder/extended/evaluation.json" --output "$folder/retrieval.json"
+    ;;
+gates)
+    "$PYTHON" -m benchmarks.gate_distillation --runs "$folder/gates" --output "$folder/gates.json" --plot "$folder/gates.svg"
     ;;
 finish)
     "$PYTHON" -m benchmarks.smollm2_evaluate "$folder/run" --output "$folder/loss.json"

@@ -16,6 +16,7 @@ masked     exact attention under any mask, a chunk of queries at a time: the ref
 varlen     kernels for attention inside many segments at once, from several libraries
 blocks     attention to selected blocks, for any selector
 full       full attention: dense, causal
+gates      kinds with a gate of their own, distilled from full attention: seer, msa
 moba       Mixture of Block Attention: a gate that selects blocks
 moa        Mixture of Attention spans: a window of its own for each head
 moba_v1    MoBA's first parallel version: a softmax for each selected block, results added up

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moba_train.attention.protocol import Layout, LocalAttention
-from moba_train.attention.shard import Shard
+from moba_train.attention.shard import ObservedShard, SelectionObserver, Shard
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
@@ -38,11 +38,13 @@ class Engine(Protocol):
 
 
 class WrappedEngine:
-    """An engine whose calls go through a function, which sees them; its shards are those of the engine itself."""
+    """An engine whose calls go through a function, which sees them; its shards are those of the engine itself, and
+    tell `observe`, where given, what blocks their queries select (`Shard.observe`)."""
 
-    def __init__(self, engine: Engine, call: EngineCall) -> None:
+    def __init__(self, engine: Engine, call: EngineCall, observe: SelectionObserver | None = None) -> None:
         self._engine = engine
         self._call = call
+        self._observe = observe
 
     def __call__(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, attention: LocalAttention, layout: Layout, /
@@ -52,7 +54,8 @@ class WrappedEngine:
 
     def shard(self, layout: Layout, /) -> Shard:
         """The engine's shard."""
-        return self._engine.shard(layout)
+        shard = self._engine.shard(layout)
+        return shard if self._observe is None else ObservedShard(shard, self._observe)
 
 
 class LayerInput(NamedTuple):
@@ -191,6 +194,11 @@ class AttentionKind(ABC):
 
     def generation_problem(self) -> str:
         """Why tokens cannot be generated one by one through a key/value cache; empty when they can."""
+        return ""
+
+    def own_decode_problem(self) -> str:
+        """Why new tokens cannot attend as the kind does (`decode: own`), where they could with full attention; empty
+        when they can."""
         return ""
 
     def export_entry(self) -> dict[str, Any]:

@@ -155,6 +155,8 @@ class OperatorShard:
     (parallel/context/shard.py). A `Shard`."""
 
     attends_to_all = False
+    observed = False
+    ranks = 1
 
     def __init__(self, engine: OperatorEngine, layout: Layout) -> None:
         """`layout`: of the whole packed sequence."""
@@ -204,6 +206,30 @@ class OperatorShard:
             q_nHD, k_TKD, v_TKD, selected_HnC, *where, numbers, attention.handle, self._engine.handle
         )
         return out_nHD, lse_Hn
+
+    def observe(
+        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor
+    ) -> None:
+        """Nothing: no one looks."""
+
+
+LayoutArguments = tuple[Tensor, Tensor | None, int, int, list[int]]
+"""A layout in the arguments of a torch operator: cu_seqlens, cu_seqlens_cpu, max_seqlen, total, and the token ranges of
+its queries as start, stop, start, stop, ..."""
+
+
+def layout_arguments(layout: Layout) -> LayoutArguments:
+    """A shard's layout as arguments of an operator, for kinds with operators of their own."""
+    ranges = ((0, layout.total),) if layout.q_ranges is None else layout.q_ranges
+    numbers = [token for token_range in ranges for token in token_range]
+    return layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total, numbers
+
+
+def argument_layout(
+    cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, total: int, q_ranges: Sequence[int]
+) -> Layout:
+    """The inverse of `layout_arguments`: one object, with its cache, for all layers of a step."""
+    return _part(_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total), q_ranges)
 
 
 def _part(layout: Layout, q_ranges: Sequence[int]) -> Layout:

@@ -1,6 +1,8 @@
 """The attention kinds that a recipe may name. A new kind is its own folder or file, and one line here."""
 
 from moba_train.attention.full.kind import FullKind
+from moba_train.attention.gates.msa import MsaKind
+from moba_train.attention.gates.seer import SeerKind
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.moa.kind import MoaKind
 from moba_train.attention.moba.kind import MobaKind
@@ -24,3 +26,5 @@ register(MobaKind)
 register(MoaKind)
 register(MobaV1Kind)
 register(MobaV05Kind)
+register(SeerKind)
+register(MsaKind)

@@ -8,11 +8,15 @@ Shape suffixes: L rows given to the layer (padding included), n tokens among the
 H query heads, K key/value heads, D head width, C selected blocks of a query.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from moba_train.attention.protocol import Layout, LocalAttention
+
+SelectionObserver = Callable[[Tensor, Tensor, Tensor, LocalAttention, Tensor, Layout], None]
+"""(q [n, H, D], k [T, K, D], v [T, K, D], attention, selected blocks int32 [H, n, C], layout): see `Shard.observe`."""
 
 
 class Shard(Protocol):
@@ -30,6 +34,11 @@ class Shard(Protocol):
     @property
     def attends_to_all(self) -> bool:
         """Whether tokens are being generated with `decode: full`: then a kind that selects keys attends to all."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share the sequence, R; 1: what this rank gathers is all there is."""
         ...
 
     def own(self, x_Lx: Tensor) -> Tensor:
@@ -69,3 +78,42 @@ class Shard(Protocol):
         `lse`.
         """
         ...
+
+    @property
+    def observed(self) -> bool:
+        """Whether someone looks at what is selected, a gate probe for example. A layer that has a gate and attends to
+        everything all the same then says what the gate would select, by `observe`."""
+        ...
+
+    def observe(
+        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor
+    ) -> None:
+        """Tell who looks at it which blocks this layer's tokens would select; `attend` tells by itself."""
+        ...
+
+
+class ObservedShard:
+    """A shard whose selected blocks someone looks at; else the shard itself. A `Shard`."""
+
+    observed = True
+
+    def __init__(self, shard: Shard, observer: SelectionObserver) -> None:
+        self._shard = shard
+        self._observer = observer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shard, name)
+
+    def attend(
+        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The shard's own, looked at where blocks are given."""
+        if selected_HnC is not None:
+            self.observe(q_nHD, k_TKD, v_TKD, attention, selected_HnC)
+        return self._shard.attend(q_nHD, k_TKD, v_TKD, attention, selected_HnC)
+
+    def observe(
+        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor
+    ) -> None:
+        """Passes everything on."""
+        self._observer(q_nHD, k_TKD, v_TKD, attention, selected_HnC, self._shard.layout)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -99,7 +100,20 @@ class GateProbe(Evaluation):
             ) -> None:
                 found[layer] = found[layer] + _statistics(q_LHD, k_LKD, v_LKD, attention, layout, tokens, shard)
 
-            with _probing(context.model, found, look, shard):
+            def look_at_given(
+                layer: int,
+                q_nHD: Tensor,
+                k_TKD: Tensor,
+                v_TKD: Tensor,
+                attention: LocalAttention,
+                selected_HnC: Tensor,
+                layout: Layout,
+                tokens: Sequence[int] = tokens,
+            ) -> None:
+                given = (selected_HnC, layout)
+                found[layer] = found[layer] + given_statistics(q_nHD, k_TKD, v_TKD, attention, *given, tokens, shard)
+
+            with _probing(context.model, found, look, look_at_given, shard):
                 training_loss(context.model, batch)
         vectors = sum_over_ranks([value for one in found.values() for value in one.vector()])
         width = len(GateStatistics().vector())
@@ -114,8 +128,11 @@ class GateProbe(Evaluation):
 
 
 @contextmanager
-def _probing(model: Transformer, layers: Any, look: Callable[..., None], shard: DataShard) -> Iterator[None]:
-    """Inside, `look(layer, q, k, v, attention, layout)` is called before each attention call of these layers."""
+def _probing(
+    model: Transformer, layers: Any, look: Callable[..., None], look_at_given: Callable[..., None], shard: DataShard
+) -> Iterator[None]:
+    """Inside, `look(layer, q, k, v, attention, layout)` is called before each attention call of these layers, and
+    `look_at_given(layer, ...)`, as `Shard.observe`, for the blocks that their kinds select."""
     engine: Engine = shard.engine or LOCAL_ENGINE
 
     def probed(layer: int) -> Engine:
@@ -125,7 +142,7 @@ def _probing(model: Transformer, layers: Any, look: Callable[..., None], shard: 
             look(layer, q_LHD, k_LKD, v_LKD, attention, layout)
             return engine(q_LHD, k_LKD, v_LKD, attention, layout)
 
-        return WrappedEngine(engine, run)
+        return WrappedEngine(engine, run, partial(look_at_given, layer))
 
     model.set_engines([probed(layer) if layer in layers else engine for layer in range(model.config.layers)])
     try:
@@ -157,6 +174,37 @@ def _statistics(
         return GateStatistics()
     ranges = joined_ranges(TokenRange(token, token + 1) for token in tokens)
     return gate_statistics(q_nHD, k_LKD, v_LKD, attention, layout.part(ranges, None))
+
+
+def given_statistics(
+    q_nHD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    attention: LocalAttention,
+    selected_HnC: Tensor,
+    layout: Layout,
+    tokens: Sequence[int],
+    shard: DataShard,
+) -> GateStatistics:
+    """The statistics of the queries of `tokens`, given the blocks that this rank's queries select; counted once by
+    ranks that share the sequence."""
+    tokens_n = torch.tensor(tokens, dtype=torch.int64, device=q_nHD.device)
+    selected_nHC = selected_HnC.transpose(0, 1)
+    if shard.engine is None:
+        q_nHD, selected_nHC = q_nHD[tokens_n], selected_nHC[tokens_n]
+    else:
+        rows = shard.engine.shard(layout.part(None, None))
+        q_nHD = shard.engine.gather_tokens(rows.padded(q_nHD), tokens_n, layout.total)
+        # Rows of other ranks are zeros in the sum: the ids begin at 1 in it.
+        ids_nHC = shard.engine.gather_tokens(rows.padded(selected_nHC + 1), tokens_n, layout.total)
+        selected_nHC = ids_nHC.to(torch.int32) - 1
+        if shard.engine.rank:
+            return GateStatistics()
+    if not tokens:
+        return GateStatistics()
+    ranges = joined_ranges(TokenRange(token, token + 1) for token in tokens)
+    selected_HnC = selected_nHC.transpose(0, 1)
+    return gate_statistics(q_nHD, k_TKD, v_TKD, attention, layout.part(ranges, None), selected_HnC)
 
 
 def summarize(own: str, layers: dict[int, GateStatistics], queries: int, seconds: float) -> EvaluationResult:

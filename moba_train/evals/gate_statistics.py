@@ -60,7 +60,7 @@ class GateStatistics:
             "output_error": self.sums["output_error"] / rows,
             "mass_entropy": self.sums["mass_entropy"] / rows,
             "first_block_share": self.sums["first_block"] / rows,
-            "head_diversity": self.sums["distinct"] / selections,
+            "head_diversity": self.sums["distinct"] / selections if selections else 1.0,
             "load_imbalance": self.sums["load_imbalance"] / self.sums["heads"],
             "never_selected": self.sums["never_selected"] / self.sums["heads"],
         }
@@ -104,17 +104,25 @@ SUMS = (
 
 
 def gate_statistics(
-    q_nHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout
+    q_nHD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    attention: LocalAttention,
+    layout: Layout,
+    selected_HnC: Tensor | None = None,
 ) -> GateStatistics:
     """The sums of one layer for the queries of `layout` ([n, H, D]) to all keys of the sequence.
 
-    The attention selects anew, as it does in training. Nothing is added where it attends to everything.
+    Without `selected_HnC`, the blocks of `attention` that the layer's gate gave, the attention selects anew, as it does
+    in training. Nothing is added where it attends to everything.
     """
     found = GateStatistics()
-    summaries = attention.summarize(k_SKD, layout.part(None, None))
-    selected_HnC = attention.select_blocks(q_nHD, summaries, layout)
-    if selected_HnC is None or summaries is None:
-        return found
+    summaries = None
+    if selected_HnC is None:
+        summaries = attention.summarize(k_SKD, layout.part(None, None))
+        selected_HnC = attention.select_blocks(q_nHD, summaries, layout)
+        if selected_HnC is None or summaries is None:
+            return found
     size = attention.block_size
     first_n = first_blocks(layout.cu_seqlens, size)[layout.q_documents]
     own_n = block_ids(layout.q_tokens, layout.q_documents, layout, size)
@@ -123,7 +131,7 @@ def gate_statistics(
         return found
     choice = _Choice(selected_HnC[:, rows_m].long(), own_n[rows_m], first_n[rows_m], block_bound(layout, size))
     _add_selection(found, choice, k_SKD.shape[1])
-    _add_gates(found, choice, attention.block_scores(q_nHD[rows_m], summaries))
+    _add_gates(found, choice, None if summaries is None else attention.block_scores(q_nHD[rows_m], summaries))
     keys = _Keys(k_SKD, v_SKD, layout, size)
     dtype = accumulation_dtype(q_nHD.dtype)
     heads = q_nHD.shape[1]
@@ -138,6 +146,7 @@ class _Choice:
     """What the choosing queries select."""
 
     selected_HmC: Tensor
+    """Block ids; -1 where a gate selects fewer."""
     own_m: Tensor
     first_m: Tensor
     blocks: int
@@ -155,8 +164,9 @@ class _Choice:
     def selected_HmN(self) -> Tensor:
         """Whether a history block is selected."""
         heads, rows, _ = self.selected_HmC.shape
-        chosen = torch.zeros(heads, rows, self.blocks, dtype=torch.bool, device=self.own_m.device)
-        return chosen.scatter_(2, self.selected_HmC, True)
+        chosen = torch.zeros(heads, rows, self.blocks + 1, dtype=torch.bool, device=self.own_m.device)
+        chosen.scatter_(2, torch.where(self.selected_HmC < 0, self.blocks, self.selected_HmC), True)
+        return chosen[:, :, : self.blocks]
 
 
 class _Keys:
@@ -237,21 +247,22 @@ def _relative_entropy(weights_HmN: Tensor, candidate_mN: Tensor) -> Tensor:
 
 def _add_selection(found: GateStatistics, choice: _Choice, kv_heads: int) -> None:
     """How the selected blocks are spread, without a look at the keys."""
-    heads, rows, count = choice.selected_HmC.shape
-    distance_HmC = (choice.own_m[:, None] - choice.selected_HmC).double()
-    bucket = distance_HmC.log2().ceil().long().clamp(max=DISTANCES - 1)
+    heads, rows, _ = choice.selected_HmC.shape
+    given_HmC = choice.selected_HmC >= 0
+    distance_s = (choice.own_m[:, None] - choice.selected_HmC)[given_HmC].double()
+    bucket = distance_s.log2().ceil().long().clamp(max=DISTANCES - 1)
     found.distances += bucket.flatten().bincount(minlength=DISTANCES).double().cpu()
     distinct_KmN = choice.selected_HmN.unflatten(0, (kv_heads, -1)).any(1)
     found.add(
         rows=heads * rows,
-        selections=heads * rows * count,
+        selections=given_HmC.sum(),
         first_block=(choice.selected_HmC == choice.first_m[:, None]).any(-1).sum(),
         distinct=distinct_KmN.sum(),
     )
     for load_Hn in _loads(choice):
         found.add(
             heads=heads,
-            load_imbalance=(load_Hn.amax(1) / load_Hn.mean(1)).sum(),
+            load_imbalance=(load_Hn.amax(1) / load_Hn.mean(1)).nan_to_num(1.0).sum(),  # NaN: a head selects nothing
             never_selected=(load_Hn == 0).double().mean(1).sum(),
         )
 

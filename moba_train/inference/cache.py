@@ -194,6 +194,9 @@ class CachedShard:
     Nothing is differentiable.
     """
 
+    observed = False
+    ranks = 1
+
     def __init__(self, plan: CachePlan, decode: Decode, gathered: dict[str, Tensor]) -> None:
         """gathered: rows of the layer's cache by name, extended here."""
         self.layout = plan.layout
@@ -246,6 +249,11 @@ class CachedShard:
         else:
             selection = attention.select(q_nHD, attention.summarize(k_TKD, layout.part(None, None)), layout)
         return attention.attend(q_nHD, k_TKD, v_TKD, layout, selection)
+
+    def observe(
+        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor
+    ) -> None:
+        """Nothing: no one looks."""
 
 
 @cache

@@ -85,7 +85,11 @@ def generate_batch(
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {index}: no tokens given, at least one needed")
-    if problems := {kind.generation_problem() for kind in model.attention_kinds()} - {""}:
+    kinds = model.attention_kinds()
+    problems = {kind.generation_problem() for kind in kinds}
+    if decode == "own":
+        problems |= {kind.own_decode_problem() for kind in kinds}
+    if problems := problems - {""}:
         raise ValueError("; ".join(sorted(problems)))
     if max_new_tokens < 1:
         return

@@ -10,6 +10,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from moba_train.attention.blocks.given import GivenBlocks
 from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.protocol import TokenRange, packed_layout
 from moba_train.config.load import load_config
@@ -30,6 +31,8 @@ from moba_train.train import main
 from moba_train.validation.recipe import validate
 
 BLOCK, HEAD_DIM = 8, 16
+SCORED = {"margin", "gate_entropy"}
+"""Statistics of gates that have a score for each block."""
 
 
 def moba(topk: int, select: str = "head") -> MobaAttention:
@@ -147,6 +150,36 @@ def test_sums_of_parts_are_the_sums_of_all() -> None:
     for name in names:
         assert parts.means()[name] == pytest.approx(together.means()[name], abs=1e-12)
     assert torch.equal(parts.distances, together.distances)
+
+
+@pytest.mark.parametrize("select", ["head", "group"])
+def test_blocks_that_a_kind_gives_are_measured_as_those_that_an_attention_selects(select: str) -> None:
+    q, k, v = tensors(96, 4, 2)
+    layout = packed_layout([96]).part((TokenRange(30, 96),), None)
+    attention = moba(3, select)
+    wanted = gate_statistics(q[30:], k, v, attention, layout)
+    selected = attention.select_blocks(q[30:], attention.summarize(k, packed_layout([96])), layout)
+    given = GivenBlocks(BLOCK, HEAD_DIM, "reference", "backend")
+    found = gate_statistics(q[30:], k, v, given, layout, selected)
+    assert found.means() == {name: value for name, value in wanted.means().items() if name not in SCORED}
+    assert torch.equal(found.distances, wanted.distances)
+
+
+def test_a_gate_may_select_fewer_blocks() -> None:
+    """One block where there might be two: half of the best two are found, or none."""
+    q, k, v = tensors(80, 1, 1)
+    k[2 * BLOCK : 3 * BLOCK] = q[72]  # nearly all of the last queries' attention goes there
+    layout = packed_layout([80]).part((TokenRange(72, 80),), None)
+    q[72:] = q[72]
+    given = GivenBlocks(BLOCK, HEAD_DIM, "reference", "backend")
+    for block, recall in ((2, 0.5), (-1, 0.0)):
+        selected = torch.tensor([block, -1], dtype=torch.int32).expand(1, 8, 2)
+        found = gate_statistics(q[72:], k, v, given, layout, selected)
+        means = found.means()
+        assert means["block_recall"] == recall
+        assert (means["mass_recall"] > 0.5) == (block == 2)
+        assert found.distances.sum() == (8 if block == 2 else 0)
+        assert all(math.isfinite(value) for value in means.values())
 
 
 @pytest.fixture

@@ -7,10 +7,13 @@ from torch import Tensor
 
 from moba_train.attention.blocks.attention import BlockAttention
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.config.base import Section
 
 
 class GivenBlocks(LocalAttention):
     """Each query and head attends to its own block, causally, and to the earlier blocks that the caller names."""
+
+    Options = Section  # those of the kind that gives the blocks
 
     def __init__(self, block_size: int, head_dim: int, backend: str, key: str) -> None:
         """`backend` and its YAML `key`, for messages: those of `BlockAttention`."""
@@ -24,6 +27,10 @@ class GivenBlocks(LocalAttention):
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
         """Refused: blocks are given (`given_selection`)."""
+        raise RuntimeError("GivenBlocks selects nothing by itself: call Shard.attend with the selected blocks")
+
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """Refused, as `select`."""
         raise RuntimeError("GivenBlocks selects nothing by itself: call Shard.attend with the selected blocks")
 
     def given_selection(self, selected_HTC: Tensor, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:

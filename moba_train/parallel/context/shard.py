@@ -19,6 +19,7 @@ class RankShard(OperatorShard):
         super().__init__(engine, layout)
         self._sequence = sequence
         self._rank = rank
+        self.ranks = sequence.ranks
         self._tokens = sequence.tokens(rank)
 
     @property

@@ -1,0 +1,178 @@
+"""Blocks as rows of equal length, so that sums and maxima over a block are those over a dimension; and chunks of
+queries, each with the blocks that it may see, so that scores never exist for all queries at once.
+
+Shape suffixes: n queries of the layout, N blocks of the packed sequence, B tokens of a block, l blocks that hold
+queries of the layout, t queries of a chunk.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.blocks.geometry import block_edges, block_ids, first_blocks
+from moba_train.attention.protocol import Layout
+
+EDGES = 4
+"""Blocks that a shard may share with other ranks, at most: the first and the last of its two token ranges."""
+
+_SCORES_PER_CHUNK = {"cpu": 2**18, "cuda": 2**24}
+"""A bound for the temporaries of a chunk: 64 MiB each in float32 on a GPU."""
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """The blocks of a packed sequence, and where the layout's queries are among them."""
+
+    tokens_NB: Tensor
+    """int64: index of each block's tokens in the packed sequence; a valid index, too, where there is no token."""
+    present_NB: Tensor
+    """bool: whether there is a token. Short and unused blocks have places without."""
+    tokens_n: Tensor
+    """int64: index of each query in the packed sequence."""
+    own_n: Tensor
+    """int64: each query's own block."""
+    first_n: Tensor
+    """int64: the first block of its document."""
+    own_on_host: Tensor
+    """`own_n` in CPU memory."""
+    first_on_host: Tensor
+    """`first_n` in CPU memory."""
+
+    def visible(self, queries: slice, blocks: slice) -> Tensor:
+        """Whether the queries may see the tokens of these blocks: bool [t, blocks, B]."""
+        return self.visible_from(self.tokens_n[queries], self.first_n[queries], blocks)
+
+    def visible_from(self, tokens_t: Tensor, first_t: Tensor, blocks: slice) -> Tensor:
+        """The same for queries at any tokens, in documents that begin with the blocks `first_t`."""
+        ids_N = torch.arange(blocks.start, blocks.stop, device=tokens_t.device)
+        past_tNB = self.tokens_NB[blocks] <= tokens_t[:, None, None]
+        return past_tNB & self.present_NB[blocks] & (ids_N >= first_t[:, None]).unsqueeze(-1)
+
+
+def block_grid(layout: Layout, block_size: int) -> BlockGrid:
+    """The grid of a layout of any queries and all keys; kept with the layout."""
+    return layout.cached(("block grid", block_size), lambda: _block_grid(layout, block_size))
+
+
+def _block_grid(layout: Layout, block_size: int) -> BlockGrid:
+    host = _on_host(layout)
+    device = layout.cu_seqlens.device
+    edges = block_edges(host, block_size).long()
+    tokens_NB = edges[:-1, None] + torch.arange(block_size)
+    present_NB = tokens_NB < edges[1:, None]
+    own_n = block_ids(host.q_tokens, host.q_documents, host, block_size)
+    first_n = first_blocks(host.cu_seqlens, block_size)[host.q_documents]
+    return BlockGrid(
+        tokens_NB.clamp(max=max(layout.total - 1, 0)).to(device),
+        present_NB.to(device),
+        layout.q_tokens,
+        own_n.to(device),
+        first_n.to(device),
+        own_n,
+        first_n,
+    )
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """The blocks that hold queries of the layout, one row each."""
+
+    bound: int
+    """An upper bound of the number of rows, l, that follows from shapes alone."""
+    count: int
+    """The number of rows in use."""
+    ids_l: Tensor
+    """int64 [bound]: each row's block; -1 behind the last."""
+    first_l: Tensor
+    """int64 [bound]: the first block of its document."""
+    queries_lB: Tensor
+    """int64: the layout's query at each place; a valid number, too, where there is none."""
+    present_lB: Tensor
+    """bool: whether there is one."""
+    row_n: Tensor
+    """int64: row of each query."""
+    edges: tuple[int, ...]
+    """Rows whose block may have queries on other ranks, at most EDGES."""
+    ids_on_host: Tensor
+    """The rows in use, in CPU memory."""
+    first_on_host: Tensor
+    """The first blocks of their documents, in CPU memory."""
+
+
+def query_rows(layout: Layout, block_size: int) -> QueryRows:
+    """The rows of a layout; kept with the layout."""
+    return layout.cached(("query rows", block_size), lambda: _query_rows(layout, block_size))
+
+
+def query_rows_bound(queries: int, layout: Layout, block_size: int) -> int:
+    """`QueryRows.bound` for a number of queries in at most two token ranges."""
+    return queries // block_size + layout.cu_seqlens.numel() + 2
+
+
+def _query_rows(layout: Layout, block_size: int) -> QueryRows:
+    host = _on_host(layout)
+    device = layout.cu_seqlens.device
+    grid = block_grid(layout, block_size)
+    own_n = grid.own_on_host
+    queries = len(own_n)
+    bound = query_rows_bound(queries, layout, block_size)
+    row_n = torch.zeros(queries, dtype=torch.int64)
+    row_n[1:] = (own_n[1:] != own_n[:-1]).cumsum(0)
+    count = int(row_n[-1]) + 1 if queries else 0
+    ids_l = torch.full((bound,), -1)
+    ids_l[row_n] = own_n
+    first_l = torch.zeros(bound, dtype=torch.int64)
+    first_l[row_n] = grid.first_on_host
+    queries_lB = torch.full((bound, block_size), -1)
+    places_n = host.q_tokens - block_edges(host, block_size).long()[own_n]
+    queries_lB[row_n, places_n] = torch.arange(queries)
+    ranges = ((0, layout.total),) if layout.q_ranges is None else layout.q_ranges
+    ends = [0, *accumulate(stop - start for start, stop in ranges)]
+    edges = {int(row_n[at]) for start, stop in pairwise(ends) for at in (start, stop - 1)}
+    return QueryRows(
+        bound,
+        count,
+        ids_l.to(device),
+        first_l.to(device),
+        queries_lB.clamp(min=0).to(device),
+        (queries_lB >= 0).to(device),
+        row_n.to(device),
+        tuple(sorted(edges)),
+        ids_l[:count],
+        first_l[:count],
+    )
+
+
+def _on_host(layout: Layout) -> Layout:
+    """The layout with its tensors in CPU memory. Waits for the device where `cu_seqlens_cpu` is missing."""
+    edges = torch.tensor(layout.edges, dtype=torch.int32)
+    return Layout(edges, layout.max_seqlen, layout.total, layout.q_ranges, layout.k_ranges)
+
+
+def causal_chunks(
+    own: Tensor, first: Tensor, scores_per_block: int, device: torch.device
+) -> Iterator[tuple[slice, slice]]:
+    """(rows, blocks) such that all rows together see no other blocks, with a bounded number of scores.
+
+    `own`, `first`: of each row in ascending order, in CPU memory: its own block and the first of its document.
+    `scores_per_block`: of one row and one block.
+    """
+    budget = _SCORES_PER_CHUNK.get(device.type, 2**18)
+    start = 0
+    while start < len(own):
+        low = int(first[start])
+        stop = len(own)
+        while stop - start > 1 and (stop - start) * (int(own[stop - 1]) + 1 - low) * scores_per_block > budget:
+            stop = start + (stop - start) // 2
+        yield slice(start, stop), slice(low, int(own[stop - 1]) + 1)
+        start = stop
+
+
+def row_chunks(rows: int, scores_per_row: int, device: torch.device) -> Iterator[slice]:
+    """Slices over `rows` with a bounded number of scores."""
+    step = max(1, _SCORES_PER_CHUNK.get(device.type, 2**18) // scores_per_row)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
