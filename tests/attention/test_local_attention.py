@@ -17,6 +17,11 @@ CASES = [
     pytest.param("full", {}, id="full"),
     pytest.param("moba", {"block_size": 4, "topk": 3}, id="moba"),
     pytest.param("moba", {"block_size": 4, "topk": 3, "select": "group", "always": ("current", "first")}, id="group"),
+    pytest.param(
+        "infllm_v2",
+        {"block_size": 4, "topk": 3, "local_blocks": 1, "window": 4, "stride": 2, "dense_len": 0},
+        id="infllm_v2",
+    ),
 ]
 HEAD_DIM, LENGTHS = 8, [12, 0, 1, 27]
 TOKENS = sum(LENGTHS)
@@ -215,7 +220,7 @@ def test_key_value_heads_may_be_split_as_well(kind, options, whole, qkv):
 @every_kind
 def test_query_heads_that_are_not_coupled_may_be_split(kind, options, whole, qkv):
     attention = build(kind, options)
-    assert attention.couples_heads == (options.get("select") == "group")
+    assert attention.couples_heads == (options.get("select") == "group" or kind == "infllm_v2")
     q, k, v = qkv
     summaries = attention.summarize(k, whole)
     want = attention.attend(q, k, v, whole, attention.select(q, summaries, whole))
