@@ -15,5 +15,6 @@ varlen     kernels for attention inside many segments at once, from several libr
 blocks     attention to selected blocks, for any selector
 full       full attention: dense, causal
 moba       Mixture of Block Attention: a gate that selects blocks
+infllm     InfLLM: a window and a memory of blocks, for evaluation and generation
 infllm_v2  InfLLM-V2: dense attention that becomes block-sparse for long documents
 """

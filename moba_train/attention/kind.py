@@ -81,7 +81,7 @@ class LayerInput(NamedTuple):
 
 @dataclass(frozen=True)
 class StageContext:
-    """The training stage that a kind is checked for."""
+    """The stage that a kind is checked for."""
 
     model: ModelConfig
     seq_len: int
@@ -92,6 +92,8 @@ class StageContext:
     """"cuda" or "cpu"; None where the run's machine is not known."""
     layers: str
     """The layers with these options, for messages: `in layers 0-3, 7`."""
+    training: bool = True
+    """Whether the stage is trained; False where a trained model is only evaluated or generates."""
 
 
 class AttentionKind(ABC):

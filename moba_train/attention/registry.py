@@ -1,6 +1,7 @@
 """The attention kinds that a recipe may name. A new kind is its own folder or file, and one line here."""
 
 from moba_train.attention.full.kind import FullKind
+from moba_train.attention.infllm.kind import InfLLMKind
 from moba_train.attention.infllm_v2.kind import InfLLMV2Kind
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.moba.kind import MobaKind
@@ -20,3 +21,4 @@ def register(kind: type[AttentionKind]) -> type[AttentionKind]:
 register(FullKind)
 register(MobaKind)
 register(InfLLMV2Kind)
+register(InfLLMKind)

@@ -13,9 +13,11 @@ from moba_train.config.stages import merge_parallel
 from moba_train.errors import ConfigError
 
 
-def attention_problems(config: RunConfig, device: str | None = None, allow_idle: bool = False) -> Iterator[str]:
+def attention_problems(
+    config: RunConfig, device: str | None = None, allow_idle: bool = False, training: bool = True
+) -> Iterator[str]:
     """Unknown kinds, layers and options of the recipe and its stages, and what the kinds cannot do on `device`;
-    with `allow_idle` not those options that no layer reads."""
+    with `allow_idle` not those options that no layer reads, without `training` not what stands in its way only."""
     try:
         resolve_layers(config.attention, config.model.layers)
         recipe_problems: list[str] = []
@@ -34,7 +36,7 @@ def attention_problems(config: RunConfig, device: str | None = None, allow_idle:
             inherited = set(recipe_problems)
             yield from (f"stages[{index}].attention.{text}" for text in error.problems if text not in inherited)
         else:
-            yield from _kind_problems(config, layers, index, device)
+            yield from _kind_problems(config, layers, index, device, training)
             yield from _parameter_problems(config, layers, index, shapes)
             for layer, attention in enumerate(layers):
                 used[layer].add(attention.kind)
@@ -59,7 +61,7 @@ def _unused_options(given: AttentionConfig, used: Mapping[int, Set[str]], path: 
 
 
 def _kind_problems(
-    config: RunConfig, layers: Sequence[LayerAttention], index: int, device: str | None
+    config: RunConfig, layers: Sequence[LayerAttention], index: int, device: str | None, training: bool
 ) -> Iterator[str]:
     stage = config.stages[index]
     parallel = merge_parallel(config.parallel, stage.parallel)
@@ -69,7 +71,7 @@ def _kind_problems(
     for attention, ids in groups.items():
         where = f"in layer{'s' * (len(ids) > 1)} {_ranges(ids)}"
         context = StageContext(
-            config.model, stage.seq_len, parallel.cp, parallel.tp, config.deterministic, device, layers=where
+            config.model, stage.seq_len, parallel.cp, parallel.tp, config.deterministic, device, where, training
         )
         for problem in KINDS[attention.kind].problems(attention.options, context):
             yield f"stages[{index}].attention.{attention.kind}.{problem}"

@@ -203,4 +203,3 @@ def test_defaults_are_the_papers_and_have_no_problems():
     assert list(InfLLMV2Kind.problems(options, context)) == []
     assert options.topk == 1 + 32 + 63
     assert (options.block_size, options.window, options.stride, options.dense_len) == (64, 32, 16, 8192)
-
