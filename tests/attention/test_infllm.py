@@ -1,6 +1,7 @@
 """InfLLM against its definition: window, representatives, blocks, one relative position; documents, ranks, decoding."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def by_definition(layer: Layer, options: dict) -> Tensor:
     far_k = layer.k.detach()  # at position 0: as far from every query
     out = torch.zeros_like(layer.q)
     edges = layer.layout.edges
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges):
         for token in range(start, stop):
             read = token - window + 1  # the first token of the window
             memory = set(range(start, max(read, start)))

@@ -1,4 +1,6 @@
-"""InfLLM-V2 against its definition: windows, scores, selected blocks, attention and gradients; documents, ranks, decoding."""
+"""InfLLM-V2 against its definition: scores, selected blocks, outputs and gradients; documents, ranks, decoding."""
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ def seen_by_definition(q: Tensor, k: Tensor, layer: Layer, options: dict) -> Ten
     group = heads // k.shape[1]
     seen = torch.zeros(heads, tokens, tokens, dtype=torch.bool)
     edges = layer.layout.edges
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges):
         for position in range(stop - start):
             own = position // block
             windows = [(at, at + window) for at in range(0, position + 2 - window, stride)]

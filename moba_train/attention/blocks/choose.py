@@ -40,8 +40,8 @@ def choose_blocks(scores_HtN: Tensor, queries: QueryBlocks, count: int, *, first
 
     C is `count`, or N if there are fewer. Blocks of the future and of other documents are never chosen, whatever their
     scores, nor those with a score of -inf. The `first` blocks of a document and the `local` ones that end with the own
-    block are chosen before all others and count towards `count`, except for the own block, which is not listed. Of equal
-    scores the lower block id wins.
+    block are chosen before all others and count towards `count`, except for the own block, which is not listed. Of
+    equal scores the lower block id wins.
     """
     ids_N = torch.arange(scores_HtN.shape[-1], device=scores_HtN.device)
     own_t1, first_t1 = (x.unsqueeze(-1) for x in queries)
@@ -56,8 +56,8 @@ def choose_blocks(scores_HtN: Tensor, queries: QueryBlocks, count: int, *, first
 def _highest(scores_HtN: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The highest scores, descending, and where they are; `topk`, but of equal scores it takes the first ones.
 
-    Which of them `topk` takes depends on the device and on N. Equal scores do occur: a window of keys may be the best of
-    two blocks that it overlaps (infllm_v2).
+    Which of them `topk` takes depends on the device and on N. Equal scores do occur: a window of keys may be the best
+    of both blocks that it overlaps (infllm_v2).
     """
     values_HtC, at_HtC = scores_HtN.topk(count, dim=-1)
     if count == 0:

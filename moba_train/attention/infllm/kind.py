@@ -36,8 +36,8 @@ class InfLLMOptions(Section):
     backend: Literal["auto", "triton", "composed", "reference"] = Field(
         "auto",
         description="of attention to blocks; triton: kernels for CUDA and 16-bit dtypes; composed: varlen flash "
-        "attention over gathered queries, then a merge; reference: plain PyTorch, any device; auto: triton where it can "
-        "run, else composed where it can run",
+        "attention over gathered queries, then a merge; reference: plain PyTorch, any device; auto: triton where it "
+        "can run, else composed where it can run",
     )
 
 
@@ -71,8 +71,8 @@ class InfLLMKind(AttentionKind):
             )
         if context.tp > 1:
             yield (
-                f"parallel.tp: given {context.tp}, but infllm {context.layers} scores blocks by all heads together; set "
-                "tp: 1"
+                f"parallel.tp: given {context.tp}, but infllm {context.layers} scores blocks by all heads together; "
+                "set tp: 1"
             )
         if options.representatives > options.block_size:
             yield f"{_too_many_representatives(options)} ({context.layers})"

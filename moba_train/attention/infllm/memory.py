@@ -1,8 +1,8 @@
-"""InfLLM's memory: the tokens that lie before a query's window (Xiao et al. 2024, arXiv:2402.04617, section 3).
+"""InfLLM's memory: the tokens that lie before a query's window (Xiao et al. 2024, arXiv:2402.04617).
 
 With a window of L tokens, the query at position p has the tokens up to p - L as its memory. It attends to the complete
-blocks with the highest scores, to the document's first blocks, and to the block that the window is leaving, up to p - L.
-That is attention to selected blocks (blocks/attention.py) for a query that stands at p - L.
+blocks with the highest scores, to the document's first blocks, and to the block that the window is leaving, up to
+p - L. That is attention to selected blocks (blocks/attention.py) for a query that stands at p - L.
 
 Shape suffixes: n queries that have a memory, t a chunk of them, T keys of the whole sequence, N blocks, B tokens of a
 block, H query heads, K key/value heads, D head width, C selected blocks.
@@ -66,7 +66,7 @@ def representative_keys(
 ) -> Tensor:
     """The sum of the representative keys of each block, [N, K, D] in float32 (float64 for float64).
 
-    A token's representative score is the mean of q . k over the L queries after it (section 3.2), here summed over the
+    A token's representative score is the mean of q . k over the L queries after it, here summed over the
     query heads that share its key/value head. The tokens of a block with the highest scores represent it. Blocks that a
     window still reaches have no meaning; nothing reads them.
 
@@ -92,7 +92,7 @@ def select_blocks(far_q_nHD: Tensor, representatives_NKD: Tensor, layout: Layout
     """The blocks of memory that each reader attends to, int32 [H, n, C]: the first ones, and those with the highest
     scores.
 
-    A block's score is the sum of q . representative key over all query heads (section 3.2), so that a token's heads
+    A block's score is the sum of q . representative key over all query heads, so that a token's heads
     read the same blocks, as in the authors' code.
     """
     queries, heads, _ = far_q_nHD.shape

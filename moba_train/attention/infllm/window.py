@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moba_train.attention.masked import masked_attend
+from moba_train.attention.masked import Mask, masked_attend
 from moba_train.attention.protocol import Layout, TokenRange
 
 
@@ -53,16 +53,17 @@ def attend_to_window(
         for first in range(tokens.start, tokens.stop, size):
             last = min(first + size, tokens.stop)
             reach = slice(max(document.start, first - window + 1), last)
-            distance = torch.arange(first, last, device=q_nHD.device)[:, None]
-            distance = distance - torch.arange(reach.start, reach.stop, device=q_nHD.device)
-            seen = (distance >= 0) & (distance < window)
             rows = slice(row + first - tokens.start, row + last - tokens.start)
+            seen = _window_mask(slice(first, last), reach, window, q_nHD.device)
             out_nHD[rows], lse_Hn[:, rows] = masked_attend(
-                q_nHD[rows],
-                k_TKD[reach],
-                v_TKD[reach],
-                lambda queries, keys, seen=seen: seen[queries, keys],
-                scale,
-                prefix=False,
+                q_nHD[rows], k_TKD[reach], v_TKD[reach], seen, scale, prefix=False
             )
     return out_nHD, lse_Hn
+
+
+def _window_mask(queries: slice, keys: slice, window: int, device: torch.device) -> Mask:
+    """The mask of these tokens as queries and those as keys."""
+    distance = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    distance = distance - torch.arange(keys.start, keys.stop, device=device)
+    seen = (distance >= 0) & (distance < window)
+    return lambda rows, columns: seen[rows, columns]

@@ -1,7 +1,7 @@
 """InfLLM-V2 as a LocalAttention: mean keys score blocks, `BlockAttention` attends to the selected ones.
 
-Shape suffixes: T queries, t a chunk of them, S keys, U units, H query heads, K key/value heads, D head width, C selected
-blocks.
+Shape suffixes: T queries, t a chunk of them, S keys, U units, H query heads, K key/value heads, D head width,
+C selected blocks.
 """
 
 from typing import Literal
@@ -100,8 +100,8 @@ class InfLLMV2Attention(LocalAttention):
         return pool(k_SKD, layout, stride)
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """The selected history blocks, int32 [H, T, C], and what the backend makes of them; nothing where every block is
-        selected."""
+        """The selected history blocks, int32 [H, T, C], and what the backend makes of them; nothing where every block
+        is selected."""
         selected_HTC = self.select_blocks(q_THD, summaries, layout)
         if selected_HTC is None:
             return ()

@@ -47,7 +47,7 @@ class InfLLMV2Kind(AttentionKind):
 
     def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """Attention to the selected blocks, and the scores: 2 H d for every window before a query, forward only, in
-        documents that are long enough to leave blocks out (Zhao et al. 2025, arXiv:2509.24663, section 3.3)."""
+        documents that are long enough to leave blocks out (Zhao et al. 2025, arXiv:2509.24663)."""
         options = self._options
         windows = sum(length**2 / 2 / options.stride for length in lengths if length > options.dense_tokens)
         return super().flops(model, lengths) + 2 * model.heads * model.head_width * windows

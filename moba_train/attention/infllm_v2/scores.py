@@ -1,6 +1,6 @@
-"""The parameter-free score of a block (Zhao et al. 2025, arXiv:2509.24663, section 3.2).
+"""The parameter-free score of a block (Zhao et al. 2025, arXiv:2509.24663).
 
-Keys are averaged in windows of `window` tokens at every `stride` tokens. A query attends to the windows that are complete
+Keys are averaged in windows of `window` tokens at every `stride` tokens. A query scores the windows that are complete
 at its own position: softmax over their scaled scores. The probabilities are summed over the query heads that share a
 key/value head, and a block's score is the largest sum among the windows that overlap it.
 
@@ -113,7 +113,7 @@ def _visible(layout: Layout, rows: slice, within: Reach, sizes: WindowSizes) -> 
 def _block_maxima(mass_KtW: Tensor, layout: Layout, within: Reach, sizes: WindowSizes) -> Tensor:
     """The largest mass among the windows that overlap each block, [K, t, N].
 
-    A window of the document before has no mass for this document's queries, so a block's row of windows may begin there.
+    A window of the document before has no mass for this document's queries, so a block's windows may begin there.
     """
     units_N = layout.cached(("first unit of a block", sizes), lambda: _first_units(layout, sizes))[within.blocks]
     overlapping = range(1 - sizes.window // sizes.stride, sizes.block // sizes.stride)
