@@ -2,6 +2,7 @@
 
 attention     `BlockAttention`: takes selected block ids from any selector, and attends
 given         `GivenBlocks`: as a `LocalAttention`, for kinds that select outside of it
+shared        `SharedBlocks`: for selections that the query heads of a group share, in less memory
 choose        the blocks with the highest scores, for kinds that score all of them
 geometry      which tokens are in which block
 available     whether the Triton kernels can run

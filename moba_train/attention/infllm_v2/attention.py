@@ -13,6 +13,7 @@ from torch import Tensor
 from moba_train.attention.blocks.attention import BlockAttention
 from moba_train.attention.blocks.choose import QueryBlocks, choose_blocks, query_blocks
 from moba_train.attention.blocks.geometry import block_bound
+from moba_train.attention.blocks.shared import SharedBlocks
 from moba_train.attention.decoding import CachedKeys
 from moba_train.attention.full import FullAttention
 from moba_train.attention.infllm_v2.scores import WindowSizes, block_scores, reach, window_means
@@ -86,7 +87,9 @@ class InfLLMV2Attention(LocalAttention):
         self.alignment = options.stride
         self.scale = head_dim**-0.5
         self.dense = FullAttention(FullAttention.Options(), head_dim)
-        self.blocks = BlockAttention(options.block_size, self.scale, options.backend, "attention.infllm_v2.backend")
+        self.blocks = SharedBlocks(
+            BlockAttention(options.block_size, self.scale, options.backend, "attention.infllm_v2.backend")
+        )
 
     @property
     def block_size(self) -> int:
@@ -100,28 +103,18 @@ class InfLLMV2Attention(LocalAttention):
         return pool(k_SKD, layout, stride)
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """The selected history blocks, int32 [H, T, C], and what the backend makes of them; nothing where every block
-        is selected."""
-        selected_HTC = self.select_blocks(q_THD, summaries, layout)
-        if selected_HTC is None:
+        """The history blocks that each group of query heads selects, int32 [K, T, C], as `SharedBlocks` keeps them;
+        nothing where every block is selected."""
+        if self._is_dense(layout):
             return ()
         assert summaries is not None
-        return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=summaries.shape[1])
-
-    @torch.no_grad()
-    def select_blocks(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Tensor | None:
-        """int32 [H, T, C]: the selected history blocks, equal for the query heads of a group; None where every block is
-        selected."""
-        if self._is_dense(layout):
-            return None
-        assert summaries is not None
         queries, heads, _ = q_THD.shape
+        q_THD, summaries = q_THD.detach(), summaries.detach()
         windows_UKD = window_means(summaries, self.options.sizes)
-        selected_HTC = q_THD.new_empty((heads, queries, self._count(layout)), dtype=torch.int32)
+        selected_KTC = q_THD.new_empty((summaries.shape[1], queries, self._count(layout)), dtype=torch.int32)
         for rows in query_chunks(queries, heads * len(summaries), q_THD.device):
-            chosen_KtC = self._choose(q_THD[rows], windows_UKD, layout, rows)
-            selected_HTC[:, rows] = chosen_KtC.repeat_interleave(heads // chosen_KtC.shape[0], dim=0)
-        return selected_HTC
+            selected_KTC[:, rows] = self._choose(q_THD[rows], windows_UKD, layout, rows)
+        return self.blocks.selection(selected_KTC, q_THD)
 
     def _choose(self, q_tHD: Tensor, windows_UKD: Tensor, layout: Layout, rows: slice) -> Tensor:
         """int32 [K, t, C] of a chunk of the queries."""
@@ -149,14 +142,14 @@ class InfLLMV2Attention(LocalAttention):
         return torch.where((positions_t < options.dense_len).unsqueeze(1), history_tC, chosen_KtC)
 
     def selected_blocks(self, selection: Selection) -> Tensor | None:
-        """int32 [H, T, C]; None where every block is selected."""
-        return selection[0] if selection else None
+        """int32 [H, T, C], equal for the query heads of a group; None where every block is selected."""
+        return self.blocks.selected_blocks(selection) if selection else None
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
         if self._is_dense(layout):
             return ()
-        return self.blocks.empty_selection(self._count(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
+        return self.blocks.empty_selection(self._count(layout), q_THD, kv_heads=k_SKD.shape[1])
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection

@@ -53,12 +53,12 @@ class InfLLMV2Kind(AttentionKind):
         return super().flops(model, lengths) + 2 * model.heads * model.head_width * windows
 
     def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
-        """The selected block ids and their inverse lists, int32 each; none where every block is selected."""
+        """The selected block ids of each key/value head, int32; none where every block is selected."""
         options = self._options
         if seq_len <= options.dense_tokens:
             return 0
         most = max(options.topk, -(-options.dense_len // options.block_size))
-        return 2 * 4 * model.heads * (most - 1)
+        return 4 * model.kv_heads * (most - 1)
 
     @property
     def _options(self) -> InfLLMV2Attention.Options:
