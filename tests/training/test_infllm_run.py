@@ -24,7 +24,7 @@ def sparse(run: Run, folder: Path) -> Run:
     other.folder.mkdir()
     attention = {"default": "infllm_v2", "infllm_v2": SIZES}
     other.recipe = {**run.recipe, "run_dir": str(folder / "run"), "evaluation": {}, "attention": attention}
-    other.recipe["stages"] = [{**stage, "tokens": 2 * 512} for stage in run.recipe["stages"]]
+    other.recipe |= {"batch_tokens": 256, "stages": [{**stage, "tokens": 2 * 256} for stage in run.recipe["stages"]]}
     return other
 
 
