@@ -100,9 +100,10 @@ def test_packed_documents():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("lengths", [LENGTHS, [9]], ids=["some", "none"])  # 9 on 4 ranks: 3, 3, 3 and none
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(strategy):
-    layer = make_layer("infllm", SIZES, LENGTHS)
+def test_ranks_that_share_a_sequence(strategy, lengths):
+    layer = make_layer("infllm", SIZES | {"window": 5}, lengths)
     transports, _ = thread_transports(strategy)
     engines = [ContextParallel(strategy, transport) for transport in transports]
     sequence = engines[0].sequence(layer.layout.total)

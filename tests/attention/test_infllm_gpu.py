@@ -6,8 +6,9 @@ from kernel_checks import error, exact, inputs, layout_of, naive
 from kind_checks import Layer, make_layer, run_layer
 from torch import Tensor
 
+from moba_train.attention.decoding import CachedKeys, last_tokens
 from moba_train.attention.infllm_v2.attention import InfLLMV2Attention
-from moba_train.attention.protocol import BackwardState, packed_layout
+from moba_train.attention.protocol import BackwardState, TokenRange, packed_layout
 from moba_train.config.model import ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +49,22 @@ def test_selected_blocks_are_nearly_those_of_float64(device):
 
     want, got = chosen(q.double(), k.double()), chosen(q, k)
     assert (want * got).sum() / want.sum() > 0.97
+
+
+@pytest.mark.parametrize("dense_len", [0, 4096])
+def test_decoding_equals_the_reference(dense_len, device):
+    lengths = [9000, 1, 700, 5000]
+    layout = last_tokens(lengths, device)
+    ranges = tuple(TokenRange(stop - length, stop) for length, stop in zip(lengths, layout.edges[1:], strict=True))
+    q = torch.randn(4, 8, 128, device=device, dtype=torch.bfloat16)
+    k, v = (torch.randn(sum(lengths), 2, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
+    results = []
+    for backend in ("auto", "reference"):
+        options = InfLLMV2Attention.Options(dense_len=dense_len, topk=20, local_blocks=4, backend=backend)
+        attention = InfLLMV2Attention(options, 128)
+        summaries = attention.summarize(k, layout.part(None, None))
+        results.append(attention.decode(q, CachedKeys(k, v, ranges, layout, summaries)))
+    torch.testing.assert_close(*results, rtol=2e-2, atol=1e-2)
 
 
 def test_memory_of_a_long_sequence(device):

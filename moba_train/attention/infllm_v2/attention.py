@@ -14,7 +14,7 @@ from moba_train.attention.blocks.attention import BlockAttention
 from moba_train.attention.blocks.choose import QueryBlocks, choose_blocks, query_blocks
 from moba_train.attention.blocks.geometry import block_bound
 from moba_train.attention.blocks.shared import SharedBlocks
-from moba_train.attention.decoding import CachedKeys
+from moba_train.attention.decoding import CachedKeys, kernel_decodes
 from moba_train.attention.full import FullAttention
 from moba_train.attention.infllm_v2.scores import WindowSizes, block_scores, reach, window_means
 from moba_train.attention.masked import query_chunks
@@ -164,8 +164,19 @@ class InfLLMV2Attention(LocalAttention):
         return attend_backward(state, layout, selection)
 
     def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
-        """(out [B, H, D], lse [H, B]) of the newest token of each sequence."""
-        return self.dense.decode(q_BHD, cached) if self._is_dense(cached.layout) else super().decode(q_BHD, cached)
+        """(out [B, H, D], lse [H, B]) of the newest token of each sequence; with a kernel of its own on CUDA."""
+        layout = cached.layout
+        block_size = self.options.block_size
+        if self._is_dense(layout):
+            return self.dense.decode(q_BHD, cached)
+        if self.options.backend not in ("auto", "triton") or not kernel_decodes(q_BHD, block_size):
+            return super().decode(q_BHD, cached)
+        from moba_train.attention.decoding.kernel import decode
+
+        ids_KBC, _ = self.select(q_BHD, cached.summaries, layout)
+        first_B1 = query_blocks(layout, block_size).first_t.unsqueeze(1)
+        selected_KBC = torch.where(ids_KBC < 0, -1, ids_KBC - first_B1).int()
+        return decode(q_BHD, cached, scale=self.scale, block_size=block_size, selected_HBC=selected_KBC)
 
     def _is_dense(self, layout: Layout) -> bool:
         """Whether no document is long enough for a query to leave a block out: then full attention is faster."""
