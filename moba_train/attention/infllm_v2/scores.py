@@ -102,12 +102,16 @@ def block_scores(
 
 def _visible(layout: Layout, rows: slice, within: Reach, sizes: WindowSizes) -> Tensor:
     """Whether each window in reach is complete at each query and of its document, bool [t, W]."""
-    documents_t = layout.q_documents[rows]
-    positions_t = layout.positions(layout.q_tokens[rows], documents_t)
-    first_t1 = first_blocks(layout.cu_seqlens, sizes.stride)[documents_t].unsqueeze(1)
-    complete_t1 = ((positions_t + 1 - sizes.window) // sizes.stride + 1).unsqueeze(1)
-    ids_W = torch.arange(within.units.start, within.units.stop, device=documents_t.device)
-    return (first_t1 <= ids_W) & (ids_W < first_t1 + complete_t1)
+    first_T, end_T = layout.cached(("windows of queries", sizes), lambda: _complete_windows(layout, sizes))
+    ids_W = torch.arange(within.units.start, within.units.stop, device=first_T.device)
+    return (first_T[rows, None] <= ids_W) & (ids_W < end_T[rows, None])
+
+
+def _complete_windows(layout: Layout, sizes: WindowSizes) -> tuple[Tensor, Tensor]:
+    """int64 [T] each: the first window of each query's document, and the one behind the last that is complete."""
+    positions_T = layout.positions(layout.q_tokens, layout.q_documents)
+    first_T = first_blocks(layout.cu_seqlens, sizes.stride)[layout.q_documents]
+    return first_T, first_T + (positions_T + 1 - sizes.window) // sizes.stride + 1
 
 
 def _block_maxima(mass_KtW: Tensor, layout: Layout, within: Reach, sizes: WindowSizes) -> Tensor:
