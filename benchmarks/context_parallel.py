@@ -293,7 +293,8 @@ def report(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transports", nargs="+", default=["allgather", "ring", "ulysses", "hierarchical"])
+    transports = ["allgather", "ring", "ulysses", "hierarchical"]
+    parser.add_argument("--transports", nargs="+", default=transports, choices=transports)
     parser.add_argument("--layouts", nargs="+", default=["contiguous", "zigzag"])
     parser.add_argument("--attention", nargs="+", default=["dense", "128/8", "4096/12"], help="dense or BLOCK/TOPK")
     parser.add_argument(

@@ -5,7 +5,9 @@
 Routing: with `sink` all queries select the first blocks, with `uniform` any, with `local` those just before them.
 Busy time is the time of a rank's attention, from the first to the last kernel of every call. Limits: max/mean <= 1.10
 over ranks, and sink/uniform <= 1.15 for the step time. `lockstep` is a negative control: a ring that sends a chunk on
-only after attention to it, so that every step takes as long as its busiest rank.
+only after attention to it, so that every step takes as long as its busiest rank. `dispatch` is another: queries travel
+to the owners of keys, so that the owner of the first blocks has all the work under a sink, and the queries of all ranks
+in its memory.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from moba_train.attention.observer import AttentionTimer
 from moba_train.attention.protocol import Layout, packed_layout
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.base import ShardedCall
 from moba_train.parallel.context.transport.ring import Ring
@@ -60,15 +63,23 @@ def routed(setting: Setting, routing: str, tokens: int, block_size: int, topk: i
     return [q, k, v, dout]
 
 
-def first_blocks_fraction(
-    engine: ContextParallel, attention: MobaAttention, shard: list[Tensor], layout: Layout
-) -> float:
-    """Fraction of this rank's selected history blocks that are among the first `topk - 1` blocks."""
+def history_blocks(engine: ContextParallel, attention: MobaAttention, shard: list[Tensor], layout: Layout) -> Tensor:
+    """The history blocks that this rank's queries selected, one number for each query, head and block."""
     q, k, v, _ = shard
     *_, selection = engine.forward(q, k, v, engine.call(attention, layout))
     selected = torch.cat([x.flatten() for x in selection if x.dim() == 3])
-    history = selected[selected >= 0]
-    return (history < attention.options.topk - 1).double().mean().item() if history.numel() else 0.0
+    return selected[selected >= 0].long()
+
+
+def first_blocks_fraction(history: Tensor, topk: int) -> float:
+    """Fraction of selected history blocks that are among the first `topk - 1` blocks."""
+    return (history < topk - 1).double().mean().item() if history.numel() else 0.0
+
+
+def blocks_by_owner(history: Tensor, sequence: SequenceLayout, block_size: int) -> list[int]:
+    """How many of the selected history blocks each rank owns, all of one document."""
+    owners = [sequence.owner(token) for token in range(0, sequence.total, block_size)]
+    return torch.tensor(owners, device=history.device)[history].bincount(minlength=sequence.ranks).tolist()
 
 
 def measure(setting: Setting, name: str, cp_layout: str, tokens: int, block_size: int, topk: int) -> dict[str, Any]:
@@ -87,8 +98,14 @@ def measure(setting: Setting, name: str, cp_layout: str, tokens: int, block_size
     for routing in ROUTINGS:
         attention = MobaAttention(MobaAttention.Options(block_size=block_size, topk=topk), setting.head_dim)
         shard = [sequence.shard(x, engine.rank) for x in routed(setting, routing, tokens, block_size, topk)]
-        fraction = first_blocks_fraction(engine, attention, shard, layout)
+        history = history_blocks(engine, attention, shard, layout)
+        fraction = first_blocks_fraction(history, topk)
+        owned = torch.tensor(setting.gather(blocks_by_owner(history, sequence, block_size))).sum(0)
+        del history  # so that it counts in no peak
         both_passes(engine, attention, shard, layout)
+        before = torch.cuda.memory_allocated() if setting.is_gpu else 0
+        if setting.is_gpu:
+            torch.cuda.reset_peak_memory_stats()
         with engine.observe(AttentionTimer(setting.device)) as timer:
             times = setting.milliseconds(lambda: both_passes(engine, attention, shard, layout))  # noqa: B023  # called at once
         busy = setting.gather(1000 * timer.seconds() / (setting.repeats + setting.warm_ups))
@@ -97,6 +114,8 @@ def measure(setting: Setting, name: str, cp_layout: str, tokens: int, block_size
             "busy_ms": busy,
             "busy_max_over_mean": max(busy) / (sum(busy) / len(busy)),
             "choices_among_first_blocks": setting.gather(fraction),
+            "blocks_by_owner": (owned / owned.sum()).tolist(),
+            "peak_gib": setting.gather((torch.cuda.max_memory_allocated() - before) / 2**30 if setting.is_gpu else 0.0),
         }
     result["sink_over_uniform"] = result["sink"]["ms"]["median"] / result["uniform"]["ms"]["median"]
     return result
@@ -116,7 +135,7 @@ def report(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    transports = ["allgather", "ring", "ring:2", "ulysses", "lockstep"]
+    transports = ["allgather", "ring", "ring:2", "ulysses", "dispatch", "lockstep"]
     parser.add_argument("--transports", nargs="+", default=transports, help="NAME, ring:BUFFERS or lockstep")
     parser.add_argument("--layouts", nargs="+", default=["contiguous"], choices=["contiguous", "zigzag"])
     parser.add_argument("--tokens", type=length, help="tokens of the sequence (default: 256K, on a CPU 2K)")

@@ -19,16 +19,23 @@ from moba_train.telemetry.jsonl import read_records
 
 _FULL = {"attention": {"default": "full"}}
 _MOBA = {"attention": {"full_layers": "last:3", "moba": {"block_size": 512, "topk": 3}}}
+_COMPILED = {"compile": True}
+_FP8 = {"precision": {"linear": "fp8"}}
+_FP8_ROWWISE = {"precision": {"linear": "fp8", "fp8": {"scaling": "rowwise"}}}
 _RECOMPUTED = {"activation_checkpointing": "full"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": _FULL,
-    "full, compiled": _FULL | {"compile": True},
+    "full, compiled": _FULL | _COMPILED,
+    "full, compiled, fp8": _FULL | _COMPILED | _FP8,
+    "full, compiled, fp8 rowwise": _FULL | _COMPILED | _FP8_ROWWISE,
     "full, recomputed": _FULL | _RECOMPUTED,
     "MoBA 512/3, last 3 full": _MOBA,
-    "MoBA 512/3, last 3 full, compiled": _MOBA | {"compile": True},
+    "MoBA 512/3, last 3 full, compiled": _MOBA | _COMPILED,
+    "MoBA 512/3, last 3 full, compiled, fp8": _MOBA | _COMPILED | _FP8,
     "MoBA 512/3, last 3 full, recomputed": _MOBA | _RECOMPUTED,
 }
-"""Recipe keys of the variants; compiled: torch.compile of every block; recomputed: full activation checkpointing."""
+"""Recipe keys of the variants; compiled: torch.compile of every block; fp8: linear layers in FP8; recomputed: full
+activation checkpointing."""
 
 
 def measure(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:

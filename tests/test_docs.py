@@ -14,7 +14,7 @@ import torch
 from guide import ROOT, anchors, blocks, check_usage, commands, links
 from test_import_directions import ORDER
 
-from benchmarks import miniatures
+from benchmarks import context_skew_plot, miniatures
 from benchmarks.attention_rows import short
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
@@ -245,6 +245,12 @@ def test_context_parallelism_has_what_a_sink_costs() -> None:
     told = {row for row in rows("docs/context-parallelism.md") if row[0] in {entry["transport"] for entry in entries}}
     assert len(told) == 6
     assert told <= measured
+
+
+def test_mechanisms_has_what_a_sink_costs_under_dispatch() -> None:
+    told = rows("docs/mechanisms.md")
+    for line in context_skew_plot.table(results("context-skew-h200-x2.json")).splitlines():
+        assert tuple(cell.strip() for cell in line.strip("|").split("|")) in told
 
 
 def test_durability_has_the_measured_stall() -> None:

@@ -10,6 +10,7 @@ from moba_train.parallel.context.comm import Work
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import Transport
+from moba_train.parallel.context.transport.dispatch import Dispatch
 from moba_train.parallel.context.transport.ring import Ring
 from moba_train.parallel.context.transport.ulysses import Local, Ulysses
 
@@ -86,5 +87,6 @@ def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board
         "ring": lambda communicator: Ring(communicator, strategy.ring_depth),
         "allgather": lambda communicator: AllGather(communicator, strategy.slices),
         "ulysses": lambda communicator: Ulysses(communicator, Local()),
+        "dispatch": Dispatch,
     }[strategy.transport]
     return [make(communicator) for communicator in communicators], [board]

@@ -3,6 +3,7 @@
 protocol   `LocalAttention` and `Layout`: all that context parallelism may know
 kind       what an attention kind owns: its options, layer, costs and place in exports
 registry   the kinds a recipe may name
+by_unit    attention one unit at a time, which some attentions offer to the transport `dispatch`
 call       one attention call: the attention, its layout, its observers
 operators  attention as torch operators, and the base class of the engines that run them
 local      the engine of one device

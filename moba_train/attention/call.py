@@ -1,10 +1,12 @@
 """One attention call of an engine: the attention, the layout that its functions are given, and who observes them."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from moba_train.attention.by_unit import UnitCall
 from moba_train.attention.observer import AttentionObserver
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection, TokenRanges
 
@@ -26,16 +28,12 @@ class AttentionCall:
 
     def summarize(self, k_SKD: Tensor) -> Tensor | None:
         """`LocalAttention.summarize` of the layout's keys."""
-        with self._observed("summarize"):
+        with self.observed("summarize"):
             return self.attention.summarize(k_SKD, self.layout)
 
     def select(self, q_THD: Tensor, summaries: Tensor | None) -> Selection:
         """`LocalAttention.select` for the layout's queries."""
-        with self._observed("select"):
-            selection = self.attention.select(q_THD, summaries, self.layout)
-        for observer in self.observers:
-            observer.selected(self.attention, selection, self.layout)
-        return selection
+        return self.observed_selection(lambda: self.attention.select(q_THD, summaries, self.layout))
 
     def given_selection(self, selected_HTC: Tensor, q_THD: Tensor, k_SKD: Tensor) -> Selection:
         """`LocalAttention.given_selection` for the layout's queries."""
@@ -50,15 +48,30 @@ class AttentionCall:
 
     def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
         """`LocalAttention.attend` of the layout's queries to its keys."""
-        with self._observed("attend"):
+        with self.observed("attend"):
             return self.attention.attend(q_THD, k_SKD, v_SKD, self.layout, selection)
 
     def attend_backward(self, state: BackwardState, selection: Selection) -> Gradients:
         """`LocalAttention.attend_backward` of the layout's queries and keys."""
-        with self._observed("attend_backward"):
+        with self.observed("attend_backward"):
             return self.attention.attend_backward(state, self.layout, selection)
 
-    def _observed(self, function: str) -> AbstractContextManager[object]:
+    @property
+    def by_unit(self) -> UnitCall:
+        """The call, one unit at a time, of an attention that offers it."""
+        attention = self.attention.by_unit
+        assert attention is not None, "ask `LocalAttention.by_unit` first"
+        return UnitCall(self, attention)
+
+    def observed_selection(self, select: Callable[[], Selection]) -> Selection:
+        """The result of `select`, which every observer is shown."""
+        with self.observed("select"):
+            selection = select()
+        for observer in self.observers:
+            observer.selected(self.attention, selection, self.layout)
+        return selection
+
+    def observed(self, function: str) -> AbstractContextManager[object]:
         """The contexts of all observers around a function."""
         if not self.observers:
             return nullcontext()

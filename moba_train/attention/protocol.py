@@ -20,6 +20,7 @@ from torch import Tensor
 from moba_train.config.base import Section
 
 if TYPE_CHECKING:
+    from moba_train.attention.by_unit import UnitAttention
     from moba_train.attention.decoding import CachedKeys
 
 T = TypeVar("T")
@@ -240,6 +241,11 @@ class LocalAttention(Protocol):
 
     handle: str = ""
     """Names this object in the arguments of torch operators (operators.py)."""
+
+    @property
+    def by_unit(self) -> "UnitAttention | None":
+        """This attention, one unit at a time; None: queries cannot be sent to the owners of keys."""
+        return None
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         attention = super().__new__(cls)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.load import load_checkpoint
+from moba_train.parallel.float8 import plain
 
 
 class TrainingTensors:
@@ -54,7 +55,7 @@ class TrainingTensors:
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; a plain tensor itself. Detached."""
     with torch.no_grad():  # DTensor.to_local is ten times as fast without autograd
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        return plain((tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach())
 
 
 def load_model_and_optimizer(
@@ -90,7 +91,7 @@ def _state_names(parameters: Collection[str]) -> list[str]:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The live parameters of `model` by their names in a checkpoint."""
     values: dict[str, Any] = get_model_state_dict(model)
-    return {f"model.{name}": value for name, value in values.items()}
+    return {f"model.{name}": plain(value) for name, value in values.items()}
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from pydantic import Field
 from moba_train.config.base import Section
 from moba_train.config.quantities import Length, TokenBudget
 
-CPTransport = Literal["allgather", "ulysses", "hierarchical", "ring"]
+CPTransport = Literal["allgather", "ulysses", "hierarchical", "ring", "dispatch"]
 """How the ranks of a context-parallel group exchange queries, keys and values (parallel/context/transport)."""
 
 CPLayout = Literal["contiguous", "zigzag"]
@@ -22,14 +22,15 @@ class ContextParallelConfig(Section):
         "auto",
         description="how the ranks exchange queries, keys and values; auto: ulysses inside a node when every rank gets "
         "whole key/value heads, otherwise the transport with the lowest predicted communication time among those whose "
-        "buffers fit in memory",
+        "buffers fit in memory; dispatch, which auto never takes: queries travel to the owners of the blocks that they "
+        "select; all layers must select blocks",
     )
     cp_layout: Literal["auto"] | CPLayout = Field(
         "auto",
         description="which tokens each rank holds; contiguous: one part of the sequence; zigzag: two parts, equally "
-        "far from its start and its end, which balances work that grows with position; auto: zigzag for ring and "
-        "allgather, and for hierarchical when a layer of the stage has such work (full attention), otherwise "
-        "contiguous",
+        "far from its start and its end, which balances work that grows with position; auto: zigzag for ring, "
+        "allgather and dispatch, and for hierarchical when a layer of the stage has such work (full attention), "
+        "otherwise contiguous",
     )
     cp_ring_depth: int | None = Field(
         None, ge=2, description="ring only: number of buffers for key/value chunks; null: one for each rank"
@@ -60,10 +61,32 @@ class ParallelConfig(ContextParallelConfig):
     timeout: int = Field(600, ge=1, description="seconds a rank waits for others before it ends the run")
 
 
+class Float8Config(Section):
+    """How linear layers compute with `precision.linear: fp8`."""
+
+    scaling: Literal["tensorwise", "rowwise"] = Field(
+        "tensorwise",
+        description="tensorwise: one scale for a tensor, and weights are gathered in FP8; rowwise: one for each row, "
+        "more exact and slower",
+    )
+    exclude: list[str] = Field(
+        [], description="linear layers that do not, by name with wildcards: blocks.0.*, *.feed_forward.down_proj"
+    )
+    emulate: bool = Field(
+        False, description="round as FP8 does but multiply in the compute dtype: for tests, on any device"
+    )
+
+
 class PrecisionConfig(Section):
     """Master weights and gradient reduction are always float32; this is what the layers compute in."""
 
     compute: Literal["auto", "bf16", "fp32"] = Field("auto", description="auto: bf16 on a GPU, fp32 on a CPU")
+    linear: Literal["auto", "bf16", "fp8"] = Field(
+        "auto",
+        description="what the linear layers of the blocks multiply in; auto: as `compute`; fp8: FP8 by torchao, on "
+        "GPUs that have it; embedding, output projection, norms and attention stay as `compute` says",
+    )
+    fp8: Float8Config = Float8Config()
 
 
 class CheckpointConfig(Section):

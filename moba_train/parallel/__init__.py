@@ -7,6 +7,7 @@ failures        which rank ended the run, and why
 dims            the device mesh, the coordinates of every rank in it, and every process group
 tensor          heads and columns of the layers over the ranks of a node
 forward         the only calls of the model, one function for each use
+float8          linear layers in FP8
 fsdp            sharding, mixed precision, activation checkpointing and compilation of the model
 stage           a rank's data shard in a stage: its sequences, its tokens of them, the engine of its attention
 stage_strategy  the context-parallel strategy of a stage, from the recipe

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from moba_train.data.batch import Batch
 from moba_train.model.transformer import LossSums, Transformer
+from moba_train.parallel.float8 import update_weight_scales
 
 
 def training_loss(model: Transformer, batch: Batch) -> LossSums:
@@ -12,18 +13,21 @@ def training_loss(model: Transformer, batch: Batch) -> LossSums:
 
     The loss on validation data is this sum, too.
     """
+    update_weight_scales(model)
     return model.loss(batch.tokens, batch.positions, batch.layout, batch.loss_on)
 
 
 @torch.no_grad()
 def token_losses(model: Transformer, batch: Batch) -> Tensor:
     """The loss (nats) of each token in `batch.loss_index`, float32 [n], not weighted, without gradient."""
+    update_weight_scales(model)
     return model.token_losses(batch.tokens, batch.positions, batch.layout, batch.loss_on)
 
 
 @torch.no_grad()
 def most_likely_tokens(model: Transformer, batch: Batch) -> Tensor:
     """The most likely next token at each token in `batch.loss_index`, int64 [n]."""
+    update_weight_scales(model)
     _, rows_n, _ = batch.loss_on
     logits_nV = model(batch.tokens, batch.positions, batch.layout, rows_n)
     return logits_nV.float().argmax(-1)

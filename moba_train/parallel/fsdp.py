@@ -13,6 +13,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.model.build import build_model, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.dims import ParallelDims
+from moba_train.parallel.float8 import convert_linears
 from moba_train.parallel.tensor import apply_tensor_parallel
 
 COMPILED_FORMS = 64
@@ -40,6 +41,8 @@ def sharded_model(config: RunConfig, dims: ParallelDims) -> Transformer:
     if config.compile:
         limits = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, COMPILED_FORMS)
+    if config.precision.linear == "fp8":
+        convert_linears(model, config.precision)
     for block in model.blocks:
         block.forward = _block_forward(block.forward, config)
     if dims.tp_mesh is not None:

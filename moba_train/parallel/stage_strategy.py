@@ -13,13 +13,17 @@ from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 def stage_attention_shape(config: RunConfig, stage: Stage, element_bytes: int = 2) -> AttentionShape:
     """The shape of one layer's attention to one micro-batch, on one rank of a tensor-parallel group."""
     model = config.model
+    attentions = _attentions(config, stage)
+    by_unit = [attention.by_unit for attention in attentions]
+    selected = [one.selected for one in by_unit if one is not None]
     return AttentionShape(
         tokens=stage.micro_batch_size * stage.seq_len,
         heads=model.heads // stage.parallel.tp,
         kv_heads=model.kv_heads // stage.parallel.tp,
         head_dim=model.head_width,
         element_bytes=element_bytes,
-        couples_heads=any(attention.couples_heads for attention in _attentions(config, stage)),
+        couples_heads=any(attention.couples_heads for attention in attentions),
+        selected_units=max(selected, default=0) if len(selected) == len(by_unit) else None,
     )
 
 

@@ -69,7 +69,7 @@ def _kind_problems(
     for layer, attention in enumerate(layers):
         groups.setdefault(attention, []).append(layer)
     for attention, ids in groups.items():
-        where = f"in layer{'s' * (len(ids) > 1)} {_ranges(ids)}"
+        where = f"in layer{'s' * (len(ids) > 1)} {layer_ranges(ids)}"
         context = StageContext(
             config.model, stage.seq_len, parallel.cp, parallel.tp, config.deterministic, device, where, training
         )
@@ -113,7 +113,7 @@ def _describe(shapes: dict[str, torch.Size]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
 
 
-def _ranges(ids: Sequence[int]) -> str:
+def layer_ranges(ids: Sequence[int]) -> str:
     """Sorted numbers in short: `0-28, 31`."""
     runs: list[list[int]] = []
     for number in ids:

@@ -9,13 +9,17 @@ from pathlib import Path
 from moba_train.config.mesh import MeshSizes, divisors, fit_mesh
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import ScheduleConfig
+from moba_train.config.run import PrecisionConfig
 from moba_train.config.schema import RunConfig, StageConfig
-from moba_train.config.stages import merge_parallel, merge_rope, resolve_stages
+from moba_train.config.stages import Stage, merge_parallel, merge_rope, resolve_stages
 from moba_train.convert.initial_weights import initial_problems
 from moba_train.errors import ConfigError
 from moba_train.evals.registry import EVALUATIONS
+from moba_train.model.build import build_attention
+from moba_train.parallel.context.strategy import GATHERING_TRANSPORTS
+from moba_train.parallel.float8 import float8_problem
 from moba_train.parallel.stage_strategy import stage_strategy
-from moba_train.validation.attention import attention_problems
+from moba_train.validation.attention import attention_problems, layer_ranges
 from moba_train.validation.data import file_problems, length_problems
 from moba_train.validation.stage_exit import exit_problems
 from moba_train.validation.tensor_parallel import row_problems, tensor_problems
@@ -46,12 +50,13 @@ def validate(
         *_stage_name_problems(config.stages),
         *_schedule_problems(config),
         *_checkpoint_problems(config),
+        *_precision_problems(config.precision, device),
         *attention_problems(config, device, allow_idle, training),
         *length_problems(config),
         *tensor_problems(config, ranks_per_node),
     ]
     if not problems:  # a stage is resolved from sound parts only
-        problems += [*_context_problems(config, ranks_per_node), *row_problems(config)]
+        problems += [*_context_problems(config, ranks_per_node, device), *row_problems(config)]
         problems += [problem for evaluation in EVALUATIONS for problem in evaluation.problems(config)]
         problems += [*exit_problems(config), *trainable_problems(config)]
     meshes, mesh_problems = _meshes(config, world_size)
@@ -79,6 +84,13 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     elif model.head_width % 2:
         key = "model.head_dim" if model.head_dim is not None else "model.hidden_size / model.heads"
         yield f"{key}: gives heads of width {model.head_width}; allowed: even widths (rotary embedding turns pairs)"
+
+
+def _precision_problems(precision: PrecisionConfig, device: str | None) -> Iterator[str]:
+    if precision.linear == "bf16" and precision.compute == "fp32":
+        yield "precision.linear: given 'bf16' with precision.compute: fp32; allowed: auto or fp8"
+    if precision.linear == "fp8" and (reason := float8_problem(precision, device)):
+        yield f"precision.linear: given 'fp8', which cannot run: {reason}; set auto"
 
 
 def _rope_problems(rope: RopeConfig, path: str, allow_idle: bool) -> Iterator[str]:
@@ -131,7 +143,7 @@ def _cp_key(config: RunConfig, index: int, key: str = "cp") -> str:
     return f"stages[{index}].parallel.{key}" if own is not None and key in own.model_fields_set else f"parallel.{key}"
 
 
-def _context_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator[str]:
+def _context_problems(config: RunConfig, ranks_per_node: int | None, device: str | None) -> Iterator[str]:
     for index, stage in enumerate(resolve_stages(config)):
         parallel = stage.parallel
         tokens = stage.micro_batch_size * stage.seq_len
@@ -148,11 +160,14 @@ def _context_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator
                 f"{_cp_key(config, index, 'cp_ring_depth')}: given {parallel.cp_ring_depth} {where}, which "
                 f"cp_transport {parallel.cp_transport!r} does not use; remove it or set cp_transport: ring"
             )
-        if parallel.cp_slices is not None and parallel.cp_transport in ("ring", "ulysses"):
+        if parallel.cp_slices is not None and parallel.cp_transport not in ("auto", *GATHERING_TRANSPORTS):
             yield (
                 f"{_cp_key(config, index, 'cp_slices')}: given {parallel.cp_slices} {where}, which cp_transport "
                 f"{parallel.cp_transport!r} does not use; remove it or set cp_transport: allgather"
             )
+        if parallel.cp_transport == "dispatch" and (found := [*_dispatch_problems(config, stage, device)]):
+            yield from (f"{_cp_key(config, index, 'cp_transport')}: given 'dispatch' {where}, {text}" for text in found)
+            continue
         if parallel.cp_transport == "hierarchical" and ranks_per_node is None:
             continue
         try:
@@ -160,6 +175,23 @@ def _context_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator
         except ValueError as error:
             key, _, problem = str(error).partition(": ")
             yield f"{_cp_key(config, index, key.removeprefix('parallel.'))}: {where}: {problem}"
+
+
+def _dispatch_problems(config: RunConfig, stage: Stage, device: str | None) -> Iterator[str]:
+    """Layers that cannot be dispatched, and what the varlen kernels that attend to them cannot do on CUDA."""
+    width = config.model.head_width
+    layers = enumerate(build_attention(stage.attention, width))
+    others = [layer for layer, kind in layers if any(attention.by_unit is None for attention in kind.attentions)]
+    if others:
+        kinds = sorted({stage.attention[layer].kind for layer in others})
+        yield (
+            f"which sends queries to the owners of the blocks that they select; kind {' or '.join(map(repr, kinds))} "
+            f"(layers {layer_ranges(others)}) cannot be divided so; use another transport"
+        )
+    if device == "cuda" and config.precision.compute == "fp32":
+        yield "which computes in 16 bits on CUDA; set precision.compute: bf16, or use another transport"
+    if device == "cuda" and (width % 8 or width > 256):
+        yield f"which needs heads of a width of 8, 16, ... or 256 on CUDA; the model's have {width}"
 
 
 def _batch_problems(config: RunConfig, index: int, mesh: MeshSizes | None) -> Iterator[str]:

@@ -87,7 +87,7 @@ def test_memory_is_bounded_by_parts_that_leave_no_trace(limit, dq_buffers, monke
 
 def test_own_blocks_of_many_heads_are_done_some_heads_at_a_time(monkeypatch):
     """A tensor of more elements than kernels can index; two key/value heads, three of their four queries at once."""
-    monkeypatch.setattr(composed, "_MOST_ELEMENTS", 3 * 37 * 8)
+    monkeypatch.setattr(composed, "MOST_ELEMENTS", 3 * 37 * 8)
     calls = watch(monkeypatch)
     assert_equals_oracle([25, 3, 9], 8, 2, 8, "cpu", backend="composed", block_size=4, topk=3)
     assert len([call for call in calls if call.causal]) == 1 + 2 * 2  # all at once in the forward pass

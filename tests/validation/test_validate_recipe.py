@@ -32,7 +32,8 @@ def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
 @pytest.mark.parametrize("transport", ["auto", *get_args(CPTransport)])
 def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
     """A checkpoint holds it with every key, and evaluation begins there."""
-    config = load("parallel.cp=2", f"stages.1.parallel={{cp_transport: {transport}}}")
+    layers = ["stages.1.attention.full_layers=none"] if transport == "dispatch" else []
+    config = load("parallel.cp=2", f"stages.1.parallel={{cp_transport: {transport}}}", *layers)
     validate(config, 2)
     validate(load_config(write("dumped.yaml", dump_config(config))), 2)
 
@@ -83,6 +84,15 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
         (
             ["parallel={cp: 2, cp_slices: 1}", "stages.1.parallel.cp_transport=ulysses"],
             "parallel.cp_slices: given 1 in stage 'long', which cp_transport 'ulysses' does not use",
+        ),
+        (
+            ["stages.1.parallel={cp: 2, cp_transport: dispatch}", "stages.1.attention.full_layers=[2,3]"],
+            "stages[1].parallel.cp_transport: given 'dispatch' in stage 'long', which sends queries to the owners of "
+            "the blocks that they select; kind 'full' (layers 2-3) cannot be divided so",
+        ),
+        (
+            ["parallel={cp: 2, cp_slices: 2}", "stages.1.parallel.cp_transport=dispatch"],
+            "parallel.cp_slices: given 2 in stage 'long', which cp_transport 'dispatch' does not use",
         ),
         (
             ["evaluation.position_wise={bucket: 3K}", "data.validation=[{path: v}]"],
@@ -236,6 +246,20 @@ def test_a_recipe_that_was_trained_with_may_have_options_that_change_nothing(loa
     """Earlier versions did not refuse them, and its checkpoints must stay usable."""
     assert problems(load(override))
     validate(load(override), allow_idle=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("precision.compute=fp32", "which computes in 16 bits on CUDA; set precision.compute: bf16"),
+        ("model.head_dim=12", "which needs heads of a width of 8, 16, ... or 256 on CUDA; the model's have 12"),
+    ],
+)
+def test_dispatch_is_refused_where_no_kernel_could_attend_on_cuda(load, override, text):
+    config = load("stages.1.parallel={cp: 2, cp_transport: dispatch}", "stages.1.attention.full_layers=none", override)
+    (found,) = problems(config, device="cuda")
+    assert found.startswith(f"stages[1].parallel.cp_transport: given 'dispatch' in stage 'long', {text}")
+    validate(config, device="cpu")
 
 
 def test_triton_kernels_are_refused_before_the_first_stage_on_a_cpu(load, monkeypatch):

@@ -10,5 +10,6 @@ backends      which of these a call gets:
 reference     plain PyTorch
 composed      the paper's composition of calls of a varlen flash kernel
 sorted_parts  what the composition sorts, gathers and joins, in plain PyTorch (triton/gathered.py has kernels for it)
+by_unit       attention to one block at a time, for queries gathered from anywhere
 triton        GPU kernels
 """

@@ -30,7 +30,7 @@ from moba_train.attention.varlen import Segments, VarlenKernel, best_kernel, ref
 
 NAME = "composed"
 
-_MOST_ELEMENTS = 2**30
+MOST_ELEMENTS = 2**30
 """The most elements of a tensor in a backward call: kernels index some of theirs, padded, with 32 bits."""
 
 
@@ -137,7 +137,7 @@ def attend_backward(
     rows_of_k = k_SKD.shape[0], k_SKD.shape[2]
     for kv_heads, parts in call.parts():
         dk_kSD, dv_kSD = (x.new_zeros(kv_heads.stop - kv_heads.start, *rows_of_k, dtype=wide) for x in (k_SKD, v_SKD))
-        for some, shared in call.own_heads(kv_heads):
+        for some, shared in heads_at_once(q_THD, k_SKD, kv_heads):
             own = state.with_heads(some, shared)
             dq_THD[:, some], dk_SkD, dv_SkD = call.kernel.backward(own, call.own, scale, deterministic=True)
             where = slice(shared.start - kv_heads.start, shared.stop - kv_heads.start)
@@ -155,6 +155,22 @@ def attend_backward(
     return dq_THD, dk_SKD, dv_SKD
 
 
+def heads_at_once(q_THD: Tensor, k_SKD: Tensor, kv_heads: slice) -> Iterator[tuple[slice, slice]]:
+    """(query heads, the key/value heads they share): what one call of the own blocks' backward pass takes.
+
+    All of `kv_heads`, as long as kernels can index their rows with 32 bits; else one of them and some of its queries.
+    """
+    tokens, heads, head_dim = q_THD.shape
+    group = heads // k_SKD.shape[1]
+    most = max(1, MOST_ELEMENTS // (max(tokens, k_SKD.shape[0]) * head_dim))
+    if (kv_heads.stop - kv_heads.start) * group <= most:
+        yield slice(kv_heads.start * group, kv_heads.stop * group), kv_heads
+        return
+    for kv_head in range(kv_heads.start, kv_heads.stop):
+        for first in range(kv_head * group, (kv_head + 1) * group, most):
+            yield slice(first, min(first + most, (kv_head + 1) * group)), slice(kv_head, kv_head + 1)
+
+
 def entries_at_once(rows: int, head_dim: int) -> int:
     """Entries of a part at most, given the query rows (tokens x heads) of the call.
 
@@ -162,7 +178,7 @@ def entries_at_once(rows: int, head_dim: int) -> int:
     again in float32 inside the kernel; fewer entries where a kernel holds that several times). Not so few that calls
     get small, and at most 2**30 elements, which kernels index with 32 bits.
     """
-    return min(max(rows // 2, 2**20), _MOST_ELEMENTS // head_dim)
+    return min(max(rows // 2, 2**20), MOST_ELEMENTS // head_dim)
 
 
 class Part(Protocol):
@@ -218,21 +234,6 @@ class _Call:
     @property
     def kv_heads(self) -> int:
         return self.tensors[1].shape[1]
-
-    def own_heads(self, kv_heads: slice) -> Iterator[tuple[slice, slice]]:
-        """(query heads, the key/value heads they share): what one call of the own blocks' backward pass takes.
-
-        All, as long as kernels can index their rows with 32 bits; else one key/value head and some of its queries.
-        """
-        group = self.tensors[0].shape[1] // self.kv_heads
-        rows = max(self.tensors[0].shape[0], self.tensors[1].shape[0])
-        most = max(1, _MOST_ELEMENTS // (rows * self.head_dim))
-        if (kv_heads.stop - kv_heads.start) * group <= most:
-            yield slice(kv_heads.start * group, kv_heads.stop * group), kv_heads
-            return
-        for kv_head in range(kv_heads.start, kv_heads.stop):
-            for first in range(kv_head * group, (kv_head + 1) * group, most):
-                yield slice(first, min(first + most, (kv_head + 1) * group)), slice(kv_head, kv_head + 1)
 
     def parts(self) -> Iterator[tuple[slice, Iterator[Part]]]:
         """(key/value heads, their parts); all heads are named, even if there is no history."""

@@ -50,3 +50,18 @@ def in_one_range(ranges: TokenRanges | None, block_size: int) -> bool:
     """Whether no block can lie in two of these ranges with a gap between."""
     gaps = [start - stop for (_, stop), (start, _) in pairwise(ranges or ())]
     return all(gap == 0 or gap >= block_size for gap in gaps)
+
+
+def history_blocks(layout: Layout, block_size: int) -> Tensor:
+    """int32 [T, C]: every block before a query's own in its document, ascending, -1 behind. C: one block less than the
+    longest document has."""
+    count = history_bound(layout, block_size)
+    first_T = first_blocks(layout.cu_seqlens, block_size)[layout.q_documents]
+    own_T = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
+    ids_TC = first_T[:, None] + torch.arange(count, device=first_T.device)
+    return ids_TC.masked_fill_(ids_TC >= own_T[:, None], -1).to(torch.int32)
+
+
+def history_bound(layout: Layout, block_size: int) -> int:
+    """The most blocks that lie before a query's own in its document."""
+    return max(0, -(-layout.max_seqlen // block_size) - 1)

@@ -55,6 +55,16 @@ class SortedPart:
             out_thD[tokens] = total_thD
         lse_HT[self.heads, self.tokens] = lse_th1.squeeze(-1).T
 
+    def by_entry(self, x_rC: Tensor) -> Tensor:
+        """[rows, C], one number for each slot of a row of one head -> [E]."""
+        x_E = x_rC.new_zeros(self.rows.numel())
+        return x_E.scatter_(0, self.place_thC.flatten(), x_rC[self.tokens].flatten())
+
+    def write_lse(self, lse_HT: Tensor, part_E: Tensor) -> None:
+        """Write the log-sum-exp of each row's entries into `lse`."""
+        part_E[self.entries :] = -torch.inf
+        lse_HT[self.heads, self.tokens] = part_E[self.place_thC].logsumexp(-1).T
+
     def add(self, dq_THD: Tensor, part_ED: Tensor) -> None:
         """Add the entries' parts of dq to the own blocks', in place, rounded once."""
         part_ED[self.entries :] = 0.0

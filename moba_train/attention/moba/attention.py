@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moba_train.attention.blocks.attention import BlockAttention
 from moba_train.attention.blocks.available import triton_refuses
+from moba_train.attention.blocks.by_unit import BlocksByUnit
 from moba_train.attention.blocks.geometry import block_bound, first_blocks
 from moba_train.attention.decoding import CachedKeys, kernel_decodes
 from moba_train.attention.full import FullAttention
@@ -98,6 +99,11 @@ class MobaAttention(LocalAttention):
         self.dense = FullAttention(FullAttention.Options(), head_dim, self.scale)
         self.blocks = BlockAttention(options.block_size, self.scale, options.backend, "attention.moba.backend")
 
+    @property
+    def by_unit(self) -> BlocksByUnit:
+        """This attention, one block at a time."""
+        return BlocksByUnit(self, self.options.topk - 1)
+
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
         """The mean key of every block, [blocks, K, D]; zeros for blocks without given keys."""
         return self._selector(k_SKD, layout).pool_keys(k_SKD, layout, self.options.block_size)
@@ -115,7 +121,7 @@ class MobaAttention(LocalAttention):
 
     def describe_selection(self, selection: Selection, layout: Layout) -> dict[str, float]:
         """Routing statistics of the selected blocks (`routing_statistics`); {} where every block is selected."""
-        if not selection:
+        if not selection or self._is_dense(layout):
             return {}
         options = self.options
         return routing_statistics(

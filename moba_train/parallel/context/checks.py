@@ -1,4 +1,4 @@
-"""What a transport cannot do: numbers of ranks, buffers and heads that it does not support."""
+"""What a transport cannot do: numbers of ranks, buffers and heads, and attentions, that it does not support."""
 
 from typing import get_args
 
@@ -51,4 +51,16 @@ def check_heads(strategy: CPStrategy, heads: int, kv_heads: int, couples_heads: 
             f"parallel.cp_transport: {transport!r} would split the query heads of {kv_heads} key/value heads among "
             f"{ranks} ranks, but an attention selects blocks for them together (attention.moba.select: group); use "
             f"allgather or ring, or select: head"
+        )
+
+
+def check_units(strategy: CPStrategy, selected_units: int | None) -> None:
+    """Raises ValueError, naming the YAML key, when the transport needs units that an attention does not select.
+
+    `selected_units`: see `AttentionShape`.
+    """
+    if strategy.transport == "dispatch" and selected_units is None:
+        raise ValueError(
+            "parallel.cp_transport: 'dispatch' sends queries to the owners of the blocks that they select, and an "
+            "attention of these layers selects none or cannot attend to one at a time; use another transport"
         )

@@ -130,6 +130,26 @@ def _hierarchical_cost(strategy: CPStrategy, shape: AttentionShape) -> Transport
     return TransportCost(exchange.received, gathered, copied, buffers, upfront_share)
 
 
+def _dispatch_cost(strategy: CPStrategy, shape: AttentionShape) -> TransportCost:
+    """The cost where queries select any units with equal probability. With an attention sink one rank receives up to
+    `ranks` times as much. Not compared with measured times."""
+    assert shape.selected_units is not None, "ask `check_units` first"
+    tokens = shape.tokens / strategy.ranks
+    # Ranks, its own included, that a query of one head is sent to.
+    reached = strategy.ranks * (1 - (1 - 1 / strategy.ranks) ** shape.selected_units)
+    remote = reached * (1 - 1 / strategy.ranks)
+    # Forward: q is sent, out comes back. Backward: q, dout and out are sent, dq comes back. With them go the ids of the
+    # selected units in both passes, and the log-sum-exp, to and fro.
+    small = 4 * (2 * shape.selected_units + 2) * shape.heads
+    received = tokens * remote * (6 * shape.q_bytes + small)
+    within = (strategy.node_size - 1) / max(1, strategy.ranks - 1)
+    # Rows are gathered (4 tensors, read and written); out and dq are joined in float32 (5 of a query's bytes each).
+    copied = tokens * reached * 18 * shape.q_bytes
+    # Rows of one key/value head, sent and received (q, dout, out, dq), and dq, dk and dv of the shard in float32.
+    buffers = tokens * (8 * reached * shape.q_bytes / shape.kv_heads + 2 * shape.q_bytes + 2 * shape.kv_bytes)
+    return TransportCost(received * within, received * (1 - within), copied, buffers, upfront_share=1)
+
+
 def _received_kv_bytes(strategy: CPStrategy, shape: AttentionShape) -> float:
     """Bytes of other ranks' keys and values, received in both passes, and of the gradients that come back once."""
     return 3 * (shape.tokens * (1 - 1 / strategy.ranks)) * shape.kv_bytes
@@ -163,4 +183,5 @@ _COSTS: dict[CPTransport, Callable[[CPStrategy, AttentionShape], TransportCost]]
     "ulysses": _ulysses_cost,
     "hierarchical": _hierarchical_cost,
     "ring": _ring_cost,
+    "dispatch": _dispatch_cost,
 }

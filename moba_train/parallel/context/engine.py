@@ -16,6 +16,7 @@ from moba_train.parallel.context.shard import RankShard
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import ShardedCall, Transport
+from moba_train.parallel.context.transport.dispatch import Dispatch
 from moba_train.parallel.context.transport.ring import Ring
 from moba_train.parallel.context.transport.ulysses import Local, Ulysses
 from moba_train.parallel.dims import hierarchical_groups
@@ -114,6 +115,8 @@ def context_engine(
         transport = AllGather(Communicator(group, device), strategy.slices)
     elif strategy.transport == "ulysses":
         transport = Ulysses(Communicator(group, device), Local())
+    elif strategy.transport == "dispatch":
+        transport = Dispatch(Communicator(group, device))
     else:
         node, across = hierarchical_groups(group, strategy.node_size, timeout)
         transport = Ulysses(Communicator(node, device), AllGather(Communicator(across, device), strategy.slices))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from moba_train.config.run import CPLayout, CPTransport
-from moba_train.parallel.context.checks import check_heads, check_sizes
+from moba_train.parallel.context.checks import check_heads, check_sizes, check_units
 from moba_train.parallel.context.costs import TransportCost, predict_cost
 from moba_train.parallel.context.strategy import GATHERING_TRANSPORTS, AttentionShape, CPStrategy
 
@@ -12,6 +12,9 @@ SEVERAL_SLICES = 4
 """Slices of keys and values where one slice does not fit in memory or crosses the network. Inside a node one slice is
 fastest: narrower kernel launches cost more than the overlap saves (benchmarks/results/context-slices-h200.json,
 context-slices-dense-h200.json)."""
+
+NEVER_CHOSEN = "only as configured: the owner of blocks that all queries select would attend for all of them"
+"""Why `auto` does not take dispatch, whose time depends on what queries select."""
 
 
 def choose_strategy(
@@ -31,7 +34,7 @@ def choose_strategy(
     Args:
         transport: a transport, or `auto`: Ulysses inside a node where every rank gets whole key/value heads, otherwise
             the transport with the least predicted time among those that fit in memory, or a ring with two buffers if
-            none fits.
+            none fits; never dispatch, whose time depends on what queries select.
         layout: a layout, or `auto`: zigzag where contiguous shards would be unequal work.
         shape: the attention of one layer.
         ranks: ranks of the context-parallel group.
@@ -53,6 +56,9 @@ def choose_strategy(
     lines: list[str] = []
     fitting: list[CPStrategy] = []
     for candidate in get_args(CPTransport):
+        if candidate == "dispatch":
+            lines.append(f"  dispatch: {NEVER_CHOSEN}")
+            continue
         try:
             strategy = choice.strategy(candidate)
         except ValueError as error:
@@ -87,6 +93,7 @@ class _Choice:
         strategy = CPStrategy(self.ranks, transport, layout, self.node_size, self.ring_depth, self.slices or 1)
         check_sizes(strategy)
         check_heads(strategy, self.shape.heads, self.shape.kv_heads, self.shape.couples_heads)
+        check_units(strategy, self.shape.selected_units)
         if self.slices is None and transport in GATHERING_TRANSPORTS:
             crosses_nodes = self.node_size < self.ranks
             if crosses_nodes or not self.fits(strategy):
@@ -98,7 +105,8 @@ class _Choice:
         # own queries. In a ring it also depends on the chunks that they see, and later queries see more. MoBA's work
         # grows until topk blocks lie behind a query, too: zigzag shards are up to 27 % faster under all-gather at 64K
         # tokens, and never slower (benchmarks/results/context-parallel-h200.json); under hierarchical they cost a copy.
-        unequal = transport in ("ring", "allgather") or (self.work_grows and transport != "ulysses")
+        # Under dispatch a rank's work is that of its keys, and earlier keys are selected by more queries.
+        unequal = transport in ("ring", "allgather", "dispatch") or (self.work_grows and transport != "ulysses")
         return "zigzag" if unequal else "contiguous"
 
     def fits(self, strategy: CPStrategy) -> bool:

@@ -40,6 +40,9 @@ class AttentionShape:
     """Bytes of one number of a query, key or value."""
     couples_heads: bool = False
     """Whether `LocalAttention.couples_heads` holds for any layer."""
+    selected_units: int | None = None
+    """Units that a query selects besides its own, at most, in any layer (`UnitAttention.selected`); None: queries
+    cannot be sent to the owners of keys in every layer."""
 
     @property
     def q_bytes(self) -> int:

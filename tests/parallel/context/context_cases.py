@@ -108,8 +108,10 @@ def on_a_rank(engine: ContextParallel, case: Case, inputs: list[Tensor]) -> tupl
 
 def selected_by_ranks(selections: list[Selection], strategy: CPStrategy, sequence: SequenceLayout) -> Tensor:
     """The selected blocks of the whole sequence [T, H, C], from the opaque selections of all ranks."""
-    # One tensor for each slice of the heads, next to the block lists of the kernels.
-    selected_HTC = [torch.cat([x for x in selection if x.dim() == 3]) for selection in selections]
+    # One tensor for each slice of the heads, next to the block lists of the kernels and the weights of units.
+    selected_HTC = [
+        torch.cat([x for x in selection if x.dim() == 3 and not x.is_floating_point()]) for selection in selections
+    ]
     group = {"ulysses": strategy.ranks, "hierarchical": strategy.node_size}.get(strategy.transport, 1)
     by_group = [selected_HTC[first : first + group] for first in range(0, strategy.ranks, group)]
     joined = sequence.merge_ranks(group)

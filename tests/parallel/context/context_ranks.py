@@ -49,6 +49,7 @@ STRATEGIES = {
         ("allgather", ranks, None),
         ("ring", ranks, None),
         ("ulysses", ranks, None),
+        ("dispatch", ranks, None),
         *([("hierarchical", 2, None)] if ranks == 4 else []),
     )
 } | {"ring, zigzag, 4 ranks, 2 buffers": CPStrategy(4, "ring", "zigzag", 4, 2)}
@@ -183,7 +184,8 @@ def nothing_gathered_is_saved(member: Member) -> None:
 def compiles_without_graph_breaks(member: Member) -> None:
     """torch.compile gives the same bits without a graph break, also when documents change from step to step."""
     case = CASES["moba"]
-    for name in ("allgather, zigzag, 2 ranks", "ring, zigzag, 2 ranks", "ulysses, contiguous, 2 ranks"):
+    transports = ("allgather, zigzag", "ring, zigzag", "ulysses, contiguous", "dispatch, zigzag")
+    for name in (f"{transport}, 2 ranks" for transport in transports):
         strategy = STRATEGIES[name]
         engine, attention = member.engine(strategy), case.attention()
         shards = [engine.sequence(case.total).shard(x, engine.transport.rank) for x in case.inputs()]
@@ -208,7 +210,7 @@ def creation_makes_all_connections(member: Member) -> None:
     def connections(calls: list[Call]) -> set[tuple[str, int, tuple[int, ...]]]:
         return {(name.removesuffix("_uneven"), ranks, tuple(distance)) for name, ranks, distance, _ in calls}
 
-    for transport in ("allgather", "ring", "ulysses", "hierarchical"):
+    for transport in ("allgather", "ring", "ulysses", "hierarchical", "dispatch"):
         with recorded_calls() as created:
             engine = member.engine(STRATEGIES[f"{transport}, zigzag, 4 ranks"])
         with recorded_calls() as used:

@@ -40,6 +40,7 @@ STRATEGIES = {
     for transport, node in (
         ("allgather", ranks),
         ("ring", ranks),
+        ("dispatch", ranks),
         *([("ulysses", ranks)] if BIG.heads % ranks == 0 else []),
         *([("hierarchical", 2)] if ranks == 4 else []),
     )

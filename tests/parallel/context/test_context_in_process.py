@@ -21,7 +21,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.observer import SelectionRecorder, mean_statistics
 from moba_train.parallel.context.strategy import CPStrategy
 
-TRANSPORTS = ("allgather", "ring", "ulysses", "hierarchical")
+TRANSPORTS = ("allgather", "ring", "ulysses", "hierarchical", "dispatch")
 LAYOUTS = ("contiguous", "zigzag")
 
 

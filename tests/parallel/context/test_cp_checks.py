@@ -2,7 +2,7 @@
 
 import pytest
 
-from moba_train.parallel.context.checks import check_heads, check_sizes
+from moba_train.parallel.context.checks import check_heads, check_sizes, check_units
 from moba_train.parallel.context.strategy import CPStrategy
 
 
@@ -34,3 +34,11 @@ def test_heads_that_cannot_be_shared_are_refused(heads, kv_heads, couples, messa
     with pytest.raises(ValueError, match=rf"parallel\.cp_transport: 'ulysses' {message}"):
         check_heads(CPStrategy(4, "ulysses", "contiguous", 4), heads, kv_heads, couples)
     check_heads(CPStrategy(4, "ring", "zigzag", 4), heads, kv_heads, couples)
+
+
+def test_dispatch_needs_an_attention_that_selects_units():
+    dispatch = CPStrategy(4, "dispatch", "zigzag", 4)
+    with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'dispatch' sends queries to the owners"):
+        check_units(dispatch, None)
+    check_units(dispatch, 0)
+    check_units(CPStrategy(4, "ring", "zigzag", 4), None)

@@ -26,6 +26,18 @@ def test_bytes_of_a_known_case():
     )
 
 
+def test_dispatch_sends_a_query_at_most_once_to_each_rank():
+    """Three ranks of four are others; a query of a rank's 256 MiB that selects one unit reaches them three times out of
+    four, and with very many units all three of them."""
+    dispatch = CPStrategy(4, "dispatch", "zigzag", 4)
+    received = [predict_cost(dispatch, replace(LLAMA_8B, selected_units=n)).node_bytes for n in (0, 1, 99)]
+    mib = 2**20
+    ids = [4 * (2 * n + 2) * 2**15 * 32 for n in (0, 1, 99)]  # selected units, in both passes, and the log-sum-exp
+    assert received[0] == 0
+    assert received[1] == pytest.approx(0.75 * (6 * 256 * mib + ids[1]))
+    assert received[2] == pytest.approx(3 * (6 * 256 * mib + ids[2]))
+
+
 def test_one_head_cannot_be_gathered_in_slices():
     """The attention waits for all of it, and all of it is in memory at once, keys and values and their gradients."""
     found = predict_cost(CPStrategy(4, "allgather", "contiguous", 4), replace(LLAMA_8B, kv_heads=1))

@@ -1,5 +1,7 @@
 """What `auto` takes and what it says about it."""
 
+from dataclasses import replace
+
 import pytest
 
 from moba_train.parallel.context.costs import predict_cost
@@ -30,6 +32,13 @@ def test_across_nodes_the_exchange_stays_inside():
     assert auto(ranks=16, node_size=8)[0].transport == "hierarchical"
 
 
+def test_auto_never_takes_dispatch_and_says_why():
+    """Here it would receive nothing at all: no query selects a unit besides its own."""
+    strategy, why = auto(AttentionShape(2**17, heads=28, kv_heads=4, head_dim=128, selected_units=0), ranks=8)
+    assert strategy.transport == "allgather"
+    assert "dispatch: only as configured: the owner of blocks" in why
+
+
 def test_what_cannot_be_shared_is_not_taken():
     strategy, why = auto(AttentionShape(2**17, heads=28, kv_heads=4, head_dim=128), ranks=8)
     assert strategy.transport == "allgather"
@@ -55,11 +64,13 @@ def test_where_nothing_fits_a_ring_with_two_buffers_is_left():
         ("hierarchical", False, "contiguous"),
         ("allgather", True, "zigzag"),
         ("ulysses", True, "contiguous"),
+        ("dispatch", False, "zigzag"),
     ],
 )
 def test_zigzag_where_shards_would_be_unequal(transport, work_grows, layout):
     node = 2 if transport == "hierarchical" else 4
-    strategy, _ = choose_strategy(transport, "auto", LLAMA_8B, ranks=4, node_size=node, work_grows=work_grows)
+    shape = replace(LLAMA_8B, selected_units=7)
+    strategy, _ = choose_strategy(transport, "auto", shape, ranks=4, node_size=node, work_grows=work_grows)
     assert strategy.layout == layout
 
 

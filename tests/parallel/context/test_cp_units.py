@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moba_train.parallel.context.layout import SequenceLayout
-from moba_train.parallel.context.summaries import OwnedUnits
+from moba_train.parallel.context.units import OwnedUnits
 
 
 @st.composite

@@ -1,0 +1,138 @@
+"""Units of keys that straddle shards: which rank owns each, and rows on their way to the owners and back.
+
+Attention works in units (blocks) of `LocalAttention.alignment` tokens, counted from the start of each document. A unit
+may straddle shards: the rank of its first token owns it, and receives the rows of its other tokens.
+
+Shape suffixes: L rows of a shard, n tokens in it, U tokens in a rank's own units.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.protocol import Layout, TokenRange, TokenRanges
+from moba_train.parallel.context.comm import Communicator
+from moba_train.parallel.context.layout import SequenceLayout
+
+
+@dataclass(frozen=True)
+class UnitMove:
+    """Tokens [start, stop) in the shard of rank `source` that continue a unit owned by rank `target`."""
+
+    start: int
+    stop: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class OwnedUnits:
+    """The units that each rank owns, and the tokens that other ranks send to complete them."""
+
+    ranges: tuple[TokenRanges, ...]
+    """Token ranges of each rank's own units."""
+    moves: tuple[UnitMove, ...]
+    """Moves between all ranks, in ascending token order. Every rank knows all of them, and so all message sizes."""
+
+    @classmethod
+    def from_sequence(cls, sequence: SequenceLayout, edges: tuple[int, ...], size: int) -> "OwnedUnits":
+        """The owners of units of `size` tokens in documents with the boundaries `edges`, for a complete sequence."""
+        assert sequence.all_ranges is None
+        held = sorted((start, stop, rank) for rank, ranges in enumerate(sequence.ranges) for start, stop in ranges)
+        own: list[list[TokenRange]] = [[] for _ in sequence.ranges]
+        moves = []
+        for start, stop, rank in held:
+            begin, end = _unit_of(start, edges, size)
+            first = start
+            if begin < start:
+                first = min(end, stop)
+                moves.append(UnitMove(start, first, rank, sequence.owner(begin)))
+            if first < stop:
+                own[rank].append(TokenRange(first, _unit_of(stop - 1, edges, size)[1]))
+        return cls(tuple(map(tuple, own)), tuple(moves))
+
+
+def _unit_of(token: int, edges: tuple[int, ...], size: int) -> tuple[int, int]:
+    """The half-open range (start, stop) of the unit that a token belongs to."""
+    document = bisect_right(edges, token) - 1
+    begin = token - (token - edges[document]) % size
+    return begin, min(begin + size, edges[document + 1])
+
+
+def owned_units(layout: Layout, sequence: SequenceLayout, size: int) -> OwnedUnits:
+    """The owners of units of `size` tokens, kept with the layout."""
+    if size == 1:
+        return OwnedUnits(sequence.ranges, ())
+    return layout.cached(
+        ("owned units", sequence, size), lambda: OwnedUnits.from_sequence(sequence, layout.edges, size)
+    )
+
+
+def rows_of_own_units(x_L: Tensor, units: OwnedUnits, sequence: SequenceLayout, communicator: Communicator) -> Tensor:
+    """Rows [U, ...] of this rank's own units, in token order, from every rank's shard [L, ...]."""
+    rank = communicator.rank
+    if not units.moves:
+        return x_L[: sequence.tokens(rank)]
+    sent = [_Message(move.target, move.start, move.stop) for move in units.moves if move.source == rank]
+    received = [_Message(move.source, move.start, move.stop) for move in units.moves if move.target == rank]
+    return _exchange(x_L, sequence.ranges[rank], units.ranges[rank], sent, received, communicator)
+
+
+def rows_of_shard(x_U: Tensor, units: OwnedUnits, sequence: SequenceLayout, communicator: Communicator) -> Tensor:
+    """The inverse of `rows_of_own_units`: rows [n, ...] of the tokens in this rank's shard, without padding."""
+    rank = communicator.rank
+    if not units.moves:
+        return x_U
+    sent = [_Message(move.source, move.start, move.stop) for move in units.moves if move.target == rank]
+    received = [_Message(move.target, move.start, move.stop) for move in units.moves if move.source == rank]
+    return _exchange(x_U, units.ranges[rank], sequence.ranges[rank], sent, received, communicator)
+
+
+class _Message(NamedTuple):
+    """Rows of the tokens [start, stop), sent to the rank `peer` or received from it."""
+
+    peer: int
+    start: int
+    stop: int
+
+
+def _exchange(
+    x: Tensor,
+    held: TokenRanges,
+    wanted: TokenRanges,
+    sent: list[_Message],
+    received: list[_Message],
+    communicator: Communicator,
+) -> Tensor:
+    """Rows of the tokens `wanted`, in their order, from `x`, the rows of the tokens `held`, and from other ranks."""
+    placed: list[tuple[int, int, Tensor]] = []
+    first = 0
+    for start, stop in held:
+        placed.append((start, stop, x[first : first + stop - start]))
+        first += stop - start
+
+    def between(start: int, stop: int) -> Tensor:
+        """Rows of the tokens [start, stop), which lie in one held range."""
+        begin, rows = next((begin, rows) for begin, end, rows in placed if begin <= start and stop <= end)
+        return rows[start - begin : stop - begin]
+
+    sent_rows = [0] * communicator.size
+    received_rows = [0] * communicator.size
+    for message in sent:
+        sent_rows[message.peer] += message.stop - message.start
+    for message in received:
+        received_rows[message.peer] += message.stop - message.start
+    leaving = torch.cat([x[:0], *(between(message.start, message.stop) for message in sorted(sent))])
+    arriving = communicator.all_to_all_uneven(leaving, sent_rows, received_rows)
+
+    parts = {}
+    for message in sorted(received):
+        parts[message.start], arriving = arriving.tensor_split([message.stop - message.start])
+    for (start, stop), (begin, end) in product(held, wanted):
+        if max(start, begin) < min(stop, end):
+            parts[max(start, begin)] = between(max(start, begin), min(stop, end))
+    return torch.cat([x[:0], *(parts[start] for start in sorted(parts))])

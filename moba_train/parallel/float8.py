@@ -1,0 +1,108 @@
+"""The linear layers of the blocks in FP8, by torchao's float8 training.
+
+Master weights, gradients, norms, embeddings, the output projection and attention stay as they are: the three matrix
+products of a linear layer are computed in FP8 (e4m3 for inputs and weights, e5m2 for gradients under tensorwise
+scaling). Scales are functions of the tensors of the same step, so there is no state to save. With tensorwise scaling
+FSDP gathers weights in FP8, half the bytes of bf16; their scales take one all-reduce for all weights
+(`update_weight_scales`), instead of one for each.
+"""
+
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moba_train.config.run import PrecisionConfig
+from moba_train.model.build import kind_of_parameter
+from moba_train.model.transformer import Transformer
+
+_LEAST_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs with FP8 matrix products."""
+_MULTIPLE = 16
+"""Both sizes of a matrix must be divisible by it for the kernels of the GPU."""
+
+
+def float8_problem(precision: PrecisionConfig, device: str | None) -> str:
+    """Why `precision.linear: fp8` cannot run on `device` ("cuda", "cpu"; None: not known); empty when it can."""
+    if device is None:
+        return ""
+    if find_spec("torchao") is None:
+        return "the package torchao is not installed (pip install 'moba-train[fp8]')"
+    if precision.fp8.emulate:
+        return ""
+    if device != "cuda":
+        return f"the run trains on {device}, a GPU needed; precision.fp8.emulate: true rounds as FP8 does, slowly"
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability < _LEAST_CAPABILITY:
+            least = ".".join(map(str, _LEAST_CAPABILITY))
+            return (
+                f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))}, at least "
+                f"{least} needed"
+            )
+    return ""
+
+
+def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]:
+    """Make the linear layers of the blocks compute in FP8, in place; returns their names.
+
+    Left out: the parameters of attention kinds, layers that match `precision.fp8.exclude`, and matrices whose sizes are
+    not multiples of 16. Call it before the model is sharded; names of parameters do not change.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    converted: list[str] = []
+
+    def is_converted(module: nn.Module, name: str) -> bool:
+        if not isinstance(module, nn.Linear) or not name.startswith("blocks."):
+            return False
+        fits = module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
+        excluded = any(fnmatchcase(name, pattern) for pattern in precision.fp8.exclude)
+        if excluded or not fits or kind_of_parameter(f"{name}.weight"):
+            return False
+        converted.append(name)
+        return True
+
+    options = Float8LinearConfig.from_recipe_name(precision.fp8.scaling)
+    changes: dict[str, Any] = {
+        "emulate": precision.fp8.emulate,
+        "enable_fsdp_float8_all_gather": precision.fp8.scaling == "tensorwise",
+        "pad_inner_dim": True,  # the gradient of a weight sums over tokens, of which a rank may have any number
+    }
+    for name, value in changes.items():
+        object.__setattr__(options, name, value)  # a frozen dataclass, which `replace` would check half changed
+    convert_to_float8_training(model, config=options, module_filter_fn=is_converted)
+    return converted
+
+
+def update_weight_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights that are gathered in FP8, with one all-reduce.
+
+    Called before every use of the model, on all ranks together: nothing tells reliably whether a weight has changed, as
+    the versions of these tensors do not count the optimizer's steps.
+    """
+    if any(_wrapper(parameter) is not None for parameter in model.parameters()):
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A weight that is gathered in FP8 without torchao's wrapper, sharing its memory; other tensors as they are."""
+    if isinstance(tensor, DTensor):
+        if (wrapper := _wrapper(tensor)) is None:
+            return tensor
+        return DTensor.from_local(
+            wrapper._tensor, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        )
+    inner = getattr(tensor, "_tensor", None)
+    return inner if isinstance(inner, Tensor) else tensor
+
+
+def _wrapper(parameter: Tensor) -> Any:
+    """torchao's wrapper of this rank's part of a weight that is gathered in FP8; None for other tensors."""
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else None
+    return local if isinstance(getattr(local, "_tensor", None), Tensor) else None

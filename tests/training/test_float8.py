@@ -1,0 +1,187 @@
+"""Linear layers in FP8, rounded as on a GPU and multiplied on the CPU: training, layouts, resume, checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import Run, assert_same_tensors, checkpoint_tensors
+from trainer_ranks import Ranks
+from typer.testing import CliRunner
+
+from moba_train.cli import app
+from moba_train.config.load import load_config
+from moba_train.errors import ConfigError
+from moba_train.model.build import build_model
+from moba_train.parallel import forward
+from moba_train.parallel.float8 import convert_linears, float8_problem, update_weight_scales
+from moba_train.validation.recipe import validate
+
+pytest.importorskip("torchao")
+
+FP8 = {"linear": "fp8", "compute": "bf16", "fp8": {"emulate": True}}
+
+
+def prepared(run: Run, precision: dict[str, Any], **parallel: int) -> Run:
+    run.recipe["precision"] = precision
+    run.recipe["parallel"] = parallel
+    run.recipe["checkpoint"]["keep_last"] = 10
+    for stage in run.recipe["stages"]:
+        stage["micro_batch_size"] = 2
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: Ranks) -> Run:
+    """On two ranks, tensorwise. Not to be changed."""
+    run = prepared(Run(tmp_path_factory.mktemp("float8"), corpora), FP8)
+    ranks.train(run, 2)
+    return run
+
+
+@pytest.fixture(scope="module")
+def in_bf16(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: Ranks) -> Run:
+    run = prepared(Run(tmp_path_factory.mktemp("bf16"), corpora), {"compute": "bf16"})
+    ranks.train(run, 2)
+    return run
+
+
+def test_it_learns_as_bf16_does_but_not_in_the_same_bits(finished: Run, in_bf16: Run) -> None:
+    assert finished.losses() == pytest.approx(in_bf16.losses(), rel=0.01)
+    assert finished.losses() != in_bf16.losses()
+
+
+@pytest.mark.parametrize(("ranks_", "parallel"), [(1, {}), (2, {"cp": 2}), (2, {"tp": 2})], ids=["1", "cp", "tp"])
+def test_every_layout_trains_alike(
+    finished: Run, run: Run, ranks: Ranks, ranks_: int, parallel: dict[str, int]
+) -> None:
+    ranks.train(prepared(run, FP8, **parallel), ranks_, "--stop-at-step", "3")
+    assert run.losses() == pytest.approx(finished.losses()[:3], rel=2e-3)
+
+
+def test_rowwise_scaling(in_bf16: Run, finished: Run, run: Run, ranks: Ranks) -> None:
+    ranks.train(prepared(run, {**FP8, "fp8": {"emulate": True, "scaling": "rowwise"}}), 1)
+    assert run.losses() == pytest.approx(in_bf16.losses(), rel=0.01)
+    assert run.losses() != pytest.approx(finished.losses(), rel=1e-6)
+
+
+def test_resuming_is_bitwise_and_the_checkpoint_is_that_of_any_run(finished: Run, run: Run, ranks: Ranks) -> None:
+    """The weights' scales follow from the weights."""
+    ranks.train(prepared(run, FP8), 2, "--stop-at-step", "7")
+    ranks.train(run, 2)
+    assert run.losses() == finished.losses()
+    assert_same_tensors(run.newest_checkpoint, finished.newest_checkpoint)
+    tensors = checkpoint_tensors(run.newest_checkpoint)
+    assert {tensor.dtype for name, tensor in tensors.items() if name.startswith("model.")} == {torch.float32}
+
+
+def test_a_run_goes_on_without_it(finished: Run, run: Run, ranks: Ranks, in_bf16: Run) -> None:
+    ranks.train(prepared(run, FP8), 2, "--stop-at-step", "6")
+    ranks.train(prepared(run, {"compute": "bf16"}), 1)
+    assert run.losses()[:6] == finished.losses()[:6]
+    assert run.losses()[6:] == pytest.approx(in_bf16.losses()[6:], rel=0.01)
+
+
+def test_every_use_of_the_model_has_the_scales_of_its_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in evaluations, between micro-batches and after an optimizer step."""
+    from moba_train.parallel import float8
+
+    errors: list[float] = []
+
+    def checked(model: torch.nn.Module) -> None:
+        update_weight_scales(model)
+        for parameter in model.parameters():
+            if (weight := float8._wrapper(parameter)) is not None:
+                exact = torch.finfo(torch.float8_e4m3fn).max / weight._tensor.abs().max().double()
+                errors.append(abs(float(weight._precomputed_scale / exact) - 1))
+
+    monkeypatch.setattr(forward, "update_weight_scales", checked)
+    assert prepared(run, FP8).train_here("--stop-at-step", "3") == 0
+    assert len(errors) >= 3 * 2 * 14
+    assert max(errors) < 1e-6
+
+
+def test_its_export_is_a_plain_model(finished: Run, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["convert", "moba-to-hf", str(finished.run_dir), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_which_layers_are_converted(run: Run) -> None:
+    exclude = ["blocks.0.*", "*.down_proj"]
+    prepared(run, {**FP8, "fp8": {"emulate": True, "exclude": exclude}})
+    config = load_config(run.write_recipe())
+    with torch.device("meta"):
+        model = build_model(config)
+    names = [name for name, _ in model.named_parameters()]
+    converted = convert_linears(model, config.precision)
+    projections = ["attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj"]
+    assert converted == [
+        f"blocks.1.{name}" for name in [*projections, "feed_forward.gate_proj", "feed_forward.up_proj"]
+    ]
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_what_cannot_run_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(prepared(run, {"linear": "fp8"}).write_recipe())
+    validate(config, device=None)
+    with pytest.raises(ConfigError, match=r"precision\.linear: given 'fp8', which cannot run: the run trains on cpu"):
+        validate(config, device="cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert "NVIDIA A100 has compute capability 8.0, at least 8.9 needed" in float8_problem(config.precision, "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert float8_problem(config.precision, "cuda") == ""
+    contradictory = load_config(prepared(run, {"linear": "bf16", "compute": "fp32"}).write_recipe())
+    with pytest.raises(ConfigError, match=r"precision\.linear: given 'bf16' with precision\.compute: fp32"):
+        validate(contradictory)
+
+
+@pytest.mark.gpu
+def test_compiled_blocks_on_a_gpu(run: Run) -> None:
+    """Tensorwise, in hardware, against the emulation on this machine; 96 tokens are no power of two."""
+    run.recipe["compile"] = True
+    assert prepared(run, {"linear": "fp8"}).train_here() == 0
+    compiled = run.losses()
+    other = Run(run.folder / "emulated", run.folder)
+    other.folder.mkdir()
+    other.recipe = {**run.recipe, "run_dir": str(other.run_dir), "precision": FP8, "compile": False}
+    assert other.train_here() == 0
+    assert compiled == pytest.approx(other.losses(), rel=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_a_gpu_computes_what_the_emulation_says(scaling: str) -> None:
+    """Outputs and gradients of one converted model, in hardware and emulated, against bf16's distance from float32."""
+    from moba_train.attention.full.kind import FullKind
+    from moba_train.attention.protocol import packed_layout
+    from moba_train.config.model import ModelConfig
+    from moba_train.config.run import PrecisionConfig
+    from moba_train.model.build import initialize_weights
+    from moba_train.model.transformer import Transformer
+
+    shape = ModelConfig(vocab_size=256, hidden_size=256, intermediate_size=512, layers=2, heads=4, kv_heads=2)
+    tokens = torch.randint(0, 256, (200,), generator=torch.Generator().manual_seed(0)).cuda()
+
+    def gradients(dtype: torch.dtype, fp8: dict[str, Any] | None) -> torch.Tensor:
+        model = Transformer(shape).cuda()
+        initialize_weights(model, seed=0)
+        if fp8 is not None:
+            convert_linears(model, PrecisionConfig(linear="fp8", fp8={"scaling": scaling, **fp8}))
+        model = model.to(dtype)
+        kind = FullKind(FullKind.Options(backend="reference"), shape.head_width)
+        model.set_attention([kind] * 2)
+        logits = model(tokens, torch.arange(200, device="cuda"), packed_layout([200], "cuda"))
+        loss = torch.nn.functional.cross_entropy(logits.float(), tokens.roll(-1))
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        return torch.cat([grad.float().flatten() for grad in grads])
+
+    exact = gradients(torch.float32, None)
+    real, emulated = gradients(torch.bfloat16, {}), gradients(torch.bfloat16, {"emulate": True})
+    # Rounding to FP8 is off by 8 to 9 % here; sums in another order push single numbers over a rounding edge.
+    error = (emulated - exact).norm()
+    assert 0.06 * exact.norm() < error < 0.12 * exact.norm()
+    assert (real - emulated).norm() < 0.75 * error
+    assert (real - exact).norm() < 1.25 * error
