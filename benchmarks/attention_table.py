@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.attention_rows import Case, short
-from benchmarks.record import markdown
+from benchmarks.record import insert_tables, markdown
 
 RESULT = Path(__file__).parent / "results" / "attention-h200.json"
 BARS = {
@@ -38,7 +38,6 @@ COLUMNS = {
     "moonshot": "Moonshot's MoBA",
 }
 DENSE = ("cudnn", "flash2", "flash4")
-END = "<!-- end of table -->"
 
 Result = dict[str, Any]
 
@@ -159,16 +158,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
 
 def insert(text: str, data: Result) -> str:
     """`text` with each table that it has a marker for. Raises ValueError where it has no marker, or one without END."""
-    found = [marker for marker in TABLES if marker in text]
-    if not found:
-        raise ValueError(f"no place for a table: one of the lines {', '.join(map(repr, TABLES))} is needed")
-    for marker in found:
-        before, _, rest = text.partition(marker)
-        _, end, after = rest.partition(END)
-        if not end:
-            raise ValueError(f"no place for the table: the line {END!r} is needed after {marker!r}")
-        text = f"{before}{marker}\n\n{TABLES[marker](data)}\n\n{END}{after}"
-    return text
+    return insert_tables(text, {marker: table(data) for marker, table in TABLES.items()})
 
 
 def main() -> None:

@@ -7,12 +7,14 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+
+END = "<!-- end of table -->"
 
 
 def provenance() -> dict[str, Any]:
@@ -46,6 +48,23 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; the first row is its head."""
     head, *rest = rows
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rest))
+
+
+def insert_tables(text: str, tables: Mapping[str, str]) -> str:
+    """`text` with each of the `tables`, by marker, between the marker and the next `END`.
+
+    Raises ValueError where the text has none of the markers, or one without END.
+    """
+    found = [marker for marker in tables if marker in text]
+    if not found:
+        raise ValueError(f"no place for a table: one of the lines {', '.join(map(repr, tables))} is needed")
+    for marker in found:
+        before, _, rest = text.partition(marker)
+        _, end, after = rest.partition(END)
+        if not end:
+            raise ValueError(f"no place for the table: the line {END!r} is needed after {marker!r}")
+        text = f"{before}{marker}\n\n{tables[marker]}\n\n{END}{after}"
+    return text
 
 
 def save(path: Path, settings: dict[str, Any], results: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moba_train.commands import Checkpoint, Overrides, Recipe, command_group
-from moba_train.evaluation_commands import evaluate, generate, lm_eval
+from moba_train.evaluation_commands import evaluate, generate, lm_eval, profile_spans
 
 app = command_group("Distributed long-context pretraining with MoBA.")
 
@@ -240,6 +240,7 @@ def fit_scaling(
 
 app.command(name="eval")(evaluate)
 app.command()(lm_eval)
+app.command()(profile_spans)
 
 
 @app.command()

@@ -1,4 +1,7 @@
-"""`moba-train eval`, `lm-eval` and `generate`: what uses a trained model. cli.py makes commands of these functions."""
+"""`moba-train eval`, `lm-eval`, `profile-spans` and `generate`: what uses a trained model.
+
+cli.py makes commands of these functions.
+"""
 
 from collections.abc import Callable
 from enum import StrEnum
@@ -189,6 +192,60 @@ def lm_eval(
     )
     saved, roots = open_for_lm_eval(checkpoint, options)
     evaluate_with_lm_eval(saved, roots, options, typer.echo)
+
+
+def profile_spans(
+    checkpoint: EvaluatedModel,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="new piece of a recipe")] = Path(
+        "moa-spans.yaml"
+    ),
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS,...",
+            help="lengths of documents to measure on, e.g. 2K,4K,8K; default: a quarter, half and all of the stage's",
+        ),
+    ] = None,
+    budget: Annotated[
+        float, typer.Option(help="share of full attention's pairs that the heads may attend to, at each length")
+    ] = 0.5,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CORPUS", help="tokenised corpus in place of data.validation; may be given several times"),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="documents of each length")] = 8,
+    block_size: Annotated[
+        int, typer.Option(parser=parse_length, metavar="TOKENS", help="tokens per block, as attention.moa.block_size")
+    ] = 64,
+    sink_tokens: Annotated[int, typer.Option(min=0, help="as attention.moa.sink_tokens")] = 64,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_length,
+            metavar="TOKENS",
+            help="longest document that the spans are for, e.g. 128K; default: the longest of --lengths",
+        ),
+    ] = None,
+) -> None:
+    """Choose a span for each attention head (kind moa) by what masking its attention would cost, on one device.
+
+    Writes a piece of a recipe."""
+    from moba_train.evals.options import EvaluationOptions
+    from moba_train.evals.span_profile import ProfileOptions
+    from moba_train.evals.span_profile import profile_spans as profile
+    from moba_train.validation.evaluated import open_for_evaluation
+
+    options = ProfileOptions(
+        output,
+        tuple(parse_length(length.strip()) for length in lengths.split(",")) if lengths else (),
+        budget,
+        samples,
+        block_size,
+        sink_tokens,
+        max_length,
+    )
+    saved = open_for_evaluation(checkpoint, EvaluationOptions(tasks=(), data=tuple(data or ())))
+    profile(saved, options, typer.echo)
 
 
 def generate(

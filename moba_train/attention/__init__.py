@@ -18,4 +18,5 @@ full       full attention: dense, causal
 moba       Mixture of Block Attention: a gate that selects blocks
 infllm     InfLLM: a window and a memory of blocks, for evaluation and generation
 infllm_v2  InfLLM-V2: dense attention that becomes block-sparse for long documents
+moa        Mixture of Attention spans: a window of its own for each head
 """

@@ -4,6 +4,7 @@ from moba_train.attention.full.kind import FullKind
 from moba_train.attention.infllm.kind import InfLLMKind
 from moba_train.attention.infllm_v2.kind import InfLLMV2Kind
 from moba_train.attention.kind import AttentionKind
+from moba_train.attention.moa.kind import MoaKind
 from moba_train.attention.moba.kind import MobaKind
 from moba_train.config.attention import register_kind_options
 
@@ -22,3 +23,4 @@ register(FullKind)
 register(MobaKind)
 register(InfLLMV2Kind)
 register(InfLLMKind)
+register(MoaKind)

@@ -23,5 +23,8 @@ checkpoint       `moba-train eval`
 options          what it is asked for
 results          what it found, as JSON beside the checkpoint
 progress         its progress bars
+local_model      a model on one device, from a checkpoint or a Hugging Face folder
+span_profile     `moba-train profile-spans`: what masking the attention of each head would cost
+span_search      which span each head gets
 lm_eval          `moba-train lm-eval`: tasks of the package lm-eval
 """

@@ -2,6 +2,8 @@
 
 trainer         the one training loop
 step            one optimizer step: its data, and the counts of all ranks
+evaluations     the evaluations of a run: when they run, what stops them, whether they end the stage
+reports         what a run reports about itself besides metrics
 stage_exit      the exit criterion of a stage
 progress        what a checkpoint stores besides tensors
 checkpoints     save, resume and roll back

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,9 +16,7 @@ from moba_train.data.loader import Prefetcher
 from moba_train.data.samples import StageData
 from moba_train.data.stage_data import training_data
 from moba_train.errors import DataError
-from moba_train.evals.evaluation import EvaluationContext, EvaluationStoppedError
-from moba_train.evals.registry import EVALUATIONS
-from moba_train.evals.stage import StageEvaluations
+from moba_train.evals.evaluation import EvaluationStoppedError
 from moba_train.health.node import Disk, NodeWatch, refuse_broken_gpus
 from moba_train.health.rerun import gather_evidence, transient_fault
 from moba_train.health.spike import SpikeDetector
@@ -39,24 +36,15 @@ from moba_train.parallel.world import World, any_rank
 from moba_train.planning.fit import local_shortage
 from moba_train.planning.memory import buffer_memory
 from moba_train.report.plots import draw_plots
-from moba_train.telemetry.code_version import code_version, describe
-from moba_train.telemetry.factory import make_telemetry
-from moba_train.telemetry.machine import describe_machine
-from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.checkpoints import RunCheckpoints, checkpoint_bytes
 from moba_train.training.corpora import check_corpora
-from moba_train.training.recipe_changes import describe_changes, recipe_changes, write_recipe
+from moba_train.training.evaluations import RunEvaluations
 from moba_train.training.recovery import Recovery
-from moba_train.training.stage_exit import StageExit
+from moba_train.training.reports import RunReports
 from moba_train.training.step import StepCounts, StepData, StepLosses, StepResult
 from moba_train.training.stop import StoppedBeforeTrainingError, StopRequest
 from moba_train.training.stop_time import StopTime
 from moba_train.training.throughput import batch_flops, throughput
-
-STAGE_EXIT = "stage_exit"
-
-EVALUATION_RECORDS = frozenset({STAGE_EXIT, *(evaluation.name for evaluation in EVALUATIONS)})
-"""Types of the records that the evaluations after a step leave."""
 
 
 class Trainer:
@@ -64,10 +52,6 @@ class Trainer:
 
     data_shard: DataShard
     """This rank's part of the current stage's data, and the engine of its attention."""
-    evaluations: StageEvaluations
-    """Evaluations of the current stage."""
-    stage_exit: StageExit
-    """Exit criterion of the current stage."""
     next_starts: dict[str, int]
     """Tokens of each corpus that were consumed when the stage before ended."""
 
@@ -106,30 +90,24 @@ class Trainer:
         if self.progress.step:
             self.spikes.load_state_dict(self.progress.spike_detector)
 
-        self.telemetry = Telemetry([])
-        recipe_before: str | None = None
-        if world.is_main:
-            recipe_before = write_recipe(self.run_dir, config, self.progress.step)
-            run_id = self.progress.run_id
-            resumed_step = self.progress.step or None
-            last_step = self.stages[-1].end_step
-            again = self.progress.evaluation_due and self.checkpoints.resumed_numbers is None
-            repeated = EVALUATION_RECORDS if again else ()
-            self.telemetry = make_telemetry(config, self.run_dir, run_id, resumed_step, last_step, repeated)
-        self.telemetry.stage = self.stage.name
-        machine = describe_machine(world.device, world.size, world.ranks_per_node)
-        self._event("code", describe(code_version()), machine=machine)
-        if self.checkpoints.loaded_weights is not None:
-            self._event("init_from", self.checkpoints.loaded_weights)
-
-        if self.progress.step:
-            where = f"resumed from the checkpoint of step {self.progress.step}, in stage {self.stage.name}"
-            self._event("resume", where)
-            self._report_recipe(recipe_before)
+        self.reports = RunReports(
+            config, world, self.progress, self.checkpoints, self.stages, tokens=lambda: self.tokens
+        )
+        self.telemetry = self.reports.telemetry
         self.watch = Watch(health.watch, world, stalls_folder(self.run_dir), self.telemetry.stalled)
         folders = [config.run_dir, *([config.checkpoint.fallback_dir] if config.checkpoint.fallback_dir else [])]
         disks = [Disk(Path(folder), checkpoint_bytes(self.model, config)) for folder in folders]
-        self.node_watch = NodeWatch(health.node, world, disks, self._report_node)
+        self.node_watch = NodeWatch(health.node, world, disks, self.reports.node)
+        self.evaluations = RunEvaluations(
+            config,
+            world,
+            progress=self.progress,
+            checkpoints=self.checkpoints,
+            telemetry=self.telemetry,
+            watch=self.watch,
+            stop=self.stop,
+            stop_time=self.stop_time,
+        )
         self.stragglers = Stragglers(health.watch.compare_every * config.telemetry.log_every, world.device)
         self.recovery = Recovery(
             config,
@@ -185,7 +163,7 @@ class Trainer:
     def _train_stages(self) -> bool:
         """Train through the stages that are left; False when stopped before their end."""
         finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
-        self._report_boundary(self.progress.boundary.compare() if finished else None)
+        self.reports.boundary(self.stage, self.progress.boundary.compare() if finished else None)
         return finished
 
     def _train_stage(self, index: int) -> bool:
@@ -194,13 +172,13 @@ class Trainer:
         data = self._begin(stage)
         try:
             if self.config.evaluation.at_start and self.progress.step == stage.first_step:
-                self._evaluate_at_start()
+                self.evaluations.run_at_start(self.tokens)
             exits = self._evaluate()  # what is due at the checkpoint that the run resumes from
             if not exits and not self._train_steps(stage, data):
                 return False
         except EvaluationStoppedError:
             text = f"the evaluations after step {self.progress.step} are not completed: a run that resumes runs them"
-            self._event("stop", text)
+            self.reports.event("stop", text)
             return False
 
         if self.progress.steps_without_loss >= self.stage.steps:
@@ -224,47 +202,17 @@ class Trainer:
                     self._save()
                 exits = self._evaluate()
                 self._report_last_save()
-                self._report_stop_time()
+                self.reports.stop_time(self.stop_time, self.checkpoints.last_save_s)
                 if exits:
                     break
         return True
 
-    def _evaluate_at_start(self) -> None:
-        """Run all evaluations before the stage's first step."""
-        self._batch_began = time.perf_counter()
-        with self.watch.phase("evaluation", self.progress.step):
-            self.evaluations.run_at_start(self.tokens, self.run_dir / "metrics.jsonl")
-
     def _evaluate(self) -> bool:
-        """Run the evaluations that are due after the current step; whether they end the stage.
-
-        The checkpoint of the step was saved before, and says that they are due. So a run that resumes from it runs them
-        first, unless it finds the numbers that the run before found there: `Evaluated`.
-        """
-        progress = self.progress
-        if not progress.evaluation_due:
-            return False
-        numbers = self.checkpoints.resumed_numbers
-        self.checkpoints.resumed_numbers = None
-        known = numbers is not None
-        if numbers is None:
-            self._batch_began = time.perf_counter()
-            with self.watch.phase("evaluation", progress.step):
-                numbers = self.evaluations.run_due(progress.step, self.tokens)
-        exits = self._judge_exit(numbers, report=not known)
-        progress.evaluation_due = False
-        self.checkpoints.evaluated(progress.step, numbers)
+        """Run the evaluations that are due after the current step; whether they end the stage."""
+        exits = self.evaluations.run_due(self.tokens)
+        if exits:  # later stages begin earlier than planned
+            self.stages = resolve_stages(self.config, self.progress.exited_steps)
         return exits
-
-    def _between_batches(self) -> None:
-        """End the evaluation where any rank is asked to stop; called on all ranks together, before each batch."""
-        if self.world.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # else all batches are in the GPU's queue before a signal comes
-        now = time.perf_counter()
-        self.stop_time.batch_took(now - self._batch_began)
-        self._batch_began = now
-        if any_rank(self.stop.requested or self.checkpoints.wants_to_stop):
-            raise EvaluationStoppedError
 
     def _wait_for_each(self, steps: Prefetcher) -> Iterator[StepData]:
         """The data of each step, as soon as it is there."""
@@ -290,7 +238,7 @@ class Trainer:
             self.progress.evaluation_due = self.evaluations.due(self.progress.step)
             if counts.loss_weight == 0:
                 self.progress.steps_without_loss += 1
-                self._event("warning", "no token of this batch carries loss: step skipped")
+                self.reports.event("warning", "no token of this batch carries loss: step skipped")
                 return True
             self.progress.steps_without_loss = 0
             losses = self._forward_and_backward(data, counts)
@@ -331,7 +279,7 @@ class Trainer:
                     metrics=metrics,
                 )
         if action == "apply":
-            self._report_boundary(self.progress.boundary.observe(metrics["loss"]))
+            self.reports.boundary(stage, self.progress.boundary.observe(metrics["loss"]))
             clip_gradients(self.model, self.config.optim.clip_norm, result.grad_norm)
             set_learning_rate(self.optimizer, metrics["lr"])
             self.checkpoints.before_update()
@@ -374,20 +322,6 @@ class Trainer:
     def _is_logged(self, step: int) -> bool:
         return step % self.config.telemetry.log_every == 0
 
-    def _judge_exit(self, numbers: dict[str, float], report: bool) -> bool:
-        """Whether the stage ends here because the evaluations' numbers meet its exit criterion; `report` it."""
-        progress = self.progress
-        progress.trailing_loss = numbers.get("trailing_loss", progress.trailing_loss)
-        verdict = self.stage_exit.judge(progress.step, numbers)
-        if verdict is None:
-            return False
-        if report:
-            self._event(STAGE_EXIT, verdict.message)
-        if verdict.met:  # later stages begin earlier than planned
-            progress.exited_steps[self.stage.name] = progress.step - self.stage.first_step
-            self.stages = resolve_stages(self.config, progress.exited_steps)
-        return verdict.met
-
     def _begin(self, stage: Stage) -> StageData:
         """Switch to `stage`, at its beginning or where the run was stopped. Returns its data."""
         self.watch.forget()
@@ -399,7 +333,7 @@ class Trainer:
         config = self.config
         progress = self.progress
         if stage.index > progress.stage:
-            self._report_boundary(progress.boundary.compare())
+            self.reports.boundary(self.stage, progress.boundary.compare())
             progress.boundary.begin_stage()
             progress.stage = stage.index
             progress.starts = self.next_starts
@@ -416,21 +350,17 @@ class Trainer:
         self.model.set_engines([self.data_shard.engine or LOCAL_ENGINE] * config.model.layers)
         data = training_data(config, stage, progress.starts)
         check_corpora(config, stage, data, progress)
-        self.stage_exit = StageExit(stage, progress.trailing_loss_before)
-        context = EvaluationContext(
-            self.model, stage, self.data_shard, self.world.device, between_batches=self._between_batches
-        )
-        self.evaluations = StageEvaluations(config, context, self.telemetry)
+        self.evaluations.begin_stage(stage, self.model, self.data_shard)
         self.telemetry.stage = stage.name
         self.stop_time.begin_stage()
         facts = {"stage_index": stage.index, "seq_len": stage.seq_len, "last_step": self.stages[-1].end_step}
-        self._event("stage", stage.describe(), **facts)
+        self.reports.event("stage", stage.describe(), **facts)
         if choice:
-            self._event("parallel", choice)
+            self.reports.event("parallel", choice)
         if shortage := local_shortage(config, stage, sizes, self.world.device):
-            self._event("warning", f"{shortage}; `moba-train plan` names changes that fit")
+            self.reports.event("warning", f"{shortage}; `moba-train plan` names changes that fit")
         for repeated in data.repeats(stage.batch_tokens):
-            self._event("warning", repeated)
+            self.reports.event("warning", repeated)
         return data
 
     def _save(self) -> None:
@@ -447,41 +377,7 @@ class Trainer:
             waited = self.checkpoints.save(self.progress, facts, self.recovery.protect())
             stall = time.perf_counter() - began
             late = f", {waited:.1f} s late: the one before was still being written" if waited > 1 else ""
-            self._event("checkpoint", f"saving the checkpoint of step {step}{late}", checkpoint_stall_s=stall)
-
-    def _report_recipe(self, before: str | None) -> None:
-        """Report in what the recipe differs from the one that the checkpoint was saved with. `before` is that of the
-        start before, if it is another one."""
-        saved = self.checkpoints.resumed_recipe
-        changes = recipe_changes(saved, self.config) if saved is not None else {}
-        where = f"the checkpoint of step {self.progress.step}"
-        if changes:
-            message = f"changed since {where}: {describe_changes(changes)}"
-        elif before is not None and recipe_changes(before, self.config):
-            message = f"again as in {where}, unlike that of the start before"
-        else:
-            return
-        self._event("recipe", message, changed_keys=len(changes), changes=changes)
-
-    def _report_boundary(self, losses: tuple[float, float] | None) -> None:
-        if losses is None:
-            return
-        before, after = losses
-        text = f"loss {before:.4f} before stage {self.stage.name}, {after:.4f} at its beginning: {after - before:+.4f}"
-        self._event("boundary", text, loss_before=before, loss_after=after, loss_step=after - before)
-
-    def _report_stop_time(self) -> None:
-        """Report how long an orderly stop takes, where that is known for the first time or has become longer."""
-        if (save_s := self.checkpoints.last_save_s) is not None:
-            self.stop_time.save_took(save_s)
-        if (news := self.stop_time.news()) is not None:
-            self._event("stop", news, stop_s=self.stop_time.seconds)
-
-    def _event(self, kind: str, message: str, **fields: Any) -> None:
-        self.telemetry.event(self.progress.step, self.tokens, kind, message, **fields)
-
-    def _report_node(self, text: str) -> None:
-        self.telemetry.alert("a GPU or a disk has a problem", text, "node")
+            self.reports.event("checkpoint", f"saving the checkpoint of step {step}{late}", checkpoint_stall_s=stall)
 
     def _wants_to_stop(self) -> bool:
         due = self.stop_at_step is not None and self.progress.step >= self.stop_at_step

@@ -12,6 +12,9 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import merge_parallel
 from moba_train.errors import ConfigError
 
+_THESE_LAYERS = "in these layers"
+"""Stands for the layers in a kind's problem until all layers with that problem are known."""
+
 
 def attention_problems(
     config: RunConfig, device: str | None = None, allow_idle: bool = False, training: bool = True
@@ -68,13 +71,23 @@ def _kind_problems(
     groups: dict[LayerAttention, list[int]] = {}
     for layer, attention in enumerate(layers):
         groups.setdefault(attention, []).append(layer)
+    layers_of: dict[str, list[int]] = {}
     for attention, ids in groups.items():
-        where = f"in layer{'s' * (len(ids) > 1)} {layer_ranges(ids)}"
         context = StageContext(
-            config.model, stage.seq_len, parallel.cp, parallel.tp, config.deterministic, device, where, training
+            config.model,
+            stage.seq_len,
+            parallel.cp,
+            parallel.tp,
+            config.deterministic,
+            device,
+            _THESE_LAYERS,
+            training,
         )
         for problem in KINDS[attention.kind].problems(attention.options, context):
-            yield f"stages[{index}].attention.{attention.kind}.{problem}"
+            section = "" if problem.startswith("parallel.") else f"attention.{attention.kind}."
+            layers_of.setdefault(f"stages[{index}].{section}{problem}", []).extend(ids)
+    for text, ids in layers_of.items():  # said once, also where the layers have different options
+        yield text.replace(_THESE_LAYERS, f"in layer{'s' * (len(ids) > 1)} {layer_ranges(sorted(ids))}")
 
 
 def _parameter_problems(

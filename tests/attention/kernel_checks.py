@@ -8,7 +8,7 @@ from moba_train.attention.blocks.reference import selected_mask
 from moba_train.attention.masked import masked_attend, masked_attend_backward
 from moba_train.attention.merge import merge
 from moba_train.attention.moba.attention import MobaAttention
-from moba_train.attention.protocol import BackwardState, Layout, TokenRanges, packed_layout
+from moba_train.attention.protocol import BackwardState, Layout, LocalAttention, TokenRanges, packed_layout
 
 
 def build(kind: str, head_dim: int, **options) -> MobaAttention:
@@ -22,7 +22,7 @@ def inputs(lengths, heads, kv_heads, head_dim, dtype, device, seed=0) -> list[Te
     return [x.detach() for x in (q, k, v, dout)]
 
 
-def run(attention: MobaAttention, tensors: list[Tensor], layout: Layout, selection=None) -> tuple[list[Tensor], tuple]:
+def run(attention: LocalAttention, tensors: list[Tensor], layout: Layout, selection=None) -> tuple[list[Tensor], tuple]:
     """[out, lse, dq, dk, dv] and the selection."""
     q, k, v, dout = tensors
     selection = selection or attention.select(q, attention.summarize(k, layout), layout)

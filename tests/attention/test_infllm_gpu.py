@@ -18,7 +18,7 @@ MODEL = ModelConfig(vocab_size=50, hidden_size=256, intermediate_size=48, layers
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("options", [{}, {"dense_len": 0, "topk": 20, "local_blocks": 4}], ids=["paper", "sparse"])
+@pytest.mark.parametrize("options", [{}, {"dense_len": 1, "topk": 20, "local_blocks": 4}], ids=["paper", "sparse"])
 def test_outputs_and_gradients_for_the_selected_blocks(head_dim, options, device):
     tensors, layout = inputs(LENGTHS, 4, 2, head_dim, torch.bfloat16, device), layout_of(LENGTHS, device)
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(**options), head_dim)
@@ -38,7 +38,7 @@ def test_outputs_and_gradients_for_the_selected_blocks(head_dim, options, device
 def test_selected_blocks_are_nearly_those_of_float64(device):
     q, k, *_ = inputs(LENGTHS, 4, 2, 128, torch.bfloat16, device)
     layout = layout_of(LENGTHS, device)
-    options = {"dense_len": 0, "topk": 20, "local_blocks": 4}
+    options = {"dense_len": 1, "topk": 20, "local_blocks": 4}
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(**options), 128)
 
     def chosen(q: Tensor, k: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def test_selected_blocks_are_nearly_those_of_float64(device):
     assert (want * got).sum() / want.sum() > 0.97
 
 
-@pytest.mark.parametrize("dense_len", [0, 4096])
+@pytest.mark.parametrize("dense_len", [1, 4096])
 def test_decoding_equals_the_reference(dense_len, device):
     lengths = [9000, 1, 700, 5000]
     layout = last_tokens(lengths, device)

@@ -22,7 +22,7 @@ from moba_train.attention.kind import StageContext
 from moba_train.attention.protocol import TokenRange, packed_layout
 from moba_train.model.rope import apply_rope, rope_cos_sin
 
-SIZES = {"block_size": 8, "topk": 4, "first_blocks": 1, "local_blocks": 2, "window": 4, "stride": 2, "dense_len": 0}
+SIZES = {"block_size": 8, "topk": 4, "first_blocks": 1, "local_blocks": 2, "window": 4, "stride": 2, "dense_len": 1}
 LENGTHS = [12, 0, 1, 53, 37]
 
 OPTIONS = [
@@ -123,7 +123,7 @@ def test_ranks_that_share_a_sequence(strategy):
     assert_ranks_equal_one_device(make_layer("infllm_v2", SIZES | {"dense_len": 40}, LENGTHS), strategy)
 
 
-@pytest.mark.parametrize("dense_len", [0, 17])
+@pytest.mark.parametrize("dense_len", [1, 17])
 def test_decoding(dense_len):
     """Also of texts that grow beyond dense_len, in the prompt and after it."""
     options = {"block_size": 4, "topk": 3, "local_blocks": 1, "window": 4, "stride": 2, "dense_len": dense_len}
@@ -145,7 +145,7 @@ def test_queries_are_selected_for_in_chunks(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_select_nearly_the_same_blocks(dtype):
-    options = InfLLMV2Attention.Options(block_size=16, topk=8, local_blocks=2, window=8, stride=4, dense_len=0)
+    options = InfLLMV2Attention.Options(block_size=16, topk=8, local_blocks=2, window=8, stride=4, dense_len=1)
     attention = InfLLMV2Attention(options, 64)
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(600, heads, 64, generator=generator) for heads in (4, 2))

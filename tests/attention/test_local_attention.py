@@ -19,9 +19,10 @@ CASES = [
     pytest.param("moba", {"block_size": 4, "topk": 3, "select": "group", "always": ("current", "first")}, id="group"),
     pytest.param(
         "infllm_v2",
-        {"block_size": 4, "topk": 3, "local_blocks": 1, "window": 4, "stride": 2, "dense_len": 0},
+        {"block_size": 4, "topk": 3, "local_blocks": 1, "window": 4, "stride": 2, "dense_len": 1},
         id="infllm_v2",
     ),
+    pytest.param("moa", {"alpha": 5, "beta": 0.25, "sink_tokens": 3, "block_size": 4, "max_length": 256}, id="moa"),
 ]
 HEAD_DIM, LENGTHS = 8, [12, 0, 1, 27]
 TOKENS = sum(LENGTHS)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attention_table import BARS, END, RESULT, TABLES, insert, render, render_short, summary
+from benchmarks.attention_table import BARS, RESULT, TABLES, insert, render, render_short, summary
+from benchmarks.record import END
 
 ROOT = Path(__file__).parents[2]
 

@@ -142,10 +142,10 @@ def test_slots_that_only_queries_without_a_choice_fill_count_for_nothing() -> No
     layout = packed_layout([80]).part((TokenRange(0, 80),), None)
     sizes = {"block_size": BLOCK, "topk": 3, "local_blocks": 1, "window": 4, "stride": 4, "backend": "reference"}
     found = {}
-    for dense_len in (0, 40):
+    for dense_len in (1, 40):
         options = InfLLMV2Attention.Options(**sizes, dense_len=dense_len)
         found[dense_len] = gate_statistics(q, k, v, InfLLMV2Attention(options, q.shape[-1]), layout)
-    assert found[0].sums["selections"] == 2 * (80 - 3 * BLOCK) * 2
+    assert found[1].sums["selections"] == 2 * (80 - 3 * BLOCK) * 2
     assert found[40].sums["selections"] == 2 * (80 - 40) * 2
     assert found[40].means()["first_block_share"] == 1.0
 

@@ -162,14 +162,14 @@ def native(run: Path, seq_len: int, folder: Path, **options: Any) -> Any:
     """The run's model behind lm-eval's interface, with full attention."""
     from moba_train.evals.lm_eval.language_model import NativeLM
     from moba_train.evals.lm_eval.options import LmEvalOptions
-    from moba_train.evals.lm_eval.run import _model
     from moba_train.evals.lm_eval.tokenizer import open_hf_tokenizer
+    from moba_train.evals.local_model import load_on_this_machine
     from moba_train.evals.variants import variants
     from moba_train.model.build import build_attention
     from moba_train.validation.evaluated import open_for_lm_eval
 
     saved, roots = open_for_lm_eval(run, LmEvalOptions(tasks=()))
-    model = _model(saved)
+    model = load_on_this_machine(saved)
     full = variants(saved.config, saved.stage, "full")["full"]
     model.set_attention(build_attention(full, saved.config.model.head_width))
     folder.mkdir(exist_ok=True)

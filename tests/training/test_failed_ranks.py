@@ -1,17 +1,22 @@
 """A rank that stalls or dies ends the run, soon, and the message says which one it was."""
 
+import logging
 import os
 import pickle
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_run import Run
+from trainer_ranks import Ranks
+
+from moba_train.train import main
+from moba_train.training.trainer import Trainer
 
 TIMEOUT_S = 10
 
@@ -102,47 +107,41 @@ def test_the_rank_that_stalls_or_dies_is_named(run: Run, what: signal.Signals) -
         assert "rank: 1" in output or "rank      : 1" in output, output[-3000:]  # torchrun's report
 
 
-_SLEEPING = """
-import os, sys, time
-from moba_train import train
-from moba_train.training.trainer import Trainer
+def waiting_for_a_file_server() -> None:
+    time.sleep(4)
 
-forward_and_backward = Trainer._forward_and_backward
 
-def waiting_for_a_file_server():
-    time.sleep(6)
+def train_with_a_sleep(recipe: str, output: str) -> int:
+    """Rank 1 sleeps in its sixth step. What is logged goes to the file `output` and the rank's number."""
+    forward_and_backward = Trainer._forward_and_backward
 
-def slow(self, *arguments):
-    if self.world.rank == 1 and self.progress.step == 6:
-        waiting_for_a_file_server()
-    return forward_and_backward(self, *arguments)
+    def slow(self: Trainer, *arguments: Any) -> Any:
+        if self.world.rank == 1 and self.progress.step == 6:
+            waiting_for_a_file_server()
+        return forward_and_backward(self, *arguments)
 
-Trainer._forward_and_backward = slow
-sys.exit(train.main())
-"""
+    with pytest.MonkeyPatch.context() as patched, open(f"{output}.{os.environ['RANK']}", "w") as file:
+        patched.setattr(Trainer, "_forward_and_backward", slow)
+        handler = logging.StreamHandler(file)
+        logging.getLogger().addHandler(handler)
+        try:
+            return main([recipe])
+        finally:
+            logging.getLogger().removeHandler(handler)
 
 
 @pytest.mark.slow
-def test_a_rank_that_sleeps_is_named_with_its_stack_and_the_run_goes_on(run: Run) -> None:
+def test_a_rank_that_sleeps_is_named_with_its_stack_and_the_run_goes_on(run: Run, ranks: Ranks) -> None:
     """Longer than the watch's limit, shorter than the collectives' timeout."""
-    program = run.folder / "program.py"
-    program.write_text(_SLEEPING)
     run.recipe["stages"] = run.recipe["stages"][:1]
     run.recipe["parallel"] = {"timeout": 60}
     run.recipe["health"] = {"watch": {"least": 1.5, "factor": 3, "compare_every": 2}}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(program), str(run.write_recipe())],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path.cwd())},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    output = run.folder / "log"
+    ranks.work(train_with_a_sleep, [str(run.write_recipe()), str(output)], 2)
     (stall,) = run.records("stall")
     assert "rank 1 of 2 stalls in 'forward and backward' after step 5" in stall["message"]
     assert "in waiting_for_a_file_server" in stall["message"]
-    assert stall["message"] in done.stderr
+    assert stall["message"] in "".join(path.read_text() for path in run.folder.glob("log.*"))
     assert [alert["alert"] for alert in run.records("alert")] == ["stall"]
 
     metrics = run.records()

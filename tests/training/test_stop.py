@@ -19,6 +19,7 @@ from moba_train.checkpoint import manifest
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.train import main
 from moba_train.training.checkpoints import RunCheckpoints
+from moba_train.training.reports import RunReports
 from moba_train.training.stop import DUPLICATE_S, ENDED_BY_INTERRUPT, StopRequest
 from moba_train.training.trainer import Trainer
 
@@ -27,7 +28,7 @@ MOMENTS: dict[str, tuple[type | Any, str]] = {
     "loading": (RunCheckpoints, "start"),
     "entering a stage": (Trainer, "_enter"),
     "the first step": (Trainer, "_forward_and_backward"),
-    "between steps": (Trainer, "_report_stop_time"),
+    "between steps": (RunReports, "stop_time"),
     "the last save": (manifest, "hash_file"),
 }
 """Where the process waits until the signal has been sent."""

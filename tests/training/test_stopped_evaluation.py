@@ -17,6 +17,7 @@ from moba_train.evals import validation_loss
 from moba_train.evals.stage import StageEvaluations
 from moba_train.train import main
 from moba_train.training.checkpoints import RunCheckpoints
+from moba_train.training.evaluations import RunEvaluations
 from moba_train.training.trainer import Trainer
 
 EVALUATED = 6
@@ -80,12 +81,26 @@ def test_a_checkpoint_comes_before_the_evaluation_of_its_step(tmp_path: Path, co
     assert saving < evaluated
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
+    """One rank's run from start to end. Not to be changed."""
+    run = evaluating(tmp_path_factory.mktemp("undisturbed") / "run", corpora, save_every=3)
+    assert run.train_here() == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed_on_two_ranks(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: Ranks) -> Run:
+    """The run of two ranks. Not to be changed."""
+    run = evaluating(tmp_path_factory.mktemp("undisturbed") / "run", corpora, save_every=3)
+    ranks.train(run, 2)
+    return run
+
+
 @pytest.mark.parametrize("moment", ["in the evaluation", "after its records", "in the next step"])
 def test_a_run_that_dies_around_an_evaluation_has_each_record_once_and_the_same_bits(
-    moment: str, tmp_path: Path, corpora: Path, monkeypatch: pytest.MonkeyPatch
+    moment: str, tmp_path: Path, corpora: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undisturbed = evaluating(tmp_path / "undisturbed", corpora, save_every=3)
-    assert undisturbed.train_here() == 0
     assert [step for step, _ in history(undisturbed)["stage_exit"]] == [EVALUATED]
 
     run = evaluating(tmp_path / "run", corpora, save_every=3)
@@ -106,14 +121,14 @@ def test_a_run_that_dies_around_an_evaluation_has_each_record_once_and_the_same_
             run.train_here()
     assert read_meta(run.newest_checkpoint)["progress"]["step"] == EVALUATED
     evaluations: list[int] = []
-    between_batches = Trainer._between_batches
+    between_batches = RunEvaluations._between_batches
 
-    def noting(self: Trainer) -> None:
-        evaluations.append(self.progress.step)
+    def noting(self: RunEvaluations) -> None:
+        evaluations.append(self._progress.step)
         between_batches(self)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "_between_batches", noting)
+        patched.setattr(RunEvaluations, "_between_batches", noting)
         assert run.train_here() == 0
     assert (EVALUATED in evaluations) == (moment != "in the next step"), "completed evaluations are not run again"
     assert_as_if_undisturbed(run, undisturbed)
@@ -143,25 +158,22 @@ def train_with_signal_to_rank_1(recipe: str) -> int:
 
 @pytest.mark.parametrize("save_every", [3, 4])
 def test_sigterm_to_one_rank_ends_an_evaluation_on_all_and_it_is_run_when_the_run_resumes(
-    save_every: int, tmp_path: Path, corpora: Path, ranks: Ranks
+    save_every: int, tmp_path: Path, corpora: Path, ranks: Ranks, undisturbed_on_two_ranks: Run
 ) -> None:
-    undisturbed = evaluating(tmp_path / "undisturbed", corpora, save_every)
-    ranks.train(undisturbed, 2)
+    """Whether or not its step has a checkpoint of its own."""
     run = evaluating(tmp_path / "run", corpora, save_every)
     ranks.work(train_with_signal_to_rank_1, [str(run.write_recipe())], 2)
     assert [record["step"] for record in run.records("validation_loss")] == [3]
     progress = read_meta(run.newest_checkpoint)["progress"]
     assert (progress["step"], progress["evaluation_due"]) == (EVALUATED, True)
     ranks.train(run, 2)
-    assert_as_if_undisturbed(run, undisturbed)
+    assert_as_if_undisturbed(run, undisturbed_on_two_ranks)
 
 
 def test_a_finished_run_that_is_started_again_evaluates_nothing(
-    tmp_path: Path, corpora: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = evaluating(tmp_path / "run", corpora, save_every=6)
-    assert run.train_here() == 0
-    before = history(run)
-    monkeypatch.setattr(Trainer, "_between_batches", crash)
-    assert run.train_here() == 0
-    assert history(run) == before
+    before = history(undisturbed)
+    monkeypatch.setattr(RunEvaluations, "_between_batches", crash)
+    assert undisturbed.train_here() == 0
+    assert history(undisturbed) == before

@@ -186,7 +186,7 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
         (["stages.1.attention.default=x"], "stages[1].attention.default: 'x' is not a registered attention"),
         (
             ["attention.moba.block_size=16384"],
-            "stages[1].attention.moba.block_size: given 16384 in layers 0, 2, which does not fit in a sequence of 8192",
+            "stages[1].attention.moba.block_size: given 16384 in layers 0-2, which does not fit in a sequence of 8192",
         ),
         (
             ["attention.moba.always=[previous, first]"],
@@ -202,11 +202,11 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
         ),
         (
             ["attention.moba={backend: triton, block_size: 40}"],
-            "stages[1].attention.moba.backend: given 'triton' in layers 0, 2, which cannot run: head dim 32, 64 or 128",
+            "stages[1].attention.moba.backend: given 'triton' in layers 0-2, which cannot run: head dim 32, 64 or 128",
         ),
         (
             ["attention.moba={backend: triton, block_size: 40}", "model.head_dim=64"],
-            "stages[1].attention.moba.backend: given 'triton' in layers 0, 2, which cannot run: block_size 40, a",
+            "stages[1].attention.moba.backend: given 'triton' in layers 0-2, which cannot run: block_size 40, a",
         ),
         (
             ["attention.moba={backend: triton, topk: 129, block_size: 64}", "model.head_dim=64"],

@@ -41,8 +41,9 @@ class InfLLMV2Attention(LocalAttention):
         )
         window: Length = Field(32, description="tokens of the windows whose mean keys score the blocks")
         stride: Length = Field(16, description="tokens from the start of one window to the start of the next")
-        dense_len: int = Field(
-            8192, ge=0, description="queries at the first dense_len positions of a document attend to all keys before"
+        dense_len: Length = Field(
+            8192,
+            description="queries at the first dense_len positions of a document attend to all keys before; 1: none do",
         )
         backend: Literal["auto", "triton", "composed", "reference"] = Field(
             "auto",

@@ -14,10 +14,7 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
 
 from moba_train.checkpoint.recipe import SavedRun
-from moba_train.checkpoint.trained_model import load_trained
 from moba_train.config.quantities import format_count
-from moba_train.convert.hf_weights import load_hf_weights
-from moba_train.convert.initial_weights import is_hf_folder
 from moba_train.data.chat_template import Template
 from moba_train.data.load_template import load_chat_template
 from moba_train.errors import DataError, UserError
@@ -28,10 +25,10 @@ from moba_train.evals.lm_eval.options import LmEvalOptions
 from moba_train.evals.lm_eval.sample_lengths import SHORTEST
 from moba_train.evals.lm_eval.tasks import Loaded, load_tasks
 from moba_train.evals.lm_eval.tokenizer import open_hf_tokenizer
+from moba_train.evals.local_model import load_on_this_machine
 from moba_train.evals.results import measured_json
 from moba_train.evals.variants import name_of, variants
-from moba_train.model.build import build_attention, build_model
-from moba_train.model.transformer import Transformer
+from moba_train.model.build import build_attention
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +66,7 @@ def evaluate_with_lm_eval(
         template = _template(folder) if options.apply_chat_template else None
         _set_seeds()
         loaded = load_tasks(options.tasks, options.include_path, tokenizer, lengths)
-    model = _model(saved)
+    model = load_on_this_machine(saved)
     found: dict[str, Metrics] = {}
     details: dict[str, Any] = {}
     for name, layers in attentions.items():
@@ -120,20 +117,6 @@ def _set_seeds() -> None:
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)  # noqa: NPY002  # the tasks use this generator
     torch.manual_seed(DEFAULT_OTHER_SEED)
-
-
-def _model(saved: SavedRun) -> Transformer:
-    """The model on this machine's GPU in bfloat16, or on the CPU in float32, with the stage's RoPE."""
-    on_gpu = torch.cuda.is_available()
-    device, dtype = (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
-    if not is_hf_folder(saved.path):
-        return load_trained(saved, device, dtype)
-    with torch.device("meta"):
-        model = build_model(saved.config)
-    model.to_empty(device=device)
-    load_hf_weights(model, saved.path)
-    model.set_rope(saved.stage.rope)
-    return model.to(dtype).eval()
 
 
 def _evaluate(lm: NativeLM, loaded: Loaded, options: LmEvalOptions) -> dict[str, Any]:

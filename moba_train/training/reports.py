@@ -1,0 +1,97 @@
+"""What a run reports about itself besides metrics: events at the current step, from its start to its end."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
+from moba_train.parallel.world import World
+from moba_train.telemetry.code_version import code_version, describe
+from moba_train.telemetry.factory import make_telemetry
+from moba_train.telemetry.machine import describe_machine
+from moba_train.telemetry.telemetry import Telemetry
+from moba_train.training.checkpoints import RunCheckpoints
+from moba_train.training.evaluations import EVALUATION_RECORDS
+from moba_train.training.progress import Progress
+from moba_train.training.recipe_changes import describe_changes, recipe_changes, write_recipe
+from moba_train.training.stop_time import StopTime
+
+
+class RunReports:
+    """Opens the telemetry of a run, on rank 0 with real sinks, and words the events of its trainer."""
+
+    telemetry: Telemetry
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        progress: Progress,
+        checkpoints: RunCheckpoints,
+        stages: Sequence[Stage],
+        tokens: Callable[[], int],
+    ) -> None:
+        """Report what the run starts with: code, machine, weights, and the recipe if it has changed.
+
+        `tokens`: gives the number consumed so far.
+        """
+        self._config = config
+        self._progress = progress
+        self._tokens = tokens
+        self.telemetry = Telemetry([])
+        recipe_before: str | None = None
+        if world.is_main:
+            run_dir = Path(config.run_dir)
+            recipe_before = write_recipe(run_dir, config, progress.step)
+            resumed_step = progress.step or None
+            last_step = stages[-1].end_step
+            again = progress.evaluation_due and checkpoints.resumed_numbers is None
+            repeated = EVALUATION_RECORDS if again else ()
+            self.telemetry = make_telemetry(config, run_dir, progress.run_id, resumed_step, last_step, repeated)
+        stage = stages[progress.stage]
+        self.telemetry.stage = stage.name
+        machine = describe_machine(world.device, world.size, world.ranks_per_node)
+        self.event("code", describe(code_version()), machine=machine)
+        if checkpoints.loaded_weights is not None:
+            self.event("init_from", checkpoints.loaded_weights)
+        if progress.step:
+            self.event("resume", f"resumed from the checkpoint of step {progress.step}, in stage {stage.name}")
+            self._recipe(checkpoints.resumed_recipe, recipe_before)
+
+    def event(self, kind: str, message: str, **fields: Any) -> None:
+        """Record an event at the current step; `fields` are JSON values."""
+        self.telemetry.event(self._progress.step, self._tokens(), kind, message, **fields)
+
+    def _recipe(self, saved: str | None, before: str | None) -> None:
+        """Report in what the recipe differs from the one that the checkpoint was saved with. `before` is that of the
+        start before, if it is another one."""
+        changes = recipe_changes(saved, self._config) if saved is not None else {}
+        where = f"the checkpoint of step {self._progress.step}"
+        if changes:
+            message = f"changed since {where}: {describe_changes(changes)}"
+        elif before is not None and recipe_changes(before, self._config):
+            message = f"again as in {where}, unlike that of the start before"
+        else:
+            return
+        self.event("recipe", message, changed_keys=len(changes), changes=changes)
+
+    def boundary(self, stage: Stage, losses: tuple[float, float] | None) -> None:
+        """Report the mean losses before and after the beginning of `stage`, where they are known."""
+        if losses is None:
+            return
+        before, after = losses
+        text = f"loss {before:.4f} before stage {stage.name}, {after:.4f} at its beginning: {after - before:+.4f}"
+        self.event("boundary", text, loss_before=before, loss_after=after, loss_step=after - before)
+
+    def stop_time(self, stop_time: StopTime, save_s: float | None) -> None:
+        """Report how long an orderly stop takes, where that is known for the first time or has become longer;
+        `save_s`: how long the last save took."""
+        if save_s is not None:
+            stop_time.save_took(save_s)
+        if (news := stop_time.news()) is not None:
+            self.event("stop", news, stop_s=stop_time.seconds)
+
+    def node(self, text: str) -> None:
+        """Ask for attention to a GPU or a disk; called by the thread that watches them."""
+        self.telemetry.alert("a GPU or a disk has a problem", text, "node")

@@ -1,0 +1,124 @@
+"""Every kind that can be trained has a layer in one model, and every layer changes its kind with the stage."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from tiny_run import Run, assert_same_tensors, checkpoint_tensors
+
+from moba_train.attention.kind import StageContext
+from moba_train.attention.registry import KINDS
+from moba_train.config.base import Section
+from moba_train.config.model import ModelConfig
+from moba_train.config.quantities import Length
+
+SEQ_LEN = 128
+SHRINK = 16
+"""Divides all lengths in the kinds' default options, so that they select, look through windows and cross blocks."""
+MODEL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "heads": 4, "kv_heads": 2}
+STEPS = 2
+"""Of each of the two stages."""
+
+
+def small_options(kind: str) -> Section:
+    """The kind's defaults with short lengths, and with everything training that an option `train_...` trains."""
+    fields = KINDS[kind].Options.model_fields
+    lengths = [name for name, field in fields.items() if get_args(Length)[1] in field.metadata]
+    options: dict[str, Any] = {name: max(1, fields[name].default // SHRINK) for name in lengths}
+    options |= {name: True for name in fields if name.startswith("train_")}
+    return KINDS[kind].Options.model_validate(options)
+
+
+def problems(kind: str, training: bool) -> list[str]:
+    context = StageContext(ModelConfig(layers=1, **MODEL), SEQ_LEN, 1, 1, False, "cpu", "here", training)
+    return list(KINDS[kind].problems(small_options(kind), context))
+
+
+TRAINABLE = [kind for kind in KINDS if not problems(kind, training=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_training_is_a_reason_to_be_left_out(kind: str) -> None:
+    assert problems(kind, training=False) == []
+
+
+def kind_of(layer: int, stage: int) -> str:
+    """Another one in the second stage."""
+    return TRAINABLE[(layer + stage) % len(TRAINABLE)]
+
+
+def mixed(folder: Path, corpora: Path) -> Run:
+    """A run of two stages, a layer for each kind."""
+    folder.mkdir()
+    run = Run(folder, corpora)
+    layers = range(len(TRAINABLE))
+    run.recipe |= {
+        "model": {**MODEL, "layers": len(TRAINABLE)},
+        "attention": {kind: small_options(kind).model_dump(mode="json") for kind in TRAINABLE},
+        "batch_tokens": SEQ_LEN,
+        "micro_batch_size": 1,
+        "checkpoint": {"every": STEPS, "keep_last": 10},
+        "stages": [
+            {
+                "name": name,
+                "seq_len": SEQ_LEN,
+                "tokens": STEPS * SEQ_LEN,
+                "attention": {"overrides": {layer: {"kind": kind_of(layer, stage)} for layer in layers}},
+            }
+            for stage, name in enumerate(("one", "two"))
+        ],
+    }
+    run.recipe["optim"]["schedule"] = {"warmup_tokens": 0}
+    del run.recipe["data"]["validation"]
+    del run.recipe["evaluation"]
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
+    """An undisturbed run. Not to be changed."""
+    run = mixed(tmp_path_factory.mktemp("all") / "run", corpora)
+    assert run.train_here() == 0
+    return run
+
+
+def own_parameters(tensors: dict[str, Any], layer: int, kind: str) -> dict[str, torch.Tensor]:
+    prefix = f"model.blocks.{layer}.attention.{kind}."
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def layers_with_parameters(tensors: dict[str, Any]) -> Iterator[tuple[int, int, str]]:
+    """(layer, the stage that trains it, kind) of every module of a kind's own parameters."""
+    for layer in range(len(TRAINABLE)):
+        for stage in (0, 1):
+            if own_parameters(tensors, layer, kind_of(layer, stage)):
+                yield layer, stage, kind_of(layer, stage)
+
+
+def test_one_model_trains_with_all_of_them(finished: Run) -> None:
+    numbers = [(record["loss"], record["grad_norm"]) for record in finished.records()]
+    assert len(numbers) == 2 * STEPS
+    assert all(0 < number < math.inf for pair in numbers for number in pair)
+    described = [record["message"] for record in finished.records("stage")]
+    assert all(f"1 x {kind}" in message for message in described for kind in TRAINABLE)
+    assert {"full", "moba"} <= set(TRAINABLE)
+
+
+def test_parameters_change_in_the_stages_that_use_them_alone(finished: Run) -> None:
+    between = checkpoint_tensors(finished.run_dir / "checkpoints" / f"step_{STEPS:08d}")
+    end = checkpoint_tensors(finished.newest_checkpoint)
+    for layer, stage, kind in layers_with_parameters(end):
+        before, after = (own_parameters(tensors, layer, kind) for tensors in (between, end))
+        changed = any(not torch.equal(after[name], tensor) for name, tensor in before.items())
+        assert changed == (stage == 1), (layer, kind)
+
+
+def test_a_run_resumes_bitwise_inside_the_second_stage(finished: Run, tmp_path: Path, corpora: Path) -> None:
+    run = mixed(tmp_path / "stopped", corpora)
+    assert run.train_here("--stop-at-step", str(STEPS + 1)) == 0
+    assert run.train_here() == 0
+    assert run.losses() == finished.losses()
+    assert_same_tensors(run.newest_checkpoint, finished.newest_checkpoint)
