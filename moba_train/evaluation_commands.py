@@ -250,6 +250,7 @@ def profile_spans(
 
 def generate(
     checkpoint: Checkpoint,
+    overrides: Overrides = None,
     prompt: Annotated[str | None, typer.Option(help="text to continue; it is printed first")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="file with the text to continue, exactly as it is; -: stdin")
@@ -279,7 +280,7 @@ def generate(
 
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("give either --prompt TEXT or --prompt-file FILE")
-    saved, roots = open_for_generation(checkpoint, tokenizer)
+    saved, roots = open_for_generation(checkpoint, tokenizer, overrides or ())
     known = load_text_tokenizer(tokenizer or str(saved.config.data.tokenizer), None if tokenizer else roots)
     given = prompt if prompt_file is None else read_prompt(prompt_file)
     on_gpu = torch.cuda.is_available()

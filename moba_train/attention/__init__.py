@@ -18,6 +18,8 @@ blocks     attention to selected blocks, for any selector
 full       full attention: dense, causal
 gates      kinds with a gate of their own, distilled from full attention: seer, msa
 moba       Mixture of Block Attention: a gate that selects blocks
+infllm     InfLLM: a window and a memory of blocks, for evaluation and generation
+infllm_v2  InfLLM-V2: dense attention that becomes block-sparse for long documents
 moa        Mixture of Attention spans: a window of its own for each head
 moba_v1    MoBA's first parallel version: a softmax for each selected block, results added up
 moba_v05   MoBA's serial version: own segment, then a sublayer of cross attention to earlier ones

@@ -3,6 +3,8 @@
 from moba_train.attention.full.kind import FullKind
 from moba_train.attention.gates.msa import MsaKind
 from moba_train.attention.gates.seer import SeerKind
+from moba_train.attention.infllm.kind import InfLLMKind
+from moba_train.attention.infllm_v2.kind import InfLLMV2Kind
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.moa.kind import MoaKind
 from moba_train.attention.moba.kind import MobaKind
@@ -23,6 +25,8 @@ def register(kind: type[AttentionKind]) -> type[AttentionKind]:
 
 register(FullKind)
 register(MobaKind)
+register(InfLLMV2Kind)
+register(InfLLMKind)
 register(MoaKind)
 register(MobaV1Kind)
 register(MobaV05Kind)

@@ -129,7 +129,9 @@ def gate_statistics(
     rows_m = (own_n - first_n > selected_HnC.shape[2]).nonzero().flatten()
     if rows_m.numel() == 0:
         return found
-    choice = _Choice(selected_HnC[:, rows_m].long(), own_n[rows_m], first_n[rows_m], block_bound(layout, size))
+    selected_HmC = selected_HnC[:, rows_m].long()
+    selected_HmC = selected_HmC[..., (selected_HmC >= 0).flatten(0, 1).any(0)]  # only queries without a choice fill C
+    choice = _Choice(selected_HmC, own_n[rows_m], first_n[rows_m], block_bound(layout, size))
     _add_selection(found, choice, k_SKD.shape[1])
     _add_gates(found, choice, None if summaries is None else attention.block_scores(q_nHD[rows_m], summaries))
     keys = _Keys(k_SKD, v_SKD, layout, size)

@@ -16,9 +16,11 @@ _THESE_LAYERS = "in these layers"
 """Stands for the layers in a kind's problem until all layers with that problem are known."""
 
 
-def attention_problems(config: RunConfig, device: str | None = None, allow_idle: bool = False) -> Iterator[str]:
+def attention_problems(
+    config: RunConfig, device: str | None = None, allow_idle: bool = False, training: bool = True
+) -> Iterator[str]:
     """Unknown kinds, layers and options of the recipe and its stages, and what the kinds cannot do on `device`;
-    with `allow_idle` not those options that no layer reads."""
+    with `allow_idle` not those options that no layer reads, without `training` not what stands in its way only."""
     try:
         resolve_layers(config.attention, config.model.layers)
         recipe_problems: list[str] = []
@@ -37,7 +39,7 @@ def attention_problems(config: RunConfig, device: str | None = None, allow_idle:
             inherited = set(recipe_problems)
             yield from (f"stages[{index}].attention.{text}" for text in error.problems if text not in inherited)
         else:
-            yield from _kind_problems(config, layers, index, device)
+            yield from _kind_problems(config, layers, index, device, training)
             yield from _parameter_problems(config, layers, index, shapes)
             for layer, attention in enumerate(layers):
                 used[layer].add(attention.kind)
@@ -62,7 +64,7 @@ def _unused_options(given: AttentionConfig, used: Mapping[int, Set[str]], path: 
 
 
 def _kind_problems(
-    config: RunConfig, layers: Sequence[LayerAttention], index: int, device: str | None
+    config: RunConfig, layers: Sequence[LayerAttention], index: int, device: str | None, training: bool
 ) -> Iterator[str]:
     stage = config.stages[index]
     parallel = merge_parallel(config.parallel, stage.parallel)
@@ -72,7 +74,14 @@ def _kind_problems(
     layers_of: dict[str, list[int]] = {}
     for attention, ids in groups.items():
         context = StageContext(
-            config.model, stage.seq_len, parallel.cp, parallel.tp, config.deterministic, device, layers=_THESE_LAYERS
+            config.model,
+            stage.seq_len,
+            parallel.cp,
+            parallel.tp,
+            config.deterministic,
+            device,
+            _THESE_LAYERS,
+            training,
         )
         for problem in KINDS[attention.kind].problems(attention.options, context):
             section = "" if problem.startswith("parallel.") else f"attention.{attention.kind}."

@@ -1,11 +1,14 @@
 """A checkpoint's own recipe, checked before anything acts on it: a checkpoint may come from elsewhere."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from moba_train.checkpoint.manifest import check_sizes
 from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.recipe import SavedRun, saved_recipe, saved_stage
+from moba_train.config.load import with_overrides
 from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
 from moba_train.errors import CheckpointError
 from moba_train.planning.parameters import count_parameters
 from moba_train.validation.foreign_paths import check_paths
@@ -24,13 +27,20 @@ def open_checkpoint(path: Path) -> SavedRun:
     return saved
 
 
-def open_for_generation(path: Path, tokenizer: Path | None = None) -> tuple[SavedRun, list[Path]]:
+def open_for_generation(
+    path: Path, tokenizer: Path | None = None, overrides: Sequence[str] = ()
+) -> tuple[SavedRun, list[Path]]:
     """`open_checkpoint` for a command that is started in any folder: with the recipe's tokenizer where `SavedPaths`
-    finds it, and the folders below which that may lie. `tokenizer`: one that the user names in its place.
+    finds it, and the folders below which that may lie. `tokenizer`: one that the user names in its place; `overrides`
+    win over the recipe.
 
-    Raises UserError as `open_checkpoint`, and when there is no tokenizer.
+    Raises UserError as `open_checkpoint`, for overrides that cannot work, and when there is no tokenizer.
     """
     saved = read_checkpoint(path)
+    if overrides:
+        config = with_overrides(saved.config, overrides)
+        validate(config.model_copy(update={"init_from": None}), allow_idle=True, training=False)
+        saved = saved._replace(config=config, stage=resolve_stages(config)[saved.stage.index])
     paths = SavedPaths(saved.config, saved.path)
     if tokenizer is None:
         paths.check_tokenizer()

@@ -117,13 +117,13 @@ def _with_length(config: RunConfig, stage: Stage, seq_len: int) -> RunConfig:
 def _check(config: RunConfig, index: int, tasks: Iterable[str] | None) -> None:
     """Raises ConfigError where the stage cannot be evaluated so: other stages count for the model's parameters only,
     the exit criterion and the learning rate's schedule, which may span all stages, not at all."""
-    if problems := list(attention_problems(config, allow_idle=True)):
+    if problems := list(attention_problems(config, allow_idle=True, training=False)):
         raise ConfigError(problems)
     stage = config.stages[index].model_copy(update={"until": None, "schedule": None})
     optim = config.optim.model_copy(update={"schedule": ScheduleConfig()})
     ignored = {"optim": optim, "init_from": None, "evaluation": EvaluationConfig()}
     alone = config.model_copy(update={"stages": [stage], **ignored})
-    validate(alone, allow_idle=True)
+    validate(alone, allow_idle=True, training=False)
     asked = enabled_evaluations(config) if tasks is None else evaluations_named([*tasks])
     this = alone.model_copy(update={"evaluation": config.evaluation})
     if problems := [problem for evaluation in asked for problem in evaluation.problems(this)]:

@@ -33,12 +33,14 @@ def validate(
     ranks_per_node: int | None = None,
     device: str | None = None,
     allow_idle: bool = False,
+    training: bool = True,
 ) -> None:
     """Check everything that can be known without a GPU.
 
     world_size: the number of ranks; None leaves out what depends on it, and so does None for ranks_per_node.
     device: "cuda" or "cpu", where the run will train; None where that is not known.
     allow_idle: accept options that change nothing, as recipes of earlier versions may have them.
+    training: False where a trained model is only evaluated or generates.
     check_files: also look for the corpora and the tokenizer, relative to the working directory.
     Raises ConfigError with all problems, each named by its key.
     """
@@ -49,7 +51,7 @@ def validate(
         *_schedule_problems(config),
         *_checkpoint_problems(config),
         *_precision_problems(config.precision, device),
-        *attention_problems(config, device, allow_idle),
+        *attention_problems(config, device, allow_idle, training),
         *length_problems(config),
         *tensor_problems(config, ranks_per_node),
     ]

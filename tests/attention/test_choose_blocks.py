@@ -31,3 +31,12 @@ def test_the_best_history_blocks_and_the_forced_ones(count: int, first: int, loc
                 assert got == sorted(forced + free[: count - len(forced)])
             else:
                 assert set(got) <= set(forced)
+
+
+def test_of_equal_scores_the_lower_block_wins() -> None:
+    layout = packed_layout([40])
+    scores = torch.tensor([0.5, 0.7, 0.5, 0.7, 0.5, 0.5, 0.0, 0.5, 0.9, 0.0]).expand(1, 40, 10)
+    chosen = choose_blocks(scores, query_blocks(layout, 4), 4)
+    assert chosen[0, 39].tolist() == [0, 1, 3, 8]
+    assert chosen[0, 28].tolist() == [0, 1, 2, 3]
+    assert chosen[0, 11].tolist() == [0, 1, -1, -1]

@@ -17,6 +17,11 @@ CASES = [
     pytest.param("full", {}, id="full"),
     pytest.param("moba", {"block_size": 4, "topk": 3}, id="moba"),
     pytest.param("moba", {"block_size": 4, "topk": 3, "select": "group", "always": ("current", "first")}, id="group"),
+    pytest.param(
+        "infllm_v2",
+        {"block_size": 4, "topk": 3, "local_blocks": 1, "window": 4, "stride": 2, "dense_len": 1},
+        id="infllm_v2",
+    ),
     pytest.param("moa", {"alpha": 5, "beta": 0.25, "sink_tokens": 3, "block_size": 4, "max_length": 256}, id="moa"),
     pytest.param("moba_v1", {"block_size": 4, "topk": 3}, id="moba_v1"),
     pytest.param("moba_v1", {"block_size": 4, "topk": 3, "merge": "gate"}, id="moba_v1 gate"),
@@ -227,7 +232,7 @@ def test_key_value_heads_may_be_split_as_well(kind, options, whole, qkv):
 @every_kind
 def test_query_heads_that_are_not_coupled_may_be_split(kind, options, whole, qkv):
     attention = build(kind, options)
-    assert attention.couples_heads == (options.get("select") == "group")
+    assert attention.couples_heads == (options.get("select") == "group" or kind == "infllm_v2")
     q, k, v = qkv
     summaries = attention.summarize(k, whole)
     want = attention.attend(q, k, v, whole, attention.select(q, summaries, whole))

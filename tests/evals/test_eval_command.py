@@ -10,12 +10,15 @@ import torch
 from typer.testing import CliRunner
 
 from moba_train.cli import app
+from moba_train.config.load import load_config
 from moba_train.convert.hf_export import export_to_hf
 from moba_train.convert.hf_import import import_from_hf
 from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.errors import ConfigError
 from moba_train.foreign_files import ROOTS
 from moba_train.train import main
 from moba_train.validation.checkpoints import open_checkpoint
+from moba_train.validation.recipe import validate
 
 RECIPE = """
 name: test
@@ -108,6 +111,20 @@ def test_overrides_change_the_attention_on_the_same_weights(run: Path) -> None:
     assert before["moba"] != pytest.approx(before["full"], abs=1e-9)
     assert after["moba"] == pytest.approx(after["full"], abs=1e-6)
     assert after["full"] == before["full"]
+
+
+def test_an_attention_without_training_is_evaluated_and_never_trained(run: Path, project: Path) -> None:
+    """infllm is full attention up to its window, for a model that was trained with anything."""
+    memory = ["attention.default=infllm", "attention.infllm.block_size=4", "attention.infllm.topk=1"]
+    found = {}
+    for window in (32, 8):
+        evaluate(run, *memory, f"attention.infllm.window={window}")
+        found[window] = newest(run)["validation_loss"]
+    assert newest(run)["attentions"] == {"infllm": {"infllm": 1, "full": 1}, "full": {"full": 2}}
+    assert found[32]["infllm"] == pytest.approx(found[32]["full"], abs=1e-6)
+    assert found[8]["infllm"] != pytest.approx(found[8]["full"], abs=1e-9)
+    with pytest.raises(ConfigError, match="has no gradient and cannot be trained with; train with another kind"):
+        validate(load_config(project / "recipe.yaml", memory))
 
 
 def test_a_schedule_that_is_longer_than_the_last_stage_is_no_problem(run: Path) -> None:

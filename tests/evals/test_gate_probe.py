@@ -11,6 +11,7 @@ import yaml
 from torch import Tensor
 
 from moba_train.attention.blocks.given import GivenBlocks
+from moba_train.attention.infllm_v2.attention import InfLLMV2Attention
 from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.protocol import TokenRange, packed_layout
 from moba_train.config.load import load_config
@@ -136,6 +137,20 @@ def test_an_attention_whose_blocks_have_no_score_has_no_margin(monkeypatch: pyte
     without = gate_statistics(q[60:], k, v, moba(2), layout).means()
     assert {"margin", "gate_entropy"} == with_scores.keys() - without.keys()
     assert without == {name: with_scores[name] for name in without}
+
+
+def test_slots_that_only_queries_without_a_choice_fill_count_for_nothing() -> None:
+    """A dense beginning has more slots than a query of the sparse rest fills."""
+    q, k, v = tensors(80, 2, 1)
+    layout = packed_layout([80]).part((TokenRange(0, 80),), None)
+    sizes = {"block_size": BLOCK, "topk": 3, "local_blocks": 1, "window": 4, "stride": 4, "backend": "reference"}
+    found = {}
+    for dense_len in (1, 40):
+        options = InfLLMV2Attention.Options(**sizes, dense_len=dense_len)
+        found[dense_len] = gate_statistics(q, k, v, InfLLMV2Attention(options, q.shape[-1]), layout)
+    assert found[1].sums["selections"] == 2 * (80 - 3 * BLOCK) * 2
+    assert found[40].sums["selections"] == 2 * (80 - 40) * 2
+    assert found[40].means()["first_block_share"] == 1.0
 
 
 def test_sums_of_parts_are_the_sums_of_all() -> None:

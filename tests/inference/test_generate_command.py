@@ -96,6 +96,21 @@ def test_a_prompt_that_cannot_be_used_is_named(run: Path, tmp_path: Path) -> Non
     assert "model.vocab_size is 320" in message
 
 
+def test_overrides_change_the_attention_of_the_prompt_and_of_new_tokens(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    infllm = ("attention.default=infllm", "attention.infllm.block_size=4", "attention.infllm.topk=1")
+    asked = ("--prompt", TEXT, "--temperature", "0", "--decode", "own")
+    full, _ = generated(run, "attention.default=full", *asked)
+    assert generated(run, *infllm, "attention.infllm.window=200", *asked)[0] == full
+    message = generated(run, *infllm, "attention.infllm.representatives=9", *asked, code=2)[1]
+    assert "representatives: given 9; allowed: at most block_size 4" in message
+    models: list[Transformer] = []
+    monkeypatch.setattr("moba_train.inference.text.generate_text", lambda model, *_, **__: models.append(model) or ())
+    generated(run, *infllm, *asked)
+    assert [kind.name for kind in models[0].attention_kinds()] == ["infllm", "full"]
+
+
 def test_reading_a_long_prompt_says_how_far_it_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert generated(run, "--prompt-file", "-", stdin=TEXT)[1] == ""
     monkeypatch.setattr("moba_train.inference.prompt.REPORT_EVERY", 0.0)

@@ -3,6 +3,7 @@
 attention     `BlockAttention`: takes selected block ids from any selector, and attends
 given         `GivenBlocks`: as a `LocalAttention`, for kinds that select outside of it
 summed        `SummedBlocks`: a softmax for each block, and the results added up
+shared        `SharedBlocks`: for selections that the query heads of a group share, in less memory
 choose        the blocks with the highest scores, for kinds that score all of them
 geometry      which tokens are in which block
 available     whether the Triton kernels can run

@@ -40,13 +40,32 @@ def choose_blocks(scores_HtN: Tensor, queries: QueryBlocks, count: int, *, first
 
     C is `count`, or N if there are fewer. Blocks of the future and of other documents are never chosen, whatever their
     scores, nor those with a score of -inf. The `first` blocks of a document and the `local` ones that end with the own
-    block are chosen before all others and count towards `count`, except for the own block, which is not listed.
+    block are chosen before all others and count towards `count`, except for the own block, which is not listed. Of
+    equal scores the lower block id wins.
     """
     ids_N = torch.arange(scores_HtN.shape[-1], device=scores_HtN.device)
     own_t1, first_t1 = (x.unsqueeze(-1) for x in queries)
     history_tN = (first_t1 <= ids_N) & (ids_N < own_t1)
     forced_tN = history_tN & ((ids_N < first_t1 + first) | (ids_N > own_t1 - local))
     scores_HtN = scores_HtN.masked_fill(~history_tN, -torch.inf).masked_fill(forced_tN, torch.inf)
-    values_HtC, chosen_HtC = scores_HtN.topk(min(count, len(ids_N)), dim=-1)
+    values_HtC, chosen_HtC = _highest(scores_HtN, min(count, len(ids_N)))
     chosen_HtC = torch.where(values_HtC == -torch.inf, len(ids_N), chosen_HtC).sort(-1).values
     return torch.where(chosen_HtC == len(ids_N), -1, chosen_HtC).int()
+
+
+def _highest(scores_HtN: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The highest scores, descending, and where they are; `topk`, but of equal scores it takes the first ones.
+
+    Which of them `topk` takes depends on the device and on N. Equal scores do occur: a window of keys may be the best
+    of both blocks that it overlaps (infllm_v2).
+    """
+    values_HtC, at_HtC = scores_HtN.topk(count, dim=-1)
+    if count == 0:
+        return values_HtC, at_HtC
+    lowest_Ht1 = values_HtC[..., -1:]
+    ids_N = torch.arange(scores_HtN.shape[-1], dtype=torch.float32, device=scores_HtN.device)
+    first_equal_HtC = torch.where(scores_HtN == lowest_Ht1, -ids_N, -torch.inf).topk(count, dim=-1).indices
+    above_Ht1 = (values_HtC > lowest_Ht1).sum(-1, keepdim=True)
+    place_HtC = torch.arange(count, device=scores_HtN.device) - above_Ht1
+    equal_HtC = first_equal_HtC.gather(-1, place_HtC.clamp(min=0))
+    return values_HtC, torch.where(place_HtC < 0, at_HtC, equal_HtC)

@@ -1,0 +1,99 @@
+"""InfLLM-V2 and InfLLM on a GPU: kernels against float64, memory of a long sequence."""
+
+import pytest
+import torch
+from kernel_checks import error, exact, inputs, layout_of, naive
+from kind_checks import Layer, make_layer, run_layer
+from torch import Tensor
+
+from moba_train.attention.decoding import CachedKeys, last_tokens
+from moba_train.attention.infllm_v2.attention import InfLLMV2Attention
+from moba_train.attention.protocol import BackwardState, TokenRange, packed_layout
+from moba_train.config.model import ModelConfig
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [9000, 0, 1, 700]
+MODEL = ModelConfig(vocab_size=50, hidden_size=256, intermediate_size=48, layers=1, heads=4, kv_heads=2, head_dim=64)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"dense_len": 1, "topk": 20, "local_blocks": 4}], ids=["paper", "sparse"])
+def test_outputs_and_gradients_for_the_selected_blocks(head_dim, options, device):
+    tensors, layout = inputs(LENGTHS, 4, 2, head_dim, torch.bfloat16, device), layout_of(LENGTHS, device)
+    attention = InfLLMV2Attention(InfLLMV2Attention.Options(**options), head_dim)
+    q, k, v, dout = tensors
+    selection = attention.select(q, attention.summarize(k, layout), layout)
+    selected = attention.selected_blocks(selection)
+    assert selected is not None
+    out, lse = attention.attend(q, k, v, layout, selection)
+    got = [out, *attention.attend_backward(BackwardState(dout, q, k, v, out, lse), layout, selection)]
+    want = exact(tensors, layout, selected, 64, attention.scale)
+    plain = naive(tensors, layout, selected, 64, attention.scale)
+    torch.testing.assert_close(lse.double(), want[1], atol=2e-5, rtol=0)
+    for name, a, b, c in zip(("out", "dq", "dk", "dv"), got, [want[0], *want[2:]], plain, strict=True):
+        assert error(a, b) <= 1.1 * error(c, b), name
+
+
+def test_selected_blocks_are_nearly_those_of_float64(device):
+    q, k, *_ = inputs(LENGTHS, 4, 2, 128, torch.bfloat16, device)
+    layout = layout_of(LENGTHS, device)
+    options = {"dense_len": 1, "topk": 20, "local_blocks": 4}
+    attention = InfLLMV2Attention(InfLLMV2Attention.Options(**options), 128)
+
+    def chosen(q: Tensor, k: Tensor) -> Tensor:
+        selected = attention.select_blocks(q, attention.summarize(k, layout), layout)
+        assert selected is not None
+        found = torch.zeros(*selected.shape[:2], 256, device=device)
+        return found.scatter_(2, torch.where(selected < 0, 255, selected).long(), 1)[..., :255]
+
+    want, got = chosen(q.double(), k.double()), chosen(q, k)
+    assert (want * got).sum() / want.sum() > 0.97
+
+
+@pytest.mark.parametrize("dense_len", [1, 4096])
+def test_decoding_equals_the_reference(dense_len, device):
+    lengths = [9000, 1, 700, 5000]
+    layout = last_tokens(lengths, device)
+    ranges = tuple(TokenRange(stop - length, stop) for length, stop in zip(lengths, layout.edges[1:], strict=True))
+    q = torch.randn(4, 8, 128, device=device, dtype=torch.bfloat16)
+    k, v = (torch.randn(sum(lengths), 2, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
+    results = []
+    for backend in ("auto", "reference"):
+        options = InfLLMV2Attention.Options(dense_len=dense_len, topk=20, local_blocks=4, backend=backend)
+        attention = InfLLMV2Attention(options, 128)
+        summaries = attention.summarize(k, layout.part(None, None))
+        results.append(attention.decode(q, CachedKeys(k, v, ranges, layout, summaries)))
+    torch.testing.assert_close(*results, rtol=2e-2, atol=1e-2)
+
+
+def test_memory_of_a_long_sequence(device):
+    """32K tokens, forward and backward: 1.5 times q, k, v, output, their gradients and what dense attention adds."""
+    tensors = inputs([32768], 32, 8, 128, torch.bfloat16, device)
+    layout = packed_layout([32768], device)
+    attention = InfLLMV2Attention(InfLLMV2Attention.Options(), 128)
+
+    def peak(attention: InfLLMV2Attention) -> int:
+        q, k, v, dout = tensors
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        selection = attention.select(q, attention.summarize(k, layout), layout)
+        out, lse = attention.attend(q, k, v, layout, selection)
+        attention.attend_backward(BackwardState(dout, q, k, v, out, lse), layout, selection)
+        return torch.cuda.max_memory_allocated()
+
+    dense = InfLLMV2Attention(InfLLMV2Attention.Options(dense_len=32768), 128)
+    assert dense.select(tensors[0], dense.summarize(tensors[1], layout), layout) == ()
+    assert peak(attention) < 1.5 * peak(dense)
+
+
+@torch.no_grad()
+def test_infllm_equals_its_float64_on_the_cpu(device):
+    options = {"window": 512, "block_size": 64, "topk": 4, "representatives": 4}
+    layer = make_layer("infllm", options, [3000, 0, 1, 400], model=MODEL)
+    rounded = [x.to(torch.bfloat16) for x in layer.inputs()]
+    (want,) = run_layer(Layer(layer.kind, None, *(x.double() for x in rounded), layer.layout, MODEL))
+    on_device = Layer(layer.kind, None, *(x.to(device) for x in rounded), layout_of([3000, 0, 1, 400], device), MODEL)
+    (got,) = run_layer(on_device)
+    off = (got.cpu().double() - want).abs().amax((1, 2)) > 0.05
+    assert off.double().mean() < 0.1  # some queries select another block in 16 bits
