@@ -14,5 +14,7 @@ masked     exact attention under any mask, a chunk of queries at a time: the ref
 varlen     kernels for attention inside many segments at once, from several libraries
 blocks     attention to selected blocks, for any selector
 full       full attention: dense, causal
+window     sliding-window attention
 moba       Mixture of Block Attention: a gate that selects blocks
+nsa        Native Sparse Attention: compressed, selected and sliding-window attention with gates
 """
