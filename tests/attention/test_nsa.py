@@ -184,7 +184,7 @@ def test_equation_9():
     choice = BlockChoice(CompressedBlocks(32, 16), block_size=64, topk=16, first=1, local=2)
     layout = packed_layout([200])
     probabilities = torch.eye(11).unsqueeze(0)  # query i sees compressed block i alone
-    first, second, third, last = choice._block_scores(probabilities, layout)[0].T[:4].tolist()
+    first, second, third, last = choice.block_scores(probabilities, layout)[0].T[:4].tolist()
     assert first == [2, 2, 2, 1, 0, 0, 0, 0, 0, 0, 0]
     assert second == [0, 0, 0, 1, 2, 2, 2, 1, 0, 0, 0]
     assert third == [0, 0, 0, 0, 0, 0, 0, 1, 2, 2, 2]

@@ -5,6 +5,7 @@ parameters  the gates, the compression of keys and values, the branches' own pro
 geometry    which tokens are in which compressed block, and which queries see it
 compressed  attention to compressed blocks, as a LocalAttention
 selection   which blocks the selected branch attends to, from the compressed branch's probabilities
+kernel      these probabilities on a GPU
 
 The selected branch is ../blocks/given.py, the window ../window.py.
 """

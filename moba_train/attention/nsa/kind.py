@@ -71,7 +71,9 @@ class NsaKind(AttentionKind):
         if problems := list(_contradictions(options, "")):
             raise ValueError("; ".join(problems))
         self.blocks = CompressedBlocks(options.compressed_block, options.stride)
-        self.choice = BlockChoice(self.blocks, options.block_size, options.topk, options.first, options.local)
+        self.choice = BlockChoice(
+            self.blocks, options.block_size, options.topk, options.first, options.local, options.backend
+        )
         self.compressed = CompressedAttention(self.blocks, head_dim, options.backend)
         self.selected = GivenBlocks(options.block_size, head_dim, options.backend, "attention.nsa.backend")
         self.window = WindowAttention(options.window, head_dim, options.backend)

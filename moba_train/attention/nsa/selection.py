@@ -14,10 +14,12 @@ H query heads, K key/value heads, D head width, C selected blocks of a query.
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moba_train.attention.blocks.available import triton_runs_on
 from moba_train.attention.blocks.choose import choose_blocks, query_blocks
 from moba_train.attention.blocks.geometry import block_bound, first_blocks
 from moba_train.attention.masked import accumulation_dtype, query_chunks
@@ -36,6 +38,8 @@ class BlockChoice:
     """Selected blocks of a query, its own included."""
     first: int
     local: int
+    backend: str = "auto"
+    """auto, or reference for plain PyTorch on any device."""
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -48,32 +52,24 @@ class BlockChoice:
         queries = query_blocks(layout, self.block_size)
         count = min(self.topk - 1, block_bound(layout, self.block_size))
         selected_KnC = torch.empty(kv_heads, len(q_nHD), count, dtype=torch.int32, device=q_nHD.device)
-        for rows in query_chunks(len(q_nHD), heads * max(1, len(k_NKD)), q_nHD.device):
-            probabilities_KtN = self._probabilities(q_nHD, k_NKD, lse_Hn, layout, scale, rows)
-            scores_KtM = self._block_scores(probabilities_KtN, layout)
+        summed = self.backend != "reference" and _kernel_runs(q_nHD)
+        scores = (kv_heads if summed else heads) * max(1, len(k_NKD))
+        first_n, end_n = self.compressed.seen(layout)
+        for rows in query_chunks(len(q_nHD), scores, q_nHD.device):
+            # The blocks from here on are behind all queries of the chunk.
+            seen = min(len(k_NKD), _last_token(layout, rows) // self.compressed.stride)
+            chunk = q_nHD[rows], k_NKD[:seen], lse_Hn[:, rows], first_n[rows], end_n[rows], scale
+            probabilities_KtN = _kernel(*chunk) if summed else group_probabilities(*chunk)
             selected_KnC[:, rows] = choose_blocks(
-                scores_KtM, queries.rows(rows), count, first=self.first, local=self.local
+                self.block_scores(probabilities_KtN, layout),
+                queries.rows(rows),
+                count,
+                first=self.first,
+                local=self.local,
             )
         return selected_KnC.repeat_interleave(heads // kv_heads, 0)
 
-    def _probabilities(
-        self, q_nHD: Tensor, k_NKD: Tensor, lse_Hn: Tensor, layout: Layout, scale: float, rows: slice
-    ) -> Tensor:
-        """[K, t, N']: probabilities of the first N' compressed blocks, summed over the query heads of a group.
-
-        The blocks from N' on are behind the queries of the chunk.
-        """
-        kv_heads = k_NKD.shape[1]
-        seen = min(len(k_NKD), _last_token(layout, rows) // self.compressed.stride)
-        q_KGtD = q_nHD[rows].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-        scores_KGtN = _products(q_KGtD.flatten(1, 2), k_NKD[:seen].permute(1, 2, 0)).view(*q_KGtD.shape[:3], seen)
-        lse_KGt1 = lse_Hn[:, rows].unflatten(0, (kv_heads, -1)).unsqueeze(-1)
-        probabilities_KtN = scores_KGtN.mul_(scale).sub_(lse_KGt1).exp_().sum(1)
-        ids_N = torch.arange(seen, device=q_nHD.device)
-        first_t1, end_t1 = (ids.unsqueeze(-1) for ids in (x[rows] for x in self.compressed.seen(layout)))
-        return probabilities_KtN.masked_fill_(~((first_t1 <= ids_N) & (ids_N < end_t1)), 0)
-
-    def _block_scores(self, probabilities_KtN: Tensor, layout: Layout) -> Tensor:
+    def block_scores(self, probabilities_KtN: Tensor, layout: Layout) -> Tensor:
         """[K, t, M]: sums over the compressed blocks that overlap with each selection block."""
         ids_OM, weights = layout.cached(("overlaps", self), lambda: self._overlaps(layout))
         none = probabilities_KtN.shape[-1]  # ids of no block, and of blocks that none of the chunk's queries sees
@@ -99,6 +95,37 @@ class BlockChoice:
         ids_OM = begins_M + offsets_O1
         exists_OM = (first[document_M] <= ids_OM) & (ids_OM < first[document_M + 1])
         return torch.where(exists_OM, ids_OM, layout.total), [shared[offset] for offset in sorted(shared)]
+
+
+def group_probabilities(
+    q_tHD: Tensor, k_NKD: Tensor, lse_Ht: Tensor, first_t: Tensor, end_t: Tensor, scale: float
+) -> Tensor:
+    """[K, t, N]: exp(scale q . k - lse), summed over the query heads of a group; 0 for blocks that a query does not
+    see: ids before `first_t` and from `end_t` on. In float32, or float64 for float64."""
+    q_KGtD = q_tHD.unflatten(1, (k_NKD.shape[1], -1)).permute(1, 2, 0, 3)
+    scores_KxN = _products(q_KGtD.flatten(1, 2), k_NKD.permute(1, 2, 0))
+    scores_KGtN = scores_KxN.view(*q_KGtD.shape[:3], len(k_NKD))
+    lse_KGt1 = lse_Ht.unflatten(0, (k_NKD.shape[1], -1)).unsqueeze(-1)
+    probabilities_KtN = scores_KGtN.mul_(scale).sub_(lse_KGt1).exp_().sum(1)
+    ids_N = torch.arange(len(k_NKD), device=q_tHD.device)
+    seen_tN = (first_t.unsqueeze(-1) <= ids_N) & (ids_N < end_t.unsqueeze(-1))
+    return probabilities_KtN.masked_fill_(~seen_tN, 0)
+
+
+def _kernel_runs(q_nHD: Tensor) -> bool:
+    """Whether the Triton kernel takes queries like these."""
+    if not triton_runs_on(q_nHD):
+        return False
+    from moba_train.attention.nsa import kernel
+
+    return kernel.able(q_nHD)
+
+
+def _kernel(*chunk: Any) -> Tensor:
+    """`group_probabilities` by the kernel, imported at the first use."""
+    from moba_train.attention.nsa import kernel
+
+    return kernel.group_probabilities(*chunk)
 
 
 def _products(q_KxD: Tensor, k_KDN: Tensor) -> Tensor:
