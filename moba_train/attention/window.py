@@ -29,6 +29,9 @@ from moba_train.attention.varlen import PackagedFlash2, Segments, TorchFlash, Va
 _LEAST_TILE = 128
 """Queries of a masked call at least: it is given as many keys as the window and these queries have."""
 
+_ROWS_AT_ONCE = 2**18
+"""Query rows (tokens x heads): 64 MiB of queries in bfloat16, for heads of 128."""
+
 
 @dataclass(frozen=True)
 class Band:
@@ -45,6 +48,17 @@ class Band:
     def ends_together(self) -> bool:
         """Whether the last query's own key is the last key: where the kernels' causal masks end."""
         return self.queries.stop == self.keys.stop
+
+
+def heads_at_once(q_THD: Tensor, k_SKD: Tensor) -> Iterator[tuple[slice, slice]]:
+    """(query heads, the key/value heads they share) that a backward pass takes at once, so that its memory, several
+    times that of their queries, stays small beside that of all queries."""
+    kv_heads = k_SKD.shape[1]
+    group = q_THD.shape[1] // kv_heads
+    together = max(1, _ROWS_AT_ONCE // max(1, q_THD.shape[0] * group))
+    for first in range(0, kv_heads, together):
+        stop = min(first + together, kv_heads)
+        yield slice(first * group, stop * group), slice(first, stop)
 
 
 def bands(q_ranges: TokenRanges, k_ranges: TokenRanges, window: int, tile: int) -> Iterator[Band]:
@@ -115,18 +129,22 @@ class WindowAttention(LocalAttention):
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
-        dtype = accumulation_dtype(state.q.dtype)
+        calls = self._calls(state.q, layout)
+        # Each row has one term where there is one call, and needs no wider dtype for their sum.
+        dtype = state.q.dtype if len(calls) == 1 else accumulation_dtype(state.q.dtype)
         dq_THD, dk_SKD, dv_SKD = (torch.zeros_like(x, dtype=dtype) for x in (state.q, state.k, state.v))
-        for band, kernel in self._calls(state.q, layout):
+        for band, kernel in calls:
             part = state.with_queries(band.rows).with_keys(state.k[band.key_rows], state.v[band.key_rows])
-            if kernel is None:
-                grads = masked_attend_backward(part, self._mask(layout, band), self.scale, prefix=False)
-            else:
-                fixed_order = torch.are_deterministic_algorithms_enabled()
-                grads = kernel.backward(part, self._segments(layout, band), self.scale, deterministic=fixed_order)
-            dq_THD[band.rows] += grads[0]
-            dk_SKD[band.key_rows] += grads[1]
-            dv_SKD[band.key_rows] += grads[2]
+            for heads, kv_heads in heads_at_once(part.q, part.k):
+                slices = part.with_heads(heads, kv_heads)
+                if kernel is None:
+                    grads = masked_attend_backward(slices, self._mask(layout, band), self.scale, prefix=False)
+                else:
+                    fixed_order = torch.are_deterministic_algorithms_enabled()
+                    grads = kernel.backward(slices, self._segments(layout, band), self.scale, deterministic=fixed_order)
+                dq_THD[band.rows, heads] += grads[0]
+                dk_SKD[band.key_rows, kv_heads] += grads[1]
+                dv_SKD[band.key_rows, kv_heads] += grads[2]
         return dq_THD.to(state.q.dtype), dk_SKD.to(state.k.dtype), dv_SKD.to(state.v.dtype)
 
     def _calls(self, q_THD: Tensor, layout: Layout) -> list[tuple[Band, type[VarlenKernel] | None]]:

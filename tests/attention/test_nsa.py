@@ -1,6 +1,7 @@
 """Native Sparse Attention against the paper written out query by query, in float64."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from moba_train.attention import window
 from moba_train.attention.kind import StageContext
 from moba_train.attention.nsa.compressed import CompressedAttention
 from moba_train.attention.nsa.geometry import CompressedBlocks
@@ -42,8 +44,7 @@ OPTIONS = [
 
 def paper(layer: Layer) -> list[Tensor]:
     """The layer's output, document by document and query by query (arXiv:2502.11089, equations 5 to 12)."""
-    edges = layer.layout.edges
-    out = [document(layer, slice(start, stop)) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    out = [document(layer, slice(start, stop)) for start, stop in pairwise(layer.layout.edges)]
     return [torch.cat(out)]
 
 
@@ -148,6 +149,25 @@ def test_output_and_every_gradient_are_the_papers(options):
     found = results(layer)
     assert_equal(found, results(layer, paper))
     assert all(gradient.abs().max() > 1e-6 for _, gradient in flat(found))
+
+
+def test_heads_may_be_taken_one_after_the_other(monkeypatch):
+    """As where queries are many, to bound the memory of the backward pass."""
+    layer = make_layer("nsa", SMALL, LENGTHS)
+    want = results(layer)
+    calls = []
+    monkeypatch.setattr(window, "_ROWS_AT_ONCE", 10)
+    monkeypatch.setattr(layer.kind.compressed.rows, "attend", counted(layer.kind.compressed.rows.attend, calls))
+    assert_equal(results(layer), want)
+    assert calls == [1, 1]
+
+
+def counted(function, calls: list[int]):
+    def attend(q, k, *rest):
+        calls.append(k.shape[1])
+        return function(q, k, *rest)
+
+    return attend
 
 
 def test_own_projections_have_the_layers_bias_and_norm():

@@ -54,11 +54,60 @@ def masked(q, k, v, layout: Layout, width: int) -> list:
 @pytest.mark.parametrize("width", [1, 5, 16, 100])
 def test_windows_equal_a_mask_over_all_keys(width, monkeypatch):
     monkeypatch.setattr(window, "_LEAST_TILE", 8)
+    monkeypatch.setattr(window, "_ROWS_AT_ONCE", 1)
     q, k, v = (x.detach() for x in make_qkv(60, 4, 2, 8, "cpu"))
     layout = packed_layout([33, 0, 1, 26])
-    torch.testing.assert_close(
-        results(q, k, v, layout, width), masked(q, k, v, layout, width), rtol=0, atol=1e-13
-    )
+    torch.testing.assert_close(results(q, k, v, layout, width), masked(q, k, v, layout, width), rtol=0, atol=1e-13)
+
+
+class MaskedKernel:
+    """A varlen kernel with windows on any device, by a mask inside each segment."""
+
+    most_segments = 8
+
+    @staticmethod
+    def refuses(q):
+        return ""
+
+    @staticmethod
+    def mask(segments, queries, keys):
+        row, key = torch.arange(queries), torch.arange(keys)
+        q_segment = torch.searchsorted(segments.cu_q[1:].long(), row, right=True)
+        k_segment = torch.searchsorted(segments.cu_k[1:].long(), key, right=True)
+        last = segments.cu_k[1:][q_segment] - segments.cu_q[1:][q_segment] + row
+        back = last[:, None] - key[None]
+        seen = (q_segment[:, None] == k_segment[None]) & (back >= 0) & (back < segments.window)
+        return lambda rows, columns: seen[None, rows, columns]
+
+    @classmethod
+    def forward(cls, q, k, v, segments, scale):
+        assert segments.causal
+        return masked_attend(q, k, v, cls.mask(segments, len(q), len(k)), scale, prefix=False)
+
+    @classmethod
+    def backward(cls, state, segments, scale, deterministic):
+        mask = cls.mask(segments, len(state.q), len(state.k))
+        return masked_attend_backward(state, mask, scale, prefix=False)
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 100])
+def test_kernels_are_given_the_documents_and_keys_of_every_band(width, monkeypatch):
+    monkeypatch.setattr(window, "TorchFlash", MaskedKernel)
+    q, k, v = (x.detach() for x in make_qkv(60, 4, 2, 8, "cpu"))
+    layout = packed_layout([33, 0, 1, 26])
+    attention = WindowAttention(width, 8)
+    assert attention._kernel(q, layout) is MaskedKernel
+    want = masked(q, k, v, layout, width)
+    torch.testing.assert_close(results(q, k, v, layout, width), want, rtol=0, atol=1e-13)
+    for strategy in ((TokenRange(3, 20), TokenRange(31, 50)), (TokenRange(30, 60),)):
+        part = layout.part(strategy, None)
+        rows = part.q_tokens
+        out, lse = attention.attend(q[rows], k, v, part, ())
+        torch.testing.assert_close(out, want[0][rows], rtol=0, atol=1e-13)
+        state = BackwardState(q[rows], q[rows], k, v, out, lse)
+        plain = WindowAttention(width, 8, "reference")
+        got = attention.attend_backward(state, part, ())
+        torch.testing.assert_close(got, plain.attend_backward(state, part, ()), rtol=0, atol=1e-13)
 
 
 @pytest.mark.gpu

@@ -26,6 +26,10 @@ class GivenBlocks(LocalAttention):
         """Refused: blocks are given (`given_selection`)."""
         raise RuntimeError("GivenBlocks selects nothing by itself: call Shard.attend with the selected blocks")
 
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """Refused, as `select`."""
+        raise RuntimeError("GivenBlocks selects nothing by itself: call Shard.attend with the selected blocks")
+
     def given_selection(self, selected_HTC: Tensor, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """The given blocks, and what the backend keeps with them."""
         return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=k_SKD.shape[1])

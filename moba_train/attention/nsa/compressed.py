@@ -14,6 +14,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.full.kernels import nothing_seen
 from moba_train.attention.nsa.geometry import CompressedBlocks, FoldedQueries
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.attention.window import heads_at_once
 
 
 class CompressedAttention(LocalAttention):
@@ -45,32 +46,37 @@ class CompressedAttention(LocalAttention):
     ) -> tuple[Tensor, Tensor]:
         """(out [T, H, D], lse [H, T]) over the blocks that each query sees; (0, -inf) where it sees none."""
         folded = self.blocks.fold(layout)
+        out_THD, lse_HT = nothing_seen(q_THD)
         if not folded.rows:
-            return nothing_seen(q_THD)
-        count = folded.layout.total
-        kv_heads = k_NKD.shape[1]
-        out, lse = self.rows.attend(
-            self._fold(q_THD, folded, kv_heads), k_NKD[:count], v_NKD[:count], folded.layout, selection
-        )
-        out_THD = self._unfold(out, folded, q_THD.shape[1], kv_heads)
-        lse_TH = self._unfold(lse.T.unsqueeze(-1), folded, q_THD.shape[1], kv_heads).squeeze(-1)
-        sees_T1 = folded.sees_n.unsqueeze(-1)
-        return out_THD * sees_T1.unsqueeze(-1), lse_TH.masked_fill(~sees_T1, -torch.inf).T
+            return out_THD, lse_HT
+        k_NKD, v_NKD = (x[: folded.layout.total] for x in (k_NKD, v_NKD))
+        for heads, kv_heads in heads_at_once(q_THD, k_NKD):
+            k, v = k_NKD[:, kv_heads], v_NKD[:, kv_heads]
+            q = self._fold(q_THD[:, heads], folded, k.shape[1])
+            out, lse = self.rows.attend(q, k, v, folded.layout, selection)
+            out_THD[:, heads] = self._unfold(out, folded, k.shape[1])
+            lse_HT[heads] = self._unfold(lse.T.unsqueeze(-1), folded, k.shape[1]).squeeze(-1).T
+        unseen_T = ~folded.sees_n
+        return out_THD.masked_fill_(unseen_T.view(-1, 1, 1), 0), lse_HT.masked_fill_(unseen_T, -torch.inf)
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
         folded = self.blocks.fold(layout)
-        dk_NKD, dv_NKD = torch.zeros_like(state.k), torch.zeros_like(state.v)
+        dq_THD, dk_NKD, dv_NKD = (torch.zeros_like(x) for x in (state.q, state.k, state.v))
         if not folded.rows:
-            return torch.zeros_like(state.q), dk_NKD, dv_NKD
+            return dq_THD, dk_NKD, dv_NKD
         count = folded.layout.total
-        kv_heads = state.k.shape[1]
-        dout, q, out = (self._fold(x, folded, kv_heads) for x in (state.dout, state.q, state.out))
-        lse = self._fold(state.lse.T.unsqueeze(-1), folded, kv_heads).squeeze(-1).T.contiguous()
-        rows = BackwardState(dout, q, state.k[:count], state.v[:count], out, lse)
-        dq, dk_NKD[:count], dv_NKD[:count] = self.rows.attend_backward(rows, folded.layout, selection)
-        dq_THD = self._unfold(dq, folded, state.q.shape[1], kv_heads)
-        return dq_THD * folded.sees_n.view(-1, 1, 1), dk_NKD, dv_NKD
+        for heads, kv_heads in heads_at_once(state.q, state.k):
+            part = state.with_heads(heads, kv_heads)
+            k, v = part.k[:count], part.v[:count]
+            dout, q, out = (self._fold(x, folded, k.shape[1]) for x in (part.dout, part.q, part.out))
+            lse = self._fold(part.lse.T.unsqueeze(-1), folded, k.shape[1]).squeeze(-1).T.contiguous()
+            rows = BackwardState(dout, q, k, v, out, lse)
+            dq, dk, dv = self.rows.attend_backward(rows, folded.layout, selection)
+            dq_THD[:, heads] = self._unfold(dq, folded, k.shape[1])
+            dk_NKD[:count, kv_heads] = dk
+            dv_NKD[:count, kv_heads] = dv
+        return dq_THD.masked_fill_(~folded.sees_n.view(-1, 1, 1), 0), dk_NKD, dv_NKD
 
     def _fold(self, x_THD: Tensor, folded: FoldedQueries, kv_heads: int) -> Tensor:
         """[T, H, D] -> [R, K * S * G, D]; zeros for places without a query, whose gradients then are zero as well."""
@@ -80,8 +86,8 @@ class CompressedAttention(LocalAttention):
         x_RSKGD = x_slots[:-1].view(folded.rows, self.blocks.stride, kv_heads, -1, x_THD.shape[2])
         return x_RSKGD.transpose(1, 2).flatten(1, 3)
 
-    def _unfold(self, x_RHD: Tensor, folded: FoldedQueries, heads: int, kv_heads: int) -> Tensor:
+    def _unfold(self, x_RHD: Tensor, folded: FoldedQueries, kv_heads: int) -> Tensor:
         """The inverse: [R, K * S * G, D] -> [T, H, D]; any rows for queries that see no block."""
-        x_RKSGD = x_RHD.view(folded.rows, kv_heads, self.blocks.stride, heads // kv_heads, x_RHD.shape[2])
-        x_slots = x_RKSGD.transpose(1, 2).reshape(-1, heads, x_RHD.shape[2])
+        x_RKSGD = x_RHD.view(folded.rows, kv_heads, self.blocks.stride, -1, x_RHD.shape[2])
+        x_slots = x_RKSGD.transpose(1, 2).flatten(2, 3).flatten(0, 1)
         return x_slots[torch.where(folded.sees_n, folded.slot_n, 0)]

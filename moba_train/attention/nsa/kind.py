@@ -119,17 +119,19 @@ class NsaKind(AttentionKind):
         # Compressed before they are rotated, so that the MLP does not see where in its document a block is.
         k_NKd = layer.rotate_at(parameters.compress_k(compressed.k, tokens_NL), positions_N)
         v_NKd = parameters.compress_v(compressed.v, tokens_NL)
-        compressed_nHd, lse_Hn = shard.attend(q_nHd, k_NKd, v_NKd, self.compressed)
+        # Each branch is gated where it is computed: then the backward pass has one branch's gradient at a time.
+        gates_nH3 = parameters.gates(shard.own(layer.x_TD)).unflatten(-1, (-1, 3)).sigmoid()
+        gates = [gate_nH.unsqueeze(-1) for gate_nH in gates_nH3.unbind(-1)]
+        out_nHd, lse_Hn = shard.attend(q_nHd, k_NKd, v_NKd, self.compressed)
+        sum_nHd = out_nHd * gates[0]
         if shard.attends_to_all:
-            selected_nHd, _ = shard.attend(q_nHd, *selected, self.all_blocks)
+            out_nHd, _ = shard.attend(q_nHd, *selected, self.all_blocks)
         else:
             chosen_HnC = self.choice.choose(q_nHd, k_NKd, lse_Hn, shard.layout, self.compressed.scale)
-            selected_nHd, _ = shard.attend(q_nHd, *selected, self.selected, chosen_HnC)
-        window_nHd, _ = shard.attend(q_nHd, *window, self.window)
-        gates_nH3 = parameters.gates(shard.own(layer.x_TD)).unflatten(-1, (-1, 3)).sigmoid()
-        branches = zip((compressed_nHd, selected_nHd, window_nHd), gates_nH3.unbind(-1), strict=True)
-        parts = [out_nHd * gate_nH.unsqueeze(-1) for out_nHd, gate_nH in branches]
-        return shard.padded(parts[0] + parts[1] + parts[2]), None
+            out_nHd, _ = shard.attend(q_nHd, *selected, self.selected, chosen_HnC)
+        sum_nHd = sum_nHd + out_nHd * gates[1]
+        out_nHd, _ = shard.attend(q_nHd, *window, self.window)
+        return shard.padded(sum_nHd + out_nHd * gates[2]), None
 
     def _keys_and_values(
         self, layer: LayerInput, shard: Shard, parameters: NsaParameters

@@ -13,8 +13,8 @@ from moba_train.config.model import ModelConfig
 
 
 class Compression(nn.Module):
-    """One vector from the L vectors of a block: a position embedding is added to each, then an MLP with one hidden layer
-    takes all of them. Key/value heads share it."""
+    """One vector from the L vectors of a block: a position embedding is added to each, then an MLP takes all of them.
+    Key/value heads share it."""
 
     def __init__(self, block: int, width: int, hidden: int) -> None:
         super().__init__()
@@ -24,9 +24,7 @@ class Compression(nn.Module):
 
     def forward(self, x_TKd: Tensor, tokens_NL: Tensor) -> Tensor:
         """[N, K, d] from the vectors of all tokens; the backward pass gathers the blocks again."""
-        compressed: Tensor = checkpoint(
-            self._compress, x_TKd, tokens_NL, use_reentrant=False, preserve_rng_state=False
-        )
+        compressed: Tensor = checkpoint(self._compress, x_TKd, tokens_NL, use_reentrant=False, preserve_rng_state=False)
         return compressed
 
     def _compress(self, x_TKd: Tensor, tokens_NL: Tensor) -> Tensor:

@@ -83,9 +83,7 @@ class BlockChoice:
         """int64 [O, M]: the compressed blocks that overlap with each selection block, by their offset from the one that
         begins with it, and how many strides each shares with it. Ids of no block are larger than all others."""
         stride = self.compressed.stride
-        shared = Counter(
-            m - n for m in range(self.block_size // stride) for n in range(self.compressed.size // stride)
-        )
+        shared = Counter(m - n for m in range(self.block_size // stride) for n in range(self.compressed.size // stride))
         first = self.compressed.first(layout)
         blocks = first_blocks(layout.cu_seqlens, self.block_size)
         ids_M = torch.arange(block_bound(layout, self.block_size), device=first.device)
