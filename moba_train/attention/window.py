@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moba_train.attention.full.kernels import nothing_seen
 from moba_train.attention.masked import Mask, accumulation_dtype, masked_attend, masked_attend_backward
 from moba_train.attention.merge import merge
 from moba_train.attention.protocol import (
@@ -112,20 +113,28 @@ class WindowAttention(LocalAttention):
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         """(out [T, H, D], lse [H, T]) over the given keys in each query's window."""
-        out_THD = torch.zeros_like(q_THD)
-        lse_dtype = accumulation_dtype(q_THD.dtype)
-        lse_HT = torch.full((q_THD.shape[1], q_THD.shape[0]), -torch.inf, dtype=lse_dtype, device=q_THD.device)
         calls = self._calls(q_THD, layout)
-        for band, kernel in calls:
-            q_tHD, k_sKD, v_sKD = q_THD[band.rows], k_SKD[band.key_rows], v_SKD[band.key_rows]
-            if kernel is None:
-                part = masked_attend(q_tHD, k_sKD, v_sKD, self._mask(layout, band), self.scale, prefix=False)
-            else:
-                part = kernel.forward(q_tHD, k_sKD, v_sKD, self._segments(layout, band), self.scale)
-            if len(calls) == 1 and band.rows == slice(0, q_THD.shape[0]):
-                return part
+        parts = (self._attend(q_THD[band.rows], k_SKD, v_SKD, layout, band, kernel) for band, kernel in calls)
+        if len(calls) == 1 and calls[0][0].rows == slice(0, q_THD.shape[0]):
+            return next(parts)
+        out_THD, lse_HT = nothing_seen(q_THD)
+        for (band, _), part in zip(calls, parts, strict=True):
             out_THD[band.rows], lse_HT[:, band.rows] = merge(out_THD[band.rows], lse_HT[:, band.rows], *part)
         return out_THD, lse_HT
+
+    def _attend(
+        self,
+        q_tHD: Tensor,
+        k_SKD: Tensor,
+        v_SKD: Tensor,
+        layout: Layout,
+        band: Band,
+        kernel: type[VarlenKernel] | None,
+    ) -> tuple[Tensor, Tensor]:
+        k_sKD, v_sKD = k_SKD[band.key_rows], v_SKD[band.key_rows]
+        if kernel is None:
+            return masked_attend(q_tHD, k_sKD, v_sKD, self._mask(layout, band), self.scale, prefix=False)
+        return kernel.forward(q_tHD, k_sKD, v_sKD, self._segments(layout, band), self.scale)
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""

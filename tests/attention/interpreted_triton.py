@@ -287,3 +287,8 @@ def test_probabilities_of_compressed_blocks_equal_plain_pytorch(heads, kv_heads,
     got = nsa_kernel.group_probabilities(*arguments)
     torch.testing.assert_close(got, nsa_selection.group_probabilities(*arguments), rtol=1e-5, atol=1e-6)
     assert (got > 0).sum() == kv_heads * (197 * 198 // 2 + 87 * 88 // 2)
+    ours, plain = (nsa_selection.BlockChoice(blocks, 16, 4, 1, 2, backend) for backend in ("auto", "reference"))
+    layout_last = layout.part((TokenRange(150, 200), TokenRange(250, 291)), None)
+    rows = layout_last.q_tokens
+    chosen = [choice.choose(q[rows], k, lse[:, rows], layout_last, head_dim**-0.5) for choice in (ours, plain)]
+    assert torch.equal(*chosen)

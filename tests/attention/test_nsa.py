@@ -190,6 +190,12 @@ def test_all_blocks_or_a_window_of_all_tokens_behind_a_gate_of_one_is_full_atten
     torch.testing.assert_close(got[1][1:], want[1][1:], rtol=0, atol=1e-11)
 
 
+def test_the_papers_sizes_are_usable_defaults():
+    out, grads, parameters = results(make_layer("nsa", {}, [150, 20]))
+    assert all(x.isfinite().all() for x in (*out, *grads, *parameters.values()))
+    assert parameters["compress_k.positions"].shape == (32, 8)
+
+
 def test_a_query_that_sees_no_complete_block_has_nothing_from_the_compressed_branch():
     attention = CompressedAttention(CompressedBlocks(4, 2), 8)
     layout = packed_layout([3, 5])
@@ -302,7 +308,7 @@ def test_flops_are_those_of_the_products(separate_kv):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         parameters.gates(layer.x)
         for module in (parameters.compress_k, parameters.compress_v):
-            module(layer.k, kind.blocks.tokens(layer.layout))
+            module(layer.k, kind.blocks.places(layer.layout)[0])
         for module in (parameters.compressed, parameters.window):
             if module is not None:
                 module(layer.x)
@@ -330,7 +336,7 @@ def kept_bytes(layer: Layer) -> int:
     its input, the layer's rotation and the tokens of the compressed blocks."""
     shared = [layer.x, *layer.named_parameters().values()]
     if isinstance(layer.kind, NsaKind):
-        shared += [layer.kind.blocks.tokens(layer.layout)]
+        shared += layer.kind.blocks.places(layer.layout)
     known = {x.untyped_storage().data_ptr() for x in shared}
     found: dict[int, Tensor] = {}
 

@@ -47,27 +47,23 @@ class CompressedBlocks:
 
         return layout.cached(("compressed blocks", self), make)
 
-    def starts(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """int64 [N] each: the first token of every block, and its position in its document; 0 for ids of no block."""
+    @torch.compiler.disable
+    def places(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """int64 [N, L]: the tokens of every block; int64 [N]: position of its first token in its document.
 
-        def make() -> tuple[Tensor, Tensor]:
-            first = self.first(layout)
-            ids = torch.arange(self.bound(layout), device=first.device)
-            document = torch.searchsorted(first[1:], ids, right=True).clamp_(max=first.numel() - 2)
-            positions = torch.where(ids < first[-1], (ids - first[document]) * self.stride, 0)
-            return torch.where(ids < first[-1], layout.cu_seqlens.long()[document] + positions, 0), positions
+        Ids of no block have any tokens. Kept with the layout, so not compiled: what is kept would compile every layer
+        anew.
+        """
+        return layout.cached(("compressed block places", self), lambda: self._places(layout))
 
-        return layout.cached(("compressed block starts", self), make)
-
-    def tokens(self, layout: Layout) -> Tensor:
-        """int64 [N, L]: the tokens of every block; any tokens for ids of no block."""
-
-        def make() -> Tensor:
-            start_N, _ = self.starts(layout)
-            tokens_NL = start_N[:, None] + torch.arange(self.size, device=start_N.device)
-            return tokens_NL.clamp_(max=layout.total - 1)
-
-        return layout.cached(("compressed block tokens", self), make)
+    def _places(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        first = self.first(layout)
+        ids_N = torch.arange(self.bound(layout), device=first.device)
+        document_N = torch.searchsorted(first[1:], ids_N, right=True).clamp_(max=first.numel() - 2)
+        positions_N = torch.where(ids_N < first[-1], (ids_N - first[document_N]) * self.stride, 0)
+        start_N = layout.cu_seqlens.long()[document_N] + positions_N
+        tokens_NL = start_N.unsqueeze(-1) + torch.arange(self.size, device=first.device)
+        return tokens_NL.clamp_(max=layout.total - 1), positions_N
 
     def seen(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """int64 [n] each: every query sees the blocks from the first id up to, but not including, the second."""

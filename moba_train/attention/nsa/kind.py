@@ -114,8 +114,7 @@ class NsaKind(AttentionKind):
         shard = layer.shard
         q_nHd = shard.own(layer.rotate(layer.q_THd))
         compressed, selected, window = self._keys_and_values(layer, shard, parameters)
-        tokens_NL = self.blocks.tokens(shard.layout)
-        _, positions_N = self.blocks.starts(shard.layout)
+        tokens_NL, positions_N = self.blocks.places(shard.layout)
         # Compressed before they are rotated, so that the MLP does not see where in its document a block is.
         k_NKd = layer.rotate_at(parameters.compress_k(compressed.k, tokens_NL), positions_N)
         v_NKd = parameters.compress_v(compressed.v, tokens_NL)
@@ -174,7 +173,7 @@ class NsaKind(AttentionKind):
         options = self._options
         kv = model.kv_heads * model.head_width
         branches = 3 * 2 * model.heads * model.head_width + 2 * 4 * model.heads + 3 * 2 * model.heads
-        selected = 2 * 4 * model.heads * (options.topk - 1)
+        selected = 2 * 4 * model.heads * min(options.topk - 1, seq_len // options.block_size + 1)
         own = (4 + 2 * model.qk_norm) * 2 * kv if options.separate_kv else 2 * kv
         compressed = (2 * 2 * kv + 4 * model.head_width) // options.stride
         return branches + selected + own + compressed

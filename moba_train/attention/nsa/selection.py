@@ -13,8 +13,8 @@ H query heads, K key/value heads, D head width, C selected blocks of a query.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,20 +52,19 @@ class BlockChoice:
         queries = query_blocks(layout, self.block_size)
         count = min(self.topk - 1, block_bound(layout, self.block_size))
         selected_KnC = torch.empty(kv_heads, len(q_nHD), count, dtype=torch.int32, device=q_nHD.device)
-        summed = self.backend != "reference" and _kernel_runs(q_nHD)
-        scores = (kv_heads if summed else heads) * max(1, len(k_NKD))
+        kernel = None if self.backend == "reference" else _kernel(q_nHD)
+        probabilities = kernel or group_probabilities
+        scores = (kv_heads if kernel else heads) * max(1, len(k_NKD))
         first_n, end_n = self.compressed.seen(layout)
         for rows in query_chunks(len(q_nHD), scores, q_nHD.device):
             # The blocks from here on are behind all queries of the chunk.
             seen = min(len(k_NKD), _last_token(layout, rows) // self.compressed.stride)
-            chunk = q_nHD[rows], k_NKD[:seen], lse_Hn[:, rows], first_n[rows], end_n[rows], scale
-            probabilities_KtN = _kernel(*chunk) if summed else group_probabilities(*chunk)
+            probabilities_KtN = probabilities(
+                q_nHD[rows], k_NKD[:seen], lse_Hn[:, rows], first_n[rows], end_n[rows], scale
+            )
+            scores_KtM = self.block_scores(probabilities_KtN, layout)
             selected_KnC[:, rows] = choose_blocks(
-                self.block_scores(probabilities_KtN, layout),
-                queries.rows(rows),
-                count,
-                first=self.first,
-                local=self.local,
+                scores_KtM, queries.rows(rows), count, first=self.first, local=self.local
             )
         return selected_KnC.repeat_interleave(heads // kv_heads, 0)
 
@@ -110,20 +109,13 @@ def group_probabilities(
     return probabilities_KtN.masked_fill_(~seen_tN, 0)
 
 
-def _kernel_runs(q_nHD: Tensor) -> bool:
-    """Whether the Triton kernel takes queries like these."""
+def _kernel(q_nHD: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor] | None:
+    """`group_probabilities` in Triton, imported at the first use; None where it cannot take queries like these."""
     if not triton_runs_on(q_nHD):
-        return False
+        return None
     from moba_train.attention.nsa import kernel
 
-    return kernel.able(q_nHD)
-
-
-def _kernel(*chunk: Any) -> Tensor:
-    """`group_probabilities` by the kernel, imported at the first use."""
-    from moba_train.attention.nsa import kernel
-
-    return kernel.group_probabilities(*chunk)
+    return kernel.group_probabilities if kernel.able(q_nHD) else None
 
 
 def _products(q_KxD: Tensor, k_KDN: Tensor) -> Tensor:
