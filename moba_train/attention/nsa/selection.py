@@ -71,11 +71,12 @@ class BlockChoice:
     def block_scores(self, probabilities_KtN: Tensor, layout: Layout) -> Tensor:
         """[K, t, M]: sums over the compressed blocks that overlap with each selection block."""
         ids_OM, weights = layout.cached(("overlaps", self), lambda: self._overlaps(layout))
-        none = probabilities_KtN.shape[-1]  # ids of no block, and of blocks that none of the chunk's queries sees
-        padded = torch.nn.functional.pad(probabilities_KtN, (0, 1))
-        scores_KtM = padded.new_zeros(*padded.shape[:2], ids_OM.shape[1])
-        for ids_M, weight in zip(ids_OM.clamp(max=none), weights, strict=True):
-            scores_KtM += padded[..., ids_M] * weight
+        given = probabilities_KtN.shape[-1]  # without the blocks that none of the chunk's queries sees
+        scores_KtM = probabilities_KtN.new_zeros(*probabilities_KtN.shape[:2], ids_OM.shape[1])
+        if given:
+            for ids_M, weight in zip(ids_OM, weights, strict=True):
+                factor_M = weight * (ids_M < given).to(scores_KtM.dtype)
+                scores_KtM += probabilities_KtN.index_select(-1, ids_M.clamp(max=given - 1)) * factor_M
         return scores_KtM
 
     def _overlaps(self, layout: Layout) -> tuple[Tensor, list[int]]:
