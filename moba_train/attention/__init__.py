@@ -23,4 +23,6 @@ infllm_v2  InfLLM-V2: dense attention that becomes block-sparse for long documen
 moa        Mixture of Attention spans: a window of its own for each head
 moba_v1    MoBA's first parallel version: a softmax for each selected block, results added up
 moba_v05   MoBA's serial version: own segment, then a sublayer of cross attention to earlier ones
+window     sliding-window attention
+nsa        Native Sparse Attention: compressed, selected and sliding-window attention with gates
 """

@@ -221,8 +221,8 @@ class LocalAttention(Protocol):
     scaled scores in float32 (float64 for float64 input), and a row without any key gives out = 0, lse = -inf.
     """
 
-    Options: ClassVar[type[Section]]
-    """The YAML options of this kind; its defaults must be usable."""
+    Options: ClassVar[type[Section]] = Section
+    """The YAML options of a kind that is this attention, with usable defaults; none for a part of a kind."""
 
     alignment: int
     """Tokens of a unit, counted from each document's start. `summarize` must be given whole units; the last unit of a

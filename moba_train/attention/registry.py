@@ -10,6 +10,7 @@ from moba_train.attention.moa.kind import MoaKind
 from moba_train.attention.moba.kind import MobaKind
 from moba_train.attention.moba_v05.kind import MobaV05Kind
 from moba_train.attention.moba_v1.kind import MobaV1Kind
+from moba_train.attention.nsa.kind import NsaKind
 from moba_train.config.attention import register_kind_options
 
 KINDS: dict[str, type[AttentionKind]] = {}
@@ -32,3 +33,4 @@ register(MobaV1Kind)
 register(MobaV05Kind)
 register(SeerKind)
 register(MsaKind)
+register(NsaKind)

@@ -31,6 +31,9 @@ from moba_train.attention.decoding import CachedKeys, kernel, last_tokens
 from moba_train.attention.moa.attention import SpanAttention
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.triton import select
+from moba_train.attention.nsa import kernel as nsa_kernel
+from moba_train.attention.nsa import selection as nsa_selection
+from moba_train.attention.nsa.geometry import CompressedBlocks
 from moba_train.attention.protocol import BackwardState, Layout, TokenRange, packed_layout
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "start this through test_triton_interpreter.py"
@@ -319,3 +322,19 @@ def test_spans_of_heads_with_blocks_of_several_sizes():
     got, want = (run(attention, tensors, layout)[0] for attention in (ours, reference))
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert error(a, b.double()) < 2e-6, name
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 128)])
+def test_probabilities_of_compressed_blocks_equal_plain_pytorch(heads, kv_heads, head_dim):
+    blocks, layout = CompressedBlocks(4, 1), layout_of([200, 0, 1, 90], "cpu")
+    q, k, _, _ = inputs([291], heads, kv_heads, head_dim, torch.float32, "cpu")
+    lse = torch.randn(heads, 291, generator=torch.Generator().manual_seed(0))
+    arguments = q, k, lse, *blocks.seen(layout), head_dim**-0.5
+    got = nsa_kernel.group_probabilities(*arguments)
+    torch.testing.assert_close(got, nsa_selection.group_probabilities(*arguments), rtol=1e-5, atol=1e-6)
+    assert (got > 0).sum() == kv_heads * (197 * 198 // 2 + 87 * 88 // 2)
+    ours, plain = (nsa_selection.BlockChoice(blocks, 16, 4, 1, 2, backend) for backend in ("auto", "reference"))
+    layout_last = layout.part((TokenRange(150, 200), TokenRange(250, 291)), None)
+    rows = layout_last.q_tokens
+    chosen = [choice.choose(q[rows], k, lse[:, rows], layout_last, head_dim**-0.5) for choice in (ours, plain)]
+    assert torch.equal(*chosen)

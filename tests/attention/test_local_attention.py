@@ -1,4 +1,5 @@
-"""The LocalAttention contract (attention/protocol.py), on which context parallelism relies, for every registered kind.
+"""The LocalAttention contract (attention/protocol.py), on which context parallelism relies, for every registered kind
+that is one engine call, and for the attentions that kinds with several calls are made of.
 
 A new attention is its own file, one line in the registry and one entry in `CASES`.
 """
@@ -11,6 +12,7 @@ from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.merge import merge
 from moba_train.attention.protocol import BackwardState, Layout, LocalAttention, TokenRanges, packed_layout
 from moba_train.attention.registry import KINDS
+from moba_train.attention.window import WindowAttention
 
 # The kind and options for sequences of a few dozen tokens; shards below begin at multiples of 4 tokens.
 CASES = [
@@ -26,7 +28,10 @@ CASES = [
     pytest.param("moba_v1", {"block_size": 4, "topk": 3}, id="moba_v1"),
     pytest.param("moba_v1", {"block_size": 4, "topk": 3, "merge": "gate"}, id="moba_v1 gate"),
     pytest.param("moba_v1", {"block_size": 4, "topk": 3, "merge": "softmax"}, id="moba_v1 softmax"),
+    pytest.param("window", {"window": 5}, id="window"),
+    pytest.param("window", {"window": 100}, id="window-of-all"),
 ]
+PARTS_OF_KINDS = {"window": WindowAttention}
 HEAD_DIM, LENGTHS = 8, [12, 0, 1, 27]
 TOKENS = sum(LENGTHS)
 
@@ -37,6 +42,8 @@ every_kind = pytest.mark.parametrize(("kind", "options"), CASES)
 
 
 def build(kind: str, options: dict) -> LocalAttention:
+    if kind in PARTS_OF_KINDS:
+        return PARTS_OF_KINDS[kind](**options, head_dim=HEAD_DIM)
     (attention,) = KINDS[kind](KINDS[kind].Options(**options), HEAD_DIM).attentions
     return attention
 
@@ -75,7 +82,7 @@ def key_subsets(device) -> list[torch.Tensor]:
 
 
 def test_every_registered_kind_with_one_call_is_tested_here():
-    assert {case.values[0] for case in CASES} == ONE_CALL
+    assert {case.values[0] for case in CASES} == {*ONE_CALL, *PARTS_OF_KINDS}
 
 
 @pytest.mark.parametrize("kind", sorted(ONE_CALL))

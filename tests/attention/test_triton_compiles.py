@@ -25,11 +25,12 @@ from moba_train.attention.blocks.triton import (  # noqa: E402
 )
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes  # noqa: E402
 from moba_train.attention.moba.triton import pool, select  # noqa: E402
+from moba_train.attention.nsa import kernel as nsa  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
 HALF = "q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
-FLOATS = "partial_lse lse own_lse stats packed_lse packed_delta sum_dk sum_dv part_dk part_dv".split()  # noqa: SIM905
+FLOATS = "partial_lse lse own_lse stats packed_lse packed_delta sum_dk sum_dv part_dk part_dv sums".split()  # noqa: SIM905
 INTEGERS = (
     *(
         "entries",
@@ -242,3 +243,9 @@ def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
 )
 def test_the_other_kernels_compile_without_spills(kernel, constants, tmp_path):
     assert spilled_bytes(compile_for_hopper(kernel, constants), tmp_path) == 0
+
+
+@half
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_probabilities_of_compressed_blocks_fit_and_use_the_matrix_units(head_dim, dtype, tmp_path):
+    fits(nsa._probabilities, sizes(nsa.TILE, head_dim), nsa.TILE, dtype, 0, tmp_path)

@@ -17,6 +17,7 @@ __all__ = [
     "KERNELS",
     "Cpu",
     "FlashAttention4",
+    "PackagedFlash2",
     "Segments",
     "TorchFlash",
     "VarlenKernel",

@@ -31,6 +31,7 @@ class Cpu:
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """out [N, H, D] and lse [H, N]; (0, -inf) for rows without keys."""
+        assert segments.window is None
         heads = q_NHD.shape[1]
         out_NHD = torch.zeros(q_NHD.shape, dtype=q_NHD.dtype)
         lse_HN = torch.full((heads, q_NHD.shape[0]), -torch.inf, dtype=torch.promote_types(torch.float32, q_NHD.dtype))

@@ -51,6 +51,7 @@ class TorchFlash:
             segments.causal,
             False,
             scale=scale,
+            **_window(segments),
         )
         return out, _unseen_as_minus_infinity(lse)
 
@@ -70,6 +71,7 @@ class TorchFlash:
                 no_dropout,
                 no_dropout[:1],
                 scale=scale,
+                **_window(segments),
             )
         return dq, dk, dv
 
@@ -98,7 +100,13 @@ class PackagedFlash2:
         from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_forward
 
         out, lse, *_ = _wrapped_flash_attn_varlen_forward(
-            q_NHD, k_SKD, v_SKD, **_for_forward(segments).named(), dropout_p=0.0, softmax_scale=scale
+            q_NHD,
+            k_SKD,
+            v_SKD,
+            **_for_forward(segments).named(),
+            **_window(segments),
+            dropout_p=0.0,
+            softmax_scale=scale,
         )
         return out, _unseen_as_minus_infinity(lse)
 
@@ -114,8 +122,7 @@ class PackagedFlash2:
             **segments.named(),
             dropout_p=0.0,
             softmax_scale=scale,
-            window_size_left=-1,
-            window_size_right=-1,
+            **_window(segments),
             softcap=0.0,
             alibi_slopes=None,
             deterministic=deterministic,
@@ -139,6 +146,13 @@ def _dq_buffers(segments: int, device: torch.device) -> int:
 def _for_forward(segments: Segments) -> Segments:
     """`segments` with `max_q` at least 2: the kernel takes a bound of 1 for exactly one query in every segment."""
     return replace(segments, max_q=max(2, segments.max_q))
+
+
+def _window(segments: Segments) -> dict[str, int]:
+    """The keys that a query sees before and behind the last one, -1 for all; behind it none in causal segments."""
+    if segments.window is None:
+        return {"window_size_left": -1, "window_size_right": -1}
+    return {"window_size_left": segments.window - 1, "window_size_right": 0}
 
 
 def _unseen_as_minus_infinity(lse_HN: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ class FlashAttention4:
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """out [N, H, D] and lse [H, N]; the library itself marks rows without keys with (0, -inf)."""
+        assert segments.window is None
         from flash_attn.cute.interface import _flash_attn_fwd
 
         tensors = (x.contiguous() for x in (q_NHD, k_SKD, v_SKD))

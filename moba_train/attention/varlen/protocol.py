@@ -35,6 +35,8 @@ class Segments:
     causal: bool
     """The last query of a segment sees all of its keys, the one before all but the last, and so on; otherwise all see
     all. No segment has fewer keys than queries."""
+    window: int | None = None
+    """A query of causal segments sees at most this many keys, the last ones. FlashAttention-2 alone can do it."""
 
     def named(self) -> dict[str, Any]:
         """Keyword arguments as the flash-attn packages name them."""

@@ -1,0 +1,129 @@
+"""Compressed blocks: which tokens are in which, and which queries see them.
+
+A block has `size` tokens and begins every `stride` tokens from its document's start; only complete blocks exist. Ids
+count over the whole packed sequence, as those of blocks/geometry.py do. A query sees the blocks of its document whose
+last token is not after it.
+
+So `stride` neighbouring queries have the same newest block, and all of them see exactly the blocks up to it. With
+these queries side by side as further heads, attention to compressed blocks is plain causal attention in which document
+d has as many tokens as compressed blocks: row i holds the queries whose newest block is i.
+
+Shape suffixes: T tokens of the sequence, n queries of the layout, N compressed blocks (their bound), R rows of
+queries, S = stride, L = size.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.protocol import Layout, TokenRange, TokenRanges, joined_ranges
+
+
+@dataclass(frozen=True)
+class CompressedBlocks:
+    """Size and stride of compressed blocks, in tokens; the stride divides the size."""
+
+    size: int
+    stride: int
+
+    def count(self, length: int) -> int:
+        """Complete blocks of a document of `length` tokens."""
+        return max(0, (length - self.size) // self.stride + 1)
+
+    def bound(self, layout: Layout) -> int:
+        """An upper bound of the number of blocks, known on the host."""
+        return layout.total // self.stride
+
+    def first(self, layout: Layout) -> Tensor:
+        """int64 [docs + 1]: id of each document's first block; the last entry is the number of blocks."""
+
+        def make() -> Tensor:
+            lengths = layout.cu_seqlens.long().diff()
+            counts = ((lengths - self.size) // self.stride + 1).clamp_(min=0)
+            return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+        return layout.cached(("compressed blocks", self), make)
+
+    @torch.compiler.disable
+    def places(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """int64 [N, L]: the tokens of every block; int64 [N]: position of its first token in its document.
+
+        Ids of no block have any tokens. Kept with the layout, so not compiled: what is kept would compile every layer
+        anew.
+        """
+        return layout.cached(("compressed block places", self), lambda: self._places(layout))
+
+    def _places(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        first = self.first(layout)
+        ids_N = torch.arange(self.bound(layout), device=first.device)
+        document_N = torch.searchsorted(first[1:], ids_N, right=True).clamp_(max=first.numel() - 2)
+        positions_N = torch.where(ids_N < first[-1], (ids_N - first[document_N]) * self.stride, 0)
+        start_N = layout.cu_seqlens.long()[document_N] + positions_N
+        tokens_NL = start_N.unsqueeze(-1) + torch.arange(self.size, device=first.device)
+        return tokens_NL.clamp_(max=layout.total - 1), positions_N
+
+    def seen(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """int64 [n] each: every query sees the blocks from the first id up to, but not including, the second."""
+
+        def make() -> tuple[Tensor, Tensor]:
+            first_n = self.first(layout)[layout.q_documents]
+            behind_n = layout.positions(layout.q_tokens, layout.q_documents) + 1
+            return first_n, first_n + ((behind_n - self.size) // self.stride + 1).clamp_(min=0)
+
+        return layout.cached(("seen compressed blocks", self), make)
+
+    def fold(self, layout: Layout) -> "FoldedQueries":
+        """The rows of the layout's queries; kept with the layout. Reads the documents' edges on the host."""
+        return layout.cached(("folded queries", self), lambda: self._fold(layout))
+
+    def _fold(self, layout: Layout) -> "FoldedQueries":
+        counts = [self.count(stop - start) for start, stop in pairwise(layout.edges)]
+        first = [0, *accumulate(counts)]
+        rows = self._rows(layout, first)
+        device = layout.cu_seqlens.device
+        cu_blocks = torch.tensor(first, dtype=torch.int32)
+        whole = Layout(cu_blocks.to(device), max(counts, default=0), first[-1], cu_seqlens_cpu=cu_blocks)
+        folded = whole if rows == (TokenRange(0, first[-1]),) else whole.part(rows, None)
+
+        first_n, end_n = self.seen(layout)
+        positions_n = layout.positions(layout.q_tokens, layout.q_documents)
+        starts = torch.tensor([0, *(start for start, _ in rows)], device=device)  # a row that is none comes first
+        before = torch.tensor([0, 0, *accumulate(stop - start for start, stop in rows)], device=device)
+        among_n = torch.searchsorted(starts, end_n - 1, right=True) - 1
+        row_n = end_n - 1 - starts[among_n] + before[among_n]
+        slot_n = row_n * self.stride + (positions_n + 1 - self.size) % self.stride
+        return FoldedQueries(folded, sum(stop - start for start, stop in rows), slot_n, first_n < end_n)
+
+    def _rows(self, layout: Layout, first: list[int]) -> TokenRanges:
+        """Ids of the newest blocks of the layout's queries; `first`: the first id of each document."""
+        edges = layout.edges
+        found: list[TokenRange] = []
+        for begin, end in ((0, layout.total),) if layout.q_ranges is None else layout.q_ranges:
+            for document in range(bisect_right(edges, begin) - 1, len(edges) - 1):
+                start = max(begin - edges[document], 0)
+                stop = min(end, edges[document + 1]) - edges[document]
+                if edges[document] >= end:
+                    break
+                newest = first[document] + max(0, self.count(start + 1) - 1)
+                if found:  # a range may have ended among the queries of a row
+                    newest = max(newest, found[-1].stop)
+                if newest < first[document] + self.count(stop):
+                    found.append(TokenRange(newest, first[document] + self.count(stop)))
+        return joined_ranges(found)
+
+
+@dataclass(frozen=True)
+class FoldedQueries:
+    """Places of queries in rows of S queries with the same newest compressed block."""
+
+    layout: Layout
+    """The layout whose tokens are compressed blocks: all of them as keys, the rows as queries."""
+    rows: int
+    """R."""
+    slot_n: Tensor
+    """int64 [n]: place of each query among R x S; meaningless where it sees no block."""
+    sees_n: Tensor
+    """bool [n]: whether the query sees any block."""

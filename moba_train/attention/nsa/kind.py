@@ -1,0 +1,216 @@
+"""The kind `nsa`: three branches from the same queries, added with gates (arXiv:2502.11089, section 3).
+
+Shape suffixes: n tokens of this layer, T tokens of the sequence, N compressed blocks, H query heads, K key/value heads,
+d head width, C selected blocks of a query.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from moba_train.attention.blocks.available import interpreted, triton_block_size, triton_limits
+from moba_train.attention.blocks.given import GivenBlocks
+from moba_train.attention.full import FullAttention
+from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
+from moba_train.attention.moba.kind import attended_pairs
+from moba_train.attention.nsa.compressed import CompressedAttention
+from moba_train.attention.nsa.geometry import CompressedBlocks
+from moba_train.attention.nsa.parameters import NsaParameters
+from moba_train.attention.nsa.selection import BlockChoice
+from moba_train.attention.shard import Shard
+from moba_train.attention.window import WindowAttention
+from moba_train.config.base import Section
+from moba_train.config.model import ModelConfig
+from moba_train.config.quantities import Length
+
+
+class NsaOptions(Section):
+    """Options of `kind: nsa`; the defaults are the paper's."""
+
+    compressed_block: Length = Field(32, description="tokens of a compressed block")
+    stride: Length = Field(16, description="tokens from one compressed block to the next; divides compressed_block")
+    hidden: int | None = Field(
+        None, ge=1, description="hidden width of the MLPs that compress keys and values; null: the head width"
+    )
+    block_size: Length = Field(
+        64, description="tokens of a selected block; a multiple of stride, at least compressed_block"
+    )
+    topk: int = Field(16, ge=1, description="selected blocks of each query, its own and the forced ones included")
+    first: int = Field(1, ge=0, description="blocks at a document's start that are always selected")
+    local: int = Field(2, ge=1, description="blocks that are always selected before and with the query's own")
+    window: Length = Field(512, description="tokens of the sliding window, the query's own included")
+    separate_kv: bool = Field(
+        True,
+        description="the compressed branch and the window have key and value projections of their own, as in the "
+        "paper; false: all branches share the layer's",
+    )
+    backend: Literal["auto", "triton", "composed", "reference"] = Field(
+        "auto",
+        description="kernels of the selected branch, as for moba; reference: plain PyTorch for all branches",
+    )
+
+
+class KeysAndValues(NamedTuple):
+    """Keys and values of all tokens, [T, K, d] each."""
+
+    k: Tensor
+    v: Tensor
+
+
+class NsaKind(AttentionKind):
+    """Compressed, selected and sliding-window attention; the compressed branch's probabilities select the blocks."""
+
+    name = "nsa"
+    Options = NsaOptions
+
+    def __init__(self, options: Section, head_dim: int) -> None:
+        super().__init__(options, head_dim)
+        assert isinstance(options, NsaOptions)
+        if problems := list(_contradictions(options, "")):
+            raise ValueError("; ".join(problems))
+        self.blocks = CompressedBlocks(options.compressed_block, options.stride)
+        self.choice = BlockChoice(
+            self.blocks, options.block_size, options.topk, options.first, options.local, options.backend
+        )
+        self.compressed = CompressedAttention(self.blocks, head_dim, options.backend)
+        self.selected = GivenBlocks(options.block_size, head_dim, options.backend, "attention.nsa.backend")
+        self.window = WindowAttention(options.window, head_dim, options.backend)
+        self.all_blocks = FullAttention(FullAttention.Options(), head_dim)
+        self.attentions = (self.compressed, self.selected, self.window)
+
+    @property
+    def _options(self) -> NsaOptions:
+        assert isinstance(self.options, NsaOptions)
+        return self.options
+
+    @classmethod
+    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+        """Sizes that contradict each other, blocks longer than the sequence, and a backend that cannot run."""
+        assert isinstance(options, NsaOptions)
+        yield from _contradictions(options, f" {context.layers}")
+        for key in ("compressed_block", "block_size"):
+            if (size := getattr(options, key)) > context.seq_len:
+                yield (
+                    f"{key}: given {size} {context.layers}, which does not fit in a sequence of {context.seq_len} "
+                    "tokens; allowed: at most seq_len"
+                )
+        reason = triton_limits(context.model.head_width, options.topk - 1) or triton_block_size(options.block_size)
+        if context.device not in (None, "cuda") and not interpreted():
+            reason = f"the run trains on {context.device}, CUDA needed"
+        if options.backend == "triton" and reason:
+            yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
+
+    @classmethod
+    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
+        """Gates, compression and, with `separate_kv`, projections."""
+        assert isinstance(options, NsaOptions)
+        return NsaParameters(model, options.compressed_block, _hidden(options, model), options.separate_kv)
+
+    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+        """The three branches' outputs, each times its gate."""
+        assert isinstance(parameters, NsaParameters)
+        shard = layer.shard
+        q_nHd = shard.own(layer.rotate(layer.q_THd))
+        compressed, selected, window = self._keys_and_values(layer, shard, parameters)
+        tokens_NL, positions_N = self.blocks.places(shard.layout)
+        # Compressed before they are rotated, so that the MLP does not see where in its document a block is.
+        k_NKd = layer.rotate_at(parameters.compress_k(compressed.k, tokens_NL), positions_N)
+        v_NKd = parameters.compress_v(compressed.v, tokens_NL)
+        # Each branch is gated where it is computed: then the backward pass has one branch's gradient at a time.
+        gates_nH3 = parameters.gates(shard.own(layer.x_TD)).unflatten(-1, (-1, 3)).sigmoid()
+        gates = [gate_nH.unsqueeze(-1) for gate_nH in gates_nH3.unbind(-1)]
+        out_nHd, lse_Hn = shard.attend(q_nHd, k_NKd, v_NKd, self.compressed)
+        sum_nHd = out_nHd * gates[0]
+        if shard.attends_to_all:
+            out_nHd, _ = shard.attend(q_nHd, *selected, self.all_blocks)
+        else:
+            chosen_HnC = self.choice.choose(q_nHd, k_NKd, lse_Hn, shard.layout, self.compressed.scale)
+            out_nHd, _ = shard.attend(q_nHd, *selected, self.selected, chosen_HnC)
+        sum_nHd = sum_nHd + out_nHd * gates[1]
+        out_nHd, _ = shard.attend(q_nHd, *window, self.window)
+        return shard.padded(sum_nHd + out_nHd * gates[2]), None
+
+    def _keys_and_values(
+        self, layer: LayerInput, shard: Shard, parameters: NsaParameters
+    ) -> tuple[KeysAndValues, KeysAndValues, KeysAndValues]:
+        """Those of the compressed (not rotated), the selected and the window branch."""
+
+        def gather(name: str, x_LKd: Tensor) -> Tensor:
+            return shard.gather(name, shard.own(x_LKd))
+
+        selected = KeysAndValues(gather("k", layer.rotate(layer.k_TKd)), gather("v", layer.v_TKd))
+        if parameters.compressed is None or parameters.window is None:
+            return KeysAndValues(gather("k before rotation", layer.k_TKd), selected.v), selected, selected
+        k_LKd, v_LKd = parameters.compressed(layer.x_TD)
+        compressed = KeysAndValues(gather("compressed k", k_LKd), gather("compressed v", v_LKd))
+        k_LKd, v_LKd = parameters.window(layer.x_TD)
+        return compressed, selected, KeysAndValues(gather("window k", layer.rotate(k_LKd)), gather("window v", v_LKd))
+
+    def attended_pairs(self, lengths: Sequence[int]) -> float:
+        """Pairs of all three branches: of tokens, and of tokens with compressed blocks."""
+        options = self._options
+        selected = sum(attended_pairs(length, options.block_size, options.topk) for length in lengths)
+        window = sum(window_pairs(length, options.window) for length in lengths)
+        return self._compressed_pairs(lengths) + selected + window
+
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """The pairs of the three branches; the compressed scores once more, forward, for the selection; compression,
+        gates and the branches' own projections, each forward and backward."""
+        options = self._options
+        width = model.head_width
+        products = 12.0 * self.attended_pairs(lengths) + 2.0 * self._compressed_pairs(lengths)
+        compressed = 2 * model.kv_heads * sum(self.blocks.count(length) for length in lengths)
+        mlp = (options.compressed_block + 1) * width * _hidden(options, model)
+        projections = 3 * model.heads + options.separate_kv * 4 * model.kv_heads * width
+        matrices = mlp * compressed + model.hidden_size * projections * sum(lengths)
+        return model.heads * width * products + 6.0 * matrices
+
+    def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
+        """The outputs of three branches, two more LSEs, gates, selected blocks and their inverse lists, keys and values
+        of the branches, compressed keys and values and the rotation of the former; 16-bit elements."""
+        options = self._options
+        kv = model.kv_heads * model.head_width
+        branches = 3 * 2 * model.heads * model.head_width + 2 * 4 * model.heads + 3 * 2 * model.heads
+        selected = 2 * 4 * model.heads * min(options.topk - 1, seq_len // options.block_size + 1)
+        own = (4 + 2 * model.qk_norm) * 2 * kv if options.separate_kv else 2 * kv
+        compressed = (2 * 2 * kv + 4 * model.head_width) // options.stride
+        return branches + selected + own + compressed
+
+    def _compressed_pairs(self, lengths: Sequence[int]) -> int:
+        return sum(compressed_pairs(length, self.blocks) for length in lengths)
+
+
+def compressed_pairs(length: int, blocks: CompressedBlocks) -> int:
+    """Pairs of a query and a compressed block that it sees in one document of `length` tokens."""
+    rows, rest = divmod(max(0, length - blocks.size + 1), blocks.stride)
+    return blocks.stride * rows * (rows + 1) // 2 + rest * (rows + 1)
+
+
+def window_pairs(length: int, window: int) -> float:
+    """Pairs of a query and a key in its window in one document of `length` tokens; its own key counts half."""
+    growing = min(length, window)
+    return growing**2 / 2 + (length - growing) * (window - 0.5)
+
+
+def _hidden(options: NsaOptions, model: ModelConfig) -> int:
+    return model.head_width if options.hidden is None else options.hidden
+
+
+def _contradictions(options: NsaOptions, where: str) -> Iterator[str]:
+    """Options that contradict each other, each text beginning with the option; `where`: in which layers."""
+    stride = options.stride
+    for key in ("compressed_block", "block_size"):
+        if (size := getattr(options, key)) % stride:
+            yield f"{key}: given {size}{where}, which stride {stride} does not divide; allowed: multiples of stride"
+    if options.block_size < options.compressed_block:
+        yield (
+            f"block_size: given {options.block_size}{where}, less than compressed_block {options.compressed_block}; "
+            "allowed: at least compressed_block"
+        )
+    if options.topk < options.first + options.local:
+        yield (
+            f"topk: given {options.topk}{where}, but first {options.first} and local {options.local} blocks are always "
+            f"selected and count towards it; allowed: >= {options.first + options.local}"
+        )

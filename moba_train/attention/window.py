@@ -1,0 +1,198 @@
+"""Sliding-window attention as a LocalAttention: every query sees the last tokens of its document.
+
+On CUDA a varlen flash kernel masks the band, elsewhere masked.py. Both are given the keys of the band alone, so that
+the work is T times the window, not T squared.
+
+Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.full.kernels import nothing_seen
+from moba_train.attention.masked import Mask, accumulation_dtype, masked_attend, masked_attend_backward
+from moba_train.attention.merge import merge
+from moba_train.attention.protocol import (
+    BackwardState,
+    Gradients,
+    Layout,
+    LocalAttention,
+    Selection,
+    TokenRange,
+    TokenRanges,
+    joined_ranges,
+)
+from moba_train.attention.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
+
+_LEAST_TILE = 128
+"""Queries of a masked call at least: it is given as many keys as the window and these queries have."""
+
+_ROWS_AT_ONCE = 2**18
+"""Query rows (tokens x heads): 64 MiB of queries in bfloat16, for heads of 128."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """Queries of adjacent tokens and the adjacent keys that any of them sees."""
+
+    queries: TokenRange
+    keys: TokenRange
+    rows: slice
+    """Rows of the queries."""
+    key_rows: slice
+    """Rows of the keys."""
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether the last query's own key is the last key: where the kernels' causal masks end."""
+        return self.queries.stop == self.keys.stop
+
+
+def heads_at_once(q_THD: Tensor, k_SKD: Tensor) -> Iterator[tuple[slice, slice]]:
+    """(query heads, the key/value heads they share) that a backward pass takes at once, so that its memory, several
+    times that of their queries, stays small beside that of all queries."""
+    kv_heads = k_SKD.shape[1]
+    group = q_THD.shape[1] // kv_heads
+    together = max(1, _ROWS_AT_ONCE // max(1, q_THD.shape[0] * group))
+    for first in range(0, kv_heads, together):
+        stop = min(first + together, kv_heads)
+        yield slice(first * group, stop * group), slice(first, stop)
+
+
+def bands(q_ranges: TokenRanges, k_ranges: TokenRanges, window: int, tile: int) -> Iterator[Band]:
+    """Bands of at most `tile` queries that together have every pair of a query and a key in its window.
+
+    Those whose last query and last key are not the same token have queries of at most `window` tokens: what is behind
+    the end of the given keys.
+    """
+    row = 0
+    for start, stop in joined_ranges(q_ranges):
+        for first in range(start, stop, tile):
+            queries = TokenRange(first, min(first + tile, stop))
+            key_row = 0
+            for begin, end in joined_ranges(k_ranges):
+                among = TokenRange(max(queries.start, begin), min(queries.stop, end))
+                behind = TokenRange(max(queries.start, end), min(queries.stop, end + window - 1))
+                for part in (among, behind):
+                    if part.start < part.stop:
+                        keys = TokenRange(max(begin, part.start - window + 1), min(end, part.stop))
+                        rows = slice(row + part.start - start, row + part.stop - start)
+                        yield Band(part, keys, rows, slice(key_row + keys.start - begin, key_row + keys.stop - begin))
+                key_row += end - begin
+        row += stop - start
+
+
+class WindowAttention(LocalAttention):
+    """Every query attends to the last `window` tokens of its document, its own included."""
+
+    alignment = 1
+    work_grows = False
+
+    def __init__(self, window: int, head_dim: int, backend: str = "auto") -> None:
+        """`backend`: auto, or reference for plain PyTorch on any device."""
+        self.window = window
+        self.scale = head_dim**-0.5
+        self.backend = backend
+
+    def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
+        """Nothing: a window selects nothing."""
+        return None
+
+    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
+        """Nothing: the window follows from the tokens' places."""
+        return ()
+
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """Nothing, as `select`."""
+        return ()
+
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
+        """(out [T, H, D], lse [H, T]) over the given keys in each query's window."""
+        calls = self._calls(q_THD, layout)
+        parts = (self._attend(q_THD[band.rows], k_SKD, v_SKD, layout, band, kernel) for band, kernel in calls)
+        if len(calls) == 1 and calls[0][0].rows == slice(0, q_THD.shape[0]):
+            return next(parts)
+        out_THD, lse_HT = nothing_seen(q_THD)
+        for (band, _), part in zip(calls, parts, strict=True):
+            out_THD[band.rows], lse_HT[:, band.rows] = merge(out_THD[band.rows], lse_HT[:, band.rows], *part)
+        return out_THD, lse_HT
+
+    def _attend(
+        self,
+        q_tHD: Tensor,
+        k_SKD: Tensor,
+        v_SKD: Tensor,
+        layout: Layout,
+        band: Band,
+        kernel: type[VarlenKernel] | None,
+    ) -> tuple[Tensor, Tensor]:
+        k_sKD, v_sKD = k_SKD[band.key_rows], v_SKD[band.key_rows]
+        if kernel is None:
+            return masked_attend(q_tHD, k_sKD, v_sKD, self._mask(layout, band), self.scale, prefix=False)
+        return kernel.forward(q_tHD, k_sKD, v_sKD, self._segments(layout, band), self.scale)
+
+    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
+        """(dq, dk, dv) of `attend`."""
+        calls = self._calls(state.q, layout)
+        # Each row has one term where there is one call, and needs no wider dtype for their sum.
+        dtype = state.q.dtype if len(calls) == 1 else accumulation_dtype(state.q.dtype)
+        dq_THD, dk_SKD, dv_SKD = (torch.zeros_like(x, dtype=dtype) for x in (state.q, state.k, state.v))
+        for band, kernel in calls:
+            part = state.with_queries(band.rows).with_keys(state.k[band.key_rows], state.v[band.key_rows])
+            for heads, kv_heads in heads_at_once(part.q, part.k):
+                slices = part.with_heads(heads, kv_heads)
+                if kernel is None:
+                    grads = masked_attend_backward(slices, self._mask(layout, band), self.scale, prefix=False)
+                else:
+                    fixed_order = torch.are_deterministic_algorithms_enabled()
+                    grads = kernel.backward(slices, self._segments(layout, band), self.scale, deterministic=fixed_order)
+                dq_THD[band.rows, heads] += grads[0]
+                dk_SKD[band.key_rows, kv_heads] += grads[1]
+                dv_SKD[band.key_rows, kv_heads] += grads[2]
+        return dq_THD.to(state.q.dtype), dk_SKD.to(state.k.dtype), dv_SKD.to(state.v.dtype)
+
+    def _calls(self, q_THD: Tensor, layout: Layout) -> list[tuple[Band, type[VarlenKernel] | None]]:
+        """The bands of a layout, each with the kernel for it; None: masked.py."""
+        everything = (TokenRange(0, layout.total),)
+        q_ranges = everything if layout.q_ranges is None else layout.q_ranges
+        k_ranges = everything if layout.k_ranges is None else layout.k_ranges
+        kernel = self._kernel(q_THD, layout)
+        tile = max(self.window, _LEAST_TILE) if kernel is None else max(1, layout.total)
+        found = layout.cached(
+            ("window bands", self.window, tile), lambda: list(bands(q_ranges, k_ranges, self.window, tile))
+        )
+        return [(band, kernel if band.ends_together else None) for band in found]
+
+    def _kernel(self, q_THD: Tensor, layout: Layout) -> type[VarlenKernel] | None:
+        """The kernel for queries like these; None: there is none."""
+        documents = layout.cu_seqlens.numel() - 1
+        if self.backend == "reference":
+            return None
+        for kernel in (TorchFlash, PackagedFlash2):
+            if documents <= kernel.most_segments and not kernel.refuses(q_THD):
+                return kernel
+        return None
+
+    def _segments(self, layout: Layout, band: Band) -> Segments:
+        """The documents among a band's queries and keys."""
+        cu_q, cu_k = ((layout.cu_seqlens - start).clamp_(0, stop - start) for start, stop in (band.queries, band.keys))
+        max_q, max_k = (min(layout.max_seqlen, stop - start) for start, stop in (band.queries, band.keys))
+        return Segments(cu_q, cu_k, max_q, max_k, causal=True, window=self.window)
+
+    def _mask(self, layout: Layout, band: Band) -> Mask:
+        """The mask inside a band: bool [1, rows, keys]."""
+        device = layout.cu_seqlens.device
+        q_tokens, k_tokens = (torch.arange(start, stop, device=device) for start, stop in (band.queries, band.keys))
+        q_documents, k_documents = layout.documents(q_tokens), layout.documents(k_tokens)
+
+        def mask(rows: slice, keys: slice) -> Tensor:
+            back = q_tokens[rows, None] - k_tokens[keys]
+            same = q_documents[rows, None] == k_documents[keys]
+            return (same & (back >= 0) & (back < self.window)).unsqueeze(0)
+
+        return mask

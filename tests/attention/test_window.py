@@ -1,0 +1,132 @@
+"""Sliding windows against a mask, in several tiles; the LocalAttention contract is in test_local_attention.py."""
+
+import pytest
+import torch
+from helpers import make_qkv
+
+from moba_train.attention import window
+from moba_train.attention.kind import Engine
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.masked import masked_attend, masked_attend_backward
+from moba_train.attention.protocol import BackwardState, Layout, TokenRange, packed_layout
+from moba_train.attention.window import WindowAttention, bands
+
+
+@pytest.mark.parametrize("width", [1, 3, 7, 100])
+@pytest.mark.parametrize("tile", [1, 4, 50])
+def test_bands_have_every_pair_in_a_window_once_and_no_key_outside_of_it(width, tile):
+    q_ranges = (TokenRange(2, 9), TokenRange(9, 14), TokenRange(20, 31))
+    k_ranges = (TokenRange(0, 8), TokenRange(11, 25))
+    queries, keys = ([token for part in ranges for token in range(*part)] for ranges in (q_ranges, k_ranges))
+    found = []
+    for band in bands(q_ranges, k_ranges, width, tile):
+        assert band.queries.stop - band.queries.start <= tile
+        assert queries[band.rows] == list(range(*band.queries))
+        assert keys[band.key_rows] == list(range(*band.keys))
+        assert band.keys.start > band.queries.start - width
+        if band.ends_together:  # kernels align the last query with the last key
+            assert band.keys.start <= band.queries.start
+        else:
+            assert band.queries.stop - band.queries.start < width
+        found += [(q, k) for q in range(*band.queries) for k in range(*band.keys) if 0 <= q - k < width]
+    assert sorted(found) == [(q, k) for q in queries for k in keys if 0 <= q - k < width]
+
+
+def results(q, k, v, layout: Layout, width: int, engine: Engine = LOCAL_ENGINE, backend: str = "auto") -> list:
+    """[out, dq, dk, dv]."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, _ = engine(*leaves, WindowAttention(width, q.shape[-1], backend), layout)
+    weights = torch.arange(out.numel(), device=q.device).view_as(out).cos().to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
+
+
+def masked(q, k, v, layout: Layout, width: int) -> list:
+    token, document = layout.q_tokens, layout.q_documents
+    back = token[:, None] - token[None]
+    seen = ((document[:, None] == document[None]) & (back >= 0) & (back < width)).unsqueeze(0)
+    scale = q.shape[-1] ** -0.5
+    out, lse = masked_attend(q, k, v, lambda rows, keys: seen[:, rows, keys], scale, prefix=True)
+    dout = torch.arange(out.numel(), device=q.device).view_as(out).cos().to(out.dtype)
+    state = BackwardState(dout, q, k, v, out, lse)
+    return [out, *masked_attend_backward(state, lambda rows, keys: seen[:, rows, keys], scale, prefix=True)]
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 100])
+def test_windows_equal_a_mask_over_all_keys(width, monkeypatch):
+    monkeypatch.setattr(window, "_LEAST_TILE", 8)
+    monkeypatch.setattr(window, "_ROWS_AT_ONCE", 1)
+    q, k, v = (x.detach() for x in make_qkv(60, 4, 2, 8, "cpu"))
+    layout = packed_layout([33, 0, 1, 26])
+    torch.testing.assert_close(results(q, k, v, layout, width), masked(q, k, v, layout, width), rtol=0, atol=1e-13)
+
+
+class MaskedKernel:
+    """A varlen kernel with windows on any device, by a mask inside each segment."""
+
+    most_segments = 8
+
+    @staticmethod
+    def refuses(q):
+        return ""
+
+    @staticmethod
+    def mask(segments, queries, keys):
+        row, key = torch.arange(queries), torch.arange(keys)
+        q_segment = torch.searchsorted(segments.cu_q[1:].long(), row, right=True)
+        k_segment = torch.searchsorted(segments.cu_k[1:].long(), key, right=True)
+        last = segments.cu_k[1:][q_segment] - segments.cu_q[1:][q_segment] + row
+        back = last[:, None] - key[None]
+        seen = (q_segment[:, None] == k_segment[None]) & (back >= 0) & (back < segments.window)
+        return lambda rows, columns: seen[None, rows, columns]
+
+    @classmethod
+    def forward(cls, q, k, v, segments, scale):
+        assert segments.causal
+        return masked_attend(q, k, v, cls.mask(segments, len(q), len(k)), scale, prefix=False)
+
+    @classmethod
+    def backward(cls, state, segments, scale, deterministic):
+        mask = cls.mask(segments, len(state.q), len(state.k))
+        return masked_attend_backward(state, mask, scale, prefix=False)
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 100])
+def test_kernels_are_given_the_documents_and_keys_of_every_band(width, monkeypatch):
+    monkeypatch.setattr(window, "TorchFlash", MaskedKernel)
+    q, k, v = (x.detach() for x in make_qkv(60, 4, 2, 8, "cpu"))
+    layout = packed_layout([33, 0, 1, 26])
+    attention = WindowAttention(width, 8)
+    assert attention._kernel(q, layout) is MaskedKernel
+    want = masked(q, k, v, layout, width)
+    torch.testing.assert_close(results(q, k, v, layout, width), want, rtol=0, atol=1e-13)
+    for strategy in ((TokenRange(3, 20), TokenRange(31, 50)), (TokenRange(30, 60),)):
+        part = layout.part(strategy, None)
+        rows = part.q_tokens
+        out, lse = attention.attend(q[rows], k, v, part, ())
+        torch.testing.assert_close(out, want[0][rows], rtol=0, atol=1e-13)
+        state = BackwardState(q[rows], q[rows], k, v, out, lse)
+        plain = WindowAttention(width, 8, "reference")
+        got = attention.attend_backward(state, part, ())
+        torch.testing.assert_close(got, plain.attend_backward(state, part, ()), rtol=0, atol=1e-13)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1, 64, 300, 5000])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_kernel_equals_a_mask(width, head_dim):
+    """bfloat16, whole sequences and the ranges of a zigzag shard."""
+    q, k, v = (x.detach() for x in make_qkv(2000, 4, 2, head_dim, "cuda", torch.bfloat16))
+    layout = packed_layout([1300, 0, 1, 699], "cuda")
+    attention = WindowAttention(width, head_dim)
+    assert attention._kernel(q, layout) is not None
+    want = masked(q.double(), k.double(), v.double(), layout, width)
+    for got, exact in zip(results(q, k, v, layout, width), want, strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=0.02, atol=0.03)
+    part = layout.part((TokenRange(100, 400), TokenRange(1200, 1500)), None)
+    rows = part.q_tokens
+    out, lse = attention.attend(q[rows], k, v, part, ())
+    torch.testing.assert_close(out.double(), want[0][rows], rtol=0.02, atol=0.03)
+    dq, _, _ = attention.attend_backward(BackwardState(out, q[rows], k, v, out, lse), part, ())
+    plain = WindowAttention(width, head_dim, "reference")
+    exact = BackwardState(*(x.double() for x in (out, q[rows], k, v, out, lse)))
+    torch.testing.assert_close(dq.double(), plain.attend_backward(exact, part, ())[0], rtol=0.02, atol=0.03)
