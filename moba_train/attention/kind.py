@@ -167,6 +167,11 @@ class AttentionKind(ABC):
         """Bytes for each token that the forward pass keeps besides queries, keys, values, output and its LSE."""
         return 0
 
+    def activation_bytes(self, model: ModelConfig, width: int) -> int:
+        """Bytes for each token, `width` an element, of what the kind's own computation keeps for the backward pass unless
+        activation checkpointing recomputes it, besides queries, keys, values, output and its LSE."""
+        return 0
+
     def generation_problem(self) -> str:
         """Why tokens cannot be generated one by one through a key/value cache; empty when they can."""
         return ""

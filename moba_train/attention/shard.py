@@ -5,14 +5,14 @@ context parallelism and for generation: it computes with its own rows, gathers w
 from its own queries to all keys. An engine gives it the shard (`kind.Engine`).
 
 Shape suffixes: L rows given to the layer (padding included), n tokens among them, T tokens of the sequence, R ranks,
-H query heads, K key/value heads, D head width, C selected blocks of a query.
+B running sequences, H query heads, K key/value heads, D head width, C selected blocks of a query.
 """
 
 from typing import Protocol
 
 from torch import Tensor
 
-from moba_train.attention.protocol import Layout, LocalAttention
+from moba_train.attention.protocol import Layout, LocalAttention, TokenRanges
 
 
 class Shard(Protocol):
@@ -32,6 +32,16 @@ class Shard(Protocol):
         """Whether tokens are being generated with `decode: full`: then a kind that selects keys attends to all."""
         ...
 
+    @property
+    def ranges_by_rank(self) -> tuple[TokenRanges, ...]:
+        """Tokens of each rank that shares the sequence, known on the host; of the new rows while tokens are generated."""
+        ...
+
+    @property
+    def generates(self) -> bool:
+        """Whether tokens are being generated, so that what later tokens need must be kept."""
+        ...
+
     def own(self, x_Lx: Tensor) -> Tensor:
         """The rows that carry tokens, [n, ...], without padding: in the order of the layout's queries."""
         ...
@@ -49,6 +59,18 @@ class Shard(Protocol):
 
     def all_ranks(self, x: Tensor) -> Tensor:
         """`x` of all ranks that share the sequence, [R, ...], in rank order; differentiable. Shapes must agree."""
+        ...
+
+    def states(self, name: str) -> Tensor | None:
+        """What `keep_states` kept for the running sequences, [B, ...], zeros for those that have nothing yet; None where
+        none has, and where no tokens are generated. The layout's query ranges are in the order of the sequences."""
+        ...
+
+    def keep_states(self, name: str, states_Bx: Tensor) -> None:
+        """Keep a state for each of the running sequences, in place of the one before; only while tokens are generated.
+
+        `name` is unique in the layer's kind.
+        """
         ...
 
     def attend(

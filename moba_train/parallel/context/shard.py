@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moba_train.attention.operators import OperatorEngine, OperatorShard, all_ranks
-from moba_train.attention.protocol import Layout
+from moba_train.attention.protocol import Layout, TokenRanges
 from moba_train.parallel.context.layout import SequenceLayout
 
 
@@ -19,6 +19,11 @@ class RankShard(OperatorShard):
         super().__init__(engine, layout.part(sequence.ranges[rank], None))
         self._sequence = sequence
         self._tokens = sequence.tokens(rank)
+
+    @property
+    def ranges_by_rank(self) -> tuple[TokenRanges, ...]:
+        """Tokens of each rank: one range, or two under the zigzag layout, or none."""
+        return self._sequence.ranges
 
     def own(self, x_Lx: Tensor) -> Tensor:
         """The rows before the padding."""

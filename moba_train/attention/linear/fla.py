@@ -1,0 +1,79 @@
+"""Linear attention by the kernels of fla-core (https://github.com/fla-org/flash-linear-attention), imported when used.
+
+Shape suffixes: n rows, H query heads, d head width, N segments.
+"""
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.protocol import Layout
+
+PACKAGE = "fla-core"
+
+
+@cache
+def has_fla() -> bool:
+    """Whether the package is installed; it is not imported."""
+    return importlib.util.find_spec("fla") is not None
+
+
+def fla_refuses(x: Tensor) -> str:
+    """Why the kernels cannot work on tensors like this one; empty when they can."""
+    if not x.is_cuda:
+        return f"tensors are on {x.device.type}, not on CUDA"
+    if x.dtype == torch.float64:
+        return "dtype torch.float64, at most float32 supported"
+    if not has_fla():
+        return f"the package {PACKAGE} is not installed"
+    return ""
+
+
+def fla_problem(device: str | None, deterministic: bool) -> str:
+    """Why the kernels cannot train a run on `device`, where it is known; empty when they can.
+
+    Their block sizes are chosen by timing, so that two runs may sum in different orders.
+    """
+    if device is not None and device != "cuda":
+        return f"the run trains on {device}, CUDA needed"
+    if device == "cuda" and not has_fla():
+        return f"the package {PACKAGE} is not installed"
+    if deterministic:
+        return "its kernels are tuned by timing and not reproducible, with deterministic: true"
+    return ""
+
+
+@torch.compiler.disable
+def fla_decayed_attention(q_nHd: Tensor, k_nHd: Tensor, v_nHd: Tensor, log_decay_H: Tensor, layout: Layout) -> Tensor:
+    """`decayed.decayed_attention` inside the segments of the layout's queries; keys and values have H heads."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    edges, edges_cpu = segment_edges(layout)
+    out_1nHd, _ = chunk_simple_gla(
+        *(x.unsqueeze(0) for x in (q_nHd, k_nHd, v_nHd)),
+        g_gamma=log_decay_H.float(),
+        scale=1.0,
+        cu_seqlens=edges,
+        cu_seqlens_cpu=edges_cpu,
+    )
+    return out_1nHd.squeeze(0)
+
+
+def segment_edges(layout: Layout) -> tuple[Tensor, Tensor]:
+    """int64 [N + 1], on the layout's device and on the CPU: rows where the segments of the layout's queries begin, which
+    are never empty, and the number of rows."""
+    return layout.cached("segment edges", lambda: _segment_edges(layout))
+
+
+def _segment_edges(layout: Layout) -> tuple[Tensor, Tensor]:
+    ranges = layout.q_ranges
+    edges = [0]
+    row = 0
+    for start, stop in ((0, layout.total),) if ranges is None else ranges:
+        edges += [row + edge - start for edge in layout.edges if start < edge < stop]
+        row += stop - start
+        edges.append(row)
+    on_cpu = torch.tensor(edges).unique()
+    return on_cpu.to(layout.cu_seqlens.device, non_blocking=True), on_cpu
