@@ -168,8 +168,8 @@ class AttentionKind(ABC):
         return 0
 
     def activation_bytes(self, model: ModelConfig, width: int) -> int:
-        """Bytes for each token, `width` an element, of what the kind's own computation keeps for the backward pass unless
-        activation checkpointing recomputes it, besides queries, keys, values, output and its LSE."""
+        """Bytes for each token, `width` an element, that the forward pass keeps besides queries, keys, values, output
+        and its LSE, unless activation checkpointing recomputes them; `saved_bytes` are kept in any case."""
         return 0
 
     def generation_problem(self) -> str:

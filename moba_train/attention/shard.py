@@ -34,7 +34,7 @@ class Shard(Protocol):
 
     @property
     def ranges_by_rank(self) -> tuple[TokenRanges, ...]:
-        """Tokens of each rank that shares the sequence, known on the host; of the new rows while tokens are generated."""
+        """Tokens of each rank that shares the sequence, known on the host; the new ones while tokens are generated."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class Shard(Protocol):
 
     def states(self, name: str) -> Tensor | None:
         """What `keep_states` kept for the running sequences, [B, ...], zeros for those that have nothing yet; None where
-        none has, and where no tokens are generated. The layout's query ranges are in the order of the sequences."""
+        no sequence has, and where no tokens are generated. B counts the layout's query ranges."""
         ...
 
     def keep_states(self, name: str, states_Bx: Tensor) -> None:

@@ -1,6 +1,8 @@
 """Lightning attention against the recurrence as Qin et al. 2024 (arXiv:2401.04658) write it, in float64."""
 
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from kind_checks import (
     results,
     run_layer,
 )
+
 from moba_train.attention.kind import StageContext
 from moba_train.attention.linear import lightning
 from moba_train.attention.linear.decayed import decayed_attention
@@ -77,7 +80,7 @@ def flat(found):
 def test_output_and_every_gradient_are_those_of_the_oracle(options, index):
     layer = make(options, index=index)
     got, want = results(layer), results(layer, oracle)
-    assert {name for name in got[2]} == {"gate.weight", "norm.weight"}
+    assert set(got[2]) == {"gate.weight", "norm.weight"}
     for ours, theirs in zip(flat(got), flat(want), strict=True):
         assert theirs.abs().max() > 0
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
@@ -219,7 +222,7 @@ def test_backends_that_cannot_run_are_refused(monkeypatch):
     monkeypatch.setattr("moba_train.attention.linear.fla.has_fla", lambda: True)
     assert problems("fla", device="cuda") == []
     assert "deterministic: true" in problems("fla", device="cuda", deterministic=True)[0]
-    with pytest.raises(ValueError, match="attention.lightning.backend: 'fla' cannot run: tensors are on cpu"):
+    with pytest.raises(ValueError, match=r"attention\.lightning\.backend: 'fla' cannot run: tensors are on cpu"):
         run_layer(make({"backend": "fla"}))
 
 
@@ -228,6 +231,25 @@ def test_segments_given_to_fla():
     assert segment_edges(whole)[1].tolist() == [0, 5, 8, 12]
     shard = whole.part((TokenRange(2, 6), TokenRange(7, 10)), None)
     assert segment_edges(shard)[1].tolist() == [0, 3, 4, 5, 7]
+
+
+def test_what_fla_is_asked_for(monkeypatch):
+    """With a stand-in that has the interface of fla-core 0.6.0 and takes one token after the other."""
+
+    def chunk_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, *, cu_seqlens, cu_seqlens_cpu):
+        assert g is None
+        assert cu_seqlens.dtype == torch.int64
+        lengths = cu_seqlens_cpu.diff().tolist()
+        assert min(lengths) > 0
+        return recurrence(scale * q[0], k[0], v[0], g_gamma.exp(), lengths)[None], None
+
+    modules = {name: types.ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.simple_gla")}
+    modules["fla.ops.simple_gla"].chunk_simple_gla = chunk_simple_gla
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(lightning, "fla_refuses", lambda x: "")
+    for got, want in zip(flat(results(make({"backend": "fla"}))), flat(results(make({}), oracle)), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)  # fla takes the decays in float32
 
 
 @pytest.mark.gpu

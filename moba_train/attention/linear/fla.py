@@ -62,8 +62,8 @@ def fla_decayed_attention(q_nHd: Tensor, k_nHd: Tensor, v_nHd: Tensor, log_decay
 
 
 def segment_edges(layout: Layout) -> tuple[Tensor, Tensor]:
-    """int64 [N + 1], on the layout's device and on the CPU: rows where the segments of the layout's queries begin, which
-    are never empty, and the number of rows."""
+    """int64 [N + 1], on the layout's device and on the CPU: rows where the segments of the layout's queries begin, and
+    the number of rows. No segment is empty."""
     return layout.cached("segment edges", lambda: _segment_edges(layout))
 
 

@@ -141,8 +141,8 @@ class LightningKind(AttentionKind):
         return sum(length**2 for length in lengths) / 2
 
     def activation_bytes(self, model: ModelConfig, width: int) -> int:
-        """The inputs of silu, the result of the linear attention, the normed output and the gate; with fla's kernels also
-        keys and values repeated for each query head."""
+        """The inputs of silu, the result of the linear attention, the normed output and the gate; with fla's kernels
+        also keys and values repeated for each query head."""
         heads, kv_heads = model.heads, model.kv_heads
         tensors = 4 * heads + kv_heads
         if self._backend != "torch":
