@@ -135,6 +135,12 @@ class AttentionKind(ABC):
         0 for zeros. Vectors begin as ones, biases as zeros."""
         return std
 
+    @classmethod
+    def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
+        """Initial values that are neither ones, zeros nor normal, drawn with `generator` on its device; None: as
+        `initial_std` says. `shape` is that of the whole parameter, on any number of ranks."""
+        return None
+
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """The layer's output before its output projection, [T, H, d], and the auxiliary loss of each token or None.
 

@@ -2,6 +2,7 @@
 
 from moba_train.attention.full.kind import FullKind
 from moba_train.attention.kind import AttentionKind
+from moba_train.attention.linear.kda import KdaKind
 from moba_train.attention.linear.lightning import LightningKind
 from moba_train.attention.moba.kind import MobaKind
 from moba_train.config.attention import register_kind_options
@@ -20,3 +21,4 @@ def register(kind: type[AttentionKind]) -> type[AttentionKind]:
 register(FullKind)
 register(MobaKind)
 register(LightningKind)
+register(KdaKind)

@@ -62,8 +62,10 @@ class Shard(Protocol):
         ...
 
     def states(self, name: str) -> Tensor | None:
-        """What `keep_states` kept for the running sequences, [B, ...], zeros for those that have nothing yet; None where
-        no sequence has, and where no tokens are generated. B counts the layout's query ranges."""
+        """What `keep_states` kept for the running sequences, [B, ...], zeros for those that have nothing yet.
+
+        None where no sequence has, and where no tokens are generated. B counts the layout's query ranges.
+        """
         ...
 
     def keep_states(self, name: str, states_Bx: Tensor) -> None:

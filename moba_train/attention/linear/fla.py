@@ -77,3 +77,36 @@ def _segment_edges(layout: Layout) -> tuple[Tensor, Tensor]:
         edges.append(row)
     on_cpu = torch.tensor(edges).unique()
     return on_cpu.to(layout.cu_seqlens.device, non_blocking=True), on_cpu
+
+
+@torch.compiler.disable
+def fla_delta_attention(
+    q_nHd: Tensor,
+    k_nHd: Tensor,
+    v_nHd: Tensor,
+    decay_nHd: Tensor,
+    beta_nH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_h: Tensor,
+    layout: Layout,
+    initial_NHdd: Tensor | None,
+    wants_states: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule of `kda` inside the segments of the layout's queries, from the results of its projections; and the
+    states behind the segments, float32, if wanted."""
+    from fla.ops.kda import chunk_kda
+
+    edges, edges_cpu = segment_edges(layout)
+    out_1nHd, behind_NHdd = chunk_kda(
+        *(x.unsqueeze(0) for x in (q_nHd, k_nHd, v_nHd, decay_nHd, beta_nH)),
+        A_log=A_log_H,
+        dt_bias=dt_bias_h,
+        initial_state=initial_NHdd,
+        output_final_state=wants_states,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        cu_seqlens=edges,
+        cu_seqlens_cpu=edges_cpu,
+    )
+    return out_1nHd.squeeze(0), behind_NHdd

@@ -152,5 +152,5 @@ class LightningKind(AttentionKind):
     def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """The recurrence, which no chunked form can do with less: for each token and head 2 d^2 to add to the state and
         2 d^2 to read it, three passes' worth; and the gate's matrix."""
-        width = model.heads * model.head_width
-        return (12.0 * width * model.head_width + 6.0 * width * model.hidden_size) * sum(lengths)
+        weights = sum(self._parameter_sizes(model, least_dimensions=2))
+        return (12.0 * model.heads * model.head_width**2 + 6.0 * weights) * sum(lengths)
