@@ -15,4 +15,5 @@ varlen     kernels for attention inside many segments at once, from several libr
 blocks     attention to selected blocks, for any selector
 full       full attention: dense, causal
 moba       Mixture of Block Attention: a gate that selects blocks
+linear     kinds with a state of fixed size in place of keys and values: lightning, kda
 """
