@@ -1,13 +1,14 @@
 """Linear attention with a constant decay for each head, in plain PyTorch: chunk by chunk, forward and backward.
 
-    S_t = lambda S_{t-1} + k_t^T v_t,   out_t = q_t S_t        (per query head; lambda <= 1)
+    S_t = lambda S_{t-1} + silu(k_t)^T v_t,   out_t = silu(q_t) S_t        (per query head; lambda <= 1)
 
 Inside a chunk of tokens this is a masked product like attention without softmax; between chunks the state S is carried
 (Qin et al. 2024, arXiv:2401.04658, section 3). Only powers of lambda with exponents >= 0 occur, so nothing overflows. A
 state never passes from one segment to the next, wherever chunks and segments begin.
 
-The gradients are sums of the same form: dq is linear attention of (dout, v, k), and, from the last token to the first,
-dk is that of (v, dout, q) and dv that of (k, q, dout). So the backward pass saves q, k and v alone.
+The gradients are sums of the same form: that of silu(q) is linear attention of (dout, v, silu(k)), and, from the last
+token to the first, that of silu(k) is the one of (v, dout, silu(q)), and that of v the one of (silu(k), silu(q), dout).
+So the backward pass needs q, k and v alone, before silu.
 
 Shape suffixes: n rows, H query heads, K key/value heads, d head width; r rows of a group, m chunks of a group, c rows
 of a chunk.
@@ -16,6 +17,7 @@ of a chunk.
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_SIZE = 64
@@ -33,7 +35,7 @@ def decayed_attention(
     chunk_size: int = CHUNK_SIZE,
     chunks_at_once: int = CHUNKS_AT_ONCE,
 ) -> Tensor:
-    """Linear attention [n, H, d] inside each segment, without scale; differentiable in q, k and v.
+    """Linear attention [n, H, d] of silu(q), silu(k) and v inside each segment, without scale; differentiable.
 
     Computed in float32, or float64 for float64 inputs, and returned in their dtype. K divides H.
     `log_decay_H`: log lambda of each query head, <= 0. `segments_n`: int64, never descending; rows with equal numbers
@@ -47,7 +49,7 @@ def decayed_attention(
 def _decayed_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, segments: Tensor, chunk_size: int, chunks_at_once: int
 ) -> Tensor:
-    return _Sums(log_decay, segments, chunk_size, chunks_at_once)(q, k, v)
+    return _Sums(log_decay, segments, chunk_size, chunks_at_once)(_silu(q), _silu(k), _Input(v))
 
 
 @_decayed_attention.register_fake
@@ -67,10 +69,10 @@ def _backward(
     chunks_at_once: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums = _Sums(log_decay, segments, chunk_size, chunks_at_once)
-    dq = sums(dout, v, k)
-    dk = sums(v, dout, q, heads=k.shape[1], backwards=True)
-    dv = sums(k, q, dout, heads=v.shape[1], backwards=True)
-    return dq, dk, dv
+    dq = sums(_Input(dout), _Input(v), _silu(k))
+    dk = sums(_Input(v), _Input(dout), _silu(q), heads=k.shape[1], backwards=True)
+    dv = sums(_silu(k), _silu(q), _Input(dout), heads=v.shape[1], backwards=True)
+    return torch.ops.aten.silu_backward(dq, q), torch.ops.aten.silu_backward(dk, k), dv
 
 
 @_backward.register_fake
@@ -90,6 +92,19 @@ def _gradients(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 _decayed_attention.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
+class _Input(NamedTuple):
+    """A factor of the sums."""
+
+    x_nHd: Tensor
+    """With query heads or key/value heads."""
+    silu: bool = False
+    """Whether silu is to be applied, to some rows at a time."""
+
+
+def _silu(x_nHd: Tensor) -> _Input:
+    return _Input(x_nHd, silu=True)
+
+
 class _State(NamedTuple):
     """What one group of chunks hands to the next."""
 
@@ -107,33 +122,31 @@ class _Sums:
         self.chunk_size = chunk_size
         self.rows = chunk_size * chunks_at_once
 
-    def __call__(
-        self, q_nHd: Tensor, k_nHd: Tensor, v_nHd: Tensor, heads: int | None = None, backwards: bool = False
-    ) -> Tensor:
+    def __call__(self, q: _Input, k: _Input, v: _Input, heads: int | None = None, backwards: bool = False) -> Tensor:
         """The sums of all rows; `backwards`: over later rows instead of earlier ones.
 
-        The tensors have query heads or key/value heads. `heads`: the heads of the result, query heads that share one
-        are added; all query heads if None.
+        `heads`: the heads of the result, query heads that share one are added; all query heads if None.
         """
-        total = q_nHd.shape[0]
+        total = len(v.x_nHd)
         query_heads = len(self.log_decay_H)
-        result_nHd = v_nHd.new_empty((total, heads or query_heads, v_nHd.shape[-1]))
-        dtype = torch.promote_types(v_nHd.dtype, torch.float32)
+        result_nHd = v.x_nHd.new_empty((total, heads or query_heads, v.x_nHd.shape[-1]))
         state: _State | None = None
         for first in range(0, total, self.rows):
             last = min(first + self.rows, total)
             place = slice(total - last, total - first) if backwards else slice(first, last)
-            rows = [self._rows(x, place, dtype, backwards) for x in (q_nHd, k_nHd, v_nHd)]
-            segments_r = self.segments_n[place]
-            out_rHd, state = self._group(*rows, segments_r.flip(0) if backwards else segments_r, state)
+            q_rHd, k_rHd, v_rHd = (self._rows(x, place, backwards) for x in (q, k, v))
+            segments_r = self.segments_n[place].flip(0) if backwards else self.segments_n[place]
+            out_rHd, state = self._group(q_rHd, k_rHd, v_rHd, segments_r, state)
             if heads is not None and heads != query_heads:
                 out_rHd = out_rHd.unflatten(1, (heads, -1)).sum(2)
             result_nHd[place] = out_rHd.flip(0) if backwards else out_rHd
         return result_nHd
 
-    def _rows(self, x_nHd: Tensor, place: slice, dtype: torch.dtype, backwards: bool) -> Tensor:
-        """Some rows in the order of summation, for every query head."""
-        x_rHd = x_nHd[place].to(dtype)
+    def _rows(self, factor: _Input, place: slice, backwards: bool) -> Tensor:
+        """Some rows in the order of summation, for every query head, in float32 or float64."""
+        x_rHd = factor.x_nHd[place]
+        x_rHd = x_rHd.to(torch.promote_types(x_rHd.dtype, torch.float32))
+        x_rHd = F.silu(x_rHd) if factor.silu else x_rHd
         x_rHd = x_rHd.flip(0) if backwards else x_rHd
         return x_rHd.repeat_interleave(len(self.log_decay_H) // x_rHd.shape[1], 1)
 
@@ -187,7 +200,7 @@ class _Sums:
     def _chunks(self, x_rHd: Tensor) -> Tensor:
         """[H, m, c, d], filled up with zeros."""
         missing = -x_rHd.shape[0] % self.chunk_size
-        x_Hrd = torch.nn.functional.pad(x_rHd.transpose(0, 1), (0, 0, 0, missing))
+        x_Hrd = F.pad(x_rHd.transpose(0, 1), (0, 0, 0, missing))
         return x_Hrd.unflatten(1, (-1, self.chunk_size))
 
     def _powers(self, exponents: Tensor, like: Tensor) -> Tensor:

@@ -1,13 +1,15 @@
 """Linear attention by the kernels of fla-core (https://github.com/fla-org/flash-linear-attention), imported when used.
 
-Shape suffixes: n rows, H query heads, d head width, N segments.
+Shape suffixes: n rows, H query heads, K key/value heads, d head width, N segments.
 """
 
 import importlib.util
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.protocol import Layout
 
@@ -46,19 +48,29 @@ def fla_problem(device: str | None, deterministic: bool) -> str:
 
 
 @torch.compiler.disable
-def fla_decayed_attention(q_nHd: Tensor, k_nHd: Tensor, v_nHd: Tensor, log_decay_H: Tensor, layout: Layout) -> Tensor:
-    """`decayed.decayed_attention` inside the segments of the layout's queries; keys and values have H heads."""
+def fla_decayed_attention(q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, log_decay_H: Tensor, layout: Layout) -> Tensor:
+    """`decayed.decayed_attention` inside the segments of the layout's queries.
+
+    The backward pass repeats the forward pass, a third of its own time: the kernels would keep silu(q), and silu(k) and
+    v for every query head.
+    """
     from fla.ops.simple_gla import chunk_simple_gla
 
     edges, edges_cpu = segment_edges(layout)
-    out_1nHd, _ = chunk_simple_gla(
-        *(x.unsqueeze(0) for x in (q_nHd, k_nHd, v_nHd)),
-        g_gamma=log_decay_H.float(),
-        scale=1.0,
-        cu_seqlens=edges,
-        cu_seqlens_cpu=edges_cpu,
-    )
-    return out_1nHd.squeeze(0)
+
+    def attend(q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor) -> Tensor:
+        group = q_nHd.shape[1] // k_nKd.shape[1]
+        inputs = (F.silu(q_nHd), F.silu(k_nKd).repeat_interleave(group, 1), v_nKd.repeat_interleave(group, 1))
+        out_1nHd, _ = chunk_simple_gla(
+            *(x.unsqueeze(0) for x in inputs),
+            g_gamma=log_decay_H.float(),
+            scale=1.0,
+            cu_seqlens=edges,
+            cu_seqlens_cpu=edges_cpu,
+        )
+        return out_1nHd.squeeze(0)
+
+    return checkpoint(attend, q_nHd, k_nKd, v_nKd, use_reentrant=False, preserve_rng_state=False)
 
 
 def segment_edges(layout: Layout) -> tuple[Tensor, Tensor]:

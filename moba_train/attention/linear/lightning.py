@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.linear.decayed import decayed_attention
@@ -52,6 +52,10 @@ class LightningParameters(nn.Module):
         self.norm = nn.RMSNorm(width, model.norm_eps)
         self._decays = decays
         self.register_buffer("log_decay_H", decays().to(self.norm.weight.device), persistent=False)
+
+    def forward(self, out_nHd: Tensor, x_nD: Tensor) -> Tensor:
+        """The layer's output, normed over all heads together and gated."""
+        return (self.norm(out_nHd.flatten(1)) * self.gate(x_nD).sigmoid()).view_as(out_nHd)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LightningParameters":
         # `to_empty` would leave the decays undefined, and `bfloat16()` would round them.
@@ -101,25 +105,24 @@ class LightningKind(AttentionKind):
         return LightningParameters(model, lambda: log_decays(decay, model.heads, layer, model.layers))
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
-        """Linear attention without rotary embedding, whose output is normed over all heads together and gated."""
+        """Linear attention without rotary embedding, whose output is normed and gated."""
         assert isinstance(parameters, LightningParameters)
         shard = layer.shard
-        q_nHd = F.silu(shard.own(layer.q_THd))
-        k_nKd = F.silu(shard.own(layer.k_TKd))
-        v_nKd = shard.own(layer.v_TKd)
+        q_nHd, k_nKd, v_nKd = (shard.own(x) for x in (layer.q_THd, layer.k_TKd, layer.v_TKd))
         log_decay_H = parameters.log_decay_H
         out_nHd = self._attend(q_nHd, k_nKd, v_nKd, log_decay_H, shard.layout)
         out_nHd = with_earlier_states(out_nHd, q_nHd, k_nKd, v_nKd, log_decay_H, shard)
-        gate_nh = parameters.gate(shard.own(layer.x_TD)).sigmoid()
-        out_nh = parameters.norm(out_nHd.flatten(1)) * gate_nh
-        return shard.padded(out_nh.view_as(q_nHd)), None
+        # Recomputed in the backward pass, which would keep two more tensors of the output's size.
+        gated_nHd = checkpoint(
+            parameters, out_nHd, shard.own(layer.x_TD), use_reentrant=False, preserve_rng_state=False
+        )
+        return shard.padded(gated_nHd), None
 
     def _attend(self, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, log_decay_H: Tensor, layout: Layout) -> Tensor:
-        """Linear attention inside the layout's segments, by the backend that the options and the tensors allow."""
+        """Linear attention of silu(q), silu(k) and v inside the layout's segments, by the backend that the options and
+        the tensors allow."""
         if len(q_nHd) and self._uses_fla(q_nHd):
-            group = q_nHd.shape[1] // k_nKd.shape[1]
-            k_nHd, v_nHd = (x.repeat_interleave(group, 1) for x in (k_nKd, v_nKd))
-            return fla_decayed_attention(q_nHd, k_nHd, v_nHd, log_decay_H, layout)
+            return fla_decayed_attention(q_nHd, k_nKd, v_nKd, log_decay_H, layout)
         return decayed_attention(q_nHd, k_nKd, v_nKd, log_decay_H, segments(layout))
 
     def _uses_fla(self, x: Tensor) -> bool:
@@ -141,13 +144,8 @@ class LightningKind(AttentionKind):
         return sum(length**2 for length in lengths) / 2
 
     def activation_bytes(self, model: ModelConfig, width: int) -> int:
-        """The inputs of silu, the result of the linear attention, the normed output and the gate; with fla's kernels
-        also keys and values repeated for each query head."""
-        heads, kv_heads = model.heads, model.kv_heads
-        tensors = 4 * heads + kv_heads
-        if self._backend != "torch":
-            tensors += 2 * (heads - kv_heads)
-        return width * model.head_width * tensors
+        """The result of the linear attention, before norm and gate."""
+        return width * model.heads * model.head_width
 
     def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
         """The recurrence, which no chunked form can do with less: for each token and head 2 d^2 to add to the state and

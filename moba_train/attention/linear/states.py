@@ -1,10 +1,10 @@
 """States of linear attention with a constant decay that come from other ranks, or from earlier calls of generation.
 
 A layer's rows are those of one or more ranges of the packed sequence (`Shard.layout`). Linear attention inside the
-ranges begins with empty states. As it is linear, a state S before a range adds q_t lambda^(t - start + 1) S to the
-tokens of the document that the range begins in; and the state that a range leaves behind is one product of its keys and
-values. So ranks exchange the states behind their ranges, by one all-gather of [H, d, d] each, and every rank adds up
-those that reach its own ranges (as in LASP-2, Sun et al. 2025, arXiv:2502.07563).
+ranges begins with empty states. As it is linear, a state S before a range adds silu(q_t) lambda^(t - start + 1) S to
+the tokens of the document that the range begins in; and the state that a range leaves behind is one product of its
+keys and values. So ranks exchange the states behind their ranges, by one all-gather of [H, d, d] each, and every rank
+adds up those that reach its own ranges (as in LASP-2, Sun et al. 2025, arXiv:2502.07563).
 
 Shape suffixes: n rows, r ranges of this layer, L rows of the longest, N ranges of all ranks, H query heads, K key/value
 heads, G query heads of a key/value head, d head width.
@@ -13,6 +13,7 @@ heads, G query heads of a key/value head, d head width.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -30,7 +31,7 @@ def segments(layout: Layout) -> Tensor:
 def with_earlier_states(
     out_nHd: Tensor, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, log_decay_H: Tensor, shard: Shard
 ) -> Tensor:
-    """`out_nHd`, linear attention inside the shard's ranges, with what the states before the ranges add.
+    """`out_nHd`, linear attention of silu(q), silu(k) and v inside the shard's ranges, with what earlier states add.
 
     While tokens are generated, the states behind the new tokens are kept. All ranks must call it together.
     """
@@ -91,7 +92,7 @@ class _Ranges:
 
     def states_behind(self, k_nKd: Tensor, v_nKd: Tensor, log_decay_H: Tensor) -> Tensor:
         """The state behind each range, [r, H, d, d], from the rows of its last document in this range."""
-        k_rLKd, v_rLKd = self._by_range(k_nKd), self._by_range(v_nKd)
+        k_rLKd, v_rLKd = F.silu(self._by_range(k_nKd)), self._by_range(v_nKd)
         later_rL = (self.lengths_r[:, None] - 1 - self._places()).clamp(min=0)
         weights_rLH = _powers(log_decay_H, later_rL, k_rLKd.dtype) * self.same_as_last_rL[..., None]
         k_rLKGd = k_rLKd[:, :, :, None] * weights_rLH.unflatten(-1, (k_rLKd.shape[2], -1))[..., None]
@@ -100,7 +101,7 @@ class _Ranges:
     def added_by(self, before_rHdd: Tensor, q_nHd: Tensor, log_decay_H: Tensor) -> Tensor:
         """What the states before the ranges add to the rows, [n, H, d]."""
         weights_rLH = _powers(log_decay_H, self._places() + 1, before_rHdd.dtype) * self.same_as_first_rL[..., None]
-        q_rLHd = self._by_range(q_nHd) * weights_rLH[..., None]
+        q_rLHd = F.silu(self._by_range(q_nHd)) * weights_rLH[..., None]
         added_rLHd = torch.einsum("rlhd,rhde->rlhe", q_rLHd, before_rHdd)
         if len(set(self.lengths)) == 1:
             return added_rLHd.flatten(0, 1)
