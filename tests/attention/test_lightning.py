@@ -20,8 +20,9 @@ from kind_checks import (
 from moba_train.attention.kind import StageContext
 from moba_train.attention.linear import lightning
 from moba_train.attention.linear.decayed import decayed_attention
-from moba_train.attention.linear.fla import has_fla, segment_edges
+from moba_train.attention.linear.fla import has_fla
 from moba_train.attention.linear.lightning import LightningKind, log_decays
+from moba_train.attention.linear.ranges import segment_edges
 from moba_train.attention.protocol import TokenRange, packed_layout
 
 LENGTHS = [12, 0, 1, 27]

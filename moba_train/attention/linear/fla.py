@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from moba_train.attention.linear.ranges import segment_edges
 from moba_train.attention.protocol import Layout
 
 PACKAGE = "fla-core"
@@ -73,24 +74,6 @@ def fla_decayed_attention(q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, log_decay
     return checkpoint(attend, q_nHd, k_nKd, v_nKd, use_reentrant=False, preserve_rng_state=False)
 
 
-def segment_edges(layout: Layout) -> tuple[Tensor, Tensor]:
-    """int64 [N + 1], on the layout's device and on the CPU: rows where the segments of the layout's queries begin, and
-    the number of rows. No segment is empty."""
-    return layout.cached("segment edges", lambda: _segment_edges(layout))
-
-
-def _segment_edges(layout: Layout) -> tuple[Tensor, Tensor]:
-    ranges = layout.q_ranges
-    edges = [0]
-    row = 0
-    for start, stop in ((0, layout.total),) if ranges is None else ranges:
-        edges += [row + edge - start for edge in layout.edges if start < edge < stop]
-        row += stop - start
-        edges.append(row)
-    on_cpu = torch.tensor(edges).unique()
-    return on_cpu.to(layout.cu_seqlens.device, non_blocking=True), on_cpu
-
-
 @torch.compiler.disable
 def fla_delta_attention(
     q_nHd: Tensor,
@@ -100,15 +83,14 @@ def fla_delta_attention(
     beta_nH: Tensor,
     A_log_H: Tensor,
     dt_bias_h: Tensor,
-    layout: Layout,
+    edges: tuple[Tensor, Tensor],
     initial_NHdd: Tensor | None,
     wants_states: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule of `kda` inside the segments of the layout's queries, from the results of its projections; and the
-    states behind the segments, float32, if wanted."""
+    """The delta rule of `kda` inside segments, from the results of its projections; and the states behind the segments,
+    float32, if wanted. `edges`: of the segments, as `ranges.segment_edges` gives them."""
     from fla.ops.kda import chunk_kda
 
-    edges, edges_cpu = segment_edges(layout)
     out_1nHd, behind_NHdd = chunk_kda(
         *(x.unsqueeze(0) for x in (q_nHd, k_nHd, v_nHd, decay_nHd, beta_nH)),
         A_log=A_log_H,
@@ -118,7 +100,7 @@ def fla_delta_attention(
         use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True,
         use_beta_sigmoid_in_kernel=True,
-        cu_seqlens=edges,
-        cu_seqlens_cpu=edges_cpu,
+        cu_seqlens=edges[0],
+        cu_seqlens_cpu=edges[1],
     )
     return out_1nHd.squeeze(0), behind_NHdd

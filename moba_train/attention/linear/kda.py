@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.linear.convolution import TAPS, ShortConvolution
 from moba_train.attention.linear.delta import delta_attention
-from moba_train.attention.linear.fla import fla_delta_attention, fla_problem, fla_refuses, segment_edges
+from moba_train.attention.linear.fla import fla_delta_attention, fla_problem, fla_refuses
+from moba_train.attention.linear.ranges import segment_edges
 from moba_train.attention.shard import Shard
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
@@ -133,7 +134,9 @@ class KdaKind(AttentionKind):
         before_NHdd = shard.states("state")
         inputs = (q_nHd, k_nHd, v_nHd, decay_nHd, beta_nH, parameters.A_log, parameters.dt_bias)
         if self._uses_fla(q_nHd):
-            out_nHd, behind_NHdd = fla_delta_attention(*inputs, shard.layout, before_NHdd, shard.generates)
+            out_nHd, behind_NHdd = fla_delta_attention(
+                *inputs, segment_edges(shard.layout), before_NHdd, shard.generates
+            )
         else:
             edges = segment_edges(shard.layout)[1].tolist()
             out_nHd, behind_NHdd = delta_attention(*_activated(*inputs), edges, before_NHdd)

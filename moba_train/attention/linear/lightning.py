@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.linear.decayed import decayed_attention
 from moba_train.attention.linear.fla import PACKAGE, fla_decayed_attention, fla_problem, fla_refuses, has_fla
-from moba_train.attention.linear.states import segments, with_earlier_states
+from moba_train.attention.linear.ranges import segments
+from moba_train.attention.linear.states import with_earlier_states
 from moba_train.attention.protocol import Layout
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig

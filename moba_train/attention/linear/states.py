@@ -17,15 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from moba_train.attention.protocol import Layout, TokenRange, TokenRanges
+from moba_train.attention.linear.ranges import all_ranges, gather_ranges, query_ranges
+from moba_train.attention.protocol import Layout
 from moba_train.attention.shard import Shard
-
-_NO_TOKENS = TokenRange(0, 0)
-
-
-def segments(layout: Layout) -> Tensor:
-    """int64 [n], never descending: rows with equal numbers share a document and a range of the layout's queries."""
-    return layout.cached("linear segments", lambda: _segments(layout))
 
 
 def with_earlier_states(
@@ -52,17 +46,6 @@ def with_earlier_states(
     return out_nHd + ranges.added_by(before_rHdd, q_nHd, log_decay_H).to(out_nHd.dtype)
 
 
-def _segments(layout: Layout) -> Tensor:
-    ranges = _ranges(layout.q_ranges, layout.total)
-    device = layout.cu_seqlens.device
-    numbers_n = torch.cat([torch.full((stop - start,), i, device=device) for i, (start, stop) in enumerate(ranges)])
-    return layout.q_documents * len(ranges) + numbers_n
-
-
-def _ranges(ranges: TokenRanges | None, total: int) -> TokenRanges:
-    return (TokenRange(0, total),) if ranges is None else ranges or (_NO_TOKENS,)
-
-
 @dataclass(frozen=True)
 class _Ranges:
     """The ranges of a layer's rows; follows from the layout, and all layers share it."""
@@ -76,7 +59,7 @@ class _Ranges:
 
     @classmethod
     def of_queries(cls, layout: Layout) -> "_Ranges":
-        lengths = [stop - start for start, stop in _ranges(layout.q_ranges, layout.total)]
+        lengths = [stop - start for start, stop in query_ranges(layout)]
         parts = layout.q_documents.split(lengths)
         documents_rL = pad_sequence(list(parts), batch_first=True, padding_value=-1)
         # A range without tokens has no document; it has no rows either.
@@ -122,23 +105,19 @@ def _from_other_ranks(states_rHdd: Tensor, log_decay_H: Tensor, shard: Shard) ->
 
     A range's document has a state before it only from ranges that end in this document.
     """
-    most = max(len(ranges) for ranges in shard.ranges_by_rank)
-    states_rHdd = torch.cat([states_rHdd, states_rHdd.new_zeros((most - len(states_rHdd), *states_rHdd.shape[1:]))])
-    all_NHdd = shard.all_ranks(states_rHdd).flatten(0, 1)
-    tokens_rN, reaches_rN = shard.layout.cached("linear ranks", lambda: _distances(shard, most))
+    all_NHdd = gather_ranges(states_rHdd, shard)
+    tokens_rN, reaches_rN = shard.layout.cached("linear ranks", lambda: _distances(shard))
     weights_rNH = _powers(log_decay_H, tokens_rN, all_NHdd.dtype) * reaches_rN[..., None]
     return torch.einsum("rnh,nhde->rhde", weights_rNH, all_NHdd)
 
 
-def _distances(shard: Shard, most: int) -> tuple[Tensor, Tensor]:
-    """For each own range and each range of all ranks, padded to `most` for each: the tokens between them, int64 [r, N],
-    and whether the state behind the one reaches the other, bool."""
+def _distances(shard: Shard) -> tuple[Tensor, Tensor]:
+    """For each own range and each range of all ranks: the tokens between them, int64 [r, N], and whether the state
+    behind the one reaches the other, bool."""
     layout = shard.layout
-    padded = [list(ranges) + [_NO_TOKENS] * (most - len(ranges)) for ranges in shard.ranges_by_rank]
-    everyone = [token_range for ranges in padded for token_range in ranges]
-    own = _ranges(layout.q_ranges, layout.total)
+    own = query_ranges(layout)
     starts_r = torch.tensor([start for start, _ in own])[:, None].to(layout.cu_seqlens.device)
-    bounds_N2 = torch.tensor(everyone).to(layout.cu_seqlens.device)
+    bounds_N2 = torch.tensor(all_ranges(shard)).to(layout.cu_seqlens.device)
     stops_N = bounds_N2[:, 1]
     reaches_rN = (bounds_N2[:, 0] < stops_N) & (stops_N <= starts_r)
     reaches_rN &= layout.documents((stops_N - 1).clamp(min=0)) == layout.documents(starts_r)
