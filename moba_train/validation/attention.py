@@ -72,8 +72,7 @@ def _kind_problems(
             config.model, stage.seq_len, parallel.cp, parallel.tp, config.deterministic, device, layers=where
         )
         for problem in KINDS[attention.kind].problems(attention.options, context):
-            section = "" if problem.startswith("parallel.") else f"attention.{attention.kind}."
-            yield f"stages[{index}].{section}{problem}"
+            yield f"stages[{index}].attention.{attention.kind}.{problem}"
 
 
 def _parameter_problems(

@@ -19,6 +19,7 @@ from kind_checks import (
 
 from moba_train.attention.kind import StageContext
 from moba_train.attention.linear import kda
+from moba_train.attention.linear.delta_states import DeltaInputs
 from moba_train.attention.linear.fla import has_fla
 from moba_train.attention.linear.kda import KdaKind, KdaParameters
 from moba_train.attention.local import LOCAL_ENGINE
@@ -106,11 +107,10 @@ def test_prompts_shorter_than_a_convolution():
     assert_decodes_like_training("kda", {}, prompts=(2, 3, 7), steps=4)
 
 
-def test_ranks_that_share_a_sequence_are_refused():
-    (problem,) = KdaKind.problems(KdaKind.Options(), context(cp=2))
-    assert problem.startswith("parallel.cp: given 2, but kind 'kda' in layer 0")
-    with pytest.raises(AssertionError, match="refused by `problems`"):
-        assert_ranks_equal_one_device(make_layer("kda", {}, LENGTHS), STRATEGIES[0])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("lengths", [LENGTHS, [40], [9], [2, 1, 1, 1, 1, 1, 1, 1], [40, 3]], ids=str)
+def test_ranks_that_share_a_sequence(lengths, strategy):
+    assert_ranks_equal_one_device(make_layer("kda", {}, lengths), strategy, atol=1e-10)
 
 
 def context(**changes):
@@ -192,6 +192,7 @@ def test_what_fla_is_asked_for(monkeypatch):
     for got, expected in zip(flat(results(make_layer("kda", options, LENGTHS))), flat(want), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
     assert_decodes_like_training("kda", options)
+    assert_ranks_equal_one_device(make_layer("kda", options, LENGTHS), STRATEGIES[0], atol=1e-10)
 
 
 @pytest.mark.gpu
@@ -212,10 +213,10 @@ def test_fla_gives_what_plain_pytorch_gives():
     for name in ("A_log", "dt_bias"):
         values = KdaKind.initial_values(name, getattr(parameters, name).shape, generator)
         getattr(parameters, name).data.copy_(values)
-    leaves = (q, k, v, decay, beta, parameters.A_log, parameters.dt_bias)
+    leaves = DeltaInputs(q, k, v, decay, beta, parameters.A_log, parameters.dt_bias)
     found = []
     for backend in ("fla", "torch"):
-        out = KdaKind(KdaKind.Options(backend=backend), 64)._attend(q, k, v, decay, beta, parameters, shard)
+        out = KdaKind(KdaKind.Options(backend=backend), 64)._attend(leaves, shard)
         found.append([out, *torch.autograd.grad((out.float().sin() * decay.detach()).sum(), leaves)])
     for index, (fla, plain) in enumerate(zip(*found, strict=True)):
         difference = (fla.float() - plain.float()).norm() / plain.float().norm()

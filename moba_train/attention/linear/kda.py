@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.linear.convolution import TAPS, ShortConvolution
 from moba_train.attention.linear.delta import delta_attention
+from moba_train.attention.linear.delta_states import DeltaInputs, Edges, delta_over_ranks
 from moba_train.attention.linear.fla import fla_delta_attention, fla_problem, fla_refuses
 from moba_train.attention.linear.ranges import segment_edges
 from moba_train.attention.shard import Shard
@@ -69,13 +70,8 @@ class KdaKind(AttentionKind):
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
-        """Context parallelism, and a backend that cannot run."""
+        """A backend that cannot run."""
         assert isinstance(options, KdaKind.Options)
-        if context.cp > 1:
-            yield (
-                f"parallel.cp: given {context.cp}, but kind 'kda' {context.layers} passes its state and convolutions "
-                "from token to token on one device; allowed: 1"
-            )
         uses_fla = options.backend == "fla" or (options.backend == "auto" and context.device == "cuda")
         reason = fla_problem(context.device, context.deterministic)
         if uses_fla and reason:
@@ -107,42 +103,37 @@ class KdaKind(AttentionKind):
         """The delta rule without rotary embedding, whose output is normed for each head and gated."""
         assert isinstance(parameters, KdaParameters)
         shard = layer.shard
-        assert len(shard.ranges_by_rank) == 1, "refused by `problems`"
-        q_nHd = parameters.q_conv(layer.q_THd, "q", shard)
+        x_nD = shard.own(layer.x_TD)
+        q_nHd = parameters.q_conv(shard.own(layer.q_THd), "q", shard)
         group = q_nHd.shape[1] // layer.k_TKd.shape[1]
-        k_nHd = parameters.k_conv(layer.k_TKd, "k", shard).repeat_interleave(group, 1)
-        v_nHd = parameters.v_conv(layer.v_TKd, "v", shard).repeat_interleave(group, 1)
-        decay_nHd = parameters.decay_up(parameters.decay_down(layer.x_TD)).view_as(q_nHd)
-        beta_nH = parameters.beta(layer.x_TD)
-        out_nHd = self._attend(q_nHd, k_nHd, v_nHd, decay_nHd, beta_nH, parameters, shard)
-        gate_nHd = parameters.gate_up(parameters.gate_down(layer.x_TD)).view_as(q_nHd).sigmoid()
-        return parameters.norm(out_nHd) * gate_nHd, None
+        k_nHd = parameters.k_conv(shard.own(layer.k_TKd), "k", shard).repeat_interleave(group, 1)
+        v_nHd = parameters.v_conv(shard.own(layer.v_TKd), "v", shard).repeat_interleave(group, 1)
+        decay_nHd = parameters.decay_up(parameters.decay_down(x_nD)).view_as(q_nHd)
+        rows = (q_nHd, k_nHd, v_nHd, decay_nHd, parameters.beta(x_nD))
+        out_nHd = self._attend(DeltaInputs(*rows, parameters.A_log, parameters.dt_bias), shard)
+        gate_nHd = parameters.gate_up(parameters.gate_down(x_nD)).view_as(q_nHd).sigmoid()
+        return shard.padded(parameters.norm(out_nHd) * gate_nHd), None
 
-    def _attend(
-        self,
-        q_nHd: Tensor,
-        k_nHd: Tensor,
-        v_nHd: Tensor,
-        decay_nHd: Tensor,
-        beta_nH: Tensor,
-        parameters: KdaParameters,
-        shard: Shard,
-    ) -> Tensor:
-        """The delta rule inside each document, by the backend that the options and the tensors allow."""
-        if not len(q_nHd):
-            return q_nHd
-        before_NHdd = shard.states("state")
-        inputs = (q_nHd, k_nHd, v_nHd, decay_nHd, beta_nH, parameters.A_log, parameters.dt_bias)
-        if self._uses_fla(q_nHd):
-            out_nHd, behind_NHdd = fla_delta_attention(
-                *inputs, segment_edges(shard.layout), before_NHdd, shard.generates
-            )
-        else:
-            edges = segment_edges(shard.layout)[1].tolist()
-            out_nHd, behind_NHdd = delta_attention(*_activated(*inputs), edges, before_NHdd)
-        if behind_NHdd is not None and shard.generates:
+    def _attend(self, inputs: DeltaInputs, shard: Shard) -> Tensor:
+        """The delta rule inside each document."""
+        if len(shard.ranges_by_rank) > 1:
+            return delta_over_ranks(inputs, self._rule, shard)
+        if not len(inputs.q_nHd):
+            return inputs.q_nHd
+        edges = segment_edges(shard.layout)
+        out_nHd, behind_NHdd = self._rule(inputs, edges, shard.states("state"), shard.generates)
+        if behind_NHdd is not None:
             shard.keep_states("state", behind_NHdd)
         return out_nHd
+
+    def _rule(
+        self, inputs: DeltaInputs, edges: Edges, initial_NHdd: Tensor | None, wants_states: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs and, if wanted, the states behind the segments, by the backend that options and tensors allow."""
+        if self._uses_fla(inputs.q_nHd):
+            return fla_delta_attention(*inputs, edges, initial_NHdd, wants_states)
+        out_nHd, behind_NHdd = delta_attention(*_activated(inputs), edges[1].tolist(), initial_NHdd)
+        return out_nHd, behind_NHdd if wants_states else None
 
     def _uses_fla(self, x: Tensor) -> bool:
         """Raises ValueError when the kernels are needed and cannot run."""
@@ -173,16 +164,9 @@ class KdaKind(AttentionKind):
         return width * (model.head_width * tensors + 2 * 64 * heads) + 4 * heads * model.head_width
 
 
-def _activated(
-    q_nHd: Tensor,
-    k_nHd: Tensor,
-    v_nHd: Tensor,
-    decay_nHd: Tensor,
-    beta_nH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_h: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _activated(inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Scaled unit queries, unit keys, values, log alpha and beta: what fla's kernels compute by themselves."""
+    q_nHd, k_nHd, v_nHd, decay_nHd, beta_nH, A_log_H, dt_bias_h = inputs
     dtype = torch.promote_types(q_nHd.dtype, torch.float32)
     step_nHd = F.softplus(decay_nHd.to(dtype) + dt_bias_h.to(dtype).view_as(decay_nHd[0]))
     log_alpha_nHd = -A_log_H.to(dtype).exp()[:, None] * step_nHd

@@ -25,7 +25,7 @@ def all_ranges(shard: Shard) -> tuple[TokenRange, ...]:
 
 
 def gather_ranges(x_r: Tensor, shard: Shard) -> Tensor:
-    """What all ranks have for their ranges, [N, ...] in the order of `all_ranges`, by one all-gather; differentiable."""
+    """What all ranks have for their ranges, [N, ...], in the order of `all_ranges`; differentiable."""
     missing = _most_ranges(shard) - len(x_r)
     return shard.all_ranks(torch.cat([x_r, x_r.new_zeros((missing, *x_r.shape[1:]))])).flatten(0, 1)
 
