@@ -34,10 +34,9 @@ class ShortConvolution(nn.Module):
         places = shard.layout.cached("convolution", lambda: _places(shard.layout))
         x_nc = x_nhd.flatten(1)
         rows_Rc = x_nc.new_zeros((places.rows, x_nc.shape[1])).index_copy(0, places.rows_n, x_nc)
+        tails_rwc = shard.states(name)
         if len(shard.ranges_by_rank) > 1:
             tails_rwc = _tails_of_other_ranks(rows_Rc[places.last_rw], shard)
-        else:
-            tails_rwc = shard.states(name)
         if tails_rwc is not None:
             rows_Rc = rows_Rc.index_copy(0, places.before_rw.flatten(), tails_rwc.flatten(0, 1))
         if shard.generates:

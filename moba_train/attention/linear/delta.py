@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 
-@torch.compiler.disable  # it would unroll the tokens
 def delta_attention(
     q_nHd: Tensor,
     k_nHd: Tensor,

@@ -34,7 +34,8 @@ class DeltaInputs(NamedTuple):
 
     def rows(self, parts: Sequence[slice]) -> "DeltaInputs":
         """Some rows, one part after the other."""
-        return DeltaInputs(*(torch.cat([x[part] for part in parts]) for x in self[:5]), *self[5:])
+        by_row = {name: x for name, x in self._asdict().items() if name not in ("A_log_H", "dt_bias_h")}
+        return self._replace(**{name: torch.cat([x[part] for part in parts]) for name, x in by_row.items()})
 
     def without_values(self) -> "DeltaInputs":
         """Values of zero."""

@@ -114,6 +114,7 @@ class KdaKind(AttentionKind):
         gate_nHd = parameters.gate_up(parameters.gate_down(x_nD)).view_as(q_nHd).sigmoid()
         return shard.padded(parameters.norm(out_nHd) * gate_nHd), None
 
+    @torch.compiler.disable  # fla's kernels break the graph; the plain recurrence would be unrolled
     def _attend(self, inputs: DeltaInputs, shard: Shard) -> Tensor:
         """The delta rule inside each document."""
         if len(shard.ranges_by_rank) > 1:
