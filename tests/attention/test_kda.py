@@ -115,7 +115,7 @@ def test_ranks_that_share_a_sequence(lengths, strategy):
 
 def context(**changes):
     values = {"seq_len": 64, "cp": 1, "tp": 1, "deterministic": False, "device": "cpu", "layers": "in layer 0"}
-    return StageContext(MODEL, **{**values, **changes})
+    return StageContext(**{"model": MODEL, **values, **changes})
 
 
 def test_backends_that_cannot_run_are_refused(monkeypatch):
@@ -131,6 +131,8 @@ def test_backends_that_cannot_run_are_refused(monkeypatch):
     monkeypatch.setattr("moba_train.attention.linear.fla.has_fla", lambda: True)
     assert problems(device="cuda") == []
     assert "deterministic: true" in problems(device="cuda", deterministic=True)[0]
+    wide = MODEL.model_copy(update={"head_dim": 512})
+    assert "head dim 512, at most 256 supported" in problems(device="cuda", model=wide)[0]
     with pytest.raises(ValueError, match=r"attention\.kda\.backend: 'fla' cannot run: tensors are on cpu"):
         run_layer(make_layer("kda", {"backend": "fla"}, LENGTHS))
 

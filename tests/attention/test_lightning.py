@@ -161,10 +161,18 @@ def test_heads_count_from_one_and_layers_from_zero():
 def test_decays_survive_meta_and_lower_precision():
     with torch.device("meta"):
         parameters = LightningKind.parameters(LightningKind.Options(), MODEL, 1)
-    assert parameters.log_decay_H.is_meta
+    assert parameters.log_decays.is_meta
     parameters.to_empty(device="cpu").bfloat16()
-    assert torch.equal(parameters.log_decay_H, log_decays("linear", 4, 1, 2))
+    assert torch.equal(parameters.log_decays[0], log_decays("linear", 4, 1, 2))
+    assert torch.equal(parameters.log_decays[1], log_decays("geometric", 4, 1, 2))
     assert set(parameters.state_dict()) == {"gate.weight", "norm.weight"}
+
+
+def test_a_stage_may_change_the_decay():
+    """The parameters are made once, with the options of one stage."""
+    layer = make({})
+    layer.kind = LightningKind(LightningKind.Options(decay="geometric"), MODEL.head_width)
+    torch.testing.assert_close(run_layer(layer), oracle(layer), rtol=0, atol=1e-11)
 
 
 def test_compiled_layers_give_equal_numbers():

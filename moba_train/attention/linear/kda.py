@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.linear.convolution import TAPS, ShortConvolution
@@ -26,6 +27,9 @@ from moba_train.attention.linear.ranges import segment_edges
 from moba_train.attention.shard import Shard
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
+
+_WIDEST = 256
+"""Head width that fla-core's kernels can do."""
 
 
 class KdaParameters(nn.Module):
@@ -46,6 +50,10 @@ class KdaParameters(nn.Module):
         self.gate_down = nn.Linear(hidden, rank, bias=False)
         self.gate_up = nn.Linear(rank, width, bias=False)
         self.norm = nn.RMSNorm(rank, model.norm_eps)
+
+    def forward(self, out_nHd: Tensor, x_nD: Tensor) -> Tensor:
+        """The layer's output, normed for each head and gated."""
+        return self.norm(out_nHd) * self.gate_up(self.gate_down(x_nD)).view_as(out_nHd).sigmoid()
 
 
 class KdaKind(AttentionKind):
@@ -74,6 +82,8 @@ class KdaKind(AttentionKind):
         assert isinstance(options, KdaKind.Options)
         uses_fla = options.backend == "fla" or (options.backend == "auto" and context.device == "cuda")
         reason = fla_problem(context.device, context.deterministic)
+        if context.model.head_width > _WIDEST:
+            reason = f"head dim {context.model.head_width}, at most {_WIDEST} supported"
         if uses_fla and reason:
             yield (
                 f"backend: given {options.backend!r} {context.layers}, which cannot run: {reason}; set torch, which "
@@ -111,8 +121,9 @@ class KdaKind(AttentionKind):
         decay_nHd = parameters.decay_up(parameters.decay_down(x_nD)).view_as(q_nHd)
         rows = (q_nHd, k_nHd, v_nHd, decay_nHd, parameters.beta(x_nD))
         out_nHd = self._attend(DeltaInputs(*rows, parameters.A_log, parameters.dt_bias), shard)
-        gate_nHd = parameters.gate_up(parameters.gate_down(x_nD)).view_as(q_nHd).sigmoid()
-        return shard.padded(parameters.norm(out_nHd) * gate_nHd), None
+        # Recomputed in the backward pass, which would keep two more tensors of the output's size.
+        gated_nHd = checkpoint(parameters, out_nHd, x_nD, use_reentrant=False, preserve_rng_state=False)
+        return shard.padded(gated_nHd), None
 
     @torch.compiler.disable  # fla's kernels break the graph; the plain recurrence would be unrolled
     def _attend(self, inputs: DeltaInputs, shard: Shard) -> Tensor:
@@ -159,9 +170,9 @@ class KdaKind(AttentionKind):
 
     def activation_bytes(self, model: ModelConfig, width: int) -> int:
         """With fla's kernels: inputs and results of the convolutions, keys and values repeated for each query head, the
-        decays and their sums in float32, two products in chunks of 64 tokens, and the result, normed, with its gate."""
+        decays and their sums in float32, two products in chunks of 64 tokens, and the result before norm and gate."""
         heads, kv_heads = model.heads, model.kv_heads
-        tensors = 2 * (heads + 2 * kv_heads) + 2 * (heads - kv_heads) + 4 * heads + 2
+        tensors = 2 * (heads + 2 * kv_heads) + 2 * (heads - kv_heads) + 2 * heads + 1
         return width * (model.head_width * tensors + 2 * 64 * heads) + 4 * heads * model.head_width
 
 

@@ -9,7 +9,7 @@ Shape suffixes: T rows of the layer, n tokens among them, D hidden size, H query
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from pydantic import Field
@@ -26,6 +26,7 @@ from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
 Decay = Literal["linear", "geometric"]
+_DECAYS: tuple[Decay, ...] = get_args(Decay)
 
 
 def log_decays(decay: Decay, heads: int, layer: int, layers: int) -> Tensor:
@@ -43,16 +44,16 @@ def log_decays(decay: Decay, heads: int, layer: int, layers: int) -> Tensor:
 class LightningParameters(nn.Module):
     """A layer's output gate and output norm, and its decays, which depend on the layer's place in the model."""
 
-    log_decay_H: Tensor
-    """float64 [H], the same on every machine: neither trained nor saved."""
+    log_decays: Tensor
+    """float64 [2, H]: log lambda for each `Decay`, as stages may differ in it. Neither trained nor saved."""
 
-    def __init__(self, model: ModelConfig, decays: Callable[[], Tensor]) -> None:
+    def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
         width = model.heads * model.head_width
         self.gate = nn.Linear(model.hidden_size, width, bias=False)
         self.norm = nn.RMSNorm(width, model.norm_eps)
-        self._decays = decays
-        self.register_buffer("log_decay_H", decays().to(self.norm.weight.device), persistent=False)
+        self._place = (model.heads, layer, model.layers)
+        self.register_buffer("log_decays", self._made_decays().to(self.norm.weight.device), persistent=False)
 
     def forward(self, out_nHd: Tensor, x_nD: Tensor) -> Tensor:
         """The layer's output, normed over all heads together and gated."""
@@ -61,8 +62,11 @@ class LightningParameters(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LightningParameters":
         # `to_empty` would leave the decays undefined, and `bfloat16()` would round them.
         super()._apply(fn, recurse)
-        self.log_decay_H = self._decays().to(self.log_decay_H.device)
+        self.log_decays = self._made_decays().to(self.log_decays.device)
         return self
+
+    def _made_decays(self) -> Tensor:
+        return torch.stack([log_decays(decay, *self._place) for decay in _DECAYS])
 
 
 class LightningKind(AttentionKind):
@@ -88,6 +92,7 @@ class LightningKind(AttentionKind):
         super().__init__(options, head_dim)
         assert isinstance(options, LightningKind.Options)
         self._backend = options.backend
+        self._decay = _DECAYS.index(options.decay)
         self.attentions = ()
 
     @classmethod
@@ -101,16 +106,14 @@ class LightningKind(AttentionKind):
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
         """The gate [H d, D], the norm [H d], and the decays as a buffer."""
-        assert isinstance(options, LightningKind.Options)
-        decay = options.decay
-        return LightningParameters(model, lambda: log_decays(decay, model.heads, layer, model.layers))
+        return LightningParameters(model, layer)
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """Linear attention without rotary embedding, whose output is normed and gated."""
         assert isinstance(parameters, LightningParameters)
         shard = layer.shard
         q_nHd, k_nKd, v_nKd = (shard.own(x) for x in (layer.q_THd, layer.k_TKd, layer.v_TKd))
-        log_decay_H = parameters.log_decay_H
+        log_decay_H = parameters.log_decays[self._decay]
         out_nHd = self._attend(q_nHd, k_nKd, v_nKd, log_decay_H, shard.layout)
         out_nHd = with_earlier_states(out_nHd, q_nHd, k_nKd, v_nKd, log_decay_H, shard)
         # Recomputed in the backward pass, which would keep two more tensors of the output's size.
