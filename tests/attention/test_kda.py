@@ -16,6 +16,7 @@ from kind_checks import (
     run_layer,
     small_model,
 )
+from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.kind import StageContext
 from moba_train.attention.linear import kda
@@ -135,6 +136,13 @@ def test_backends_that_cannot_run_are_refused(monkeypatch):
     assert "head dim 512, at most 256 supported" in problems(device="cuda", model=wide)[0]
     with pytest.raises(ValueError, match=r"attention\.kda\.backend: 'fla' cannot run: tensors are on cpu"):
         run_layer(make_layer("kda", {"backend": "fla"}, LENGTHS))
+
+
+def test_compiled_layers_under_activation_checkpointing():
+    compiled = torch.compile(run_layer, backend="aot_eager")
+    got = results(make_layer("kda", {}, LENGTHS), lambda layer: checkpoint(compiled, layer, use_reentrant=False))
+    for ours, theirs in zip(flat(got), flat(results(make_layer("kda", {}, LENGTHS))), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_initial_values():

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moba_train.attention.linear.ranges import all_ranges, gather_ranges, query_ranges, segments
+from moba_train.attention.linear.ranges import all_ranges, gather_ranges, once, query_ranges, segments
 from moba_train.attention.protocol import Layout
 from moba_train.attention.shard import Shard
 
@@ -31,7 +31,7 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x_nhd: Tensor, name: str, shard: Shard) -> Tensor:
         """The convolution of all rows [n, heads, d], heads times d channels. `name`: of the tails in the shard."""
-        places = shard.layout.cached("convolution", lambda: _places(shard.layout))
+        places = once(shard.layout, "convolution", lambda: _places(shard.layout))
         x_nc = x_nhd.flatten(1)
         rows_Rc = x_nc.new_zeros((places.rows, x_nc.shape[1])).index_copy(0, places.rows_n, x_nc)
         tails_rwc = shard.states(name)
@@ -80,7 +80,7 @@ def _places(layout: Layout) -> _Places:
 def _tails_of_other_ranks(last_rwc: Tensor, shard: Shard) -> Tensor:
     """The rows before each of this rank's ranges, [r, w, c], from the last rows of the ranges of all ranks."""
     all_Nwc = gather_ranges(last_rwc, shard)
-    sources_rw, same_rw = shard.layout.cached("convolution tails", lambda: _sources(shard))
+    sources_rw, same_rw = once(shard.layout, "convolution tails", lambda: _sources(shard))
     return all_Nwc.flatten(0, 1)[sources_rw] * same_rw[..., None]
 
 

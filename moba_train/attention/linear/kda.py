@@ -109,6 +109,7 @@ class KdaKind(AttentionKind):
             return values.uniform_(-(TAPS**-0.5), TAPS**-0.5, generator=generator)
         return None
 
+    @torch.compiler.disable  # fla's kernels break the graph; the plain recurrence would be unrolled
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """The delta rule without rotary embedding, whose output is normed for each head and gated."""
         assert isinstance(parameters, KdaParameters)
@@ -125,7 +126,6 @@ class KdaKind(AttentionKind):
         gated_nHd = checkpoint(parameters, out_nHd, x_nD, use_reentrant=False, preserve_rng_state=False)
         return shard.padded(gated_nHd), None
 
-    @torch.compiler.disable  # fla's kernels break the graph; the plain recurrence would be unrolled
     def _attend(self, inputs: DeltaInputs, shard: Shard) -> Tensor:
         """The delta rule inside each document."""
         if len(shard.ranges_by_rank) > 1:

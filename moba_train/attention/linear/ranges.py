@@ -3,13 +3,28 @@
 Shape suffixes: n rows, r ranges of this layer, N ranges of all ranks (padded, so that each rank has equally many).
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from moba_train.attention.protocol import Layout, TokenRange, TokenRanges
 from moba_train.attention.shard import Shard
 
+T = TypeVar("T")
+
 _NO_TOKENS = TokenRange(0, 0)
+
+
+@torch.compiler.disable
+def once(layout: Layout, name: str, make: Callable[[], T]) -> T:
+    """`layout.cached`, outside of compiled code.
+
+    The forward pass would be compiled to make what the recomputation finds made, so that the two would save different
+    tensors, which activation checkpointing refuses.
+    """
+    return layout.cached(name, make)
 
 
 def query_ranges(layout: Layout) -> TokenRanges:
@@ -36,7 +51,7 @@ def _most_ranges(shard: Shard) -> int:
 
 def segments(layout: Layout) -> Tensor:
     """int64 [n], never descending: rows with equal numbers share a document and a range of the layout's queries."""
-    return layout.cached("linear segments", lambda: _segments(layout))
+    return once(layout, "linear segments", lambda: _segments(layout))
 
 
 def _segments(layout: Layout) -> Tensor:
@@ -49,7 +64,7 @@ def _segments(layout: Layout) -> Tensor:
 def segment_edges(layout: Layout) -> tuple[Tensor, Tensor]:
     """int64 [segments + 1], on the layout's device and on the CPU: rows where the segments begin, and the number of
     rows. No segment is empty."""
-    return layout.cached("segment edges", lambda: _segment_edges(layout))
+    return once(layout, "segment edges", lambda: _segment_edges(layout))
 
 
 def _segment_edges(layout: Layout) -> tuple[Tensor, Tensor]:

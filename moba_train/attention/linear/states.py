@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from moba_train.attention.linear.ranges import all_ranges, gather_ranges, query_ranges
+from moba_train.attention.linear.ranges import all_ranges, gather_ranges, once, query_ranges
 from moba_train.attention.protocol import Layout
 from moba_train.attention.shard import Shard
 
@@ -31,7 +31,7 @@ def with_earlier_states(
     """
     if not shard.generates and len(shard.ranges_by_rank) == 1:
         return out_nHd
-    ranges = shard.layout.cached("linear ranges", lambda: _Ranges.of_queries(shard.layout))
+    ranges = once(shard.layout, "linear ranges", lambda: _Ranges.of_queries(shard.layout))
     states_rHdd = ranges.states_behind(k_nKd, v_nKd, log_decay_H)
     if shard.generates:
         before_rHdd = shard.states("state")
@@ -106,7 +106,7 @@ def _from_other_ranks(states_rHdd: Tensor, log_decay_H: Tensor, shard: Shard) ->
     A range's document has a state before it only from ranges that end in this document.
     """
     all_NHdd = gather_ranges(states_rHdd, shard)
-    tokens_rN, reaches_rN = shard.layout.cached("linear ranks", lambda: _distances(shard))
+    tokens_rN, reaches_rN = once(shard.layout, "linear ranks", lambda: _distances(shard))
     weights_rNH = _powers(log_decay_H, tokens_rN, all_NHdd.dtype) * reaches_rN[..., None]
     return torch.einsum("rnh,nhde->rhde", weights_rNH, all_NHdd)
 
