@@ -46,6 +46,12 @@ OPTIONAL_PACKAGES = (
         (("flash_attn.cute.interface", "_flash_attn_fwd"), ("flash_attn.cute.interface", "_flash_attn_bwd")),
         "pip install flash-attn-4==4.0.0b18 'nvidia-cutlass-dsl[cu13]==4.5.2' quack-kernels==0.5.0",
     ),
+    OptionalPackage(
+        "fla-core",
+        "kernels of the attention kinds lightning and kda; kda trains on a GPU with them only",
+        (("fla.ops.simple_gla", "chunk_simple_gla"), ("fla.ops.kda", "chunk_kda")),
+        'pip install "moba-train[linear]"',
+    ),
     _pip("wandb", "telemetry.wandb: curves, alerts and spikes in Weights & Biases", "wandb", "init"),
     _pip("tensorboard", "telemetry.tensorboard", "torch.utils.tensorboard", "SummaryWriter"),
     _pip("nvidia-ml-py", "health.node: state of the GPUs, faster than by nvidia-smi", "pynvml", "nvmlInit"),

@@ -25,4 +25,5 @@ moba_v1    MoBA's first parallel version: a softmax for each selected block, res
 moba_v05   MoBA's serial version: own segment, then a sublayer of cross attention to earlier ones
 window     sliding-window attention
 nsa        Native Sparse Attention: compressed, selected and sliding-window attention with gates
+linear     kinds with a state of fixed size in place of keys and values: lightning, kda
 """

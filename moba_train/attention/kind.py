@@ -153,6 +153,12 @@ class AttentionKind(ABC):
         0 for zeros. Vectors begin as ones, biases as zeros."""
         return std
 
+    @classmethod
+    def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
+        """Initial values that are neither ones, zeros nor normal, drawn with `generator` on its device; None: as
+        `initial_std` says. `shape` is that of the whole parameter, on any number of ranks."""
+        return None
+
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """The layer's output before its output projection, [T, H, d], and the auxiliary loss of each token or None.
 
@@ -190,6 +196,11 @@ class AttentionKind(ABC):
 
     def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
         """Bytes for each token that the forward pass keeps besides queries, keys, values, output and its LSE."""
+        return 0
+
+    def activation_bytes(self, model: ModelConfig, width: int) -> int:
+        """Bytes for each token, `width` an element, that the forward pass keeps besides queries, keys, values, output
+        and its LSE, unless activation checkpointing recomputes them; `saved_bytes` are kept in any case."""
         return 0
 
     def generation_problem(self) -> str:

@@ -33,6 +33,7 @@ from moba_train.attention.protocol import (
     OperatorHandles,
     Selection,
     TokenRange,
+    TokenRanges,
 )
 from moba_train.attention.shard import Shard
 
@@ -157,6 +158,7 @@ class OperatorShard:
     attends_to_all = False
     observed = False
     ranks = 1
+    generates = False
 
     def __init__(self, engine: OperatorEngine, layout: Layout) -> None:
         """`layout`: of the whole packed sequence."""
@@ -167,6 +169,11 @@ class OperatorShard:
     def layout(self) -> Layout:
         """The layout of the whole sequence."""
         return self._whole
+
+    @property
+    def ranges_by_rank(self) -> tuple[TokenRanges, ...]:
+        """The whole sequence."""
+        return ((TokenRange(0, self.layout.total),),)
 
     def own(self, x_Lx: Tensor) -> Tensor:
         """All rows."""
@@ -190,6 +197,14 @@ class OperatorShard:
     def all_ranks(self, x: Tensor) -> Tensor:
         """`x` [R, ...] of the one rank there is."""
         return x.unsqueeze(0)
+
+    def states(self, name: str) -> Tensor | None:
+        """None: every sequence is complete."""
+        return None
+
+    def keep_states(self, name: str, states_Bx: Tensor) -> None:
+        """Refused: no tokens are being generated."""
+        raise RuntimeError(f"state {name!r} is to be kept, but no tokens are being generated")
 
     def attend(
         self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor | None = None

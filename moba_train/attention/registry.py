@@ -6,6 +6,8 @@ from moba_train.attention.gates.seer import SeerKind
 from moba_train.attention.infllm.kind import InfLLMKind
 from moba_train.attention.infllm_v2.kind import InfLLMV2Kind
 from moba_train.attention.kind import AttentionKind
+from moba_train.attention.linear.kda import KdaKind
+from moba_train.attention.linear.lightning import LightningKind
 from moba_train.attention.moa.kind import MoaKind
 from moba_train.attention.moba.kind import MobaKind
 from moba_train.attention.moba_v05.kind import MobaV05Kind
@@ -34,3 +36,5 @@ register(MobaV05Kind)
 register(SeerKind)
 register(MsaKind)
 register(NsaKind)
+register(LightningKind)
+register(KdaKind)

@@ -5,7 +5,7 @@ context parallelism and for generation: it computes with its own rows, gathers w
 from its own queries to all keys. An engine gives it the shard (`kind.Engine`).
 
 Shape suffixes: L rows given to the layer (padding included), n tokens among them, T tokens of the sequence, R ranks,
-H query heads, K key/value heads, D head width, C selected blocks of a query.
+B running sequences, H query heads, K key/value heads, D head width, C selected blocks of a query.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from moba_train.attention.protocol import Layout, LocalAttention
+from moba_train.attention.protocol import Layout, LocalAttention, TokenRanges
 
 SelectionObserver = Callable[[Tensor, Tensor, Tensor, LocalAttention, Tensor, Layout], None]
 """(q [n, H, D], k [T, K, D], v [T, K, D], attention, selected blocks int32 [H, n, C], layout): see `Shard.observe`."""
@@ -41,6 +41,16 @@ class Shard(Protocol):
         """Ranks that share the sequence, R; 1: what this rank gathers is all there is."""
         ...
 
+    @property
+    def ranges_by_rank(self) -> tuple[TokenRanges, ...]:
+        """Tokens of each rank that shares the sequence, known on the host; the new ones while tokens are generated."""
+        ...
+
+    @property
+    def generates(self) -> bool:
+        """Whether tokens are being generated, so that what later tokens need must be kept."""
+        ...
+
     def own(self, x_Lx: Tensor) -> Tensor:
         """The rows that carry tokens, [n, ...], without padding: in the order of the layout's queries."""
         ...
@@ -66,6 +76,20 @@ class Shard(Protocol):
 
     def all_ranks(self, x: Tensor) -> Tensor:
         """`x` of all ranks that share the sequence, [R, ...], in rank order; differentiable. Shapes must agree."""
+        ...
+
+    def states(self, name: str) -> Tensor | None:
+        """What `keep_states` kept for the running sequences, [B, ...], zeros for those that have nothing yet.
+
+        None where no sequence has, and where no tokens are generated. B counts the layout's query ranges.
+        """
+        ...
+
+    def keep_states(self, name: str, states_Bx: Tensor) -> None:
+        """Keep a state for each of the running sequences, in place of the one before; only while tokens are generated.
+
+        `name` is unique in the layer's kind.
+        """
         ...
 
     def attend(

@@ -130,7 +130,8 @@ def gate_statistics(
     if rows_m.numel() == 0:
         return found
     selected_HmC = selected_HnC[:, rows_m].long()
-    selected_HmC = selected_HmC[..., (selected_HmC >= 0).flatten(0, 1).any(0)]  # only queries without a choice fill C
+    if summaries is not None:  # an attention that selects by itself may fill C for queries without a choice alone
+        selected_HmC = selected_HmC[..., (selected_HmC >= 0).flatten(0, 1).any(0)]
     choice = _Choice(selected_HmC, own_n[rows_m], first_n[rows_m], block_bound(layout, size))
     _add_selection(found, choice, k_SKD.shape[1])
     _add_gates(found, choice, None if summaries is None else attention.block_scores(q_nHD[rows_m], summaries))

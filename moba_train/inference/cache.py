@@ -15,7 +15,7 @@ from torch import Tensor
 from moba_train.attention.decoding import CachedKeys, last_tokens
 from moba_train.attention.full import FullAttention
 from moba_train.attention.previous import shifted
-from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, packed_layout
+from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, TokenRanges, packed_layout
 
 Decode = Literal["full", "own"]
 """Attention of new tokens: full attention, as in the MoBA paper, or each layer's own attention kind."""
@@ -104,6 +104,7 @@ class CachedAttention:
         self._decode = decode
         self._stored: dict[str, _Stored] = {}
         self._gathered: dict[str, Tensor] = {}
+        self._states: dict[str, Tensor] = {}
 
     def __call__(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, layout: Layout
@@ -122,8 +123,8 @@ class CachedAttention:
         return attention.attend(q_THD, cached.packed_keys(), cached.packed_values(), plan.layout, selection)
 
     def shard(self, layout: Layout) -> "CachedShard":
-        """The new tokens, and what the layer has gathered of all tokens so far."""
-        return CachedShard(self._plan, self._decode, self._gathered)
+        """The new tokens, what the layer has gathered of all tokens so far, and its states."""
+        return CachedShard(self._plan, self._decode, self._gathered, self._states)
 
     def _append(self, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention) -> _Stored:
         stored = self._stored.get(attention.handle)
@@ -196,13 +197,21 @@ class CachedShard:
 
     observed = False
     ranks = 1
+    generates = True
 
-    def __init__(self, plan: CachePlan, decode: Decode, gathered: dict[str, Tensor]) -> None:
-        """gathered: rows of the layer's cache by name, extended here."""
+    def __init__(self, plan: CachePlan, decode: Decode, gathered: dict[str, Tensor], states: dict[str, Tensor]) -> None:
+        """gathered: rows of the layer's cache by name; states: those of all sequences by name; both extended here."""
         self.layout = plan.layout
         self.attends_to_all = plan.prompt is None and decode == "full"
         self._plan = plan
         self._gathered = gathered
+        self._states = states
+
+    @property
+    def ranges_by_rank(self) -> tuple[TokenRanges, ...]:
+        """The new tokens, in the packed sequence of all tokens so far."""
+        ranges = self.layout.q_ranges
+        return ((TokenRange(0, self.layout.total),) if ranges is None else ranges,)
 
     def own(self, x_Lx: Tensor) -> Tensor:
         """All rows: there is no padding."""
@@ -238,6 +247,20 @@ class CachedShard:
     def all_ranks(self, x: Tensor) -> Tensor:
         """`x` [R, ...] of the one rank there is."""
         return x.unsqueeze(0)
+
+    def states(self, name: str) -> Tensor | None:
+        """The states of the running sequences, zeros for those that have none yet; None where no sequence has any."""
+        return self._states[name][self._running()] if name in self._states else None
+
+    def keep_states(self, name: str, states_Bx: Tensor) -> None:
+        """Keep the states of the running sequences in place of those before."""
+        if name not in self._states:
+            self._states[name] = states_Bx.new_zeros((len(self._plan.lengths), *states_Bx.shape[1:]))
+        self._states[name][self._running()] = states_Bx
+
+    def _running(self) -> Tensor:
+        running = self._plan.running
+        return self.layout.cached("running", lambda: torch.tensor(running).to(self._plan.device, non_blocking=True))
 
     def attend(
         self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor | None = None

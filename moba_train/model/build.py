@@ -67,12 +67,15 @@ def initialize_weights(model: Transformer, seed: int) -> None:
     """Fill every parameter in place: norms 1, biases 0, matrices normal with the config's `init_std`.
 
     The two matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers) (GPT-2, Radford et al. 2019);
-    an attention kind gives the standard deviation of its own matrices. Each parameter has its own generator, seeded by
-    its name, and is drawn in full before it is cut into shards: the same seed gives the same weights on any number of
-    ranks. Parameters may be plain tensors or DTensors, never on "meta".
+    an attention kind gives the standard deviation of its own matrices, or draws its own values. Each parameter has its
+    own generator, seeded by its name, and is drawn in full before it is cut into shards: the same seed gives the same
+    weights on any number of ranks. Parameters may be plain tensors or DTensors, never on "meta".
     """
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
+        own = _kind_values(parameter, name, seed)
+        if own is not None:
+            _copy_full(parameter, own)
+        elif name.endswith(".bias"):
             nn.init.zeros_(parameter)
         elif parameter.dim() == 1:
             nn.init.ones_(parameter)
@@ -89,6 +92,14 @@ def _initial_std(model: Transformer, name: str) -> float:
     return std
 
 
+def _kind_values(like: Tensor, name: str, seed: int) -> Tensor | None:
+    """The values that an attention kind draws by itself for its parameter `name`; None for all other parameters."""
+    if kind := kind_of_parameter(name):
+        inside = name.partition(f".{kind}.")[2]
+        return KINDS[kind].initial_values(inside, like.shape, _generator(like, name, seed))
+    return None
+
+
 def kind_of_parameter(name: str) -> str:
     """The attention kind that the parameter `blocks.LAYER.attention.KIND.*` belongs to; empty for all others."""
     parts = name.split(".")
@@ -97,9 +108,14 @@ def kind_of_parameter(name: str) -> str:
 
 
 def _draw_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator(like.device).manual_seed(int.from_bytes(digest[:7], "little"))
+    generator = _generator(like, name, seed)
     return torch.empty(like.shape, dtype=like.dtype, device=like.device).normal_(0.0, std, generator=generator)
+
+
+def _generator(like: Tensor, name: str, seed: int) -> torch.Generator:
+    """A generator on the parameter's device that depends on the seed and the parameter's name alone."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator(like.device).manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 def _copy_full(parameter: Tensor, full: Tensor) -> None:

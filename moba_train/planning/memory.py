@@ -174,6 +174,10 @@ def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) 
     block = _block_activations(model, tokens, width, tp, checkpointing, config.compile)
     kinds = build_attention(stage.attention, model.head_width)
     selected = [kind.saved_bytes(model, stage.seq_len) * tokens // tp for kind in kinds]
+    own = [kind.activation_bytes(model, width) * tokens // tp for kind in kinds]
+    recomputed = max(own) if checkpointing else 0
+    if not checkpointing:
+        selected = [saved + activations for saved, activations in zip(selected, own, strict=True)]
     all_kept = model.layers * block.kept + sum(selected)
     weights = _weights(config, sizes, width)
 
@@ -215,12 +219,12 @@ def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) 
         moments += [
             in_block(
                 f"{name} feed-forward",
-                activations=others + block.attention + block.feed_forward,
+                activations=others + recomputed + block.attention + block.feed_forward,
                 working=passing + reducing + block.feed_forward_gradients,
             ),
             in_block(
                 f"{name} attention",
-                activations=others + block.attention,
+                activations=others + recomputed + block.attention,
                 working=passing + reducing + block.attention_gradients,
                 transport=transport,
             ),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from moba_train.attention.full.kind import FullKind
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.planning.devices import Gpu
@@ -115,6 +116,20 @@ def test_blocks_that_moba_selects_are_kept_for_the_backward_pass():
     assert full.moment == chosen.moment
     ids = 29 * 2 * 4 * 32 * 2 * 131072  # 2 of 3 block ids and their inverse, int32, in 29 MoBA layers
     assert chosen.activations - full.activations == ids
+
+
+def test_a_kinds_own_activations_are_kept_for_all_layers_or_recomputed_for_one(monkeypatch):
+    """The peak is in the last block: it moves there with so many activations."""
+    tokens, own = 8192, 10**6
+    found = {}
+    for checkpointing in ("none", "full"):
+        before = memory("llama-1b", 1, "8K", FULL, batch_tokens="8K", activation_checkpointing=checkpointing)
+        with monkeypatch.context() as patch:
+            patch.setattr(FullKind, "activation_bytes", lambda *_: own)
+            after = memory("llama-1b", 1, "8K", FULL, batch_tokens="8K", activation_checkpointing=checkpointing)
+        found[checkpointing] = (after.activations - before.activations) / (tokens * own)
+    assert found["none"] == pytest.approx(16, rel=0.05)
+    assert found["full"] == pytest.approx(1, rel=0.1)
 
 
 def test_buffers_of_context_parallelism_count_in_attention_and_nowhere_else():

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moba_train.attention.operators import OperatorEngine, OperatorShard, all_ranks
-from moba_train.attention.protocol import Layout
+from moba_train.attention.protocol import Layout, TokenRanges
 from moba_train.parallel.context.layout import SequenceLayout
 
 
@@ -28,6 +28,11 @@ class RankShard(OperatorShard):
         # Not made before it is asked for: a compiled layer that makes it is another one than the same layer recomputed,
         # which finds it with the whole layout; activation checkpointing refuses what differs.
         return self._whole.part(self._sequence.ranges[self._rank], None)
+
+    @property
+    def ranges_by_rank(self) -> tuple[TokenRanges, ...]:
+        """Tokens of each rank: one range, or two under the zigzag layout, or none."""
+        return self._sequence.ranges
 
     def own(self, x_Lx: Tensor) -> Tensor:
         """The rows before the padding."""

@@ -1,0 +1,106 @@
+"""Linear attention by the kernels of fla-core (https://github.com/fla-org/flash-linear-attention), imported when used.
+
+Shape suffixes: n rows, H query heads, K key/value heads, d head width, N segments.
+"""
+
+import importlib.util
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moba_train.attention.linear.ranges import segment_edges
+from moba_train.attention.protocol import Layout
+
+PACKAGE = "fla-core"
+
+
+@cache
+def has_fla() -> bool:
+    """Whether the package is installed; it is not imported."""
+    return importlib.util.find_spec("fla") is not None
+
+
+def fla_refuses(x: Tensor) -> str:
+    """Why the kernels cannot work on tensors like this one; empty when they can."""
+    if not x.is_cuda:
+        return f"tensors are on {x.device.type}, not on CUDA"
+    if x.dtype == torch.float64:
+        return "dtype torch.float64, at most float32 supported"
+    if not has_fla():
+        return f"the package {PACKAGE} is not installed"
+    return ""
+
+
+def fla_problem(device: str | None, deterministic: bool) -> str:
+    """Why the kernels cannot train a run on `device`, where it is known; empty when they can.
+
+    Their block sizes are chosen by timing, so that two runs may sum in different orders.
+    """
+    if device is not None and device != "cuda":
+        return f"the run trains on {device}, CUDA needed"
+    if device == "cuda" and not has_fla():
+        return f"the package {PACKAGE} is not installed"
+    if deterministic:
+        return "its kernels are tuned by timing and not reproducible, with deterministic: true"
+    return ""
+
+
+@torch.compiler.disable
+def fla_decayed_attention(q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, log_decay_H: Tensor, layout: Layout) -> Tensor:
+    """`decayed.decayed_attention` inside the segments of the layout's queries.
+
+    The backward pass repeats the forward pass, a third of its own time: the kernels would keep silu(q), and silu(k) and
+    v for every query head.
+    """
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    edges, edges_cpu = segment_edges(layout)
+
+    def attend(q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor) -> Tensor:
+        group = q_nHd.shape[1] // k_nKd.shape[1]
+        inputs = (F.silu(q_nHd), F.silu(k_nKd).repeat_interleave(group, 1), v_nKd.repeat_interleave(group, 1))
+        out_1nHd, _ = chunk_simple_gla(
+            *(x.unsqueeze(0) for x in inputs),
+            g_gamma=log_decay_H.float(),
+            scale=1.0,
+            cu_seqlens=edges,
+            cu_seqlens_cpu=edges_cpu,
+        )
+        return out_1nHd.squeeze(0)
+
+    return checkpoint(attend, q_nHd, k_nKd, v_nKd, use_reentrant=False, preserve_rng_state=False)
+
+
+@torch.compiler.disable
+def fla_delta_attention(
+    q_nHd: Tensor,
+    k_nHd: Tensor,
+    v_nHd: Tensor,
+    decay_nHd: Tensor,
+    beta_nH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_h: Tensor,
+    edges: tuple[Tensor, Tensor],
+    initial_NHdd: Tensor | None,
+    wants_states: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule of `kda` inside segments, from the results of its projections; and the states behind the segments,
+    float32, if wanted. `edges`: of the segments, as `ranges.segment_edges` gives them."""
+    from fla.ops.kda import chunk_kda
+
+    out_1nHd, behind_NHdd = chunk_kda(
+        *(x.unsqueeze(0) for x in (q_nHd, k_nHd, v_nHd, decay_nHd, beta_nH)),
+        A_log=A_log_H,
+        dt_bias=dt_bias_h,
+        initial_state=initial_NHdd,
+        output_final_state=wants_states,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        cu_seqlens=edges[0],
+        cu_seqlens_cpu=edges[1],
+    )
+    return out_1nHd.squeeze(0), behind_NHdd

@@ -1,0 +1,190 @@
+"""The kind `kda`: Kimi Delta Attention (Kimi Linear, arXiv:2510.26692, section 3).
+
+    q, k = l2(silu(conv(.))), v = silu(conv(.)),  alpha_t = exp(-exp(A) softplus(W_up W_down x_t + b)),
+    beta_t = sigmoid(W_beta x_t),  out_t = RMSNorm(S_t^T q_t / sqrt(d)) * sigmoid(U_up U_down x_t)
+
+with S_t by the delta rule (delta.py). Low-rank projections have rank d.
+
+Shape suffixes: n rows, D hidden size, H query heads, K key/value heads, d head width, N segments.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
+from moba_train.attention.linear.convolution import TAPS, ShortConvolution
+from moba_train.attention.linear.delta import delta_attention
+from moba_train.attention.linear.delta_states import DeltaInputs, Edges, delta_over_ranks
+from moba_train.attention.linear.fla import fla_delta_attention, fla_problem, fla_refuses
+from moba_train.attention.linear.ranges import segment_edges
+from moba_train.attention.shard import Shard
+from moba_train.config.base import Section
+from moba_train.config.model import ModelConfig
+
+_WIDEST = 256
+"""Head width that fla-core's kernels can do."""
+
+
+class KdaParameters(nn.Module):
+    """A layer's convolutions, decays, step sizes, output gate and output norm."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        hidden, rank = model.hidden_size, model.head_width
+        width = model.heads * rank
+        self.q_conv = ShortConvolution(width)
+        self.k_conv = ShortConvolution(model.kv_heads * rank)
+        self.v_conv = ShortConvolution(model.kv_heads * rank)
+        self.decay_down = nn.Linear(hidden, rank, bias=False)
+        self.decay_up = nn.Linear(rank, width, bias=False)
+        self.A_log = nn.Parameter(torch.empty(model.heads))
+        self.dt_bias = nn.Parameter(torch.empty(width))
+        self.beta = nn.Linear(hidden, model.heads, bias=False)
+        self.gate_down = nn.Linear(hidden, rank, bias=False)
+        self.gate_up = nn.Linear(rank, width, bias=False)
+        self.norm = nn.RMSNorm(rank, model.norm_eps)
+
+    def forward(self, out_nHd: Tensor, x_nD: Tensor) -> Tensor:
+        """The layer's output, normed for each head and gated."""
+        return self.norm(out_nHd) * self.gate_up(self.gate_down(x_nD)).view_as(out_nHd).sigmoid()
+
+
+class KdaKind(AttentionKind):
+    """Each head keeps a state, which forgets each channel at its own rate and replaces what a key held before."""
+
+    name = "kda"
+
+    class Options(Section):
+        """Options of `kind: kda`."""
+
+        backend: Literal["auto", "fla", "torch"] = Field(
+            "auto",
+            description="fla: kernels of the package fla-core, CUDA; torch: plain PyTorch, token by token, slow on a "
+            "GPU; auto: fla on CUDA, torch on a CPU",
+        )
+
+    def __init__(self, options: Section, head_dim: int) -> None:
+        super().__init__(options, head_dim)
+        assert isinstance(options, KdaKind.Options)
+        self._backend = options.backend
+        self.attentions = ()
+
+    @classmethod
+    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+        """A backend that cannot run."""
+        assert isinstance(options, KdaKind.Options)
+        uses_fla = options.backend == "fla" or (options.backend == "auto" and context.device == "cuda")
+        reason = fla_problem(context.device, context.deterministic)
+        if context.model.head_width > _WIDEST:
+            reason = f"head dim {context.model.head_width}, at most {_WIDEST} supported"
+        if uses_fla and reason:
+            yield (
+                f"backend: given {options.backend!r} {context.layers}, which cannot run: {reason}; set torch, which "
+                "takes one token after the other"
+            )
+
+    @classmethod
+    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
+        """Convolutions, decays, step sizes, output gate and output norm."""
+        return KdaParameters(model)
+
+    @classmethod
+    def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
+        """As in the published code: A uniform in [1, 16], softplus(dt_bias) log-uniform in [0.001, 0.1], convolutions
+        uniform as PyTorch's own."""
+        values = torch.empty(shape, device=generator.device)
+        if parameter == "A_log":
+            return values.uniform_(1, 16, generator=generator).log()
+        if parameter == "dt_bias":
+            step = values.uniform_(math.log(0.001), math.log(0.1), generator=generator).exp()
+            return step + (-torch.expm1(-step)).log()  # the inverse of softplus
+        if parameter.endswith("_conv.weight"):
+            return values.uniform_(-(TAPS**-0.5), TAPS**-0.5, generator=generator)
+        return None
+
+    @torch.compiler.disable  # fla's kernels break the graph; the plain recurrence would be unrolled
+    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+        """The delta rule without rotary embedding, whose output is normed for each head and gated."""
+        assert isinstance(parameters, KdaParameters)
+        shard = layer.shard
+        x_nD = shard.own(layer.x_TD)
+        q_nHd = parameters.q_conv(shard.own(layer.q_THd), "q", shard)
+        group = q_nHd.shape[1] // layer.k_TKd.shape[1]
+        k_nHd = parameters.k_conv(shard.own(layer.k_TKd), "k", shard).repeat_interleave(group, 1)
+        v_nHd = parameters.v_conv(shard.own(layer.v_TKd), "v", shard).repeat_interleave(group, 1)
+        decay_nHd = parameters.decay_up(parameters.decay_down(x_nD)).view_as(q_nHd)
+        rows = (q_nHd, k_nHd, v_nHd, decay_nHd, parameters.beta(x_nD))
+        out_nHd = self._attend(DeltaInputs(*rows, parameters.A_log, parameters.dt_bias), shard)
+        # Recomputed in the backward pass, which would keep two more tensors of the output's size.
+        gated_nHd = checkpoint(parameters, out_nHd, x_nD, use_reentrant=False, preserve_rng_state=False)
+        return shard.padded(gated_nHd), None
+
+    def _attend(self, inputs: DeltaInputs, shard: Shard) -> Tensor:
+        """The delta rule inside each document."""
+        if len(shard.ranges_by_rank) > 1:
+            return delta_over_ranks(inputs, self._rule, shard)
+        if not len(inputs.q_nHd):
+            return inputs.q_nHd
+        edges = segment_edges(shard.layout)
+        out_nHd, behind_NHdd = self._rule(inputs, edges, shard.states("state"), shard.generates)
+        if behind_NHdd is not None:
+            shard.keep_states("state", behind_NHdd)
+        return out_nHd
+
+    def _rule(
+        self, inputs: DeltaInputs, edges: Edges, initial_NHdd: Tensor | None, wants_states: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs and, if wanted, the states behind the segments, by the backend that options and tensors allow."""
+        if self._uses_fla(inputs.q_nHd):
+            return fla_delta_attention(*inputs, edges, initial_NHdd, wants_states)
+        out_nHd, behind_NHdd = delta_attention(*_activated(inputs), edges[1].tolist(), initial_NHdd)
+        return out_nHd, behind_NHdd if wants_states else None
+
+    def _uses_fla(self, x: Tensor) -> bool:
+        """Raises ValueError when the kernels are needed and cannot run."""
+        if self._backend == "torch" or (self._backend == "auto" and not x.is_cuda):
+            return False
+        if refused := fla_refuses(x):
+            raise ValueError(
+                f"attention.kda.backend: {self._backend!r} cannot run: {refused}; set torch, which takes one token "
+                "after the other"
+            )
+        return True
+
+    def attended_pairs(self, lengths: Sequence[int]) -> float:
+        """Half of each document's square: a state holds something of all earlier tokens."""
+        return sum(length**2 for length in lengths) / 2
+
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """The recurrence: for each token and head 2 d^2 each to read what the key holds, to add to the state and to
+        read it for the query, three passes' worth; and 6 for each weight of matrices and convolutions."""
+        weights = sum(self._parameter_sizes(model, least_dimensions=2))
+        return (18.0 * model.heads * model.head_width**2 + 6.0 * weights) * sum(lengths)
+
+    def activation_bytes(self, model: ModelConfig, width: int) -> int:
+        """With fla's kernels: inputs and results of the convolutions, keys and values repeated for each query head, the
+        decays and their sums in float32, two products in chunks of 64 tokens, and the result before norm and gate."""
+        heads, kv_heads = model.heads, model.kv_heads
+        tensors = 2 * (heads + 2 * kv_heads) + 2 * (heads - kv_heads) + 2 * heads + 1
+        return width * (model.head_width * tensors + 2 * 64 * heads) + 4 * heads * model.head_width
+
+
+def _activated(inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Scaled unit queries, unit keys, values, log alpha and beta: what fla's kernels compute by themselves."""
+    q_nHd, k_nHd, v_nHd, decay_nHd, beta_nH, A_log_H, dt_bias_h = inputs
+    dtype = torch.promote_types(q_nHd.dtype, torch.float32)
+    step_nHd = F.softplus(decay_nHd.to(dtype) + dt_bias_h.to(dtype).view_as(decay_nHd[0]))
+    log_alpha_nHd = -A_log_H.to(dtype).exp()[:, None] * step_nHd
+    q_nHd = _unit(q_nHd.to(dtype)) * q_nHd.shape[-1] ** -0.5
+    return q_nHd, _unit(k_nHd.to(dtype)), v_nHd, log_alpha_nHd, beta_nH.to(dtype).sigmoid()
+
+
+def _unit(x_nHd: Tensor) -> Tensor:
+    return x_nHd * (x_nHd.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

@@ -1,0 +1,129 @@
+"""States of linear attention with a constant decay that come from other ranks, or from earlier calls of generation.
+
+A layer's rows are those of one or more ranges of the packed sequence (`Shard.layout`). Linear attention inside the
+ranges begins with empty states. As it is linear, a state S before a range adds silu(q_t) lambda^(t - start + 1) S to
+the tokens of the document that the range begins in; and the state that a range leaves behind is one product of its
+keys and values. So ranks exchange the states behind their ranges, by one all-gather of [H, d, d] each, and every rank
+adds up those that reach its own ranges (as in LASP-2, Sun et al. 2025, arXiv:2502.07563).
+
+Shape suffixes: n rows, r ranges of this layer, L rows of the longest, N ranges of all ranks, H query heads, K key/value
+heads, G query heads of a key/value head, d head width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from moba_train.attention.linear.ranges import all_ranges, gather_ranges, once, query_ranges
+from moba_train.attention.protocol import Layout
+from moba_train.attention.shard import Shard
+
+
+def with_earlier_states(
+    out_nHd: Tensor, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, log_decay_H: Tensor, shard: Shard
+) -> Tensor:
+    """`out_nHd`, linear attention of silu(q), silu(k) and v inside the shard's ranges, with what earlier states add.
+
+    While tokens are generated, the states behind the new tokens are kept. All ranks must call it together.
+    """
+    if not shard.generates and len(shard.ranges_by_rank) == 1:
+        return out_nHd
+    ranges = once(shard.layout, "linear ranges", lambda: _Ranges.of_queries(shard.layout))
+    states_rHdd = ranges.states_behind(k_nKd, v_nKd, log_decay_H)
+    if shard.generates:
+        before_rHdd = shard.states("state")
+        if before_rHdd is not None:
+            decay_rH = _powers(log_decay_H, ranges.lengths_r, states_rHdd.dtype)
+            states_rHdd = states_rHdd + decay_rH[..., None, None] * before_rHdd
+        shard.keep_states("state", states_rHdd)
+    else:
+        before_rHdd = _from_other_ranks(states_rHdd, log_decay_H, shard)
+    if before_rHdd is None:
+        return out_nHd
+    return out_nHd + ranges.added_by(before_rHdd, q_nHd, log_decay_H).to(out_nHd.dtype)
+
+
+@dataclass(frozen=True)
+class _Ranges:
+    """The ranges of a layer's rows; follows from the layout, and all layers share it."""
+
+    lengths: list[int]
+    lengths_r: Tensor
+    same_as_first_rL: Tensor
+    """Whether each token is in the document that its range begins in; False for padding."""
+    same_as_last_rL: Tensor
+    """Whether each token is in the document that its range ends in; False for padding."""
+
+    @classmethod
+    def of_queries(cls, layout: Layout) -> "_Ranges":
+        lengths = [stop - start for start, stop in query_ranges(layout)]
+        parts = layout.q_documents.split(lengths)
+        documents_rL = pad_sequence(list(parts), batch_first=True, padding_value=-1)
+        # A range without tokens has no document; it has no rows either.
+        nothing = layout.q_documents.new_full((1,), -2)
+        firsts_r = torch.cat([part[:1] if len(part) else nothing for part in parts])
+        lasts_r = torch.cat([part[-1:] if len(part) else nothing for part in parts])
+        return cls(
+            lengths,
+            torch.tensor(lengths).to(documents_rL.device, non_blocking=True),
+            documents_rL == firsts_r[:, None],
+            documents_rL == lasts_r[:, None],
+        )
+
+    def states_behind(self, k_nKd: Tensor, v_nKd: Tensor, log_decay_H: Tensor) -> Tensor:
+        """The state behind each range, [r, H, d, d], from the rows of its last document in this range."""
+        k_rLKd, v_rLKd = F.silu(self._by_range(k_nKd)), self._by_range(v_nKd)
+        later_rL = (self.lengths_r[:, None] - 1 - self._places()).clamp(min=0)
+        weights_rLH = _powers(log_decay_H, later_rL, k_rLKd.dtype) * self.same_as_last_rL[..., None]
+        k_rLKGd = k_rLKd[:, :, :, None] * weights_rLH.unflatten(-1, (k_rLKd.shape[2], -1))[..., None]
+        return torch.einsum("rlkgd,rlke->rkgde", k_rLKGd, v_rLKd).flatten(1, 2)
+
+    def added_by(self, before_rHdd: Tensor, q_nHd: Tensor, log_decay_H: Tensor) -> Tensor:
+        """What the states before the ranges add to the rows, [n, H, d]."""
+        weights_rLH = _powers(log_decay_H, self._places() + 1, before_rHdd.dtype) * self.same_as_first_rL[..., None]
+        q_rLHd = F.silu(self._by_range(q_nHd)) * weights_rLH[..., None]
+        added_rLHd = torch.einsum("rlhd,rhde->rlhe", q_rLHd, before_rHdd)
+        if len(set(self.lengths)) == 1:
+            return added_rLHd.flatten(0, 1)
+        return torch.cat([added_LHd[:length] for added_LHd, length in zip(added_rLHd, self.lengths, strict=True)])
+
+    def _by_range(self, x_nHd: Tensor) -> Tensor:
+        """[r, L, H, d] in float32 or float64, zeros behind shorter ranges."""
+        x_nHd = x_nHd.to(torch.promote_types(x_nHd.dtype, torch.float32))
+        return pad_sequence(list(x_nHd.split(self.lengths)), batch_first=True)
+
+    def _places(self) -> Tensor:
+        """int64 [1, L]: rows before each row of a range."""
+        return torch.arange(self.same_as_first_rL.shape[1], device=self.lengths_r.device)[None]
+
+
+def _from_other_ranks(states_rHdd: Tensor, log_decay_H: Tensor, shard: Shard) -> Tensor:
+    """The state before each of this rank's ranges, from those behind the ranges of all ranks; zeros before the first.
+
+    A range's document has a state before it only from ranges that end in this document.
+    """
+    all_NHdd = gather_ranges(states_rHdd, shard)
+    tokens_rN, reaches_rN = once(shard.layout, "linear ranks", lambda: _distances(shard))
+    weights_rNH = _powers(log_decay_H, tokens_rN, all_NHdd.dtype) * reaches_rN[..., None]
+    return torch.einsum("rnh,nhde->rhde", weights_rNH, all_NHdd)
+
+
+def _distances(shard: Shard) -> tuple[Tensor, Tensor]:
+    """For each own range and each range of all ranks: the tokens between them, int64 [r, N], and whether the state
+    behind the one reaches the other, bool."""
+    layout = shard.layout
+    own = query_ranges(layout)
+    starts_r = torch.tensor([start for start, _ in own])[:, None].to(layout.cu_seqlens.device)
+    bounds_N2 = torch.tensor(all_ranges(shard)).to(layout.cu_seqlens.device)
+    stops_N = bounds_N2[:, 1]
+    reaches_rN = (bounds_N2[:, 0] < stops_N) & (stops_N <= starts_r)
+    reaches_rN &= layout.documents((stops_N - 1).clamp(min=0)) == layout.documents(starts_r)
+    return (starts_r - stops_N).clamp(min=0), reaches_rN
+
+
+def _powers(log_decay_H: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """lambda^exponents of each head, [..., H]."""
+    return torch.exp(exponents[..., None] * log_decay_H).to(dtype)

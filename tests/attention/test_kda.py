@@ -1,0 +1,233 @@
+"""Kimi Delta Attention against the recurrence as Kimi Linear (arXiv:2510.26692) writes it, in float64."""
+
+import sys
+import types
+
+import pytest
+import torch
+from kind_checks import (
+    MODEL,
+    STRATEGIES,
+    assert_decodes_like_training,
+    assert_documents_are_independent,
+    assert_ranks_equal_one_device,
+    make_layer,
+    results,
+    run_layer,
+    small_model,
+)
+from torch.utils.checkpoint import checkpoint
+
+from moba_train.attention.kind import StageContext
+from moba_train.attention.linear import kda
+from moba_train.attention.linear.delta_states import DeltaInputs
+from moba_train.attention.linear.fla import has_fla
+from moba_train.attention.linear.kda import KdaKind, KdaParameters
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.protocol import packed_layout
+
+LENGTHS = [12, 0, 1, 27]
+NAMES = (
+    "A_log dt_bias q_conv.weight k_conv.weight v_conv.weight decay_down.weight decay_up.weight beta.weight "
+    "gate_down.weight gate_up.weight norm.weight"
+)
+
+
+def convolved(x, weight):
+    """silu of the last four rows' weighted sum, row by row; `x` [T, heads, d] of one document."""
+    rows = []
+    for token in range(len(x)):
+        total = torch.zeros_like(x[0])
+        for back in range(4):
+            if token - back >= 0:
+                total = total + weight[:, 3 - back].view_as(x[0]) * x[token - back]
+        rows.append(total / (1 + torch.exp(-total)))
+    return torch.stack(rows)
+
+
+def unit(x):
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def oracle(layer, lengths=LENGTHS):
+    """The layer's output, document by document, head by head, token by token, with the transition as a matrix."""
+    p, heads, width = layer.parameters, MODEL.heads, MODEL.head_width
+    group = heads // MODEL.kv_heads
+    rows, first = [], 0
+    for length in lengths:
+        part = slice(first, first + length)
+        first += length
+        if not length:
+            continue
+        x = layer.x[part]
+        q = unit(convolved(layer.q[part], p.q_conv.weight)) / width**0.5
+        k = unit(convolved(layer.k[part], p.k_conv.weight))
+        v = convolved(layer.v[part], p.v_conv.weight)
+        step = torch.log1p(torch.exp(x @ p.decay_down.weight.T @ p.decay_up.weight.T + p.dt_bias)).view_as(q)
+        alpha = torch.exp(-torch.exp(p.A_log)[:, None] * step)
+        beta = 1 / (1 + torch.exp(-x @ p.beta.weight.T))
+        gate = 1 / (1 + torch.exp(-x @ p.gate_down.weight.T @ p.gate_up.weight.T))
+        for token in range(length):
+            if token == 0:
+                states = [torch.zeros(width, width, dtype=x.dtype)] * heads
+            outputs = []
+            for head in range(heads):
+                key, value = k[token, head // group], v[token, head // group]
+                erase = torch.eye(width, dtype=x.dtype) - beta[token, head] * torch.outer(key, key)
+                states[head] = erase @ torch.diag(alpha[token, head]) @ states[head]
+                states[head] = states[head] + beta[token, head] * torch.outer(key, value)
+                out = states[head].T @ q[token, head]
+                outputs.append(out / (out.square().mean() + MODEL.norm_eps).sqrt() * p.norm.weight)
+            rows.append(torch.stack(outputs) * gate[token].view(heads, width))
+    return [torch.stack(rows)]
+
+
+def flat(found):
+    outputs, inputs, parameters = found
+    return [*outputs, *inputs, *parameters.values()]
+
+
+def test_output_and_every_gradient_are_those_of_the_oracle():
+    layer = make_layer("kda", {}, LENGTHS)
+    got, want = results(layer), results(layer, oracle)
+    assert set(got[2]) == set(NAMES.split())
+    for ours, theirs in zip(flat(got), flat(want), strict=True):
+        assert theirs.abs().max() > 0
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+def test_packed_documents():
+    assert_documents_are_independent("kda", {}, LENGTHS)
+
+
+def test_decoding():
+    assert_decodes_like_training("kda", {})
+
+
+def test_prompts_shorter_than_a_convolution():
+    assert_decodes_like_training("kda", {}, prompts=(2, 3, 7), steps=4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("lengths", [LENGTHS, [40], [9], [2, 1, 1, 1, 1, 1, 1, 1], [40, 3]], ids=str)
+def test_ranks_that_share_a_sequence(lengths, strategy):
+    assert_ranks_equal_one_device(make_layer("kda", {}, lengths), strategy, atol=1e-10)
+
+
+def context(**changes):
+    values = {"seq_len": 64, "cp": 1, "tp": 1, "deterministic": False, "device": "cpu", "layers": "in layer 0"}
+    return StageContext(**{"model": MODEL, **values, **changes})
+
+
+def test_backends_that_cannot_run_are_refused(monkeypatch):
+    def problems(backend="auto", **changes):
+        return list(KdaKind.problems(KdaKind.Options(backend=backend), context(**changes)))
+
+    assert problems() == problems(device=None) == problems("torch", device="cuda") == []
+    assert problems("fla")[0].startswith("backend: given 'fla' in layer 0, which cannot run: the run trains on cpu")
+    monkeypatch.setattr("moba_train.attention.linear.fla.has_fla", lambda: False)
+    assert (
+        "given 'auto' in layer 0, which cannot run: the package fla-core is not installed" in problems(device="cuda")[0]
+    )
+    monkeypatch.setattr("moba_train.attention.linear.fla.has_fla", lambda: True)
+    assert problems(device="cuda") == []
+    assert "deterministic: true" in problems(device="cuda", deterministic=True)[0]
+    wide = MODEL.model_copy(update={"head_dim": 512})
+    assert "head dim 512, at most 256 supported" in problems(device="cuda", model=wide)[0]
+    with pytest.raises(ValueError, match=r"attention\.kda\.backend: 'fla' cannot run: tensors are on cpu"):
+        run_layer(make_layer("kda", {"backend": "fla"}, LENGTHS))
+
+
+def test_compiled_layers_under_activation_checkpointing():
+    compiled = torch.compile(run_layer, backend="aot_eager")
+    got = results(make_layer("kda", {}, LENGTHS), lambda layer: checkpoint(compiled, layer, use_reentrant=False))
+    for ours, theirs in zip(flat(got), flat(results(make_layer("kda", {}, LENGTHS))), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_initial_values():
+    """In their ranges, by name and seed alone; decays between exp(-0.1 * 16) and exp(-0.001)."""
+    model = small_model("kda", {})
+    first, second = (block.attention.kda for block in model.blocks)
+    assert not torch.equal(first.A_log, second.A_log)
+    assert ((first.A_log >= 0) & (first.A_log <= torch.tensor(16.0, dtype=torch.float64).log())).all()
+    step = torch.nn.functional.softplus(first.dt_bias)
+    assert step.min() > 0.0009
+    assert step.max() < 0.11
+    assert step.log().std() > 0.5
+    weight = first.q_conv.weight
+    assert weight.abs().max() <= 0.5
+    assert weight.abs().max() > 0.4
+    assert abs(weight.mean()) < 0.1
+    assert torch.equal(first.norm.weight, torch.ones_like(first.norm.weight))
+    again = small_model("kda", {})
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_flops_and_pairs():
+    kind = KdaKind(KdaKind.Options(), MODEL.head_width)
+    lengths = [5, 1, 7]
+    earlier = sum(1 for length in lengths for query in range(length) for _ in range(query))
+    assert kind.attended_pairs(lengths) == earlier + 0.5 * sum(lengths)
+    matrices = 2 * (32 * 8 + 8 * 32) + 32 * 4 + 4 * (32 + 16 + 16)
+    assert kind.flops(MODEL, lengths) == 13 * (3 * 4 * 3 * 2 * 8 * 8 + 6 * matrices)
+
+
+def stand_in(raised=None):
+    """`chunk_kda` with the interface of fla-core 0.6.0, one token after the other."""
+
+    def chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, **options):
+        switches = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+        assert all(options[switch] for switch in switches)
+        edges = options["cu_seqlens_cpu"].tolist()
+        assert options["cu_seqlens"].tolist() == edges
+        q, k, v, g, beta = (x[0] for x in (q, k, v, g, beta))
+        alpha = -options["A_log"].exp()[:, None] * torch.nn.functional.softplus(g + options["dt_bias"].view_as(g[0]))
+        out, states = kda.delta_attention(
+            unit(q) * q.shape[-1] ** -0.5, unit(k), v, alpha, beta.sigmoid(), edges, initial_state
+        )
+        return out[None], states if output_final_state else None
+
+    return chunk_kda
+
+
+def test_what_fla_is_asked_for(monkeypatch):
+    modules = {name: types.ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.kda")}
+    modules["fla.ops.kda"].chunk_kda = stand_in()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(kda, "fla_refuses", lambda x: "")
+    options = {"backend": "fla"}
+    want = results(make_layer("kda", {}, LENGTHS))
+    for got, expected in zip(flat(results(make_layer("kda", options, LENGTHS))), flat(want), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+    assert_decodes_like_training("kda", options)
+    assert_ranks_equal_one_device(make_layer("kda", options, LENGTHS), STRATEGIES[0], atol=1e-10)
+
+
+@pytest.mark.gpu
+def test_fla_gives_what_plain_pytorch_gives():
+    if not has_fla():
+        pytest.skip("needs fla-core")
+    generator = torch.Generator("cuda").manual_seed(0)
+    lengths = [70, 1, 0, 129]
+    shard = LOCAL_ENGINE.shard(packed_layout(lengths, "cuda"))
+    heads = (4, 4, 4, 4)
+    q, k, v, decay = (
+        torch.randn(200, count, 64, device="cuda", generator=generator).bfloat16().requires_grad_() for count in heads
+    )
+    beta = torch.randn(200, 4, device="cuda", generator=generator).bfloat16().requires_grad_()
+    model = MODEL.model_copy(update={"head_dim": 64})
+    with torch.device("cuda"):
+        parameters = KdaParameters(model)
+    for name in ("A_log", "dt_bias"):
+        values = KdaKind.initial_values(name, getattr(parameters, name).shape, generator)
+        getattr(parameters, name).data.copy_(values)
+    leaves = DeltaInputs(q, k, v, decay, beta, parameters.A_log, parameters.dt_bias)
+    found = []
+    for backend in ("fla", "torch"):
+        out = KdaKind(KdaKind.Options(backend=backend), 64)._attend(leaves, shard)
+        found.append([out, *torch.autograd.grad((out.float().sin() * decay.detach()).sum(), leaves)])
+    for index, (fla, plain) in enumerate(zip(*found, strict=True)):
+        difference = (fla.float() - plain.float()).norm() / plain.float().norm()
+        assert difference < 2e-2, index
