@@ -139,8 +139,11 @@ class MechanismLayer:
         cos, sin = rope_cos_sin(positions, transformer.config.rope, transformer.config.head_width)
         with torch.no_grad():
             block(x_TD, cos, sin, packed_layout([tokens], x_TD.device))
+            second = recorder.second
+            if second is not None and self.kind.second_sublayer(second, self.parameters) is None:
+                second = None  # blocks ask every kind, and most have none
         self.layer = _with_leaves(recorder.mixed)
-        self.second = None if recorder.second is None else _with_leaves(recorder.second)
+        self.second = None if second is None else _with_leaves(second)
         inputs = [value for part in (self.layer, self.second or ()) for value in part if isinstance(value, Tensor)]
         own = [] if self.parameters is None else [p for p in self.parameters.parameters() if p.requires_grad]
         self.leaves = [*inputs, *own]
@@ -151,9 +154,7 @@ class MechanismLayer:
         out_THd, auxiliary_T = self.kind.mix(self.layer, self.parameters)
         results = [(out_THd, outs[0])]
         if self.second is not None:
-            update_TD = self.kind.second_sublayer(self.second, self.parameters)
-            if update_TD is not None:
-                results.append((update_TD, outs[1]))
+            results.append((self.kind.second_sublayer(self.second, self.parameters), outs[1]))
         if auxiliary_T is not None and auxiliary_T.requires_grad:
             results.append((auxiliary_T, per_token))
         return results
