@@ -128,7 +128,7 @@ def results(layer: Layer, run: Callable[[Layer], list[Tensor]] = run_layer) -> R
 
 def weighted_sum(outputs: list[Tensor]) -> Tensor:
     """The sum of all outputs with weights that depend on the place alone."""
-    return torch.stack([(x * torch.arange(x.numel()).view_as(x).cos()).sum() for x in outputs]).sum()
+    return torch.stack([(x * torch.arange(x.numel(), device=x.device).view_as(x).cos()).sum() for x in outputs]).sum()
 
 
 STRATEGIES = [

@@ -156,7 +156,7 @@ def test_compressed_branch_equals_that_of_fla():
         *leaves, layout.total, block_size=64, scale=64**-0.5, cu_seqlens=layout.cu_seqlens.long()
     )
     for a, b in zip(got, [x[0] for x in gradients(theirs, leaves)], strict=True):
-        assert_near(a, b)
+        assert_near(a, b, 0.02)  # sums over thousands of queries, of products rounded to bf16
     sees = lse > -torch.inf
     torch.testing.assert_close(lse[sees], their_lse[0].T[sees].float(), rtol=0, atol=5e-3)
 

@@ -153,7 +153,7 @@ def test_ranks_that_share_sequences_add_up_to_one(
 ) -> None:
     """Every token counts once, in its own bucket, also where shards have padding, or hold nothing but padding."""
 
-    class LossIsTheLabel:
+    class LossIsTheLabel(torch.nn.Module):
         def token_losses(self, _tokens: Any, _positions: Any, _layout: Any, loss_tokens: Any) -> torch.Tensor:
             return loss_tokens[0].float()
 
