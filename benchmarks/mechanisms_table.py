@@ -70,7 +70,7 @@ def _cell(result: Result | None) -> str:
     if result is None:
         return "–"
     if "forward_ms" not in result:
-        return "refused" if "skipped" in result else "fails"
+        return "not run" if "skipped" in result else "fails"
     both = result.get("both_ms")
     times = f"{_number(result['forward_ms']['median'])} / {_number(both['median']) if both else '–'}"
     memory = f"; {result['peak_gib']:.1f}" if result.get("peak_gib") else ""

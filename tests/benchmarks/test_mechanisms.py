@@ -120,7 +120,7 @@ def test_the_table_has_what_was_measured_and_every_reason(tmp_path: Path, monkey
     assert head == ["| kind", "8K tokens", "32K tokens", "own parameters |"]
     assert lines[0] == ["| `full`", "1.00 / 3.00; 1.0", "–", "– |"]
     assert lines[1] == ["| `slow`", "2.00 / 6.00; 1.6 (2.00, 1.60) ✗", "fails", "1,234 |"]
-    assert lines[2] == ["| `no`", "refused", "refused", "– |"]
+    assert lines[2] == ["| `no`", "not run", "not run", "– |"]
     assert "- `no` at 8K, 32K: left out: too short\n- `slow` at 32K: fails: out of memory" in render(data)
 
     (tmp_path / "r.json").write_text(json.dumps(data))
