@@ -69,7 +69,7 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tupl
 
 
 def kl(target: Tensor, logits: Tensor) -> Tensor:
-    """Of two distributions over a few blocks."""
+    """Divergence of two distributions over a few blocks."""
     return (target * (target.clamp(min=1e-300).log() - logits.log_softmax(-1))).sum()
 
 

@@ -65,7 +65,7 @@ def test_kernels_attend_to_the_selected_blocks_as_the_reference_does(case: str, 
 
 
 def peak_bytes(layer: Layer) -> int:
-    """Of a forward and backward pass, what the layer is made of included."""
+    """Peak memory of a forward and backward pass, with what the layer is made of."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -162,7 +162,7 @@ def test_compressed_branch_equals_that_of_fla():
 
 
 def test_selection_equals_that_of_fla():
-    """The same blocks for nearly all queries: the two round probabilities that are nearly equal in other ways."""
+    """Nearly all queries get equal blocks: the two round probabilities that are nearly equal in other ways."""
     pytest.importorskip("fla.ops.nsa")
     from fla.ops.nsa.parallel import parallel_nsa_topk
 

@@ -20,7 +20,7 @@ SHRINK = 16
 """Divides all lengths in the kinds' default options, so that they select, look through windows and cross blocks."""
 MODEL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "heads": 4, "kv_heads": 2}
 STEPS = 2
-"""Of each of the two stages."""
+"""Steps of each of the two stages."""
 
 
 def small_options(kind: str) -> Section:

@@ -12,7 +12,7 @@ from moba_train.model.build import build_model
 from moba_train.planning.plan import make_plan
 
 STEPS = 30
-"""Of the warm-up, in batches of 512 tokens."""
+"""Steps of the warm-up, in batches of 512 tokens."""
 
 
 def distilled_run(run: Run, kind: str) -> Run:

@@ -46,7 +46,7 @@ class BlockGrid:
         return self.visible_from(self.tokens_n[queries], self.first_n[queries], blocks)
 
     def visible_from(self, tokens_t: Tensor, first_t: Tensor, blocks: slice) -> Tensor:
-        """The same for queries at any tokens, in documents that begin with the blocks `first_t`."""
+        """`visible` for queries at any tokens, in documents that begin with the blocks `first_t`."""
         ids_N = torch.arange(blocks.start, blocks.stop, device=tokens_t.device)
         past_tNB = self.tokens_NB[blocks] <= tokens_t[:, None, None]
         return past_tNB & self.present_NB[blocks] & (ids_N >= first_t[:, None]).unsqueeze(-1)

@@ -76,5 +76,5 @@ def check_merges(strategy: CPStrategy, merges: bool) -> None:
         raise ValueError(
             "parallel.cp_transport: 'ring' attends to the keys of one rank after the other, but a layer adds up the "
             "results of its blocks, which cannot be merged over parts of a block's keys (attention.moba_v1.merge: sum "
-            "or gate, kind moba_v05); use allgather, ulysses or hierarchical"
+            "or gate, kind moba_v05); use allgather, ulysses, hierarchical or dispatch"
         )
