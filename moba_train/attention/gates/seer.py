@@ -71,7 +71,7 @@ class SeerKind(DistilledGate):
         return SeerGate(model, options.gate_dim or model.head_width)
 
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
-        """Features of the queries and keys of every block, [N, H, w] and [N, K, w]; equal on all ranks of a sequence."""
+        """Features of every block's queries and keys, [N, H, w] and [N, K, w]; equal on all ranks of a sequence."""
         shard = layer.shard
         block_size = self.gate_options.block_size
         q_NHd, k_NKp = _pooled(shard, shard.own(layer.q_THd).detach(), shard.own(layer.k_TKd).detach(), block_size)
