@@ -8,6 +8,7 @@ call       one attention call: the attention, its layout, its observers
 operators  attention as torch operators, and the base class of the engines that run them
 local      the engine of one device
 shard      the rows that a layer is given, and the way to the others: for kinds that need more than engine calls
+operator_shard  the shard of these engines
 previous   the rows of the tokens before each token, for short convolutions
 observer   observers of an engine: a timer, and routing statistics of every selection
 merge      partial results (out, lse) joined by online softmax

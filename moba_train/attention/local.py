@@ -3,12 +3,17 @@
 from torch import Tensor
 
 from moba_train.attention.call import AttentionCall
+from moba_train.attention.operator_shard import OperatorShard
 from moba_train.attention.operators import OperatorEngine
-from moba_train.attention.protocol import BackwardState, Gradients, Selection
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
 
 
 class LocalEngine(OperatorEngine):
     """Attention of all queries to all keys, which are on this device."""
+
+    def shard(self, layout: Layout) -> OperatorShard:
+        """The whole sequence."""
+        return OperatorShard(self, layout)
 
     def forward(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: AttentionCall

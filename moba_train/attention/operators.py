@@ -33,7 +33,6 @@ from moba_train.attention.protocol import (
     OperatorHandles,
     Selection,
     TokenRange,
-    TokenRanges,
 )
 from moba_train.attention.shard import Shard
 
@@ -70,9 +69,27 @@ class OperatorEngine(ABC):
         out_THD, lse_HT, _ = _attention(q_THD, k_SKD, v_SKD, None, *where, None, attention.handle, self.handle)
         return out_THD, lse_HT
 
+    def attend_part(
+        self,
+        q_nHD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        attention: LocalAttention,
+        layout: Layout,
+        selected_HnC: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of the layout's queries, at least one, to all keys of the sequence, on this device alone.
+
+        Differentiable and observed as `__call__`; `selected_HnC`: see `Shard.attend`.
+        """
+        q_nHD, k_TKD, v_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_nHD, k_TKD, v_TKD))
+        where = layout_arguments(layout)
+        out_nHD, lse_Hn, _ = _attention(q_nHD, k_TKD, v_TKD, selected_HnC, *where, attention.handle, self.handle)
+        return out_nHD, lse_Hn
+
+    @abstractmethod
     def shard(self, layout: Layout) -> Shard:
         """What this engine gives a layer of a packed sequence; `layout`: of the whole sequence."""
-        return OperatorShard(self, layout)
 
     def all_ranks(self, x: Tensor) -> Tensor:
         """`x` of all ranks that share a sequence, one after the other, [R * L, ...]; without gradient."""
@@ -124,7 +141,7 @@ ENGINES: OperatorHandles[OperatorEngine] = OperatorHandles()
 _last_layout: tuple[Layout, int] | None = None
 
 
-def _layout(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, total: int) -> Layout:
+def whole_layout(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, total: int) -> Layout:
     """The layout of these tensors; the previous one again, with its cache, while they are unchanged.
 
     The layers of a model pass the same tensors, so what an attention derives from a layout is derived once a step.
@@ -151,83 +168,6 @@ def _on_the_tensors_device(q: Tensor) -> Iterator[None]:
         yield
 
 
-class OperatorShard:
-    """The shard of one device: the whole packed sequence. Context parallelism overrides what communicates
-    (parallel/context/shard.py). A `Shard`."""
-
-    attends_to_all = False
-    observed = False
-    ranks = 1
-    generates = False
-
-    def __init__(self, engine: OperatorEngine, layout: Layout) -> None:
-        """`layout`: of the whole packed sequence."""
-        self._engine = engine
-        self._whole = layout
-
-    @property
-    def layout(self) -> Layout:
-        """The layout of the whole sequence."""
-        return self._whole
-
-    @property
-    def ranges_by_rank(self) -> tuple[TokenRanges, ...]:
-        """The whole sequence."""
-        return ((TokenRange(0, self.layout.total),),)
-
-    def own(self, x_Lx: Tensor) -> Tensor:
-        """All rows."""
-        return x_Lx
-
-    def padded(self, x_nx: Tensor) -> Tensor:
-        """All rows."""
-        return x_nx
-
-    def gather(self, name: str, x_nx: Tensor) -> Tensor:
-        """The rows themselves: they are all there are."""
-        return x_nx
-
-    def previous(self, name: str, x_nx: Tensor, count: int) -> list[Tensor]:
-        """Rows of the tokens 1, 2, ... `count` before each, by an operator."""
-        layout = self._whole
-        where = (layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total)
-        # Continues in `_previous` below, and from there in the engine's `previous`.
-        return list(_previous(x_nx, *where, count, self._engine.handle).unbind())
-
-    def all_ranks(self, x: Tensor) -> Tensor:
-        """`x` [R, ...] of the one rank there is."""
-        return x.unsqueeze(0)
-
-    def states(self, name: str) -> Tensor | None:
-        """None: every sequence is complete."""
-        return None
-
-    def keep_states(self, name: str, states_Bx: Tensor) -> None:
-        """Refused: no tokens are being generated."""
-        raise RuntimeError(f"state {name!r} is to be kept, but no tokens are being generated")
-
-    def attend(
-        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(out [n, H, D], lse [H, n]) by the operators, on this device alone."""
-        if not len(q_nHD):  # a rank without tokens; its gradients must reach the others all the same
-            return q_nHD + (k_TKD[:0].sum() + v_TKD[:0].sum()), q_nHD.new_empty((q_nHD.shape[1], 0))
-        q_nHD, k_TKD, v_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_nHD, k_TKD, v_TKD))
-        layout = self.layout
-        ranges = ((0, layout.total),) if layout.q_ranges is None else layout.q_ranges
-        where = (layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total)
-        numbers = [token for token_range in ranges for token in token_range]
-        out_nHD, lse_Hn, _ = _attention(
-            q_nHD, k_TKD, v_TKD, selected_HnC, *where, numbers, attention.handle, self._engine.handle
-        )
-        return out_nHD, lse_Hn
-
-    def observe(
-        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor
-    ) -> None:
-        """Nothing: no one looks."""
-
-
 LayoutArguments = tuple[Tensor, Tensor | None, int, int, list[int]]
 """A layout in the arguments of a torch operator: cu_seqlens, cu_seqlens_cpu, max_seqlen, total, and the token ranges of
 its queries as start, stop, start, stop, ..."""
@@ -244,7 +184,7 @@ def argument_layout(
     cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, total: int, q_ranges: Sequence[int]
 ) -> Layout:
     """The inverse of `layout_arguments`: one object, with its cache, for all layers of a step."""
-    return _part(_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total), q_ranges)
+    return _part(whole_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total), q_ranges)
 
 
 def _part(layout: Layout, q_ranges: Sequence[int]) -> Layout:
@@ -269,7 +209,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The engine's attention to the sequence; with `q_ranges`, that of these queries to all keys, on this device."""
     with _on_the_tensors_device(q):
-        layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
+        layout = whole_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
         running = ENGINES[engine]  # continues in its `forward`: attention/local.py or parallel/context/engine.py
         call = running.call(ATTENTIONS[attention], layout)
         if q_ranges is None:
@@ -330,7 +270,7 @@ def _attention_backward(
     engine: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with _on_the_tensors_device(q):
-        layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
+        layout = whole_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
         running = ENGINES[engine]  # continues in its `backward`: attention/local.py or parallel/context/engine.py
         call = running.call(ATTENTIONS[attention], layout)
         state = BackwardState(dout, q, k, v, out, lse)
@@ -363,96 +303,13 @@ def _gradients(ctx: Any, dout: Tensor, *_others: Any) -> tuple[Any, ...]:
     return (*grads, None, *[None] * len(where))
 
 
-def _no_second_derivative(ctx: Any, *_grads: Any) -> None:
+def no_second_derivative(ctx: Any, *_grads: Any) -> None:
+    """A backward pass that refuses to be differentiated."""
     raise NotImplementedError("attention: gradients have no second derivative (create_graph=True was given)")
 
 
 _attention.register_autograd(_gradients, setup_context=_save_for_backward)
-_attention_backward.register_autograd(_no_second_derivative)
-
-
-@torch.library.custom_op("moba_train::all_ranks", mutates_args=())
-def all_ranks(x: Tensor, ranks: int, engine: str) -> Tensor:
-    """`x` [L, ...] of all ranks of an engine, [R * L, ...]; its derivative is `_sum_shards`, and the reverse."""
-    return ENGINES[engine].all_ranks(x.contiguous()).clone()
-
-
-@torch.library.custom_op("moba_train::sum_shards", mutates_args=())
-def _sum_shards(x: Tensor, ranks: int, engine: str) -> Tensor:
-    return ENGINES[engine].sum_shards(x.contiguous()).clone()
-
-
-@all_ranks.register_fake
-def _(x: Tensor, ranks: int, engine: str) -> Tensor:
-    return x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-
-
-@_sum_shards.register_fake
-def _(x: Tensor, ranks: int, engine: str) -> Tensor:
-    return x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
-
-
-def _keep_engine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.ranks, ctx.engine = inputs
-    ctx.kept_alive = ENGINES[ctx.engine]
-
-
-def _sum_of_all(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return _sum_shards(grad, ctx.ranks, ctx.engine), None, None
-
-
-def _all_of_the_sum(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return all_ranks(grad, ctx.ranks, ctx.engine), None, None
-
-
-all_ranks.register_autograd(_sum_of_all, setup_context=_keep_engine)
-_sum_shards.register_autograd(_all_of_the_sum, setup_context=_keep_engine)
-
-
-@torch.library.custom_op("moba_train::previous", mutates_args=())
-def _previous(
-    x: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    count: int,
-    engine: str,
-) -> Tensor:
-    """The engine's `previous`; whole in torch.compile, which would trace what is kept with the layout."""
-    return ENGINES[engine].previous(x, _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total), count)
-
-
-@torch.library.custom_op("moba_train::previous_backward", mutates_args=())
-def _previous_backward(
-    grad: Tensor, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, total: int, engine: str
-) -> Tensor:
-    layout = _layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
-    return ENGINES[engine].previous_backward(grad, layout).to(grad.dtype)
-
-
-@_previous.register_fake
-def _(x: Tensor, cu_seqlens: Tensor, cu_cpu: Tensor | None, max_seqlen: int, total: int, count: int, _: str) -> Tensor:
-    return x.new_empty((count, *x.shape))
-
-
-@_previous_backward.register_fake
-def _(grad: Tensor, *_where: Any) -> Tensor:
-    return grad.new_empty(grad.shape[1:])
-
-
-def _keep_where(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, cu_seqlens, cu_seqlens_cpu, *ctx.rest, _, ctx.engine = inputs
-    ctx.save_for_backward(cu_seqlens, cu_seqlens_cpu)
-    ctx.kept_alive = ENGINES[ctx.engine]
-
-
-def _gradient_of_previous(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return (_previous_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.rest, ctx.engine), *[None] * 6)
-
-
-_previous.register_autograd(_gradient_of_previous, setup_context=_keep_where)
-_previous_backward.register_autograd(_no_second_derivative)
+_attention_backward.register_autograd(no_second_derivative)
 
 SAVED_OPERATORS = (torch.ops.moba_train.attention.default,)
 """Operators whose results activation checkpointing should keep: attention, with its selection."""

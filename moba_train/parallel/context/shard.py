@@ -6,7 +6,8 @@ Shape suffixes: L rows of a shard (padding included), n tokens in it, T tokens o
 import torch.nn.functional as F
 from torch import Tensor
 
-from moba_train.attention.operators import OperatorEngine, OperatorShard, all_ranks
+from moba_train.attention.operator_shard import OperatorShard, all_ranks
+from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, TokenRanges
 from moba_train.parallel.context.layout import SequenceLayout
 
