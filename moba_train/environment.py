@@ -52,6 +52,15 @@ OPTIONAL_PACKAGES = (
         (("fla.ops.simple_gla", "chunk_simple_gla"), ("fla.ops.kda", "chunk_kda")),
         'pip install "moba-train[linear]"',
     ),
+    OptionalPackage(
+        "torchao",
+        "precision.linear: fp8",
+        (
+            ("torchao.float8", "convert_to_float8_training"),
+            ("torchao.float8", "precompute_float8_dynamic_scale_for_fsdp"),
+        ),
+        'pip install "moba-train[fp8]"',
+    ),
     _pip("wandb", "telemetry.wandb: curves, alerts and spikes in Weights & Biases", "wandb", "init"),
     _pip("tensorboard", "telemetry.tensorboard", "torch.utils.tensorboard", "SummaryWriter"),
     _pip("nvidia-ml-py", "health.node: state of the GPUs, faster than by nvidia-smi", "pynvml", "nvmlInit"),
