@@ -44,8 +44,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
         """The layer's output [T, D] and, for kinds that have one, the auxiliary loss of each token, float32 [T]."""
-        if self.kind is None:
-            raise RuntimeError("no attention kind set: call Transformer.set_attention first")
+        assert self.kind is not None
         q_THd = self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
         k_TKd = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
         v_TKd = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
@@ -88,6 +87,11 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        # Read before anything is computed: torch.compile then never takes what it made for one kind for a layer of
+        # another one. Where a kind cannot be traced as a whole, that would begin with code that asks for no kind, and a
+        # block that is recomputed would be another one than the first time.
+        if self.attention.kind is None or not self.attention.kind.name:
+            raise RuntimeError("no attention kind set: call Transformer.set_attention first")
         update_TD, auxiliary_T = self.attention(self.attention_norm(x_TD), cos, sin, layout)
         x_TD = x_TD + update_TD
         second_TD = self.attention.second_sublayer(x_TD, cos, sin, layout)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -122,3 +123,14 @@ def test_a_run_resumes_bitwise_inside_the_second_stage(finished: Run, tmp_path: 
     assert run.train_here() == 0
     assert run.losses() == finished.losses()
     assert_same_tensors(run.newest_checkpoint, finished.newest_checkpoint)
+
+
+def test_compiled_and_recomputed_blocks_give_the_same_losses(
+    finished: Run, tmp_path: Path, corpora: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a kind keeps with the layout must not make the recomputed block another one than the first."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # its tracing, without its code
+    run = mixed(tmp_path / "compiled", corpora)
+    run.recipe |= {"compile": True, "activation_checkpointing": "full"}
+    assert run.train_here("--stop-at-step", str(STEPS)) == 0
+    assert run.losses() == pytest.approx(finished.losses()[:STEPS], rel=1e-5)
