@@ -7,6 +7,7 @@ FSDP gathers weights in FP8, half the bytes of bf16; their scales take one all-r
 (`update_weight_scales`), instead of one for each.
 """
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any
@@ -66,14 +67,12 @@ def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]
         converted.append(name)
         return True
 
-    options = Float8LinearConfig.from_recipe_name(precision.fp8.scaling)
-    changes: dict[str, Any] = {
-        "emulate": precision.fp8.emulate,
-        "enable_fsdp_float8_all_gather": precision.fp8.scaling == "tensorwise",
-        "pad_inner_dim": True,  # the gradient of a weight sums over tokens, of which a rank may have any number
-    }
-    for name, value in changes.items():
-        object.__setattr__(options, name, value)  # a frozen dataclass, which `replace` would check half changed
+    options = replace(
+        Float8LinearConfig.from_recipe_name(precision.fp8.scaling),
+        emulate=precision.fp8.emulate,
+        enable_fsdp_float8_all_gather=precision.fp8.scaling == "tensorwise",
+        pad_inner_dim=True,  # the gradient of a weight sums over tokens, of which a rank may have any number
+    )
     convert_to_float8_training(model, config=options, module_filter_fn=is_converted)
     return converted
 
