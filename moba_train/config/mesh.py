@@ -11,7 +11,7 @@ class MeshSizes(NamedTuple):
     """Ranks along each dimension of the parallel layout, outermost first, with nothing left to fill."""
 
     pp: int = 1
-    """Pipeline stages; always 1 today."""
+    """Ranks of a pipeline, which hold different layers."""
     dp_replicate: int = 1
     """Copies of the sharded parameters."""
     dp_shard: int = 1
@@ -64,10 +64,16 @@ def fit_mesh(
 
     cp = parallel.cp
     tp = parallel.tp
-    if world_size % tp:
-        return None, [f"parallel.tp: given {tp}, which does not divide {_ranks(world_size)}; {divisors(world_size)}"]
-    groups = world_size // tp
-    each = f" in groups of {tp} (parallel.tp)" if tp > 1 else ""
+    pp = parallel.pp
+    if world_size % pp:
+        return None, [f"parallel.pp: given {pp}, which does not divide {_ranks(world_size)}; {divisors(world_size)}"]
+    stage_ranks = world_size // pp
+    each = f", {pp} to a pipeline (parallel.pp)" if pp > 1 else ""
+    if stage_ranks % tp:
+        given = f"parallel.tp: given {tp}, which does not divide {_ranks(world_size)}{each}"
+        return None, [f"{given}; {divisors(stage_ranks)}"]
+    groups = stage_ranks // tp
+    each += f" in groups of {tp} (parallel.tp)" if tp > 1 else ""
     if groups % cp:
         return None, [f"{cp_key}: given {cp}, which does not divide {_ranks(world_size)}{each}; {divisors(groups)}"]
     dp = groups // cp
@@ -83,11 +89,11 @@ def fit_mesh(
         side = "more ranks than the layout uses" if dp > fixed else "fewer ranks than the layout needs"
         replicate = parallel.dp_replicate if dp % parallel.dp_replicate == 0 else 1
         layout = f"dp_replicate {parallel.dp_replicate}, dp_shard {parallel.dp_shard}" + f", cp {cp}" * (cp > 1)
-        layout += f", tp {tp}" * (tp > 1)
-        needed = fixed * cp * tp
+        layout += f", tp {tp}" * (tp > 1) + f", pp {pp}" * (pp > 1)
+        needed = fixed * cp * tp * pp
         fits = f"start {needed} ranks, or set parallel: {{dp_replicate: {replicate}, dp_shard: -1}}"
         return None, [f"parallel: {layout} make {needed} ranks, {world_size} were started{sharing}: {side}; {fits}"]
-    return MeshSizes(dp_replicate=given["dp_replicate"], dp_shard=given["dp_shard"], cp=cp, tp=tp), []
+    return MeshSizes(pp, given["dp_replicate"], given["dp_shard"], cp, tp), []
 
 
 def _ranks(number: int) -> str:

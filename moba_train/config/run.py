@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal
 
+from annotated_types import MinLen
 from pydantic import Field
 
 from moba_train.config.base import Section
@@ -12,6 +13,10 @@ CPTransport = Literal["allgather", "ulysses", "hierarchical", "ring", "dispatch"
 
 CPLayout = Literal["contiguous", "zigzag"]
 """Which tokens of a sequence each rank of a context-parallel group holds (parallel/context/layout.py)."""
+
+
+PipelineSchedule = Literal["1f1b", "interleaved_1f1b", "zero_bubble"]
+"""The order in which a pipeline's ranks run micro-batches forward and backward (parallel/pipeline)."""
 
 
 class ContextParallelConfig(Section):
@@ -45,10 +50,10 @@ class ContextParallelConfig(Section):
 
 
 class ParallelConfig(ContextParallelConfig):
-    """The device mesh. Batches differ over dp_replicate x dp_shard, the tokens of a sequence over cp, heads and hidden
-    columns over tp. Parameters, gradients and optimizer state are sharded over dp_shard x cp (FSDP2) and over tp, and
-    replicated over dp_replicate (HSDP). One of the dp sizes may be -1: it fills the rest. Ranks of one tp group are
-    neighbours, and so are the tp groups of one cp group."""
+    """The device mesh. Layers differ over pp, batches over dp_replicate x dp_shard, the tokens of a sequence over cp,
+    heads and hidden columns over tp. Parameters, gradients and optimizer state are sharded over dp_shard x cp (FSDP2)
+    and over tp, and replicated over dp_replicate (HSDP). One of the dp sizes may be -1: it fills the rest. Ranks of one
+    tp group are neighbours, and so are the tp groups of one cp group; those of one pipeline are the farthest apart."""
 
     dp_replicate: int = Field(1, ge=-1, description="replicas of the sharded model; -1 fills the world")
     dp_shard: int = Field(-1, ge=-1, description="with cp, ranks that share one copy of the parameters; -1 fills")
@@ -57,6 +62,24 @@ class ParallelConfig(ContextParallelConfig):
         ge=1,
         description="ranks of one node that share each layer's heads and columns (tensor parallelism); the same in all "
         "stages. See docs/context-parallelism.md",
+    )
+    pp: int = Field(
+        1,
+        ge=1,
+        description="ranks of a pipeline, each with a part of the layers (pipeline parallelism); the same in all "
+        "stages. See docs/pipeline-parallelism.md",
+    )
+    pp_schedule: PipelineSchedule = Field(
+        "1f1b",
+        description="order of a pipeline's passes; 1f1b: one forward, one backward; interleaved_1f1b: each rank has "
+        "several parts of the layers, far apart, so that ranks wait less and send more; zero_bubble: as 1f1b, with the "
+        "gradients of weights computed where a rank would wait",
+    )
+    pp_layers: Literal["auto"] | Annotated[list[Annotated[int, Field(ge=1)]], MinLen(1)] = Field(
+        "auto",
+        description="layers of each part, first to last: as many parts as `pp`, for interleaved_1f1b a multiple, of "
+        "which rank r has parts r, r + pp, ...; auto: parts of nearly equal cost, output projection included, for "
+        "interleaved_1f1b two on each rank",
     )
     timeout: int = Field(600, ge=1, description="seconds a rank waits for others before it ends the run")
 

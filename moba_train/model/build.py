@@ -23,10 +23,10 @@ def build_model(config: RunConfig) -> Transformer:
 
     It has the parameters of every attention kind that any stage uses; a stage only sets which kinds compute.
     """
-    return Transformer(config.model, _kind_parameters(config))
+    return Transformer(config.model, kind_parameters(config))
 
 
-def _kind_parameters(config: RunConfig) -> list[dict[str, nn.Module]]:
+def kind_parameters(config: RunConfig) -> list[dict[str, nn.Module]]:
     """For each layer, the parameter modules of the attention kinds that have any, by the kind's name."""
     return [
         {name: module for name, options in kinds.items() if (module := _parameters(name, options, config, layer))}
@@ -41,7 +41,7 @@ def _parameters(kind: str, options: Section, config: RunConfig, layer: int) -> n
 def kind_parameter_sizes(config: RunConfig) -> dict[str, dict[str, int]]:
     """Element counts of the parameters that attention kinds add to the model, by kind and parameter name."""
     with torch.device("meta"):
-        parameters = _kind_parameters(config)
+        parameters = kind_parameters(config)
         if not any(parameters):
             return {}  # most recipes: `plan` asks hundreds of times, and to build a model of 32 layers takes 0.1 s
         model = Transformer(config.model, parameters)

@@ -5,7 +5,7 @@ Shape suffixes: T packed tokens, D hidden size, H query heads, K key/value heads
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,8 @@ from moba_train.attention.protocol import Layout
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.model.loss import token_losses, weighted_loss_sum
 from moba_train.model.rope import apply_rope, rope_cos_sin
+
+T = TypeVar("T")
 
 LossTokens = tuple[Tensor, Tensor, Tensor]
 """Labels int64 [n], the rows that they belong to int64 [n], and their weights float32 [n]."""
@@ -115,6 +117,16 @@ class LossSums(NamedTuple):
         return self.loss if self.auxiliary is None else self.loss + self.auxiliary.sum()
 
 
+class ModelPart(NamedTuple):
+    """Which modules of the model a rank of a pipeline has."""
+
+    layers: tuple[int, ...]
+    """Numbers of its blocks, ascending."""
+    has_embedding: bool
+    has_output: bool
+    """Whether it has the last norm and the output projection."""
+
+
 class Transformer(nn.Module):
     """Embedding, blocks, norm and output projection over one packed sequence of documents.
 
@@ -122,23 +134,50 @@ class Transformer(nn.Module):
     The model has three uses, each a method of its own: `forward` returns logits, `loss` the sums that training
     minimises, and `token_losses` the losses that evaluation reports. FSDP treats all three as forward
     passes (parallel/fsdp.py).
+
+    A part of the model, for a pipeline (parallel/pipeline), has some of the modules, under the names that they have in
+    the whole model. With tied embeddings, the part with the output projection has a copy of the embedding for it.
     """
 
-    def __init__(self, config: ModelConfig, kind_parameters: Sequence[Mapping[str, nn.Module]] = ()) -> None:
-        """kind_parameters: for each layer, the parameter modules of its attention kinds by the kind's name."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        kind_parameters: Sequence[Mapping[str, nn.Module]] = (),
+        part: ModelPart | None = None,
+    ) -> None:
+        """kind_parameters: for each layer, the parameter modules of its attention kinds by the kind's name. part: None
+        for the whole model."""
         super().__init__()
         self.config = config
         self.rope = config.rope
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.part = part or ModelPart(tuple(range(config.layers)), True, True)
         modules = kind_parameters or [{}] * config.layers
-        self.blocks = nn.ModuleList(Block(config, modules[layer]) for layer in range(config.layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.output = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        tied = config.tie_embeddings
+        if self.part.has_embedding or (tied and self.part.has_output):
+            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList()
+        for layer in self.part.layers:
+            self.blocks.add_module(str(layer), Block(config, modules[layer]))
+        if self.part.has_output:
+            self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        has_linear = self.part.has_output and not tied
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if has_linear else None
         self.gather_output_weight: Callable[[Tensor], Tensor] | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the whole model, not a part of it."""
+        return self.part.has_embedding and self.part.has_output and len(self.part.layers) == self.config.layers
+
+    @property
+    def copied_parameters(self) -> frozenset[str]:
+        """Names of the parameters here that are copies of another part's."""
+        copied = self.config.tie_embeddings and self.part.has_output and not self.part.has_embedding
+        return frozenset({"embedding.weight"} if copied else ())
+
     def set_attention(self, kinds: Iterable[AttentionKind]) -> None:
-        """Set the attention kind of every block, first to last; may change between steps."""
-        for attention, kind in zip(self._attentions(), kinds, strict=True):
+        """Set the attention kind of every block of the whole model, first to last; may change between steps."""
+        for attention, kind in self._with_own(kinds):
             attention.kind = kind
 
     def attention_kinds(self) -> list[AttentionKind]:
@@ -147,9 +186,14 @@ class Transformer(nn.Module):
         return [kind for kind in kinds if kind is not None]
 
     def set_engines(self, engines: Iterable[Engine]) -> None:
-        """Set the engine that runs the attention of every block, first to last."""
-        for attention, engine in zip(self._attentions(), engines, strict=True):
+        """Set the engine that runs the attention of every block of the whole model, first to last."""
+        for attention, engine in self._with_own(engines):
             attention.engine = engine
+
+    def _with_own(self, by_layer: Iterable[T]) -> Iterator[tuple[Attention, T]]:
+        """The attention of each block here, with the value of its layer."""
+        by_number = dict(zip(range(self.config.layers), by_layer, strict=True))
+        return zip(self._attentions(), (by_number[layer] for layer in self.part.layers), strict=True)
 
     def _attentions(self) -> Iterator[Attention]:
         return (module for module in self.modules() if isinstance(module, Attention))
@@ -166,13 +210,19 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> tuple[Tensor, list[Tensor | None]]:
         """Normalised residual stream after the last block, [T, D], and the auxiliary losses of each layer, [T]."""
+        x_TD, auxiliary = self.run_blocks(self.blocks, self.embedding(tokens_T), positions_T, layout)
+        return self.norm(x_TD), auxiliary
+
+    def run_blocks(
+        self, blocks: Iterable[nn.Module], x_TD: Tensor, positions_T: Tensor, layout: Layout
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Residual stream after these blocks, [T, D], given the one before them, and their auxiliary losses, [T]."""
         cos, sin = rope_cos_sin(positions_T, self.rope, self.config.head_width)
-        x_TD = self.embedding(tokens_T)
         auxiliary: list[Tensor | None] = []
-        for block in self.blocks:
+        for block in blocks:
             x_TD, auxiliary_T = block(x_TD, cos, sin, layout)
             auxiliary.append(auxiliary_T)
-        return self.norm(x_TD), auxiliary
+        return x_TD, auxiliary
 
     @property
     def output_weight(self) -> Tensor:
@@ -189,7 +239,7 @@ class Transformer(nn.Module):
         """Weighted sums of the losses of the rows in `loss_tokens`, with gradient."""
         hidden_TD, auxiliary = self.hidden(tokens_T, positions_T, layout)
         loss = weighted_loss_sum(hidden_TD, self.output_weight, *loss_tokens)
-        return LossSums(loss, _auxiliary_sums(auxiliary, loss_tokens))
+        return LossSums(loss, auxiliary_sums(auxiliary, loss_tokens))
 
     def token_losses(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> Tensor:
         """Loss (nats) of each row in `loss_tokens`, float32 [n], unweighted, without gradient."""
@@ -198,7 +248,7 @@ class Transformer(nn.Module):
         return token_losses(hidden_TD, self.output_weight, labels_n, index_n)
 
 
-def _auxiliary_sums(auxiliary: Sequence[Tensor | None], loss_tokens: LossTokens) -> Tensor | None:
+def auxiliary_sums(auxiliary: Sequence[Tensor | None], loss_tokens: LossTokens) -> Tensor | None:
     """Weighted sums over the loss tokens, float32 [layers]; None when no layer has an auxiliary loss."""
     _, index_n, weights_n = loss_tokens
     if all(auxiliary_T is None for auxiliary_T in auxiliary):

@@ -49,6 +49,11 @@ class StageDims:
     """The ranks that share this rank's sequences, in the order of their shards; None: it has whole sequences."""
 
     @property
+    def computes_loss(self) -> bool:
+        """Whether this rank has the last layers of its pipeline."""
+        return coordinates(self.sizes, self.rank).pp == self.sizes.pp - 1
+
+    @property
     def dp_rank(self) -> int:
         """Which of the sequences that are read at the same time this rank reads, out of `sizes.dp`."""
         own = coordinates(self.sizes, self.rank)
@@ -86,6 +91,11 @@ class ParallelDims:
     def tp_mesh(self) -> DeviceMesh | None:
         """The mesh (tp,) of the ranks that share each layer; None without tensor parallelism."""
         return self.mesh["tp"] if self.sizes.tp > 1 else None
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        """The ranks of this rank's pipeline, in the order of its layers; only with pipeline parallelism."""
+        return self.mesh.get_group("pp")
 
     def for_stage(self, sizes: MeshSizes) -> StageDims:
         """The layout of a stage with these sizes, which differ from the run's in dp_shard and cp at most. Called on all

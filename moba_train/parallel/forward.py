@@ -1,4 +1,6 @@
-"""The only places that call the model, one function for each use, so that a pipeline can replace the model here."""
+"""The only places that call the model, one function for each use."""
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -6,10 +8,29 @@ from torch import Tensor
 from moba_train.data.batch import Batch
 from moba_train.model.transformer import LossSums, Transformer
 from moba_train.parallel.float8 import update_weight_scales
+from moba_train.parallel.pipeline import schedule
+from moba_train.parallel.pipeline.model import PipelineModel
+
+
+def accumulate_gradients(model: Transformer, batches: Sequence[Batch], loss_weight: float) -> Iterator[LossSums]:
+    """Add the gradients of (loss sums / `loss_weight`) of a step's micro-batches to those of the parameters.
+
+    Yields sums that add up to those of this rank's part of the step: one for each micro-batch, from a pipeline one for
+    all.
+    """
+    if isinstance(model, PipelineModel):
+        update_weight_scales(model)
+        yield schedule.accumulate_gradients(model, batches, loss_weight)
+        return
+    for batch in batches:
+        sums = training_loss(model, batch)
+        (sums.total / loss_weight).backward()
+        yield sums
 
 
 def training_loss(model: Transformer, batch: Batch) -> LossSums:
-    """Weighted sums of the losses (nats) of this rank's part of a micro-batch, with gradient where that is enabled.
+    """Weighted sums of the losses (nats) of this rank's part of a micro-batch, with gradient where that is enabled and
+    the model is no pipeline's.
 
     The loss on validation data is this sum, too.
     """

@@ -1,6 +1,6 @@
 """FSDP2: float32 master weights in shards, gathered in the compute dtype; gradients are reduced in float32."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.config.schema import RunConfig
-from moba_train.model.build import build_model, initialize_weights
+from moba_train.model.build import build_model, initialize_weights, kind_parameters
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.float8 import convert_linears
+from moba_train.parallel.pipeline.model import PipelineModel, PipelinePlace
+from moba_train.parallel.pipeline.split import model_parts
 from moba_train.parallel.tensor import apply_tensor_parallel
 
 COMPILED_FORMS = 64
@@ -29,15 +31,17 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if compute == "bf16" else torch.float32
 
 
-def sharded_model(config: RunConfig, dims: ParallelDims) -> Transformer:
+def sharded_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int] = ()) -> Transformer:
     """The recipe's model with its initial weights, sharded over the ranks of `dims`.
+
+    layers: with pipeline parallelism, the number of layers in each part of the model (planning/pipeline.py).
 
     No rank ever holds the whole model: it is built on the meta device, sharded, and filled one parameter at a time.
     Gradients are summed over ranks, never averaged, because the loss is already divided by the global number of loss
     tokens.
     """
     with torch.device("meta"):
-        model = build_model(config)
+        model = build_model(config) if dims.sizes.pp == 1 else _pipeline_model(config, dims, layers)
     if config.compile:
         limits = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, COMPILED_FORMS)
@@ -56,11 +60,19 @@ def sharded_model(config: RunConfig, dims: ParallelDims) -> Transformer:
         fully_shard(module, mesh=dims.weight_mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo can only sum
-    for method in ("loss", "token_losses"):
+    for method in ("loss", "token_losses") + (("run_part",) if isinstance(model, PipelineModel) else ()):
         register_fsdp_forward_method(model, method)
     model.to_empty(device=device)
     initialize_weights(model, config.seed)
     return model
+
+
+def _pipeline_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int]) -> PipelineModel:
+    """This rank's part of the model, whose parts have these numbers of layers."""
+    dtype = compute_dtype(config, dims.world.device)
+    parts = tuple(model_parts(layers))
+    place = PipelinePlace(dims.pipeline_group, parts, config.parallel.pp_schedule, dtype, dims.sizes.tp)
+    return PipelineModel(config.model, kind_parameters(config), place)
 
 
 def _block_forward(forward: Callable[..., Any], config: RunConfig) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """A rank's data shard in a training stage: the sequences that it reads, the tokens of them that it holds, and the
 engine that runs its attention."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,6 +35,8 @@ class DataShard:
     tp_rank: int = 0
     """Which of `tp_size` equal ranges of these tokens' rows is this rank's between the layers, and for the loss."""
     tp_size: int = 1
+    computes_loss: bool = True
+    """Whether the loss of these tokens is computed here; else another rank of the pipeline does."""
 
     def batches(self, data: StageData, stage: Stage, step: int) -> list[Batch]:
         """This rank's shards of the micro-batches of step `step` + 1, one of `stage`, whose data are `data`."""
@@ -47,8 +50,14 @@ class DataShard:
         group shares, with the loss of its own rows."""
         if self.engine is not None:
             batch = shard_batch(batch, self.engine.sequence(batch.layout.total), self.engine.rank)
-        if self.tp_size == 1:
-            return batch
+        if self.tp_size > 1:
+            batch = self._own_rows(batch)
+        if not self.computes_loss:  # its weights stay: auxiliary losses of the layers here are weighted by them
+            batch = dataclasses.replace(batch, loss_weight_sum=0.0, loss_tokens=0)
+        return batch
+
+    def _own_rows(self, batch: Batch) -> Batch:
+        """The batch with the loss of this rank's rows."""
         rows, rest = divmod(len(batch.tokens), self.tp_size)
         assert not rest, "validation.tensor_parallel lets no such lengths through"
         first = self.tp_rank * rows
@@ -73,7 +82,7 @@ class ContextEngines:
         world = self._dims.world
         dims = self._dims.for_stage(sizes)
         if dims.cp_group is None:
-            return DataShard(dims.dp_rank, sizes.dp, None, dims.tp_rank, sizes.tp), ""
+            return DataShard(dims.dp_rank, sizes.dp, None, dims.tp_rank, sizes.tp, dims.computes_loss), ""
         memory = self._memory_for_buffers(stage, sizes)
         if memory is not None:
             memory = min_over_ranks(memory)
@@ -81,4 +90,5 @@ class ContextEngines:
         strategy, reason = stage_strategy(self._config, stage, world.ranks_per_node, width, memory)
         if strategy not in self._engines:
             self._engines[strategy] = context_engine(strategy, dims.cp_group, world.device, world.timeout)
-        return DataShard(dims.dp_rank, sizes.dp, self._engines[strategy], dims.tp_rank, sizes.tp), reason
+        engine = self._engines[strategy]
+        return DataShard(dims.dp_rank, sizes.dp, engine, dims.tp_rank, sizes.tp, dims.computes_loss), reason

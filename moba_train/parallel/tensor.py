@@ -51,10 +51,11 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
         "feed_forward.up_proj": ColwiseParallel(),
         "feed_forward.down_proj": RowwiseParallel(output_layouts=Shard(0)),
     }
-    ends: dict[str, ParallelStyle] = {
-        "embedding": _VocabularyParallel(),
-        "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
-    }
+    ends: dict[str, ParallelStyle] = {}
+    if hasattr(model, "embedding"):
+        ends["embedding"] = _VocabularyParallel()
+    if model.part.has_output:
+        ends["norm"] = SequenceParallel(sequence_dim=0, use_local_output=True)
     if model.output is not None:
         ends["output"] = ColwiseParallel()
     in_blocks = {f"blocks.*.{name}": style for name, style in {**attention, **feed_forward}.items()}

@@ -1,0 +1,129 @@
+"""A rank's part of a model whose layers are spread over the ranks of a pipeline.
+
+Only hidden states [T, D] travel from rank to rank: each rank has the tokens, document boundaries and loss tokens of a
+micro-batch from the data. Here is one pass of one micro-batch, for evaluation; training runs many at once
+(schedule.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moba_train.attention.protocol import Layout
+from moba_train.config.model import ModelConfig
+from moba_train.config.run import PipelineSchedule
+from moba_train.model.loss import token_losses, weighted_loss_sum
+from moba_train.model.transformer import LossSums, LossTokens, ModelPart, Transformer, auxiliary_sums
+from moba_train.parallel.pipeline.split import rank_part
+
+
+class PipelinePlace(NamedTuple):
+    """A rank's place in its pipeline."""
+
+    group: dist.ProcessGroup
+    """The ranks of the pipeline, first layers first."""
+    parts: tuple[ModelPart, ...]
+    """The parts of the model; part i is on rank i % pp."""
+    schedule: PipelineSchedule
+    dtype: torch.dtype
+    """Dtype of hidden states."""
+    tp: int
+    """Ranks that share the rows of hidden states."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the pipeline."""
+        return self.group.rank()
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Numbers of this rank's parts, in ascending order."""
+        return tuple(range(self.rank, len(self.parts), self.group.size()))
+
+    def rank_of(self, part: int) -> int:
+        """Global rank that has a part."""
+        return dist.get_global_rank(self.group, part % self.group.size())
+
+
+class PipelineModel(Transformer):
+    """The parts of one rank. Its methods are called on all ranks of the pipeline together, with the same micro-batch;
+    results are those of the rank that computes the loss, and zero on all others."""
+
+    def __init__(
+        self, config: ModelConfig, kind_parameters: Sequence[Mapping[str, nn.Module]], place: PipelinePlace
+    ) -> None:
+        super().__init__(config, kind_parameters, rank_part([place.parts[number] for number in place.own]))
+        self.place = place
+        self.training_schedule: object = None
+        """What schedule.py keeps from step to step."""
+
+    def blocks_of(self, part: int) -> list[nn.Module]:
+        """The blocks of one of this rank's parts."""
+        return [self.blocks.get_submodule(str(layer)) for layer in self.place.parts[part].layers]
+
+    def rows(self, tokens_T: Tensor) -> int:
+        """Rows of a micro-batch's hidden states on this rank."""
+        return len(tokens_T) // self.place.tp
+
+    def last_hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor | None:
+        """Normalised residual stream after the last block, [T, D], where that is; None on all other ranks."""
+        for number in self.place.own:
+            part = self.place.parts[number]
+            x_TD = self.embedding(tokens_T) if part.has_embedding else self._receive(number - 1, tokens_T)
+            x_TD, _ = self.run_blocks(self.blocks_of(number), x_TD, positions_T, layout)
+            if part.has_output:
+                return self.norm(x_TD)
+            dist.send(x_TD.contiguous(), self.place.rank_of(number + 1), self.place.group)
+        return None
+
+    def _receive(self, part: int, tokens_T: Tensor) -> Tensor:
+        shape = (self.rows(tokens_T), self.config.hidden_size)
+        x_TD = torch.empty(shape, dtype=self.place.dtype, device=tokens_T.device)
+        dist.recv(x_TD, self.place.rank_of(part), self.place.group)
+        return x_TD
+
+    @torch.no_grad()
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, rows_n: Tensor | None = None) -> Tensor:
+        """Logits [n, V] of the rows `rows_n` (all when None), without gradient; [n, 1] where the loss is not."""
+        hidden_TD = self.last_hidden(tokens_T, positions_T, layout)
+        if hidden_TD is None:
+            rows = self.rows(tokens_T) if rows_n is None else len(rows_n)
+            return torch.zeros(rows, 1, dtype=self.place.dtype, device=tokens_T.device)
+        return nn.functional.linear(hidden_TD if rows_n is None else hidden_TD[rows_n], self.output_weight)
+
+    @torch.no_grad()
+    def loss(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> LossSums:
+        """Weighted sum of the losses of the rows in `loss_tokens`, without gradient and auxiliary losses."""
+        hidden_TD = self.last_hidden(tokens_T, positions_T, layout)
+        if hidden_TD is None:
+            return LossSums(torch.zeros((), device=tokens_T.device), None)
+        return LossSums(weighted_loss_sum(hidden_TD, self.output_weight, *loss_tokens), None)
+
+    @torch.no_grad()
+    def token_losses(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> Tensor:
+        """Loss (nats) of each row in `loss_tokens`, float32 [n], unweighted, without gradient."""
+        hidden_TD = self.last_hidden(tokens_T, positions_T, layout)
+        labels_n, index_n, _ = loss_tokens
+        if hidden_TD is None:
+            return torch.zeros(len(index_n), device=tokens_T.device)
+        return token_losses(hidden_TD, self.output_weight, labels_n, index_n)
+
+    def run_part(
+        self, part: int, x_TD: Tensor, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens
+    ) -> tuple[Tensor, LossSums]:
+        """One part of the forward pass in training: the residual stream after it [T, D], and what it adds to the sums.
+
+        x: the residual stream before it, which the first part does not read. The last part gives no residual stream,
+        but the loss. Gradients flow from both.
+        """
+        place = self.place.parts[part]
+        if place.has_embedding:
+            x_TD = self.embedding(tokens_T)
+        x_TD, auxiliary = self.run_blocks(self.blocks_of(part), x_TD, positions_T, layout)
+        loss = torch.zeros((), device=tokens_T.device)
+        if place.has_output:
+            loss = weighted_loss_sum(self.norm(x_TD), self.output_weight, *loss_tokens)
+        return x_TD, LossSums(loss, auxiliary_sums(auxiliary, loss_tokens))
