@@ -32,18 +32,23 @@ logger = logging.getLogger(__name__)
 
 
 def load_checkpoint(
-    path: Path, tensors: dict[str, Tensor], *, optional: Collection[str] = (), verify: bool = False
+    path: Path,
+    tensors: dict[str, Tensor],
+    *,
+    optional: Collection[str] = (),
+    elsewhere: Collection[str] = (),
+    verify: bool = False,
 ) -> dict[str, Any]:
     """Fills `tensors` (plain tensors and DTensors, by name) in place from the checkpoint `path` and returns its meta.
 
     Each rank reads what its own shards need. Names, global shapes and dtypes must be those of the checkpoint; names
-    that begin with one of the prefixes in `optional` may be missing on either side. File sizes are always compared with
-    the manifest, with `verify` hashes too.
+    that begin with one of the prefixes in `optional` may be missing on either side, and those in `elsewhere` are
+    tensors that other ranks load. File sizes are always compared with the manifest, with `verify` hashes too.
 
     Called on every rank when there is a default process group. A problem on one rank raises CheckpointError, which
     names the tensor or file, on all ranks.
     """
-    index = _on_every_rank(path, lambda: _check(path, tensors, optional, verify))
+    index = _on_every_rank(path, lambda: _check(path, tensors, optional, elsewhere, verify))
     _on_every_rank(path, lambda: _read(path, tensors, index))
     return _on_every_rank(path, lambda: read_meta(path))
 
@@ -117,14 +122,16 @@ def _verify_own_part(path: Path) -> dict[str, FileEntry]:
     return verify_checkpoint(path, rank, ranks)
 
 
-def _check(path: Path, tensors: dict[str, Tensor], optional: Collection[str], verify: bool) -> Metadata:
+def _check(
+    path: Path, tensors: dict[str, Tensor], optional: Collection[str], elsewhere: Collection[str], verify: bool
+) -> Metadata:
     files = _verify_own_part(path) if verify else check_sizes(path)
     index = read_index(path, files)
     saved = index.state_dict_metadata
     problems = [
         f"{name}: "
         + ("in the checkpoint, but not in the model or optimizer" if name in saved else "not in the checkpoint")
-        for name in sorted(tensors.keys() ^ saved.keys())
+        for name in sorted((tensors.keys() ^ saved.keys()) - set(elsewhere))
         if not name.startswith(tuple(optional))
     ]
     for name in sorted(tensors.keys() & saved.keys()):

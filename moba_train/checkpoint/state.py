@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.load import load_checkpoint
+from moba_train.model.transformer import Transformer
 from moba_train.parallel.float8 import plain
 
 
@@ -41,7 +42,9 @@ class TrainingTensors:
     def __call__(self) -> dict[str, Tensor]:
         """The tensors as they are now, by name."""
         if self._places != self._current_places():
-            self._tensors = model_tensors(self._model) | _optimizer_tensors(self._model, self._optimizer)
+            tensors = model_tensors(self._model) | _optimizer_tensors(self._model, self._optimizer)
+            copies = tuple(_state_names(copied_parameters(self._model)))
+            self._tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(copies)}
             self._places = self._current_places()
         return self._tensors | _rng_tensors()
 
@@ -50,6 +53,21 @@ class TrainingTensors:
         parameters = (local_part(parameter).data_ptr() for parameter in self._model.parameters())
         states = (id(value) for state in self._optimizer.state.values() for value in state.values())
         return {*parameters, *states}
+
+
+def copied_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that another rank of a pipeline saves."""
+    return model.copied_parameters if isinstance(model, Transformer) else frozenset()
+
+
+def parameter_sizes(model: Transformer) -> dict[str, int]:
+    """Number of elements of each parameter of the whole model, by name. A collective where ranks have parts of it."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    if model.is_whole:
+        return sizes
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, sizes)
+    return {name: size for of_rank in everyone for name, size in of_rank.items()}
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -68,7 +86,8 @@ def load_model_and_optimizer(
     """
     rng = _rng_tensors()
     tensors = model_tensors(model) | _optimizer_tensors(model, optimizer) | rng
-    meta = load_checkpoint(path, tensors, optional=("rng.", *_state_names(optional)), verify=verify)
+    optional = ("rng.", *_state_names(optional))
+    meta = load_checkpoint(path, tensors, optional=optional, elsewhere=_elsewhere(model, tensors), verify=verify)
     for name, state in rng.items():
         torch.cuda.set_rng_state(state) if name.endswith(".cuda") else torch.set_rng_state(state)
     return meta
@@ -80,7 +99,17 @@ def load_model(model: nn.Module, path: Path, *, optional: Collection[str] = (), 
     Parameters named in `optional` may be missing on either side; the model's then stay as they are.
     """
     names = ("optim.", "rng.", *_state_names(optional))
-    return load_checkpoint(path, model_tensors(model), optional=names, verify=verify)
+    tensors = model_tensors(model)
+    return load_checkpoint(path, tensors, optional=names, elsewhere=_elsewhere(model, tensors), verify=verify)
+
+
+def _elsewhere(model: nn.Module, tensors: Collection[str]) -> set[str]:
+    """Names of the tensors that only other ranks of a pipeline have. Called on all ranks together."""
+    if not isinstance(model, Transformer) or model.is_whole:
+        return set()
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(tensors))
+    return {name for of_rank in names for name in of_rank if name not in tensors}
 
 
 def _state_names(parameters: Collection[str]) -> list[str]:

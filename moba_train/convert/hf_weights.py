@@ -32,7 +32,10 @@ def load_hf_weights(model: nn.Module, folder: Path) -> None:
     state: dict[str, Any] = get_model_state_dict(model)
     parameters = {name: value for name, value in state.items() if not kind_of_parameter(name)}
     files = SafetensorsFolder(folder)
-    check_hf_weights({name: tuple(parameter.shape) for name, parameter in parameters.items()}, files)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    if isinstance(model, Transformer) and not model.is_whole:
+        shapes = parameter_shapes(model.config)
+    check_hf_weights(shapes, files)
     for name, parameter in sorted(parameters.items(), key=lambda item: files.file_of(hf_name(item[0]))):
         if isinstance(parameter, DTensor):
             shape, offset = compute_local_shape_and_global_offset(

@@ -8,7 +8,7 @@ import torch
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.recipe import saved_recipe, saved_stage
-from moba_train.checkpoint.state import load_model
+from moba_train.checkpoint.state import load_model, parameter_sizes
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.convert.hf_config import CONFIG, read_model_config
@@ -48,7 +48,7 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
     """
     if problems := list(model_differences(model.config, folder)):
         raise CheckpointError("\n".join(problems))
-    parameters = dict(model.named_parameters())
+    parameters = parameter_sizes(model)
     own = {name for name in parameters if kind_of_parameter(name)}
     if is_hf_folder(folder):
         load_hf_weights(model, folder)
@@ -60,7 +60,7 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
         source = f"the checkpoint {checkpoint}"
         saved = CheckpointReader(checkpoint).tensors if own else {}
         missing = {name for name in own if f"model.{name}" not in saved}
-    loaded = sum(parameter.numel() for name, parameter in parameters.items() if name not in missing)
+    loaded = sum(size for name, size in parameters.items() if name not in missing)
     kept = f"; {len(missing)} of attention kinds, which are not there, keep their initial values" if missing else ""
     return f"{len(parameters) - len(missing)} tensors ({loaded:,} parameters) loaded from {source}{kept}"
 

@@ -140,7 +140,7 @@ def generated_answers(
     except ValueError as error:
         raise UserError(str(error)) from error
     finally:
-        context.model.set_engines([shard.engine or LOCAL_ENGINE] * len(context.model.blocks))
+        context.model.set_engines([shard.engine or LOCAL_ENGINE] * context.model.config.layers)
     everyone: list[dict[int, list[int]] | None] = [None] * ranks
     dist.all_gather_object(everyone, found)
     answers = {index: answer for part in everyone for index, answer in (part or {}).items()}

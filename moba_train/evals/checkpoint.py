@@ -111,13 +111,14 @@ def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], wor
 
 
 def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSizes]:
-    """The stage with its sequences over `cp` ranks, and the mesh: without tensor parallelism, it changes no number."""
+    """The stage with its sequences over `cp` ranks, and the mesh: without tensor and pipeline parallelism, which change
+    no number."""
     if cp is None:
         cp = stage.parallel.cp if ranks % stage.parallel.cp == 0 else 1
     if ranks % cp:
         raise UserError(f"--cp: given {cp}, which does not divide the {ranks} ranks; {divisors(ranks)}")
     # The recipe's transport may not work with another number of ranks or heads.
-    unchanged = (cp, 1) == (stage.parallel.cp, stage.parallel.tp)
+    unchanged = (cp, 1, 1) == (stage.parallel.cp, stage.parallel.tp, stage.parallel.pp)
     parallel = stage.parallel if unchanged else ParallelConfig(cp=cp)
     return dataclasses.replace(stage, parallel=parallel), MeshSizes(dp_shard=ranks // cp, cp=cp)
 

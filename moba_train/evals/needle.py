@@ -115,7 +115,7 @@ class Needle(Evaluation):
         """What the model finds with its present attention."""
         found = NeedleMap([], [], [], [] if self._wanted.generate else None)
         for length, asked in questions.items():
-            blocks = SelectedBlocks(len(context.model.blocks), context.device)
+            blocks = SelectedBlocks(context.model.config.layers, context.device)
             what = f"needle, {name}, {format_count(length, 1024)}"
             with blocks.observing(context):
                 predicted = predicted_answers(context, asked, length, what, blocks)

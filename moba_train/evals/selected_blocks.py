@@ -65,7 +65,7 @@ class SelectedBlocks(AttentionObserver):
         hooks = [
             # On blocks, not inside: torch.compile compiles their forward functions alone.
             block.register_forward_pre_hook(lambda _module, _inputs, layer=layer: self._enter(layer))
-            for layer, block in enumerate(context.model.blocks)
+            for layer, block in zip(context.model.part.layers, context.model.blocks, strict=True)
         ]
         try:
             with (context.data_shard.engine or LOCAL_ENGINE).observe(self):

@@ -41,7 +41,7 @@ from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.data.batch import Batch
 from moba_train.model.transformer import Engine, Transformer
-from moba_train.optim.gradients import gradient_norm
+from moba_train.optim.gradients import norms_by_module
 from moba_train.parallel.forward import token_losses
 from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import broadcast
@@ -108,12 +108,11 @@ def _write(path: Path, dump: dict[str, Any]) -> bool:
 
 
 def _gradient_norms(model: Transformer, kinds: Sequence[str]) -> dict[str, Any]:
-    norms = [gradient_norm(block).item() for block in model.blocks]
+    norms, others = norms_by_module(model)
     by_kind = {
         kind: math.hypot(*[norm for norm, other in zip(norms, kinds, strict=True) if other == kind])
         for kind in dict.fromkeys(kinds)
     }
-    others = {name: gradient_norm(part).item() for name, part in model.named_children() if part is not model.blocks}
     layers = [{"layer": i, "kind": kind, "norm": norm} for i, (kind, norm) in enumerate(zip(kinds, norms, strict=True))]
     return {"layers": layers, "kinds": by_kind, **others}
 
@@ -155,8 +154,9 @@ def _observed_layers(model: Transformer, engine: OperatorEngine) -> Iterator[lis
 
     `engine` runs the attention of all layers.
     """
-    device = model.embedding.weight.device
-    layers = [_LayerObservation(torch.tensor(-torch.inf, device=device), SelectionRecorder()) for _ in model.blocks]
+    device = next(model.parameters()).device
+    nothing = torch.tensor(-torch.inf, device=device)
+    layers = [_LayerObservation(nothing, SelectionRecorder()) for _ in range(model.config.layers)]
 
     def observed(layer: _LayerObservation) -> Engine:
         def run(q: Tensor, k: Tensor, v: Tensor, attention: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:

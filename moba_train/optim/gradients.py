@@ -14,12 +14,15 @@ from moba_train.model.transformer import Transformer
 def gradient_norm(module: nn.Module) -> Tensor:
     """L2 norm of all gradients of a module over all ranks, a float32 scalar; 0 if all its parameters are frozen. A
     collective."""
-    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    copied = module.copied_parameters if isinstance(module, Transformer) else ()
+    gradients = [p.grad for name, p in module.named_parameters() if p.grad is not None and name not in copied]
     shared = [g for g in gradients if isinstance(g, DTensor) and "tp" in (g.device_mesh.mesh_dim_names or ())]
-    if shared:
+    is_part = isinstance(module, Transformer) and not module.is_whole
+    if shared or is_part:
         # On a mesh with tp, torch sums over one dimension after the other, and the result may differ in the last bit
-        # between ranks that hold copies of a norm weight. They must clip alike, so the sum is one all-reduce.
-        square = _square_here(shared)
+        # between ranks that hold copies of a norm weight. They must clip alike, so the sum is one all-reduce. So it is
+        # where a rank has a part of the layers, which no mesh knows.
+        square = _square_here(gradients, module)
         dist.all_reduce(square)
         return square.sqrt()
     norm = torch.nn.utils.get_total_norm(gradients)
@@ -38,21 +41,48 @@ def clip_gradients(model: nn.Module, max_norm: float | None, norm: Tensor) -> No
 def norms_by_kind(model: Transformer, kinds: Sequence[str]) -> dict[str, Tensor]:
     """L2 norm of the gradients of all layers of one attention kind, a float32 scalar for each `grad_norm_KIND`.
 
-    kinds: attention kind of each layer, first to last
+    kinds: attention kind of each layer of the whole model, first to last
 
     One collective over all ranks, whatever the number of layers and kinds.
     """
-    gradients: dict[str, list[Tensor]] = {name: [] for name in sorted(set(kinds))}
-    for block, kind in zip(model.blocks, kinds, strict=True):
-        gradients[kind] += [parameter.grad for parameter in block.parameters() if parameter.grad is not None]
-    none = torch.zeros((), device=next(model.parameters()).device)
-    squares = torch.stack([_square_here(own) if own else none for own in gradients.values()])
-    dist.all_reduce(squares)
-    return {f"grad_norm_{name}": square.sqrt() for name, square in zip(gradients, squares, strict=True)}
+    modules: dict[str, list[nn.Module]] = {name: [] for name in sorted(set(kinds))}
+    for layer, block in zip(model.part.layers, model.blocks, strict=True):
+        modules[kinds[layer]].append(block)
+    norms = _norms_of(list(modules.values()), model)
+    return {f"grad_norm_{name}": norm for name, norm in zip(modules, norms, strict=True)}
 
 
-def _square_here(gradients: Sequence[Tensor]) -> Tensor:
+def norms_by_module(model: Transformer) -> tuple[list[float], dict[str, float]]:
+    """L2 norms of the gradients of each layer of the whole model, and of each module besides the layers, by its name.
+
+    A collective over all ranks.
+    """
+    by_layer: list[list[nn.Module]] = [[] for _ in range(model.config.layers)]
+    for layer, block in zip(model.part.layers, model.blocks, strict=True):
+        by_layer[layer].append(block)
+    ends = ["embedding", "norm"] + ([] if model.config.tie_embeddings else ["output"])
+    copied = {name.partition(".")[0] for name in model.copied_parameters}
+    here = [[getattr(model, name)] if hasattr(model, name) and name not in copied else [] for name in ends]
+    norms = _norms_of([*by_layer, *here], model).tolist()
+    layers = model.config.layers
+    return norms[:layers], dict(zip(ends, norms[layers:], strict=True))
+
+
+def _norms_of(groups: Sequence[Sequence[nn.Module]], model: Transformer) -> Tensor:
+    """L2 norm of the gradients of each group of modules over all ranks, which may have none of a group, float32."""
+    squares = [
+        _square_here([p.grad for module in group for p in module.parameters() if p.grad is not None], model)
+        for group in groups
+    ]
+    total = torch.stack(squares)
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def _square_here(gradients: Sequence[Tensor], module: nn.Module) -> Tensor:
     """This rank's contribution to the squared norm of `gradients`: those of all ranks add up to it."""
+    if not gradients:
+        return torch.zeros((), device=next(module.parameters()).device)
     by_copies: dict[int, list[Tensor]] = {}
     for gradient in gradients:
         part = gradient.to_local() if isinstance(gradient, DTensor) else gradient

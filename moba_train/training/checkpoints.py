@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch import nn
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.checkpointer import Checkpointer, Place, Saved
@@ -32,6 +31,7 @@ from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel.world import World, broadcast
+from moba_train.planning.parameters import count_recipe_parameters
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.first_start import check_first_start
 from moba_train.training.progress import Progress, check_resumable, check_tokenizer, data_plan
@@ -63,7 +63,7 @@ class RunCheckpoints:
         """
         run_dir = Path(config.run_dir)
         keep = config.checkpoint
-        if problem := broadcast(_folder_problem(run_dir, model, config) if world.is_main else None):
+        if problem := broadcast(_folder_problem(run_dir, config) if world.is_main else None):
             raise LaunchError(f"run_dir {run_dir} cannot be used: {problem}")
         self.folder = run_dir / "checkpoints"
         self.saved_step = 0
@@ -331,7 +331,7 @@ class RunCheckpoints:
         self._checkpointer.close(None if all_ranks_end else LAST_SAVE_S)
 
 
-def _folder_problem(run_dir: Path, model: nn.Module, config: RunConfig) -> str | None:
+def _folder_problem(run_dir: Path, config: RunConfig) -> str | None:
     """Create the folder; why nothing can be saved there, or None."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -339,14 +339,14 @@ def _folder_problem(run_dir: Path, model: nn.Module, config: RunConfig) -> str |
             pass
     except OSError as error:
         return str(error)
-    problem = disk_problem(Disk(run_dir, checkpoint_bytes(model, config)))
+    problem = disk_problem(Disk(run_dir, checkpoint_bytes(config)))
     return problem.text if problem else None
 
 
-def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
+def checkpoint_bytes(config: RunConfig) -> int:
     """Size of one checkpoint of all ranks."""
     each = 4 + OPTIMIZERS[config.optim.kind].state_bytes  # float32 weights and optimizer state
-    return each * sum(parameter.numel() for parameter in model.parameters())
+    return each * count_recipe_parameters(config).total
 
 
 def _fallback(config: RunConfig) -> Place | None:

@@ -89,18 +89,18 @@ class StepCounts(NamedTuple):
     loss_tokens: float
     """Tokens that carry loss."""
     ranks_without_loss: float
-    """1 on a rank that has no such token."""
+    """1 on a rank that has no such token, among those that compute the loss."""
     stops: float
     """1 on a rank that is asked to stop before this step."""
     flops: float
     """Floating-point operations of the step, forward and backward, by the lengths of its documents."""
 
     @staticmethod
-    def from_rank(batches: Sequence[Batch], stop: bool, flops: float) -> "StepCounts":
+    def from_rank(batches: Sequence[Batch], stop: bool, flops: float, computes_loss: bool = True) -> "StepCounts":
         """The counts of this rank's `batches`; `flops`: this rank's share of the operations."""
         loss_tokens = sum(batch.loss_tokens for batch in batches)
         weight = sum(batch.loss_weight_sum for batch in batches)
-        return StepCounts(weight, loss_tokens, float(loss_tokens == 0), float(stop), flops)
+        return StepCounts(weight, loss_tokens, float(computes_loss and loss_tokens == 0), float(stop), flops)
 
     def summed_over_ranks(self) -> "StepCounts":
         """The sum of all ranks' counts. Called on all ranks together; never touches the GPU."""

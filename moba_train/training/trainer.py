@@ -28,13 +28,14 @@ from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.optim.trainable import set_trainable
 from moba_train.parallel.dims import ParallelDims
-from moba_train.parallel.forward import training_loss
+from moba_train.parallel.forward import accumulate_gradients
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.run_lock import RunLock
 from moba_train.parallel.stage import ContextEngines, DataShard
 from moba_train.parallel.world import World, any_rank
 from moba_train.planning.fit import local_shortage
 from moba_train.planning.memory import buffer_memory
+from moba_train.planning.pipeline import pipeline_layers
 from moba_train.report.plots import draw_plots
 from moba_train.training.checkpoints import RunCheckpoints, checkpoint_bytes
 from moba_train.training.corpora import check_corpora
@@ -77,7 +78,7 @@ class Trainer:
         refuse_broken_gpus(config.health.node, world)
         torch.manual_seed(config.seed + world.rank)
         dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
-        self.model = sharded_model(config, dims)
+        self.model = sharded_model(config, dims, pipeline_layers(config))
         self.optimizer = build_optimizer(self.model, config.optim, world.device)
         self.context_engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
         if any_rank(self.stop.requested):
@@ -96,7 +97,7 @@ class Trainer:
         self.telemetry = self.reports.telemetry
         self.watch = Watch(health.watch, world, stalls_folder(self.run_dir), self.telemetry.stalled)
         folders = [config.run_dir, *([config.checkpoint.fallback_dir] if config.checkpoint.fallback_dir else [])]
-        disks = [Disk(Path(folder), checkpoint_bytes(self.model, config)) for folder in folders]
+        disks = [Disk(Path(folder), checkpoint_bytes(config)) for folder in folders]
         self.node_watch = NodeWatch(health.node, world, disks, self.reports.node)
         self.evaluations = RunEvaluations(
             config,
@@ -229,7 +230,8 @@ class Trainer:
         steps_before = self.progress.step
         with self.watch.phase("forward and backward", steps_before):
             flops = batch_flops(self.config.model, stage, data.batches) * self.data_shard.dp_size / self.world.size
-            counts = StepCounts.from_rank(data.batches, self._wants_to_stop(), flops)
+            stop = self._wants_to_stop()
+            counts = StepCounts.from_rank(data.batches, stop, flops, self.data_shard.computes_loss)
             with self.stragglers.meeting():
                 counts = counts.summed_over_ranks()
             if counts.stops:
@@ -250,9 +252,7 @@ class Trainer:
         """Accumulate the gradients of the micro-batches; this rank's part of the step's losses."""
         losses = StepLosses(self.world.device)
         with self.stragglers.attention(self.progress.step, self.data_shard.engine or LOCAL_ENGINE):
-            for batch in data.batches:
-                sums = training_loss(self.model, batch)
-                (sums.total / counts.loss_weight).backward()
+            for sums in accumulate_gradients(self.model, data.batches, counts.loss_weight):
                 losses.add(sums, counts.loss_weight)
         return losses
 

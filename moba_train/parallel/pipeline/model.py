@@ -5,7 +5,7 @@ micro-batch from the data. Here is one pass of one micro-batch, for evaluation; 
 (schedule.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,6 +63,18 @@ class PipelineModel(Transformer):
     def blocks_of(self, part: int) -> list[nn.Module]:
         """The blocks of one of this rank's parts."""
         return [self.blocks.get_submodule(str(layer)) for layer in self.place.parts[part].layers]
+
+    def parameters_of(self, part: int) -> Iterator[nn.Parameter]:
+        """The parameters of one of this rank's parts, without those that only the last norm or the embedding has."""
+        own = self.place.parts[part]
+        for block in self.blocks_of(part):
+            yield from block.parameters()
+        if own.has_embedding or (own.has_output and self.output is None):
+            yield from self.embedding.parameters()
+        if own.has_output:
+            yield from self.norm.parameters()
+        if own.has_output and self.output is not None:
+            yield from self.output.parameters()
 
     def rows(self, tokens_T: Tensor) -> int:
         """Rows of a micro-batch's hidden states on this rank."""

@@ -66,6 +66,10 @@ class TrainingSchedule:
                 self._schedule = ScheduleInterleaved1F1B(stages, count, **options)
             case "zero_bubble":
                 self._schedule = ScheduleInterleavedZeroBubble(stages, count, **options)
+        self._reducer: PipelineStage | None = None
+        if model.place.schedule == "zero_bubble":
+            # Its last pass only computes gradients of weights, in which FSDP is not called: torch does it by hand.
+            self._reducer = PipelineStage(model, model.place.own[0], len(model.place.parts), device, group=model.place.group)
         # Torch hands out a row of these to each micro-batch; they only have to be there.
         rows_of_batches = torch.arange(count)
         self._inputs = [rows_of_batches] if stages[0].is_first else []
@@ -76,6 +80,8 @@ class TrainingSchedule:
         for part in self._parts:
             part.begin_step(batches, loss_weight)
         self._schedule.step(*self._inputs, **self._targets)
+        if self._reducer is not None:
+            self._reducer.perform_reduce_grad(1)
         return self._sums()
 
     def _sums(self) -> LossSums:
@@ -110,6 +116,10 @@ class _Part(nn.Module):
         """The rank's part of the model."""
         return self._models[0]
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the part; while FSDP holds the weights, the whole ones. Zero bubble asks for them."""
+        return self.model.parameters_of(self.number)
+
     def begin_step(self, batches: Sequence[Batch], loss_weight: float) -> None:
         """Give the part the micro-batches of a step."""
         self.sums = []
@@ -131,7 +141,8 @@ class _Part(nn.Module):
             output = _WithLoss.apply(x_TD, auxiliary.sum() / self._loss_weight)
         if not output.requires_grad:  # all frozen up to here, but a backward pass must begin somewhere
             output = output.requires_grad_()
-        if self.number == self.model.place.own[0] and len(self.sums) == self._count:
+        is_last_backward = self.number == self.model.place.own[0] and len(self.sums) == self._count
+        if is_last_backward and self.model.place.schedule != "zero_bubble":
             output.register_hook(partial(_end_accumulation, self.model))
         return output
 

@@ -1,0 +1,104 @@
+"""Pipeline parallelism: which layers each part has, and how long ranks wait for each other.
+
+Times are in floating-point operations that a rank carries out: those that activation checkpointing repeats count, and so
+does the output projection's forward pass, which the loss computes twice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moba_train.config.run import ParallelConfig
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage, resolve_stages
+from moba_train.parallel.pipeline.split import balanced_split, model_parts, number_of_parts
+from moba_train.planning.flops import layer_flops
+from moba_train.planning.parameters import attention_matrices, feed_forward_matrices
+
+
+def pipeline_layers(config: RunConfig) -> tuple[int, ...]:
+    """Number of layers in each part of the model, for all stages; a single part without pipeline parallelism."""
+    parallel = config.parallel
+    if parallel.pp == 1:
+        return (config.model.layers,)
+    if parallel.pp_layers != "auto":
+        return tuple(parallel.pp_layers)
+    return best_layers(config)
+
+
+def best_layers(config: RunConfig) -> tuple[int, ...]:
+    """The split into the recipe's number of parts in which the most expensive one costs least over all stages."""
+    layers, output = [0.0] * config.model.layers, 0.0
+    for stage in resolve_stages(config):
+        tokens = stage.end_token - stage.first_token
+        costs = _layer_costs(config, stage, [stage.seq_len])
+        layers = [total + tokens * cost for total, cost in zip(layers, costs, strict=True)]
+        output += tokens * _output_cost(config)
+    return balanced_split(layers, output, number_of_parts(config.parallel))
+
+
+def _layer_costs(config: RunConfig, stage: Stage, lengths: Sequence[int]) -> list[float]:
+    """Operations of each layer for each token of documents of these lengths, forward and backward."""
+    model = config.model
+    each = 8 if config.activation_checkpointing == "full" else 6
+    matrices = each * (attention_matrices(model) + feed_forward_matrices(model))
+    by_kind = {layer: layer_flops(model, layer, lengths) / sum(lengths) for layer in dict.fromkeys(stage.attention)}
+    return [matrices + by_kind[layer] for layer in stage.attention]
+
+
+def _output_cost(config: RunConfig) -> float:
+    """Operations of the output projection for each token that carries loss, forward, again, and backward."""
+    return 8.0 * config.model.vocab_size * config.model.hidden_size
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The pipeline of a stage."""
+
+    layers: tuple[int, ...]
+    """Number of layers in each part."""
+    best_layers: tuple[int, ...]
+    """The split whose most expensive part costs least, over all stages."""
+    bubble: float
+    """Share of a step in which a rank waits, on average: at the ends of the step, and for slower ranks throughout."""
+
+
+def plan_pipeline(config: RunConfig, stage: Stage, lengths: Sequence[int], micro_batches: int) -> PipelinePlan:
+    """The pipeline in `stage` with documents of these lengths and so many micro-batches on a rank in a step.
+
+    A step takes as long as the slowest rank computes, and as long as the first micro-batch needs to reach the others:
+    with several parts on a rank one of them, with zero bubble the forward pass or one of two backward passes.
+    """
+    parallel = config.parallel
+    layers = pipeline_layers(config)
+    costs = _layer_costs(config, stage, lengths)
+    ranks = [0.0] * parallel.pp
+    for number, part in enumerate(model_parts(layers)):
+        cost = sum(costs[layer] for layer in part.layers) + (_output_cost(config) if part.has_output else 0.0)
+        ranks[number % parallel.pp] += cost
+    slowest = max(ranks)
+    fill = (sum(ranks) - slowest) / _steps_of_filling(parallel, len(layers))
+    bubble = 1 - micro_batches * sum(ranks) / (parallel.pp * (micro_batches * slowest + fill))
+    return PipelinePlan(layers, best_layers(config), bubble)
+
+
+def _steps_of_filling(parallel: ParallelConfig, parts: int) -> int:
+    """In how many equal shares a rank's work for a micro-batch is passed on while the pipeline fills and empties."""
+    return 3 if parallel.pp_schedule == "zero_bubble" else parts // parallel.pp
+
+
+def kept_micro_batches(parallel: ParallelConfig, rank: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a rank of the pipeline keeps at once, in units of all its layers.
+
+    1F1B: as many as there are ranks from this one on. Interleaved: by the number of passes before the first backward
+    pass (Narayanan et al. 2021, section 2.2). Zero bubble: as many as there are ranks, as the gradients of weights wait.
+    """
+    pp = parallel.pp
+    match parallel.pp_schedule:
+        case "1f1b":
+            kept = float(pp - rank)
+        case "interleaved_1f1b":
+            chunks = number_of_parts(parallel) // pp
+            kept = ((chunks - 1) * pp + 2 * (pp - 1 - rank) + 1) / chunks
+        case "zero_bubble":
+            kept = float(pp)
+    return min(kept, micro_batches)
