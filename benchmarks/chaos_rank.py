@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import moba_train.checkpoint.manifest as manifest
+import moba_train.parallel.forward as forward
 import moba_train.train
 import moba_train.training.trainer as trainer
 from moba_train.data.batch import Batch
@@ -45,7 +46,7 @@ def strikes(fault: str) -> bool:
 
 def install() -> None:
     """Put the faults into the functions of the trainer."""
-    real_loss = trainer.training_loss
+    real_loss = forward.training_loss
     real_hash = manifest.hash_file
     real_update = trainer.Trainer._update
 
@@ -65,7 +66,7 @@ def install() -> None:
             (state.to_local() if isinstance(state, DTensor) else state).view(-1)[:1] = torch.nan
 
     moba_train.train.run_folder_lock = partial(run_folder_lock, wait_s=LOCK_WAIT_S)
-    trainer.training_loss = training_loss
+    forward.training_loss = training_loss
     manifest.hash_file = hash_file
     trainer.Trainer._update = update  # type: ignore[method-assign, assignment]
 

@@ -70,8 +70,8 @@ def fit_mesh(
     stage_ranks = world_size // pp
     each = f", {pp} to a pipeline (parallel.pp)" if pp > 1 else ""
     if stage_ranks % tp:
-        given = f"parallel.tp: given {tp}, which does not divide {_ranks(world_size)}{each}"
-        return None, [f"{given}; {divisors(stage_ranks)}"]
+        ranks = f"{_ranks(world_size)}{each}"
+        return None, [f"parallel.tp: given {tp}, which does not divide {ranks}; {divisors(stage_ranks)}"]
     groups = stage_ranks // tp
     each += f" in groups of {tp} (parallel.tp)" if tp > 1 else ""
     if groups % cp:

@@ -3,6 +3,7 @@
 parameters  exact counts by part
 documents   lengths of the documents in a stage's sequences
 flops       per token, as dense causal attention and as what each layer really attends to
+pipeline    layers of each rank of a pipeline, and how long ranks wait for each other
 memory      bytes per GPU by part at the peak of a step, an estimate
 devices     memory and peak rates of known GPUs
 plan        the plan of a recipe, from all of these

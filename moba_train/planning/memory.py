@@ -19,8 +19,11 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
 from moba_train.model.loss import CHUNK_TOKENS
+from moba_train.model.transformer import ModelPart
 from moba_train.optim.registry import OPTIMIZERS
+from moba_train.parallel.pipeline.split import model_parts, rank_part
 from moba_train.planning.parameters import count_recipe_parameters
+from moba_train.planning.pipeline import kept_micro_batches, pipeline_layers
 
 USABLE = 0.9
 """Fraction of a GPU's memory that a run can use; the CUDA context, NCCL and fragmentation take the rest."""
@@ -38,11 +41,13 @@ class Memory:
     optimizer: int
     """State of the optimizer, sharded; for AdamW two fp32 moments."""
     gradients: int
-    """fp32, sharded: those that exist at this moment."""
+    """fp32, sharded: those that exist at this moment; in a pipeline whole."""
     unsharded: int
-    """Gathered weights in the compute dtype: embedding and output, and two blocks (one at work, one prefetched)."""
+    """Gathered weights in the compute dtype: embedding and output, and two blocks (one at work, one prefetched); in a
+    pipeline all of the rank's."""
     activations: int
-    """Tensors of one micro-batch that the forward pass, or a block's recomputation, keeps for the backward pass."""
+    """Tensors of one micro-batch that the forward pass, or a block's recomputation, keeps for the backward pass; in a
+    pipeline of several, and its buffers."""
     working: int
     """Logits of one chunk with log-softmax and gradient, or gradients on their way through one block."""
     transport: int = 0
@@ -66,9 +71,45 @@ def element_bytes(config: RunConfig) -> int:
 def estimate_memory(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: float = 0) -> Memory:
     """Peak memory of one rank in `stage`, on a mesh of these sizes.
 
-    transport: bytes of the rank's buffers for context parallelism.
+    transport: bytes of the rank's buffers for context parallelism. With pipeline parallelism, it is the rank of a
+    pipeline that needs most.
     """
-    return max(_moments(config, stage, sizes, round(transport)), key=lambda memory: memory.total)
+    return max(memory_by_rank(config, stage, sizes, transport), key=lambda memory: memory.total)
+
+
+def memory_by_rank(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: float = 0) -> list[Memory]:
+    """Peak memory of each rank of a pipeline, first layers first; of the only one without pipeline parallelism."""
+    found = []
+    for rank in range(sizes.pp):
+        moments = _moments(config, stage, sizes, round(transport), _rank_work(config, stage, sizes, rank))
+        found.append(max(moments, key=lambda memory: memory.total))
+    return found
+
+
+@dataclass(frozen=True)
+class _RankWork:
+    """What a rank of a pipeline has to keep."""
+
+    part: ModelPart
+    """Its modules."""
+    kept: float
+    """Micro-batches whose activations it keeps at once."""
+    received: int
+    """Hidden states and gradients of hidden states that it has buffers for."""
+
+    @property
+    def layers(self) -> int:
+        """Number of its layers."""
+        return len(self.part.layers)
+
+
+def _rank_work(config: RunConfig, stage: Stage, sizes: MeshSizes, rank: int) -> _RankWork:
+    if sizes.pp == 1:
+        return _RankWork(ModelPart(tuple(range(config.model.layers)), True, True), 1, 0)
+    own = model_parts(pipeline_layers(config))[rank :: sizes.pp]
+    count = max(1, stage.batch_sequences // (stage.micro_batch_size * sizes.dp))
+    received = count * sum((not part.has_embedding) + (not part.has_output) for part in own)
+    return _RankWork(rank_part(own), kept_micro_batches(config.parallel, rank, count), received)
 
 
 def buffer_memory(config: RunConfig, device: torch.device, stage: Stage, sizes: MeshSizes) -> float | None:
@@ -129,6 +170,8 @@ class _Weights:
 
     shard: int
     """Parameters that the rank keeps."""
+    total: int
+    """Parameters of the rank's tp part, not sharded."""
     ends: int
     """Parameters of the ends in the rank's tp part."""
     block: int
@@ -147,24 +190,35 @@ def _gathered_bytes(config: RunConfig, width: int) -> int:
     return 1 if precision.linear == "fp8" and precision.fp8.scaling == "tensorwise" else width
 
 
-def _weights(config: RunConfig, sizes: MeshSizes, width: int) -> _Weights:
+def _weights(config: RunConfig, sizes: MeshSizes, width: int, work: _RankWork) -> _Weights:
     counts = count_recipe_parameters(config)
-    ends = (counts.embedding + counts.output) // sizes.tp
+    part = work.part
+    blocks = counts.without_embeddings * work.layers // config.model.layers
+    ends = (counts.embedding if part.has_embedding else 0) + (counts.output if part.has_output else 0)
+    if part.has_output and not part.has_embedding and not counts.output:
+        ends = counts.embedding  # its copy, tied
+    total = -(-(blocks + ends) // sizes.tp)
+    ends //= sizes.tp
     block = counts.without_embeddings // config.model.layers // sizes.tp
-    head = width * config.model.vocab_size * config.model.hidden_size
+    head = width * config.model.vocab_size * config.model.hidden_size if part.has_output else 0
     gathered_ends = width * ends + (head if sizes.tp > 1 else 0)
+    at_once = min(2, config.model.layers) if sizes.pp == 1 else work.layers
     return _Weights(
-        shard=-(-counts.total // (sizes.shards * sizes.tp)),
+        shard=-(-(blocks + ends * sizes.tp) // (sizes.shards * sizes.tp)),
+        total=total,
         ends=ends,
         block=block,
         head=head,
         gathered_ends=gathered_ends,
-        gathered=gathered_ends + _gathered_bytes(config, width) * min(2, config.model.layers) * block,
+        gathered=gathered_ends + _gathered_bytes(config, width) * at_once * block,
     )
 
 
-def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) -> list[Memory]:
-    """Memory at each moment of a step that can be its peak."""
+def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int, work: _RankWork) -> list[Memory]:
+    """Memory of a rank at each moment of a step that can be its peak.
+
+    A rank of a pipeline keeps its weights gathered and its gradients whole in float32 for all micro-batches of a step.
+    """
     tp = sizes.tp
     model = config.model
     width = element_bytes(config)
@@ -172,18 +226,25 @@ def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) 
     hidden = width * model.hidden_size * tokens // tp
     checkpointing = config.activation_checkpointing == "full"
     block = _block_activations(model, tokens, width, tp, checkpointing, config.compile)
-    kinds = build_attention(stage.attention, model.head_width)
+    kinds = build_attention([stage.attention[layer] for layer in work.part.layers], model.head_width)
     selected = [kind.saved_bytes(model, stage.seq_len) * tokens // tp for kind in kinds]
     own = [kind.activation_bytes(model, width) * tokens // tp for kind in kinds]
     recomputed = max(own) if checkpointing else 0
     if not checkpointing:
         selected = [saved + activations for saved, activations in zip(selected, own, strict=True)]
-    all_kept = model.layers * block.kept + sum(selected)
-    weights = _weights(config, sizes, width)
+    all_kept = round(work.kept * (work.layers * block.kept + sum(selected)))
+    weights = _weights(config, sizes, width, work)
 
     several = stage.batch_sequences > stage.micro_batch_size * sizes.dp  # the gradients of other micro-batches stay
     early = 4 * weights.shard if several else 0
     late = 4 * weights.shard if several else 4 * (weights.shard - weights.ends // sizes.shards)
+    before_first = all_kept - work.layers * block.kept - sum(selected[1:])
+    held = weights.gathered_ends
+    if sizes.pp > 1:
+        early = late = 4 * weights.total
+        held = weights.gathered
+        all_kept += work.received * hidden
+        before_first += work.received * hidden
     rows = min(CHUNK_TOKENS, tokens // tp)
     # log-softmax, its gradient and that of the logits, float32 (benchmarks/loss_memory.py); the rows of all chunks,
     # their gradient and, from the chunk before, the weight's
@@ -199,21 +260,23 @@ def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) 
         at(
             "loss",
             gradients=early,
-            unsharded=weights.gathered_ends,
+            unsharded=held,
             activations=all_kept + 2 * hidden,  # the last block's output, before and after the norm
             working=loss,
         ),
         at(
             "embedding",
-            gradients=4 * weights.shard,
-            unsharded=weights.gathered_ends,
-            activations=0,
+            gradients=4 * weights.shard if sizes.pp == 1 else 4 * (weights.shard + weights.total),
+            unsharded=held,
+            activations=work.received * hidden,
             working=(width + 4) * weights.ends + (weights.head if tp > 1 else 0),
         ),
     ]
+    if not work.part.has_output:
+        moments = moments[1:]
     for name, others, gradients, reducing in (
         ("last", all_kept - block.kept, early, 0),
-        ("first", selected[0], late, reduced),
+        ("first", before_first, late, reduced),
     ):
         in_block = partial(at, gradients=gradients, unsharded=weights.gathered)
         moments += [

@@ -1,7 +1,7 @@
 """Pipeline parallelism: which layers each part has, and how long ranks wait for each other.
 
-Times are in floating-point operations that a rank carries out: those that activation checkpointing repeats count, and so
-does the output projection's forward pass, which the loss computes twice.
+Times are in floating-point operations that a rank carries out: those count that activation checkpointing repeats, and
+so does the output projection's forward pass, which the loss computes twice.
 """
 
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ def kept_micro_batches(parallel: ParallelConfig, rank: int, micro_batches: int) 
     """Micro-batches whose activations a rank of the pipeline keeps at once, in units of all its layers.
 
     1F1B: as many as there are ranks from this one on. Interleaved: by the number of passes before the first backward
-    pass (Narayanan et al. 2021, section 2.2). Zero bubble: as many as there are ranks, as the gradients of weights wait.
+    pass (Narayanan et al. 2021, section 2.2). Zero bubble: as many as there are ranks, as gradients of weights wait.
     """
     pp = parallel.pp
     match parallel.pp_schedule:

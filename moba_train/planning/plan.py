@@ -13,8 +13,9 @@ from moba_train.parallel.stage_strategy import stage_attention_shape, stage_stra
 from moba_train.planning.devices import H200
 from moba_train.planning.documents import Documents, stage_documents
 from moba_train.planning.flops import dense_flops, layer_flops, real_flops, recomputed_flops
-from moba_train.planning.memory import USABLE, Memory, element_bytes, estimate_memory
+from moba_train.planning.memory import USABLE, Memory, element_bytes, estimate_memory, memory_by_rank
 from moba_train.planning.parameters import ParameterCounts, count_recipe_parameters
+from moba_train.planning.pipeline import PipelinePlan, plan_pipeline
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,17 @@ class StagePlan:
     memory: Memory
     context: ContextPlan | None
     """None without context parallelism."""
+    pipeline: PipelinePlan | None
+    """None without pipeline parallelism."""
+    rank_memory: tuple[Memory, ...]
+    """Memory of each rank of a pipeline, the largest of which is `memory`; of the only one without."""
     tensor_seconds: float
     """Seconds that tensor parallelism communicates in one optimizer step; nothing overlaps with it."""
     accumulation: int
     """Micro-batches per rank and optimizer step."""
     seconds: float
     """Time of the stage: real FLOPs at the plan's rate, the communication of context parallelism that attention cannot
-    overlap, and that of tensor parallelism."""
+    overlap, that of tensor parallelism, and the bubble of a pipeline."""
     recomputation_seconds: float
     """Time of the FLOPs that activation checkpointing repeats, which `seconds` and utilisation do not count."""
 
@@ -132,9 +137,14 @@ def _stage_plan(
     if mesh.cp > 1:
         context = _context_plan(config, stage, documents, rate, ranks_per_node, USABLE * gpu_bytes - memory.total)
         memory = estimate_memory(config, stage, mesh, context.cost.memory_bytes)
-        seconds += stage.steps * accumulation * sum(map(context.exposed_seconds, stage.attention))
+        exposed = sum(map(context.exposed_seconds, stage.attention)) / mesh.pp
+        seconds += stage.steps * accumulation * exposed
     tensor_seconds = accumulation * _tensor_parallel_seconds(config, tokens, mesh.tp)
-    seconds += stage.steps * tensor_seconds
+    seconds += stage.steps * tensor_seconds / mesh.pp  # of a rank's layers
+    pipeline = None
+    if mesh.pp > 1:
+        pipeline = plan_pipeline(config, stage, documents.lengths, accumulation)
+        seconds /= 1 - pipeline.bubble
     return StagePlan(
         stage=stage,
         mesh=mesh,
@@ -143,6 +153,8 @@ def _stage_plan(
         documents=documents,
         memory=memory,
         context=context,
+        pipeline=pipeline,
+        rank_memory=tuple(memory_by_rank(config, stage, mesh, context.cost.memory_bytes if context else 0)),
         tensor_seconds=tensor_seconds,
         accumulation=accumulation,
         seconds=seconds,

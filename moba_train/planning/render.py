@@ -1,7 +1,7 @@
 """A plan as tables in the terminal."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 
@@ -13,6 +13,7 @@ from moba_train.config.quantities import format_count
 from moba_train.planning.devices import Gpu
 from moba_train.planning.fit import Change, Changes, format_gib, largest_stage, usable_bytes
 from moba_train.planning.memory import MEMORY_PARTS
+from moba_train.planning.pipeline import PipelinePlan
 from moba_train.planning.plan import ContextPlan, Plan, StagePlan
 
 
@@ -31,6 +32,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         for repeated in item.documents.repeats:
             console.print(f"warning: stage {item.stage.name}: {repeated}", soft_wrap=True)
     console.print(_memory(plan))
+    if any(item.pipeline for item in plan.stages):
+        console.print(_pipeline(plan))
     if any(item.context for item in plan.stages):
         console.print(_context(plan))
     for item in plan.stages:
@@ -82,7 +85,8 @@ def format_duration(seconds: float) -> str:
 
 
 def _layout(item: StagePlan) -> str:
-    text = f"dp_replicate {item.mesh.dp_replicate} x dp_shard {item.mesh.dp_shard}"
+    text = f"pp {item.mesh.pp} x " if item.mesh.pp > 1 else ""
+    text += f"dp_replicate {item.mesh.dp_replicate} x dp_shard {item.mesh.dp_shard}"
     further = {"cp": item.mesh.cp, "tp": item.mesh.tp}
     return text + "".join(f" x {name} {size}" for name, size in further.items() if size > 1)
 
@@ -167,6 +171,26 @@ def _memory(plan: Plan) -> Table:
     rows: dict[str, Callable[[StagePlan], str]] = {"at its peak, in": lambda item: item.memory.moment}
     rows |= {part: partial(_gibibytes, part) for part in (*MEMORY_PARTS, "total")}
     return _by_stage(plan, "Memory per GPU in GiB (estimate)", rows)
+
+
+def _pipeline(plan: Plan) -> Table:
+    def show(text: Callable[[PipelinePlan], str], item: StagePlan) -> str:
+        return text(item.pipeline) if item.pipeline else "-"
+
+    rows: dict[str, Callable[[PipelinePlan], str]] = {
+        "layers of each part (pp_layers)": lambda pipeline: _counts(pipeline.layers),
+        "best for all stages together": lambda pipeline: _counts(pipeline.best_layers),
+        "bubble (time in which a rank waits)": lambda pipeline: f"{pipeline.bubble:.1%}",
+    }
+    columns: dict[str, Callable[[StagePlan], str]] = {name: partial(show, text) for name, text in rows.items()}
+    columns["memory of each rank, GiB"] = lambda item: ", ".join(
+        format_gib(memory.total) for memory in item.rank_memory
+    )
+    return _by_stage(plan, "Pipeline parallelism", columns)
+
+
+def _counts(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _context(plan: Plan) -> Table:

@@ -4,6 +4,7 @@ recipe           `validate`: every check of a recipe, all problems at once
 attention        kinds and options of the layers
 data             corpora and tokenizer
 stage_exit       stages that train until a criterion is met
+pipeline         layers, micro-batches and evaluations of pipeline parallelism
 tensor_parallel  sizes that tensor parallelism must divide
 trainable        stages that train a part of the parameters
 checkpoints      a checkpoint's own recipe, checked before it is used

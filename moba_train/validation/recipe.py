@@ -21,6 +21,7 @@ from moba_train.parallel.float8 import float8_problem
 from moba_train.parallel.stage_strategy import stage_strategy
 from moba_train.validation.attention import attention_problems, layer_ranges
 from moba_train.validation.data import file_problems, length_problems
+from moba_train.validation.pipeline import micro_batch_problems, pipeline_problems
 from moba_train.validation.stage_exit import exit_problems
 from moba_train.validation.tensor_parallel import row_problems, tensor_problems
 from moba_train.validation.trainable import trainable_problems
@@ -54,6 +55,7 @@ def validate(
         *attention_problems(config, device, allow_idle, training),
         *length_problems(config),
         *tensor_problems(config, ranks_per_node),
+        *(pipeline_problems(config) if training else ()),
     ]
     if not problems:  # a stage is resolved from sound parts only
         problems += [*_context_problems(config, ranks_per_node, device), *row_problems(config)]
@@ -65,6 +67,9 @@ def validate(
         if stage.rope is not None:
             problems += _rope_problems(merge_rope(config.model.rope, stage.rope), f"stages[{index}].rope", allow_idle)
         problems += _batch_problems(config, index, meshes[index])
+    if training and not problems:
+        for resolved, mesh in zip(resolve_stages(config), meshes, strict=True):
+            problems += micro_batch_problems(config, resolved, mesh) if mesh is not None else ()
     if check_files:
         problems += file_problems(config, resolvable=not problems)
         problems += initial_problems(config)

@@ -1,8 +1,8 @@
 """Training steps of a pipeline, by the schedules of torch.distributed.pipelining.
 
 1F1B: Narayanan et al. 2019 (PipeDream); interleaved: Narayanan et al. 2021 (arXiv:2104.04473); zero bubble: Qi et al.
-2023 (arXiv:2401.10241). Torch's stages send hidden states one way and their gradients the other. What else a part needs,
-its rank has: the micro-batches lie here, and each part takes them in order, as every schedule runs them.
+2023 (arXiv:2401.10241). Torch's stages send hidden states one way and their gradients the other. Whatever else a part
+needs, its rank has: each part takes the rank's micro-batches in order, as every schedule runs them.
 
 FSDP gathers the weights once a step and reduces the gradients once, after the last backward pass of the rank: until
 then they add up in float32, unsharded.
@@ -56,7 +56,7 @@ class TrainingSchedule:
         self.shape = (count, rows)
         self._model = model
         self._parts = [_Part(model, number, count) for number in model.place.own]
-        stages = [_torch_stage(part, rows, device) for part in self._parts]
+        stages: list[Any] = [_torch_stage(part, rows, device) for part in self._parts]
         options: dict[str, Any] = {"loss_fn": lambda loss, _target: loss.sum(), "scale_grads": False}
         match model.place.schedule:
             case "1f1b":
@@ -69,7 +69,9 @@ class TrainingSchedule:
         self._reducer: PipelineStage | None = None
         if model.place.schedule == "zero_bubble":
             # Its last pass only computes gradients of weights, in which FSDP is not called: torch does it by hand.
-            self._reducer = PipelineStage(model, model.place.own[0], len(model.place.parts), device, group=model.place.group)
+            self._reducer = PipelineStage(
+                model, model.place.own[0], len(model.place.parts), device, group=model.place.group
+            )
         # Torch hands out a row of these to each micro-batch; they only have to be there.
         rows_of_batches = torch.arange(count)
         self._inputs = [rows_of_batches] if stages[0].is_first else []
@@ -129,9 +131,7 @@ class _Part(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """The residual stream after the part, given the one before; after the last part the loss, [1]."""
         batch = next(self._batches)
-        x_TD, sums = self.model.run_part(
-            self.number, x_TD, batch.tokens, batch.positions, batch.layout, batch.loss_on
-        )
+        x_TD, sums = self.model.run_part(self.number, x_TD, batch.tokens, batch.positions, batch.layout, batch.loss_on)
         auxiliary = sums.auxiliary
         self.sums.append(LossSums(sums.loss.detach(), None if auxiliary is None else auxiliary.detach()))
         output = x_TD
@@ -173,7 +173,7 @@ class _WithLoss(torch.autograd.Function):
         return x_TD.view_as(x_TD)
 
     @staticmethod
-    def backward(ctx: Any, gradient_TD: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_TD: Tensor) -> tuple[Tensor, Tensor]:
         return gradient_TD, torch.ones(ctx.shape, device=gradient_TD.device)
 
 

@@ -1,7 +1,7 @@
 """Which layers the ranks of a pipeline have.
 
-The layers are cut into parts of consecutive ones. Part i is on rank i % pp, so with as many parts as ranks each has one,
-and with more of them (interleaved schedules) a rank has several that lie apart.
+The layers are cut into parts of consecutive ones, and part i is on rank i % pp: with as many parts as ranks, each rank
+has one; with more of them (interleaved schedules), a rank has several that lie apart.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,8 @@ def model_parts(counts: Sequence[int]) -> list[ModelPart]:
     edges = [0, *accumulate(counts)]
     last = len(counts) - 1
     return [
-        ModelPart(tuple(range(first, stop)), part == 0, part == last) for part, (first, stop) in enumerate(pairwise(edges))
+        ModelPart(tuple(range(first, stop)), part == 0, part == last)
+        for part, (first, stop) in enumerate(pairwise(edges))
     ]
 
 
