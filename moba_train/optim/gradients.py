@@ -62,7 +62,8 @@ def norms_by_module(model: Transformer) -> tuple[list[float], dict[str, float]]:
         by_layer[layer].append(block)
     ends = ["embedding", "norm"] + ([] if model.config.tie_embeddings else ["output"])
     copied = {name.partition(".")[0] for name in model.copied_parameters}
-    here = [[getattr(model, name)] if hasattr(model, name) and name not in copied else [] for name in ends]
+    modules = {name: module for name, module in model.named_children() if name not in copied}
+    here = [[modules[name]] if name in modules else [] for name in ends]
     norms = _norms_of([*by_layer, *here], model).tolist()
     layers = model.config.layers
     return norms[:layers], dict(zip(ends, norms[layers:], strict=True))

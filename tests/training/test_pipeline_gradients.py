@@ -1,0 +1,205 @@
+"""A pipeline changes where layers live and when they run, not what is computed: loss, every gradient, its norms and the
+auxiliary losses are those of the whole model on one device."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from trainer_ranks import Ranks
+
+from moba_train.config.mesh import mesh_sizes
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.data.batch import Batch, collate
+from moba_train.data.samples import Sample
+from moba_train.model.build import build_attention, build_model, initialize_weights
+from moba_train.model.transformer import Transformer
+from moba_train.optim.gradients import gradient_norm, norms_by_kind, norms_by_module
+from moba_train.optim.trainable import set_trainable
+from moba_train.parallel.dims import ParallelDims
+from moba_train.parallel.forward import accumulate_gradients, most_likely_tokens, token_losses
+from moba_train.parallel.fsdp import sharded_model
+from moba_train.parallel.stage import ContextEngines, DataShard
+from moba_train.parallel.world import joined_world
+from moba_train.planning.pipeline import pipeline_layers
+
+SEQ_LEN, MICRO_BATCHES = 48, 4
+SPARSE = {"default": "moba", "full_layers": "last:1", "moba": {"block_size": 8, "topk": 2}}
+DISTILLED = {"default": "msa", "full_layers": [1], "msa": {"block_size": 8, "topk": 2}}
+WARM_UP = {"default": "msa", "full_layers": [2], "msa": {"block_size": 8, "topk": 2, "mode": "warmup"}}
+Found = dict[str, Tensor]
+
+MODELS: dict[str, dict[str, Any]] = {
+    "moba": {"attention": SPARSE},
+    "tied": {"attention": SPARSE, "tied": True},
+    "auxiliary losses": {"attention": DISTILLED, "tied": True},
+    "frozen base": {"attention": WARM_UP, "trainable": ["*.attention.msa.*"]},
+}
+TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "1f1b": ("moba", {"pp": 2}),
+    "uneven, tied": ("tied", {"pp": 2, "pp_layers": [1, 3]}),
+    "interleaved": ("auxiliary losses", {"pp": 2, "pp_schedule": "interleaved_1f1b"}),
+    "zero bubble": ("auxiliary losses", {"pp": 2, "pp_schedule": "zero_bubble"}),
+    "frozen base": ("frozen base", {"pp": 2}),
+}
+FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pp 4": ("tied", {"pp": 4}),
+    "pp 2 and cp 2": ("moba", {"pp": 2, "cp": 2}),
+    "pp 2 and tp 2": ("tied", {"pp": 2, "tp": 2}),
+    "pp 2 and dp 2, zero bubble": ("tied", {"pp": 2, "pp_schedule": "zero_bubble"}),
+    "pp 2 and replicas, interleaved": ("tied", {"pp": 2, "pp_schedule": "interleaved_1f1b", "dp_replicate": 2}),
+}
+
+
+def recipe(model: str, parallel: dict[str, Any]) -> RunConfig:
+    options = MODELS[model]
+    sizes = {"vocab_size": 36, "hidden_size": 24, "intermediate_size": 28, "layers": 4, "heads": 4, "kv_heads": 2}
+    return RunConfig.model_validate(
+        {
+            "name": "test",
+            "run_dir": "unused",
+            "model": {**sizes, "head_dim": 16, "init_std": 0.2, "tie_embeddings": options.get("tied", False)},
+            "attention": options["attention"],
+            "data": {"train": [{"path": "unused"}]},
+            "batch_tokens": SEQ_LEN * MICRO_BATCHES,
+            "stages": [
+                {
+                    "name": "only",
+                    "seq_len": SEQ_LEN,
+                    "tokens": 1000,
+                    "trainable": options.get("trainable", "all"),
+                }
+            ],
+            "parallel": parallel,
+        }
+    )
+
+
+def micro_batches() -> list[Batch]:
+    """Documents of other lengths in each; loss on some tokens, in the third on none at all."""
+    rng, made = np.random.default_rng(0), []
+    for place, lengths in enumerate(([30, 18], [5, 40, 3], [48], [1, 46, 1])):
+        tokens = rng.integers(36, size=SEQ_LEN + 1)
+        weight = (rng.random(SEQ_LEN) < (0, 0.05, 0.4)[place % 3]).astype(np.float32)
+        made.append(collate([Sample(tokens[:-1], tokens[1:], weight, lengths, [])]))
+    return made
+
+
+def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int = 1) -> Found:
+    """What a step gives: gradients as they are on this rank, all else summed over the ranks."""
+    (stage,) = resolve_stages(config)
+    model.set_attention(build_attention(stage.attention, config.model.head_width))
+    set_trainable(model, stage.trainable)
+    whole = micro_batches()
+    batches = [shard.shard_batch(batch) for batch in whole[shard.dp_rank :: shard.dp_size]]
+    weight = sum(batch.loss_weight_sum for batch in whole)
+    for _ in range(repeat):  # a second step has its own batches, and gathers the weights anew
+        model.zero_grad()
+        sums = list(accumulate_gradients(model, batches, weight))
+    found = {"loss": sum(one.loss.detach() for one in sums) / weight}
+    auxiliary = [one.auxiliary.detach() for one in sums if one.auxiliary is not None]
+    if auxiliary:
+        found["auxiliary"] = torch.stack(auxiliary).sum(0) / weight
+    # Losses by token of the batch with most of them, in the order of the tokens.
+    own = shard.shard_batch(whole[1])
+    places = token_places(own, shard)
+    kept = own.loss_weight > 0
+    by_token = torch.zeros(2, SEQ_LEN)
+    by_token[0, places[kept]] = token_losses(model, own)[kept]
+    by_token[1, places[kept]] = most_likely_tokens(model, own)[kept].float()
+    if shard.dp_rank == 0:
+        found["token losses"] = by_token[0]
+        found["most likely"] = by_token[1]
+    else:
+        found["token losses"] = found["most likely"] = torch.zeros(SEQ_LEN)
+    if dist.is_initialized():
+        for value in found.values():
+            dist.all_reduce(value)
+    norms = norms_by_kind(model, stage.kinds) | {"norm": gradient_norm(model)} if dist.is_initialized() else {}
+    return found | {f"gradient {n}": p.grad for n, p in model.named_parameters() if p.grad is not None} | norms
+
+
+def token_places(batch: Batch, shard: DataShard) -> Tensor:
+    """The token of the whole sequence that each row of `loss_index` is."""
+    tokens_T = torch.arange(batch.layout.total)
+    if shard.engine is not None:
+        tokens_T = shard.engine.sequence(batch.layout.total).shard(tokens_T, shard.engine.rank)
+    return tokens_T[batch.loss_index]
+
+
+def worker(cases: list[tuple[str, dict[str, Any]]], output: str) -> None:
+    """All cases on the ranks of this world; rank 0 writes what they give."""
+    torch.compiler.reset()
+    with joined_world() as world:
+        every = []
+        for model_name, parallel in cases:
+            config = recipe(model_name, parallel)
+            (stage,) = resolve_stages(config)
+            sizes = mesh_sizes(stage.parallel, world.size)
+            dims = ParallelDims(sizes, world)
+            model = sharded_model(config, dims, pipeline_layers(config))
+            shard, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, sizes)
+            if shard.engine is not None:
+                model.set_engines([shard.engine] * config.model.layers)
+            found = results(model, config, shard, repeat=2)
+            layers, ends = norms_by_module(model)
+            found |= {f"norm of layer {i}": torch.tensor(norm) for i, norm in enumerate(layers)}
+            found |= {f"norm of {name}": torch.tensor(norm) for name, norm in ends.items()}
+            mine = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
+            of_ranks: list[Any] = [None] * world.size
+            dist.all_gather_object(of_ranks, {name: value.cpu() for name, value in mine.items()})
+            for name, value in [item for of_rank in of_ranks for item in of_rank.items()]:
+                same = [other[name] for other in of_ranks if name in other]
+                assert all(torch.equal(value, one) for one in same), f"{name} differs between ranks"
+            every.append({name: value for of_rank in of_ranks for name, value in of_rank.items()})
+        if world.is_main:
+            torch.save(every, output)
+
+
+def on_one_device(model_name: str) -> Found:
+    config = recipe(model_name, {})
+    model = build_model(config)
+    initialize_weights(model, config.seed)
+    found = results(model, config, DataShard())
+    square = {name: p.grad.square().sum() for name, p in model.named_parameters() if p.grad is not None}
+
+    def norm(*prefixes: str) -> Tensor:
+        return sum((s for name, s in square.items() if name.startswith(prefixes)), start=torch.zeros(())).sqrt()
+
+    (stage,) = resolve_stages(config)
+    found["norm"] = norm("")
+    for kind in sorted(set(stage.kinds)):
+        layers = [layer for layer, other in enumerate(stage.kinds) if other == kind]
+        found[f"grad_norm_{kind}"] = norm(*(f"blocks.{layer}." for layer in layers))
+    found |= {f"norm of layer {layer}": norm(f"blocks.{layer}.") for layer in range(config.model.layers)}
+    ends = ("embedding", "norm") + (() if config.model.tie_embeddings else ("output",))
+    return found | {f"norm of {name}": norm(f"{name}.") for name in ends}
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, Found]:
+    return {name: on_one_device(name) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    every = {}
+    for count, cases in ((2, TWO_RANKS), (4, FOUR_RANKS)):
+        output = tmp_path_factory.mktemp("pipeline") / "results.pt"
+        ranks.work(worker, (list(cases.values()), str(output)), count)
+        every |= dict(zip(cases, torch.load(output, weights_only=True), strict=True))
+    return every
+
+
+@pytest.mark.parametrize("name", [*TWO_RANKS, *FOUR_RANKS])
+def test_it_computes_what_one_device_does(name: str, found: dict[str, Found], wanted: dict[str, Found]) -> None:
+    model, _ = (TWO_RANKS | FOUR_RANKS)[name]
+    got, want = found[name], wanted[model]
+    assert got.keys() == want.keys()
+    assert ("auxiliary" in got) == (model in ("auxiliary losses", "frozen base"))
+    for key, value in want.items():
+        tolerance = {"rtol": 1e-4, "atol": 1e-6}
+        torch.testing.assert_close(got[key], value, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
