@@ -103,18 +103,13 @@ def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int
     auxiliary = [one.auxiliary.detach() for one in sums if one.auxiliary is not None]
     if auxiliary:
         found["auxiliary"] = torch.stack(auxiliary).sum(0) / weight
-    # Losses by token of the batch with most of them, in the order of the tokens.
+    # What evaluations ask for, by the token of the sequence; counted once.
     own = shard.shard_batch(whole[1])
-    places = token_places(own, shard)
-    kept = own.loss_weight > 0
-    by_token = torch.zeros(2, SEQ_LEN)
-    by_token[0, places[kept]] = token_losses(model, own)[kept]
-    by_token[1, places[kept]] = most_likely_tokens(model, own)[kept].float()
-    if shard.dp_rank == 0:
-        found["token losses"] = by_token[0]
-        found["most likely"] = by_token[1]
-    else:
-        found["token losses"] = found["most likely"] = torch.zeros(SEQ_LEN)
+    places_n = token_places(own, shard)
+    counted_n = (own.loss_weight > 0) & (shard.dp_rank == 0)
+    for name, values_n in (("token losses", token_losses(model, own)), ("most likely", most_likely_tokens(model, own))):
+        found[name] = torch.zeros(SEQ_LEN)
+        found[name][places_n[counted_n]] = values_n[counted_n].float()
     if dist.is_initialized():
         for value in found.values():
             dist.all_reduce(value)
