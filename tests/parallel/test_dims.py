@@ -121,6 +121,20 @@ def test_sequences_are_dealt_once_to_the_ranks_that_read_different_ones() -> Non
     assert sorted(places) == list(itertools.product(range(4), range(3), range(2)))
 
 
+def test_a_pipeline_joins_ranks_of_equal_places_and_ends_where_the_loss_is() -> None:
+    sizes = MeshSizes(pp=3, dp_shard=2, cp=2, tp=2)
+    for rank, own in enumerate(brute_force(sizes)):
+        world = enter(rank, sizes)
+        try:
+            dims = ParallelDims(sizes, world)
+            want = [other for other, place in enumerate(brute_force(sizes)) if place._replace(pp=own.pp) == own]
+            assert members(dims.pipeline_group) == want
+            assert dims.for_stage(sizes).computes_loss == (own.pp == 2)
+            assert dims.weight_mesh.size() == 4
+        finally:
+            dist.destroy_process_group()
+
+
 def test_dimensions_of_one_rank_take_no_group_of_their_own() -> None:
     sizes = MeshSizes(dp_shard=4)
     world = enter(1, sizes)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moba_train.model.transformer import LossSums, Transformer
+from moba_train.parallel.pipeline.model import PipelineModel
 from moba_train.training.step import StepData
 from moba_train.training.trainer import Trainer
 
@@ -57,6 +58,7 @@ def inject(
     """
     train_step = Trainer._step
     loss = Transformer.loss
+    run_part = PipelineModel.run_part
     now: list[int] = [0]
     changed: list[tuple[int, bool]] = []
 
@@ -74,14 +76,21 @@ def inject(
             changed.append((trainer.progress.step, not same))
         return done
 
-    def faulty_loss(model: Transformer, *arguments: Any) -> LossSums:
-        sums = loss(model, *arguments)
+    def faulty(sums: LossSums) -> LossSums:
         if now[0] in faults and torch.is_grad_enabled():
             return sums._replace(loss=faults[now[0]](sums.loss))
         return sums
 
+    def faulty_loss(model: Transformer, *arguments: Any) -> LossSums:
+        return faulty(loss(model, *arguments))
+
+    def faulty_part(model: PipelineModel, *arguments: Any) -> tuple[Tensor, LossSums]:
+        x_TD, sums = run_part(model, *arguments)
+        return x_TD, faulty(sums)
+
     monkeypatch.setattr(Trainer, "_step", step)
     monkeypatch.setattr(Transformer, "loss", faulty_loss)
+    monkeypatch.setattr(PipelineModel, "run_part", faulty_part)
     return changed
 
 

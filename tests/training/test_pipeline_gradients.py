@@ -143,7 +143,9 @@ def worker(cases: list[tuple[str, dict[str, Any]]], output: str) -> None:
             layers, ends = norms_by_module(model)
             found |= {f"norm of layer {i}": torch.tensor(norm) for i, norm in enumerate(layers)}
             found |= {f"norm of {name}": torch.tensor(norm) for name, norm in ends.items()}
-            mine = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
+            mine = {
+                name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()
+            }
             of_ranks: list[Any] = [None] * world.size
             dist.all_gather_object(of_ranks, {name: value.cpu() for name, value in mine.items()})
             for name, value in [item for of_rank in of_ranks for item in of_rank.items()]:

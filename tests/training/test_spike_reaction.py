@@ -367,6 +367,30 @@ def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, ranks: Ranks, par
     assert math.isfinite(run.losses()[-1])
 
 
+def test_a_pipeline_acts_on_a_spike_and_dumps_every_layer(run: Run, ranks: Ranks) -> None:
+    """The loss is known on the last rank alone, and each rank has seen the attention of its own layer."""
+    steady(run, "rollback", 6)
+    run.recipe["parallel"] = {"pp": 2}
+    run.recipe["optim"]["schedule"] = {}
+    run.recipe["checkpoint"] = {"every": 2, "keep_last": 10}
+    ranks.work(train_with_a_fault_on_rank_1, [str(run.write_recipe())], 2)
+
+    assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(4, 2)]
+    folder = run.run_dir / "checkpoints"
+    assert_same_tensors(folder / "step_00000004", folder / "step_00000002")
+    seen = dump(run, 4)
+    first, last = seen["ranks"]
+    assert first["loss"] is None
+    assert math.isnan(last["loss"])
+    assert (first["loss_tokens"], last["loss_tokens"]) == (0, run.records()[3]["loss_tokens"])
+    assert [value is None for value in first["max_lse"] + last["max_lse"]] == [False, True, True, False]
+    assert [gate is None for gate in first["gate"]] == [False, True]
+    assert last["repeated_loss"] == pytest.approx(run.losses()[2], rel=0.2)
+    assert len(seen["gradient_norms"]["layers"]) == 2
+    assert run.records()[-1]["step"] == 6
+    assert math.isfinite(run.losses()[-1])
+
+
 def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

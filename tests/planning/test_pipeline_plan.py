@@ -1,0 +1,99 @@
+"""Layers of a pipeline's parts, and what the plan says about its bubble and memory."""
+
+import itertools
+import random
+
+import pytest
+from rich.console import Console
+
+from moba_train.config.mesh import mesh_sizes
+from moba_train.config.run import ParallelConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.parallel.pipeline.split import balanced_split, model_parts, rank_part
+from moba_train.planning.memory import memory_by_rank
+from moba_train.planning.pipeline import best_layers, kept_micro_batches, plan_pipeline
+from moba_train.planning.plan import make_plan
+from moba_train.planning.render import print_plan
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_split_is_the_best_of_all(seed: int) -> None:
+    rng = random.Random(seed)
+    layers, parts = rng.randint(4, 9), rng.randint(2, 4)
+    costs, output = [rng.choice([1.0, 1.5, 4.0]) for _ in range(layers)], rng.choice([0.0, 2.0])
+
+    def parts_costs(counts: tuple[int, ...]) -> list[float]:
+        found = [sum(costs[layer] for layer in part.layers) for part in model_parts(counts)]
+        return [*found[:-1], found[-1] + output]
+
+    every = [c for c in itertools.product(range(1, layers + 1), repeat=parts) if sum(c) == layers]
+    best = min((max(parts_costs(c)), sum(x**2 for x in parts_costs(c))) for c in every)
+    found = parts_costs(balanced_split(costs, output, parts))
+    assert (max(found), sum(x**2 for x in found)) == pytest.approx(best)
+
+
+def test_parts_are_dealt_to_the_ranks_in_turn() -> None:
+    parts = model_parts([2, 1, 1, 3])
+    assert [part.layers for part in parts] == [(0, 1), (2,), (3,), (4, 5, 6)]
+    first, last = (rank_part(parts[rank::2]) for rank in range(2))
+    assert (first.layers, first.has_embedding, first.has_output) == ((0, 1, 3), True, False)
+    assert (last.layers, last.has_embedding, last.has_output) == ((2, 4, 5, 6), False, True)
+
+
+def test_the_output_projection_and_full_layers_leave_their_part_fewer_layers(load) -> None:
+    even = ("model.layers=8", "model.vocab_size=64", "parallel.pp=2", "attention.overrides={}")
+    assert best_layers(load(*even)) == (4, 4)
+    large = load(*even, "model.vocab_size=40000")
+    first, last = best_layers(large)
+    assert first > last
+    sparse = "attention={full_layers: 'first:2', moba: {block_size: 64, topk: 2}}"
+    stage = "stages=[{name: long, seq_len: 32K, tokens: 1M}]"
+    first, last = best_layers(load(*even, sparse, stage))
+    assert first < last
+    assert best_layers(load(*even, "parallel.pp_schedule=interleaved_1f1b")) == (2, 2, 2, 2)
+
+
+def test_the_bubble_is_that_of_the_schedule_where_parts_are_equal(load) -> None:
+    """(pp - 1) / (m + pp - 1) for 1F1B (Narayanan et al. 2021); interleaved parts divide it."""
+    base = ("model.layers=8", "model.vocab_size=2", "attention.overrides={}", "parallel.pp=4")
+    for schedule, share in (("1f1b", 3), ("interleaved_1f1b", 3 / 2), ("zero_bubble", 1)):
+        config = load(*base, f"parallel.pp_schedule={schedule}")
+        plan = plan_pipeline(config, resolve_stages(config)[0], [2048], 8)
+        assert plan.bubble == pytest.approx(share / (8 + share), rel=1e-2)
+    slow = load(*base, "parallel.pp_layers=[1, 1, 1, 5]")
+    assert plan_pipeline(slow, resolve_stages(slow)[0], [2048], 8).bubble > 0.5
+
+
+def test_how_many_micro_batches_a_rank_keeps() -> None:
+    one = ParallelConfig(pp=4)
+    assert [kept_micro_batches(one, rank, 8) for rank in range(4)] == [4, 3, 2, 1]
+    assert kept_micro_batches(one, 0, 2) == 2
+    interleaved = ParallelConfig(pp=4, pp_schedule="interleaved_1f1b")
+    assert [kept_micro_batches(interleaved, rank, 8) for rank in range(4)] == [5.5, 4.5, 3.5, 2.5]
+
+
+def test_the_plan_shows_the_pipeline(load) -> None:
+    config = load("parallel.pp=2")
+    plan = make_plan(config, 4, 989.0, 0.4)
+    alone = make_plan(load("parallel.pp=1"), 4, 989.0, 0.4)
+    for item, other in zip(plan.stages, alone.stages, strict=True):
+        assert item.pipeline is not None
+        assert item.mesh.pp == 2
+        assert item.seconds == pytest.approx(other.seconds / (1 - item.pipeline.bubble))
+        assert item.memory.total == max(memory.total for memory in item.rank_memory)
+        weights = sum(memory.parameters for memory in item.rank_memory)
+        assert weights * item.mesh.shards == pytest.approx(4 * plan.parameters.total, rel=1e-3)
+    console = Console(record=True, width=200)
+    print_plan(plan, console)
+    text = console.export_text()
+    for word in ("pp 2 x", "Pipeline parallelism", "bubble", "memory of each rank", "best for all stages"):
+        assert word in text
+
+
+def test_the_first_rank_keeps_more_activations_than_the_last(load) -> None:
+    config = load("parallel.pp=4", "model.vocab_size=64", "batch_tokens=8K")
+    (stage, _) = resolve_stages(config)
+    memory = memory_by_rank(config, stage, mesh_sizes(stage.parallel, 4))
+    kept = [rank.activations for rank in memory]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > 1.5 * kept[-1]
