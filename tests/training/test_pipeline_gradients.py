@@ -34,23 +34,26 @@ Found = dict[str, Tensor]
 
 MODELS: dict[str, dict[str, Any]] = {
     "moba": {"attention": SPARSE},
-    "tied": {"attention": SPARSE, "tied": True},
+    "tied, recomputed": {"attention": SPARSE, "tied": True, "recomputed": "full"},
     "auxiliary losses": {"attention": DISTILLED, "tied": True},
     "frozen base": {"attention": WARM_UP, "trainable": ["*.attention.msa.*"]},
 }
 TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "1f1b": ("moba", {"pp": 2}),
-    "uneven, tied": ("tied", {"pp": 2, "pp_layers": [1, 3]}),
+    "uneven, tied": ("tied, recomputed", {"pp": 2, "pp_layers": [1, 3]}),
     "interleaved": ("auxiliary losses", {"pp": 2, "pp_schedule": "interleaved_1f1b"}),
     "zero bubble": ("auxiliary losses", {"pp": 2, "pp_schedule": "zero_bubble"}),
     "frozen base": ("frozen base", {"pp": 2}),
 }
 FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "pp 4": ("tied", {"pp": 4}),
+    "pp 4": ("tied, recomputed", {"pp": 4}),
     "pp 2 and cp 2": ("moba", {"pp": 2, "cp": 2}),
-    "pp 2 and tp 2": ("tied", {"pp": 2, "tp": 2}),
-    "pp 2 and dp 2, zero bubble": ("tied", {"pp": 2, "pp_schedule": "zero_bubble"}),
-    "pp 2 and replicas, interleaved": ("tied", {"pp": 2, "pp_schedule": "interleaved_1f1b", "dp_replicate": 2}),
+    "pp 2 and tp 2": ("tied, recomputed", {"pp": 2, "tp": 2}),
+    "pp 2 and dp 2, zero bubble": ("auxiliary losses", {"pp": 2, "pp_schedule": "zero_bubble"}),
+    "pp 2 and replicas, interleaved": (
+        "tied, recomputed",
+        {"pp": 2, "pp_schedule": "interleaved_1f1b", "dp_replicate": 2},
+    ),
 }
 
 
@@ -64,6 +67,7 @@ def recipe(model: str, parallel: dict[str, Any]) -> RunConfig:
             "model": {**sizes, "head_dim": 16, "init_std": 0.2, "tie_embeddings": options.get("tied", False)},
             "attention": options["attention"],
             "data": {"train": [{"path": "unused"}]},
+            "activation_checkpointing": options.get("recomputed", "none"),
             "batch_tokens": SEQ_LEN * MICRO_BATCHES,
             "stages": [
                 {

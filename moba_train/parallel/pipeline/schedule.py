@@ -72,6 +72,8 @@ class TrainingSchedule:
             self._reducer = PipelineStage(
                 model, model.place.own[0], len(model.place.parts), device, group=model.place.group
             )
+        # NCCL wants all ranks of a group in its first call, and torch begins with transfers between two of them.
+        dist.all_reduce(torch.zeros(1, device=device), group=model.place.group)
         # Torch hands out a row of these to each micro-batch; they only have to be there.
         rows_of_batches = torch.arange(count)
         self._inputs = [rows_of_batches] if stages[0].is_first else []
