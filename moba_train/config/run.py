@@ -217,7 +217,7 @@ class NeedleConfig(AnswersConfig):
     haystack: Literal["natural", "synthetic"] = Field(
         "natural", description="natural: text of `corpus`; synthetic: RULER's few sentences, repeated"
     )
-    generate: bool = Field(False, description="also answer by greedy generation, which needs parallel.tp 1")
+    generate: bool = Field(False, description="also answer by greedy generation, which needs parallel.tp and pp 1")
 
 
 class RulerConfig(AnswersConfig):
@@ -232,13 +232,14 @@ class RulerConfig(AnswersConfig):
     scoring: Literal["teacher_forced", "generated"] = Field(
         "teacher_forced",
         description="which answers the numbers are about; generated: RULER's own score, by greedy generation, which "
-        "needs parallel.tp 1; teacher_forced: the most likely tokens given the right ones before, in one forward pass",
+        "needs parallel.tp and pp 1; teacher_forced: the most likely tokens given the right ones before, in one "
+        "forward pass",
     )
 
 
 class GradientReachConfig(Section):
     """Norm of the loss' gradient at every layer's input, by distance to the loss token it comes from: which tokens a
-    sparse loss mask, as in SFT, trains through attention. See docs/evaluation.md."""
+    sparse loss mask, as in SFT, trains through attention. Needs parallel.pp 1. See docs/evaluation.md."""
 
     sequences: int = Field(4, ge=1, description="validation sequences of the stage's length, with their loss masks")
     every: int | None = Field(

@@ -51,7 +51,9 @@ def test_it_learns_as_bf16_does_but_not_in_the_same_bits(finished: Run, in_bf16:
     assert finished.losses() != in_bf16.losses()
 
 
-@pytest.mark.parametrize(("ranks_", "parallel"), [(1, {}), (2, {"cp": 2}), (2, {"tp": 2})], ids=["1", "cp", "tp"])
+@pytest.mark.parametrize(
+    ("ranks_", "parallel"), [(1, {}), (2, {"cp": 2}), (2, {"tp": 2}), (2, {"pp": 2})], ids=["1", "cp", "tp", "pp"]
+)
 def test_every_layout_trains_alike(
     finished: Run, run: Run, ranks: Ranks, ranks_: int, parallel: dict[str, int]
 ) -> None:

@@ -65,7 +65,7 @@ class PipelineModel(Transformer):
         return [self.blocks.get_submodule(str(layer)) for layer in self.place.parts[part].layers]
 
     def parameters_of(self, part: int) -> Iterator[nn.Parameter]:
-        """The parameters of one of this rank's parts, without those that only the last norm or the embedding has."""
+        """The parameters of one of this rank's parts."""
         own = self.place.parts[part]
         for block in self.blocks_of(part):
             yield from block.parameters()
