@@ -44,7 +44,7 @@ sys.exit(launch.main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_a_step_that_takes_longer_than_torchrun_waits_is_saved_at_sigterm(run: Run) -> None:
-    """And a second SIGTERM, as schedulers send, changes nothing. The exit code is the one that the scheduler asks for."""
+    """And a second SIGTERM, as schedulers send, changes nothing. The exit code is the one that is asked for."""
     run.recipe["checkpoint"]["every"] = 100
     recipe = run.write_recipe()
     (run.folder / "impatient.py").write_text(IMPATIENT)
