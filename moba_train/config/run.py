@@ -93,7 +93,12 @@ class CheckpointConfig(Section):
     """When checkpoints are written and which are kept. The last one, the newest good one and the newest one without
     NaN or infinite values are always kept."""
 
-    every: int = Field(100, ge=1, description="optimizer steps between checkpoints")
+    every: int | None = Field(
+        100,
+        ge=1,
+        description="optimizer steps between checkpoints; null: none is saved, not even the last, and nothing can be "
+        "resumed: for measurements",
+    )
     keep_last: int = Field(2, ge=1, description="number of newest checkpoints that are kept")
     keep_every: int | None = Field(None, ge=1, description="checkpoints at multiples of this step stay for ever")
     keep_best: int = Field(
