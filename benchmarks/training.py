@@ -90,7 +90,7 @@ def _summary(steady: Sequence[dict[str, Any]], planned: dict[str, Any]) -> dict[
             found[key] = {"median": rate * planned[flops] / (peak * 1e12)}
     if "memory_gib" in steady[0]:
         found["memory_gib"] = max(record["memory_gib"] for record in steady)
-    return found | {"steps": len(steady)}
+    return found | {"steps": len(steady), "last_loss": steady[-1]["loss"]}
 
 
 def _command(row: Row, folder: Path, arguments: argparse.Namespace) -> list[str]:

@@ -132,7 +132,7 @@ def profiled_steps(row: Row, traces: list[Path], folder: Path) -> None:
             recorder.export_chrome_trace(str(traces[-1]))
         return went_on
 
-    Trainer._step = step  # type: ignore[method-assign]  # only in this program
+    Trainer._step = step  # type: ignore[method-assign, assignment]  # only in this program
 
 
 def _synchronize() -> None:

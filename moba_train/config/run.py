@@ -58,6 +58,11 @@ class ParallelConfig(ContextParallelConfig):
         description="ranks of one node that share each layer's heads and columns (tensor parallelism); the same in all "
         "stages. See docs/context-parallelism.md",
     )
+    tp_overlap: bool = Field(
+        False,
+        description="transfers of tensor parallelism in parts, each hidden behind the matrix products of the part "
+        "before, by torch.compile and symmetric memory: needs compile: true, and GPUs that reach each other's memory",
+    )
     timeout: int = Field(600, ge=1, description="seconds a rank waits for others before it ends the run")
 
 
