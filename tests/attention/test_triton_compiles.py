@@ -244,8 +244,8 @@ def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
         (combine.combine_dq, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 127, "D": 128, "M": 32}),
         (gathered._place_rows, {"G": 4, "C": 127, "M": 64}),
         (packed.pack, {"G": 4, "C": 127, "D": 128, "M": 64}),
-        (choose._choose, {"C": 64, "SLOTS": 64, "M": 8, "N": 512, "num_warps": 4}),
-        (choose._choose, {"C": 63, "SLOTS": 64, "M": 1, "N": 16384, "num_warps": 16}),
+        (choose._choose, {"SLOTS": 64, "M": 8, "N": 512, "num_warps": 4}),
+        (choose._choose, {"SLOTS": 64, "M": 1, "N": 16384, "num_warps": 16}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

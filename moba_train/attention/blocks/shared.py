@@ -34,19 +34,22 @@ class SharedBlocks:
 
     def selection(self, selected_KTC: Tensor, q_THD: Tensor, layout: Layout) -> Selection:
         """The selected blocks of the layout's queries, int32 [K, T, C], none of them local; their local history blocks,
-        int32 [T, 2]; and a tensor without elements whose first size is H."""
-        return selected_KTC, self.local.history(layout).clone(), selected_KTC.new_empty((q_THD.shape[1], 0))
+        int32 [T, 2], and a tensor without elements whose first sizes are H and L, the most of these."""
+        sizes = q_THD.shape[1], self.local.most(layout), 0
+        return selected_KTC, self.local.history(layout).clone(), selected_KTC.new_empty(sizes)
 
-    def empty_selection(self, selected: int, q_THD: Tensor, kv_heads: int) -> Selection:
+    def empty_selection(self, selected: int, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
         """Tensors of the shapes and dtypes of `selection`'s for C = `selected`, contents undefined."""
-        heads, tokens = q_THD.shape[1], q_THD.shape[0]
-        shapes = (kv_heads, tokens, selected), (tokens, 2), (heads, 0)
+        tokens, heads, _ = q_THD.shape
+        shapes = (kv_heads, tokens, selected), (tokens, 2), (heads, self.local.most(layout), 0)
         return tuple(q_THD.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
     def selected_blocks(self, selection: Selection) -> Tensor:
         """All blocks that a query attends to besides its own, local ones included: int32 [H, T, C]."""
-        selected_KTC, local_T2, heads_H0 = selection
-        return with_local_blocks(selected_KTC, local_T2).repeat_interleave(len(heads_H0) // len(selected_KTC), dim=0)
+        selected_KTC, local_T2, sizes_HL0 = selection
+        heads, most, _ = sizes_HL0.shape
+        all_KTC = with_local_blocks(selected_KTC, local_T2, most)
+        return all_KTC.repeat_interleave(heads // len(all_KTC), dim=0)
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
@@ -73,9 +76,9 @@ class SharedBlocks:
 
     def _parts(self, selection: Selection) -> Iterator[tuple[slice, slice]]:
         """Key/value heads that are attended to at once, and their query heads."""
-        selected_KTC, _, heads_H0 = selection
+        selected_KTC, _, sizes_HL0 = selection
         kv_heads, tokens, selected = selected_KTC.shape
-        group = len(heads_H0) // kv_heads
+        group = len(sizes_HL0) // kv_heads
         together = max(1, _ENTRIES // max(1, tokens * group * selected))
         for first in range(0, kv_heads, together):
             last = min(first + together, kv_heads)
@@ -86,12 +89,12 @@ class SharedBlocks:
     ) -> tuple[Selection, KeySpans | None]:
         """The selection of some heads as `BlockAttention` takes it, and the spans of local blocks; None where these
         are among the selected."""
-        all_KTC, local_T2, _ = selection
-        selected_KTC = all_KTC[kv]
+        selected_KTC, local_T2, sizes_HL0 = selection
+        selected_KTC = selected_KTC[kv]
         spans = None
         if self.blocks.takes_spans(q_THD, layout, selected_KTC.shape[2]):
             spans = self.local.spans(layout)
         else:
-            selected_KTC = with_local_blocks(selected_KTC, local_T2)
+            selected_KTC = with_local_blocks(selected_KTC, local_T2, sizes_HL0.shape[1])
         selected_HTC = selected_KTC.repeat_interleave(q_THD.shape[1] // len(selected_KTC), dim=0)
         return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=len(selected_KTC)), spans

@@ -39,6 +39,11 @@ class LocalBlocks:
     count: int
     dense_len: int
 
+    def most(self, layout: Layout) -> int:
+        """L: local history blocks of a query at most; from sizes alone, which tracing knows."""
+        dense_blocks = -(-min(self.dense_len, layout.max_seqlen) // self.block_size)
+        return max(self.count, dense_blocks) - 1
+
     def history(self, layout: Layout) -> Tensor:
         """int32 [T, 2]: each query's first local block, and its own. Kept with the layout."""
 
@@ -64,11 +69,10 @@ class LocalBlocks:
         return KeySpans(first_T.int(), end_T.int(), first_row_S.int(), end_row_S.int())
 
 
-def with_local_blocks(selected_KTC: Tensor, local_T2: Tensor) -> Tensor:
+def with_local_blocks(selected_KTC: Tensor, local_T2: Tensor, most: int) -> Tensor:
     """The selected blocks and the local ones before the own block (`LocalBlocks.history`), of which none is selected:
-    int32 [K, T, C + L], ascending, -1 behind. Waits for the device, as L is the most that a query has."""
+    int32 [K, T, C + L], ascending, -1 behind. `most`: L."""
     first_T1, own_T1 = local_T2.split(1, dim=1)
-    most = int((own_T1 - first_T1).max()) if len(local_T2) else 0
     local_TL = first_T1 + torch.arange(most, dtype=torch.int32, device=local_T2.device)
     local_TL = torch.where(local_TL < own_T1, local_TL, -1)
     both_KTC = torch.cat([selected_KTC, local_TL.expand(len(selected_KTC), -1, -1)], -1)

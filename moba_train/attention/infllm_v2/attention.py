@@ -139,7 +139,7 @@ class InfLLMV2Attention(DenseOrSparse):
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
         if self.is_dense(layout):
             return ()
-        return self.blocks.empty_selection(self._count(layout), q_THD, kv_heads=k_SKD.shape[1])
+        return self.blocks.empty_selection(self._count(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
 
     def _count(self, layout: Layout) -> int:
         """C: selected blocks of a query besides the local ones, at most; from sizes alone, which tracing knows."""

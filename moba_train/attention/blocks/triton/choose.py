@@ -1,8 +1,8 @@
 """The blocks with the highest scores (../choose.py), in one pass over the scores.
 
-A program holds some rows of scores as sortable integers. The C-th highest of a row is found bit by bit, by counting how
-many are at least as high: 32 counts, whatever C. What is above it, and of what equals it the first ones, goes to its
-place by a prefix sum, so ids ascend without a sort.
+A program holds some rows of scores as sortable integers. The lowest one to be chosen of a row is found bit by bit, by
+counting how many are at least as high: 32 counts, however many are wanted. What is above it, and the first ones that
+equal it, go to their places by a prefix sum, so ids ascend without a sort.
 """
 
 import torch
@@ -40,7 +40,7 @@ def choose_blocks(scores_HtN: Tensor, own_t: Tensor, first_t: Tensor, count: int
         blocks,
         first,
         local,
-        C=count,
+        count,
         SLOTS=triton.next_power_of_2(count),
         M=rows,
         N=width,
@@ -49,7 +49,7 @@ def choose_blocks(scores_HtN: Tensor, own_t: Tensor, first_t: Tensor, count: int
     return chosen_HtC
 
 
-@triton.jit(do_not_specialize=["queries", "blocks", "forced_first", "forced_local"])
+@triton.jit(do_not_specialize=["queries", "blocks", "forced_first", "forced_local", "count"])
 def _choose(
     scores,
     own,
@@ -59,7 +59,7 @@ def _choose(
     blocks,
     forced_first,
     forced_local,
-    C: tl.constexpr,
+    count,
     SLOTS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -80,22 +80,22 @@ def _choose(
     key = tl.where(score == float("-inf"), LOWEST_KEY, key)
     key = tl.where(history & forced, 0x7FFFFFFF, key)
 
-    # The highest number that C keys reach: its sign first, then bit by bit.
+    # The highest number that `count` keys reach: its sign first, then bit by bit.
     reach_M = tl.sum((key >= 0).to(tl.int32), 1)
-    bar_M = tl.where(reach_M >= C, 0, LOWEST_KEY)
+    bar_M = tl.where(reach_M >= count, 0, LOWEST_KEY)
     for bit in tl.range(0, 31):
         higher_M = bar_M + (1 << (30 - bit))
         reach_M = tl.sum((key >= higher_M[:, None]).to(tl.int32), 1)
-        bar_M = tl.where(reach_M >= C, higher_M, bar_M)
+        bar_M = tl.where(reach_M >= count, higher_M, bar_M)
 
     above = key > bar_M[:, None]
     equal = (key == bar_M[:, None]) & (key != LOWEST_KEY)
-    missing_M = C - tl.sum(above.to(tl.int32), 1)
+    missing_M = count - tl.sum(above.to(tl.int32), 1)
     taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= missing_M[:, None]))
     place = tl.cumsum(taken.to(tl.int32), 1) - 1
-    out_M1 = chosen + row_M[:, None] * C
+    out_M1 = chosen + row_M[:, None] * count
     tl.store(out_M1 + place, tl.broadcast_to(block_N[None, :], (M, N)), mask=taken & ok_M[:, None])
     many_M = tl.sum(taken.to(tl.int32), 1)
     slot_S = tl.arange(0, SLOTS)
-    unused = (slot_S[None, :] >= many_M[:, None]) & (slot_S < C)[None, :] & ok_M[:, None]
+    unused = (slot_S[None, :] >= many_M[:, None]) & (slot_S < count)[None, :] & ok_M[:, None]
     tl.store(out_M1 + slot_S[None, :], tl.full([M, SLOTS], -1, tl.int32), mask=unused)
