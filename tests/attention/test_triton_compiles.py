@@ -186,7 +186,8 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(head_dim, block_size, partial, dtype, tmp_path):
     shape = tile_shapes(head_dim, block_size)
-    for own in (True, False):
+    # False: with spans in their place, and gradients in ranges of queries.
+    for own in (True, False) if (dtype, partial, block_size) == ("bf16", False, 64) else (True,):
         call = {"PARTIAL": partial, "C": 7, "BLOCK": block_size, "SPLIT": 4096, "OWN": own}
         constants = sizes(shape.short_forward, head_dim, **call)
         fits(short_blocks.attend, constants, shape.short_forward, dtype, 128, tmp_path)
@@ -261,20 +262,21 @@ def test_probabilities_of_compressed_blocks_fit_and_use_the_matrix_units(head_di
     fits(nsa._probabilities, sizes(nsa.TILE, head_dim), nsa.TILE, dtype, 0, tmp_path)
 
 
-@half
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_of_spans_fit_and_use_the_matrix_units(head_dim, dtype, tmp_path):
+def test_kernels_of_spans_fit_and_use_the_matrix_units(head_dim, tmp_path):
     shapes = spans.span_shapes(head_dim)
     for kernel, shape in (
         (spans.attend, shapes.forward),
         (spans.row_gradients, shapes.dq),
         (spans.key_gradients, shapes.dkdv),
     ):
-        fits(kernel, sizes(shape, head_dim), shape, dtype, 0, tmp_path)
+        fits(kernel, sizes(shape, head_dim), shape, "bf16", 0, tmp_path)
 
 
-@half
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_scores_of_windows_fit_and_use_the_matrix_units(head_dim, dtype, tmp_path):
-    fits(infllm_v2._log_sum_exp, sizes(infllm_v2.NORMALISER, head_dim), infllm_v2.NORMALISER, dtype, 0, tmp_path)
-    fits(infllm_v2._block_scores, sizes(infllm_v2.SCORES, head_dim), infllm_v2.SCORES, dtype, 0, tmp_path)
+def test_scores_of_windows_fit_and_use_the_matrix_units(head_dim, tmp_path):
+    for kernel, shape in (
+        (infllm_v2._log_sum_exp, infllm_v2.NORMALISER),
+        (infllm_v2._block_scores, infllm_v2.SCORES),
+    ):
+        fits(kernel, sizes(shape, head_dim), shape, "bf16", 0, tmp_path)
