@@ -28,12 +28,14 @@ from moba_train.attention.blocks.triton import attention, call, long_blocks, pac
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes, work_ranges
 from moba_train.attention.decoding import CachedKeys, kernel, last_tokens
+from moba_train.attention.gates import grid, msa_operators
 from moba_train.attention.moa.attention import SpanAttention
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.triton import select
 from moba_train.attention.nsa import kernel as nsa_kernel
 from moba_train.attention.nsa import selection as nsa_selection
 from moba_train.attention.nsa.geometry import CompressedBlocks
+from moba_train.attention.operators import layout_arguments
 from moba_train.attention.protocol import BackwardState, Layout, TokenRange, packed_layout
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "start this through test_triton_interpreter.py"
@@ -338,3 +340,43 @@ def test_probabilities_of_compressed_blocks_equal_plain_pytorch(heads, kv_heads,
     rows = layout_last.q_tokens
     chosen = [choice.choose(q[rows], k, lse[:, rows], layout_last, head_dim**-0.5) for choice in (ours, plain)]
     assert torch.equal(*chosen)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "widths", "block_size", "count", "dtype", "ranges"),
+    [
+        ([130, 0, 1, 70], 4, 2, (64, 64), 64, 1, torch.float32, None),
+        ([150, 40], 3, 1, (64, 32), 80, 9, torch.float16, None),
+        ([140], 2, 1, (128, 64), 128, 1, torch.float32, None),
+        ([200, 20], 2, 1, (64, 16), 40, 2, torch.float32, ((40, 70), (150, 201))),
+        ([20, 90], 9, 9, (64, 16), 200, 1, torch.float32, None),
+    ],
+)
+def test_index_branches_select_and_learn_as_in_plain_pytorch(
+    lengths, heads, kv_heads, widths, block_size, count, dtype, ranges, monkeypatch
+):
+    """Selected blocks, the divergence and its gradients: over the selected blocks, and over all of them."""
+    monkeypatch.setitem(grid._SCORES_PER_CHUNK, "cpu", 1000 * kv_heads)  # several chunks
+    layout = layout_of(lengths, "cpu")
+    if ranges:
+        layout = layout.part(tuple(TokenRange(*given) for given in ranges), None)
+    where, queries, width = layout_arguments(layout), len(layout.q_tokens), widths[0]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    q, k = random(queries, heads, width), random(layout.total, kv_heads, width)
+    index = random(queries, kv_heads, widths[1]), random(layout.total, widths[1])
+    lse, weights = 4 + random(heads, queries).float(), random(queries).float()
+    ours, plain = (msa_operators.select(*index, *where, block_size, count, in_plain) for in_plain in (False, True))
+    assert torch.equal(ours, plain)
+    for selected in (None, plain):
+        results = []
+        for in_plain in (False, True):
+            leaves = [x.clone().requires_grad_() for x in index]
+            sizes = block_size, width**-0.5, in_plain
+            divergence = msa_operators.distill(*leaves, q, k, lse, selected, *where, *sizes)
+            results.append([divergence.detach(), *torch.autograd.grad(divergence, leaves, weights)])
+        for name, a, b in zip(("divergence", "dq", "dk"), *results, strict=True):
+            assert error(a, b.double()) < (2e-6 if dtype == torch.float32 else 2e-3), name

@@ -7,7 +7,8 @@ of this rank (a bound), c a chunk of these, B tokens of a block, H query heads, 
 width, w width of the gate, E edge blocks of a rank, R ranks, C selected blocks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,24 +18,15 @@ from moba_train.attention.blocks.choose import QueryBlocks, choose_blocks
 from moba_train.attention.blocks.geometry import block_bound
 from moba_train.attention.gates.grid import EDGES, QueryRows, block_grid, causal_chunks, query_rows, query_rows_bound
 from moba_train.attention.masked import accumulation_dtype
-from moba_train.attention.operators import argument_layout
+from moba_train.attention.operators import with_layout
 from moba_train.attention.protocol import Layout
 
 
 @torch.library.custom_op("moba_train::seer_pool", mutates_args=())
-def pool(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
-    block_size: int,
-) -> tuple[Tensor, Tensor]:
+@with_layout
+def pool(q: Tensor, k: Tensor, layout: Layout, block_size: int) -> tuple[Tensor, Tensor]:
     """This rank's part of the pooled q and k, in float32 or float64: sums [N, H + K, d] of q and k over the rank's
     tokens of each block, and the maxima [N, 2 K, d] of k and -k (-inf without tokens). Without gradient."""
-    layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
     rows = query_rows(layout, block_size)
     ids_l = rows.ids_l[: rows.count]
     present_lB11 = rows.present_lB[: rows.count, :, None, None]
@@ -53,39 +45,21 @@ def pool(
 
 
 @pool.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
-    block_size: int,
-) -> tuple[Tensor, Tensor]:
-    blocks = block_bound(Layout(cu_seqlens, max_seqlen, total), block_size)
+@partial(with_layout, traced=True)
+def _(q: Tensor, k: Tensor, layout: Layout, block_size: int) -> tuple[Tensor, Tensor]:
+    blocks = block_bound(layout, block_size)
     dtype = accumulation_dtype(q.dtype)
     shape = (blocks, q.shape[1] + k.shape[1], q.shape[2])
     return q.new_empty(shape, dtype=dtype), q.new_empty((blocks, 2 * k.shape[1], q.shape[2]), dtype=dtype)
 
 
 @torch.library.custom_op("moba_train::seer_select", mutates_args=())
+@with_layout
 def select(
-    q_gate: Tensor,
-    k_gate: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
-    queries: int,
-    block_size: int,
-    count: int,
-    threshold: float | None,
+    q_gate: Tensor, k_gate: Tensor, layout: Layout, queries: int, block_size: int, count: int, threshold: float | None
 ) -> Tensor:
     """The history blocks of each query, int32 [H, n, C], equal for all queries of a block; from the gate's features of
     all blocks, [N, H, w] and [N, K, w]. Without gradient."""
-    layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
     rows = query_rows(layout, block_size)
     listed = min(count, block_bound(layout, block_size))
     selected_HlC = torch.full((q_gate.shape[1], rows.bound, listed), -1, dtype=torch.int32, device=q_gate.device)
@@ -101,20 +75,11 @@ def select(
 
 
 @select.register_fake
+@partial(with_layout, traced=True)
 def _(
-    q_gate: Tensor,
-    k_gate: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
-    queries: int,
-    block_size: int,
-    count: int,
-    threshold: float | None,
+    q_gate: Tensor, k_gate: Tensor, layout: Layout, queries: int, block_size: int, count: int, threshold: float | None
 ) -> Tensor:
-    listed = min(count, block_bound(Layout(cu_seqlens, max_seqlen, total), block_size))
+    listed = min(count, block_bound(layout, block_size))
     return q_gate.new_empty((q_gate.shape[1], queries, listed), dtype=torch.int32)
 
 
@@ -139,17 +104,9 @@ def _candidates(rows: QueryRows, part: slice, blocks: slice) -> Tensor:
 
 
 @torch.library.custom_op("moba_train::seer_map", mutates_args=())
+@with_layout
 def attention_map(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
-    block_size: int,
-    scale: float,
+    q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The largest probability of full attention between the queries of each of this rank's blocks and the keys of each
     block, float32 or float64 [H, l, N]; and those of its rows that other ranks may share: their block ids [E] (-1:
@@ -157,7 +114,6 @@ def attention_map(
 
     q [n, H, d] of this rank, k [T, K, d] of all tokens, both rotated; lse [H, n] of full attention.
     """
-    layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
     grid = block_grid(layout, block_size)
     rows = query_rows(layout, block_size)
     dtype = accumulation_dtype(q.dtype)
@@ -187,19 +143,10 @@ def attention_map(
 
 
 @attention_map.register_fake
+@partial(with_layout, traced=True)
 def _(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
-    block_size: int,
-    scale: float,
+    q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    layout = Layout(cu_seqlens, max_seqlen, total)
     blocks = block_bound(layout, block_size)
     dtype = accumulation_dtype(q.dtype)
     map_HlN = q.new_empty((q.shape[1], query_rows_bound(q.shape[0], layout, block_size), blocks), dtype=dtype)
@@ -208,17 +155,14 @@ def _(
 
 
 @torch.library.custom_op("moba_train::seer_distill", mutates_args=())
+@with_layout
 def distill(
     q_gate: Tensor,
     k_gate: Tensor,
     attention_map: Tensor,
     edge_ids: Tensor,
     edge_rows: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
+    layout: Layout,
     queries: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
@@ -228,7 +172,6 @@ def distill(
     each row divided by its sum. The divergence is that of the gate's softmax over blocks from it; gradients reach the
     gate's features [N, H, w] and [N, K, w] of all blocks.
     """
-    layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
     rows = query_rows(layout, block_size)
     target_HlN = attention_map.clone()
     for row in rows.edges:
@@ -244,17 +187,14 @@ def distill(
 
 
 @distill.register_fake
+@partial(with_layout, traced=True)
 def _(
     q_gate: Tensor,
     k_gate: Tensor,
     attention_map: Tensor,
     edge_ids: Tensor,
     edge_rows: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
+    layout: Layout,
     queries: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
@@ -262,20 +202,10 @@ def _(
 
 
 @torch.library.custom_op("moba_train::seer_distill_backward", mutates_args=())
+@with_layout
 def _distill_backward(
-    grad_kl: Tensor,
-    q_gate: Tensor,
-    k_gate: Tensor,
-    target: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
-    queries: int,
-    block_size: int,
+    grad_kl: Tensor, q_gate: Tensor, k_gate: Tensor, target: Tensor, layout: Layout, queries: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
     rows = query_rows(layout, block_size)
     heads = q_gate.shape[1]
     kv_heads, width = k_gate.shape[1:]
