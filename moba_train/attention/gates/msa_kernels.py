@@ -1,13 +1,13 @@
 """The index scores of `msa`, and attention's probabilities, in Triton; the same functions as in msa_reference.py.
 
-A pair is a query and a block that it may see, or has selected. Pairs are listed by block: a program takes M pairs of
-one block and group of heads, and its keys; of the scores of all tokens only a block's best one, the token that has it,
+A pair is a query and a block that it may see, or has selected (msa_pairs.py). A program takes M pairs of one block and
+group of heads, and its keys; of the scores of all tokens only a block's best one, the token that has it,
 and the sum of the probabilities leave the chip. The gradient of a best score reaches one key. That of the keys is made
 for each block at once, as the product of a matrix with one number for each pair and the queries: no atomics, so equal
 calls give equal bits.
 
 At 32K tokens and 8 groups of 4 heads, all blocks of 128: 33 million pairs, of which each has 128 * 64 * 10 products and
-512 exponentials: 2.7 TFLOP, 8 ms of a Hopper's exponentials.
+512 exponentials: 2.7 TFLOP, and 5 ms at the 16 exponentials a cycle of an H200's multiprocessors.
 
 Sizes: K groups with G query heads each, D head width, W index width, C blocks that a query's results have room for; a
 tile has M pairs and N keys.
@@ -21,11 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.blocks.geometry import block_edges
-from moba_train.attention.blocks.triton.lists import BlockLists, invert
 from moba_train.attention.blocks.triton.softmax import LOG2_E
 from moba_train.attention.blocks.triton.tiles import TileShape, cut_lists, tile_of_program
-from moba_train.attention.gates.grid import block_grid, causal_chunks
+from moba_train.attention.gates.msa_pairs import Pairs, history_pairs, selected_pairs
 from moba_train.attention.protocol import Layout
 
 KEY_PARTS = 8
@@ -35,8 +33,6 @@ KEY_GRADIENTS = TileShape(rows=64, keys=64, warps=4, stages=3)
 QUERY_GRADIENT_ROWS = 32
 REGISTERS = 128
 """Of a thread, at most: two programs share a multiprocessor, and one multiplies while the other has exponentials."""
-_NUMBERS_PER_BLOCK = 4
-"""Of `causal_chunks`: so that 4 million scores of blocks, of which several copies are needed, exist at once."""
 
 
 def able(x_nHd: Tensor) -> bool:
@@ -52,84 +48,6 @@ def tile_shape(block_size: int) -> TileShape:
 
 
 @dataclass(frozen=True)
-class _Pairs:
-    """Queries and the blocks that count for each, listed by group and block."""
-
-    queries: slice
-    blocks: slice
-    """The listed blocks."""
-    edges_b: Tensor
-    """int32 [blocks + 1]: first token of each of these blocks, and one past the last."""
-    tokens_t: Tensor
-    """int32: index of each query in the packed sequence."""
-    width: int
-    """Blocks that a query's results have room for, C."""
-    entries: Tensor | None
-    """int32: query * C + place, of list 0, list 1, ...; None: a list is a range of queries, the place the block's."""
-    begin: Tensor
-    end: Tensor
-    """int [K * blocks]: the part of `entries`, or the range of queries, of list `group * blocks + block`."""
-    most: int
-    """An upper bound of the number of pairs."""
-    groups: int
-
-    def empty(self, fill: float, dtype: torch.dtype) -> Tensor:
-        """[K, t, C] of one number."""
-        shape = self.groups, len(self.tokens_t), self.width
-        return torch.full(shape, fill, dtype=dtype, device=self.tokens_t.device)
-
-    @property
-    def listing(self) -> tuple[Tensor, Tensor, Tensor]:
-        """token_of, edges and entries of the kernels; `entries` is not looked at where there are none."""
-        return self.tokens_t, self.edges_b, self.tokens_t if self.entries is None else self.entries
-
-    @property
-    def counts(self) -> tuple[int, int, int, int]:
-        """blocks, queries, width and groups of the kernels."""
-        return self.blocks.stop - self.blocks.start, len(self.tokens_t), self.width, self.groups
-
-
-def _history_pairs(layout: Layout, block_size: int, groups: int) -> Iterator[_Pairs]:
-    """Every query with every block up to its own, some queries at a time."""
-    grid = block_grid(layout, block_size)
-    edges_N = block_edges(layout, block_size)
-    numbers = groups * _NUMBERS_PER_BLOCK
-    for queries, blocks in causal_chunks(grid.own_on_host, grid.first_on_host, numbers, edges_N.device):
-        edges_b = edges_N[blocks.start : blocks.stop + 1].clone()  # aligned, or the kernels would be compiled anew
-        tokens_t = grid.tokens_n[queries]
-        # Tokens ascend, and with them documents: the queries that see a block are neighbours.
-        begin_b = torch.searchsorted(tokens_t, edges_b[:-1].long(), out_int32=True)
-        ids_b = torch.arange(blocks.start, blocks.stop, device=edges_N.device)
-        end_b = torch.searchsorted(grid.first_n[queries], ids_b, right=True, out_int32=True).maximum(begin_b)
-        lists = begin_b.repeat(groups), end_b.repeat(groups)
-        seen = int((grid.own_on_host[queries] - grid.first_on_host[queries] + 1).sum())
-        yield _Pairs(queries, blocks, edges_b, tokens_t.int(), len(ids_b), None, *lists, groups * seen, groups)
-
-
-def _selected_pairs(selected_KnC: Tensor, layout: Layout, block_size: int) -> _Pairs:
-    """Every query with the selected blocks and its own."""
-    grid = block_grid(layout, block_size)
-    edges = block_edges(layout, block_size)
-    groups, queries, _ = selected_KnC.shape
-    selected_Knj = torch.cat([selected_KnC, grid.own_n.int()[:, None].expand(groups, -1, 1)], 2)
-    blocks = len(edges) - 1
-    lists = BlockLists.from_tensors(*invert(selected_Knj, groups, blocks), selected_Knj, groups, blocks)
-    begin, end = lists.starts[: -1 : lists.chunks], lists.starts[lists.chunks :: lists.chunks]
-    return _Pairs(
-        slice(0, queries),
-        slice(0, blocks),
-        edges,
-        grid.tokens_n.int(),
-        selected_Knj.shape[2],
-        lists.entries,
-        begin.contiguous(),
-        end.contiguous(),
-        selected_Knj.numel(),
-        groups,
-    )
-
-
-@dataclass(frozen=True)
 class Scored:
     """Blocks of some queries of all groups, with what the divergence compares: as in msa_reference.py."""
 
@@ -138,7 +56,7 @@ class Scored:
     best_gtb: Tensor
     """int32"""
     mass_gtb: Tensor
-    pairs: _Pairs
+    pairs: Pairs
     block_size: int
 
     def add_gradients(
@@ -183,7 +101,7 @@ def block_scores(
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """(queries, blocks, the scores of their best tokens, float32 [K, t, b]) a chunk of queries at a time; -inf for
     blocks that a query does not see."""
-    for pairs in _history_pairs(layout, block_size, q_index_nKw.shape[1]):
+    for pairs in history_pairs(layout, block_size, q_index_nKw.shape[1]):
         scores_Ktb = pairs.empty(-torch.inf, torch.float32)
         q_index_tKw = q_index_nKw[pairs.queries]
         # Without attention, the kernel does not look at its tensors.
@@ -206,16 +124,16 @@ def scored(
     if not len(q_nHd):
         return
     if selected_KnC is None:
-        every = _history_pairs(layout, block_size, k_TKd.shape[1])
+        every = history_pairs(layout, block_size, k_TKd.shape[1])
     else:
-        every = iter((_selected_pairs(selected_KnC, layout, block_size),))
+        every = iter((selected_pairs(selected_KnC, layout, block_size),))
     for pairs in every:
         logits_gtb, mass_gtb = pairs.empty(-torch.inf, torch.float32), pairs.empty(0.0, torch.float32)
         best_gtb = pairs.empty(0, torch.int32)
         results = [logits_gtb, best_gtb, mass_gtb]
         q_tHd, lse_Ht = q_nHd[pairs.queries], lse_Hn[:, pairs.queries].float()
         _launch(q_index_nKw[pairs.queries], k_index_Tw, q_tHd, k_TKd, lse_Ht, results, pairs, block_size, scale)
-        yield Scored(pairs.queries, *results, pairs, block_size)
+        yield Scored(pairs.queries, logits_gtb, best_gtb, mass_gtb, pairs, block_size)
 
 
 def _launch(
@@ -225,7 +143,7 @@ def _launch(
     k_TKd: Tensor,
     lse_Ht: Tensor,
     results: list[Tensor],
-    pairs: _Pairs,
+    pairs: Pairs,
     block_size: int,
     scale: float | None,
 ) -> None:

@@ -1,6 +1,6 @@
 """What the kind `seer` computes from q, k and block-level features, as torch operators: torch.compile keeps them whole.
 
-The layout comes as `operators.layout_arguments`, always the last arguments before the numbers.
+Callers give `operators.layout_arguments` in place of the layout, always the last arguments before the numbers.
 
 Shape suffixes: n queries of this rank, T tokens of the sequence, N blocks of the sequence, l blocks that hold queries
 of this rank (a bound), c a chunk of these, B tokens of a block, H query heads, K key/value heads, G = H / K, d head
