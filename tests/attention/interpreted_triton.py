@@ -28,7 +28,7 @@ from moba_train.attention.blocks.triton import attention, call, long_blocks, pac
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes, work_ranges
 from moba_train.attention.decoding import CachedKeys, kernel, last_tokens
-from moba_train.attention.gates import grid, msa_operators
+from moba_train.attention.gates import grid, msa_operators, seer_operators
 from moba_train.attention.moa.attention import SpanAttention
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.triton import select
@@ -380,3 +380,24 @@ def test_index_branches_select_and_learn_as_in_plain_pytorch(
             results.append([divergence.detach(), *torch.autograd.grad(divergence, leaves, weights)])
         for name, a, b in zip(("divergence", "dq", "dk"), *results, strict=True):
             assert error(a, b.double()) < (2e-6 if dtype == torch.float32 else 2e-3), name
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "block_size", "ranges"),
+    [(4, 2, 64, None), (3, 1, 40, ((40, 70), (150, 201)))],
+)
+def test_largest_probabilities_of_two_blocks_equal_plain_pytorch(heads, kv_heads, block_size, ranges):
+    layout = layout_of([150, 0, 1, 60], "cpu")
+    q, k, _, _ = inputs([211], heads, kv_heads, 64, torch.float32, "cpu")
+    lse = 4 + torch.randn(heads, 211, generator=torch.Generator().manual_seed(0))
+    layout = layout.part(tuple(TokenRange(*given) for given in ranges), None) if ranges else layout
+    rows = layout.q_tokens
+    ours, plain = (
+        seer_operators.attention_map(
+            q[rows], k, lse[:, rows], *layout_arguments(layout), block_size, 64**-0.5, in_plain
+        )
+        for in_plain in (False, True)
+    )
+    assert (plain[0] > 0).any()
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=0)

@@ -25,6 +25,7 @@ from moba_train.attention.blocks.triton import (  # noqa: E402
 )
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes  # noqa: E402
 from moba_train.attention.gates import msa_kernels as msa  # noqa: E402
+from moba_train.attention.gates import seer_kernel as seer  # noqa: E402
 from moba_train.attention.moba.triton import pool, select  # noqa: E402
 from moba_train.attention.nsa import kernel as nsa  # noqa: E402
 
@@ -32,7 +33,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
 HALF = "q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout q_index k_index".split()  # noqa: SIM905
 FLOATS = "partial_lse lse own_lse stats packed_lse packed_delta sum_dk sum_dv part_dk part_dv sums".split()  # noqa: SIM905
-FLOATS += ["logits", "mass", "dlogits"]
+FLOATS += ["logits", "mass", "dlogits", "maxima"]
 INTEGERS = (
     *(
         "entries",
@@ -274,3 +275,11 @@ def test_index_scores_probabilities_and_their_gradients_fit(head_dim, block_size
     shape = msa.KEY_GRADIENTS
     constants = {"W": head_dim, "LISTED": listed, "M": shape.rows, "N": shape.keys}
     fits(msa._key_gradients, constants, shape, dtype, 0, tmp_path)
+
+
+@half
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (128, 128)])
+def test_largest_probabilities_of_two_blocks_fit(head_dim, block_size, dtype, tmp_path):
+    shape = TileShape(seer.tile_rows(block_size), 0, 4, 3)
+    constants = {"G": 4, "D": head_dim, "BLOCK": block_size, "M": shape.rows}
+    fits(seer._maxima, constants, shape, dtype, 0, tmp_path)

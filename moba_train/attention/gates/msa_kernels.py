@@ -35,12 +35,6 @@ REGISTERS = 128
 """Of a thread, at most: two programs share a multiprocessor, and one multiplies while the other has exponentials."""
 
 
-def able(x_nHd: Tensor) -> bool:
-    """Whether the kernels take queries like these."""
-    half = x_nHd.dtype in (torch.float16, torch.bfloat16) or not x_nHd.is_cuda  # the interpreter takes float32 too
-    return x_nHd.shape[-1] in (16, 32, 64, 128) and x_nHd.dtype != torch.float64 and half
-
-
 def tile_shape(block_size: int) -> TileShape:
     """Pairs and keys of a tile: a block, or 128 keys of a longer one."""
     keys = min(128, max(16, triton.next_power_of_2(block_size)))

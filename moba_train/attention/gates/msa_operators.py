@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.available import triton_runs_on
+from moba_train.attention.blocks.available import triton_multiplies
 from moba_train.attention.blocks.choose import QueryBlocks, choose_blocks
 from moba_train.attention.blocks.geometry import block_bound
 from moba_train.attention.gates import msa_reference
@@ -27,12 +27,12 @@ from moba_train.attention.protocol import Layout
 
 
 def _implementation(reference: bool, *tensors: Tensor) -> ModuleType:
-    """The kernels if they can work on these queries, and keys if given, unless the reference is asked for."""
-    if reference or not triton_runs_on(tensors[0]):
+    """The kernels if they can work on these queries, unless the reference is asked for."""
+    if reference or not all(map(triton_multiplies, tensors)):
         return msa_reference
     from moba_train.attention.gates import msa_kernels
 
-    return msa_kernels if all(map(msa_kernels.able, tensors)) else msa_reference
+    return msa_kernels
 
 
 @torch.library.custom_op("moba_train::msa_select", mutates_args=())

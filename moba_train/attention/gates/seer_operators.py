@@ -7,13 +7,14 @@ of this rank (a bound), c a chunk of these, B tokens of a block, H query heads, 
 width, w width of the gate, E edge blocks of a rank, R ranks, C selected blocks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moba_train.attention.blocks.available import triton_multiplies
 from moba_train.attention.blocks.choose import QueryBlocks, choose_blocks
 from moba_train.attention.blocks.geometry import block_bound
 from moba_train.attention.gates.grid import EDGES, QueryRows, block_grid, causal_chunks, query_rows, query_rows_bound
@@ -106,14 +107,39 @@ def _candidates(rows: QueryRows, part: slice, blocks: slice) -> Tensor:
 @torch.library.custom_op("moba_train::seer_map", mutates_args=())
 @with_layout
 def attention_map(
-    q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float
+    q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float, reference: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The largest probability of full attention between the queries of each of this rank's blocks and the keys of each
     block, float32 or float64 [H, l, N]; and those of its rows that other ranks may share: their block ids [E] (-1:
     none) and the rows [E, H, N]. Without gradient.
 
     q [n, H, d] of this rank, k [T, K, d] of all tokens, both rotated; lse [H, n] of full attention.
+    `reference`: in plain PyTorch; else by a Triton kernel where it can run.
     """
+    if not reference and (kernel := _kernel(q, block_size)):
+        map_HlN = kernel(q, k, lse, layout, block_size, scale)
+    else:
+        map_HlN = _block_maxima(q, k, lse, layout, block_size, scale)
+    rows = query_rows(layout, block_size)
+    edge_ids_E = torch.full((EDGES,), -1, device=q.device)
+    edge_rows_EHN = map_HlN.new_zeros((EDGES, *map_HlN.shape[::2]))
+    for place, row in enumerate(rows.edges):
+        edge_ids_E[place] = rows.ids_l[row]
+        edge_rows_EHN[place] = map_HlN[:, row]
+    return map_HlN, edge_ids_E, edge_rows_EHN
+
+
+def _kernel(q_nHd: Tensor, block_size: int) -> Callable[..., Tensor] | None:
+    """`_block_maxima` in Triton, imported at the first use; None where it cannot take these queries and blocks."""
+    if not triton_multiplies(q_nHd):
+        return None
+    from moba_train.attention.gates import seer_kernel
+
+    return seer_kernel.block_maxima if seer_kernel.able(block_size) else None
+
+
+def _block_maxima(q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float) -> Tensor:
+    """The largest probabilities [H, l, N]; 0 for blocks that a row does not see."""
     grid = block_grid(layout, block_size)
     rows = query_rows(layout, block_size)
     dtype = accumulation_dtype(q.dtype)
@@ -134,18 +160,13 @@ def attention_map(
             p_Gxs.masked_fill_(~seen_xs, 0.0)
             p_GcBbB = p_Gxs.view(group, part.stop - part.start, block_size, -1, block_size)
             map_HlN[own, part, blocks] = p_GcBbB.amax((2, 4))
-    edge_ids_E = torch.full((EDGES,), -1, device=q.device)
-    edge_rows_EHN = map_HlN.new_zeros((EDGES, heads, blocks_N))
-    for place, row in enumerate(rows.edges):
-        edge_ids_E[place] = rows.ids_l[row]
-        edge_rows_EHN[place] = map_HlN[:, row]
-    return map_HlN, edge_ids_E, edge_rows_EHN
+    return map_HlN
 
 
 @attention_map.register_fake
 @partial(with_layout, traced=True)
 def _(
-    q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float
+    q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float, reference: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     blocks = block_bound(layout, block_size)
     dtype = accumulation_dtype(q.dtype)
