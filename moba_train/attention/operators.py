@@ -15,7 +15,7 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -196,10 +196,11 @@ def _traced_layout(
 
 
 def with_layout(function: Callable[..., Any], *, traced: bool = False) -> Callable[..., Any]:
-    """An operator's implementation from a `function` with a parameter `layout: Layout`.
+    """An operator's implementation from a `function` of a tensor first, and with a parameter `layout: Layout`.
 
-    The operator has the `layout_arguments` in its place: torch takes tensors and numbers only. `traced`: for its fake
-    implementation, which is given the sizes of a layout, without the ranges of its queries.
+    The operator has the `layout_arguments` in its place: torch takes tensors and numbers only. It runs on the tensor's
+    device, without autocast. `traced`: for its fake implementation, which is given the sizes of a layout, without the
+    ranges of its queries.
     """
     make_layout = _traced_layout if traced else argument_layout
     signature = inspect.signature(function)
@@ -209,7 +210,9 @@ def with_layout(function: Callable[..., Any], *, traced: bool = False) -> Callab
 
     def flattened(*arguments: Any) -> Any:
         behind = at + len(flat)
-        return function(*arguments[:at], make_layout(*arguments[at:behind]), *arguments[behind:])
+        layout = make_layout(*arguments[at:behind])
+        with nullcontext() if traced else _on_the_tensors_device(arguments[0]):
+            return function(*arguments[:at], layout, *arguments[behind:])
 
     flattened.__doc__ = function.__doc__
     flattened.__signature__ = signature.replace(  # type: ignore[attr-defined]  # as inspect.signature looks it up
