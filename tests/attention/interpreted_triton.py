@@ -347,9 +347,9 @@ def test_probabilities_of_compressed_blocks_equal_plain_pytorch(heads, kv_heads,
     [
         ([130, 0, 1, 70], 4, 2, (64, 64), 64, 1, torch.float32, None),
         ([150, 40], 3, 1, (64, 32), 80, 9, torch.float16, None),
-        ([140], 2, 1, (128, 64), 128, 1, torch.float32, None),
+        ([210], 2, 1, (128, 64), 200, 1, torch.float32, None),
         ([200, 20], 2, 1, (64, 16), 40, 2, torch.float32, ((40, 70), (150, 201))),
-        ([20, 90], 9, 9, (64, 16), 200, 1, torch.float32, None),
+        ([90], 9, 9, (64, 16), 64, 1, torch.float32, None),
     ],
 )
 def test_index_branches_select_and_learn_as_in_plain_pytorch(
