@@ -31,12 +31,14 @@ from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes, wor
 from moba_train.attention.decoding import CachedKeys, kernel, last_tokens
 from moba_train.attention.infllm_v2.attention import InfLLMV2Attention
 from moba_train.attention.infllm_v2.scores import window_means
+from moba_train.attention.gates import grid, msa_operators, seer_operators
 from moba_train.attention.moa.attention import SpanAttention
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.triton import select
 from moba_train.attention.nsa import kernel as nsa_kernel
 from moba_train.attention.nsa import selection as nsa_selection
 from moba_train.attention.nsa.geometry import CompressedBlocks
+from moba_train.attention.operators import layout_arguments
 from moba_train.attention.protocol import BackwardState, Layout, TokenRange, packed_layout
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "start this through test_triton_interpreter.py"
@@ -409,3 +411,64 @@ def test_local_and_selected_blocks_share_one_softmax_from_shard_to_shard(monkeyp
 def test_local_and_selected_blocks_may_be_long():
     attention, tensors, layout = infllm_v2([480, 10], 1, dense_len=200, block_size=192, local_blocks=1)
     assert_selected_and_local(attention, tensors, layout, *run(attention, tensors, layout))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "widths", "block_size", "count", "dtype", "ranges"),
+    [
+        ([130, 0, 1, 70], 4, 2, (64, 64), 64, 1, torch.float32, None),
+        ([150, 40], 3, 1, (64, 32), 80, 9, torch.float16, None),
+        ([210], 2, 1, (128, 64), 200, 1, torch.float32, None),
+        ([200, 20], 2, 1, (64, 16), 40, 2, torch.float32, ((40, 70), (150, 201))),
+        ([90], 9, 9, (64, 16), 64, 1, torch.float32, None),
+    ],
+)
+def test_index_branches_select_and_learn_as_in_plain_pytorch(
+    lengths, heads, kv_heads, widths, block_size, count, dtype, ranges, monkeypatch
+):
+    """Selected blocks, the divergence and its gradients: over the selected blocks, and over all of them."""
+    monkeypatch.setitem(grid._SCORES_PER_CHUNK, "cpu", 1000 * kv_heads)  # several chunks
+    layout = layout_of(lengths, "cpu")
+    if ranges:
+        layout = layout.part(tuple(TokenRange(*given) for given in ranges), None)
+    where, queries, width = layout_arguments(layout), len(layout.q_tokens), widths[0]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    q, k = random(queries, heads, width), random(layout.total, kv_heads, width)
+    index = random(queries, kv_heads, widths[1]), random(layout.total, widths[1])
+    lse, weights = 4 + random(heads, queries).float(), random(queries).float()
+    ours, plain = (msa_operators.select(*index, *where, block_size, count, in_plain) for in_plain in (False, True))
+    assert torch.equal(ours, plain)
+    for selected in (None, plain):
+        results = []
+        for in_plain in (False, True):
+            leaves = [x.clone().requires_grad_() for x in index]
+            sizes = block_size, width**-0.5, in_plain
+            divergence = msa_operators.distill(*leaves, q, k, lse, selected, *where, *sizes)
+            results.append([divergence.detach(), *torch.autograd.grad(divergence, leaves, weights)])
+        for name, a, b in zip(("divergence", "dq", "dk"), *results, strict=True):
+            assert error(a, b.double()) < (2e-6 if dtype == torch.float32 else 2e-3), name
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "block_size", "ranges"),
+    [(4, 2, 64, None), (3, 1, 40, ((40, 70), (150, 201)))],
+)
+def test_largest_probabilities_of_two_blocks_equal_plain_pytorch(heads, kv_heads, block_size, ranges):
+    layout = layout_of([150, 0, 1, 60], "cpu")
+    q, k, _, _ = inputs([211], heads, kv_heads, 64, torch.float32, "cpu")
+    lse = 4 + torch.randn(heads, 211, generator=torch.Generator().manual_seed(0))
+    layout = layout.part(tuple(TokenRange(*given) for given in ranges), None) if ranges else layout
+    rows = layout.q_tokens
+    ours, plain = (
+        seer_operators.attention_map(
+            q[rows], k, lse[:, rows], *layout_arguments(layout), block_size, 64**-0.5, in_plain
+        )
+        for in_plain in (False, True)
+    )
+    assert (plain[0] > 0).any()
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=0)

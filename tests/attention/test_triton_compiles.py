@@ -27,13 +27,17 @@ from moba_train.attention.blocks.triton import (  # noqa: E402
 )
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes  # noqa: E402
 from moba_train.attention.infllm_v2 import kernel as infllm_v2  # noqa: E402
+from moba_train.attention.gates import msa_kernels as msa  # noqa: E402
+from moba_train.attention.gates import seer_kernel as seer  # noqa: E402
 from moba_train.attention.moba.triton import pool, select  # noqa: E402
 from moba_train.attention.nsa import kernel as nsa  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
 HALF = "windows q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
+HALF += ["q_index", "k_index"]
 FLOATS = "partial_lse lse own_lse stats packed_lse packed_delta sum_dk sum_dv part_dk part_dv sums scores".split()  # noqa: SIM905
+FLOATS += ["logits", "mass", "dlogits", "maxima"]
 INTEGERS = (
     *("chosen", "first_unit"),
     *(
@@ -47,9 +51,9 @@ INTEGERS = (
         "first_split",
     ),
     *("begin", "end", "bounds", "selected", "own", "first", "marks", "counts", "cursors", "cu_seqlens", "first_of"),
-    *("place", "row_of"),
+    *("place", "row_of", "best", "token_of", "edges"),
 )
-SCALARS = {"scale": "fp32", "scale_log2": "fp32"}
+SCALARS = {"scale": "fp32", "scale_log2": "fp32", "index_scale": "fp32"}
 
 
 def compile_for_hopper(
@@ -72,7 +76,7 @@ def compile_for_hopper(
     return compiled
 
 
-BEHIND_BARRIERS = {"cursors"}
+BEHIND_BARRIERS = {"cursors", "sum_dk"}
 """Read and written by several threads, with barriers between."""
 
 
@@ -148,10 +152,19 @@ half = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 partial = pytest.mark.parametrize("partial", [False, True], ids=["all keys", "some keys"])
 
 
-def fits(kernel: Any, constants: dict[str, Any], shape: TileShape, dtype: str, allowed: int, folder: Path) -> Any:
+def fits(
+    kernel: Any,
+    constants: dict[str, Any],
+    shape: TileShape,
+    dtype: str,
+    allowed: int,
+    folder: Path,
+    **options: int,
+) -> Any:
     """Compile; the matrix units are used, shared memory suffices, and no more than `allowed` bytes are spilled."""
     name = f"{kernel.__name__} {shape} {constants}"
-    compiled = compile_for_hopper(kernel, constants, shape.keys, dtype, num_warps=shape.warps, num_stages=shape.stages)
+    options |= {"num_warps": shape.warps, "num_stages": shape.stages}
+    compiled = compile_for_hopper(kernel, constants, shape.keys, dtype, **options)
     assert "wgmma.mma_async" in compiled.asm["ptx"], name
     assert compiled.metadata.shared <= SHARED_LIMIT, name
     assert spilled_bytes(compiled, folder) <= allowed, name
@@ -225,6 +238,7 @@ def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
     ("kernel", "constants"),
     [
         (pool._pool, {"D": 128, "UNROLL": 16}),
+        (msa._query_gradients, {"W": 128, "M": msa.QUERY_GRADIENT_ROWS}),
         (lists._count, {"G": 4, "C": 7, "TILE": 64}),
         (lists._place, {"G": 4, "C": 7, "TILE": 64}),
         (tables._token_tables, {"SIZE": 256}),
@@ -280,3 +294,24 @@ def test_scores_of_windows_fit_and_use_the_matrix_units(head_dim, tmp_path):
         (infllm_v2._block_scores, infllm_v2.SCORES),
     ):
         fits(kernel, sizes(shape, head_dim), shape, "bf16", 0, tmp_path)
+
+
+@half
+@pytest.mark.parametrize(("head_dim", "block_size", "listed"), [(64, 128, True), (128, 128, False), (128, 64, True)])
+def test_index_scores_probabilities_and_their_gradients_fit(head_dim, block_size, listed, dtype, tmp_path):
+    shape = msa.tile_shape(block_size)
+    for attention in (True, False):
+        constants = sizes(shape, head_dim, W=head_dim, LISTED=listed, ATTENTION=attention)
+        compiled = fits(msa._scores, constants, shape, dtype, 0, tmp_path, maxnreg=msa.REGISTERS)
+        assert 2 * compiled.metadata.shared <= SHARED_LIMIT  # two programs on a multiprocessor
+    shape = msa.KEY_GRADIENTS
+    constants = {"W": head_dim, "LISTED": listed, "M": shape.rows, "N": shape.keys}
+    fits(msa._key_gradients, constants, shape, dtype, 0, tmp_path)
+
+
+@half
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (128, 128)])
+def test_largest_probabilities_of_two_blocks_fit(head_dim, block_size, dtype, tmp_path):
+    shape = TileShape(seer.tile_rows(block_size), 0, 4, 3)
+    constants = {"G": 4, "D": head_dim, "BLOCK": block_size, "M": shape.rows}
+    fits(seer._maxima, constants, shape, dtype, 0, tmp_path)
