@@ -29,9 +29,9 @@ from moba_train.attention.blocks.triton import choose as triton_choose
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes, work_ranges
 from moba_train.attention.decoding import CachedKeys, kernel, last_tokens
+from moba_train.attention.gates import grid, msa_operators, seer_operators
 from moba_train.attention.infllm_v2.attention import InfLLMV2Attention
 from moba_train.attention.infllm_v2.scores import window_means
-from moba_train.attention.gates import grid, msa_operators, seer_operators
 from moba_train.attention.moa.attention import SpanAttention
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.triton import select

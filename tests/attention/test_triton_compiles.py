@@ -26,9 +26,9 @@ from moba_train.attention.blocks.triton import (  # noqa: E402
     tables,
 )
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes  # noqa: E402
-from moba_train.attention.infllm_v2 import kernel as infllm_v2  # noqa: E402
 from moba_train.attention.gates import msa_kernels as msa  # noqa: E402
 from moba_train.attention.gates import seer_kernel as seer  # noqa: E402
+from moba_train.attention.infllm_v2 import kernel as infllm_v2  # noqa: E402
 from moba_train.attention.moba.triton import pool, select  # noqa: E402
 from moba_train.attention.nsa import kernel as nsa  # noqa: E402
 
