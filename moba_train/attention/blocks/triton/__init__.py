@@ -12,6 +12,7 @@ dq            dq of longer blocks, over these row tiles
 packed        dk and dv of longer blocks, from rows copied side by side
 gathered      rows side by side for a varlen kernel, instead of the two kinds of blocks above
 combine       joins the partial results of one query
+best          the best blocks of every query, for kernels that score them
 attention     the backend: all of it, in bounded memory
 
 Imported only when used, so that moba_train needs no Triton.
