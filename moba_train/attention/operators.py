@@ -323,17 +323,24 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
     q, k, v, _selected, cu_seqlens, cu_seqlens_cpu, *rest = inputs
     out, lse, selection = output
-    ctx.mark_non_differentiable(lse, *selection)
-    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *selection)
-    ctx.rest = rest
     # Kept alive until the backward pass, which finds them by handle; the model may have been given others by then.
     ctx.kept_alive = ATTENTIONS[rest[-2]], ENGINES[rest[-1]]
+    ctx.mark_non_differentiable(lse, *selection)
+    ctx.set_materialize_grads(False)  # zeros as large as the selection and its lists
+    # Results that do not merge are computed anew.
+    ctx.save_for_backward(
+        q, k, v, out if ctx.kept_alive[0].merges else None, lse, cu_seqlens, cu_seqlens_cpu, *selection
+    )
+    ctx.rest = rest
 
 
-def _gradients(ctx: Any, dout: Tensor, *_others: Any) -> tuple[Any, ...]:
+def _gradients(ctx: Any, dout: Tensor | None, *_others: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *selection = ctx.saved_tensors
     where = (cu_seqlens, cu_seqlens_cpu, *ctx.rest)  # ends with the handles, by which the operator below goes on
-    grads = _attention_backward(dout.contiguous(), q, k, v, out, lse, list(selection), *where)
+    # Without a gradient, too, as the other ranks of a sequence may have one.
+    dout = torch.zeros_like(q) if dout is None else dout.contiguous()
+    out = dout if out is None else out  # which is then ignored: `LocalAttention.merges`
+    grads = _attention_backward(dout, q, k, v, out, lse, list(selection), *where)
     return (*grads, None, *[None] * len(where))
 
 

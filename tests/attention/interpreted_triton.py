@@ -37,6 +37,7 @@ from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.triton import select
 from moba_train.attention.nsa import kernel as nsa_kernel
 from moba_train.attention.nsa import selection as nsa_selection
+from moba_train.attention.nsa.compressed import CompressedAttention
 from moba_train.attention.nsa.geometry import CompressedBlocks
 from moba_train.attention.operators import layout_arguments
 from moba_train.attention.protocol import BackwardState, Layout, TokenRange, packed_layout
@@ -329,20 +330,30 @@ def test_spans_of_heads_with_blocks_of_several_sizes():
         assert error(a, b.double()) < 2e-6, name
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 128)])
-def test_probabilities_of_compressed_blocks_equal_plain_pytorch(heads, kv_heads, head_dim):
-    blocks, layout = CompressedBlocks(4, 1), layout_of([200, 0, 1, 90], "cpu")
-    q, k, _, _ = inputs([291], heads, kv_heads, head_dim, torch.float32, "cpu")
-    lse = torch.randn(heads, 291, generator=torch.Generator().manual_seed(0))
-    arguments = q, k, lse, *blocks.seen(layout), head_dim**-0.5
-    got = nsa_kernel.group_probabilities(*arguments)
-    torch.testing.assert_close(got, nsa_selection.group_probabilities(*arguments), rtol=1e-5, atol=1e-6)
-    assert (got > 0).sum() == kv_heads * (197 * 198 // 2 + 87 * 88 // 2)
-    ours, plain = (nsa_selection.BlockChoice(blocks, 16, 4, 1, 2, backend) for backend in ("auto", "reference"))
-    layout_last = layout.part((TokenRange(150, 200), TokenRange(250, 291)), None)
-    rows = layout_last.q_tokens
-    chosen = [choice.choose(q[rows], k, lse[:, rows], layout_last, head_dim**-0.5) for choice in (ours, plain)]
-    assert torch.equal(*chosen)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "blocks", "choice"),
+    [
+        pytest.param(4, 2, 64, CompressedBlocks(4, 2), (8, 5, 1, 2), id="overlaps"),
+        pytest.param(3, 1, 128, CompressedBlocks(4, 4), (4, 19, 0, 1), id="no-overlap"),
+    ],
+)
+def test_blocks_chosen_by_compressed_ones_equal_those_of_plain_pytorch(heads, kv_heads, head_dim, blocks, choice):
+    """Packed documents and parts of their queries; of equal scores, such as 0 where nothing is seen, the lower id."""
+    block_size, topk, first, local = choice
+    layout = layout_of([180, 0, 1, 3, 40], "cpu")
+    q = inputs([224], heads, kv_heads, head_dim, torch.float32, "cpu")[0]
+    k, v = (x.detach() for x in inputs([blocks.bound(layout)], heads, kv_heads, head_dim, torch.float32, "cpu")[1:3])
+    _, lse = CompressedAttention(blocks, head_dim, "reference").attend(q, k, v, layout, ())
+    ours, plain = (
+        nsa_selection.BlockChoice(blocks, block_size, topk, first, local, backend) for backend in ("auto", "reference")
+    )
+    assert nsa_kernel.able(q, topk - 1)
+    whole = plain.choose(q, k, lse, layout, head_dim**-0.5)
+    assert (whole >= 0).sum() > 0.5 * whole.numel()
+    assert torch.equal(ours.choose(q, k, lse, layout, head_dim**-0.5), whole)
+    part = layout.part((TokenRange(100, 120), TokenRange(170, 200)), None)
+    rows = part.q_tokens
+    assert torch.equal(ours.choose(q[rows], k, lse[:, rows], part, head_dim**-0.5), whole[:, rows])
 
 
 @pytest.mark.parametrize(("first", "local", "count"), [(1, 3, 7), (0, 1, 3), (2, 2, 40)])

@@ -36,7 +36,9 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
 HALF = "windows q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
 HALF += ["q_index", "k_index"]
-FLOATS = "partial_lse lse own_lse stats packed_lse packed_delta sum_dk sum_dv part_dk part_dv sums scores".split()  # noqa: SIM905
+FLOATS = (
+    "partial_lse lse own_lse stats packed_lse packed_delta sum_dk sum_dv part_dk part_dv sums scores weights".split()
+)  # noqa: SIM905
 FLOATS += ["logits", "mass", "dlogits", "maxima"]
 INTEGERS = (
     *("chosen", "first_unit"),
@@ -51,7 +53,7 @@ INTEGERS = (
         "first_split",
     ),
     *("begin", "end", "bounds", "selected", "own", "first", "marks", "counts", "cursors", "cu_seqlens", "first_of"),
-    *("place", "row_of", "best", "token_of", "edges"),
+    *("place", "row_of", "best", "token_of", "edges", "seen_from", "seen_to", "ids"),
 )
 SCALARS = {"scale": "fp32", "scale_log2": "fp32", "index_scale": "fp32"}
 
@@ -270,10 +272,11 @@ def test_the_other_kernels_compile_without_spills(kernel, constants, tmp_path):
     assert spilled_bytes(compile_for_hopper(kernel, sizes, **options), tmp_path) == 0
 
 
-@half
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_probabilities_of_compressed_blocks_fit_and_use_the_matrix_units(head_dim, dtype, tmp_path):
-    fits(nsa._probabilities, sizes(nsa.TILE, head_dim), nsa.TILE, dtype, 0, tmp_path)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16")])
+def test_the_choice_by_compressed_blocks_fits_and_uses_the_matrix_units(head_dim, dtype, tmp_path):
+    tile = nsa.tile(15)
+    constants = {"OFFSETS": 5, "FORCED_FIRST": 1, "FORCED_LOCAL": 2, "C": 15, "SLOTS": 16}
+    fits(nsa._choose, sizes(tile, head_dim, **constants), tile, dtype, 0, tmp_path)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

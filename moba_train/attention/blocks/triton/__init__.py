@@ -14,6 +14,7 @@ spans         attention to a span of neighbouring keys, in place of the own bloc
 choose        the blocks with the highest scores
 gathered      rows side by side for a varlen kernel, instead of the two kinds of blocks above
 combine       joins the partial results of one query
+best          the best blocks of every query, for kernels that score them
 attention     the backend: all of it, in bounded memory
 
 Imported only when used, so that moba_train needs no Triton.
