@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.cpp_extension import is_ninja_available
 
 from moba_train.config.optim import OptimConfig
 from moba_train.errors import LaunchError
@@ -75,7 +74,7 @@ def _deepspeed_adam(config: OptimConfig) -> Any:
             name
             for name, is_there in (
                 ("deepspeed (pip install deepspeed)", find_spec("deepspeed") is not None),
-                ("ninja (pip install ninja)", is_ninja_available()),
+                ("ninja (pip install ninja)", shutil.which("ninja") is not None),
                 ("a C++ compiler (g++)", shutil.which("g++") is not None),
             )
             if not is_there

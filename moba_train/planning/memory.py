@@ -48,6 +48,8 @@ class Memory:
     """Logits of one chunk with log-softmax and gradient, or gradients on their way through one block."""
     transport: int = 0
     """Buffers of context parallelism, of one layer at a time."""
+    host_optimizer: int = 0
+    """State of the optimizer in host memory, for each GPU; not in `total`."""
 
     @property
     def total(self) -> int:
@@ -56,7 +58,7 @@ class Memory:
 
 
 MEMORY_PARTS = ("parameters", "optimizer", "gradients", "unsharded", "activations", "working", "transport")
-"""Fields of `Memory` that are bytes, in the order to print."""
+"""Fields of `Memory` that are bytes on the GPU, in the order to print."""
 
 
 def element_bytes(config: RunConfig) -> int:
@@ -164,8 +166,8 @@ def _weights(config: RunConfig, sizes: MeshSizes, width: int) -> _Weights:
     )
 
 
-def optimizer_state(config: RunConfig, sizes: MeshSizes) -> int:
-    """Bytes of a rank's optimizer state, on the GPU or, with `optim.implementation: deepspeed_cpu`, in host memory."""
+def _optimizer_state(config: RunConfig, sizes: MeshSizes) -> int:
+    """Bytes of a rank's optimizer state."""
     ranks = sizes.shards * sizes.tp
     matrices = count_block_matrices(config)
     others = count_recipe_parameters(config).total - matrices
@@ -203,8 +205,13 @@ def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) 
     reduced = 4 * weights.block  # float32, a whole block
 
     in_host_memory = config.optim.implementation == "deepspeed_cpu"
-    state = 0 if in_host_memory else optimizer_state(config, sizes)
-    at = partial(Memory, parameters=4 * weights.shard, optimizer=state)
+    state = _optimizer_state(config, sizes)
+    at = partial(
+        Memory,
+        parameters=4 * weights.shard,
+        optimizer=0 if in_host_memory else state,
+        host_optimizer=state if in_host_memory else 0,
+    )
     moments = [
         at(
             "loss",

@@ -160,18 +160,15 @@ def test_training_warns_of_a_stage_that_does_not_fit_the_gpu(monkeypatch):
 
 def test_optimizer_state_is_that_of_the_optimizer_and_may_be_in_host_memory():
     """Muon keeps one number for each of the blocks' 6,979,321,856 weights in matrices, AdamW two for any."""
-    optimizer = {
-        name: memory("llama3-8b", 2, "8K", FULL, batch_tokens="16K", optim=optim).optimizer
-        for name, optim in {
-            "adamw": {},
-            "muon": {"kind": "muon"},
-            "apex": {"implementation": "apex"},
-            "deepspeed_cpu": {"implementation": "deepspeed_cpu"},
-        }.items()
-    }
-    assert optimizer["adamw"] == optimizer["apex"] == 8 * LLAMA_8B // 2
-    assert optimizer["adamw"] - optimizer["muon"] == 4 * 6_979_321_856 // 2
-    assert optimizer["deepspeed_cpu"] == 0
+
+    def state(**optim) -> tuple[int, int]:
+        found = memory("llama3-8b", 2, "8K", FULL, batch_tokens="16K", optim=optim)
+        return found.optimizer, found.host_optimizer
+
+    adamw = 8 * LLAMA_8B // 2
+    assert state() == state(implementation="apex") == (adamw, 0)
+    assert state(kind="muon") == (adamw - 4 * 6_979_321_856 // 2, 0)
+    assert state(implementation="deepspeed_cpu") == (0, adamw)
 
 
 def test_an_8b_model_fits_on_one_h200_with_its_optimizer_in_host_memory():
