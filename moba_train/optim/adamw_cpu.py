@@ -36,13 +36,14 @@ class HostAdamW(KernelAdamW):
 
     @classmethod
     def problem(cls, device: str) -> str:
-        """See `KernelAdamW.problem`."""
+        """Why it cannot run: DeepSpeed is not installed; empty when it is. Whether its kernel can be compiled shows when
+        the optimizer is made."""
         if find_spec("deepspeed") is None:
             return "the package deepspeed is not installed (pip install deepspeed ninja)"
         return ""
 
     def update(self, shards: Sequence[Shards], step: int, group: dict[str, Any]) -> None:
-        """See `KernelAdamW.update`."""
+        """Update parameters and moments in place: the parameters on their way through host memory."""
         self._reset_step(group)
         if self._copies is None:
             self._copies = _Copies(self._device)

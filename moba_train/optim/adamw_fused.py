@@ -39,7 +39,7 @@ class _FusedAdamW(KernelAdamW):
 
     @classmethod
     def problem(cls, device: str) -> str:
-        """See `KernelAdamW.problem`."""
+        """Why it cannot run on `device`: no GPU, or a package that cannot be imported; empty when it can."""
         if device != "cuda":
             return f"the run trains on {device}, a GPU needed"
         try:
@@ -50,7 +50,7 @@ class _FusedAdamW(KernelAdamW):
         return ""
 
     def update(self, shards: Sequence[Shards], step: int, group: dict[str, Any]) -> None:
-        """See `KernelAdamW.update`."""
+        """Update parameters and moments in place, by one call of the kernel."""
         parameters, gradients, exp_avgs, exp_avg_sqs = (list(part) for part in zip(*shards, strict=True))
         self._kernel(
             _CHUNK,
