@@ -36,8 +36,8 @@ class HostAdamW(KernelAdamW):
 
     @classmethod
     def problem(cls, device: str) -> str:
-        """Why it cannot run: DeepSpeed is not installed; empty when it is. Whether its kernel can be compiled shows when
-        the optimizer is made."""
+        """Why it cannot run: DeepSpeed is not installed; empty when it is. Whether its kernel can be compiled shows
+        when the optimizer is made."""
         if find_spec("deepspeed") is None:
             return "the package deepspeed is not installed (pip install deepspeed ninja)"
         return ""

@@ -11,6 +11,7 @@ matrices, and it computes in bf16 everywhere. Here a matrix is gathered once, by
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -56,17 +57,21 @@ class Muon(Optimizer):
         self, exchange: MatrixExchange, matrices: list[nn.Parameter], rounds: list[list[int]], lr: float, decay: float
     ) -> None:
         """Work through the rounds; while a round is computed, the next one is gathered and the last one scattered."""
-        gathers = [self._gather(exchange, matrices, round_) for round_ in rounds[:1]]
-        finish: Callable[[], None] = lambda: None  # noqa: E731
-        for place, round_ in enumerate(rounds):
-            gathers += [self._gather(exchange, matrices, following) for following in rounds[place + 1 : place + 2]]
-            whole = gathers.pop(0)()
+        gather = self._gather(exchange, matrices, rounds[0]) if rounds else None
+        finish: Callable[[], None] | None = None
+        for round_, following in zip_longest(rounds, rounds[1:]):
+            next_gather = self._gather(exchange, matrices, following) if following else None
+            assert gather is not None
+            whole = gather()
             result = None if whole is None else orthogonalize(whole, self._options.steps)
-            like = local_part(matrices[round_[0]]).new_empty(0, dtype=_compute_dtype(matrices[round_[0]]))
-            scattered = exchange.scatter(round_, result, like)
-            finish()
+            shard = local_part(matrices[round_[0]])
+            scattered = exchange.scatter(round_, result, shard.new_empty(0, dtype=_compute_dtype(shard)))
+            if finish is not None:
+                finish()
             finish = _apply_later(scattered, [matrices[index] for index in round_], lr, decay, self._options.scale)
-        finish()
+            gather = next_gather
+        if finish is not None:
+            finish()
 
     def _gather(
         self, exchange: MatrixExchange, matrices: list[nn.Parameter], round_: list[int]

@@ -166,3 +166,22 @@ def test_which_parameters_of_a_model_are_matrices() -> None:
         *(f"blocks.2.attention.nsa.compress_{name}.positions" for name in "kv"),
         *(f"blocks.3.attention.seer.{name}_weight" for name in "qk"),
     }
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_update_is_that_of_the_cpu_up_to_bf16() -> None:
+    shapes = [(256, 192), (64, 512)]
+    here, there = Blocks(shapes, torch.float32), Blocks(shapes, torch.float32).cuda()
+    start = [parameter.detach().clone() for parameter in here.blocks.parameters()]
+    config = OptimConfig(kind="muon", lr=0.02)
+    optimizers = [
+        build_optimizer(model, config, torch.device(name)) for model, name in ((here, "cpu"), (there, "cuda"))
+    ]
+    for number in range(3):
+        for name, gradient in gradients_of(here, number).items():
+            here.get_parameter(name).grad = gradient
+            there.get_parameter(name).grad = gradient.cuda()
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other, begun in zip(here.blocks.parameters(), there.blocks.parameters(), start, strict=True):
+        assert (one - other.cpu()).norm() < 0.03 * (one - begun).norm()

@@ -4,7 +4,9 @@ import pytest
 from adam_stand_ins import StandInAdam
 from tiny_run import Run, assert_same_tensors, checkpoint_tensors
 
+from moba_train.config.optim import AdamWImplementation
 from moba_train.optim import adamw_cpu
+from moba_train.optim.adamw import IMPLEMENTATIONS
 from moba_train.optim.adamw_cpu import HostAdamW
 
 
@@ -38,3 +40,16 @@ def test_state_in_host_memory_resumes_bitwise_and_torch_goes_on_from_it(
     assert run.train_here(implementation, "--stop-at-step", "5") == 0
     assert run.train_here() == 0
     assert run.losses() == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_run_on_a_gpu_learns_as_with_torch(run: Run, implementation: AdamWImplementation) -> None:
+    if reason := IMPLEMENTATIONS[implementation].problem("cuda"):
+        pytest.skip(reason)
+    run.recipe["precision"] = {"compute": "fp32"}
+    assert run.train_here() == 0
+    losses = run.losses()
+    run.recipe["run_dir"] = str(run.folder / "other")
+    assert run.train_here(f"optim.implementation={implementation}") == 0
+    assert run.losses() == pytest.approx(losses, rel=1e-3)

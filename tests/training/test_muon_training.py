@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import Run, assert_same_tensors, checkpoint_tensors
+from tiny_run import Run, assert_like_one_gpu, assert_same_tensors, checkpoint_tensors
 from torch.distributed.tensor import DTensor, distribute_tensor
 from trainer_ranks import Ranks
 
@@ -137,3 +137,20 @@ def test_matrices_gathered_in_fp8(run: Run, ranks: Ranks, finished: Run) -> None
     run.recipe["precision"] = {"linear": "fp8", "compute": "bf16", "fp8": {"emulate": True}}
     ranks.train(muon(run), 2, "--stop-at-step", "3")
     assert run.losses() == pytest.approx(finished.losses()[:3], rel=0.03)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}], ids=["dp", "tp"])
+def test_two_gpus_train_as_one(run: Run, tmp_path: Path, corpora: Path, parallel: dict[str, int]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    (tmp_path / "alone").mkdir()
+    alone = muon(Run(tmp_path / "alone", corpora))
+    for one, ranks_ in ((alone, 1), (muon(run, **parallel), 2)):
+        code, output = one.train(ranks_, gpu=True)
+        assert code == 0, output
+    shared, single = (
+        {key: [record[key] for record in one.records()] for key in ("loss", "grad_norm", "loss_tokens")}
+        for one in (run, alone)
+    )
+    assert_like_one_gpu(shared, single)
