@@ -47,9 +47,9 @@ def test_state_in_host_memory_resumes_bitwise_and_torch_goes_on_from_it(
 def test_a_run_on_a_gpu_learns_as_with_torch(run: Run, implementation: AdamWImplementation) -> None:
     if reason := IMPLEMENTATIONS[implementation].problem("cuda"):
         pytest.skip(reason)
-    run.recipe["precision"] = {"compute": "fp32"}
+    run.recipe["model"]["hidden_size"] = 256  # heads of width 64, so that the kernels of real training run
     assert run.train_here() == 0
     losses = run.losses()
     run.recipe["run_dir"] = str(run.folder / "other")
     assert run.train_here(f"optim.implementation={implementation}") == 0
-    assert run.losses() == pytest.approx(losses, rel=1e-3)
+    assert run.losses() == pytest.approx(losses, rel=1e-2)
