@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.load import load_checkpoint
+from moba_train.optim.local import local_part
 from moba_train.parallel.float8 import plain
 
 
@@ -50,12 +50,6 @@ class TrainingTensors:
         parameters = (local_part(parameter).data_ptr() for parameter in self._model.parameters())
         states = (id(value) for state in self._optimizer.state.values() for value in state.values())
         return {*parameters, *states}
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor itself. Detached."""
-    with torch.no_grad():  # DTensor.to_local is ten times as fast without autograd
-        return plain((tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach())
 
 
 def load_model_and_optimizer(

@@ -20,7 +20,7 @@ from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
 from moba_train.model.loss import CHUNK_TOKENS
 from moba_train.optim.registry import OPTIMIZERS
-from moba_train.planning.parameters import count_recipe_parameters
+from moba_train.planning.parameters import count_block_matrices, count_recipe_parameters
 
 USABLE = 0.9
 """Fraction of a GPU's memory that a run can use; the CUDA context, NCCL and fragmentation take the rest."""
@@ -36,7 +36,8 @@ class Memory:
     parameters: int
     """fp32 master weights, sharded."""
     optimizer: int
-    """State of the optimizer, sharded; for AdamW two fp32 moments."""
+    """State of the optimizer, sharded: for AdamW two fp32 moments, none where they are in host memory; for Muon one of
+    the matrices."""
     gradients: int
     """fp32, sharded: those that exist at this moment."""
     unsharded: int
@@ -47,6 +48,8 @@ class Memory:
     """Logits of one chunk with log-softmax and gradient, or gradients on their way through one block."""
     transport: int = 0
     """Buffers of context parallelism, of one layer at a time."""
+    host_optimizer: int = 0
+    """State of the optimizer in host memory, for each GPU; not in `total`."""
 
     @property
     def total(self) -> int:
@@ -55,7 +58,7 @@ class Memory:
 
 
 MEMORY_PARTS = ("parameters", "optimizer", "gradients", "unsharded", "activations", "working", "transport")
-"""Fields of `Memory` that are bytes, in the order to print."""
+"""Fields of `Memory` that are bytes on the GPU, in the order to print."""
 
 
 def element_bytes(config: RunConfig) -> int:
@@ -163,6 +166,14 @@ def _weights(config: RunConfig, sizes: MeshSizes, width: int) -> _Weights:
     )
 
 
+def _optimizer_state(config: RunConfig, sizes: MeshSizes) -> int:
+    """Bytes of a rank's optimizer state."""
+    ranks = sizes.shards * sizes.tp
+    matrices = count_block_matrices(config)
+    others = count_recipe_parameters(config).total - matrices
+    return OPTIMIZERS[config.optim.kind].state_bytes(-(-matrices // ranks), -(-others // ranks))
+
+
 def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) -> list[Memory]:
     """Memory at each moment of a step that can be its peak."""
     tp = sizes.tp
@@ -193,8 +204,14 @@ def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) 
     passing = weights.head + hidden + width * weights.block
     reduced = 4 * weights.block  # float32, a whole block
 
-    state_bytes = OPTIMIZERS[config.optim.kind].state_bytes
-    at = partial(Memory, parameters=4 * weights.shard, optimizer=state_bytes * weights.shard)
+    in_host_memory = config.optim.implementation == "deepspeed_cpu"
+    state = _optimizer_state(config, sizes)
+    at = partial(
+        Memory,
+        parameters=4 * weights.shard,
+        optimizer=0 if in_host_memory else state,
+        host_optimizer=state if in_host_memory else 0,
+    )
     moments = [
         at(
             "loss",

@@ -31,6 +31,7 @@ from moba_train.health.node import Disk, disk_problem
 from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS
+from moba_train.optim.spec import block_matrices
 from moba_train.parallel.world import World, broadcast
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.first_start import check_first_start
@@ -348,8 +349,9 @@ def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
     """Size of one checkpoint of all ranks; 0 for a recipe that wants none."""
     if config.checkpoint.every is None:
         return 0
-    each = 4 + OPTIMIZERS[config.optim.kind].state_bytes  # float32 weights and optimizer state
-    return each * sum(parameter.numel() for parameter in model.parameters())
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    matrices = sum(parameter.numel() for parameter in block_matrices(model).values())
+    return 4 * numbers + OPTIMIZERS[config.optim.kind].state_bytes(matrices, numbers - matrices)
 
 
 def _fallback(config: RunConfig) -> Place | None:

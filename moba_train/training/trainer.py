@@ -78,7 +78,7 @@ class Trainer:
         torch.manual_seed(config.seed + world.rank)
         dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
         self.model = sharded_model(config, dims)
-        self.optimizer = build_optimizer(self.model, config.optim, world.device)
+        self.optimizer = build_optimizer(self.model, config.optim, world.device, dims.stage_group)
         self.context_engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
         if any_rank(self.stop.requested):
             raise StoppedBeforeTrainingError

@@ -38,6 +38,15 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
     validate(load_config(write("dumped.yaml", dump_config(config))), 2)
 
 
+def test_an_implementation_that_cannot_run_where_the_run_trains_is_refused(load):
+    config = load("optim.implementation=apex")
+    validate(config)  # the device is not known
+    validate(config, device="cpu", training=False)
+    assert problems(config, device="cpu") == [
+        "optim.implementation: given 'apex', which cannot run: the run trains on cpu, a GPU needed; set torch"
+    ]
+
+
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
@@ -56,6 +65,10 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
             "= 16384; nearest: 16384 or 32768",
         ),
         (["stages.1.batch_tokens=2K"], "stages[1].batch_tokens: given 2048; stage 'long' needs a multiple of seq_len"),
+        (
+            ["optim.kind=muon", "optim.implementation=deepspeed_cpu"],
+            "optim.implementation: given 'deepspeed_cpu' with optim.kind: muon, whose part of AdamW is torch's",
+        ),
         (["model.rope.factor=2"], "model.rope.factor: given 2, which kind 'none' does not use; set kind: pi"),
         (["stages.1.rope.kind=yarn"], "stages[1].rope.original_seq_len: missing; kind yarn needs"),
         (
