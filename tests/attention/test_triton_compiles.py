@@ -36,22 +36,8 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
 HALF = "windows q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
 HALF += ["q_index", "k_index"]
-FLOATS = [
-    "partial_lse",
-    "lse",
-    "own_lse",
-    "stats",
-    "packed_lse",
-    "packed_delta",
-    "sum_dk",
-    "sum_dv",
-    "part_dk",
-    "part_dv",
-    "sums",
-    "scores",
-    "weights",
-]
-FLOATS += ["logits", "mass", "dlogits", "maxima"]
+FLOATS = "partial_lse lse own_lse stats packed_lse packed_delta sum_dk sum_dv part_dk part_dv sums".split()  # noqa: SIM905
+FLOATS += ["logits", "mass", "dlogits", "maxima", "scores", "weights"]
 INTEGERS = (
     *("chosen", "first_unit"),
     *(
