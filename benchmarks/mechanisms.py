@@ -130,7 +130,11 @@ class MechanismLayer:
         self.upstream.append(torch.full((tokens,), 1 / tokens, device=device))
 
     def _record(self, transformer: Transformer, x_TD: Tensor) -> None:
-        """Run the block once around a recorder; its inputs become leaves of their own."""
+        """Run the block once around a recorder; its inputs become leaves of their own.
+
+        The recorder is taken out again. What it recorded would live on with the layer, whose `rotate_at` belongs to the
+        module, and after it: a circle of references, which waits for Python's garbage collector.
+        """
         block: Any = transformer.blocks[0]
         recorder: Any = _Recorder(self.kind.name)
         block.attention.kind = recorder
@@ -139,6 +143,7 @@ class MechanismLayer:
         cos, sin = rope_cos_sin(positions, transformer.config.rope, transformer.config.head_width)
         with torch.no_grad():
             block(x_TD, cos, sin, packed_layout([tokens], x_TD.device))
+            block.attention.kind = None
             second = recorder.second
             if second is not None and self.kind.second_sublayer(second, self.parameters) is None:
                 second = None  # blocks ask every kind, and most have none

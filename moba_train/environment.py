@@ -61,6 +61,25 @@ OPTIONAL_PACKAGES = (
         ),
         'pip install "moba-train[fp8]"',
     ),
+    # Not on PyPI, where `apex` is an unrelated project.
+    OptionalPackage(
+        "apex",
+        "optim.implementation: apex",
+        (("amp_C", "multi_tensor_adam"),),
+        "build NVIDIA's repository with its CUDA extensions: docs/packages.md",
+    ),
+    OptionalPackage(
+        "transformer-engine",
+        "optim.implementation: transformer_engine",
+        (("transformer_engine.pytorch", "optimizers"), ("transformer_engine_torch", "multi_tensor_adam")),
+        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+    ),
+    OptionalPackage(
+        "deepspeed",
+        "optim.implementation: deepspeed_cpu",
+        (("deepspeed.ops.adam", "DeepSpeedCPUAdam"),),
+        "pip install deepspeed ninja",
+    ),
     _pip("wandb", "telemetry.wandb: curves, alerts and spikes in Weights & Biases", "wandb", "init"),
     _pip("tensorboard", "telemetry.tensorboard", "torch.utils.tensorboard", "SummaryWriter"),
     _pip("nvidia-ml-py", "health.node: state of the GPUs, faster than by nvidia-smi", "pynvml", "nvmlInit"),

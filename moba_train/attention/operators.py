@@ -12,9 +12,10 @@ parallel/fsdp.py).
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -187,6 +188,39 @@ def argument_layout(
     return _part(whole_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total), q_ranges)
 
 
+def _traced_layout(
+    cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, total: int, q_ranges: Sequence[int]
+) -> Layout:
+    """A layout for sizes alone, while torch.compile traces; its tensors have no contents and must not be kept."""
+    return Layout(cu_seqlens, max_seqlen, total)
+
+
+def with_layout(function: Callable[..., Any], *, traced: bool = False) -> Callable[..., Any]:
+    """An operator's implementation from a `function` of a tensor first, and with a parameter `layout: Layout`.
+
+    The operator has the `layout_arguments` in its place: torch takes tensors and numbers only. It runs on the tensor's
+    device, without autocast. `traced`: for its fake implementation, which is given the sizes of a layout, without the
+    ranges of its queries.
+    """
+    make_layout = _traced_layout if traced else argument_layout
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    at = list(signature.parameters).index("layout")
+    flat = list(inspect.signature(make_layout).parameters.values())
+
+    def flattened(*arguments: Any) -> Any:
+        behind = at + len(flat)
+        layout = make_layout(*arguments[at:behind])
+        with nullcontext() if traced else _on_the_tensors_device(arguments[0]):
+            return function(*arguments[:at], layout, *arguments[behind:])
+
+    flattened.__doc__ = function.__doc__
+    flattened.__signature__ = signature.replace(  # type: ignore[attr-defined]  # as inspect.signature looks it up
+        parameters=[*parameters[:at], *flat, *parameters[at + 1 :]]
+    )
+    return flattened
+
+
 def _part(layout: Layout, q_ranges: Sequence[int]) -> Layout:
     """The layout of the queries in these ranges, given as start, stop, start, stop, ..., and of all keys."""
     ranges = tuple(TokenRange(*pair) for pair in zip(q_ranges[::2], q_ranges[1::2], strict=True))
@@ -289,17 +323,24 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
     q, k, v, _selected, cu_seqlens, cu_seqlens_cpu, *rest = inputs
     out, lse, selection = output
-    ctx.mark_non_differentiable(lse, *selection)
-    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *selection)
-    ctx.rest = rest
     # Kept alive until the backward pass, which finds them by handle; the model may have been given others by then.
     ctx.kept_alive = ATTENTIONS[rest[-2]], ENGINES[rest[-1]]
+    ctx.mark_non_differentiable(lse, *selection)
+    ctx.set_materialize_grads(False)  # zeros as large as the selection and its lists
+    # Results that do not merge are computed anew.
+    ctx.save_for_backward(
+        q, k, v, out if ctx.kept_alive[0].merges else None, lse, cu_seqlens, cu_seqlens_cpu, *selection
+    )
+    ctx.rest = rest
 
 
-def _gradients(ctx: Any, dout: Tensor, *_others: Any) -> tuple[Any, ...]:
+def _gradients(ctx: Any, dout: Tensor | None, *_others: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *selection = ctx.saved_tensors
     where = (cu_seqlens, cu_seqlens_cpu, *ctx.rest)  # ends with the handles, by which the operator below goes on
-    grads = _attention_backward(dout.contiguous(), q, k, v, out, lse, list(selection), *where)
+    # Without a gradient, too, as the other ranks of a sequence may have one.
+    dout = torch.zeros_like(q) if dout is None else dout.contiguous()
+    out = dout if out is None else out  # which is then ignored: `LocalAttention.merges`
+    grads = _attention_backward(dout, q, k, v, out, lse, list(selection), *where)
     return (*grads, None, *[None] * len(where))
 
 

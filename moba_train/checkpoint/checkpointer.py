@@ -33,8 +33,8 @@ from moba_train.checkpoint.finite import FiniteCheck
 from moba_train.checkpoint.planned import PlannedWriter
 from moba_train.checkpoint.rank_group import RankGroup, SaveFailedError
 from moba_train.checkpoint.retention import Retention
-from moba_train.checkpoint.state import local_part
 from moba_train.errors import CheckpointError, LaunchError, UserError
+from moba_train.optim.local import local_part
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.load import load_checkpoint
 from moba_train.model.transformer import Transformer
+from moba_train.optim.local import local_part
 from moba_train.parallel.float8 import plain
 
 
@@ -68,12 +68,6 @@ def parameter_sizes(model: Transformer) -> dict[str, int]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, sizes)
     return {name: size for of_rank in everyone for name, size in of_rank.items()}
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor itself. Detached."""
-    with torch.no_grad():  # DTensor.to_local is ten times as fast without autograd
-        return plain((tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach())
 
 
 def load_model_and_optimizer(

@@ -7,8 +7,14 @@ from pydantic import Field
 from moba_train.config.base import Section
 from moba_train.config.quantities import TokenBudget
 
-OptimizerKind = Literal["adamw"]
+OptimizerKind = Literal["adamw", "muon"]
 """Names of the optimizers in `optim.registry`."""
+
+AdamWImplementation = Literal["torch", "apex", "transformer_engine", "deepspeed_cpu"]
+"""What can compute AdamW's update: torch, or a package's kernel in `optim.adamw`."""
+
+MuonScale = Literal["match_rms_adamw", "original"]
+"""Factor of Muon's update of a matrix; the names are those of torch.optim.Muon."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -27,13 +33,37 @@ class ScheduleConfig(Section):
     decay_tokens: TokenBudget = Field(0, description="wsd: length of the linear decay at the end")
 
 
+class MuonConfig(Section):
+    """Muon, for the weights of the blocks' linear layers; all other parameters are trained by AdamW with `betas` and
+    `eps`. See docs/optimizers.md."""
+
+    momentum: float = Field(0.95, ge=0, lt=1, description="decay of the running mean of gradients")
+    nesterov: bool = Field(True, description="mix the present gradient into that mean once more")
+    steps: int = Field(5, ge=1, le=20, description="Newton-Schulz iterations that orthogonalize it")
+    scale: MuonScale = Field(
+        "match_rms_adamw",
+        description="factor of the update; match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that `lr` and "
+        "`weight_decay` are those of AdamW (Moonshot AI 2025); original: sqrt(max(1, rows / columns))",
+    )
+
+
 class OptimConfig(Section):
     """The optimizer, its learning rate and clipping. Weight decay applies to matrices, not to norms and biases."""
 
-    kind: OptimizerKind = Field("adamw", description="adamw: AdamW (Loshchilov & Hutter 2019)")
+    kind: OptimizerKind = Field(
+        "adamw",
+        description="adamw: AdamW (Loshchilov & Hutter 2019); muon: Muon (Jordan et al. 2024) for the matrices of the "
+        "blocks",
+    )
+    implementation: AdamWImplementation = Field(
+        "torch",
+        description="what computes AdamW; apex, transformer_engine: their fused kernels; deepspeed_cpu: state and "
+        "update in host memory, for models whose optimizer state does not fit on the GPU",
+    )
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the running mean and of the running square")
     eps: float = Field(1e-8, gt=0, description="added to the root of the running square")
     weight_decay: float = Field(0.1, ge=0, description="decoupled decay, times the learning rate, at each step")
     clip_norm: float | None = Field(1.0, gt=0, description="global gradient norm is clipped to this; null: never")
+    muon: MuonConfig = MuonConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -52,6 +52,13 @@ def kind_parameter_sizes(config: RunConfig) -> dict[str, dict[str, int]]:
     return sizes
 
 
+def kind_matrix_elements(config: RunConfig) -> int:
+    """Weights of the linear layers that attention kinds add to the model, over all layers."""
+    with torch.device("meta"):
+        modules = [module for layer in kind_parameters(config) for kind in layer.values() for module in kind.modules()]
+    return sum(module.weight.numel() for module in modules if isinstance(module, nn.Linear))
+
+
 def build_attention(layers: Iterable[LayerAttention], head_dim: int) -> list[AttentionKind]:
     """The attention kind of every layer. Equal layers share one object: torch.compile compiles once for each object."""
     return [_kind(layer, head_dim) for layer in layers]

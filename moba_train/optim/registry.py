@@ -5,19 +5,26 @@ of tests/optim/test_optimizers.py.
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from moba_train.config.optim import OptimConfig, OptimizerKind
 from moba_train.optim.adamw import ADAMW
+from moba_train.optim.muon import MUON
 from moba_train.optim.spec import OptimizerSpec
 
-OPTIMIZERS: dict[OptimizerKind, OptimizerSpec] = {"adamw": ADAMW}
+OPTIMIZERS: dict[OptimizerKind, OptimizerSpec] = {"adamw": ADAMW, "muon": MUON}
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device) -> Optimizer:
-    """The optimizer `config.kind` over all parameters of `model`; its learning rates are set before each step."""
-    return OPTIMIZERS[config.kind].build(list(model.named_parameters()), config, device)
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Optimizer:
+    """The optimizer `config.kind` over all parameters of `model`; its learning rates are set before each step.
+
+    group: all ranks that hold shards of the model; None: this process holds it whole.
+    """
+    return OPTIMIZERS[config.kind].build(model, config, device, group)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

@@ -78,6 +78,9 @@ class ParallelDims:
         self.sizes = sizes
         self.world = world
         self.mesh = self._build_mesh()
+        stages = rank_groups(sizes, "dp_replicate", "dp_shard", "cp", "tp")
+        self.stage_group = self._new_group(stages) if len(stages) > 1 else _default_group()
+        """All ranks that hold shards of this rank's layers: one pipeline stage."""
         self._cp_groups: dict[int, dist.ProcessGroup] = {}
 
     @property

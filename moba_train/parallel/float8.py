@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from moba_train.config.run import PrecisionConfig
 from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
+from moba_train.optim.local import unwrapped
 
 _LEAST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 matrix products."""
@@ -97,8 +98,7 @@ def plain(tensor: Tensor) -> Tensor:
         return DTensor.from_local(
             wrapper._tensor, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
         )
-    inner = getattr(tensor, "_tensor", None)
-    return inner if isinstance(inner, Tensor) else tensor
+    return unwrapped(tensor)
 
 
 def _wrapper(parameter: Tensor) -> Any:

@@ -22,7 +22,7 @@ from moba_train.model.loss import CHUNK_TOKENS
 from moba_train.model.transformer import ModelPart
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel.pipeline.split import model_parts, rank_part
-from moba_train.planning.parameters import count_recipe_parameters
+from moba_train.planning.parameters import count_block_matrices, count_recipe_parameters
 from moba_train.planning.pipeline import kept_micro_batches, pipeline_layers
 
 USABLE = 0.9
@@ -39,7 +39,8 @@ class Memory:
     parameters: int
     """fp32 master weights, sharded."""
     optimizer: int
-    """State of the optimizer, sharded; for AdamW two fp32 moments."""
+    """State of the optimizer, sharded: for AdamW two fp32 moments, none where they are in host memory; for Muon one of
+    the matrices."""
     gradients: int
     """fp32, sharded: those that exist at this moment; in a pipeline whole."""
     unsharded: int
@@ -52,6 +53,8 @@ class Memory:
     """Logits of one chunk with log-softmax and gradient, or gradients on their way through one block."""
     transport: int = 0
     """Buffers of context parallelism, of one layer at a time."""
+    host_optimizer: int = 0
+    """State of the optimizer in host memory, for each GPU; not in `total`."""
 
     @property
     def total(self) -> int:
@@ -60,7 +63,7 @@ class Memory:
 
 
 MEMORY_PARTS = ("parameters", "optimizer", "gradients", "unsharded", "activations", "working", "transport")
-"""Fields of `Memory` that are bytes, in the order to print."""
+"""Fields of `Memory` that are bytes on the GPU, in the order to print."""
 
 
 def element_bytes(config: RunConfig) -> int:
@@ -190,17 +193,23 @@ def _gathered_bytes(config: RunConfig, width: int) -> int:
     return 1 if precision.linear == "fp8" and precision.fp8.scaling == "tensorwise" else width
 
 
-def _weights(config: RunConfig, sizes: MeshSizes, width: int, work: _RankWork) -> _Weights:
+def _numbers(config: RunConfig, work: _RankWork) -> tuple[int, int]:
+    """Parameters of a pipeline rank's blocks, and of its ends."""
     counts = count_recipe_parameters(config)
     part = work.part
-    blocks = counts.without_embeddings * work.layers // config.model.layers
     ends = (counts.embedding if part.has_embedding else 0) + (counts.output if part.has_output else 0)
     if part.has_output and not part.has_embedding and not counts.output:
         ends = counts.embedding  # its copy, tied
+    return counts.without_embeddings * work.layers // config.model.layers, ends
+
+
+def _weights(config: RunConfig, sizes: MeshSizes, width: int, work: _RankWork) -> _Weights:
+    counts = count_recipe_parameters(config)
+    blocks, ends = _numbers(config, work)
     total = -(-(blocks + ends) // sizes.tp)
     ends //= sizes.tp
     block = counts.without_embeddings // config.model.layers // sizes.tp
-    head = width * config.model.vocab_size * config.model.hidden_size if part.has_output else 0
+    head = width * config.model.vocab_size * config.model.hidden_size if work.part.has_output else 0
     gathered_ends = width * ends + (head if sizes.tp > 1 else 0)
     at_once = min(2, config.model.layers) if sizes.pp == 1 else work.layers
     return _Weights(
@@ -211,6 +220,15 @@ def _weights(config: RunConfig, sizes: MeshSizes, width: int, work: _RankWork) -
         head=head,
         gathered_ends=gathered_ends,
         gathered=gathered_ends + _gathered_bytes(config, width) * at_once * block,
+    )
+
+
+def _optimizer_state(config: RunConfig, sizes: MeshSizes, work: _RankWork) -> int:
+    """Bytes of a rank's optimizer state."""
+    ranks = sizes.shards * sizes.tp
+    matrices = count_block_matrices(config) * work.layers // config.model.layers
+    return OPTIMIZERS[config.optim.kind].state_bytes(
+        -(-matrices // ranks), -(-(sum(_numbers(config, work)) - matrices) // ranks)
     )
 
 
@@ -254,8 +272,14 @@ def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int, 
     passing = weights.head + hidden + width * weights.block
     reduced = 4 * weights.block  # float32, a whole block
 
-    state_bytes = OPTIMIZERS[config.optim.kind].state_bytes
-    at = partial(Memory, parameters=4 * weights.shard, optimizer=state_bytes * weights.shard)
+    in_host_memory = config.optim.implementation == "deepspeed_cpu"
+    state = _optimizer_state(config, sizes, work)
+    at = partial(
+        Memory,
+        parameters=4 * weights.shard,
+        optimizer=0 if in_host_memory else state,
+        host_optimizer=state if in_host_memory else 0,
+    )
     moments = [
         at(
             "loss",

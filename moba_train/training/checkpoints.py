@@ -31,7 +31,7 @@ from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel.world import World, broadcast
-from moba_train.planning.parameters import count_recipe_parameters
+from moba_train.planning.parameters import count_block_matrices, count_recipe_parameters
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.first_start import check_first_start
 from moba_train.training.progress import Progress, check_resumable, check_tokenizer, data_plan
@@ -132,7 +132,8 @@ class RunCheckpoints:
             if self._config.init_from is not None:
                 self.loaded_weights = load_initial_weights(self._model, Path(self._config.init_from))
             progress = Progress(run_id=broadcast(uuid.uuid4().hex[:8]))
-        self._checkpointer.reserve(self._tensors())
+        if self._config.checkpoint.every is not None:
+            self._checkpointer.reserve(self._tensors())
         return progress
 
     def _newest_to_resume_from(self, accept: Accept) -> Path | None:
@@ -344,9 +345,12 @@ def _folder_problem(run_dir: Path, config: RunConfig) -> str | None:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Size of one checkpoint of all ranks."""
-    each = 4 + OPTIMIZERS[config.optim.kind].state_bytes  # float32 weights and optimizer state
-    return each * count_recipe_parameters(config).total
+    """Size of one checkpoint of all ranks; 0 for a recipe that wants none."""
+    if config.checkpoint.every is None:
+        return 0
+    numbers = count_recipe_parameters(config).total
+    matrices = count_block_matrices(config)
+    return 4 * numbers + OPTIMIZERS[config.optim.kind].state_bytes(matrices, numbers - matrices)
 
 
 def _fallback(config: RunConfig) -> Place | None:

@@ -79,7 +79,7 @@ class Trainer:
         torch.manual_seed(config.seed + world.rank)
         dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
         self.model = sharded_model(config, dims, pipeline_layers(config))
-        self.optimizer = build_optimizer(self.model, config.optim, world.device)
+        self.optimizer = build_optimizer(self.model, config.optim, world.device, dims.stage_group)
         self.context_engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
         if any_rank(self.stop.requested):
             raise StoppedBeforeTrainingError
@@ -199,7 +199,8 @@ class Trainer:
                 if not self._step(stage, step_data):
                     return False
                 self.stop_time.step_took(time.perf_counter() - step_data.began)
-                if self.progress.step % self.config.checkpoint.every == 0:
+                every = self.config.checkpoint.every
+                if every is not None and self.progress.step % every == 0:
                     self._save()
                 exits = self._evaluate()
                 self._report_last_save()
@@ -364,9 +365,9 @@ class Trainer:
         return data
 
     def _save(self) -> None:
-        """Begin to save a checkpoint of the current step, unless there is one."""
+        """Begin to save a checkpoint of the current step, unless there is one or the recipe wants none."""
         step = self.progress.step
-        if step == self.checkpoints.saved_step:
+        if step == self.checkpoints.saved_step or self.config.checkpoint.every is None:
             return
         with self.watch.phase("checkpoint", step):
             began = time.perf_counter()

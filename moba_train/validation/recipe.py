@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moba_train.config.mesh import MeshSizes, divisors, fit_mesh
 from moba_train.config.model import ModelConfig, RopeConfig
-from moba_train.config.optim import ScheduleConfig
+from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.run import PrecisionConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import Stage, merge_parallel, merge_rope, resolve_stages
@@ -16,6 +16,7 @@ from moba_train.convert.initial_weights import initial_problems
 from moba_train.errors import ConfigError
 from moba_train.evals.registry import EVALUATIONS
 from moba_train.model.build import build_attention
+from moba_train.optim.adamw import implementation_problem
 from moba_train.parallel.context.strategy import GATHERING_TRANSPORTS
 from moba_train.parallel.float8 import float8_problem
 from moba_train.parallel.stage_strategy import stage_strategy
@@ -52,6 +53,7 @@ def validate(
         *_schedule_problems(config),
         *_checkpoint_problems(config),
         *_precision_problems(config.precision, device),
+        *_optimizer_problems(config.optim, device if training else None),
         *attention_problems(config, device, allow_idle, training),
         *length_problems(config),
         *tensor_problems(config, ranks_per_node),
@@ -96,6 +98,14 @@ def _precision_problems(precision: PrecisionConfig, device: str | None) -> Itera
         yield "precision.linear: given 'bf16' with precision.compute: fp32; allowed: auto or fp8"
     if precision.linear == "fp8" and (reason := float8_problem(precision, device)):
         yield f"precision.linear: given 'fp8', which cannot run: {reason}; set auto"
+
+
+def _optimizer_problems(optim: OptimConfig, device: str | None) -> Iterator[str]:
+    key = f"optim.implementation: given {optim.implementation!r}"
+    if optim.kind == "muon" and optim.implementation != "torch":
+        yield f"{key} with optim.kind: muon, whose part of AdamW is torch's; set torch, or kind: adamw"
+    elif reason := implementation_problem(optim, device):
+        yield f"{key}, which cannot run: {reason}; set torch"
 
 
 def _rope_problems(rope: RopeConfig, path: str, allow_idle: bool) -> Iterator[str]:
@@ -262,12 +272,14 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
             f"checkpoint.fallback_dir: given {fallback!r}, inside run_dir {config.run_dir!r}, which fails with it; "
             "give a folder elsewhere, best on another disk"
         )
+    if config.checkpoint.every is None and config.health.spike.reaction == "rollback":
+        yield "health.spike.reaction: given 'rollback', which needs checkpoints; set checkpoint.every, which is null"
     if not config.checkpoint.keep_best:
         return
     given = f"checkpoint.keep_best: given {config.checkpoint.keep_best}"
     if not config.data.validation:
         yield f"{given}, but there is no data.validation to tell the best by; add one, or set it to 0"
-    elif config.checkpoint.every % config.evaluation.every:
+    elif config.checkpoint.every is None or config.checkpoint.every % config.evaluation.every:
         yield (
             f"{given}, but not every checkpoint is evaluated: checkpoint.every {config.checkpoint.every} must be a "
             f"multiple of evaluation.every {config.evaluation.every}"

@@ -243,3 +243,29 @@ def assert_decodes_like_training(
         got = model(tokens, torch.tensor(at), plan.layout)
         expected = torch.stack([logits[place] for logits, place in zip(want, at, strict=True)])
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-10, msg=lambda text, s=step: f"step {s}: {text}")
+
+
+def in_16_bits(layer: Layer) -> tuple[Layer, Layer]:
+    """The layer in bfloat16, and full attention to the same inputs."""
+    assert layer.parameters is not None
+    for parameter in layer.parameters.parameters():
+        parameter.data = parameter.data.bfloat16()
+    inputs = [x.detach().bfloat16().requires_grad_() for x in layer.inputs()]
+    full = KINDS["full"](KINDS["full"].Options(), layer.model.head_width)
+    return Layer(layer.kind, layer.parameters, *inputs, layer.layout), Layer(full, None, *inputs, layer.layout)
+
+
+def kept_bytes(layer: Layer, shared: Iterable[Tensor] = ()) -> int:
+    """Bytes of the tensors of [T, ...] that the backward pass of a layer needs, without its input, the layer's rotation
+    and other `shared` ones, which other layers keep, too."""
+    known = {x.untyped_storage().data_ptr() for x in (layer.x, *layer.named_parameters().values(), *shared)}
+    found: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        found.setdefault(x.untyped_storage().data_ptr(), x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        torch.stack([x.square().sum() for x in run_layer(layer)])
+    kept = [x for place, x in found.items() if place not in known and len(x) > 2]
+    return sum(x.untyped_storage().nbytes() for x in kept)

@@ -12,6 +12,8 @@ from kind_checks import (
     assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
+    in_16_bits,
+    kept_bytes,
     make_layer,
     results,
     run_layer,
@@ -195,8 +197,20 @@ def test_the_plan_counts_its_parameters_pairs_and_operations():
     assert kind.attended_pairs(LENGTHS) == pairs
     gates = heads * sum(length * -(-length // 4) for length in LENGTHS)
     assert kind.flops(MODEL, LENGTHS) == 12 * heads * pairs + 6 * matrices * sum(LENGTHS) + gates
-    assert kind.saved_bytes(MODEL, 64) == 2 * (2 * width + 2 * heads + 2 * kv) + 4 * 4 + 2 * 4 * 4 * 2
+    assert kind.saved_bytes(MODEL, 64) == 2 * (width + 2 * heads + 2 * kv) + 4 * 4 + 2 * 4 * 4 * 2
     assert f"{matrices + width} parameters" in kind.export_problem(MODEL)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_saved_bytes_are_those_that_autograd_keeps(qk_norm):
+    """In 16 bits, beside full attention and the sublayer's input and output; plain PyTorch keeps no lists of the
+    selected segments. Nothing is kept twice, nor what the backward pass makes anew."""
+    model = MODEL.model_copy(update={"qk_norm": qk_norm})
+    v05, full = in_16_bits(make_layer("moba_v05", SMALL, [256], model=model))
+    outside = 2 * MODEL.hidden_size + 4 * MODEL.heads * (SMALL["topk"] - 1)
+    update = 2 * MODEL.hidden_size
+    own = kept_bytes(v05) - kept_bytes(full) - update * 256
+    assert own == (v05.kind.saved_bytes(model, 256) - outside) * 256
 
 
 def test_options_that_cannot_work_are_named():

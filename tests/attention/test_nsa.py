@@ -13,6 +13,8 @@ from kind_checks import (
     assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
+    in_16_bits,
+    kept_bytes,
     make_layer,
     results,
     run_layer,
@@ -320,31 +322,7 @@ def test_flops_are_those_of_the_products(separate_kv):
 @pytest.mark.parametrize("separate_kv", [False, True])
 def test_saved_bytes_are_those_that_autograd_keeps(separate_kv):
     """In 16 bits, beside what full attention keeps; plain PyTorch keeps no inverse lists of the selected blocks."""
-    options = {**SMALL, "separate_kv": separate_kv}
-    nsa = make_layer("nsa", options, [256])
-    for parameter in nsa.parameters.parameters():
-        parameter.data = parameter.data.bfloat16()
-    inputs = [x.detach().bfloat16().requires_grad_() for x in nsa.inputs()]
-    nsa = Layer(nsa.kind, nsa.parameters, *inputs, nsa.layout)
-    full = Layer(KINDS["full"](KINDS["full"].Options(), 8), None, *inputs, nsa.layout)
+    nsa, full = in_16_bits(make_layer("nsa", {**SMALL, "separate_kv": separate_kv}, [256]))
     lists = 4 * MODEL.heads * (SMALL["topk"] - 1)
-    assert kept_bytes(nsa) - kept_bytes(full) == (nsa.kind.saved_bytes(MODEL, 256) - lists) * 256
-
-
-def kept_bytes(layer: Layer) -> int:
-    """Bytes of the tensors of [T, ...] that the backward pass of a layer needs, without those that other layers share:
-    its input, the layer's rotation and the tokens of the compressed blocks."""
-    shared = [layer.x, *layer.named_parameters().values()]
-    if isinstance(layer.kind, NsaKind):
-        shared += layer.kind.blocks.places(layer.layout)
-    known = {x.untyped_storage().data_ptr() for x in shared}
-    found: dict[int, Tensor] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        found.setdefault(x.untyped_storage().data_ptr(), x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        run_layer(layer)[0].square()
-    kept = [x for place, x in found.items() if place not in known and len(x) > 2]
-    return sum(x.untyped_storage().nbytes() for x in kept)
+    own = kept_bytes(nsa, shared=nsa.kind.blocks.places(nsa.layout)) - kept_bytes(full)
+    assert own == (nsa.kind.saved_bytes(MODEL, 256) - lists) * 256

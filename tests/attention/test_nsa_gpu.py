@@ -10,6 +10,7 @@ from helpers import make_qkv
 from kind_checks import MODEL, Layer, make_layer, results
 from torch import Tensor
 
+from moba_train.attention.blocks.choose import query_blocks
 from moba_train.attention.blocks.geometry import first_blocks
 from moba_train.attention.blocks.given import GivenBlocks
 from moba_train.attention.local import LOCAL_ENGINE
@@ -59,19 +60,56 @@ def test_compressed_attention_equals_float64(lengths, head_dim):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (3, 1)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_probabilities_of_the_kernel_equal_float64(head_dim, heads, kv_heads):
+def test_probabilities_in_plain_pytorch_equal_float64(head_dim, heads, kv_heads):
+    """On a GPU their products are of 16-bit inputs."""
     blocks, layout = CompressedBlocks(32, 16), packed_layout([3000, 0, 1, 999], "cuda")
-    q = make_qkv(layout.total, heads, kv_heads, head_dim, "cuda", torch.bfloat16)[0].detach()
-    _, k, v = (
-        x.detach() for x in make_qkv(blocks.bound(layout), heads, kv_heads, head_dim, "cuda", torch.bfloat16, seed=1)
-    )
-    assert kernel.able(q)
-    _, lse = LOCAL_ENGINE.shard(layout).attend(q, k, v, CompressedAttention(blocks, head_dim))
+    q, k, lse = queries_and_keys(blocks, layout, heads, kv_heads, head_dim)
     seen = blocks.seen(layout)
-    got = kernel.group_probabilities(q, k, lse, *seen, head_dim**-0.5)
-    for a in (got, selection.group_probabilities(q, k, lse, *seen, head_dim**-0.5)):  # the kernel, and torch's products
-        want = selection.group_probabilities(q.double(), k.double(), lse.double(), *seen, head_dim**-0.5)
-        torch.testing.assert_close(a.double(), want, rtol=1e-3, atol=1e-4)
+    got = selection.group_probabilities(q, k, lse, *seen, head_dim**-0.5)
+    want = selection.group_probabilities(q.double(), k.double(), lse.double(), *seen, head_dim**-0.5)
+    torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
+
+
+def queries_and_keys(blocks: CompressedBlocks, layout, heads: int, kv_heads: int, head_dim: int) -> list[Tensor]:
+    """Random queries, compressed keys, and the queries' log-sum-exp over those they see."""
+    q = make_qkv(layout.total, heads, kv_heads, head_dim, "cuda", torch.bfloat16)[0].detach()
+    _, k, v = make_qkv(blocks.bound(layout), heads, kv_heads, head_dim, "cuda", torch.bfloat16, seed=1)
+    _, lse = LOCAL_ENGINE.shard(layout).attend(q, k.detach(), v.detach(), CompressedAttention(blocks, head_dim))
+    return [q, k.detach(), lse]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "head_dim", "group", "topk"),
+    [([3000, 0, 1, 999], 64, 4, 16), ([2500, 1500], 128, 3, 40), ([16_384], 64, 4, 16), ([9000], 128, 1, 100)],
+)
+def test_the_kernel_chooses_the_blocks_with_the_highest_scores(lengths, head_dim, group, topk):
+    """By scores in float64: each query's blocks are the forced ones and others whose scores no other block exceeds by
+    more than their rounding; ascending, -1 behind, and equal again."""
+    blocks, layout = CompressedBlocks(32, 16), packed_layout(lengths, "cuda")
+    q, k, lse = queries_and_keys(blocks, layout, 2 * group, 2, head_dim)
+    choice = BlockChoice(blocks, 64, topk=topk, first=1, local=2)
+    assert kernel.able(q, topk - 1)
+    found_HnC = choice.choose(q, k, lse, layout, head_dim**-0.5)
+    assert torch.equal(found_HnC, choice.choose(q, k, lse, layout, head_dim**-0.5))
+    found = found_HnC[::group].long()
+    exact = selection.group_probabilities(q.double(), k.double(), lse.double(), *blocks.seen(layout), head_dim**-0.5)
+    scores_KnM = choice.block_scores(exact, layout)
+    own_n, first_n = query_blocks(layout, 64)
+    ids_M = torch.arange(scores_KnM.shape[2], device="cuda")
+    history_nM = (first_n[:, None] <= ids_M) & (ids_M < own_n[:, None])
+    forced_nM = history_nM & ((ids_M == first_n[:, None]) | (ids_M == own_n[:, None] - 1))
+    taken_KnM = torch.zeros(*scores_KnM.shape[:2], len(ids_M) + 1, dtype=torch.bool, device="cuda")
+    taken_KnM.scatter_(2, torch.where(found < 0, len(ids_M), found), True)
+    taken_KnM = taken_KnM[..., :-1]
+    assert torch.equal(taken_KnM.sum(2), history_nM.sum(1).clamp(max=topk - 1).expand(2, -1))
+    assert torch.equal(taken_KnM & forced_nM, forced_nM.expand_as(taken_KnM))
+    assert not (taken_KnM & ~history_nM).any()
+    listed = torch.where(found < 0, len(ids_M), found)
+    assert torch.equal(listed, listed.sort(-1).values)
+    others_KnM = history_nM & ~forced_nM
+    worst = scores_KnM.masked_fill(~(taken_KnM & others_KnM), torch.inf).amin(2)
+    missed = scores_KnM.masked_fill(taken_KnM | ~others_KnM, -torch.inf).amax(2)
+    assert (missed <= worst * 1.002 + 1e-5).all()
 
 
 @pytest.mark.parametrize("separate_kv", [False, True])

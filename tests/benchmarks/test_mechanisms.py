@@ -1,5 +1,6 @@
 """The mechanisms benchmark runs every kind or says why not, and its table holds what was measured."""
 
+import gc
 import json
 import sys
 import time
@@ -92,6 +93,29 @@ def test_the_kind_gets_what_the_models_layer_hands_to_it() -> None:
     found = torch.autograd.grad(out, layer.leaves, gradient, allow_unused=True)
     assert [None if grad is None else tuple(grad.shape) for grad in found] == [None, (48, 4, 8), (48, 2, 8), (48, 2, 8)]
     assert on_cpu(layer.forward, layer.both)["both_ms"]["count"] == 1
+
+
+@pytest.mark.parametrize("kind", ["full", "moba_v05:block_size=16", "nsa:block_size=32,window=16"])
+def test_a_layer_holds_its_leaves_alone_and_ends_without_the_garbage_collector(kind: str) -> None:
+    """What stayed until Python collected it was counted in the peaks of the rows that followed."""
+    tokens = 71
+
+    def living() -> int:
+        """Elements of the sequence's tensors, without what is kept with layouts, and the angles of half a head."""
+        tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x.is_floating_point()]
+        return sum(x.numel() for x in tensors if x.shape[:1] == (tokens,) and x.shape[-1] != 4)
+
+    gc.collect()
+    gc.disable()
+    try:
+        layer = mechanisms.MechanismLayer(Row.parse(kind), TINY, tokens, CPU)
+        leaves = sum(x.numel() for x in layer.leaves if len(x) == tokens)
+        assert living() == leaves + sum(x.numel() for x in layer.upstream)
+        layer.both()
+        del layer
+        assert living() == 0
+    finally:
+        gc.enable()
 
 
 def file(*results: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from moba_train.checkpoint.finite import FiniteCheck
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import is_finite, is_good, latest_checkpoint
 from moba_train.checkpoint.retention import Retention
-from moba_train.checkpoint.state import TrainingTensors, local_part
+from moba_train.checkpoint.state import TrainingTensors
+from moba_train.optim.local import local_part
 
 
 def test_nan_and_infinity_are_found_and_nothing_else(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from moba_train.checkpoint.planned import PlannedWriter
 from moba_train.checkpoint.rank_group import RankGroup, SaveFailedError
-from moba_train.checkpoint.state import local_part
+from moba_train.optim.local import local_part
 
 
 def tensors(rows: int) -> dict[str, Tensor]:

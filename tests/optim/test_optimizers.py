@@ -9,14 +9,26 @@ from torch import nn
 from moba_train.config.optim import OptimConfig, OptimizerKind
 from moba_train.optim.registry import OPTIMIZERS, build_optimizer, set_learning_rate
 
-KINDS = ["adamw"]
+KINDS = ["adamw", "muon"]
 CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    """A block with a matrix, a bias and a norm, and an output projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5))
+        self.output = nn.Linear(5, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(self.blocks(x))
 
 
 @pytest.fixture
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 4, bias=False))
+    return Model()
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -47,31 +59,35 @@ def test_its_state_is_what_it_says_by_name_and_size(kind: OptimizerKind, model: 
     spec = OPTIMIZERS[kind]
     optimizer = build_optimizer(model, OptimConfig(kind=kind), CPU)
     step(model, optimizer)
-    for parameter in model.parameters():
+    moments = 0
+    for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
-        assert state.keys() == spec.state.keys()
-        for name, bytes_each in spec.state.items():
-            expected = bytes_each * parameter.numel() if bytes_each else state[name].element_size()
-            assert state[name].numel() * state[name].element_size() == expected, name
-    assert spec.state_bytes == sum(spec.state.values())
+        expected = spec.matrix_state if name == "blocks.0.weight" else spec.state
+        assert state.keys() == expected.keys()
+        for key, bytes_each in expected.items():
+            size = state[key].numel() * state[key].element_size()
+            assert size == (bytes_each * parameter.numel() if bytes_each else state[key].element_size()), key
+            moments += size if bytes_each else 0
+    assert spec.state_bytes(matrices=30, others=5 + 10 + 20) == moments
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_parameter_without_gradient_is_left_alone_with_its_state(kind: OptimizerKind, model: nn.Module) -> None:
     optimizer = build_optimizer(model, OptimConfig(kind=kind, weight_decay=0.5), CPU)
     step(model, optimizer)
-    frozen = model[0].weight
+    frozen = model.get_parameter("blocks.0.weight")
     frozen.requires_grad_(False)
     before = [frozen.detach().clone(), *(value.clone() for value in optimizer.state[frozen].values())]
-    moving = model[2].weight.detach().clone()
+    moving = model.get_parameter("output.weight").detach().clone()
     step(model, optimizer)
     after = [frozen.detach(), *optimizer.state[frozen].values()]
     assert all(torch.equal(was, now) for was, now in zip(before, after, strict=True))
-    assert not torch.equal(moving, model[2].weight)
+    assert not torch.equal(moving, model.get_parameter("output.weight"))
 
 
-def test_adamw_decays_matrices_only(model: nn.Module) -> None:
-    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.5), CPU)
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrices_decay_and_nothing_else(kind: OptimizerKind, model: nn.Module) -> None:
+    optimizer = build_optimizer(model, OptimConfig(kind=kind, weight_decay=0.5), CPU)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     for parameter in model.parameters():
         assert decay[id(parameter)] == (0.5 if parameter.dim() == 2 else 0.0)

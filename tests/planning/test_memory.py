@@ -156,3 +156,31 @@ def test_training_warns_of_a_stage_that_does_not_fit_the_gpu(monkeypatch):
         assert (found is None) == fits
         assert fits or f"stage only needs about {stage.memory.total / 2**30:.1f} GiB" in found
     assert local_shortage(recipe, resolved, stage.mesh, torch.device("cpu")) is None
+
+
+def test_optimizer_state_is_that_of_the_optimizer_and_may_be_in_host_memory():
+    """Muon keeps one number for each of the blocks' 6,979,321,856 weights in matrices, AdamW two for any."""
+
+    def state(**optim) -> tuple[int, int]:
+        found = memory("llama3-8b", 2, "8K", FULL, batch_tokens="16K", optim=optim)
+        return found.optimizer, found.host_optimizer
+
+    adamw = 8 * LLAMA_8B // 2
+    assert state() == state(implementation="apex") == (adamw, 0)
+    assert state(kind="muon") == (adamw - 4 * 6_979_321_856 // 2, 0)
+    assert state(implementation="deepspeed_cpu") == (0, adamw)
+
+
+def test_an_8b_model_fits_on_one_h200_with_its_optimizer_in_host_memory():
+    """Weights and gradients take 64 GB, AdamW's state as much again."""
+    one = {"batch_tokens": "8K", "activation_checkpointing": "full", "compile": True}
+    on_gpu = memory("llama3-8b", 1, "8K", FULL, **one).total
+    on_host = memory("llama3-8b", 1, "8K", FULL, **one, optim={"implementation": "deepspeed_cpu"}).total
+    assert on_gpu - on_host == 8 * LLAMA_8B
+    assert on_host < 0.9 * 141e9 < on_gpu
+
+
+def test_a_1b_model_fits_in_16_gib_with_its_optimizer_in_host_memory():
+    one = {"batch_tokens": "4K", "activation_checkpointing": "full", "compile": True}
+    on_host = memory("llama-1b", 1, "4K", FULL, **one, optim={"implementation": "deepspeed_cpu"}).total
+    assert on_host < 16 * 2**30

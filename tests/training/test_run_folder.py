@@ -17,8 +17,8 @@ from trainer_ranks import Ranks
 
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
-from moba_train.checkpoint.state import local_part
 from moba_train.errors import ReproducibleFaultError
+from moba_train.optim.local import local_part
 from moba_train.train import main
 from moba_train.training.trainer import Trainer
 

@@ -38,6 +38,15 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
     validate(load_config(write("dumped.yaml", dump_config(config))), 2)
 
 
+def test_an_implementation_that_cannot_run_where_the_run_trains_is_refused(load):
+    config = load("optim.implementation=apex")
+    validate(config)  # the device is not known
+    validate(config, device="cpu", training=False)
+    assert problems(config, device="cpu") == [
+        "optim.implementation: given 'apex', which cannot run: the run trains on cpu, a GPU needed; set torch"
+    ]
+
+
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
@@ -56,6 +65,10 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
             "= 16384; nearest: 16384 or 32768",
         ),
         (["stages.1.batch_tokens=2K"], "stages[1].batch_tokens: given 2048; stage 'long' needs a multiple of seq_len"),
+        (
+            ["optim.kind=muon", "optim.implementation=deepspeed_cpu"],
+            "optim.implementation: given 'deepspeed_cpu' with optim.kind: muon, whose part of AdamW is torch's",
+        ),
         (["model.rope.factor=2"], "model.rope.factor: given 2, which kind 'none' does not use; set kind: pi"),
         (["stages.1.rope.kind=yarn"], "stages[1].rope.original_seq_len: missing; kind yarn needs"),
         (
@@ -387,6 +400,8 @@ def test_stages_may_share_sequences_among_different_numbers_of_ranks(load):
             16,
             "parallel.tp: given 16, which does not divide the 8 ranks of a node; a tp group must not span nodes; ",
         ),
+        (["parallel.tp_overlap=true"], 2, "parallel.tp_overlap: given true, but parallel.tp is 1; it needs"),
+        (["parallel.tp=2", "parallel.tp_overlap=true"], 2, "parallel.tp_overlap: given true, but compile is false"),
         (["parallel.tp=2"], 5, "parallel.tp: given 2, which does not divide the 5 ranks; allowed: 1, 5"),
         (
             ["parallel={tp: 2, cp: 2}"],

@@ -155,13 +155,21 @@ def attend_backward(
             dv_kSD[where] += dv_SkD.transpose(0, 1)
         k, v = (_heads_end_to_end(x, kv_heads) for x in (k_SKD, v_SKD))
         for part in parts:
-            gathered = join.entries_state(call.blocks, part, rows, k, v)
-            dq, dk, dv = call.kernel.backward(gathered, part.segments, scale, deterministic=True)
-            part.add(dq_THD, dq.squeeze(1))
+            dk, dv = _entries_backward(call, join, part, rows, k, v, dq_THD)
             dk_kSD += dk.view_as(dk_kSD)
             dv_kSD += dv.view_as(dv_kSD)
         dk_SKD[:, kv_heads], dv_SKD[:, kv_heads] = dk_kSD.transpose(0, 1), dv_kSD.transpose(0, 1)
     return dq_THD, dk_SKD, dv_SKD
+
+
+def _entries_backward(
+    call: "_Call", join: Join, part: Part, rows: Rows, k: Tensor, v: Tensor, dq_THD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(dk, dv) [k * S, 1, D] of the entries of a part, whose dq is added in place. What was gathered is freed again."""
+    gathered = join.entries_state(call.blocks, part, rows, k, v)
+    dq, dk, dv = call.kernel.backward(gathered, part.segments, call.scale, deterministic=True)
+    part.add(dq_THD, dq.squeeze(1))
+    return dk, dv
 
 
 def heads_at_once(q_THD: Tensor, k_SKD: Tensor, kv_heads: slice) -> Iterator[tuple[slice, slice]]:

@@ -107,12 +107,11 @@ class MobaV05Kind(AttentionKind):
         return super().flops(model, lengths) + gate_flops(model, lengths, self._options.block_size)
 
     def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
-        """What the second sublayer keeps without activation checkpointing: in 16 bits the inputs of its norm and of its
-        projections, queries and keys (twice with qk_norm), values and output; in 32 its LSE, the selected segments and
-        their lists."""
+        """What the second sublayer keeps without activation checkpointing: in 16 bits its input, queries, keys, values
+        and output; in 32 its LSE, the selected segments and their lists."""
         queries = model.heads * model.head_width
         keys = model.kv_heads * model.head_width
-        rows = 2 * model.hidden_size + 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
+        rows = model.hidden_size + 2 * queries + 2 * keys
         return 2 * rows + 4 * model.heads + 2 * 4 * model.heads * (self._options.topk - 1)
 
     @property

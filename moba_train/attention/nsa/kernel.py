@@ -1,9 +1,12 @@
-"""A Triton kernel for the probabilities of compressed blocks, summed over the query heads of a group.
+"""A Triton kernel for the choice of blocks: scores, sums over a group and the best blocks, all in registers.
 
-The scores of the group's heads stay in registers; only their sum is written, a G-th of what plain PyTorch passes
-through memory several times.
+A tile of queries walks the selection blocks in chunks. The compressed blocks that overlap with a selection block are
+O neighbours of its own first one, each with its weight (selection.py), so the chunk's scores are a sum over offsets and
+query heads of exp(q . k - lse), with one matrix product [M, D] x [D, N] for each: the keys of an offset are gathered by
+their rows. That makes O / (block / stride) times the products that are needed, 5/4 with the paper's sizes, and nothing
+passes through memory: not the probabilities, 1 GiB at 32K tokens, nor their sums.
 
-Sizes: K key/value heads, G query heads of each, D head width; a tile has M queries and N compressed blocks.
+Sizes: K key/value heads, G query heads of each, D head width, O offsets; a tile has M queries and N selection blocks.
 """
 
 import torch
@@ -11,89 +14,140 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.blocks.available import triton_runs_on
+from moba_train.attention.blocks.available import triton_limits, triton_runs_on
+from moba_train.attention.blocks.choose import QueryBlocks
+from moba_train.attention.blocks.triton.best import HIGHEST, enter, found_ids, no_blocks, store_ids
 from moba_train.attention.blocks.triton.softmax import LOG2_E
 from moba_train.attention.blocks.triton.tiles import TileShape
 
-TILE = TileShape(rows=64, keys=128, warps=8, stages=2)
+
+def able(q_nHD: Tensor, count: int) -> bool:
+    """Whether the kernel takes queries like these, and chooses `count` blocks for each."""
+    half = q_nHD.dtype in (torch.float16, torch.bfloat16) or not q_nHD.is_cuda  # the interpreter takes float32 too
+    possible = half and q_nHD.dtype != torch.float64 and triton_runs_on(q_nHD)
+    return possible and not triton_limits(q_nHD.shape[-1], count)
 
 
-def able(q_tHD: Tensor) -> bool:
-    """Whether the kernel takes queries like these."""
-    half = q_tHD.dtype in (torch.float16, torch.bfloat16) or not q_tHD.is_cuda  # the interpreter takes float32 too
-    return q_tHD.shape[-1] in (64, 128) and q_tHD.dtype != torch.float64 and half and triton_runs_on(q_tHD)
+def tile(count: int) -> TileShape:
+    """The tile of a program that chooses `count` blocks: the slots of all its queries stay in registers."""
+    return TileShape(rows=64, keys=32, warps=4 if count < 16 else 8, stages=2)
 
 
-def group_probabilities(
-    q_tHD: Tensor, k_NKD: Tensor, lse_Ht: Tensor, first_t: Tensor, end_t: Tensor, scale: float
+def choose(
+    q_nHD: Tensor,
+    k_NKD: Tensor,
+    lse_Hn: Tensor,
+    seen: tuple[Tensor, Tensor],
+    queries: QueryBlocks,
+    ids_OM: Tensor,
+    weights_O: Tensor,
+    scale: float,
+    count: int,
+    *,
+    first: int,
+    local: int,
 ) -> Tensor:
-    """float32 [K, t, N]: exp(scale q . k - lse), summed over the query heads of a group.
+    """int32 [K, n, count]: `choose_blocks` of the scores of all selection blocks, ascending, -1 behind.
 
-    Zero for blocks that a query does not see: ids before `first_t` and from `end_t` on.
+    `seen`: the first compressed block that each query sees, and one past the last; `ids_OM`, `weights_O`: the
+    compressed blocks of every selection block by their offset, and the offsets' weights, float32.
     """
-    tokens, heads, head_dim = q_tHD.shape
-    blocks, kv_heads, _ = k_NKD.shape
-    out_KtN = torch.empty(kv_heads, tokens, blocks, dtype=torch.float32, device=q_tHD.device)
-    if out_KtN.numel() == 0:
-        return out_KtN
-    grid = (triton.cdiv(tokens, TILE.rows), triton.cdiv(blocks, TILE.keys), kv_heads)
-    _probabilities[grid](
-        q_tHD.contiguous(),
+    tokens, heads, head_dim = q_nHD.shape
+    many, kv_heads, _ = k_NKD.shape
+    chosen_KnC = torch.empty(kv_heads, tokens, count, dtype=torch.int32, device=q_nHD.device)
+    if chosen_KnC.numel() == 0:
+        return chosen_KnC
+    shape = tile(count)
+    _choose[(triton.cdiv(tokens, shape.rows), kv_heads)](
+        q_nHD.contiguous(),
         k_NKD.contiguous(),
-        lse_Ht.contiguous(),
-        first_t.int(),
-        end_t.int(),
-        out_KtN,
+        lse_Hn.contiguous(),
+        *(x.int() for x in (*seen, *queries, ids_OM)),
+        weights_O,
+        chosen_KnC,
         tokens,
-        blocks,
+        many,
+        ids_OM.shape[1],
         kv_heads,
         scale * LOG2_E.value,
+        OFFSETS=len(ids_OM),
+        FORCED_FIRST=first,
+        FORCED_LOCAL=local,
         G=heads // kv_heads,
+        C=count,
+        SLOTS=max(2, triton.next_power_of_2(count)),
         D=head_dim,
-        M=TILE.rows,
-        N=TILE.keys,
-        num_warps=TILE.warps,
-        num_stages=TILE.stages,
+        M=shape.rows,
+        N=shape.keys,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
     )
-    return out_KtN
+    return chosen_KnC
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads"])
-def _probabilities(
+@triton.jit(do_not_specialize=["tokens", "many", "blocks", "kv_heads"])
+def _choose(
     q,
     k,
     lse,
+    seen_from,
+    seen_to,
+    own,
     first,
-    end,
-    sums,
+    ids,
+    weights,
+    selected,
     tokens,
+    many,
     blocks,
     kv_heads,
     scale_log2,
+    OFFSETS: tl.constexpr,
+    FORCED_FIRST: tl.constexpr,
+    FORCED_LOCAL: tl.constexpr,
     G: tl.constexpr,
+    C: tl.constexpr,
+    SLOTS: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    row = tl.program_id(0) * M + tl.arange(0, M)
-    block = tl.program_id(1) * N + tl.arange(0, N)
-    kv_head = tl.program_id(2)
+    # The last queries have the most candidates: they go first.
+    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    token = tile * M + tl.arange(0, M)
+    ok = token < tokens
+    own_M = tl.load(own + token, mask=ok, other=0)
+    first_M = tl.load(first + token, mask=ok, other=0)
+    from_M = tl.load(seen_from + token, mask=ok, other=0)
+    to_M = tl.load(seen_to + token, mask=ok, other=0)
     column = tl.arange(0, D)
-    ok_M = row < tokens
-    first_M = tl.load(first + row, mask=ok_M, other=0)
-    end_M = tl.load(end + row, mask=ok_M, other=0)
-    sum_MN = tl.zeros([M, N], tl.float32)
-    if tl.max(end_M, 0) > tl.program_id(1) * N:  # else the tile is behind all queries
-        k_at = (block.to(tl.int64) * kv_heads + kv_head)[:, None] * D + column[None, :]
-        k_ND = tl.load(k + k_at, mask=(block < blocks)[:, None], other=0.0)
-        for g in range(G):
-            head = kv_head * G + g
-            q_at = (row.to(tl.int64) * (kv_heads * G) + head)[:, None] * D + column[None, :]
-            q_MD = tl.load(q + q_at, mask=ok_M[:, None], other=0.0)
-            lse_M = tl.load(lse + head.to(tl.int64) * tokens + row, mask=ok_M, other=0.0)
-            score_MN = tl.dot(q_MD, k_ND.T) * scale_log2
-            sum_MN += tl.math.exp2(score_MN - lse_M[:, None] * LOG2_E)
-    seen_MN = (first_M[:, None] <= block[None, :]) & (block[None, :] < end_M[:, None])
-    sum_MN = tl.where(seen_MN, sum_MN, 0.0)  # what is not seen may have overflowed
-    at = (kv_head.to(tl.int64) * tokens + row)[:, None] * blocks + block[None, :]
-    tl.store(sums + at, sum_MN, mask=ok_M[:, None] & (block < blocks)[None, :])
+    q_MD = q + (token.to(tl.int64) * (kv_heads * G) + kv_head * G)[:, None] * D + column[None, :]
+    lse_M = lse + (kv_head * G).to(tl.int64) * tokens + token
+
+    best_MS, worst_M, bar_M = no_blocks(M, C, SLOTS)
+    lo = tl.min(tl.where(ok, first_M, blocks))
+    chunks = tl.maximum(tl.cdiv(tl.max(own_M) - lo, N), 0)
+    for chunk in range(0, chunks):
+        block = lo + (chunks - 1 - chunk) * N + tl.arange(0, N)
+        score_MN = tl.zeros([M, N], tl.float32)
+        for offset in range(OFFSETS):
+            id_N = tl.load(ids + offset * blocks + block, mask=block < blocks, other=0x7FFFFFFF)
+            k_at = (id_N.to(tl.int64) * kv_heads + kv_head)[:, None] * D + column[None, :]
+            k_ND = tl.load(k + k_at, mask=(id_N < many)[:, None], other=0.0)
+            sum_MN = tl.zeros([M, N], tl.float32)
+            for g in range(G):
+                s = tl.dot(tl.load(q_MD + g * D, mask=ok[:, None], other=0.0), k_ND.T)
+                of_M = tl.load(lse_M + g * tokens, mask=ok, other=0.0)
+                sum_MN += tl.math.exp2(s * scale_log2 - of_M[:, None] * LOG2_E)
+            sees_MN = (from_M[:, None] <= id_N[None, :]) & (id_N[None, :] < to_M[:, None])
+            # What is not seen may have overflowed.
+            score_MN += tl.where(sees_MN, sum_MN, 0.0) * tl.load(weights + offset)
+        score_MN = tl.minimum(score_MN, HIGHEST)
+        forced_MN = (block[None, :] < first_M[:, None] + FORCED_FIRST) | (
+            block[None, :] > own_M[:, None] - FORCED_LOCAL
+        )
+        score_MN = tl.where(forced_MN, float("inf"), score_MN)
+        history_MN = (first_M[:, None] <= block[None, :]) & (block[None, :] < own_M[:, None])
+        score_MN = tl.where(history_MN, score_MN, float("-inf"))
+        best_MS, worst_M, bar_M = enter(score_MN, block, best_MS, worst_M, bar_M)
+    store_ids(selected, found_ids(best_MS, C, SLOTS), token, ok, tokens, kv_head, False, G, C, SLOTS)

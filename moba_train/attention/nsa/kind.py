@@ -7,6 +7,7 @@ d head width, C selected blocks of a query.
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -128,9 +129,9 @@ class NsaKind(AttentionKind):
         else:
             chosen_HnC = self.choice.choose(q_nHd, k_NKd, lse_Hn, shard.layout, self.compressed.scale)
             out_nHd, _ = shard.attend(q_nHd, *selected, self.selected, chosen_HnC)
-        sum_nHd = sum_nHd + out_nHd * gates[1]
+        sum_nHd = torch.addcmul(sum_nHd, out_nHd, gates[1])
         out_nHd, _ = shard.attend(q_nHd, *window, self.window)
-        return shard.padded(sum_nHd + out_nHd * gates[2]), None
+        return shard.padded(torch.addcmul(sum_nHd, out_nHd, gates[2])), None
 
     def _keys_and_values(
         self, layer: LayerInput, shard: Shard, parameters: NsaParameters

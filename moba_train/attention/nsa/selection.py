@@ -5,16 +5,16 @@ counted once for every stride that the two share, over the query heads of a grou
 Equation 9 as printed, p[(B / s) j - m - n], ends with the first stride of block j; its sum is taken here over the
 strides of block j itself, p[(B / s) j + m - n], as the text describes it and as published implementations do.
 
-Probabilities are computed anew from the compressed branch's log-sum-exp, a chunk of queries at a time; they carry no
-gradient.
+Probabilities are computed anew from the compressed branch's log-sum-exp; they carry no gradient. On a GPU a kernel
+(kernel.py) keeps them in registers; in plain PyTorch they exist for a chunk of queries at a time.
 
 Shape suffixes: n queries of the layout, t a chunk of them, N compressed blocks, M selection blocks, O offsets,
 H query heads, K key/value heads, D head width, C selected blocks of a query.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -49,39 +49,63 @@ class BlockChoice:
         `k_NKD`: compressed keys; `lse_Hn`: of the queries over those they see.
         """
         heads, kv_heads = q_nHD.shape[1], k_NKD.shape[1]
-        queries = query_blocks(layout, self.block_size)
         count = min(self.topk - 1, block_bound(layout, self.block_size))
-        selected_KnC = torch.empty(kv_heads, len(q_nHD), count, dtype=torch.int32, device=q_nHD.device)
-        kernel = None if self.backend == "reference" else _kernel(q_nHD)
-        probabilities = kernel or group_probabilities
-        scores = (kv_heads if kernel else heads) * max(1, len(k_NKD))
+        kernel = None if self.backend == "reference" else _kernel(q_nHD, count)
+        if kernel is None:
+            selected_KnC = self._choose_in_chunks(q_nHD, k_NKD, lse_Hn, layout, scale, count)
+        else:
+            selected_KnC = kernel.choose(
+                q_nHD,
+                k_NKD,
+                lse_Hn,
+                self.compressed.seen(layout),
+                query_blocks(layout, self.block_size),
+                *self._overlaps(layout),
+                scale,
+                count,
+                first=self.first,
+                local=self.local,
+            )
+        return selected_KnC.repeat_interleave(heads // kv_heads, 0)
+
+    def _choose_in_chunks(
+        self, q_nHD: Tensor, k_NKD: Tensor, lse_Hn: Tensor, layout: Layout, scale: float, count: int
+    ) -> Tensor:
+        """int32 [K, n, count] in plain PyTorch: the scores of a chunk of queries at a time."""
+        queries = query_blocks(layout, self.block_size)
+        selected_KnC = torch.empty(k_NKD.shape[1], len(q_nHD), count, dtype=torch.int32, device=q_nHD.device)
         first_n, end_n = self.compressed.seen(layout)
-        for rows in query_chunks(len(q_nHD), scores, q_nHD.device):
+        for rows in query_chunks(len(q_nHD), q_nHD.shape[1] * max(1, len(k_NKD)), q_nHD.device):
             # The blocks from here on are behind all queries of the chunk.
             seen = min(len(k_NKD), _last_token(layout, rows) // self.compressed.stride)
-            probabilities_KtN = probabilities(
+            probabilities_KtN = group_probabilities(
                 q_nHD[rows], k_NKD[:seen], lse_Hn[:, rows], first_n[rows], end_n[rows], scale
             )
             scores_KtM = self.block_scores(probabilities_KtN, layout)
             selected_KnC[:, rows] = choose_blocks(
                 scores_KtM, queries.rows(rows), count, first=self.first, local=self.local
             )
-        return selected_KnC.repeat_interleave(heads // kv_heads, 0)
+        return selected_KnC
 
     def block_scores(self, probabilities_KtN: Tensor, layout: Layout) -> Tensor:
         """[K, t, M]: sums over the compressed blocks that overlap with each selection block."""
-        ids_OM, weights = layout.cached(("overlaps", self), lambda: self._overlaps(layout))
+        ids_OM, weights_O = self._overlaps(layout)
         given = probabilities_KtN.shape[-1]  # without the blocks that none of the chunk's queries sees
         scores_KtM = probabilities_KtN.new_zeros(*probabilities_KtN.shape[:2], ids_OM.shape[1])
         if given:
-            for ids_M, weight in zip(ids_OM, weights, strict=True):
-                factor_M = weight * (ids_M < given).to(scores_KtM.dtype)
+            for ids_M, weight in zip(ids_OM, weights_O, strict=True):
+                factor_M = (weight * (ids_M < given)).to(scores_KtM.dtype)
                 scores_KtM += probabilities_KtN.index_select(-1, ids_M.clamp(max=given - 1)) * factor_M
         return scores_KtM
 
-    def _overlaps(self, layout: Layout) -> tuple[Tensor, list[int]]:
+    def _overlaps(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """int64 [O, M]: the compressed blocks that overlap with each selection block, by their offset from the one that
-        begins with it, and how many strides each shares with it. Ids of no block are larger than all others."""
+        begins with it; float32 [O]: how many strides each shares with it. Ids of no block are larger than all others.
+        Kept with the layout.
+        """
+        return layout.cached(("overlaps", self), lambda: self._find_overlaps(layout))
+
+    def _find_overlaps(self, layout: Layout) -> tuple[Tensor, Tensor]:
         stride = self.compressed.stride
         shared = Counter(m - n for m in range(self.block_size // stride) for n in range(self.compressed.size // stride))
         first = self.compressed.first(layout)
@@ -92,7 +116,8 @@ class BlockChoice:
         offsets_O1 = torch.tensor(sorted(shared), device=first.device).unsqueeze(-1)
         ids_OM = begins_M + offsets_O1
         exists_OM = (first[document_M] <= ids_OM) & (ids_OM < first[document_M + 1])
-        return torch.where(exists_OM, ids_OM, layout.total), [shared[offset] for offset in sorted(shared)]
+        weights = [float(shared[offset]) for offset in sorted(shared)]
+        return torch.where(exists_OM, ids_OM, layout.total), torch.tensor(weights, device=first.device)
 
 
 def group_probabilities(
@@ -110,13 +135,13 @@ def group_probabilities(
     return probabilities_KtN.masked_fill_(~seen_tN, 0)
 
 
-def _kernel(q_nHD: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor] | None:
-    """`group_probabilities` in Triton, imported at the first use; None where it cannot take queries like these."""
+def _kernel(q_nHD: Tensor, count: int) -> ModuleType | None:
+    """kernel.py, imported at the first use; None where it cannot choose `count` blocks for queries like these."""
     if not triton_runs_on(q_nHD):
         return None
     from moba_train.attention.nsa import kernel
 
-    return kernel.group_probabilities if kernel.able(q_nHD) else None
+    return kernel if kernel.able(q_nHD, count) else None
 
 
 def _products(q_KxD: Tensor, k_KDN: Tensor) -> Tensor:

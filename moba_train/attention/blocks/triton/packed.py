@@ -26,6 +26,7 @@ from moba_train.attention.blocks.triton import short_blocks
 from moba_train.attention.blocks.triton.call import BlockCall
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.softmax import LOG2_E, load_rows, load_stats
+from moba_train.attention.blocks.triton.spans import SpanCall
 from moba_train.attention.blocks.triton.tables import key_rows, query_rows
 from moba_train.attention.blocks.triton.tiles import (
     ListSplitTable,
@@ -303,8 +304,10 @@ class PackedDkdv:
         return Packed(q, dout, lse, delta)
 
     def own(self, heads: slice) -> tuple[Tensor, Tensor]:
-        """float32 dk and dv [S, heads, D] of the own blocks."""
+        """float32 dk and dv [S, heads, D] of the own blocks, or of the spans in their place."""
         call = self.call
+        if call.spans is not None:
+            return SpanCall(call, call.spans).dkdv(self.dout, self.stats, heads)
         shape = self.call.shapes.dkdv
         many = heads.stop - heads.start
         sum_dk, sum_dv = (self.stats.new_empty(call.k_SKD.shape[0], many, call.head_dim) for _ in range(2))

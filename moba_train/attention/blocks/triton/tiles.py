@@ -119,6 +119,11 @@ def tile_table(lists: BlockLists, work: WorkRange, kv_heads: int, rows: int, at_
     else:
         begin = end = torch.zeros(mine.stop - mine.start, dtype=torch.int32, device=lists.entries.device)
     bound = triton.cdiv(work.heads * work.entries, rows) + work.heads * blocks
+    return cut_lists(begin, end, bound, rows, at_least)
+
+
+def cut_lists(begin: Tensor, end: Tensor, bound: int, rows: int, at_least: int = 0) -> TileTable:
+    """Cut lists into tiles of `rows` rows, at most `bound` in all; `begin`, `end`: int [lists]."""
     last_tile = torch.cumsum(((end - begin + (rows - 1)) // rows).clamp(min=at_least), 0, dtype=torch.int32)
     return TileTable(bound, _list_of(last_tile, bound), last_tile, begin, end)
 

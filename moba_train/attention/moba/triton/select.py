@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moba_train.attention.blocks.triton.best import HIGHEST, enter, found_ids, no_blocks, store_ids
 from moba_train.attention.blocks.triton.call import heads_side_by_side
 from moba_train.attention.blocks.triton.tables import block_tables
 from moba_train.attention.protocol import Layout
@@ -119,23 +120,6 @@ def _keep(key, best1, best2, best3, best4, LEVELS: tl.constexpr):
     return best1, best2, best3, best4
 
 
-@triton.jit
-def _store_ids(
-    selected, id_MS, token, ok, tokens, head, GROUP: tl.constexpr, G: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr
-):
-    """Ascending, -1 behind; an absent id is 0x7FFFFFFF."""
-    slot = tl.arange(0, SLOTS)
-    id_MS = tl.sort(id_MS, 1)
-    id_MS = tl.where(id_MS == 0x7FFFFFFF, -1, id_MS)
-    place = token.to(tl.int64)[:, None] * C + slot[None, :]
-    mask = ok[:, None] & (slot < C)[None, :]
-    if GROUP:
-        for g in range(0, G):
-            tl.store(selected + (head * G + g).to(tl.int64) * tokens * C + place, id_MS, mask=mask)
-    else:
-        tl.store(selected + head.to(tl.int64) * tokens * C + place, id_MS, mask=mask)
-
-
 @triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads", "chunk_bits"])
 def _select(
     q,
@@ -218,7 +202,7 @@ def _select(
             best3 = tl.where(drawn, best4 if LEVELS > 3 else HIDDEN, best3)
         if LEVELS > 3:
             best4 = tl.where(drawn, HIDDEN, best4)
-    _store_ids(selected, id_MS, token, ok, tokens, head, GROUP, G, C, SLOTS)
+    store_ids(selected, id_MS, token, ok, tokens, head, GROUP, G, C, SLOTS)
     if LEVELS < C:
         hidden_M = tl.max((best1 == HIDDEN).to(tl.int32), 1)
         mark = tl.max(tl.where(ok, hidden_M, 0), 0)
@@ -232,21 +216,6 @@ def _load_block_keys(pooled, block, lo, hi, kv_heads, kv_head, D: tl.constexpr):
     return tl.load(
         pooled + row[None, :] + tl.arange(0, D)[:, None], mask=((block >= lo) & (block < hi))[None, :], other=0.0
     )
-
-
-@triton.jit
-def _sortable(score, block):
-    """int64 that orders by score, then by lower block id."""
-    bits = score.to(tl.int32, bitcast=True)
-    monotone = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (monotone.to(tl.int64) << 32) | (0x7FFFFFFF - block).to(tl.int64)
-
-
-@triton.jit
-def _score_of(key):
-    monotone = (key >> 32).to(tl.int32)
-    bits = monotone ^ ((monotone >> 31) & 0x7FFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads"])
@@ -271,7 +240,6 @@ def _select_marked(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    HIGHEST: tl.constexpr = 3.4028234663852886e38
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     if tl.load(marks + head * tl.num_programs(0) + tile) == 0:
         return
@@ -289,15 +257,7 @@ def _select_marked(
     q_row = q + token.to(tl.int64)[:, None] * stride_t + tl.arange(0, D)[None, :]
     if not GROUP:
         q_MD = tl.load(q_row + head * D, mask=ok[:, None], other=0.0)
-    slot = tl.arange(0, SLOTS)
-    empty = slot.to(tl.int64) - 0x7FFFFFFFFFFFFF00  # distinct, and below every score
-    # Slots that are not used are full from the start, so that nothing ever enters them.
-    best_MS = tl.where(slot < C, empty, 0x7FFFFFFFFFFFFF00 + slot.to(tl.int64))[None, :] + tl.zeros(
-        [M, SLOTS], tl.int64
-    )
-    worst_M = tl.min(best_MS, 1)
-    bar_M = tl.full([M], float("-inf"), tl.float32)
-
+    best_MS, worst_M, bar_M = no_blocks(M, C, SLOTS)
     column = tl.arange(0, N)
     steps = tl.maximum(tl.cdiv(hi - lo, N), 0)
     base = lo + (steps - 1) * N
@@ -328,22 +288,8 @@ def _select_marked(
             s = tl.maximum(s, -HIGHEST)  # a candidate's gate is above no candidate
             if PREVIOUS or FIRST:
                 s = tl.minimum(s, HIGHEST)  # and below a forced one
-        top_M = tl.max(s, 1)
-        more = tl.max(((top_M >= bar_M) & (top_M > float("-inf"))).to(tl.int32), 0)
-        while more > 0:
-            winner_M = tl.min(tl.where(s == top_M[:, None], block[None, :], 0x7FFFFFFF), 1)
-            key_M = _sortable(top_M, winner_M)
-            enters_M = (key_M > worst_M) & (top_M > float("-inf"))
-            best_MS = tl.where(enters_M[:, None] & (best_MS == worst_M[:, None]), key_M[:, None], best_MS)
-            worst_M = tl.min(best_MS, 1)
-            bar_M = tl.where(worst_M > -0x7FFFFFFFFFFF0000, _score_of(worst_M), float("-inf"))
-            # What did not enter is below the bar, and so is all the rest of its row in this chunk.
-            s = tl.where(block[None, :] == winner_M[:, None], float("-inf"), s)
-            s = tl.where(enters_M[:, None], s, float("-inf"))
-            top_M = tl.max(s, 1)
-            more = tl.max(((top_M >= bar_M) & (top_M > float("-inf"))).to(tl.int32), 0)
+        best_MS, worst_M, bar_M = enter(s, block, best_MS, worst_M, bar_M)
         base -= N
 
-    taken = (best_MS > -0x7FFFFFFFFFFF0000) & (slot < C)[None, :]
-    id_MS = tl.where(taken, 0x7FFFFFFF - (best_MS & 0x7FFFFFFF).to(tl.int32), 0x7FFFFFFF)
-    _store_ids(selected, id_MS, token, ok, tokens, head, GROUP, G, C, SLOTS)
+    id_MS = found_ids(best_MS, C, SLOTS)
+    store_ids(selected, id_MS, token, ok, tokens, head, GROUP, G, C, SLOTS)

@@ -1,0 +1,141 @@
+"""Muon (Jordan et al. 2024) for the weights of the blocks' linear layers, AdamW for all other parameters.
+
+The update of a matrix is its momentum with all singular values made about equal (`optim.newton_schulz`). Scaled by
+0.2 sqrt(max(rows, columns)) it has the root mean square of AdamW's, so both take the same learning rate and weight
+decay (Liu et al. 2025, Muon is Scalable for LLM Training, arXiv:2502.16982, section 2.2).
+
+Why not torch.optim.Muon: on DTensors each of its matrix products gathers or reduces anew and every rank computes all
+matrices, and it computes in bf16 everywhere. Here a matrix is gathered once, by the rank that computes it
+(`optim.exchange`), in bf16 on a GPU and in its own dtype on a CPU, where a run then does not depend on the ranks.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from moba_train.config.optim import MuonScale, OptimConfig
+from moba_train.optim.adamw import adamw_groups, build_torch_adamw
+from moba_train.optim.exchange import MatrixExchange
+from moba_train.optim.local import local_part
+from moba_train.optim.newton_schulz import orthogonalize
+from moba_train.optim.spec import ADAMW_STATE, OptimizerSpec, block_matrices
+
+
+class Muon(Optimizer):
+    """One optimizer with two rules: its first parameter group is updated by Muon, the others by `adamw`."""
+
+    def __init__(
+        self, matrices: Sequence[nn.Parameter], adamw: AdamW, config: OptimConfig, group: dist.ProcessGroup | None
+    ) -> None:
+        first = {"params": list(matrices), "weight_decay": config.weight_decay, "lr_factor": 1.0}
+        super().__init__([first, *adamw.param_groups], {"lr": config.lr})
+        self._options = config.muon
+        self._group = group
+        self._exchange: MatrixExchange | None = None
+        self._adamw = adamw
+        self._adamw.state = self.state  # both rules keep their state in one place, which checkpoints read
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient. Called on all ranks together; `closure` must be None."""
+        assert closure is None
+        self._adamw.step()
+        group = self.param_groups[0]
+        matrices: list[nn.Parameter] = group["params"]
+        if self._exchange is None:  # not earlier: FSDP moves shards until the first forward pass
+            self._exchange = MatrixExchange(matrices, self._group)
+        active = [index for index, matrix in enumerate(matrices) if matrix.grad is not None]
+        rounds = _rounds(active, [matrix.shape for matrix in matrices], self._exchange.ranks)
+        self._step_matrices(self._exchange, matrices, rounds, group["lr"], group["weight_decay"])
+
+    def _step_matrices(
+        self, exchange: MatrixExchange, matrices: list[nn.Parameter], rounds: list[list[int]], lr: float, decay: float
+    ) -> None:
+        """Work through the rounds; while a round is computed, the next one is gathered and the last one scattered."""
+        gather = self._gather(exchange, matrices, rounds[0]) if rounds else None
+        finish: Callable[[], None] | None = None
+        for round_, following in zip_longest(rounds, rounds[1:]):
+            next_gather = self._gather(exchange, matrices, following) if following else None
+            assert gather is not None
+            whole = gather()
+            result = None if whole is None else orthogonalize(whole, self._options.steps)
+            shard = local_part(matrices[round_[0]])
+            scattered = exchange.scatter(round_, result, shard.new_empty(0, dtype=_compute_dtype(shard)))
+            if finish is not None:
+                finish()
+            finish = _apply_later(scattered, [matrices[index] for index in round_], lr, decay, self._options.scale)
+            gather = next_gather
+        if finish is not None:
+            finish()
+
+    def _gather(
+        self, exchange: MatrixExchange, matrices: list[nn.Parameter], round_: list[int]
+    ) -> Callable[[], Tensor | None]:
+        """Take the gradients of a round into their momentum, and begin to gather what is to be orthogonalized."""
+        momentum = self._options.momentum
+        gradients = []
+        means = []
+        for matrix in (matrices[index] for index in round_):
+            assert matrix.grad is not None
+            state = self.state[matrix]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+            gradients.append(local_part(matrix.grad))
+            means.append(local_part(state["momentum_buffer"]))
+        torch._foreach_lerp_(means, gradients, 1 - momentum)
+        updates = torch._foreach_lerp(gradients, means, momentum) if self._options.nesterov else means
+        return exchange.gather(round_, [update.to(_compute_dtype(update)) for update in updates])
+
+
+def _compute_dtype(tensor: Tensor) -> torch.dtype:
+    """What a matrix is sent and orthogonalized in."""
+    return torch.bfloat16 if tensor.device.type == "cuda" else tensor.dtype
+
+
+def _apply_later(
+    scattered: Callable[[], list[Tensor]], matrices: list[nn.Parameter], lr: float, decay: float, scale: MuonScale
+) -> Callable[[], None]:
+    """A function that waits for the updates of a round and applies them."""
+
+    @torch.no_grad()
+    def apply() -> None:
+        for matrix, update in zip(matrices, scattered(), strict=True):
+            shard = local_part(matrix)
+            shard.mul_(1 - lr * decay)
+            shard.add_(update, alpha=-lr * update_scale(matrix.shape, scale))
+
+    return apply
+
+
+def update_scale(shape: Sequence[int], scale: MuonScale) -> float:
+    """The factor of the update of a matrix [rows, columns]."""
+    rows, columns = shape
+    if scale == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _rounds(active: Sequence[int], shapes: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
+    """The matrices to step, `ranks` at a time, those of equal cost together: the ranks of a round then end together."""
+
+    def cost(index: int) -> int:
+        short, long = sorted(shapes[index])
+        return short * short * (2 * long + short)
+
+    ordered = sorted(active, key=cost, reverse=True)
+    return [ordered[first : first + ranks] for first in range(0, len(ordered), ranks)]
+
+
+def _build(model: nn.Module, config: OptimConfig, device: torch.device, group: dist.ProcessGroup | None) -> Optimizer:
+    matrices = block_matrices(model)
+    others = [(name, parameter) for name, parameter in model.named_parameters() if name not in matrices]
+    adamw = build_torch_adamw(adamw_groups(others, config), config, device)
+    return Muon(list(matrices.values()), adamw, config, group)
+
+
+MUON = OptimizerSpec(_build, state=ADAMW_STATE, matrix_state={"momentum_buffer": 4})

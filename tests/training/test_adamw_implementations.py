@@ -1,0 +1,55 @@
+"""Runs whose AdamW is another package's: the same losses, and checkpoints that any implementation goes on from."""
+
+import pytest
+from adam_stand_ins import StandInAdam
+from tiny_run import Run, assert_same_tensors, checkpoint_tensors
+
+from moba_train.config.optim import AdamWImplementation
+from moba_train.optim import adamw_cpu
+from moba_train.optim.adamw import IMPLEMENTATIONS
+from moba_train.optim.adamw_cpu import HostAdamW
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's kernel, or where it is not installed one with its interface."""
+    if HostAdamW.problem("cpu"):
+        options = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 0.0, "adamw_mode": True}
+        monkeypatch.setattr(adamw_cpu, "_deepspeed_adam", lambda _: StandInAdam([], **options))
+        monkeypatch.setattr(HostAdamW, "problem", lambda _: "")
+
+
+def test_state_in_host_memory_resumes_bitwise_and_torch_goes_on_from_it(
+    run: Run, finished_run: Run, on_host: None
+) -> None:
+    run.recipe["checkpoint"]["keep_last"] = 10
+    implementation = "optim.implementation=deepspeed_cpu"
+    run.recipe["run_dir"] = str(run.folder / "whole")
+    assert run.train_here(implementation) == 0
+    assert run.losses() == pytest.approx(finished_run.losses(), rel=1e-4)
+    whole, losses = run.newest_checkpoint, run.losses()
+    assert checkpoint_tensors(whole).keys() >= {"optim.norm.weight.step", "optim.norm.weight.exp_avg_sq"}
+
+    run.recipe["run_dir"] = str(run.folder / "halves")
+    assert run.train_here(implementation, "--stop-at-step", "7") == 0
+    assert run.train_here(implementation) == 0
+    assert run.losses() == losses
+    assert_same_tensors(run.newest_checkpoint, whole)
+
+    run.recipe["run_dir"] = str(run.folder / "mixed")
+    assert run.train_here(implementation, "--stop-at-step", "5") == 0
+    assert run.train_here() == 0
+    assert run.losses() == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_run_on_a_gpu_learns_as_with_torch(run: Run, implementation: AdamWImplementation) -> None:
+    if reason := IMPLEMENTATIONS[implementation].problem("cuda"):
+        pytest.skip(reason)
+    run.recipe["model"]["hidden_size"] = 256  # heads of width 64, so that the kernels of real training run
+    assert run.train_here() == 0
+    losses = run.losses()
+    run.recipe["run_dir"] = str(run.folder / "other")
+    assert run.train_here(f"optim.implementation={implementation}") == 0
+    assert run.losses() == pytest.approx(losses, rel=1e-2)
