@@ -205,7 +205,9 @@ def test_lists_are_packed_in_order_and_filled_up():
     work = packed.PackedDkdv(sizes, dout, stats, lists)
     (whole,) = work_ranges(lists, 2, 10**9)
     room = work.room([whole])
-    tiles = work.pack(whole, room).last_tile.tolist()
+    (table,) = work.tables([whole])
+    work.pack(whole, table, room)
+    tiles = table.last_tile.tolist()
     begin, end = (x.tolist() for x in list_bounds(lists))
     assert {0, 2} <= {stop - first for first, stop in zip(begin, end, strict=True)}
     for which, (first, stop) in enumerate(zip(begin, end, strict=True)):

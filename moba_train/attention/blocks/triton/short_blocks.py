@@ -22,15 +22,8 @@ from moba_train.attention.blocks.triton.call import BlockCall
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.softmax import LOG2_E, LOWEST, load_rows, normalised
 from moba_train.attention.blocks.triton.tables import key_rows, query_rows
-from moba_train.attention.blocks.triton.tiles import (
-    TileShape,
-    TileTable,
-    WorkRange,
-    steps,
-    sums_before,
-    tile_table,
-    work_ranges,
-)
+from moba_train.attention.blocks.triton.tile_tables import TileTable, tile_tables
+from moba_train.attention.blocks.triton.tiles import TileShape, WorkRange, work_ranges
 
 _SPLIT = 4096
 """Rows of a list that one program takes, at most: a block that all queries select costs balance."""
@@ -249,10 +242,12 @@ def gradients(
         tl.store(part_dv + at_ND, dv_ND)
 
 
-@triton.jit(do_not_specialize=["blocks", "first_kv_head", "kv_heads"])
+@triton.jit(do_not_specialize=["blocks", "first_kv_head", "kv_heads", "own_heads"])
 def sum_splits(
     dk,
     dv,
+    own_dk,
+    own_dv,
     part_dk,
     part_dv,
     first_split,
@@ -261,6 +256,7 @@ def sum_splits(
     blocks,
     first_kv_head,
     kv_heads,
+    own_heads,
     ADD: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
@@ -268,11 +264,11 @@ def sum_splits(
 ):
     """dk and dv [S, K, D] of KEYS keys of a list of several splits; its parts are [splits, N keys, D].
 
-    ADD: to what is there already, and for a list of one split too.
+    ADD: with own_dk and own_dv [S, own_heads, D] of these heads, and for every list.
     """
     which = tl.program_id(0)
     splits = tl.load(splits_of + which)
-    if splits < (1 if ADD else 2):
+    if (not ADD) and splits < 2:
         return
     part, block = which // blocks, which % blocks
     key = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
@@ -285,13 +281,46 @@ def sum_splits(
         dk_ND += tl.load(part_dk + at)
         dv_ND += tl.load(part_dv + at)
     start, stop, _ = key_rows(bounds, block)
-    at = (((start + key).to(tl.int64) * kv_heads + first_kv_head + part) * D)[:, None] + column[None, :]
+    row = (start + key).to(tl.int64)
     mask = (start + key < stop)[:, None]
     if ADD:
-        dk_ND += tl.load(dk + at, mask=mask, other=0.0).to(tl.float32)
-        dv_ND += tl.load(dv + at, mask=mask, other=0.0).to(tl.float32)
+        at = ((row * own_heads + part) * D)[:, None] + column[None, :]
+        dk_ND += tl.load(own_dk + at, mask=mask, other=0.0).to(tl.float32)
+        dv_ND += tl.load(own_dv + at, mask=mask, other=0.0).to(tl.float32)
+    at = ((row * kv_heads + first_kv_head + part) * D)[:, None] + column[None, :]
     tl.store(dk + at, dk_ND.to(dk.dtype.element_ty), mask=mask)
     tl.store(dv + at, dv_ND.to(dv.dtype.element_ty), mask=mask)
+
+
+def add_splits(
+    call: BlockCall,
+    table: TileTable,
+    first_kv_head: int,
+    sums: tuple[Tensor, Tensor],
+    parts: tuple[Tensor, Tensor],
+    keys: int,
+    own: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Write dk and dv of a work range to `sums` [S, K, D], from the `parts` of its lists' splits [splits * keys, D].
+
+    With the `own` blocks' dk and dv [S, some K, D], of every list; without, of lists of several splits.
+    """
+    sum_splits[(table.lists, triton.cdiv(call.longest, _SUMMED_KEYS))](
+        *sums,
+        *(own or sums),
+        *parts,
+        table.first_split,
+        table.splits,
+        call.tables.bounds,
+        call.tables.blocks,
+        first_kv_head,
+        sums[0].shape[1],
+        own[0].shape[1] if own else 0,
+        ADD=own is not None,
+        D=call.head_dim,
+        N=keys,
+        KEYS=_SUMMED_KEYS,
+    )
 
 
 @dataclass(frozen=True)
@@ -310,8 +339,7 @@ class ShortBlocks:
         partial_out = call.buffer(parts)
         partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
         own_lse_HT = torch.empty_like(lse_HT) if call.selected else lse_HT
-        for work in parts:
-            table = self.splits(work)
+        for work, table in zip(parts, self.splits(parts), strict=True):
             attend[(table.bound,)](
                 call.q_THD,
                 *call.descriptors(shape.keys),
@@ -347,10 +375,7 @@ class ShortBlocks:
         partial_dq = call.buffer(parts)
         most_splits = 2 * max(part.heads * part.entries for part in parts) // _SPLIT  # of lists that have several
         part_dk, part_dv = (stats.new_empty(most_splits * shape.keys, call.head_dim) for _ in range(2))
-        for work in parts:
-            table = self.splits(work)
-            splits = steps(table.last_tile)
-            first_split = sums_before(splits * (splits > 1))
+        for work, table in zip(parts, self.splits(parts), strict=True):
             gradients[(table.bound,)](
                 call.q_THD,
                 dout,
@@ -362,7 +387,7 @@ class ShortBlocks:
                 partial_dq,
                 part_dk,
                 part_dv,
-                first_split,
+                table.first_split,
                 *call.in_lists(self.lists, table),
                 work.kv_heads.start,
                 call.heads,
@@ -372,29 +397,14 @@ class ShortBlocks:
                 **self.sizes(shape),
             )
             if most_splits:
-                sum_splits[(table.begin.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
-                    dk,
-                    dv,
-                    part_dk,
-                    part_dv,
-                    first_split,
-                    splits,
-                    call.tables.bounds,
-                    call.tables.blocks,
-                    work.kv_heads.start,
-                    call.kv_heads,
-                    ADD=False,
-                    D=call.head_dim,
-                    N=shape.keys,
-                    KEYS=_SUMMED_KEYS,
-                )
+                add_splits(call, table, work.kv_heads.start, (dk, dv), (part_dk, part_dv), shape.keys)
             if call.selected:
                 call.combine(combine.combine_dq, work, dq, partial_dq)
         return dq, dk, dv
 
-    def splits(self, work: WorkRange) -> TileTable:
-        """The splits of a work range, at least one for each list: the block's own rows go with it."""
-        return tile_table(self.lists, work, self.call.kv_heads, _SPLIT, at_least=1)
+    def splits(self, parts: list[WorkRange]) -> list[TileTable]:
+        """The splits of each work range, at least one for each list: the block's own rows go with it."""
+        return tile_tables(self.lists, parts, self.call.kv_heads, _SPLIT, at_least=1)
 
     def sizes(self, shape: TileShape) -> dict[str, Any]:
         """Compile-time sizes of the kernels here."""
