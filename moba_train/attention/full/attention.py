@@ -2,14 +2,25 @@
 
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
+from moba_train.attention.blocks.attention import BlockAttention
+from moba_train.attention.blocks.available import triton_refuses
+from moba_train.attention.blocks.geometry import history_blocks, history_bound
+from moba_train.attention.blocks.shared import SharedBlocks
 from moba_train.attention.decoding import CachedKeys, kernel_decodes
 from moba_train.attention.full import calls
-from moba_train.attention.full.kernels import BACKENDS, FullBackend
+from moba_train.attention.full.kernels import BACKENDS, Flash, FullBackend
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
 from moba_train.config.base import Section
+
+_BLOCK = 4096
+"""Tokens of a block where attention to all blocks stands in for a kernel of full attention."""
+_BLOCKS_PAY_FROM = 8192
+"""Tokens of one document from which its gradients are faster by blocks than by FlashAttention-2 in a fixed order: with
+the forward pass 7.4 for 9.4 ms at 8K, 82 for 142 at 32K (benchmarks/results/determinism-h200.json)."""
 
 
 class FullAttention(LocalAttention):
@@ -30,6 +41,7 @@ class FullAttention(LocalAttention):
         assert isinstance(options, FullAttention.Options)
         self.options = options
         self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        self.by_block = SharedBlocks(BlockAttention(_BLOCK, self.scale, "auto", "attention.full.backend"))
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
         """Nothing: full attention selects nothing."""
@@ -51,7 +63,28 @@ class FullAttention(LocalAttention):
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
+        if self.fixed_order_by_blocks(state.q, layout):
+            return self.attend_backward_by_blocks(state, layout)
         return calls.attend_backward(self.pick(state.q, layout), state, layout, self.scale)
+
+    def fixed_order_by_blocks(self, q_THD: Tensor, layout: Layout) -> bool:
+        """Whether `attend_backward` attends to every block with the kernels of block attention.
+
+        They always add in a fixed order, for which FlashAttention-2 pays: under torch's deterministic algorithms they
+        replace it where they were measured to be faster, on one whole document.
+        """
+        if self.options.backend != "auto" or not torch.are_deterministic_algorithms_enabled():
+            return False
+        one = layout.is_whole and layout.cu_seqlens.numel() == 2 and layout.total >= _BLOCKS_PAY_FROM
+        if not one or triton_refuses(q_THD, layout, _BLOCK, history_bound(layout, _BLOCK)):
+            return False
+        return self.pick(q_THD, layout) is Flash
+
+    def attend_backward_by_blocks(self, state: BackwardState, layout: Layout) -> Gradients:
+        """(dq, dk, dv) of `attend`, block by block; the selection is every block and exists for this call only."""
+        selected_TC = history_blocks(layout, self.by_block.blocks.block_size)
+        selection = self.by_block.selection(selected_TC.expand(state.k.shape[1], -1, -1), state.q)
+        return self.by_block.attend_backward(state, layout, selection)
 
     def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
         """(out [B, H, D], lse [H, B]) of the newest token of each sequence; with a kernel of its own on CUDA."""
