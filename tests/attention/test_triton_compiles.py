@@ -163,7 +163,7 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
         (long_blocks.attend_history, shape.forward, history, 64),
         (dq.dq_own, shape.dq, {}, 32),
         (dq.dq_history, shape.dq, history, 32),
-        (packed.dkdv_own, shape.dkdv, {}, 96),
+        (packed.dkdv_own, shape.dkdv_own, {}, 96),
     ):
         fits(kernel, sizes(tile, head_dim, **more), tile, dtype, allowed, tmp_path)
     constants = {"D": head_dim, "M": shape.dkdv.rows, "N": shape.dkdv.keys}

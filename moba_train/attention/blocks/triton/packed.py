@@ -305,11 +305,12 @@ class PackedDkdv:
     def own(self, heads: slice, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """dk and dv [S, heads, D] of the own blocks."""
         call = self.call
-        shape = self.call.shapes.dkdv
+        shape = self.call.shapes.dkdv_own
+        key_tiles = triton.cdiv(call.longest, shape.keys)
         many = heads.stop - heads.start
         size = call.k_SKD.shape[0], many, call.head_dim
         sum_dk, sum_dv = (torch.empty(size, dtype=dtype, device=self.stats.device) for _ in range(2))
-        dkdv_own[(call.tables.blocks * self.key_tiles, many)](
+        dkdv_own[(call.tables.blocks * key_tiles, many)](
             *(call.descriptor(x, shape.rows) for x in (call.q_THD, self.dout)),
             self.stats,
             *call.descriptors(shape.keys),
@@ -318,7 +319,7 @@ class PackedDkdv:
             call.tables.bounds,
             heads.start,
             call.heads,
-            self.key_tiles,
+            key_tiles,
             call.scale,
             **call.sizes(shape),
         )

@@ -26,6 +26,7 @@ class TileShapes:
     forward: TileShape
     dq: TileShape
     dkdv: TileShape
+    dkdv_own: TileShape
     short_forward: TileShape | None = None
     """For short_blocks.py; None: the block is too long."""
     short_backward: TileShape | None = None
@@ -39,7 +40,8 @@ def tile_shapes(head_dim: int, block_size: int) -> TileShapes:
     and more programs hide the gathers' latency.
     """
     dq = TileShape(128, 64, 8, 3) if head_dim == 128 else TileShape(128, 128, 8, 2)
-    long = TileShapes(TileShape(64, 64, 4, 3), TileShape(128, 128, 8, 3), dq, TileShape(64, 128, 8, 3))
+    dkdv = TileShape(64, 128, 8, 3)
+    long = TileShapes(TileShape(64, 64, 4, 3), TileShape(128, 128, 8, 3), dq, dkdv, dkdv_own=dkdv)
     if block_size > 128:
         return long
     keys = 128 if block_size > 64 else 64
