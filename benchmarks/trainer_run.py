@@ -1,5 +1,6 @@
 """Launches the real trainer for benchmarks: torchrun with a recipe of random tokens."""
 
+import math
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 import numpy as np
 import yaml
@@ -26,12 +27,13 @@ def model_shape(model: str) -> dict[str, Any]:
     return shape
 
 
-def write_corpus(prefix: Path, tokens: int, vocab_size: int) -> None:
-    """Write a corpus of at least `tokens` random tokens, in documents of 4K to 64K."""
+def write_corpus(prefix: Path, tokens: int, vocab_size: int, documents: Literal["packed", "long"] = "packed") -> None:
+    """Write a corpus of at least `tokens` random tokens: packed, in documents of 4K to 64K; long, in one document, so
+    that every sequence lies inside it."""
     rng = np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, np.int32) as writer:
         while writer.tokens < tokens:
-            size = int(2 ** rng.uniform(12, 16))
+            size = tokens if documents == "long" else int(2 ** rng.uniform(12, 16))
             writer.add_document(rng.integers(vocab_size, size=size, dtype=np.int32))
 
 
@@ -55,26 +57,41 @@ def recipe(
 
 def launch(content: dict[str, Any], file: Path, ranks: int, **how: Any) -> subprocess.CompletedProcess[str]:
     """Write the recipe `content` to `file` and train it on `ranks` ranks; `how` is passed to `subprocess.run`."""
-    return subprocess.run(_command(content, file, ranks), text=True, **how)
+    return subprocess.run(trainer_command(content, file, ranks), text=True, **how)
 
 
 def launch_until(enough: Callable[[], bool], content: dict[str, Any], file: Path, ranks: int) -> None:
-    """Write the recipe `content` to `file`, train it on `ranks` ranks, and kill the run once `enough` returns True.
+    """Write the recipe `content` to `file`, train it on `ranks` ranks, and kill the run as `run_until` does."""
+    run_until(enough, trainer_command(content, file, ranks))
 
-    Raises RuntimeError when the run ends before.
+
+def run_until(
+    enough: Callable[[], bool], command: list[str], limit_s: float = math.inf, output: IO[str] | None = None
+) -> None:
+    """Start torchrun by `command` and kill it with all its ranks once `enough` returns True, or after `limit_s`
+    seconds. `output`: file that takes what it prints.
+
+    Raises RuntimeError when it ends before, TimeoutError when it took too long.
     """
-    launcher = subprocess.Popen(_command(content, file, ranks))
-    while not enough():
-        if launcher.poll() is not None:
-            raise RuntimeError(f"training ended with status {launcher.returncode} before there was enough to measure")
-        time.sleep(0.5)
-    processes = [launcher.pid, *ranks_of(launcher.pid)]
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    launcher.wait()
-    while any(map(is_running, processes)):
-        time.sleep(0.1)
+    began = time.monotonic()
+    launcher = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT if output else None)
+    try:
+        while not enough():
+            if launcher.poll() is not None:
+                raise RuntimeError(
+                    f"training ended with status {launcher.returncode} before there was enough to measure"
+                )
+            if time.monotonic() - began > limit_s:
+                raise TimeoutError(f"not enough to measure after {limit_s:.0f} s")
+            time.sleep(0.2)
+    finally:
+        processes = [launcher.pid, *ranks_of(launcher.pid)]
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        launcher.wait()
+        while any(map(is_running, processes)):
+            time.sleep(0.1)
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -92,7 +109,12 @@ def is_running(process: int) -> bool:
     return False
 
 
-def _command(content: dict[str, Any], file: Path, ranks: int) -> list[str]:
+def trainer_command(content: dict[str, Any], file: Path, ranks: int, *overrides: str) -> list[str]:
+    """The command that trains the recipe `content`, which is written to `file`; overrides: `key.path=value`."""
     file.write_text(yaml.safe_dump(content))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*torchrun, "-m", "moba_train.train", str(file)]
+    return [*torchrun(ranks), "moba_train.train", str(file), *overrides]
+
+
+def torchrun(ranks: int) -> list[str]:
+    """The beginning of a command that starts a module, named next, on `ranks` ranks of this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]

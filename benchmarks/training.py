@@ -1,89 +1,218 @@
-"""Tokens per second and MFU of the real trainer on a model shape, all GPUs of this machine.
+"""Tokens per second, MFU and memory of the real trainer on a model shape, and of torchtitan beside it, on all GPUs of
+this machine.
 
-    python -m benchmarks.training --gpus 2 --output benchmarks/results/training-1b-h200-x2.json
+    python -m benchmarks.training --model llama3-8b --gpus 2 --rows 8K:full 8K:torchtitan 8K:moba-512-3-last3 \\
+        128K:full:full:cp2 128K:moba-512-8:full:cp2 --output benchmarks/results/training-8b-h200-x2.json
 
-Each variant is a recipe, launched by torchrun; the numbers are read from its metrics.jsonl. Tokens are random (never
-zeros); the first steps, which compile and allocate, are left out.
+Each row is a recipe, launched by torchrun and killed after --warm and --steps steps; the numbers are read from its
+metrics.jsonl, the first steps left out, which compile and allocate. Nothing is saved. Tokens are random (never zeros),
+in one document that is longer than the sequences unless a row says `packed`. Every row is saved as soon as it is done;
+`--append` keeps the rows that the file has. Compiled code is reused between rows by torch's own cache.
+
+Rows:
 """
 
 import argparse
+import contextlib
+import json
+import re
 import shutil
 import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import length, need_gpus
-from benchmarks.record import save, spread
-from benchmarks.trainer_run import WARM_UP_STEPS, launch, model_shape, recipe, write_corpus
+import torch
+
+from benchmarks import training_rows
+from benchmarks.options import need_gpus
+from benchmarks.record import markdown, save, spread
+from benchmarks.trainer_run import model_shape, run_until, torchrun, trainer_command, write_corpus
+from benchmarks.training_rows import POLICIES, Row, parse_row
+from moba_train.config.load import load_config
+from moba_train.errors import UserError
+from moba_train.planning.devices import H200, peak_tflops
+from moba_train.planning.plan import make_plan
 from moba_train.telemetry.jsonl import read_records
 
-_FULL = {"attention": {"default": "full"}}
-_MOBA = {"attention": {"full_layers": "last:3", "moba": {"block_size": 512, "topk": 3}}}
-_COMPILED = {"compile": True}
-_FP8 = {"precision": {"linear": "fp8"}}
-_FP8_ROWWISE = {"precision": {"linear": "fp8", "fp8": {"scaling": "rowwise"}}}
-_RECOMPUTED = {"activation_checkpointing": "full"}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "full": _FULL,
-    "full, compiled": _FULL | _COMPILED,
-    "full, compiled, fp8": _FULL | _COMPILED | _FP8,
-    "full, compiled, fp8 rowwise": _FULL | _COMPILED | _FP8_ROWWISE,
-    "full, recomputed": _FULL | _RECOMPUTED,
-    "MoBA 512/3, last 3 full": _MOBA,
-    "MoBA 512/3, last 3 full, compiled": _MOBA | _COMPILED,
-    "MoBA 512/3, last 3 full, compiled, fp8": _MOBA | _COMPILED | _FP8,
-    "MoBA 512/3, last 3 full, recomputed": _MOBA | _RECOMPUTED,
-}
-"""Recipe keys of the variants; compiled: torch.compile of every block; fp8: linear layers in FP8; recomputed: full
-activation checkpointing."""
+_SPREAD = ("tokens_per_s_per_device", "step_s", "data_s", "mfu", "mfu_dense")
+GIB = 2**30
 
 
-def measure(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train a few steps; returns spreads of the steady steps' metrics, or the error and the log."""
-    sequences = arguments.gpus * arguments.sequences_per_gpu
+def measure(row: Row, folder: Path, arguments: argparse.Namespace, limit_s: float) -> dict[str, Any]:
+    """Train a few steps of a row; returns spreads of the steady steps' metrics, or `error` and the end of the log."""
     run_dir = folder / "run"
-    own = {"micro_batch_size": arguments.sequences_per_gpu, "parallel": {"tp": arguments.tp}, **VARIANTS[name]}
-    variant = recipe(arguments.model, folder / "corpus", run_dir, arguments.seq_len, sequences, arguments.steps, **own)
-    done = launch(variant, folder / "recipe.yaml", arguments.gpus, capture_output=True)
-    records = read_records(run_dir / "metrics.jsonl") if done.returncode == 0 else []
-    shutil.rmtree(run_dir, ignore_errors=True)  # its last checkpoint is many gigabytes
-    if done.returncode:
-        return {
-            "error": next((line for line in done.stderr.splitlines() if "rror" in line), ""),
-            "log": done.stderr[:4000],
-        }
-    records = [record for record in records if "loss" in record]
-    steady = records[WARM_UP_STEPS:]
-    keys = ("tokens_per_s_per_device", "mfu", "mfu_dense", "step_s", "data_s", "memory_gib")
-    return {key: spread([record[key] for record in steady]) for key in keys if key in steady[0]} | {
-        "steps": len(steady)
+    run_dir.mkdir()
+    metrics = run_dir / "metrics.jsonl"
+    steps = row.warm + row.steps
+    began = time.monotonic()
+    result: dict[str, Any] = {"seq_len": row.seq_len, "attention": row.label, "fp8": row.fp8}
+    result |= {"policy": row.policy, "cp": row.cp, "tp": row.tp, "sequences": _sequences(row, arguments)}
+
+    def records() -> list[dict[str, Any]]:
+        return [record for record in read_records(metrics) if "loss" in record] if metrics.exists() else []
+
+    with (folder / "log").open("w+") as log:
+        try:
+            planned = predict(row, folder, arguments)
+            command = _command(row, folder, arguments)
+            run_until(lambda: len(records()) >= steps, command, limit_s, log)
+            result |= {"system": _system(row)} | planned | _summary(records()[row.warm : steps], planned)
+        except (RuntimeError, TimeoutError, ValueError, ImportError, UserError) as error:
+            log.seek(0)
+            text = log.read()
+            cause = [line for line in text.splitlines() if re.search(r"\b\w*(Error|Interrupt)\b:?", line)]
+            result |= {"error": f"{error}" + (f": {cause[-1].strip()}" if cause else ""), "log": text[-4000:]}
+    shutil.rmtree(run_dir)
+    return result | {"wall_s": time.monotonic() - began}
+
+
+def predict(row: Row, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """FLOPs of a token, and for our trainer the predicted memory: what `moba-train plan` says of the row's recipe."""
+    file = folder / "plan.yaml"
+    trainer_command(_recipe(row, folder, arguments), file, arguments.gpus)
+    plan = make_plan(load_config(file, list(row.overrides)), arguments.gpus, H200.tflops or 1.0, 0.4, arguments.gpus)
+    (stage,) = plan.stages
+    flops = {"flops_per_token": stage.real_flops, "dense_flops_per_token": stage.dense_flops}
+    return flops if row.by_torchtitan else flops | {"predicted_gib": stage.memory.total / GIB}
+
+
+def _summary(steady: Sequence[dict[str, Any]], planned: dict[str, Any]) -> dict[str, Any]:
+    """Spreads over the `steady` steps; torchtitan's MFU is counted here, by the same FLOPs as ours."""
+    found = {key: spread([record[key] for record in steady]) for key in _SPREAD if key in steady[0]}
+    peak = peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    rate = found["tokens_per_s_per_device"]["median"]
+    if peak is not None and "mfu" not in found:
+        for key, flops in (("mfu", "flops_per_token"), ("mfu_dense", "dense_flops_per_token")):
+            found[key] = {"median": rate * planned[flops] / (peak * 1e12)}
+    if "memory_gib" in steady[0]:
+        found["memory_gib"] = max(record["memory_gib"] for record in steady)
+    return found | {"steps": len(steady), "last_loss": steady[-1]["loss"]}
+
+
+def _command(row: Row, folder: Path, arguments: argparse.Namespace) -> list[str]:
+    if not row.by_torchtitan:
+        recipe = _recipe(row, folder, arguments)
+        return trainer_command(recipe, folder / "recipe.yaml", arguments.gpus, *row.overrides)
+    if find_spec("torchtitan") is None:
+        raise ImportError("torchtitan is not installed here (pip install torchtitan==0.2.2): row left out")
+    settings = {
+        "model": model_shape(arguments.model) | ({"layers": arguments.layers} if arguments.layers else {}),
+        "corpus": str(folder / row.documents),
+        "metrics": str(folder / "run" / "metrics.jsonl"),
+        "steps": row.warm + row.steps + 1,
+        "sequences": _sequences(row, arguments),
+        "micro_batch_size": row.micro or arguments.sequences_per_gpu,
+        **{key: getattr(row, key) for key in ("seq_len", "cp", "tp", "policy", "fp8", "compiled")},
     }
+    file = folder / "torchtitan.json"
+    file.write_text(json.dumps(settings))
+    return [*torchrun(arguments.gpus), "benchmarks.torchtitan_peer", str(file)]
+
+
+def _system(row: Row) -> str:
+    return f"torchtitan {version('torchtitan')}" if row.by_torchtitan else "moba_train"
+
+
+def _recipe(row: Row, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    return row.recipe(
+        arguments.model,
+        folder / row.documents,
+        folder / "run",
+        arguments.gpus,
+        arguments.sequences_per_gpu,
+        arguments.layers,
+    )
+
+
+def _sequences(row: Row, arguments: argparse.Namespace) -> int:
+    return row.sequences(arguments.gpus, arguments.sequences_per_gpu)
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """All rows as a Markdown table."""
+    rows = [
+        ["row", "step, s", "tokens/s/GPU", "MFU, work done", "MFU, dense formula", "peak GiB", "predicted GiB", "ratio"]
+    ]
+    for name, result in results.items():
+        if "error" in result:
+            rows.append([f"`{name}`", result["error"][:100], *[""] * 6])
+            continue
+
+        def shown(key: str, form: str, of: dict[str, Any] = result) -> str:
+            value = of.get(key)
+            return "" if value is None else format(value["median"] if isinstance(value, dict) else value, form)
+
+        both = "memory_gib" in result and "predicted_gib" in result
+        numbers = [
+            shown(key, form)
+            for key, form in (
+                ("step_s", ".3f"),
+                ("tokens_per_s_per_device", ",.0f"),
+                ("mfu", ".1%"),
+                ("mfu_dense", ".1%"),
+                ("memory_gib", ".1f"),
+                ("predicted_gib", ".1f"),
+            )
+        ]
+        ratio = f"{result['predicted_gib'] / result['memory_gib']:.2f}" if both else ""
+        rows.append([f"`{name}`", *numbers, ratio])
+    return markdown(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}{(training_rows.__doc__ or '').partition('LENGTH')[1:]}".strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", default="llama-1b", help="a file of configs/models")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1, help="GPUs that share each layer; the others, sequences")
-    parser.add_argument("--seq-len", type=length, default=8192)
-    parser.add_argument("--sequences-per-gpu", type=int, default=2, help="sequences per GPU and optimizer step")
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--rows", nargs="+", default=["8K:full", "8K:moba-512-3-last3"], metavar="ROW")
+    for name, default in (("tp", 1), ("cp", 1), ("warm", Row.warm), ("steps", Row.steps)):
+        parser.add_argument(f"--{name}", type=int, default=default, help="of rows that give none")
+    parser.add_argument("--fp8", default="off", choices=["off", "tensorwise", "rowwise"], help="of rows that give none")
+    parser.add_argument("--policy", default="none", choices=POLICIES, help="checkpointing of rows that give none")
+    parser.add_argument("--sequences-per-gpu", type=int, default=1, help="sequences per GPU and optimizer step")
+    parser.add_argument("--row-seconds", type=float, default=240, help="time after which a row is given up")
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="time after which no row begins")
+    parser.add_argument("--append", action="store_true", help="keep other rows of the result file")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
+    defaults = Row(**{name: getattr(arguments, name) for name in ("tp", "cp", "warm", "steps", "fp8", "policy")})
+    try:
+        rows = [parse_row(text, defaults) for text in arguments.rows]
+    except ValueError as error:
+        parser.error(f"--rows: {error}")
     need_gpus(parser, arguments.gpus)
-    results = {}
+    run(rows, arguments)
+
+
+def run(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
+    """Measure the `rows` one by one, save each, and print the table."""
+    began = time.monotonic()
+    results: dict[str, dict[str, Any]] = {}
+    if arguments.append:
+        with contextlib.suppress(FileNotFoundError):
+            results = json.loads(arguments.output.read_text())["results"]
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "rows")}
     with tempfile.TemporaryDirectory() as temporary:
-        needed = arguments.steps * arguments.gpus * arguments.sequences_per_gpu * arguments.seq_len
-        write_corpus(Path(temporary) / "corpus", 2 * needed, model_shape(arguments.model)["vocab_size"])
-        for name in arguments.variants:
-            results[name] = measure(name, Path(temporary), arguments)
-            shown = results[name].get("error") or {
-                key: value["median"] for key, value in results[name].items() if key != "steps"
-            }
-            print(f"{name:<45} {shown}", flush=True)
-            settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "variants")}
+        folder = Path(temporary)
+        needed = max((row.warm + row.steps + 2) * _sequences(row, arguments) * row.seq_len for row in rows)
+        for documents in {row.documents for row in rows}:
+            write_corpus(folder / documents, 2 * needed, model_shape(arguments.model)["vocab_size"], documents)
+        for row in rows:
+            left = arguments.budget_seconds - (time.monotonic() - began)
+            if left <= 0:
+                print(f"{row.name}: not run, the {arguments.budget_seconds:.0f} s are over", flush=True)
+                continue
+            results[row.name] = result = measure(row, folder, arguments, min(left, arguments.row_seconds))
+            print(f"{row.name}: {result.get('error', 'done')} ({result['wall_s']:.0f} s)", flush=True)
             save(arguments.output, settings, results)
+    print(f"\n{table(results)}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 cli           `moba-train`
 evaluation_commands  its commands that use a trained model: eval, lm-eval, generate
+launch_commands  its command launch
 train         the program that torchrun starts on every rank
 launch        torchrun, with the exit code of the ranks
+cluster       what starts a recipe on several nodes: torchrun, Slurm, Kubernetes
 training      the one training loop, its progress and checkpoints
 validation    combinations of keys that cannot work
 report        the HTML report and plots of runs, what differs between two, scaling fits

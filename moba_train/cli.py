@@ -9,6 +9,7 @@ import typer
 
 from moba_train.commands import Checkpoint, Overrides, Recipe, command_group
 from moba_train.evaluation_commands import evaluate, generate, lm_eval, profile_spans
+from moba_train.launch_commands import launch
 
 app = command_group("Distributed long-context pretraining with MoBA.")
 
@@ -38,7 +39,7 @@ def train(
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="print the resolved recipe, with all its values")] = False,
 ) -> None:
-    """Train on this machine: torchrun with one rank per GPU. For several nodes see launch/multinode.sh."""
+    """Train on this machine: torchrun with one rank per GPU. For several nodes see `launch`."""
     from moba_train.launch import main
 
     ranks = ["--nproc-per-node", str(gpus)] if gpus else []
@@ -47,6 +48,9 @@ def train(
     if stop_at_step is not None:
         options += ["--stop-at-step", str(stop_at_step)]
     raise typer.Exit(main([*torchrun, *(overrides or ()), *options]))
+
+
+app.command()(launch)
 
 
 @app.command()

@@ -20,7 +20,7 @@ from typing import Any
 
 from moba_train.error_output import OWN_CODES, REFUSED_FILE, quiet_torchrun
 from moba_train.errors import BrokenNodeError, ReproducibleFaultError
-from moba_train.training.stop import LAUNCHER_FOLDER, STOP_LIMIT, STOPPED, listen
+from moba_train.training.stop import LAUNCHER_FOLDER, STOP_LIMIT, STOPPED, STOPPED_CODE, listen
 
 FAULTS = (BrokenNodeError.exit_code, ReproducibleFaultError.exit_code)
 """Exit codes that say why a run ended, whichever rank was the first to leave."""
@@ -33,8 +33,8 @@ for."""
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun with these arguments; without `--nproc-per-node`, with a rank for each GPU of this machine.
 
-    Returns 0 when training ended or stopped as asked, else the exit code of the ranks on this node that failed, and
-    128 + the signal where they did not stop in time.
+    Returns 0 when training ended, `STOPPED_CODE` when it stopped as asked, else the exit code of the ranks on this node
+    that failed, and 128 + the signal where they did not stop in time.
     """
     listen()  # until torchrun handles signals itself, there is nothing to save
     import torch
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
                 name = error.sigval.name
                 print(f"error: the ranks did not stop in time after {name} and were killed", file=sys.stderr)
                 return 128 + error.sigval
-    return 0
+        return int(os.environ.get(STOPPED_CODE) or 0) if (Path(folder) / STOPPED).exists() else 0
 
 
 @contextmanager

@@ -140,7 +140,9 @@ def _train(config: RunConfig, world: World, stop_at_step: int | None, from_scrat
         step = trainer.progress.step
         due = stop_at_step is not None and step >= stop_at_step
         again = f"the same command without --stop-at-step {stop_at_step}" if due else "the same command"
-        print(f"stopped as asked after step {step}; {again} continues from here", flush=True)
+        saved = config.checkpoint.every is not None
+        then = f"{again} continues from here" if saved else "nothing is saved, as checkpoint.every is null"
+        print(f"stopped as asked after step {step}; {then}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,20 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "moba_train"
 
-PROGRAMS = ("cli", "evaluation_commands", "train", "launch", "reference", "commands", "environment", "error_output")
+PROGRAMS = (
+    "cli",
+    "evaluation_commands",
+    "launch_commands",
+    "train",
+    "launch",
+    "reference",
+    "commands",
+    "environment",
+    "error_output",
+)
 """What users start, and what only these need; nothing else imports them."""
 ORDER = (
+    "cluster",
     "training",
     "validation",
     "evals",

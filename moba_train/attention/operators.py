@@ -12,9 +12,10 @@ parallel/fsdp.py).
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -185,6 +186,39 @@ def argument_layout(
 ) -> Layout:
     """The inverse of `layout_arguments`: one object, with its cache, for all layers of a step."""
     return _part(whole_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total), q_ranges)
+
+
+def _traced_layout(
+    cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, total: int, q_ranges: Sequence[int]
+) -> Layout:
+    """A layout for sizes alone, while torch.compile traces; its tensors have no contents and must not be kept."""
+    return Layout(cu_seqlens, max_seqlen, total)
+
+
+def with_layout(function: Callable[..., Any], *, traced: bool = False) -> Callable[..., Any]:
+    """An operator's implementation from a `function` of a tensor first, and with a parameter `layout: Layout`.
+
+    The operator has the `layout_arguments` in its place: torch takes tensors and numbers only. It runs on the tensor's
+    device, without autocast. `traced`: for its fake implementation, which is given the sizes of a layout, without the
+    ranges of its queries.
+    """
+    make_layout = _traced_layout if traced else argument_layout
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    at = list(signature.parameters).index("layout")
+    flat = list(inspect.signature(make_layout).parameters.values())
+
+    def flattened(*arguments: Any) -> Any:
+        behind = at + len(flat)
+        layout = make_layout(*arguments[at:behind])
+        with nullcontext() if traced else _on_the_tensors_device(arguments[0]):
+            return function(*arguments[:at], layout, *arguments[behind:])
+
+    flattened.__doc__ = function.__doc__
+    flattened.__signature__ = signature.replace(  # type: ignore[attr-defined]  # as inspect.signature looks it up
+        parameters=[*parameters[:at], *flat, *parameters[at + 1 :]]
+    )
+    return flattened
 
 
 def _part(layout: Layout, q_ranges: Sequence[int]) -> Layout:

@@ -58,6 +58,11 @@ class ParallelConfig(ContextParallelConfig):
         description="ranks of one node that share each layer's heads and columns (tensor parallelism); the same in all "
         "stages. See docs/context-parallelism.md",
     )
+    tp_overlap: bool = Field(
+        False,
+        description="transfers of tensor parallelism in parts, each hidden behind the matrix products of the part "
+        "before, by torch.compile and symmetric memory: needs compile: true, and GPUs that reach each other's memory",
+    )
     timeout: int = Field(600, ge=1, description="seconds a rank waits for others before it ends the run")
 
 
@@ -93,7 +98,12 @@ class CheckpointConfig(Section):
     """When checkpoints are written and which are kept. The last one, the newest good one and the newest one without
     NaN or infinite values are always kept."""
 
-    every: int = Field(100, ge=1, description="optimizer steps between checkpoints")
+    every: int | None = Field(
+        100,
+        ge=1,
+        description="optimizer steps between checkpoints; null: none is saved, not even the last, and nothing can be "
+        "resumed: for measurements",
+    )
     keep_last: int = Field(2, ge=1, description="number of newest checkpoints that are kept")
     keep_every: int | None = Field(None, ge=1, description="checkpoints at multiples of this step stay for ever")
     keep_best: int = Field(

@@ -14,7 +14,7 @@ from moba_train.model.build import build_model, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.float8 import convert_linears
-from moba_train.parallel.tensor import apply_tensor_parallel
+from moba_train.parallel.tensor import apply_tensor_parallel, overlap_transfers
 
 COMPILED_FORMS = 64
 """How often torch may compile the blocks' code in one stage: for each attention kind and sequence length, with
@@ -47,6 +47,8 @@ def sharded_model(config: RunConfig, dims: ParallelDims) -> Transformer:
         block.forward = _block_forward(block.forward, config)
     if dims.tp_mesh is not None:
         apply_tensor_parallel(model, dims.tp_mesh)
+        if config.parallel.tp_overlap:
+            overlap_transfers(dims.tp_mesh)
     # Inputs are not cast, so that cos and sin stay float32 when the layers compute in bf16.
     device = dims.world.device
     policy = MixedPrecisionPolicy(

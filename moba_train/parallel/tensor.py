@@ -9,9 +9,14 @@ gathered output weight, so ranks differ in their loss tokens as they do under co
 Attention gets all rows of some heads and does not know about tensor parallelism.
 """
 
+import os
+import warnings
 from typing import Any
 
+import torch
+import torch._inductor.config
 from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -60,6 +65,21 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     in_blocks = {f"blocks.*.{name}": style for name, style in {**attention, **feed_forward}.items()}
     parallelize_module(model, mesh, ends | in_blocks, src_data_rank=None)
     model.set_gather_output_weight(_gather_weight)
+
+
+def overlap_transfers(mesh: DeviceMesh) -> None:
+    """Lets blocks that are compiled from now on hide their transfers, as torch's asynchronous tensor parallelism does.
+
+    torch.compile replaces an all-gather before matrix products, or a product before a reduce-scatter, by a loop over
+    the ranks' parts: one part travels between the GPUs' symmetric memory while another one is multiplied. Of the eight
+    transfers of a block's forward and backward pass it takes six: the two reduce-scatters of input gradients follow a
+    sum of products. The products stay the same ones; on a CPU nothing changes. Multicast is left off: parts are copied
+    from GPU to GPU.
+    """
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    torch._inductor.config._micro_pipeline_tp = True
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 needs no such call, 2.11 does
+        enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 class _VocabularyParallel(ParallelStyle):

@@ -132,7 +132,8 @@ class RunCheckpoints:
             if self._config.init_from is not None:
                 self.loaded_weights = load_initial_weights(self._model, Path(self._config.init_from))
             progress = Progress(run_id=broadcast(uuid.uuid4().hex[:8]))
-        self._checkpointer.reserve(self._tensors())
+        if self._config.checkpoint.every is not None:
+            self._checkpointer.reserve(self._tensors())
         return progress
 
     def _newest_to_resume_from(self, accept: Accept) -> Path | None:
@@ -344,7 +345,9 @@ def _folder_problem(run_dir: Path, model: nn.Module, config: RunConfig) -> str |
 
 
 def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
-    """Size of one checkpoint of all ranks."""
+    """Size of one checkpoint of all ranks; 0 for a recipe that wants none."""
+    if config.checkpoint.every is None:
+        return 0
     each = 4 + OPTIMIZERS[config.optim.kind].state_bytes  # float32 weights and optimizer state
     return each * sum(parameter.numel() for parameter in model.parameters())
 

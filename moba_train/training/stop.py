@@ -46,6 +46,10 @@ LAUNCHER_FOLDER = "MOBA_TRAIN_LAUNCHER_FOLDER"
 STOPPED = "stopped"
 """File that says that the ranks end as asked: torchrun does not say how they do."""
 
+STOPPED_CODE = "MOBA_TRAIN_STOPPED_CODE"
+"""Environment variable: exit code of a run that was stopped as asked, 0 by default. Kubernetes needs another one: it
+takes pods that it has stopped itself and that end with 0 for complete."""
+
 STOP_LIMIT = "stop_limit"
 """File with the seconds that the ranks may take to stop."""
 

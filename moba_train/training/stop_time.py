@@ -81,7 +81,7 @@ class StopTime:
         return (
             f"stopping in order takes up to {self.seconds} s (a step {self._step_s:.1f} s, a save "
             f"{self._save_s:.1f} s): a scheduler must allow as much between SIGTERM and SIGKILL, Slurm by "
-            f"--signal=TERM@{self.seconds}"
+            f"--signal=B:USR1@{self.seconds}"
         )
 
     def _tell(self) -> None:

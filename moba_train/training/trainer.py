@@ -198,7 +198,8 @@ class Trainer:
                 if not self._step(stage, step_data):
                     return False
                 self.stop_time.step_took(time.perf_counter() - step_data.began)
-                if self.progress.step % self.config.checkpoint.every == 0:
+                every = self.config.checkpoint.every
+                if every is not None and self.progress.step % every == 0:
                     self._save()
                 exits = self._evaluate()
                 self._report_last_save()
@@ -364,9 +365,9 @@ class Trainer:
         return data
 
     def _save(self) -> None:
-        """Begin to save a checkpoint of the current step, unless there is one."""
+        """Begin to save a checkpoint of the current step, unless there is one or the recipe wants none."""
         step = self.progress.step
-        if step == self.checkpoints.saved_step:
+        if step == self.checkpoints.saved_step or self.config.checkpoint.every is None:
             return
         with self.watch.phase("checkpoint", step):
             began = time.perf_counter()

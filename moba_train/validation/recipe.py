@@ -257,12 +257,14 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
             f"checkpoint.fallback_dir: given {fallback!r}, inside run_dir {config.run_dir!r}, which fails with it; "
             "give a folder elsewhere, best on another disk"
         )
+    if config.checkpoint.every is None and config.health.spike.reaction == "rollback":
+        yield "health.spike.reaction: given 'rollback', which needs checkpoints; set checkpoint.every, which is null"
     if not config.checkpoint.keep_best:
         return
     given = f"checkpoint.keep_best: given {config.checkpoint.keep_best}"
     if not config.data.validation:
         yield f"{given}, but there is no data.validation to tell the best by; add one, or set it to 0"
-    elif config.checkpoint.every % config.evaluation.every:
+    elif config.checkpoint.every is None or config.checkpoint.every % config.evaluation.every:
         yield (
             f"{given}, but not every checkpoint is evaluated: checkpoint.every {config.checkpoint.every} must be a "
             f"multiple of evaluation.every {config.evaluation.every}"

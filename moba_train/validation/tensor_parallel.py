@@ -1,4 +1,4 @@
-"""Checks of tensor parallelism: sizes that `parallel.tp` must divide."""
+"""Checks of tensor parallelism: sizes that `parallel.tp` must divide, and what `parallel.tp_overlap` needs."""
 
 from collections.abc import Iterator
 from math import gcd
@@ -15,8 +15,11 @@ _DIVIDED = ("heads", "kv_heads", "intermediate_size", "vocab_size")
 
 
 def tensor_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator[str]:
-    """Sizes of the model, and ranks of a node, that `parallel.tp` does not divide, as problems."""
+    """Sizes of the model, and ranks of a node, that `parallel.tp` does not divide, and an overlap that cannot be."""
     tp = config.parallel.tp
+    if config.parallel.tp_overlap and (tp == 1 or not config.compile):
+        missing = "parallel.tp is 1" if tp == 1 else "compile is false"
+        yield f"parallel.tp_overlap: given true, but {missing}; it needs parallel.tp above 1 and compile: true"
     sizes = {key: getattr(config.model, key) for key in _DIVIDED}
     uneven = [f"model.{key} {size}" for key, size in sizes.items() if size % tp]
     if uneven:

@@ -22,18 +22,23 @@ from kernel_checks import (
 )
 from quick_interpreter import quicken
 
-from moba_train.attention.blocks import composed, reference
+from moba_train.attention.blocks import choose, composed, reference
 from moba_train.attention.blocks.geometry import block_bound
 from moba_train.attention.blocks.triton import attention, call, long_blocks, packed, short_blocks
+from moba_train.attention.blocks.triton import choose as triton_choose
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes, work_ranges
 from moba_train.attention.decoding import CachedKeys, kernel, last_tokens
+from moba_train.attention.gates import grid, msa_operators, seer_operators
+from moba_train.attention.infllm_v2.attention import InfLLMV2Attention
+from moba_train.attention.infllm_v2.scores import window_means
 from moba_train.attention.moa.attention import SpanAttention
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.triton import select
 from moba_train.attention.nsa import kernel as nsa_kernel
 from moba_train.attention.nsa import selection as nsa_selection
 from moba_train.attention.nsa.geometry import CompressedBlocks
+from moba_train.attention.operators import layout_arguments
 from moba_train.attention.protocol import BackwardState, Layout, TokenRange, packed_layout
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "start this through test_triton_interpreter.py"
@@ -340,3 +345,132 @@ def test_probabilities_of_compressed_blocks_equal_plain_pytorch(heads, kv_heads,
     rows = layout_last.q_tokens
     chosen = [choice.choose(q[rows], k, lse[:, rows], layout_last, head_dim**-0.5) for choice in (ours, plain)]
     assert torch.equal(*chosen)
+
+
+@pytest.mark.parametrize(("first", "local", "count"), [(1, 3, 7), (0, 1, 3), (2, 2, 40)])
+def test_the_highest_scores_are_chosen_as_in_plain_pytorch(first, local, count):
+    """Random scores, equal ones, none at all; rows with fewer blocks than are wanted."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 50, 37, generator=generator)
+    scores[0, :25] = (scores[0, :25] * 2).round()
+    scores[1, ::7, ::3] = -torch.inf
+    scores[1, 3] = 0.0
+    scores[1, 3, ::2] = -0.0
+    first_t = torch.tensor([0] * 20 + [4] * 30)
+    queries = choose.QueryBlocks(torch.minimum(first_t + torch.arange(50), torch.tensor(36)), first_t)
+    assert triton_choose.able(scores)
+    got = choose.choose_blocks(scores, queries, count, first=first, local=local)
+    assert torch.equal(got, choose.choose_blocks(scores.double(), queries, count, first=first, local=local))
+
+
+INFLLM_V2 = {"block_size": 64, "topk": 5, "first_blocks": 1, "local_blocks": 2, "window": 32, "stride": 16}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"window": 48, "block_size": 96}], ids=str)
+def test_scores_of_blocks_equal_plain_pytorch(sizes, monkeypatch):
+    """In chunks of queries, over documents, for the queries of a shard."""
+    options = InfLLMV2Attention.Options(**INFLLM_V2 | sizes, dense_len=1)
+    whole = layout_of([190, 0, 1, 20, 90], "cpu")
+    layout = whole.part((TokenRange(30, 180), TokenRange(230, 301)), None)
+    (q, k, *_), attention = inputs([301], 2, 1, 64, torch.float32, "cpu"), InfLLMV2Attention(options, 64)
+    windows = window_means(attention.summarize(k, whole), options.sizes)
+    monkeypatch.setattr("moba_train.attention.masked._SCORES_PER_CHUNK", {"cpu": 6000})
+    scores = torch.full((2, len(layout.q_tokens), 8), torch.nan)
+    for which, kernels in enumerate((True, False)):
+        for rows, blocks, found in attention.scores.chunks(q[layout.q_tokens], windows, layout, kernels=kernels):
+            scores[which, rows, blocks] = found[0]
+    sees = layout.positions(layout.q_tokens, layout.q_documents) + 1 >= options.window
+    kernel, plain = (x[sees & ~scores.isnan().any(0).all(-1)] for x in scores)
+    compared = ~(kernel.isnan() | plain.isnan())
+    assert (kernel[compared] > 0).float().mean() > 0.3
+    torch.testing.assert_close(kernel[compared], plain[compared], rtol=1e-5, atol=1e-6)
+
+
+def infllm_v2(lengths, heads, **options):
+    """An attention of local and selected blocks, its inputs and their layout; one key/value head."""
+    attention = InfLLMV2Attention(InfLLMV2Attention.Options(**INFLLM_V2 | {"topk": 3} | options, backend="triton"), 64)
+    return attention, inputs(lengths, heads, 1, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
+
+
+def assert_selected_and_local(attention, tensors, layout, found, selection):
+    """The results are those of one mask over all blocks, of which more than the selected ones are local."""
+    selected = attention.selected_blocks(selection)
+    assert (selected >= 0).sum() > len(selected) * (selection[0] >= 0).sum() > 0
+    want = exact(tensors, layout, selected, attention.block_size, attention.scale)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, want, strict=True):
+        assert error(a, b) < 2e-6, name
+
+
+def test_local_and_selected_blocks_share_one_softmax_from_shard_to_shard(monkeypatch):
+    """Short blocks, whose lists are cut into work ranges."""
+    attention, tensors, layout = infllm_v2([210, 0, 1, 20], 2, dense_len=1)
+    monkeypatch.setattr(call.BlockCall, "limit", 100)
+    found, _ = run_in_parts(attention, tensors, layout, [((0, 37), (150, 231)), ((37, 150),)])
+    selection = attention.select(tensors[0], attention.summarize(tensors[1], layout), layout)
+    assert_selected_and_local(attention, tensors, layout, found, selection)
+
+
+def test_local_and_selected_blocks_may_be_long():
+    attention, tensors, layout = infllm_v2([480, 10], 1, dense_len=200, block_size=192, local_blocks=1)
+    assert_selected_and_local(attention, tensors, layout, *run(attention, tensors, layout))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "widths", "block_size", "count", "dtype", "ranges"),
+    [
+        ([130, 0, 1, 70], 4, 2, (64, 64), 64, 1, torch.float32, None),
+        ([150, 40], 3, 1, (64, 32), 80, 9, torch.float16, None),
+        ([210], 2, 1, (128, 64), 200, 1, torch.float32, None),
+        ([200, 20], 2, 1, (64, 16), 40, 2, torch.float32, ((40, 70), (150, 201))),
+        ([90], 9, 9, (64, 16), 64, 1, torch.float32, None),
+    ],
+)
+def test_index_branches_select_and_learn_as_in_plain_pytorch(
+    lengths, heads, kv_heads, widths, block_size, count, dtype, ranges, monkeypatch
+):
+    """Selected blocks, the divergence and its gradients: over the selected blocks, and over all of them."""
+    monkeypatch.setitem(grid._SCORES_PER_CHUNK, "cpu", 1000 * kv_heads)  # several chunks
+    layout = layout_of(lengths, "cpu")
+    if ranges:
+        layout = layout.part(tuple(TokenRange(*given) for given in ranges), None)
+    where, queries, width = layout_arguments(layout), len(layout.q_tokens), widths[0]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    q, k = random(queries, heads, width), random(layout.total, kv_heads, width)
+    index = random(queries, kv_heads, widths[1]), random(layout.total, widths[1])
+    lse, weights = 4 + random(heads, queries).float(), random(queries).float()
+    ours, plain = (msa_operators.select(*index, *where, block_size, count, in_plain) for in_plain in (False, True))
+    assert torch.equal(ours, plain)
+    for selected in (None, plain):
+        results = []
+        for in_plain in (False, True):
+            leaves = [x.clone().requires_grad_() for x in index]
+            sizes = block_size, width**-0.5, in_plain
+            divergence = msa_operators.distill(*leaves, q, k, lse, selected, *where, *sizes)
+            results.append([divergence.detach(), *torch.autograd.grad(divergence, leaves, weights)])
+        for name, a, b in zip(("divergence", "dq", "dk"), *results, strict=True):
+            assert error(a, b.double()) < (2e-6 if dtype == torch.float32 else 2e-3), name
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "block_size", "ranges"),
+    [(4, 2, 64, None), (3, 1, 40, ((40, 70), (150, 201)))],
+)
+def test_largest_probabilities_of_two_blocks_equal_plain_pytorch(heads, kv_heads, block_size, ranges):
+    layout = layout_of([150, 0, 1, 60], "cpu")
+    q, k, _, _ = inputs([211], heads, kv_heads, 64, torch.float32, "cpu")
+    lse = 4 + torch.randn(heads, 211, generator=torch.Generator().manual_seed(0))
+    layout = layout.part(tuple(TokenRange(*given) for given in ranges), None) if ranges else layout
+    rows = layout.q_tokens
+    ours, plain = (
+        seer_operators.attention_map(
+            q[rows], k, lse[:, rows], *layout_arguments(layout), block_size, 64**-0.5, in_plain
+        )
+        for in_plain in (False, True)
+    )
+    assert (plain[0] > 0).any()
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=0)

@@ -24,7 +24,7 @@ from kind_checks import (
 from thread_ranks import thread_transports
 from torch import Tensor
 
-from moba_train.attention.gates import grid, msa_operators
+from moba_train.attention.gates import grid
 from moba_train.attention.gates.grid import causal_chunks
 from moba_train.attention.kind import Engine, StageContext, WrappedEngine
 from moba_train.attention.local import LOCAL_ENGINE
@@ -179,14 +179,6 @@ def test_outputs_divergences_and_every_gradient_are_those_of_the_oracle(
     monkeypatch.setitem(grid._SCORES_PER_CHUNK, "cpu", 150)  # several chunks, of rows and of blocks
     layer = make_layer(name, options, LENGTHS)
     assert_same_results(layer, oracle)
-
-
-@pytest.mark.parametrize("gathered_from", [0, 100])
-def test_gathered_keys_of_selected_blocks_give_what_all_keys_give(
-    gathered_from: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(msa_operators, "_GATHERED_FROM", gathered_from)
-    assert_same_results(make_layer("msa", MSA, LENGTHS), oracle)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])

@@ -1,5 +1,5 @@
-"""The distilled gates on a GPU: the numbers of the CPU, kernels against the reference, and how much memory they
-take."""
+"""The distilled gates on a GPU: the numbers of the CPU, kernels against the reference, and how much time and memory
+they take."""
 
 import copy
 import gc
@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import make_qkv
+from kernel_checks import error
 from kind_checks import MODEL, Layer, make_layer, results, run_layer
+from torch import Tensor
 
+from moba_train.attention.full import FullAttention
+from moba_train.attention.gates import msa_operators, seer_operators
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.operators import layout_arguments
 from moba_train.attention.protocol import packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
@@ -88,3 +95,94 @@ def test_32k_tokens_take_at_most_half_as_much_memory_again_as_full_attention(cas
         bytes_of[kind.name] = peak_bytes(layer)
         del inputs, module, layer
     assert bytes_of[name] <= 1.5 * bytes_of["full"]
+
+
+def distilled(index: list[Tensor], *arguments: Any) -> list[Tensor]:
+    """The divergence of `msa` in the operator's arguments, and the gradients of index queries and keys."""
+    leaves = [x.detach().requires_grad_() for x in index]
+    divergence = msa_operators.distill(*leaves, *arguments)
+    weights = torch.arange(len(divergence), device=divergence.device).to(divergence.dtype).cos()
+    return [divergence.detach(), *torch.autograd.grad(divergence, leaves, weights)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [(8, 2, 64, 128), (9, 3, 64, 64), (4, 1, 128, 128), (8, 2, 64, 400)],
+)
+@torch.no_grad()
+def test_index_branches_of_msa_equal_float64(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, device: torch.device
+) -> None:
+    """Of bfloat16 inputs: the selection, the divergence and its gradients, the same bits in every call."""
+    layout = packed_layout([1500, 0, 1, 2300], device)
+    where = layout_arguments(layout)
+    q, k, v = (x.detach() for x in make_qkv(layout.total, heads, kv_heads, head_dim, device, torch.bfloat16))
+    q_index, k_index, _ = make_qkv(layout.total, kv_heads, 1, head_dim, device, torch.bfloat16, seed=1)
+    index = [q_index.detach(), k_index.detach()[:, 0]]
+    exact = [x.double() for x in index]
+    selected, selected_exactly = (
+        msa_operators.select(*tensors, *where, block_size, 3, reference)
+        for tensors, reference in ((index, False), (exact, True))
+    )
+    assert (selected != selected_exactly).float().mean() < 1e-3
+    _, lse = LOCAL_ENGINE(q, k, v, FullAttention(FullAttention.Options(), head_dim), layout)
+    sizes = block_size, head_dim**-0.5
+    with torch.enable_grad():
+        for blocks in (None, selected):
+            arguments = q, k, lse, blocks, *where, *sizes, False
+            got, again = distilled(index, *arguments), distilled(index, *arguments)
+            want = distilled(exact, q.double(), k.double(), lse.double(), blocks, *where, *sizes, True)
+            assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
+            for name, one, other, limit in zip("kl dq dk".split(), got, want, (1e-3, 1e-2, 1e-2), strict=True):  # noqa: SIM905
+                assert error(one, other) < limit, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (128, 100)])
+@torch.no_grad()
+def test_the_map_that_seer_learns_equals_float64(head_dim: int, block_size: int, device: torch.device) -> None:
+    """Of bfloat16 inputs: the kernel's largest probabilities between two blocks."""
+    layout = packed_layout([1500, 0, 1, 2300], device)
+    q, k, v = (x.detach() for x in make_qkv(layout.total, 8, 2, head_dim, device, torch.bfloat16))
+    _, lse = LOCAL_ENGINE(q, k, v, FullAttention(FullAttention.Options(), head_dim), layout)
+    arguments = *layout_arguments(layout), block_size, head_dim**-0.5
+    got, *_ = seer_operators.attention_map(q, k, lse, *arguments, False)
+    want, *_ = seer_operators.attention_map(q.double(), k.double(), lse.double(), *arguments, True)
+    assert (want > 0).any()
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=0)
+
+
+def milliseconds(layer: Layer) -> float:
+    """Of the fastest of three forward and backward passes, after a first one."""
+    times = []
+    for _ in range(4):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        outputs = run_layer(layer)
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times[1:])
+
+
+@pytest.mark.gpu
+@each
+def test_a_learning_gate_takes_at_most_six_times_as_long_as_full_attention(case: str, device: torch.device) -> None:
+    """32 query heads, 8 key/value heads of 64, 32K tokens, forward and backward; at 8K, where launches count, twelve
+    times. In plain PyTorch, `msa` takes 66 times as long."""
+    wide = WIDE.model_copy(update={"hidden_size": 2048, "heads": 32, "kv_heads": 8})
+    tiny = make_layer(*CASES[case], [1], model=wide)
+    for tokens in (8192, 32768):
+        times = {}
+        for kind, parameters in ((KINDS["full"](KINDS["full"].Options(), 64), None), (tiny.kind, tiny.parameters)):
+            shapes = [(2048,), (32, 64), (8, 64), (8, 64)]
+            inputs = [
+                torch.randn(tokens, *shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes
+            ]
+            module = None if parameters is None else copy.deepcopy(parameters).to(device, torch.bfloat16)
+            times[kind.name] = milliseconds(Layer(kind, module, *inputs, packed_layout([tokens], device), wide))
+            del inputs, module
+        print(f"{case}, {tokens} tokens: {times[tiny.kind.name]:.1f} ms; full attention: {times['full']:.1f} ms")
+        assert times[tiny.kind.name] <= (6 if tokens > 8192 else 12) * times["full"]

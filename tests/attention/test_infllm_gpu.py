@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from kernel_checks import error, exact, inputs, layout_of, naive
+from kernel_checks import error, exact, inputs, layout_of, naive, run
 from kind_checks import Layer, make_layer, run_layer
 from torch import Tensor
 
+from moba_train.attention.blocks.choose import choose_blocks, query_blocks
 from moba_train.attention.decoding import CachedKeys, last_tokens
 from moba_train.attention.infllm_v2.attention import InfLLMV2Attention
+from moba_train.attention.infllm_v2.scores import window_means
+from moba_train.attention.kind import AttentionKind
 from moba_train.attention.protocol import BackwardState, TokenRange, packed_layout
 from moba_train.config.model import ModelConfig
 
@@ -51,6 +54,35 @@ def test_selected_blocks_are_nearly_those_of_float64(device):
     assert (want * got).sum() / want.sum() > 0.97
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_and_choice_of_the_kernels_equal_float64(head_dim, device):
+    q, k, *_ = inputs(LENGTHS, 4, 2, head_dim, torch.bfloat16, device)
+    layout = layout_of(LENGTHS, device)
+    attention = InfLLMV2Attention(InfLLMV2Attention.Options(dense_len=1), head_dim)
+    windows = window_means(attention.summarize(k, layout), attention.options.sizes)
+    wide = q.double(), windows.double()
+    scores = torch.full((2, 2, sum(LENGTHS), 154), -1.0, device=device, dtype=torch.float64)
+    for which, tensors in enumerate(((q, windows), wide)):
+        for rows, blocks, found in attention.scores.chunks(*tensors, layout, kernels=which == 0):
+            scores[which, :, rows, blocks] = found.double()
+    sees = layout.positions(layout.q_tokens, layout.q_documents) + 1 >= attention.options.window
+    seen = (scores >= 0).all(0) & sees[None, :, None]
+    assert (scores[0][seen] > 0).float().mean() > 0.3
+    torch.testing.assert_close(scores[0][seen], scores[1][seen], rtol=2e-3, atol=1e-5)
+    queries = query_blocks(layout, 64)
+    rounded = scores[0].float().clamp(min=0)
+    got = choose_blocks(rounded, queries, 20, first=1, local=4)
+    assert torch.equal(got, choose_blocks(rounded.double(), queries, 20, first=1, local=4))
+
+
+def test_gradients_are_reproducible(device):
+    tensors, layout = inputs([12000], 8, 2, 64, torch.bfloat16, device), layout_of([12000], device)
+    attention = InfLLMV2Attention(InfLLMV2Attention.Options(topk=60, dense_len=3000), 64)
+    first, selection = run(attention, tensors, layout)
+    again, _ = run(attention, tensors, layout, selection)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 @pytest.mark.parametrize("dense_len", [1, 4096])
 def test_decoding_equals_the_reference(dense_len, device):
     lengths = [9000, 1, 700, 5000]
@@ -85,6 +117,25 @@ def test_memory_of_a_long_sequence(device):
     dense = InfLLMV2Attention(InfLLMV2Attention.Options(dense_len=32768), 128)
     assert dense.select(tensors[0], dense.summarize(tensors[1], layout), layout) == ()
     assert peak(attention) < 1.5 * peak(dense)
+
+
+@torch.no_grad()
+def test_memory_of_infllm_beside_dense_attention(device):
+    """A forward pass of 32K tokens: at most 1.5 times what full attention takes forward and backward."""
+    model = MODEL.model_copy(update={"hidden_size": 2048, "heads": 32, "kv_heads": 8})
+    layer = make_layer("infllm", {}, [256], model=model)
+    shapes = [(32768, *x.shape[1:]) for x in layer.inputs()]
+    on_device = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+
+    def peak(kind: AttentionKind) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        run_layer(Layer(kind, None, *on_device, packed_layout([32768], device), model))
+        return torch.cuda.max_memory_allocated()
+
+    full = make_layer("full", {}, [256], model=model).kind
+    gradients = sum(x.numel() * 2 for x in on_device[1:]) + 2 * 32768 * 32 * 64 * 2  # and the output's, and delta
+    assert peak(layer.kind) < 1.5 * (peak(full) + gradients)
 
 
 @torch.no_grad()

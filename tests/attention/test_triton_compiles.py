@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from moba_train.attention.blocks.triton import (  # noqa: E402
+    choose,
     combine,
     dq,
     gathered,
@@ -21,21 +22,27 @@ from moba_train.attention.blocks.triton import (  # noqa: E402
     packed,
     short_blocks,
     softmax,
+    spans,
     tables,
     tile_tables,
 )
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes  # noqa: E402
+from moba_train.attention.gates import msa_kernels as msa  # noqa: E402
+from moba_train.attention.gates import seer_kernel as seer  # noqa: E402
+from moba_train.attention.infllm_v2 import kernel as infllm_v2  # noqa: E402
 from moba_train.attention.moba.triton import pool, select  # noqa: E402
 from moba_train.attention.nsa import kernel as nsa  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
-HALF = "q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
-FLOATS = (
-    *("partial_lse", "lse", "own_lse", "stats", "packed_lse", "packed_delta", "sums"),
-    *("sum_dk", "sum_dv", "own_dk", "own_dv", "part_dk", "part_dv"),
-)
+HALF = "windows q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
+HALF += ["q_index", "k_index"]
+FLOATS = [
+    *("partial_lse", "lse", "own_lse", "stats", "packed_lse", "packed_delta", "sums", "scores"),
+    *("sum_dk", "sum_dv", "own_dk", "own_dv", "part_dk", "part_dv", "logits", "mass", "dlogits", "maxima"),
+]
 INTEGERS = (
+    *("chosen", "first_unit"),
     *(
         "entries",
         "list_of_tile",
@@ -46,9 +53,10 @@ INTEGERS = (
         "first_split",
     ),
     *("begin", "end", "bounds", "selected", "own", "first", "marks", "counts", "cursors", "cu_seqlens", "first_of"),
-    *("place", "row_of", "totals", "starts", "ends", "numbers"),
+    *("place", "row_of", "totals", "starts", "ends", "numbers", "best", "token_of", "edges"),
 )
-SCALARS = {"scale": "fp32", "scale_log2": "fp32"}
+TABLES = {"COUNTED": 2, "LISTS": 64, "FILL": 128}
+SCALARS = {"scale": "fp32", "scale_log2": "fp32", "index_scale": "fp32"}
 
 
 def compile_for_hopper(
@@ -70,7 +78,7 @@ def compile_for_hopper(
     return compiled
 
 
-BEHIND_BARRIERS = {"cursors"}
+BEHIND_BARRIERS = {"cursors", "sum_dk"}
 """Read and written by several threads, with barriers between."""
 
 
@@ -141,10 +149,19 @@ half = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 partial = pytest.mark.parametrize("partial", [False, True], ids=["all keys", "some keys"])
 
 
-def fits(kernel: Any, constants: dict[str, Any], shape: TileShape, dtype: str, allowed: int, folder: Path) -> Any:
+def fits(
+    kernel: Any,
+    constants: dict[str, Any],
+    shape: TileShape,
+    dtype: str,
+    allowed: int,
+    folder: Path,
+    **options: int,
+) -> Any:
     """Compile; the matrix units are used, shared memory suffices, and no more than `allowed` bytes are spilled."""
     name = f"{kernel.__name__} {shape} {constants}"
-    compiled = compile_for_hopper(kernel, constants, shape.keys, dtype, num_warps=shape.warps, num_stages=shape.stages)
+    options |= {"num_warps": shape.warps, "num_stages": shape.stages}
+    compiled = compile_for_hopper(kernel, constants, shape.keys, dtype, **options)
     assert "wgmma.mma_async" in compiled.asm["ptx"], name
     assert compiled.metadata.shared <= SHARED_LIMIT, name
     assert spilled_bytes(compiled, folder) <= allowed, name
@@ -179,10 +196,13 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(head_dim, block_size, partial, dtype, tmp_path):
     shape = tile_shapes(head_dim, block_size)
-    call = {"PARTIAL": partial, "C": 7, "BLOCK": block_size, "SPLIT": 4096}
-    fits(short_blocks.attend, sizes(shape.short_forward, head_dim, **call), shape.short_forward, dtype, 128, tmp_path)
-    constants = sizes(shape.short_backward, head_dim, **call)
-    fits(short_blocks.gradients, constants, shape.short_backward, dtype, 512, tmp_path)
+    # False: with spans in their place, and gradients in ranges of queries.
+    for own in (True, False) if (dtype, partial, block_size) == ("bf16", False, 64) else (True,):
+        call = {"PARTIAL": partial, "C": 7, "BLOCK": block_size, "SPLIT": 4096, "OWN": own}
+        constants = sizes(shape.short_forward, head_dim, **call)
+        fits(short_blocks.attend, constants, shape.short_forward, dtype, 128, tmp_path)
+        constants = sizes(shape.short_backward, head_dim, **call, SUM=not own)
+        fits(short_blocks.gradients, constants, shape.short_backward, dtype, 512, tmp_path)
 
 
 def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path):
@@ -192,8 +212,8 @@ def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path):
     for kernel, tile, more, allowed in (
         (long_blocks.attend_history, long.forward, {"BLOCK": 4096}, 64),
         (dq.dq_history, long.dq, {"BLOCK": 4096}, 32),
-        (short_blocks.attend, short.short_forward, {"BLOCK": 128, "SPLIT": 4096}, 128),
-        (short_blocks.gradients, short.short_backward, {"BLOCK": 128, "SPLIT": 4096}, 512),
+        (short_blocks.attend, short.short_forward, {"BLOCK": 128, "SPLIT": 4096, "OWN": True}, 128),
+        (short_blocks.gradients, short.short_backward, {"BLOCK": 128, "SPLIT": 4096, "OWN": True, "SUM": True}, 512),
     ):
         fits(kernel, sizes(tile, 128, **sizes_of, **more), tile, "bf16", allowed, tmp_path)
 
@@ -215,12 +235,16 @@ def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
     ("kernel", "constants"),
     [
         (pool._pool, {"D": 128, "UNROLL": 16}),
+        (msa._query_gradients, {"W": 128, "M": msa.QUERY_GRADIENT_ROWS}),
         (lists._count, {"G": 4, "C": 7, "TILE": 64}),
         (lists._sum_chunks, {"CHUNKS": 32, "BLOCKS": 32}),
         (lists._find_starts, {"CHUNKS": 32, "BLOCKS": 32}),
         (lists._place, {"G": 4, "C": 7, "TILE": 64}),
-        (tile_tables._tile_tables, {"RANKED": True, "AT_LEAST": 0, "ROWS": 64, "LISTS": 64, "FILL": 128}),
-        (tile_tables._tile_tables, {"RANKED": False, "AT_LEAST": 1, "ROWS": 4096, "LISTS": 64, "FILL": 128}),
+        (tile_tables._tile_tables, {**TABLES, "RANKED": True, "AT_LEAST": 0, "ROWS": 64}),
+        (
+            tile_tables._tile_tables,
+            {"RANKED": False, "COUNTED": 1, "AT_LEAST": 1, "ROWS": 4096, "LISTS": 64, "FILL": 128},
+        ),
         (tables._token_tables, {"SIZE": 256}),
         (tables._block_bounds, {"SIZE": 256}),
         (combine.combine_out, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 7, "D": 128, "M": 32}),
@@ -240,14 +264,59 @@ def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
         (combine.combine_dq, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 127, "D": 128, "M": 32}),
         (gathered._place_rows, {"G": 4, "C": 127, "M": 64}),
         (packed.pack, {"G": 4, "C": 127, "D": 128, "M": 64}),
+        (choose._choose, {"SLOTS": 64, "M": 8, "N": 512, "num_warps": 4}),
+        (choose._choose, {"SLOTS": 64, "M": 1, "N": 16384, "num_warps": 16}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_the_other_kernels_compile_without_spills(kernel, constants, tmp_path):
-    assert spilled_bytes(compile_for_hopper(kernel, constants), tmp_path) == 0
+    options = {name: constants[name] for name in constants if name == "num_warps"}
+    sizes = {name: constants[name] for name in constants if name not in options}
+    assert spilled_bytes(compile_for_hopper(kernel, sizes, **options), tmp_path) == 0
 
 
 @half
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_probabilities_of_compressed_blocks_fit_and_use_the_matrix_units(head_dim, dtype, tmp_path):
     fits(nsa._probabilities, sizes(nsa.TILE, head_dim), nsa.TILE, dtype, 0, tmp_path)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_of_spans_fit_and_use_the_matrix_units(head_dim, tmp_path):
+    shapes = spans.span_shapes(head_dim)
+    for kernel, shape in (
+        (spans.attend, shapes.forward),
+        (spans.row_gradients, shapes.dq),
+        (spans.key_gradients, shapes.dkdv),
+    ):
+        fits(kernel, sizes(shape, head_dim), shape, "bf16", 0, tmp_path)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_of_windows_fit_and_use_the_matrix_units(head_dim, tmp_path):
+    for kernel, shape in (
+        (infllm_v2._log_sum_exp, infllm_v2.NORMALISER),
+        (infllm_v2._block_scores, infllm_v2.SCORES),
+    ):
+        fits(kernel, sizes(shape, head_dim), shape, "bf16", 0, tmp_path)
+
+
+@half
+@pytest.mark.parametrize(("head_dim", "block_size", "listed"), [(64, 128, True), (128, 128, False), (128, 64, True)])
+def test_index_scores_probabilities_and_their_gradients_fit(head_dim, block_size, listed, dtype, tmp_path):
+    shape = msa.tile_shape(block_size)
+    for attention in (True, False):
+        constants = sizes(shape, head_dim, W=head_dim, LISTED=listed, ATTENTION=attention)
+        compiled = fits(msa._scores, constants, shape, dtype, 0, tmp_path, maxnreg=msa.REGISTERS)
+        assert 2 * compiled.metadata.shared <= SHARED_LIMIT  # two programs on a multiprocessor
+    shape = msa.KEY_GRADIENTS
+    constants = {"W": head_dim, "LISTED": listed, "M": shape.rows, "N": shape.keys}
+    fits(msa._key_gradients, constants, shape, dtype, 0, tmp_path)
+
+
+@half
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (128, 128)])
+def test_largest_probabilities_of_two_blocks_fit(head_dim, block_size, dtype, tmp_path):
+    shape = TileShape(seer.tile_rows(block_size), 0, 4, 3)
+    constants = {"G": 4, "D": head_dim, "BLOCK": block_size, "M": shape.rows}
+    fits(seer._maxima, constants, shape, dtype, 0, tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks import checkpoint_stall, determinism, training
+from benchmarks import checkpoint_stall, determinism
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
@@ -18,7 +18,6 @@ from moba_train.config.stages import resolve_stages
 OPTIONS = argparse.Namespace(
     model="tiny",
     gpus=2,
-    tp=2,
     seq_len=2048,
     sequences_per_gpu=3,
     sequences_per_rank=3,
@@ -51,9 +50,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]
         found.append(load_config(file))
         return SimpleNamespace(returncode=1, stderr="an Error")
 
-    for module in (determinism, training):
-        monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(training, "read_records", lambda path: [])
+    monkeypatch.setattr(determinism, "launch", launch)
     monkeypatch.setattr(checkpoint_stall, "launch_until", launch_until)
     monkeypatch.setattr(checkpoint_stall, "write_corpus", lambda *sizes: None)
     return found
@@ -62,15 +59,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]
 def test_programs_train_as_many_steps_as_asked(launched: list[RunConfig], tmp_path: Path) -> None:
     checkpoint_stall.train(tmp_path, OPTIONS)
     determinism.train(tmp_path / "one", True, OPTIONS)
-    for name in training.VARIANTS:
-        assert training.measure(name, tmp_path, OPTIONS)["error"] == "an Error"
-    assert [resolve_stages(config)[0].steps for config in launched] == [14] + [7] * (1 + len(training.VARIANTS))
+    assert [resolve_stages(config)[0].steps for config in launched] == [14, 7]
     assert {config.batch_tokens for config in launched} == {2 * 3 * 2048}
-    stall, deterministic, *variants = launched
+    stall, deterministic = launched
     assert stall.checkpoint.every == 7
     assert deterministic.deterministic
-    assert {config.parallel.tp for config in variants} == {2}
-    assert [config.compile for config in variants] == ["compiled" in name for name in training.VARIANTS]
 
 
 def test_a_delay_is_the_stall_and_what_the_next_step_takes_longer() -> None:

@@ -71,6 +71,13 @@ def test_a_finished_run_says_so_and_how_to_go_on(run: Run, capsys: pytest.Captur
     assert [record["step"] for record in run.records()][-2:] == [12, 13]
 
 
+def test_a_run_without_checkpoints_trains_to_its_end_and_saves_nothing(run: Run) -> None:
+    assert run.train_here("checkpoint.every=null") == 0
+    assert [record["step"] for record in run.records("metrics")] == list(range(1, 13))
+    assert run.records("checkpoint") == []
+    assert not list((run.run_dir / "checkpoints").glob("step*"))
+
+
 def test_an_error_before_the_first_checkpoint_says_what_is_kept_and_what_to_try(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ from tiny_run import Run
 
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.launch import _stop_limit
-from moba_train.training.stop import LAUNCHER_FOLDER, StopRequest
+from moba_train.training.stop import LAUNCHER_FOLDER, STOPPED_CODE, StopRequest
 from moba_train.training.stop_time import UNMEASURED_S, StopTime
 
 SLOW_STEPS = """
@@ -44,7 +44,7 @@ sys.exit(launch.main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_a_step_that_takes_longer_than_torchrun_waits_is_saved_at_sigterm(run: Run) -> None:
-    """And a second SIGTERM, as schedulers send, changes nothing."""
+    """And a second SIGTERM, as schedulers send, changes nothing. The exit code is the one that is asked for."""
     run.recipe["checkpoint"]["every"] = 100
     recipe = run.write_recipe()
     (run.folder / "impatient.py").write_text(IMPATIENT)
@@ -55,7 +55,13 @@ def test_a_step_that_takes_longer_than_torchrun_waits_is_saved_at_sigterm(run: R
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+        env={
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.getcwd(),
+            STOPPED_CODE: "143",
+        },
     )
     deadline = time.monotonic() + 120
     while not Path(f"{recipe}.began").exists():
@@ -68,7 +74,7 @@ def test_a_step_that_takes_longer_than_torchrun_waits_is_saved_at_sigterm(run: R
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    assert process.returncode == 143, output
     assert "Traceback" not in output
     assert read_meta(run.newest_checkpoint)["progress"]["step"] == 1
 
@@ -88,7 +94,7 @@ def test_the_launcher_is_told_several_times_what_was_measured(tmp_path: Path, mo
     text = times.news()
     assert text is not None
     assert "up to 300 s (a step 145.0 s, a save 60.0 s)" in text
-    assert "--signal=TERM@300" in text
+    assert "--signal=B:USR1@300" in text
     assert request.takes_s == 300
     assert _stop_limit(tmp_path, 30) == 900
     times.step_took(144)
@@ -111,4 +117,4 @@ def test_a_run_says_how_long_it_takes_to_stop(run: Run) -> None:
     assert run.train_here("--stop-at-step", "6") == 0
     (record,) = run.records("stop")
     assert record["stop_s"] % 30 == 0
-    assert f"--signal=TERM@{record['stop_s']}" in record["message"]
+    assert f"--signal=B:USR1@{record['stop_s']}" in record["message"]

@@ -4,7 +4,6 @@ Takes two minutes and root: MOBA_NODES=1 python -m pytest tests/training/test_tw
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from tiny_run import Run, assert_same_tensors
 from trainer_ranks import Ranks
+from two_hosts import TwoHosts
 
 from moba_train.checkpoint.publish import latest_checkpoint
 
@@ -23,54 +23,23 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif("MOBA_NODES" not in os.environ, reason="MOBA_NODES=1 asks for it")
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-class Nodes:
-    """Two hosts, node0 and node1, with two ranks each, that share the file system."""
-
-    def __init__(self) -> None:
-        self.names = [f"moba{os.getpid()}-{number}" for number in (0, 1)]
-
-    def plug_in(self) -> None:
-        for name in self.names:
-            ip("netns", "add", name)
-        ends = [f"mt{os.getpid()}{letter}" for letter in "ab"]
-        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for number, (name, end) in enumerate(zip(self.names, ends, strict=True)):
-            ip("link", "set", end, "netns", name)
-            ip("-n", name, "addr", "add", f"10.213.77.{number + 1}/24", "dev", end)
-            for device in ("lo", end):
-                ip("-n", name, "link", "set", device, "up")
-            hosts = Path("/etc/netns", name, "hosts")  # `ip netns exec` puts it in the place of /etc/hosts
-            hosts.parent.mkdir(parents=True)
-            hosts.write_text("127.0.0.1 localhost\n10.213.77.1 node0\n10.213.77.2 node1\n")
-
-    def unplug(self) -> None:
-        for name in self.names:
-            with suppress(subprocess.CalledProcessError, OSError):
-                ip("netns", "delete", name)
-            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
-
-    def launch(self, number: int, recipe: Path) -> subprocess.Popen[str]:
-        """`launch/multinode.sh` as a user gives it on that node, two ranks on the CPU."""
-        places = {"NODES": "2", "NODE_RANK": str(number), "MASTER": "node0", "GPUS": "2", "RESTARTS": "3"}
-        launcher = f"hostname node{number} && exec bash launch/multinode.sh {recipe}"
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.names[number], "unshare", "--uts", "bash", "-c", launcher],
-            cwd=ROOT,
-            env=os.environ | places | {"MOBA_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+def launch(hosts: TwoHosts, number: int, recipe: Path) -> subprocess.Popen[str]:
+    """`launch/multinode.sh` as a user gives it on that host, two ranks on the CPU."""
+    places = {"NODES": "2", "NODE_RANK": str(number), "MASTER": "node0", "GPUS": "2", "RESTARTS": "3"}
+    return subprocess.Popen(
+        hosts.on(number, ["bash", "launch/multinode.sh", str(recipe)]),
+        cwd=ROOT,
+        env=os.environ | places | {"MOBA_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 @pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    made = Nodes()
+def hosts() -> Iterator[TwoHosts]:
+    made = TwoHosts()
     try:
         made.plug_in()
     except (subprocess.CalledProcessError, OSError) as error:
@@ -90,7 +59,7 @@ def rank_of(launcher: subprocess.Popen[str], rank: int) -> int:
 
 
 def test_two_nodes_train_as_one_and_go_on_after_one_lost_a_rank(
-    run: Run, corpora: Path, tmp_path: Path, nodes: Nodes, ranks: Ranks
+    run: Run, corpora: Path, tmp_path: Path, hosts: TwoHosts, ranks: Ranks
 ) -> None:
     """A sequence over all four ranks, heads exchanged inside a node and keys between them."""
     (tmp_path / "undisturbed").mkdir()
@@ -101,7 +70,7 @@ def test_two_nodes_train_as_one_and_go_on_after_one_lost_a_rank(
         one.recipe["stages"][1]["tokens"] = "20K"
     ranks.train(undisturbed, 4, per_node=2)
 
-    launchers = [nodes.launch(number, run.write_recipe()) for number in (0, 1)]
+    launchers = [launch(hosts, number, run.write_recipe()) for number in (0, 1)]
     try:
         deadline = time.monotonic() + 120
         while latest_checkpoint(run.run_dir / "checkpoints") is None:

@@ -3,7 +3,9 @@
 attention     `BlockAttention`: takes selected block ids from any selector, and attends
 given         `GivenBlocks`: as a `LocalAttention`, for kinds that select outside of it
 summed        `SummedBlocks`: a softmax for each block, and the results added up
-shared        `SharedBlocks`: for selections that the query heads of a group share, in less memory
+shared        `SharedBlocks`: for selections that the query heads of a group share, in less memory, and local blocks
+spans         local blocks, and all blocks of queries near a document's start: one span of neighbouring keys
+dense_or_sparse  base class: full attention where no block can be left out
 choose        the blocks with the highest scores, for kinds that score all of them
 geometry      which tokens are in which block
 available     whether the Triton kernels can run

@@ -4,11 +4,13 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moba_train.attention.blocks.backends import Backend, pick_backend
+from moba_train.attention.blocks.spans import KeySpans
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
 
 
@@ -30,7 +32,7 @@ class BlockAttention:
 
     def selection(self, selected_HTC: Tensor, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
         """The selected blocks of the layout's queries, and what the backend keeps with them."""
-        backend = self._backend(q_THD, layout, selected_HTC)
+        backend = self._picked(q_THD, layout, selected_HTC.shape[2])
         return (selected_HTC, *backend.block_lists(selected_HTC, layout, kv_heads, self.block_size))
 
     def empty_selection(self, selected: int, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
@@ -39,25 +41,43 @@ class BlockAttention:
         backend = self.pick(q_THD, layout, selected)  # not kept: sizes may be symbolic in torch.compile's tracing
         return (selected_HTC, *backend.empty_block_lists(selected_HTC, layout, kv_heads, self.block_size))
 
+    def takes_spans(self, q_THD: Tensor, layout: Layout, selected: int) -> bool:
+        """Whether `attend` takes spans for queries like these: the Triton kernels do."""
+        return self._picked(q_THD, layout, selected).NAME == "triton"
+
     def attend(
-        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
+        self,
+        q_THD: Tensor,
+        k_SKD: Tensor,
+        v_SKD: Tensor,
+        layout: Layout,
+        selection: Selection,
+        spans: KeySpans | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """out [T, H, D] and lse [H, T] over the own and the selected blocks, as far as their keys are given."""
-        backend = self._backend(q_THD, layout, selection[0])
-        return backend.attend(q_THD, k_SKD, v_SKD, layout, selection, block_size=self.block_size, scale=self.scale)
+        """out [T, H, D] and lse [H, T] over the own and the selected blocks, as far as their keys are given.
 
-    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
+        `spans`: what each query attends to in place of its own block (`takes_spans`), none of it in a selected one.
+        """
+        backend = self._picked(q_THD, layout, selection[0].shape[2])
+        return backend.attend(q_THD, k_SKD, v_SKD, layout, selection, **self._arguments(spans))
+
+    def attend_backward(
+        self, state: BackwardState, layout: Layout, selection: Selection, spans: KeySpans | None = None
+    ) -> Gradients:
         """(dq, dk, dv) of `attend`."""
-        backend = self._backend(state.q, layout, selection[0])
-        return backend.attend_backward(state, layout, selection, block_size=self.block_size, scale=self.scale)
+        backend = self._picked(state.q, layout, selection[0].shape[2])
+        return backend.attend_backward(state, layout, selection, **self._arguments(spans))
 
-    def _backend(self, q_THD: Tensor, layout: Layout, selected_HTC: Tensor) -> Backend:
+    def _arguments(self, spans: KeySpans | None) -> dict[str, Any]:
+        sizes = {"block_size": self.block_size, "scale": self.scale}
+        return sizes if spans is None else {**sizes, "spans": spans}
+
+    def _picked(self, q_THD: Tensor, layout: Layout, selected: int) -> Backend:
         """Picked once for a layout and kept with it.
 
         Around a ring, `attend` meets layouts that `selection` did not, of a part of the keys: there the reference may
         take the call, whatever made the selection.
         """
-        selected = selected_HTC.shape[2]
         key = ("block backend", self, selected, q_THD.shape, q_THD.dtype, q_THD.device)
         return layout.cached(key, lambda: self.pick(q_THD, layout, selected))
 

@@ -30,6 +30,13 @@ def triton_runs_on(x: Tensor) -> bool:
     return has_triton() and (x.is_cuda or interpreted())
 
 
+def triton_multiplies(x: Tensor) -> bool:
+    """Whether kernels that multiply rows like those of `x` ([..., width]) can run: 16-bit dtypes on CUDA, and widths
+    that a tile holds."""
+    half = x.dtype in (torch.float16, torch.bfloat16) or (interpreted() and x.dtype == torch.float32)
+    return triton_runs_on(x) and half and x.shape[-1] in (16, 32, 64, 128)
+
+
 def triton_limits(head_dim: int, selected: int) -> str:
     """Why the kernels cannot work on any machine with heads of this width and `selected` blocks of a query besides its
     own; empty when they can."""

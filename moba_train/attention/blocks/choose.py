@@ -3,11 +3,13 @@
 Shape suffixes: t queries of a chunk, N blocks of the packed sequence, H heads (or groups of heads), C selected blocks.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moba_train.attention.blocks.available import triton_runs_on
 from moba_train.attention.blocks.geometry import block_ids, first_blocks
 from moba_train.attention.protocol import Layout
 
@@ -43,14 +45,27 @@ def choose_blocks(scores_HtN: Tensor, queries: QueryBlocks, count: int, *, first
     block are chosen before all others and count towards `count`, except for the own block, which is not listed. Of
     equal scores the lower block id wins.
     """
+    count = min(count, scores_HtN.shape[-1])
+    kernel = _kernel(scores_HtN)
+    if kernel is not None:
+        return kernel(scores_HtN, queries.own_t, queries.first_t, count, first=first, local=local)
     ids_N = torch.arange(scores_HtN.shape[-1], device=scores_HtN.device)
     own_t1, first_t1 = (x.unsqueeze(-1) for x in queries)
     history_tN = (first_t1 <= ids_N) & (ids_N < own_t1)
     forced_tN = history_tN & ((ids_N < first_t1 + first) | (ids_N > own_t1 - local))
     scores_HtN = scores_HtN.masked_fill(~history_tN, -torch.inf).masked_fill(forced_tN, torch.inf)
-    values_HtC, chosen_HtC = _highest(scores_HtN, min(count, len(ids_N)))
+    values_HtC, chosen_HtC = _highest(scores_HtN, count)
     chosen_HtC = torch.where(values_HtC == -torch.inf, len(ids_N), chosen_HtC).sort(-1).values
     return torch.where(chosen_HtC == len(ids_N), -1, chosen_HtC).int()
+
+
+def _kernel(scores_HtN: Tensor) -> Callable[..., Tensor] | None:
+    """The same in Triton, imported at the first use; None where it cannot take scores like these."""
+    if not triton_runs_on(scores_HtN):
+        return None
+    from moba_train.attention.blocks.triton import choose
+
+    return choose.choose_blocks if choose.able(scores_HtN) else None
 
 
 def _highest(scores_HtN: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -48,8 +48,8 @@ class GateOptions(Section):
     backend: Literal["auto", "triton", "composed", "reference"] = Field(
         "auto",
         description="how attention to the selected blocks is computed; triton: kernels for CUDA and 16-bit dtypes; "
-        "composed: varlen flash attention over gathered queries, then a merge; reference: plain PyTorch, any device; "
-        "auto: triton where it can run, else composed where it can run",
+        "composed: varlen flash attention over gathered queries, then a merge; reference: plain PyTorch, any device, "
+        "and for the gate too; auto: triton where it can run, else composed where it can run",
     )
 
 

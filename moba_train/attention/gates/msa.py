@@ -75,7 +75,8 @@ class MsaKind(DistilledGate):
         """The blocks with the best tokens, equal for the heads of a group."""
         options = self.gate_options
         where = layout_arguments(shard.layout)
-        selected_KnC = operators.select(*features, *where, options.block_size, options.topk - 1)
+        reference = options.backend == "reference"
+        selected_KnC = operators.select(*features, *where, options.block_size, options.topk - 1, reference)
         return selected_KnC.repeat_interleave(q_nHd.shape[1] // len(selected_KnC), 0)
 
     def divergence(
@@ -91,9 +92,8 @@ class MsaKind(DistilledGate):
         group = q_nHd.shape[1] // k_TKd.shape[1]
         selected_KnC = None if selected_HnC is None else selected_HnC[::group]
         where = layout_arguments(shard.layout)
-        return operators.distill(
-            *features, q_nHd, k_TKd, lse_Hn, selected_KnC, *where, self.gate_options.block_size, self.full.scale
-        )
+        sizes = self.gate_options.block_size, self.full.scale, self.gate_options.backend == "reference"
+        return operators.distill(*features, q_nHd, k_TKd, lse_Hn, selected_KnC, *where, *sizes)
 
     def gate_flops(self, model: ModelConfig, lengths: Sequence[int], full_pairs: float) -> float:
         """Two projections, index scores of all earlier tokens and, while the gate learns, of q and k in the blocks that

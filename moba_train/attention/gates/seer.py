@@ -100,7 +100,8 @@ class SeerKind(DistilledGate):
         assert selected_HnC is None, "the gate learns the map of full attention"
         block_size = self.gate_options.block_size
         where = layout_arguments(shard.layout)
-        own_map, ids_E, rows_EHN = operators.attention_map(q_nHd, k_TKd, lse_Hn, *where, block_size, self.full.scale)
+        sizes = block_size, self.full.scale, self.gate_options.backend == "reference"
+        own_map, ids_E, rows_EHN = operators.attention_map(q_nHd, k_TKd, lse_Hn, *where, *sizes)
         edges = shard.all_ranks(ids_E), shard.all_ranks(rows_EHN)
         kl_n, _ = operators.distill(*features, own_map, *edges, *where, len(q_nHd), block_size)
         return kl_n

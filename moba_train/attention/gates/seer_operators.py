@@ -1,40 +1,33 @@
 """What the kind `seer` computes from q, k and block-level features, as torch operators: torch.compile keeps them whole.
 
-The layout comes as `operators.layout_arguments`, always the last arguments before the numbers.
+Callers give `operators.layout_arguments` in place of the layout, always the last arguments before the numbers.
 
 Shape suffixes: n queries of this rank, T tokens of the sequence, N blocks of the sequence, l blocks that hold queries
 of this rank (a bound), c a chunk of these, B tokens of a block, H query heads, K key/value heads, G = H / K, d head
 width, w width of the gate, E edge blocks of a rank, R ranks, C selected blocks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moba_train.attention.blocks.available import triton_multiplies
 from moba_train.attention.blocks.choose import QueryBlocks, choose_blocks
 from moba_train.attention.blocks.geometry import block_bound
 from moba_train.attention.gates.grid import EDGES, QueryRows, block_grid, causal_chunks, query_rows, query_rows_bound
 from moba_train.attention.masked import accumulation_dtype
-from moba_train.attention.operators import argument_layout
+from moba_train.attention.operators import with_layout
 from moba_train.attention.protocol import Layout
 
 
 @torch.library.custom_op("moba_train::seer_pool", mutates_args=())
-def pool(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
-    block_size: int,
-) -> tuple[Tensor, Tensor]:
+@with_layout
+def pool(q: Tensor, k: Tensor, layout: Layout, block_size: int) -> tuple[Tensor, Tensor]:
     """This rank's part of the pooled q and k, in float32 or float64: sums [N, H + K, d] of q and k over the rank's
     tokens of each block, and the maxima [N, 2 K, d] of k and -k (-inf without tokens). Without gradient."""
-    layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
     rows = query_rows(layout, block_size)
     ids_l = rows.ids_l[: rows.count]
     present_lB11 = rows.present_lB[: rows.count, :, None, None]
@@ -53,39 +46,21 @@ def pool(
 
 
 @pool.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
-    block_size: int,
-) -> tuple[Tensor, Tensor]:
-    blocks = block_bound(Layout(cu_seqlens, max_seqlen, total), block_size)
+@partial(with_layout, traced=True)
+def _(q: Tensor, k: Tensor, layout: Layout, block_size: int) -> tuple[Tensor, Tensor]:
+    blocks = block_bound(layout, block_size)
     dtype = accumulation_dtype(q.dtype)
     shape = (blocks, q.shape[1] + k.shape[1], q.shape[2])
     return q.new_empty(shape, dtype=dtype), q.new_empty((blocks, 2 * k.shape[1], q.shape[2]), dtype=dtype)
 
 
 @torch.library.custom_op("moba_train::seer_select", mutates_args=())
+@with_layout
 def select(
-    q_gate: Tensor,
-    k_gate: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
-    queries: int,
-    block_size: int,
-    count: int,
-    threshold: float | None,
+    q_gate: Tensor, k_gate: Tensor, layout: Layout, queries: int, block_size: int, count: int, threshold: float | None
 ) -> Tensor:
     """The history blocks of each query, int32 [H, n, C], equal for all queries of a block; from the gate's features of
     all blocks, [N, H, w] and [N, K, w]. Without gradient."""
-    layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
     rows = query_rows(layout, block_size)
     listed = min(count, block_bound(layout, block_size))
     selected_HlC = torch.full((q_gate.shape[1], rows.bound, listed), -1, dtype=torch.int32, device=q_gate.device)
@@ -101,20 +76,11 @@ def select(
 
 
 @select.register_fake
+@partial(with_layout, traced=True)
 def _(
-    q_gate: Tensor,
-    k_gate: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
-    queries: int,
-    block_size: int,
-    count: int,
-    threshold: float | None,
+    q_gate: Tensor, k_gate: Tensor, layout: Layout, queries: int, block_size: int, count: int, threshold: float | None
 ) -> Tensor:
-    listed = min(count, block_bound(Layout(cu_seqlens, max_seqlen, total), block_size))
+    listed = min(count, block_bound(layout, block_size))
     return q_gate.new_empty((q_gate.shape[1], queries, listed), dtype=torch.int32)
 
 
@@ -139,25 +105,41 @@ def _candidates(rows: QueryRows, part: slice, blocks: slice) -> Tensor:
 
 
 @torch.library.custom_op("moba_train::seer_map", mutates_args=())
+@with_layout
 def attention_map(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
-    block_size: int,
-    scale: float,
+    q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float, reference: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The largest probability of full attention between the queries of each of this rank's blocks and the keys of each
     block, float32 or float64 [H, l, N]; and those of its rows that other ranks may share: their block ids [E] (-1:
     none) and the rows [E, H, N]. Without gradient.
 
     q [n, H, d] of this rank, k [T, K, d] of all tokens, both rotated; lse [H, n] of full attention.
+    `reference`: in plain PyTorch; else by a Triton kernel where it can run.
     """
-    layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
+    if not reference and (kernel := _kernel(q, block_size)):
+        map_HlN = kernel(q, k, lse, layout, block_size, scale)
+    else:
+        map_HlN = _block_maxima(q, k, lse, layout, block_size, scale)
+    rows = query_rows(layout, block_size)
+    edge_ids_E = torch.full((EDGES,), -1, device=q.device)
+    edge_rows_EHN = map_HlN.new_zeros((EDGES, *map_HlN.shape[::2]))
+    for place, row in enumerate(rows.edges):
+        edge_ids_E[place] = rows.ids_l[row]
+        edge_rows_EHN[place] = map_HlN[:, row]
+    return map_HlN, edge_ids_E, edge_rows_EHN
+
+
+def _kernel(q_nHd: Tensor, block_size: int) -> Callable[..., Tensor] | None:
+    """`_block_maxima` in Triton, imported at the first use; None where it cannot take these queries and blocks."""
+    if not triton_multiplies(q_nHd):
+        return None
+    from moba_train.attention.gates import seer_kernel
+
+    return seer_kernel.block_maxima if seer_kernel.able(block_size) else None
+
+
+def _block_maxima(q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float) -> Tensor:
+    """The largest probabilities [H, l, N]; 0 for blocks that a row does not see."""
     grid = block_grid(layout, block_size)
     rows = query_rows(layout, block_size)
     dtype = accumulation_dtype(q.dtype)
@@ -178,28 +160,14 @@ def attention_map(
             p_Gxs.masked_fill_(~seen_xs, 0.0)
             p_GcBbB = p_Gxs.view(group, part.stop - part.start, block_size, -1, block_size)
             map_HlN[own, part, blocks] = p_GcBbB.amax((2, 4))
-    edge_ids_E = torch.full((EDGES,), -1, device=q.device)
-    edge_rows_EHN = map_HlN.new_zeros((EDGES, heads, blocks_N))
-    for place, row in enumerate(rows.edges):
-        edge_ids_E[place] = rows.ids_l[row]
-        edge_rows_EHN[place] = map_HlN[:, row]
-    return map_HlN, edge_ids_E, edge_rows_EHN
+    return map_HlN
 
 
 @attention_map.register_fake
+@partial(with_layout, traced=True)
 def _(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
-    block_size: int,
-    scale: float,
+    q: Tensor, k: Tensor, lse: Tensor, layout: Layout, block_size: int, scale: float, reference: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    layout = Layout(cu_seqlens, max_seqlen, total)
     blocks = block_bound(layout, block_size)
     dtype = accumulation_dtype(q.dtype)
     map_HlN = q.new_empty((q.shape[1], query_rows_bound(q.shape[0], layout, block_size), blocks), dtype=dtype)
@@ -208,17 +176,14 @@ def _(
 
 
 @torch.library.custom_op("moba_train::seer_distill", mutates_args=())
+@with_layout
 def distill(
     q_gate: Tensor,
     k_gate: Tensor,
     attention_map: Tensor,
     edge_ids: Tensor,
     edge_rows: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
+    layout: Layout,
     queries: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
@@ -228,7 +193,6 @@ def distill(
     each row divided by its sum. The divergence is that of the gate's softmax over blocks from it; gradients reach the
     gate's features [N, H, w] and [N, K, w] of all blocks.
     """
-    layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
     rows = query_rows(layout, block_size)
     target_HlN = attention_map.clone()
     for row in rows.edges:
@@ -244,17 +208,14 @@ def distill(
 
 
 @distill.register_fake
+@partial(with_layout, traced=True)
 def _(
     q_gate: Tensor,
     k_gate: Tensor,
     attention_map: Tensor,
     edge_ids: Tensor,
     edge_rows: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
+    layout: Layout,
     queries: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
@@ -262,20 +223,10 @@ def _(
 
 
 @torch.library.custom_op("moba_train::seer_distill_backward", mutates_args=())
+@with_layout
 def _distill_backward(
-    grad_kl: Tensor,
-    q_gate: Tensor,
-    k_gate: Tensor,
-    target: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor | None,
-    max_seqlen: int,
-    total: int,
-    q_ranges: Sequence[int],
-    queries: int,
-    block_size: int,
+    grad_kl: Tensor, q_gate: Tensor, k_gate: Tensor, target: Tensor, layout: Layout, queries: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    layout = argument_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges)
     rows = query_rows(layout, block_size)
     heads = q_gate.shape[1]
     kv_heads, width = k_gate.shape[1:]

@@ -14,15 +14,18 @@ from torch import Tensor, nn
 from moba_train.attention.blocks.attention import BlockAttention
 from moba_train.attention.full import FullAttention
 from moba_train.attention.infllm.memory import MemorySizes, attend_to_memory, readers, representative_keys
-from moba_train.attention.infllm.window import attend_to_window
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.merge import merge
 from moba_train.attention.moba.kind import attended_pairs
 from moba_train.attention.shard import Shard
+from moba_train.attention.window import WindowAttention
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from moba_train.config.quantities import Length
 from moba_train.errors import UserError
+
+_ROWS_MERGED = 4096
+"""Queries whose results are merged at once: in float32, so in several times the memory of 16 bits."""
 
 
 class InfLLMOptions(Section):
@@ -57,6 +60,8 @@ class InfLLMKind(AttentionKind):
         )
         self.scale = head_dim**-0.5
         self.full = FullAttention(FullAttention.Options(), head_dim)
+        backend = "reference" if options.backend == "reference" else "auto"
+        self.window = WindowAttention(options.window, head_dim, backend)
         self.blocks = BlockAttention(options.block_size, self.scale, options.backend, "attention.infllm.backend")
         self.attentions = ()
 
@@ -86,18 +91,19 @@ class InfLLMKind(AttentionKind):
             )
         shard = layer.shard
         layout = shard.layout
-        q_nHd = shard.own(layer.rotate(layer.q_THd))
+        q_nHd = shard.own(layer.q_THd)
+        near_q_nHd = shard.own(layer.rotate(layer.q_THd))
         unrotated_k_TKd = shard.gather("keys", shard.own(layer.k_TKd))
         v_TKd = shard.gather("values", shard.own(layer.v_TKd))
         kv_heads = v_TKd.shape[1]
-        queries_TKd = shard.gather("queries", q_nHd.unflatten(1, (kv_heads, -1)).sum(2))
+        queries_TKd = shard.gather("queries", near_q_nHd.unflatten(1, (kv_heads, -1)).sum(2))
         k_TKd = layer.rotate_at(unrotated_k_TKd, layout.positions(layout.k_tokens, layout.k_documents))
         if shard.attends_to_all:
-            out_nHd, _ = shard.attend(q_nHd, k_TKd, v_TKd, self.full)
+            out_nHd, _ = shard.attend(near_q_nHd, k_TKd, v_TKd, self.full)
         else:
             far_k_TKd = layer.rotate_at(unrotated_k_TKd, torch.zeros_like(layout.k_tokens))
-            far_q_nHd = layer.rotate_at(shard.own(layer.q_THd), torch.full_like(layout.q_tokens, self.sizes.window - 1))
-            out_nHd = self._attend(q_nHd, far_q_nHd, k_TKd, far_k_TKd, v_TKd, queries_TKd, shard)
+            far_q_nHd = layer.rotate_at(q_nHd, torch.full_like(layout.q_tokens, self.sizes.window - 1))
+            out_nHd = self._attend(near_q_nHd, far_q_nHd, k_TKd, far_k_TKd, v_TKd, queries_TKd, shard)
         return shard.padded(out_nHd), None
 
     @torch.compiler.disable
@@ -114,7 +120,7 @@ class InfLLMKind(AttentionKind):
         """One softmax over the window and the memory. The `far` tensors are rotated as beyond the window."""
         layout = shard.layout
         with torch.autocast(q_nHd.device.type, enabled=False):
-            out_nHd, lse_Hn = attend_to_window(q_nHd, k_TKd, v_TKd, layout, self.sizes.window, self.scale)
+            out_nHd, lse_Hn = self.window.attend(q_nHd, k_TKd, v_TKd, layout, ())
             rows_m, readers_layout = readers(layout, self.sizes.window)
             if not len(rows_m):
                 return out_nHd
@@ -122,7 +128,9 @@ class InfLLMKind(AttentionKind):
             memory_mHd, memory_lse_Hm = attend_to_memory(
                 far_q_nHd[rows_m], far_k_TKd, v_TKd, representatives, readers_layout, self.blocks, self.sizes
             )
-            out_nHd[rows_m], _ = merge(out_nHd[rows_m], lse_Hn[:, rows_m], memory_mHd, memory_lse_Hm)
+            parts = rows_m.split(_ROWS_MERGED), memory_mHd.split(_ROWS_MERGED), memory_lse_Hm.split(_ROWS_MERGED, 1)
+            for rows_r, *memory in zip(*parts, strict=True):
+                out_nHd[rows_r], _ = merge(out_nHd[rows_r], lse_Hn[:, rows_r], *memory)
         return out_nHd
 
     def attended_pairs(self, lengths: Sequence[int]) -> float:

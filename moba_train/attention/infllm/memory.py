@@ -8,6 +8,7 @@ Shape suffixes: n queries that have a memory, t a chunk of them, T keys of the w
 block, H query heads, K key/value heads, D head width, C selected blocks.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from moba_train.attention.blocks.attention import BlockAttention
 from moba_train.attention.blocks.choose import choose_blocks, query_blocks
 from moba_train.attention.blocks.geometry import block_edges
-from moba_train.attention.infllm.window import query_ranges
 from moba_train.attention.masked import accumulation_dtype, query_chunks
 from moba_train.attention.protocol import Layout, joined_ranges
 
@@ -49,11 +49,14 @@ def readers(layout: Layout, window: int) -> Readers:
     def make() -> Readers:
         rows = []
         ranges = []
-        for row, (start, stop), document in query_ranges(layout):
-            first = max(start, document.start + window)
-            if first < stop:
-                rows.append(torch.arange(row + first - start, row + stop - start))
-                ranges.append((first - window, stop - window))
+        row = 0
+        for start, stop in ((0, layout.total),) if layout.q_ranges is None else layout.q_ranges:
+            for begin, end in pairwise(layout.edges):
+                first, last = max(start, begin + window), min(stop, end)
+                if first < last:
+                    rows.append(torch.arange(row + first - start, row + last - start))
+                    ranges.append((first - window, last - window))
+            row += stop - start
         rows_n = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
         device = layout.cu_seqlens.device
         return Readers(rows_n.to(device, non_blocking=True), layout.part(joined_ranges(ranges), None))

@@ -1,6 +1,6 @@
-"""InfLLM-V2 as a LocalAttention: mean keys score blocks, `BlockAttention` attends to the selected ones.
+"""InfLLM-V2 as a LocalAttention: mean keys score blocks, `SharedBlocks` attends to the best and to local ones.
 
-Shape suffixes: T queries, t a chunk of them, S keys, U units, H query heads, K key/value heads, D head width,
+Shape suffixes: T queries, t a chunk of them, S keys, U units, N blocks, H query heads, K key/value heads, D head width,
 C selected blocks.
 """
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from moba_train.attention.blocks.attention import BlockAttention
 from moba_train.attention.blocks.choose import QueryBlocks, choose_blocks, query_blocks
+from moba_train.attention.blocks.dense_or_sparse import DenseOrSparse
 from moba_train.attention.blocks.geometry import block_bound
 from moba_train.attention.blocks.shared import SharedBlocks
-from moba_train.attention.decoding import CachedKeys, kernel_decodes
+from moba_train.attention.blocks.spans import LocalBlocks
 from moba_train.attention.full import FullAttention
-from moba_train.attention.infllm_v2.scores import WindowSizes, block_scores, reach, window_means
-from moba_train.attention.masked import query_chunks
+from moba_train.attention.infllm_v2.scores import BlockScores, WindowSizes, window_means
 from moba_train.attention.moba.attention import pick_selector
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.attention.protocol import Layout, Selection
 from moba_train.config.base import Section
 from moba_train.config.quantities import Length
 
 
-class InfLLMV2Attention(LocalAttention):
+class InfLLMV2Attention(DenseOrSparse):
     """Each query attends to the first blocks of its document, to the local ones and to those with the highest scores;
     queries near the start of a document attend to everything."""
 
@@ -77,6 +77,7 @@ class InfLLMV2Attention(LocalAttention):
                 found.append(f"window: given {self.window}; allowed: at most block_size {self.block_size}")
             return found
 
+    blocks: SharedBlocks
     couples_heads = True
     work_grows = False  # every query attends to topk blocks; the scores, which do grow, are small
 
@@ -85,17 +86,25 @@ class InfLLMV2Attention(LocalAttention):
         if problems := options.contradictions():
             raise ValueError("; ".join(problems))
         self.options = options
+        self.backend = options.backend
         self.alignment = options.stride
         self.scale = head_dim**-0.5
         self.dense = FullAttention(FullAttention.Options(), head_dim)
         self.blocks = SharedBlocks(
-            BlockAttention(options.block_size, self.scale, options.backend, "attention.infllm_v2.backend")
+            BlockAttention(options.block_size, self.scale, options.backend, "attention.infllm_v2.backend"),
+            LocalBlocks(options.block_size, options.local_blocks, options.dense_len),
         )
+        self.scores = BlockScores(options.sizes, self.scale)
 
     @property
     def block_size(self) -> int:
         """Tokens of the blocks that `selected_blocks` counts."""
         return self.options.block_size
+
+    @property
+    def dense_tokens(self) -> int:
+        """Tokens of topk blocks, or `dense_len` if that is more."""
+        return self.options.dense_tokens
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
         """The mean key of every unit of `stride` tokens, [U, K, D]; zeros for units without given keys."""
@@ -104,91 +113,35 @@ class InfLLMV2Attention(LocalAttention):
         return pool(k_SKD, layout, stride)
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """The history blocks that each group of query heads selects, int32 [K, T, C], as `SharedBlocks` keeps them;
-        nothing where every block is selected."""
-        if self._is_dense(layout):
+        """The history blocks that each group of query heads selects besides the local ones, int32 [K, T, C], as
+        `SharedBlocks` keeps them; nothing where every block is selected."""
+        if self.is_dense(layout):
             return ()
         assert summaries is not None
-        queries, heads, _ = q_THD.shape
-        q_THD, summaries = q_THD.detach(), summaries.detach()
-        windows_UKD = window_means(summaries, self.options.sizes)
-        selected_KTC = q_THD.new_empty((summaries.shape[1], queries, self._count(layout)), dtype=torch.int32)
-        for rows in query_chunks(queries, heads * len(summaries), q_THD.device):
-            selected_KTC[:, rows] = self._choose(q_THD[rows], windows_UKD, layout, rows)
-        return self.blocks.selection(selected_KTC, q_THD)
-
-    def _choose(self, q_tHD: Tensor, windows_UKD: Tensor, layout: Layout, rows: slice) -> Tensor:
-        """int32 [K, t, C] of a chunk of the queries."""
-        options = self.options
-        within = reach(layout, rows, options.sizes)
-        own_t, first_t = query_blocks(layout, options.block_size).rows(rows)
-        count = self._count(layout)
-        history_tC = first_t.unsqueeze(1) + torch.arange(count, device=q_tHD.device)
-        history_tC = torch.where(history_tC < own_t.unsqueeze(1), history_tC, -1).int()
-        if within.longest <= options.dense_tokens:
-            return history_tC.expand(windows_UKD.shape[1], -1, -1)
-        scores_KtN = block_scores(q_tHD, windows_UKD, layout, rows, within, options.sizes, self.scale)
-        before = within.blocks.start
-        chosen_KtC = choose_blocks(
-            scores_KtN,
-            QueryBlocks(own_t - before, first_t - before),
-            options.topk - 1,
-            first=options.first_blocks,
-            local=options.local_blocks,
-        )
-        chosen_KtC = torch.where(chosen_KtC < 0, -1, chosen_KtC + before)
-        missing = count - chosen_KtC.shape[-1]
-        chosen_KtC = torch.nn.functional.pad(chosen_KtC, (0, missing), value=-1)
-        positions_t = layout.positions(layout.q_tokens[rows], layout.q_documents[rows])
-        return torch.where((positions_t < options.dense_len).unsqueeze(1), history_tC, chosen_KtC)
+        local_T2 = self.blocks.local.history(layout).long()
+        first_T = query_blocks(layout, self.options.block_size).first_t
+        selected_KTC = q_THD.new_full((summaries.shape[1], len(q_THD), self._count(layout)), -1, dtype=torch.int32)
+        windows_UKD = window_means(summaries.detach(), self.options.sizes)
+        kernels = self.options.backend != "reference"
+        for rows, blocks, scores_KtN in self.scores.chunks(q_THD.detach(), windows_UKD, layout, kernels=kernels):
+            # What lies before the first local block; nothing, where that is the document's first.
+            candidates = QueryBlocks(local_T2[rows, 0] - blocks.start, first_T[rows] - blocks.start)
+            chosen_KtC = choose_blocks(scores_KtN, candidates, self._count(layout), first=self.options.first_blocks)
+            selected_KTC[:, rows, : chosen_KtC.shape[-1]] = torch.where(chosen_KtC < 0, -1, chosen_KtC + blocks.start)
+        return self.blocks.selection(selected_KTC, q_THD, layout)
 
     def selected_blocks(self, selection: Selection) -> Tensor | None:
-        """int32 [H, T, C], equal for the query heads of a group; None where every block is selected."""
+        """int32 [H, T, C], local blocks included, equal for the query heads of a group; None where every block is
+        selected."""
         return self.blocks.selected_blocks(selection) if selection else None
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
-        if self._is_dense(layout):
+        if self.is_dense(layout):
             return ()
-        return self.blocks.empty_selection(self._count(layout), q_THD, kv_heads=k_SKD.shape[1])
-
-    def attend(
-        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
-    ) -> tuple[Tensor, Tensor]:
-        """(out [T, H, D], lse [H, T]) over the given keys of the own and the selected blocks."""
-        attend = self.dense.attend if self._is_dense(layout) else self.blocks.attend
-        return attend(q_THD, k_SKD, v_SKD, layout, selection)
-
-    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
-        """(dq, dk, dv) of `attend`."""
-        attend_backward = self.dense.attend_backward if self._is_dense(layout) else self.blocks.attend_backward
-        return attend_backward(state, layout, selection)
-
-    def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
-        """(out [B, H, D], lse [H, B]) of the newest token of each sequence; with a kernel of its own on CUDA."""
-        layout = cached.layout
-        block_size = self.options.block_size
-        if self._is_dense(layout):
-            return self.dense.decode(q_BHD, cached)
-        if self.options.backend not in ("auto", "triton") or not kernel_decodes(q_BHD, block_size):
-            return super().decode(q_BHD, cached)
-        from moba_train.attention.decoding.kernel import decode
-
-        ids_KBC, _ = self.select(q_BHD, cached.summaries, layout)
-        first_B1 = query_blocks(layout, block_size).first_t.unsqueeze(1)
-        selected_KBC = torch.where(ids_KBC < 0, -1, ids_KBC - first_B1).int()
-        return decode(q_BHD, cached, scale=self.scale, block_size=block_size, selected_HBC=selected_KBC)
-
-    def _is_dense(self, layout: Layout) -> bool:
-        """Whether no document is long enough for a query to leave a block out: then full attention is faster."""
-        return self.options.backend == "auto" and layout.max_seqlen <= self.options.dense_tokens
+        return self.blocks.empty_selection(self._count(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
 
     def _count(self, layout: Layout) -> int:
-        """C: history blocks of a query, at most; the own block is one of `topk`.
-
-        It follows from sizes alone, which tracing knows. A query at position dense_len - 1 attends to all blocks of the
-        first dense_len tokens: 128 with the defaults, as many as the kernels hold.
-        """
+        """C: selected blocks of a query besides the local ones, at most; from sizes alone, which tracing knows."""
         options = self.options
-        dense_blocks = -(-min(options.dense_len, layout.max_seqlen) // options.block_size)
-        return min(max(options.topk, dense_blocks) - 1, block_bound(layout, options.block_size))
+        return min(options.topk - options.local_blocks, block_bound(layout, options.block_size))

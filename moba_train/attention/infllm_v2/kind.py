@@ -53,12 +53,12 @@ class InfLLMV2Kind(AttentionKind):
         return super().flops(model, lengths) + 2 * model.heads * model.head_width * windows
 
     def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
-        """The selected block ids of each key/value head, int32; none where every block is selected."""
+        """The selected block ids of each key/value head and two numbers for the local ones, int32; none where every
+        block is selected."""
         options = self._options
         if seq_len <= options.dense_tokens:
             return 0
-        most = max(options.topk, -(-options.dense_len // options.block_size))
-        return 4 * model.kv_heads * (most - 1)
+        return 4 * (model.kv_heads * (options.topk - options.local_blocks) + 2)
 
     @property
     def _options(self) -> InfLLMV2Attention.Options:
@@ -70,7 +70,5 @@ def _kernels_refuse(options: InfLLMV2Attention.Options, context: StageContext) -
     """Why the Triton kernels cannot run in this stage; empty when they can."""
     if context.device not in (None, "cuda") and not interpreted():
         return f"the run trains on {context.device}, CUDA needed"
-    dense_blocks = -(-min(options.dense_len, context.seq_len) // options.block_size)
-    if dense_blocks > options.topk and triton_limits(64, dense_blocks - 1):
-        return f"dense_len {options.dense_len} is {dense_blocks} blocks of {options.block_size}, at most 128 supported"
-    return triton_limits(context.model.head_width, options.topk - 1) or triton_block_size(options.block_size)
+    remote = options.topk - options.local_blocks
+    return triton_limits(context.model.head_width, remote) or triton_block_size(options.block_size)

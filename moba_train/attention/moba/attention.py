@@ -3,19 +3,18 @@
 import math
 from typing import Annotated, Literal, Protocol, cast
 
-import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from moba_train.attention.blocks.attention import BlockAttention
 from moba_train.attention.blocks.available import triton_refuses
 from moba_train.attention.blocks.by_unit import BlocksByUnit
-from moba_train.attention.blocks.geometry import block_bound, first_blocks
-from moba_train.attention.decoding import CachedKeys, kernel_decodes
+from moba_train.attention.blocks.dense_or_sparse import DenseOrSparse
+from moba_train.attention.blocks.geometry import block_bound
 from moba_train.attention.full import FullAttention
 from moba_train.attention.moba import gate
 from moba_train.attention.moba.statistics import routing_statistics
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.attention.protocol import Layout, Selection
 from moba_train.config.base import Section
 from moba_train.config.quantities import Length
 
@@ -62,7 +61,7 @@ def _current_name(backend: object) -> object:
     return "composed" if backend == "flash" else backend
 
 
-class MobaAttention(LocalAttention):
+class MobaAttention(DenseOrSparse):
     """Mixture of Block Attention: each query and head attends to its own block and to its top-k blocks of history."""
 
     class Options(Section):
@@ -89,6 +88,7 @@ class MobaAttention(LocalAttention):
             "parameters of its own: k + silu(convolution of k), before the rotary embedding; 0: none",
         )
 
+    blocks: BlockAttention
     work_grows = False  # every query attends to topk blocks; the gate, which does grow, is small
 
     def __init__(
@@ -100,6 +100,7 @@ class MobaAttention(LocalAttention):
         if len(forced) > options.topk:
             raise ValueError(f"always: {options.always} forces {len(forced)} blocks, topk is {options.topk}")
         self.options = options
+        self.backend = options.backend
         self.alignment = options.block_size
         self.couples_heads = options.select == "group"
         self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -130,7 +131,7 @@ class MobaAttention(LocalAttention):
 
     def describe_selection(self, selection: Selection, layout: Layout) -> dict[str, float]:
         """Routing statistics of the selected blocks (`routing_statistics`); {} where every block is selected."""
-        if not selection or self._is_dense(layout):
+        if not selection or self.is_dense(layout):
             return {}
         options = self.options
         return routing_statistics(
@@ -139,7 +140,7 @@ class MobaAttention(LocalAttention):
 
     def select_blocks(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Tensor | None:
         """int32 [H, T, C]: the selected history blocks (`gate.select_blocks`); None where every block is selected."""
-        if self._is_dense(layout):
+        if self.is_dense(layout):
             return None
         assert summaries is not None
         return self._selector(q_THD, layout).select_blocks(
@@ -162,44 +163,14 @@ class MobaAttention(LocalAttention):
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
-        if self._is_dense(layout):
+        if self.is_dense(layout):
             return ()
         return self.blocks.empty_selection(self._count(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
 
-    def attend(
-        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
-    ) -> tuple[Tensor, Tensor]:
-        """(out [T, H, D], lse [H, T]) over the given keys of the own and the selected blocks."""
-        attend = self.dense.attend if self._is_dense(layout) else self.blocks.attend
-        return attend(q_THD, k_SKD, v_SKD, layout, selection)
-
-    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
-        """(dq, dk, dv) of `attend`."""
-        attend_backward = self.dense.attend_backward if self._is_dense(layout) else self.blocks.attend_backward
-        return attend_backward(state, layout, selection)
-
-    def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
-        """(out [B, H, D], lse [H, B]) of the newest token of each sequence; with a kernel of its own on CUDA."""
-        layout = cached.layout
-        if self._is_dense(layout):
-            return self.dense.decode(q_BHD, cached)
-        block_size = self.options.block_size
-        if self.options.backend not in ("auto", "triton") or not kernel_decodes(q_BHD, block_size):
-            return super().decode(q_BHD, cached)
-        from moba_train.attention.decoding.kernel import decode
-
-        ids_HBC = self.select_blocks(q_BHD, cached.summaries, layout)
-        assert ids_HBC is not None
-        if self.couples_heads:  # equal lists in a group: one for each key/value head
-            ids_HBC = ids_HBC[:: q_BHD.shape[1] // cached.k_RKD.shape[1]]
-        first_B = layout.cached(("first blocks", block_size), lambda: first_blocks(layout.cu_seqlens, block_size)[:-1])
-        selected_HBC = torch.where(ids_HBC < 0, -1, ids_HBC - first_B[:, None]).int()
-        return decode(q_BHD, cached, scale=self.scale, block_size=block_size, selected_HBC=selected_HBC)
-
-    def _is_dense(self, layout: Layout) -> bool:
-        """Whether no document has more than `topk` blocks: then MoBA is full attention, whose kernels are faster."""
-        longest = self.options.topk * self.options.block_size
-        return self.options.backend == "auto" and layout.max_seqlen <= longest
+    @property
+    def dense_tokens(self) -> int:
+        """Tokens of topk blocks."""
+        return self.options.topk * self.options.block_size
 
     def _count(self, layout: Layout) -> int:
         """C: history blocks of a query, at most; the own block is one of `topk`."""

@@ -124,6 +124,6 @@ class SummedMoba(MobaAttention):
         """(out [B, H, D], lse [H, B]) of the newest token of each sequence, as training attends."""
         return LocalAttention.decode(self, q_BHD, cached)
 
-    def _is_dense(self, layout: Layout) -> bool:
+    def is_dense(self, layout: Layout) -> bool:
         """Never: a sum of softmaxes is not full attention, however many blocks are selected."""
         return False

@@ -11,6 +11,8 @@ short_blocks  blocks of one tile of keys: attention; all gradients in one pass
 long_blocks   longer blocks: attention of row tiles to one block; launches of all their kernels
 dq            dq of longer blocks, over these row tiles
 packed        dk and dv of longer blocks, from rows copied side by side
+spans         attention to a span of neighbouring keys, in place of the own block
+choose        the blocks with the highest scores
 gathered      rows side by side for a varlen kernel, instead of the two kinds of blocks above
 combine       joins the partial results of one query
 attention     the backend: all of it, in bounded memory

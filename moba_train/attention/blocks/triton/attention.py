@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.blocks.geometry import block_bound
+from moba_train.attention.blocks.spans import KeySpans
 from moba_train.attention.blocks.triton.call import BlockCall
 from moba_train.attention.blocks.triton.lists import BlockLists, empty_inverse, invert
 from moba_train.attention.blocks.triton.long_blocks import LongBlocks
@@ -40,10 +41,14 @@ def attend(
     *,
     block_size: int,
     scale: float,
+    spans: KeySpans | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [T, H, D] and lse [H, T] over the own blocks and the selected ones, as far as their keys are given."""
+    """out [T, H, D] and lse [H, T] over the own blocks and the selected ones, as far as their keys are given.
+
+    `spans`: what queries attend to in place of their own blocks; no selected block lies in a query's span.
+    """
     selected_HTC, *lists = selection
-    call = BlockCall.from_tensors(q_THD, k_SKD, v_SKD, layout, selected_HTC, block_size, scale)
+    call = BlockCall.from_tensors(q_THD, k_SKD, v_SKD, layout, selected_HTC, block_size, scale, spans)
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     lse_HT = torch.empty(call.heads, call.tokens, dtype=torch.float32, device=q_THD.device)
     if call.tokens:
@@ -53,18 +58,23 @@ def attend(
 
 
 def attend_backward(
-    state: BackwardState, layout: Layout, selection: Selection, *, block_size: int, scale: float
+    state: BackwardState,
+    layout: Layout,
+    selection: Selection,
+    *,
+    block_size: int,
+    scale: float,
+    spans: KeySpans | None = None,
 ) -> Gradients:
     """(dq, dk, dv) of `attend`; the state's `out` and `lse` may come from more keys than its `k`."""
     selected_HTC, *lists = selection
-    call = BlockCall.from_tensors(state.q, state.k, state.v, layout, selected_HTC, block_size, scale)
+    call = BlockCall.from_tensors(state.q, state.k, state.v, layout, selected_HTC, block_size, scale, spans)
     if call.tokens == 0:
         return torch.empty_like(state.q), torch.zeros_like(state.k), torch.zeros_like(state.v)
     dout_THD = state.dout.contiguous()
     stats_TH2 = call.stats(dout_THD, state.out, state.lse)
-    short = ShortBlocks(call, _lists(call, lists))
-    launches = short if short.pays_backward() else LongBlocks(call, short.lists)
-    return launches.attend_backward(dout_THD, stats_TH2)
+    launches = ShortBlocks if call.shapes.short_backward else LongBlocks
+    return launches(call, _lists(call, lists)).attend_backward(dout_THD, stats_TH2)
 
 
 def _lists(call: BlockCall, tensors: list[Tensor]) -> BlockLists:

@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moba_train.attention.blocks.spans import KeySpans
 from moba_train.attention.blocks.triton import softmax
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.tables import BlockTables, block_tables
@@ -33,16 +34,26 @@ class BlockCall:
     shapes: TileShapes
     block_size: int
     scale: float
+    spans: KeySpans | None = None
+    """What queries attend to in place of their own block; None: the own block."""
 
     @classmethod
     def from_tensors(
-        cls, q: Tensor, k: Tensor, v: Tensor, layout: Layout, selected_HTC: Tensor, block_size: int, scale: float
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        selected_HTC: Tensor,
+        block_size: int,
+        scale: float,
+        spans: KeySpans | None = None,
     ) -> "BlockCall":
         """Copies tensors whose heads do not lie side by side; builds the tables once for a layout."""
         tables = block_tables(layout, block_size)
         shapes = tile_shapes(q.shape[-1], block_size)
         q, k, v = (heads_side_by_side(x) for x in (q, k, v))
-        return cls(q, k, v, selected_HTC, layout, tables, shapes, block_size, scale)
+        return cls(q, k, v, selected_HTC, layout, tables, shapes, block_size, scale, spans)
 
     @property
     def selected(self) -> int:

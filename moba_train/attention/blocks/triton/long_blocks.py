@@ -23,6 +23,7 @@ from moba_train.attention.blocks.triton.dq import dq_history, dq_own
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.packed import PackedDkdv
 from moba_train.attention.blocks.triton.softmax import LOWEST, normalised
+from moba_train.attention.blocks.triton.spans import SpanCall
 from moba_train.attention.blocks.triton.tables import key_rows, query_rows
 from moba_train.attention.blocks.triton.tile_tables import tile_of_program, tile_tables
 from moba_train.attention.blocks.triton.tiles import work_ranges
@@ -206,22 +207,8 @@ class LongBlocks:
         call = self.call
         lists = self.lists
         shape = self.call.shapes.forward
-        own = call.shapes.own
-        tiles = call.own_tiles(own)
         own_lse_HT = torch.empty_like(lse_HT) if call.selected else lse_HT
-        attend_own[(call.tables.blocks * tiles, call.kv_heads)](
-            call.q_THD,
-            *call.descriptors(own.keys),
-            out_THD,
-            own_lse_HT,
-            call.tables.bounds,
-            call.tokens,
-            tiles,
-            call.q_THD.stride(0),
-            call.scale_log2,
-            PARTIAL=call.partial,
-            **call.sizes(own),
-        )
+        self.attend_own(out_THD, own_lse_HT)
         if call.selected == 0:
             return
         k_desc, v_desc = call.descriptors(shape.keys)
@@ -247,6 +234,28 @@ class LongBlocks:
                 **call.sizes(shape),
             )
             call.combine(combine.combine_out, work, out_THD, lse_HT, own_lse_HT, partial_out, partial_lse)
+
+    def attend_own(self, out_THD: Tensor, lse_HT: Tensor) -> None:
+        """The own blocks' results, or those of the spans in their place."""
+        call = self.call
+        if call.spans is not None:
+            SpanCall(call, call.spans).attend(out_THD, lse_HT)
+            return
+        own = call.shapes.own
+        tiles = call.own_tiles(own)
+        attend_own[(call.tables.blocks * tiles, call.kv_heads)](
+            call.q_THD,
+            *call.descriptors(own.keys),
+            out_THD,
+            lse_HT,
+            call.tables.bounds,
+            call.tokens,
+            tiles,
+            call.q_THD.stride(0),
+            call.scale_log2,
+            PARTIAL=call.partial,
+            **call.sizes(own),
+        )
 
     def attend_backward(self, dout: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq [T, H, D], dk and dv [S, K, D]."""
@@ -284,8 +293,10 @@ class LongBlocks:
         return dq, dk, dv
 
     def dq_own(self, dout: Tensor, stats: Tensor) -> Tensor:
-        """The own blocks' part of dq."""
+        """The part of dq of the own blocks, or of the spans in their place."""
         call = self.call
+        if call.spans is not None:
+            return SpanCall(call, call.spans).dq(dout, stats)
         shape = self.call.shapes.dq
         dq = self.call.like_q()
         tiles = call.own_tiles(shape)

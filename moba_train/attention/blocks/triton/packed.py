@@ -27,6 +27,7 @@ from moba_train.attention.blocks.triton.call import BlockCall
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.short_blocks import add_splits
 from moba_train.attention.blocks.triton.softmax import LOG2_E, load_rows, load_stats
+from moba_train.attention.blocks.triton.spans import SpanCall
 from moba_train.attention.blocks.triton.tables import key_rows, query_rows
 from moba_train.attention.blocks.triton.tile_tables import TileTable, tile_of_program, tile_tables
 from moba_train.attention.blocks.triton.tiles import WorkRange, work_ranges
@@ -261,7 +262,8 @@ class PackedDkdv:
         call = self.call
         parts = self.work_ranges()
         if not parts:
-            return self.own(slice(0, call.kv_heads), call.k_SKD.dtype)
+            dk, dv = self.own(slice(0, call.kv_heads), call.k_SKD.dtype)
+            return dk.to(call.k_SKD.dtype), dv.to(call.k_SKD.dtype)
         dk = call.like_k()
         dv = call.like_k()
         tables = self.tables(parts)
@@ -303,8 +305,10 @@ class PackedDkdv:
         return tile_tables(self.lists, parts, self.call.kv_heads, rows, split_tiles=self.split_tiles)
 
     def own(self, heads: slice, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """dk and dv [S, heads, D] of the own blocks."""
+        """dk and dv [S, heads, D] of the own blocks, or in float32 of the spans in their place."""
         call = self.call
+        if call.spans is not None:
+            return SpanCall(call, call.spans).dkdv(self.dout, self.stats, heads)
         shape = self.call.shapes.dkdv_own
         key_tiles = triton.cdiv(call.longest, shape.keys)
         many = heads.stop - heads.start

@@ -6,10 +6,14 @@ With 128 keys a row costs 2 * D bytes of gathering and 2 * D of partial result a
 byte.
 
 `gradients` makes a row's part of dq along with dk and dv: five matrix products and one gather, where separate passes
-take seven and two. A list of several splits leaves float32 parts of dk and dv, which `sum_splits` adds in order.
+take seven and two. A list of several splits leaves float32 parts of dk and dv, which `sum_splits` adds in order. Where
+one head's partial dq is too large, the queries are cut into ranges, and all lists add to float32 sums.
+
+Where the call has spans (spans.py), these take the place of the own blocks, and the programs here only work on lists.
 """
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from moba_train.attention.blocks.triton import combine
 from moba_train.attention.blocks.triton.call import BlockCall
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.softmax import LOG2_E, LOWEST, load_rows, normalised
+from moba_train.attention.blocks.triton.spans import SpanCall
 from moba_train.attention.blocks.triton.tables import key_rows, query_rows
 from moba_train.attention.blocks.triton.tile_tables import TileTable, tile_tables
 from moba_train.attention.blocks.triton.tiles import TileShape, WorkRange, work_ranges
@@ -75,6 +80,7 @@ def attend(
     head_entries,
     stride_t,
     scale_log2,
+    OWN: tl.constexpr,
     PARTIAL: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
@@ -84,8 +90,8 @@ def attend(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One split: the partial (out, lse) of each entry; with a list's first split out [T, H, D], lse [H, T] of its
-    block's own rows, in the work range that has the first entries. The block is one tile."""
+    """One split: the partial (out, lse) of each entry; if OWN, with a list's first split out [T, H, D], lse [H, T] of
+    its block's own rows, in the work range that has the first entries. The block is one tile."""
     which, _, number, first, last = _split(tl.program_id(0), list_of_split, last_split, begin, end, lists, SPLIT)
     if which >= lists:
         return
@@ -111,7 +117,7 @@ def attend(
         place = part.to(tl.int64) * head_entries + (entry - first_entry)
         tl.store(partial_out + place[:, None] * D + column[None, :], out_MD.to(v_ND.dtype), mask=ok[:, None])
         tl.store(partial_lse + place, lse_M, mask=ok)
-    if (number > 0) | (first_entry > 0):
+    if not OWN or (number > 0) | (first_entry > 0):
         return
     first_row, last_row, shift = query_rows(bounds, block)
     for at in tl.range(0, (last_row - first_row) * G, M):
@@ -138,7 +144,7 @@ def _gradients(q_MD, dout_MD, p_NM, dp_NM, delta_M, k_ND, dk_ND, dv_ND):
     return tl.dot(ds_NM.T, k_ND), dk_ND, dv_ND
 
 
-@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "head_entries"])
+@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "first_entry", "head_entries"])
 def gradients(
     q,
     dout,
@@ -162,9 +168,12 @@ def gradients(
     blocks,
     first_kv_head,
     heads,
+    first_entry,
     head_entries,
     stride_t,
     scale,
+    OWN: tl.constexpr,
+    SUM: tl.constexpr,
     PARTIAL: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
@@ -174,10 +183,10 @@ def gradients(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One split: each entry's part of dq, and dk and dv [S, K, D]; with a list's first split its block's own rows and
-    their dq [T, H, D].
+    """One split: each entry's part of dq, and dk and dv [S, K, D]; if OWN, with a list's first split its block's own
+    rows and their dq [T, H, D], in the work range that has the first entries.
 
-    dk and dv of a list of several splits go in parts to part_dk and part_dv [splits, N, D].
+    dk and dv of a list of several splits go in parts to part_dk and part_dv [splits, N, D]; if SUM, those of all lists.
     """
     which, splits, number, first, last = _split(tl.program_id(0), list_of_split, last_split, begin, end, lists, SPLIT)
     if which >= lists:
@@ -209,10 +218,10 @@ def gradients(
         if BLOCK < N or PARTIAL:
             p = tl.where((key < stop)[:, None], p, 0.0)
         dq_MD, dk_ND, dv_ND = _gradients(q_MD, dout_MD, p, dp, delta_M, k_ND, dk_ND, dv_ND)
-        place = part.to(tl.int64) * head_entries + entry
+        place = part.to(tl.int64) * head_entries + (entry - first_entry)
         at_MD = partial_dq + place[:, None] * D + column[None, :]
         tl.store(at_MD, (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
-    if number == 0:
+    if OWN and (number == 0) & (first_entry == 0):
         shift -= key_shift
         for at in tl.range(0, (last_row - first_row) * G, M):
             row = at + tl.arange(0, M)
@@ -229,7 +238,7 @@ def gradients(
             dq_MD, dk_ND, dv_ND = _gradients(q_MD, dout_MD, p, dp, delta_M, k_ND, dk_ND, dv_ND)
             at_MD = dq + (at_M.to(tl.int64) * heads + head)[:, None] * D + column[None, :]
             tl.store(at_MD, (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
-    if splits == 1:
+    if not SUM and splits == 1:
         place = (key.to(tl.int64) * (heads // G) + kv_head) * D
         at_ND = place[:, None] + column[None, :]
         mask = (key < stop)[:, None]
@@ -339,6 +348,8 @@ class ShortBlocks:
         partial_out = call.buffer(parts)
         partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
         own_lse_HT = torch.empty_like(lse_HT) if call.selected else lse_HT
+        if call.spans is not None:
+            SpanCall(call, call.spans).attend(out_THD, own_lse_HT)
         for work, table in zip(parts, self.splits(parts), strict=True):
             attend[(table.bound,)](
                 call.q_THD,
@@ -360,56 +371,90 @@ class ShortBlocks:
             if call.selected:
                 call.combine(combine.combine_out, work, out_THD, lse_HT, own_lse_HT, partial_out, partial_lse)
 
-    def pays_backward(self) -> bool:
-        """Whether a block's program can have all its rows: one head's partial dq fit into the limit."""
-        entries = self.lists.entries.numel() // self.call.kv_heads
-        return self.call.shapes.short_backward is not None and entries <= self.call.limit
-
     def attend_backward(self, dout: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq [T, H, D], dk and dv [S, K, D]."""
         call = self.call
-        shape = self.call.shapes.short_backward
-        assert shape
-        dq, dk, dv = call.like_q(), call.like_k(), call.like_k()
+        spans = None if call.spans is None else SpanCall(call, call.spans)
+        dq = call.like_q() if spans is None else spans.dq(dout, stats)
+        dk, dv = call.like_k(), call.like_k()
         parts = list(work_ranges(self.lists, call.kv_heads, call.limit))
         partial_dq = call.buffer(parts)
-        most_splits = 2 * max(part.heads * part.entries for part in parts) // _SPLIT  # of lists that have several
-        part_dk, part_dv = (stats.new_empty(most_splits * shape.keys, call.head_dim) for _ in range(2))
-        for work, table in zip(parts, self.splits(parts), strict=True):
-            gradients[(table.bound,)](
-                call.q_THD,
-                dout,
-                stats,
-                *call.descriptors(shape.keys),
-                dq,
-                dk,
-                dv,
-                partial_dq,
-                part_dk,
-                part_dv,
-                table.first_split,
-                *call.in_lists(self.lists, table),
-                work.kv_heads.start,
-                call.heads,
-                work.entries,
-                call.q_THD.stride(0),
-                call.scale,
-                **self.sizes(shape),
-            )
-            if most_splits:
-                add_splits(call, table, work.kv_heads.start, (dk, dv), (part_dk, part_dv), shape.keys)
-            if call.selected:
-                call.combine(combine.combine_dq, work, dq, partial_dq)
+        add = spans is not None or parts[0].chunks != slice(0, self.lists.chunks)  # cut by queries
+        tables = self.splits(parts, count_all=add)
+        for heads, together in groupby(zip(parts, tables, strict=True), lambda part: part[0].kv_heads):
+            if not add:
+                for work, table in together:
+                    self._history(work, table, dout, stats, (dq, partial_dq), heads.start, (dk, dv))
+                continue
+            mine = list(together)
+            sums = self._no_sums(heads) if spans is None else spans.dkdv(dout, stats, heads)
+            for work, table in mine[:-1]:
+                self._history(work, table, dout, stats, (dq, partial_dq), 0, sums, own=sums)
+            self._history(*mine[-1], dout, stats, (dq, partial_dq), heads.start, (dk, dv), own=sums)
         return dq, dk, dv
 
-    def splits(self, parts: list[WorkRange]) -> list[TileTable]:
-        """The splits of each work range, at least one for each list: the block's own rows go with it."""
-        return tile_tables(self.lists, parts, self.call.kv_heads, _SPLIT, at_least=1)
+    def _no_sums(self, heads: slice) -> tuple[Tensor, Tensor]:
+        """float32 zeros for dk and dv of some heads."""
+        shape = (self.call.k_SKD.shape[0], heads.stop - heads.start, self.call.head_dim)
+        sum_dk = torch.zeros(shape, dtype=torch.float32, device=self.call.k_SKD.device)
+        return sum_dk, torch.zeros_like(sum_dk)
+
+    def _history(
+        self,
+        work: WorkRange,
+        table: TileTable,
+        dout: Tensor,
+        stats: Tensor,
+        dqs: tuple[Tensor, Tensor],
+        first_kv_head: int,
+        sums: tuple[Tensor, Tensor],
+        own: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """The lists of a work range: their parts of dq, added to it (`dqs`: dq, room for the parts); dk and dv to
+        `sums`, with `own` added to these."""
+        call = self.call
+        shape = self.call.shapes.short_backward
+        assert shape
+        # A list has one split more than it fills; without `own`, only those of lists that have several leave parts.
+        most = table.bound if own else 2 * work.heads * work.entries // _SPLIT
+        part_dk, part_dv = (stats.new_empty(most * shape.keys, call.head_dim) for _ in range(2))
+        gradients[(table.bound,)](
+            call.q_THD,
+            dout,
+            stats,
+            *call.descriptors(shape.keys),
+            dqs[0],
+            *sums,
+            dqs[1],
+            part_dk,
+            part_dv,
+            table.first_split,
+            *call.in_lists(self.lists, table),
+            work.kv_heads.start,
+            call.heads,
+            work.first_entry,
+            work.entries,
+            call.q_THD.stride(0),
+            call.scale,
+            SUM=own is not None,
+            **self.sizes(shape),
+        )
+        if most:
+            add_splits(call, table, first_kv_head, sums, (part_dk, part_dv), shape.keys, own)
+        if call.selected:
+            call.combine(combine.combine_dq, work, *dqs)
+
+    def splits(self, parts: list[WorkRange], *, count_all: bool = False) -> list[TileTable]:
+        """The splits of each work range; without spans at least one for each list, as the block's own rows go with
+        it."""
+        at_least = int(self.call.spans is None)
+        return tile_tables(self.lists, parts, self.call.kv_heads, _SPLIT, at_least=at_least, count_all=count_all)
 
     def sizes(self, shape: TileShape) -> dict[str, Any]:
         """Compile-time sizes of the kernels here."""
         call = self.call
         return {
+            "OWN": call.spans is None,
             "PARTIAL": call.partial,
             "C": max(call.selected, 1),
             "BLOCK": call.block_size,

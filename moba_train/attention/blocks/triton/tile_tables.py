@@ -22,32 +22,18 @@ _ALIGNED = 4
 
 
 @dataclass(frozen=True)
-class TileTable:
-    """The row tiles of a work range, and with them the splits of its lists.
+class RowTiles:
+    """The row tiles of some lists."""
 
-    A split is some consecutive tiles, so that a block that all queries selected keeps several programs busy; one tile,
-    unless `tile_tables` was given `split_tiles`.
-    """
-
-    lists: int
     bound: int
     """Programs to start for all tiles."""
-    split_bound: int
-    """Programs to start for all splits."""
     list_of_tile: Tensor
     """int32 [bound]: list of each tile, counted within the work range; number of lists for tiles that do not exist."""
     last_tile: Tensor
     """int32 [lists]: one past each list's last tile."""
     begin: Tensor
     end: Tensor
-    """int [lists]: slice of `BlockLists.entries` that belongs to the work range."""
-    splits: Tensor
-    """int32 [lists]: number of splits of each list."""
-    first_split: Tensor
-    """int32 [lists]: number of each list's first split. With `split_tiles` longest lists come first; without, only
-    lists of several splits are counted."""
-    list_of_split: Tensor
-    """int32 [split_bound]: list of each split; number of lists for splits that do not exist."""
+    """int [lists]: slice of the entries that belongs to each list."""
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -55,12 +41,47 @@ class TileTable:
         return self.list_of_tile, self.last_tile, self.begin, self.end
 
 
+def cut_lists(begin: Tensor, end: Tensor, bound: int, rows: int) -> RowTiles:
+    """Cut lists into tiles of `rows` rows, at most `bound` in all; `begin`, `end`: int [lists]."""
+    last_tile = torch.cumsum((end - begin + (rows - 1)) // rows, 0, dtype=torch.int32)
+    tiles = torch.arange(bound, dtype=torch.int32, device=begin.device)
+    return RowTiles(bound, torch.searchsorted(last_tile, tiles, right=True, out_int32=True), last_tile, begin, end)
+
+
+@dataclass(frozen=True)
+class TileTable(RowTiles):
+    """The row tiles of a work range, and with them the splits of its lists.
+
+    A split is some consecutive tiles, so that a block that all queries selected keeps several programs busy; one tile,
+    unless `tile_tables` was given `split_tiles`.
+    """
+
+    lists: int
+    split_bound: int
+    """Programs to start for all splits."""
+    splits: Tensor
+    """int32 [lists]: number of splits of each list."""
+    first_split: Tensor
+    """int32 [lists]: number of each list's first split. With `split_tiles` longest lists come first; without, only
+    lists of several splits are counted, unless all are wanted."""
+    list_of_split: Tensor
+    """int32 [split_bound]: list of each split; number of lists for splits that do not exist."""
+
+
 def tile_tables(
-    lists: BlockLists, parts: list[WorkRange], kv_heads: int, rows: int, *, at_least: int = 0, split_tiles: int = 0
+    lists: BlockLists,
+    parts: list[WorkRange],
+    kv_heads: int,
+    rows: int,
+    *,
+    at_least: int = 0,
+    split_tiles: int = 0,
+    count_all: bool = False,
 ) -> list[TileTable]:
     """Cut the lists of each of the `work_ranges` into tiles of `rows` rows, empty lists into `at_least` (0 or 1).
 
-    `split_tiles`: tiles of a split; 0: one.
+    `split_tiles`: tiles of a split; 0: one, and then `count_all` numbers the splits of all lists, not only those of
+    lists with several.
     """
     blocks = lists.lists // kv_heads
     first = parts[0]
@@ -88,6 +109,7 @@ def tile_tables(
         split_bound,
         split_tiles,
         RANKED=split_tiles > 0,
+        COUNTED=1 if count_all else 2,
         AT_LEAST=at_least,
         ROWS=rows,
         LISTS=_LISTS,
@@ -101,7 +123,7 @@ def tile_tables(
         )
         split_programs = triton.cdiv(tiles, split_tiles) + many if split_tiles else tiles
         tables.append(
-            TileTable(many, tiles, split_programs, of_tile, last_tile, begin, end, splits, first_split, of_split)
+            TileTable(tiles, of_tile, last_tile, begin, end, many, split_programs, splits, first_split, of_split)
         )
     return tables
 
@@ -149,6 +171,7 @@ def _tile_tables(
     split_bound,
     split_tiles,
     RANKED: tl.constexpr,
+    COUNTED: tl.constexpr,
     AT_LEAST: tl.constexpr,
     ROWS: tl.constexpr,
     LISTS: tl.constexpr,
@@ -184,14 +207,14 @@ def _tile_tables(
             first_split += tl.sum(tl.where(longer, splits[None, :], 0), 1)
             all_splits += tl.sum(splits)
         else:
-            first_split += tl.sum(tl.where(its_tiles > 1, its_tiles, 0))
+            first_split += tl.sum(tl.where(its_tiles >= COUNTED, its_tiles, 0))
     last_tile = before + tl.cumsum(tiles, 0)
     total = before + tl.sum(tiles)
     if RANKED:
         splits = tl.cdiv(tiles, split_tiles)
     else:
         splits = tiles
-        several = tl.where(tiles > 1, tiles, 0)
+        several = tl.where(tiles >= COUNTED, tiles, 0)
         first_split += tl.cumsum(several, 0) - several
 
     exists = mine < most_lists

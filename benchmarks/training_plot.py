@@ -1,0 +1,93 @@
+"""Draws docs/training.svg, tokens per second and GPU against sequence length, from results of `training`.
+
+    python -m benchmarks.training_plot
+    python -m benchmarks.training_plot --write README.md   # also the table between its markers
+
+Of rows that differ only in recomputation or layout, the fastest of a length is a point.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from benchmarks.plotting import GREY, STYLE, plain, stamp
+from benchmarks.record import insert_tables
+from benchmarks.training import table
+
+RESULT = Path(__file__).parent / "results" / "training-8b-h200-x2.json"
+PLOT = Path(__file__).parent.parent / "docs" / "training.svg"
+MARKER = "<!-- training table: python -m benchmarks.training_plot --write FILE -->"
+COLORS = {"torchtitan": "#9c6b00", "full attention": "#1c7ed6", "MoBA": "#d9480f"}
+"""With a contrast of at least 3 to GitHub's white and to its dark background, as GREY."""
+
+Points = dict[int, dict[str, Any]]
+"""The fastest row of each sequence length."""
+
+
+def series(results: dict[str, dict[str, Any]]) -> dict[tuple[str, bool], Points]:
+    """Points of each line, by what trains (a key of COLORS) and whether in FP8."""
+    found: dict[tuple[str, bool], Points] = defaultdict(dict)
+    for name, result in results.items():
+        if "error" in result:
+            continue
+        line = (next(key for key in COLORS if result["attention"].startswith(key)), result["fp8"] != "off")
+        best = found[line].get(result["seq_len"])
+        if best is None or _rate(result) > _rate(best):
+            found[line][result["seq_len"]] = result | {"row": name}
+    return {line: dict(sorted(found[line].items())) for line in sorted(found)}
+
+
+def draw(text: str, plot: Path) -> None:
+    """Plot the rows of a result file's `text`."""
+    lines = series(json.loads(text)["results"])
+    lengths = sorted({length for points in lines.values() for length in points})
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+        for (what, fp8), points in lines.items():
+            rates = [_rate(result) for result in points.values()]
+            name = next(iter(points.values()))["system"] if what == "torchtitan" else f"moba_train, {what}"
+            label = f"{name}, FP8" if fp8 else name
+            axes.plot([*points], rates, "o--" if fp8 else "o-", color=COLORS[what], label=label, ms=4)
+            for length, result in points.items() if what == "MoBA" else ():
+                kind = result["attention"].removeprefix("MoBA ").split(",")[0]
+                axes.annotate(
+                    kind, (length, _rate(result)), (0, 6), textcoords="offset points", ha="center", color=GREY
+                )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("tokens of a sequence", color=GREY)
+        axes.set_ylabel("tokens/s/GPU", color=GREY)
+        plain(axes)
+        figure.legend(frameon=False, labelcolor=GREY, loc="outside upper left", ncols=2)
+        figure.savefig(plot, format="svg", transparent=True, metadata={"Date": None, "Description": stamp(text)})
+
+
+def _rate(result: dict[str, Any]) -> float:
+    rate: float = result["tokens_per_s_per_device"]["median"]
+    return rate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=RESULT)
+    parser.add_argument("--output", type=Path, default=PLOT)
+    parser.add_argument("--write", type=Path, help="Markdown file with the marker")
+    arguments = parser.parse_args()
+    text = arguments.json.read_text()
+    rows = table(json.loads(text)["results"])
+    if arguments.write:
+        arguments.write.write_text(insert_tables(arguments.write.read_text(), {MARKER: rows}))
+    draw(text, arguments.output)
+    print(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`moba-train launch`: one recipe, started on any number of nodes by torchrun, Slurm or Kubernetes.
+
+cli.py makes a command of it.
+"""
+
+import os
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moba_train.commands import Overrides, Recipe
+from moba_train.errors import LaunchError
+
+if TYPE_CHECKING:
+    from moba_train.cluster.job import Job, Pods
+    from moba_train.config.schema import RunConfig
+
+
+class Manifests(StrEnum):
+    """Values of `launch --k8s`."""
+
+    jobset = "jobset"
+    trainjob = "trainjob"
+
+
+def launch(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(min=1, help="machines")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs (ranks) of each")] = 8,
+    slurm: Annotated[bool, typer.Option("--slurm", help="submit launch/slurm.sbatch")] = False,
+    k8s: Annotated[
+        Manifests | None, typer.Option(help="a manifest: of a JobSet, or of a TrainJob of Kubeflow Trainer")
+    ] = None,
+    start: Annotated[
+        bool, typer.Option("--start", help="start it, in place of printing how: here, by sbatch or by kubectl apply")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="of the job; default: the recipe's `name`")] = None,
+    master: Annotated[str, typer.Option(help="torchrun: host name of the first node")] = "NODE0",
+    time_limit: Annotated[str | None, typer.Option("--time", metavar="LIMIT", help="Slurm: as sbatch takes it")] = None,
+    stop_s: Annotated[
+        int | None, typer.Option("--stop-seconds", min=1, help="from the signal to the end; default: 600")
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="Kubernetes: the image of docker/Dockerfile")] = None,
+    claim: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME:PATH", help="Kubernetes: the volume claim with data and runs, and where pods see it"
+        ),
+    ] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="Kubernetes: starts after failures")] = 3,
+) -> None:
+    """Print what starts a recipe on several nodes, or start it: torchrun (the default), Slurm or Kubernetes.
+
+    The recipe is checked for that number of GPUs first; its files need not be here.
+    """
+    import moba_train.attention.registry  # noqa: F401  # the kinds' sections
+    from moba_train.cluster.commands import shell, slurm_line, torchrun_lines
+    from moba_train.cluster.job import STOP_S, Job, job_name
+    from moba_train.config.load import dump_config, load_config
+    from moba_train.validation.recipe import validate
+
+    if slurm and k8s:
+        raise LaunchError("--slurm and --k8s: given both; allowed: one of them, or none for torchrun")
+    config = load_config(recipe, overrides or ())
+    validate(config, world_size=nodes * gpus_per_node, check_files=False, ranks_per_node=gpus_per_node)
+    job = Job(
+        job_name(name or config.name),
+        recipe,
+        tuple(overrides or ()),
+        dump_config(config),
+        nodes,
+        gpus_per_node,
+        stop_s or STOP_S,
+    )
+    if k8s:
+        _give(_manifest(job, _pods(config, image, claim, restarts), k8s), ["kubectl", "apply", "-f", "-"], start)
+        return
+    commands = [slurm_line(job, time_limit)] if slurm else torchrun_lines(job, master)
+    if start and len(commands) > 1:
+        raise LaunchError(
+            f"--start: given with --nodes {nodes} for torchrun, which starts on each node; allowed: --slurm, --k8s, or "
+            "the printed lines, each on its node"
+        )
+    if start:
+        _replace_process(commands[0])
+    for command in commands:
+        typer.echo(shell(command))
+
+
+def _pods(config: "RunConfig", image: str | None, claim: str | None, restarts: int) -> "Pods":
+    from moba_train.cluster.job import IMAGE_FOLDER, Pods, volume
+
+    missing = [option for option, given in (("--image", image), ("--claim", claim)) if given is None]
+    if image is None or claim is None:
+        raise LaunchError(f"--k8s needs {' and '.join(missing)}")
+    claim_name, mount = volume(claim)
+    if mount not in (IMAGE_FOLDER / config.run_dir).parents:
+        raise LaunchError(
+            f"run_dir: given {config.run_dir!r}, in the pods {IMAGE_FOLDER / config.run_dir}, which is not on the "
+            f"volume at {mount}: checkpoints would end with the pods; allowed: a folder below it, such as "
+            f"run_dir={mount / PurePosixPath(config.run_dir).name}"
+        )
+    return Pods(image, claim_name, mount, restarts)
+
+
+def _manifest(job: "Job", pods: "Pods", kind: Manifests) -> str:
+    from moba_train.cluster.kubernetes import MANIFESTS, as_yaml
+
+    return as_yaml(MANIFESTS[kind](job, pods))
+
+
+def _give(text: str, command: list[str], start: bool) -> None:
+    """Print `text`, or hand it to the command."""
+    import subprocess
+
+    if not start:
+        typer.echo(text, nl=False)
+        return
+    try:
+        raise typer.Exit(subprocess.run(command, input=text, text=True, check=False).returncode)
+    except OSError as error:
+        raise LaunchError(f"--start: {command[0]} cannot be run: {error.strerror}") from None
+
+
+def _replace_process(command: list[str]) -> None:
+    if command[0] == "sbatch" and not Path("launch/slurm.sbatch").exists():
+        raise LaunchError(f"--start: {Path.cwd()} has no launch/slurm.sbatch; allowed: the repository's folder")
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        raise LaunchError(f"--start: {command[0]} cannot be run: {error.strerror}") from None

@@ -1,0 +1,147 @@
+"""The rows of `benchmarks.training` train what they name, one after another, and each result is saved at once."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import torchtitan_peer, training, training_plot
+from benchmarks.trainer_run import model_shape, run_until
+from benchmarks.training_rows import Row, parse_row
+from moba_train.config.load import load_config
+from moba_train.config.stages import resolve_stages
+from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.validation.recipe import validate
+
+
+def options(tmp_path: Path, **other: Any) -> argparse.Namespace:
+    given = {"model": "tiny", "layers": 2, "gpus": 2, "sequences_per_gpu": 1, "rows": []}
+    limits = {"row_seconds": 60.0, "budget_seconds": 60.0, "append": False, "output": tmp_path / "result.json"}
+    return argparse.Namespace(**given | limits | other)
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("8K:full", {"compile": True, "activation_checkpointing": "none", "batch_tokens": 16384}),
+        ("8K:full:eager:full", {"compile": False, "activation_checkpointing": "full"}),
+        ("8K:full:micro2:batch4", {"micro_batch_size": 2, "batch_tokens": 32768}),
+        ("128K:moba-512-8:full:cp2", {"batch_tokens": 131072}),
+        ("8K:full:tp2:optim.lr=0.5", {"batch_tokens": 16384}),
+    ],
+)
+def test_a_row_is_a_valid_recipe_that_says_what_the_row_says(text: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    row = parse_row(text, Row())
+    arguments = options(tmp_path)
+    command = training._command(row, tmp_path, arguments)
+    config = load_config(tmp_path / "recipe.yaml", list(row.overrides))
+    validate(config, 2)
+    (stage,) = resolve_stages(config)
+    assert {key: getattr(config, key) for key in keys} == keys
+    assert command[-len(row.overrides) :] == list(row.overrides) or not row.overrides
+    assert (stage.seq_len, config.parallel.cp, config.parallel.tp) == (row.seq_len, row.cp, row.tp)
+    assert config.checkpoint.every is None
+    assert (config.optim.lr == 0.5) == ("optim.lr=0.5" in text)
+
+
+def test_attention_of_a_row(tmp_path: Path) -> None:
+    row = parse_row("8K:moba-1K-3-last1", Row(cp=2, fp8="rowwise"))
+    assert row.label == "MoBA 1024/3, last 1 layers full"
+    training._command(row, tmp_path, options(tmp_path))
+    config = load_config(tmp_path / "recipe.yaml")
+    (stage,) = resolve_stages(config)
+    assert stage.kinds == ("moba", "full")
+    assert stage.attention[0].options.model_dump()["block_size"] == 1024
+    assert (config.precision.linear, config.precision.fp8.scaling, config.parallel.cp) == ("fp8", "rowwise", 2)
+
+
+@pytest.mark.parametrize("text", ["8K:sparse", "8K:full:cp0", "8K:full:fast", "x:full", "8K:torchtitan:packed", "8K"])
+def test_an_unknown_row_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"allowed|number|takes"):
+        parse_row(text, Row())
+
+
+def fake_trainer(folder: Path, steps: int) -> list[str]:
+    """A command that writes the metrics of some steps, as the trainer does, and then goes on for ever."""
+    records = [{"step": n, "type": "metrics", "loss": 1.0, "step_s": 9.0 / n, "memory_gib": n} for n in range(1, 9)]
+    lines = "".join(json.dumps(record | {"tokens_per_s_per_device": 10 * record["step"]}) + "\n" for record in records)
+    short = "".join(line + "\n" for line in lines.splitlines()[:steps])
+    code = f"import time; open({str(folder / 'run/metrics.jsonl')!r}, 'w').write({short!r}); time.sleep(99)"
+    return [sys.executable, "-c", code]
+
+
+def test_rows_are_killed_when_measured_and_saved_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(row: Row, folder: Path, arguments: argparse.Namespace) -> list[str]:
+        if row.seq_len == 2048:
+            return [sys.executable, "-c", "raise SystemExit('ValueError: broken')"]
+        return fake_trainer(folder, 4 if row.seq_len == 1024 else 1)
+
+    monkeypatch.setattr(training, "_command", command)
+    arguments = options(tmp_path, row_seconds=2.0)
+    rows = [parse_row(text, Row(warm=1)) for text in ("1K:full:steps2", "2K:full", "4K:full")]
+    training.run(rows, arguments)
+    results = json.loads(arguments.output.read_text())["results"]
+    first = results["1K:full:steps2"]
+    assert first["step_s"] == {"median": 3.75, "min": 3.0, "max": 4.5, "count": 2}
+    assert first["memory_gib"] == 3
+    assert 0 < first["predicted_gib"] < 1
+    assert first["flops_per_token"] == pytest.approx(first["dense_flops_per_token"], rel=0.01)
+    assert "ValueError: broken" in results["2K:full"]["error"]
+    assert "not enough to measure after 2 s" in results["4K:full"]["error"]
+    assert "| `1K:full:steps2` | 3.750 | 25 |" in capsys.readouterr().out
+
+    training.run([parse_row("8K:full", Row())], options(tmp_path, append=True, budget_seconds=0.0))
+    assert json.loads(arguments.output.read_text())["results"].keys() == results.keys()
+    assert "not run" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_early_is_told(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w+") as log, pytest.raises(RuntimeError, match="status 3"):
+        run_until(lambda: False, [sys.executable, "-c", "print('last words'); exit(3)"], output=log)
+    assert (tmp_path / "log").read_text() == "last words\n"
+
+
+def test_torchtitan_gets_the_shape_and_the_tokens_of_our_recipe(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "corpus", "int32") as writer:
+        writer.add_document(range(100))
+    ranks = [iter(torchtitan_peer.Sequences(str(tmp_path / "corpus"), 8, 2, rank, 2)) for rank in range(2)]
+    firsts = [next(batches)[0]["input"][:, 0].tolist() for _ in range(2) for batches in ranks]
+    assert firsts == [[0, 8], [16, 24], [32, 40], [48, 56]]
+    inputs, labels = next(ranks[0])
+    assert (inputs["input"] + 1 == labels).all()
+
+    shape = torchtitan_peer.model_arguments(model_shape("llama3-8b"))
+    base = int(shape["ffn_dim_multiplier"] * int(2 * 4 * shape["dim"] / 3))  # as torchtitan 0.2.2 computes it
+    assert shape["multiple_of"] * -(-base // shape["multiple_of"]) == 14336
+    with pytest.raises(ValueError, match="tie"):
+        torchtitan_peer.model_arguments(model_shape("llama-1b"))
+
+
+def test_the_plot_has_the_fastest_row_of_each_length(tmp_path: Path) -> None:
+    def result(seq_len: int, attention: str, rate: float, fp8: str = "off") -> dict[str, Any]:
+        rates = {"tokens_per_s_per_device": {"median": rate}}
+        return {"seq_len": seq_len, "attention": attention, "fp8": fp8, "system": "moba_train"} | rates
+
+    rows = {
+        "8K:full": result(8192, "full attention", 10.0),
+        "8K:full:full": result(8192, "full attention", 8.0),
+        "8K:full:fp8": result(8192, "full attention", 12.0, "tensorwise"),
+        "128K:moba-512-8": result(131072, "MoBA 512/8", 9.0),
+        "8K:torchtitan": result(8192, "torchtitan", 9.5) | {"system": "torchtitan 0.2.2"},
+        "64K:torchtitan": {"seq_len": 65536, "attention": "torchtitan", "error": "out of memory"},
+    }
+    lines = training_plot.series(rows)
+    assert {line: [*points] for line, points in lines.items()} == {
+        ("MoBA", False): [131072],
+        ("full attention", False): [8192],
+        ("full attention", True): [8192],
+        ("torchtitan", False): [8192],
+    }
+    assert lines["full attention", False][8192]["row"] == "8K:full"
+    training_plot.draw(json.dumps({"results": rows}), tmp_path / "plot.svg")
+    assert "torchtitan 0.2.2" in (tmp_path / "plot.svg").read_text()

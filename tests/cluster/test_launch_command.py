@@ -1,0 +1,136 @@
+"""`moba-train launch`: the lines and manifests for torchrun, Slurm and Kubernetes, by the published schemas."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import moba_train.attention.registry  # noqa: F401
+from moba_train.cli import app
+from moba_train.cluster import kubernetes
+from moba_train.config.load import load_config, parse_config
+
+ROOT = Path(__file__).parents[2]
+RECIPE = "configs/recipes/short-then-long.yaml"
+PODS = ["--image", "registry.example/moba_train:1", "--claim", "training:/data", "run_dir=/data/runs/a"]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def launch(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["launch", RECIPE, *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["launch", RECIPE, *arguments])
+    assert result.exit_code == 2
+    return " ".join(result.output.split())
+
+
+def test_torchrun_gets_a_line_for_each_node():
+    one = launch("--nodes", "1", "--gpus-per-node", "8", "telemetry.wandb.project=two words")
+    assert shlex.split(one) == ["moba-train", "train", RECIPE, "telemetry.wandb.project=two words", "--gpus", "8"]
+    lines = launch("--nodes", "2", "--master", "alpha").splitlines()
+    assert lines == [
+        f"NODES=2 NODE_RANK={node} MASTER=alpha GPUS=8 bash launch/multinode.sh {RECIPE}" for node in (0, 1)
+    ]
+
+
+def test_slurm_gets_one_line():
+    line = shlex.split(launch("--slurm", "--nodes", "4", "--time", "24:00:00", "--stop-seconds", "900"))
+    assert line[0] == "sbatch"
+    assert line[-2:] == ["launch/slurm.sbatch", RECIPE]
+    for option in ("--nodes 4", "--gpus-per-node 8", "--time 24:00:00", "--signal=B:USR1@900"):
+        assert option in " ".join(line)
+
+
+def manifests(kind: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(launch("--nodes", "8", "--k8s", kind, *PODS)))
+
+
+def schema(name: str, module: str) -> Any:
+    models = pytest.importorskip(f"kubeflow_trainer_api.models.{module}", reason="needs kubeflow-trainer-api")
+    return getattr(models, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "module"),
+    [
+        ("jobset", "JobsetV1alpha2JobSet", "jobset_v1alpha2_job_set"),
+        ("trainjob", "TrainerV1alpha1TrainJob", "trainer_v1alpha1_train_job"),
+    ],
+)
+def test_manifests_keep_to_the_published_schemas(kind: str, name: str, module: str):
+    """The models are generated from the schemas; they drop keys that these do not have, so what comes back is equal
+    only without such keys."""
+    config_map, job = manifests(kind)
+    assert schema(name, module).from_dict(job).to_dict() == job
+    core = schema("IoK8sApiCoreV1ConfigMap", "io_k8s_api_core_v1_config_map")
+    assert core.from_dict(config_map).to_dict() == config_map
+    broken = yaml.safe_load(yaml.safe_dump(job))
+    broken["spec"]["nodes"] = 8
+    assert schema(name, module).from_dict(broken).to_dict() != broken
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_pods_train_the_recipe_with_everything_it_extends(kind: str):
+    config_map, _ = manifests(kind)
+    text = config_map["data"][kubernetes.RECIPE_FILE]
+    assert parse_config(text, "recipe.yaml") == load_config(Path(RECIPE), ["run_dir=/data/runs/a"])
+
+
+def test_a_jobset_runs_multinode_on_each_node_and_starts_again_after_failures():
+    _, job = manifests("jobset")
+    (replicated,) = job["spec"]["replicatedJobs"]
+    indexed = replicated["template"]["spec"]
+    assert (replicated["replicas"], indexed["completions"], indexed["parallelism"]) == (1, 8, 8)
+    pod = indexed["template"]["spec"]
+    (container,) = pod["containers"]
+    given = {variable["name"]: variable.get("value") for variable in container["env"]}
+    script = (ROOT / "launch" / "multinode.sh").read_text()
+    for name in ("NODES", "NODE_RANK", "MASTER", "PORT", "GPUS", "RESTARTS"):
+        assert name in given
+        assert f"${{{name}:-" in script
+    # JobSet's names of pods: NAME-REPLICATED_JOB-JOB_INDEX-POD_INDEX.SUBDOMAIN
+    assert given["MASTER"] == "short-then-long-node-0-0." + job["spec"]["network"]["subdomain"]
+    assert given["MOBA_TRAIN_STOPPED_CODE"] == "143"
+    assert pod["terminationGracePeriodSeconds"] == 600
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounted["shared"] == "/data"
+    assert container["command"][-1] == mounted["recipe"] + "/recipe.yaml"
+    assert mounted.keys() == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--slurm", "--k8s", "jobset"], "--slurm and --k8s: given both"),
+        (["--k8s", "jobset"], "--k8s needs --image and --claim"),
+        (["--k8s", "jobset", "--image", "x", "--claim", "training"], "--claim: given 'training'; allowed: NAME:PATH"),
+        (["--k8s", "jobset", *PODS[:-1]], "run_dir: given 'runs/short-then-long', in the pods /opt/moba_train/runs/"),
+        (["--nodes", "2", "--start"], "--start: given with --nodes 2 for torchrun"),
+        (["--nodes", "3", "--gpus-per-node", "3"], "9"),
+        (["--slurm", "--name", "???"], "name: given '???'"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(arguments: list[str], message: str):
+    assert message in refused(*arguments)
+
+
+def test_start_hands_the_manifest_to_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f"#!/bin/sh\necho $* > {tmp_path}/arguments; cat > {tmp_path}/manifest; exit 3\n")
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert CliRunner().invoke(app, ["launch", RECIPE, "--k8s", "jobset", *PODS, "--start"]).exit_code == 3
+    assert (tmp_path / "arguments").read_text().split() == ["apply", "-f", "-"]
+    assert (tmp_path / "manifest").read_text() == launch("--k8s", "jobset", *PODS)
