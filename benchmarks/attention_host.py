@@ -17,6 +17,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +43,22 @@ def local_calls(names: list[str]) -> Calls:
     """The local functions, and the differentiable operator around them, of every row."""
     for name in names:
         row = Row(Case.parse(name), backend="auto")
-        inputs = [x.requires_grad_() for x in (row.q, row.k, row.v)]
-        yield f"{name} functions", lambda layout, row=row: both(row, layout), row.layout
-
-        def operator(layout: Layout, row: Row = row, inputs: list[torch.Tensor] = inputs) -> Any:
-            out, _ = LOCAL_ENGINE(*inputs, row.attention, layout)
-            return torch.autograd.grad(out, inputs, row.dout)
-
-        yield f"{name} operator", operator, row.layout
+        for x in (row.q, row.k, row.v):
+            x.requires_grad_()
+        yield f"{name} functions", partial(both, row), row.layout
+        yield f"{name} operator", partial(operator, row), row.layout
 
 
 @torch.no_grad()
 def both(row: Row, layout: Layout) -> Any:
     """Forward and backward by the attention's own functions."""
     return both_passes(LOCAL_ENGINE, row.attention, [row.q, row.k, row.v, row.dout], layout)
+
+
+def operator(row: Row, layout: Layout) -> Any:
+    """Forward and backward by the differentiable operator."""
+    out, _ = LOCAL_ENGINE(row.q, row.k, row.v, row.attention, layout)
+    return torch.autograd.grad(out, (row.q, row.k, row.v), row.dout)
 
 
 def sharded_calls(names: list[str], setting: Setting, transports: list[str]) -> Calls:
@@ -67,13 +70,9 @@ def sharded_calls(names: list[str], setting: Setting, transports: list[str]) -> 
             engine = setting.engine(strategy)
             sequence = engine.sequence(case.tokens)
             shard = [sequence.shard(x, engine.rank) for x in setting.inputs(case.tokens)]
-            yield (
-                f"{name} {strategy.transport} x{setting.world.size}",
-                lambda layout, engine=engine, shard=shard, attention=attention: both_passes(
-                    engine, attention, shard, layout
-                ),
-                lambda case=case: packed_layout(case.lengths(), setting.device),
-            )
+            call = partial(both_passes, engine, attention, shard)
+            make = partial(packed_layout, case.lengths(), setting.device)
+            yield f"{name} {strategy.transport} x{setting.world.size}", call, make
 
 
 def wait() -> None:
@@ -119,7 +118,7 @@ def measure(call: Callable[[Layout], Any], make: Callable[[], Layout], repeats: 
     for _ in range(3):
         call(layout)
     layouts = [make() for _ in range(5)]
-    first = statistics.median(host_ms(lambda new=new: call(new), 1) for new in layouts)
+    first = statistics.median(host_ms(partial(call, new), 1) for new in layouts)
     counts, times = launches(lambda: call(layout))
     return {
         "launches": sum(counts.values()),
@@ -177,7 +176,7 @@ def main() -> None:
             print(f"{name}: {found['launches']} launches; ms: {numbers}", flush=True)
             if arguments.profile:
                 layout = make()
-                show_profile(lambda call=call, layout=layout: call(layout), found)
+                show_profile(partial(call, layout), found)
         if world.is_main and arguments.output:
             save(arguments.output, {"repeats": arguments.repeats, "ranks": world.size}, results)
 
