@@ -19,16 +19,23 @@ def merge(out_a_THD: Tensor, lse_a_HT: Tensor, out_b_THD: Tensor, lse_b_HT: Tens
 
 
 def merge_into(out_THD: Tensor, lse_HT: Tensor, partial_THD: Tensor, partial_lse_HT: Tensor) -> None:
-    """`merge` in place, into `out` and `lse` (float32 or float64), with memory for one more tensor like `out`."""
+    """`merge` in place, into `out` and `lse` (float32 or float64)."""
     merged_HT, weight_TH1, partial_weight_TH1 = _weights(lse_HT, partial_lse_HT)
-    out_THD.mul_(weight_TH1).add_(partial_THD * partial_weight_TH1)
+    out_THD.mul_(weight_TH1).addcmul_(partial_THD, partial_weight_TH1)
     lse_HT.copy_(merged_HT)
+
+
+def nothing_seen(q_THD: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries that see no keys: zeros and -inf, with which merging changes nothing."""
+    dtype = torch.promote_types(torch.float32, q_THD.dtype)
+    lse_HT = torch.full((q_THD.shape[1], q_THD.shape[0]), -torch.inf, dtype=dtype, device=q_THD.device)
+    return torch.zeros_like(q_THD), lse_HT
 
 
 def _weights(lse_a_HT: Tensor, lse_b_HT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(lse, weight of a [T, H, 1], weight of b) of the union of a and b."""
     lse_HT = torch.logaddexp(lse_a_HT, lse_b_HT)
     # -inf - -inf is NaN: where nothing was seen at all, any finite stand-in gives both sides the weight 0.
-    finite_HT = torch.where(lse_HT == -torch.inf, torch.zeros_like(lse_HT), lse_HT)
+    finite_HT = lse_HT.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=0.0)
     weight_a_TH1, weight_b_TH1 = ((side - finite_HT).exp().T.unsqueeze(-1) for side in (lse_a_HT, lse_b_HT))
     return lse_HT, weight_a_TH1, weight_b_TH1

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moba_train.attention.full.kernels import nothing_seen
 from moba_train.attention.masked import Mask, accumulation_dtype, masked_attend, masked_attend_backward
-from moba_train.attention.merge import merge
+from moba_train.attention.merge import merge, nothing_seen
 from moba_train.attention.protocol import (
     BackwardState,
     Gradients,

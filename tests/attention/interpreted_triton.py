@@ -186,7 +186,7 @@ def test_packed_rows_give_the_same_gradients(lengths, heads, kv_heads, head_dim,
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cpu"), layout_of(lengths, "cpu")
     ours = build("triton", head_dim, **options)
     shape = TileShape(32, 64, 4, 2)
-    monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, 4096), dkdv=shape))
+    monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, 4096), dkdv=shape, dkdv_own=shape))
     monkeypatch.setattr(packed, "work_ranges", lambda lists, kv, most: work_ranges(lists, kv, min(limit, most)))
     got, selection = run(ours, tensors, layout)
     again, _ = run(ours, tensors, layout, selection)
@@ -211,7 +211,9 @@ def test_lists_are_packed_in_order_and_filled_up():
     work = packed.PackedDkdv(sizes, dout, stats, lists)
     (whole,) = work_ranges(lists, 2, 10**9)
     room = work.room([whole])
-    tiles = work.pack(whole, room).last_tile.tolist()
+    (table,) = work.tables([whole])
+    work.pack(whole, table, room)
+    tiles = table.last_tile.tolist()
     begin, end = (x.tolist() for x in list_bounds(lists))
     assert {0, 2} <= {stop - first for first, stop in zip(begin, end, strict=True)}
     for which, (first, stop) in enumerate(zip(begin, end, strict=True)):

@@ -24,6 +24,7 @@ from moba_train.attention.blocks.triton import (  # noqa: E402
     softmax,
     spans,
     tables,
+    tile_tables,
 )
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes  # noqa: E402
 from moba_train.attention.gates import msa_kernels as msa  # noqa: E402
@@ -36,8 +37,10 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
 HALF = "windows q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
 HALF += ["q_index", "k_index"]
-FLOATS = "partial_lse lse own_lse stats packed_lse packed_delta sum_dk sum_dv part_dk part_dv sums".split()  # noqa: SIM905
-FLOATS += ["logits", "mass", "dlogits", "maxima", "scores", "weights"]
+FLOATS = [
+    *("partial_lse", "lse", "own_lse", "stats", "packed_lse", "packed_delta", "sums", "scores", "weights"),
+    *("sum_dk", "sum_dv", "own_dk", "own_dv", "part_dk", "part_dv", "logits", "mass", "dlogits", "maxima"),
+]
 INTEGERS = (
     *("chosen", "first_unit"),
     *(
@@ -46,13 +49,14 @@ INTEGERS = (
         "last_tile",
         "list_of_split",
         "splits_of",
-        "rank_of_split",
         "last_split",
         "first_split",
     ),
     *("begin", "end", "bounds", "selected", "own", "first", "marks", "counts", "cursors", "cu_seqlens", "first_of"),
-    *("place", "row_of", "best", "token_of", "edges", "seen_from", "seen_to", "ids"),
+    *("place", "row_of", "totals", "starts", "ends", "numbers", "best", "token_of", "edges", "seen_from", "seen_to"),
+    "ids",
 )
+TABLES = {"COUNTED": 2, "LISTS": 64, "FILL": 128}
 SCALARS = {"scale": "fp32", "scale_log2": "fp32", "index_scale": "fp32"}
 
 
@@ -61,7 +65,6 @@ def compile_for_hopper(
 ) -> Any:
     """The compiled kernel, with types as the launches give them: 16-byte aligned pointers, token strides too."""
     kinds = {**dict.fromkeys(HALF, f"*{dtype}"), **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(INTEGERS, "*i32")}
-    kinds["order"] = "*i64"
     kinds |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{dtype}[{keys}, {constants.get('D')}]>")
     kinds |= dict.fromkeys(("q_desc", "dout_desc"), f"tensordesc<{dtype}[{constants.get('M')}, {constants.get('D')}]>")
     kinds |= dict.fromkeys(("lse_desc", "delta_desc"), f"tensordesc<fp32[{constants.get('M')}]>")
@@ -85,15 +88,7 @@ def shared_in_place(ttgir: str) -> set[str]:
 
     Nothing keeps the warps of a program in step: a late one would read what another has written already.
     """
-    origin = dict(re.findall(r"(%\w+) = (?:tt\.\w+|ttg\.convert_layout) (%\w+)", ttgir))
-    for pairs in re.findall(r"iter_args\((.*?)\)", ttgir):
-        origin |= dict(re.findall(r"(%\w+) = (%\w+)", pairs))
     layouts = dict(re.findall(r"(#\w+) = #ttg\.blocked<\{(.*?)\}>", ttgir))
-
-    def argument(pointer: str) -> str:
-        while pointer in origin:
-            pointer = origin[pointer]
-        return pointer.removeprefix("%")
 
     def one_thread_each(kind: str) -> bool:
         """Whether a tensor of this type has every element in one thread only."""
@@ -104,10 +99,13 @@ def shared_in_place(ttgir: str) -> set[str]:
         covered = [per_thread * threads * warps for per_thread, threads, warps in zip(*lists[:3], strict=True)]
         return all(size >= many for size, many in zip(map(int, match[1].split("x")), covered, strict=True))
 
-    read, written = {}, {}
-    for found, how in ((read, "load"), (written, "store")):
-        for pointer, kind in re.findall(rf"tt\.{how} (%\w+).*? : (\S+<.*?>(?:, #\S+>)?) ", ttgir.replace(" loc(", " ")):
-            found.setdefault(argument(pointer), set()).add(kind)
+    read, written, origin = {}, {}, {}
+    for line in ttgir.replace(" loc(", " ").splitlines():  # regions side by side may use one name for two values
+        for name, source in re.findall(r"(%\w+) = (?:(?:tt\.\w+|ttg\.convert_layout) )?(%\w+)", line):
+            origin[name] = origin.get(source, source.removeprefix("%"))
+        for found, how in ((read, "load"), (written, "store")):
+            for pointer, kind in re.findall(rf"tt\.{how} (%\w+).*? : (\S+<.*?>(?:, #\S+>)?) ", line + " "):
+                found.setdefault(origin.get(pointer, pointer.removeprefix("%")), set()).add(kind)
     both = read.keys() & written.keys()
     return {name for name in both if len(read[name] | written[name]) > 1 or not all(map(one_thread_each, read[name]))}
 
@@ -183,7 +181,7 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
         (long_blocks.attend_history, shape.forward, history, 64),
         (dq.dq_own, shape.dq, {}, 32),
         (dq.dq_history, shape.dq, history, 32),
-        (packed.dkdv_own, shape.dkdv, {}, 96),
+        (packed.dkdv_own, shape.dkdv_own, {}, 96),
     ):
         fits(kernel, sizes(tile, head_dim, **more), tile, dtype, allowed, tmp_path)
     constants = {"D": head_dim, "M": shape.dkdv.rows, "N": shape.dkdv.keys}
@@ -228,7 +226,7 @@ def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
     slots = triton.next_power_of_2(count)
     constants = {"GROUP": grouped, "PREVIOUS": True, "FIRST": True, "G": 4, "C": count, "SLOTS": slots}
     constants |= {"D": head_dim, "M": 64, "N": 64}
-    for kernel, more in ((select._select, {"LEVELS": levels}), (select._select_marked, {})):
+    for kernel, more in ((select._select, {"LEVELS": levels}), (select._select_marked, {"ALL": count > 16})):
         if levels or kernel is select._select_marked:
             allowed = 16 if count < 16 else 128
             fits(kernel, {**constants, **more}, TileShape(64, 64, select.warps(count), 3), "bf16", allowed, tmp_path)
@@ -240,7 +238,14 @@ def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
         (pool._pool, {"D": 128, "UNROLL": 16}),
         (msa._query_gradients, {"W": 128, "M": msa.QUERY_GRADIENT_ROWS}),
         (lists._count, {"G": 4, "C": 7, "TILE": 64}),
+        (lists._sum_chunks, {"CHUNKS": 32, "BLOCKS": 32}),
+        (lists._find_starts, {"CHUNKS": 32, "BLOCKS": 32}),
         (lists._place, {"G": 4, "C": 7, "TILE": 64}),
+        (tile_tables._tile_tables, {**TABLES, "RANKED": True, "AT_LEAST": 0, "ROWS": 64}),
+        (
+            tile_tables._tile_tables,
+            {"RANKED": False, "COUNTED": 1, "AT_LEAST": 1, "ROWS": 4096, "LISTS": 64, "FILL": 128},
+        ),
         (tables._token_tables, {"SIZE": 256}),
         (tables._block_bounds, {"SIZE": 256}),
         (combine.combine_out, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 7, "D": 128, "M": 32}),
@@ -252,6 +257,7 @@ def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
         (gathered._place_rows, {"G": 4, "C": 11, "M": 64}),
         (gathered._gather, {"D": 128, "M": 64}),
         (short_blocks.sum_splits, {"ADD": True, "D": 128, "N": 128, "KEYS": 16}),
+        (short_blocks.sum_splits, {"ADD": False, "D": 128, "N": 128, "KEYS": 16}),
         (softmax.prepare, {"D": 128, "M": 32}),
         (packed.pack, {"G": 4, "C": 11, "D": 128, "M": 64}),
         (lists._place, {"G": 4, "C": 127, "TILE": 64}),

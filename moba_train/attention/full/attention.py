@@ -2,14 +2,26 @@
 
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
+from moba_train.attention.blocks.attention import BlockAttention
+from moba_train.attention.blocks.available import triton_refuses
+from moba_train.attention.blocks.geometry import history_blocks, history_bound
 from moba_train.attention.decoding import CachedKeys, kernel_decodes
 from moba_train.attention.full import calls
-from moba_train.attention.full.kernels import BACKENDS, FullBackend
+from moba_train.attention.full.kernels import BACKENDS, Flash, FullBackend
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
 from moba_train.config.base import Section
+
+_BLOCK = 4096
+"""Tokens of a block where attention to all blocks stands in for a kernel of full attention."""
+_ENTRIES = 2**25
+"""Blocks of all query heads that are listed at once: 128 MiB of ids, and as much of lists."""
+_BLOCKS_PAY_FROM = 8192
+"""Tokens of one document from which its gradients are faster by blocks than by FlashAttention-2 in a fixed order: with
+the forward pass 7.4 for 9.4 ms at 8K, 82 for 142 at 32K (benchmarks/results/determinism-h200.json)."""
 
 
 class FullAttention(LocalAttention):
@@ -30,6 +42,7 @@ class FullAttention(LocalAttention):
         assert isinstance(options, FullAttention.Options)
         self.options = options
         self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        self.by_block = BlockAttention(_BLOCK, self.scale, "auto", "attention.full.backend")
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
         """Nothing: full attention selects nothing."""
@@ -51,7 +64,39 @@ class FullAttention(LocalAttention):
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
+        if self.fixed_order_by_blocks(state.q, layout):
+            return self.attend_backward_by_blocks(state, layout)
         return calls.attend_backward(self.pick(state.q, layout), state, layout, self.scale)
+
+    def fixed_order_by_blocks(self, q_THD: Tensor, layout: Layout) -> bool:
+        """Whether `attend_backward` attends to every block with the kernels of block attention.
+
+        They always add in a fixed order, for which FlashAttention-2 pays: under torch's deterministic algorithms they
+        replace it where they were measured to be faster, on one whole document.
+        """
+        if self.options.backend != "auto" or not torch.are_deterministic_algorithms_enabled():
+            return False
+        one = layout.is_whole and layout.cu_seqlens.numel() == 2 and layout.total >= _BLOCKS_PAY_FROM
+        if not one or triton_refuses(q_THD, layout, _BLOCK, history_bound(layout, _BLOCK)):
+            return False
+        return self.pick(q_THD, layout) is Flash
+
+    def attend_backward_by_blocks(self, state: BackwardState, layout: Layout) -> Gradients:
+        """(dq, dk, dv) of `attend`, block by block; every block is selected, for some heads at a time."""
+        tokens, heads, _ = state.q.shape
+        kv_heads = state.k.shape[1]
+        group = heads // kv_heads
+        selected_TC = history_blocks(layout, self.by_block.block_size)
+        together = max(1, _ENTRIES // max(1, tokens * group * selected_TC.shape[1]))
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (state.q, state.k, state.v))
+        for first in range(0, kv_heads, together):
+            kv = slice(first, min(first + together, kv_heads))
+            of = slice(kv.start * group, kv.stop * group)
+            some = state.with_heads(of, kv)
+            selected_HTC = selected_TC.repeat(some.q.shape[1], 1, 1)
+            selection = self.by_block.selection(selected_HTC, some.q, layout, kv_heads=some.k.shape[1])
+            dq[:, of], dk[:, kv], dv[:, kv] = self.by_block.attend_backward(some, layout, selection)
+        return dq, dk, dv
 
     def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
         """(out [B, H, D], lse [H, B]) of the newest token of each sequence; with a kernel of its own on CUDA."""

@@ -15,9 +15,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moba_train.attention.full.kernels import FullBackend, nothing_seen
+from moba_train.attention.full.kernels import FullBackend
 from moba_train.attention.masked import accumulation_dtype
-from moba_train.attention.merge import merge
+from moba_train.attention.merge import merge, nothing_seen
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.varlen import Segments
 

@@ -180,13 +180,6 @@ def _places(edges: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
     return document, edges[1:].long()[document] - row
 
 
-def nothing_seen(q_THD: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries that see no keys: zeros and -inf."""
-    dtype = torch.promote_types(torch.float32, q_THD.dtype)
-    lse_HT = torch.full((q_THD.shape[1], q_THD.shape[0]), -torch.inf, dtype=dtype, device=q_THD.device)
-    return torch.zeros_like(q_THD), lse_HT
-
-
 BACKENDS: dict[str, type[FullBackend]] = {
     "flash4": Flash4,
     "cudnn": Cudnn,

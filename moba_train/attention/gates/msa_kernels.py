@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moba_train.attention.blocks.triton.softmax import LOG2_E
-from moba_train.attention.blocks.triton.tiles import TileShape, cut_lists, tile_of_program
+from moba_train.attention.blocks.triton.tile_tables import cut_lists, tile_of_program
+from moba_train.attention.blocks.triton.tiles import TileShape
 from moba_train.attention.gates.msa_pairs import Pairs, history_pairs, selected_pairs
 from moba_train.attention.protocol import Layout
 

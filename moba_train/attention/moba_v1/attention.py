@@ -11,8 +11,8 @@ from torch import Tensor
 from moba_train.attention.blocks.by_unit import BlocksByUnit
 from moba_train.attention.blocks.summed import SummedBlocks
 from moba_train.attention.decoding import CachedKeys
-from moba_train.attention.full.kernels import nothing_seen
 from moba_train.attention.masked import accumulation_dtype, query_chunks
+from moba_train.attention.merge import nothing_seen
 from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
 from moba_train.config.base import Section

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.full.kernels import nothing_seen
+from moba_train.attention.merge import nothing_seen
 from moba_train.attention.nsa.geometry import CompressedBlocks, FoldedQueries
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
 from moba_train.attention.window import heads_at_once

@@ -3,7 +3,8 @@ host synchronisation (except in gathered, which serves ../composed.py).
 
 tables        which block each token is in, where each block lies
 lists         for each block, the query rows that selected it
-tiles         tile shapes, and the tables that hand row tiles to programs
+tiles         tile shapes; the ranges of work that are in memory together
+tile_tables   which program takes which rows of the lists
 call          the sizes of one call, and the launches that all blocks share
 softmax       what kernels share about a row's softmax
 short_blocks  blocks of one tile of keys: attention; all gradients in one pass

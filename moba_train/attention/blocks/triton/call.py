@@ -12,7 +12,8 @@ from moba_train.attention.blocks.spans import KeySpans
 from moba_train.attention.blocks.triton import softmax
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.tables import BlockTables, block_tables
-from moba_train.attention.blocks.triton.tiles import TileShape, TileShapes, TileTable, WorkRange, tile_shapes
+from moba_train.attention.blocks.triton.tile_tables import TileTable
+from moba_train.attention.blocks.triton.tiles import TileShape, TileShapes, WorkRange, tile_shapes
 from moba_train.attention.protocol import Layout
 
 _LOG2_E = 1.4426950408889634
@@ -122,7 +123,7 @@ class BlockCall:
 
     def in_lists(self, lists: BlockLists, table: TileTable) -> tuple[Any, ...]:
         """The arguments by which a kernel over the tiles of some lists finds its rows and its block."""
-        return lists.entries, *table.arguments, self.tables.bounds, table.begin.numel(), self.tables.blocks
+        return lists.entries, *table.arguments, self.tables.bounds, table.lists, self.tables.blocks
 
     def own_tiles(self, shape: TileShape) -> int:
         """Row tiles of a block's own rows, at most."""

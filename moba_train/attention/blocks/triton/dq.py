@@ -9,7 +9,7 @@ import triton.language as tl
 
 from moba_train.attention.blocks.triton.softmax import LOG2_E, load_rows
 from moba_train.attention.blocks.triton.tables import key_rows, query_rows
-from moba_train.attention.blocks.triton.tiles import tile_of_program
+from moba_train.attention.blocks.triton.tile_tables import tile_of_program
 
 
 @triton.jit

@@ -17,14 +17,8 @@ from moba_train.attention.blocks.sorted_parts import keys_end_to_end
 from moba_train.attention.blocks.triton import combine
 from moba_train.attention.blocks.triton.call import BlockCall
 from moba_train.attention.blocks.triton.lists import BlockLists
-from moba_train.attention.blocks.triton.tiles import (
-    TileTable,
-    WorkRange,
-    steps,
-    tile_of_program,
-    tile_table,
-    work_ranges,
-)
+from moba_train.attention.blocks.triton.tile_tables import TileTable, tile_of_program, tile_tables
+from moba_train.attention.blocks.triton.tiles import WorkRange, work_ranges
 from moba_train.attention.varlen import Segments
 
 _TILE = 64
@@ -105,8 +99,8 @@ def gathered_parts(
     """
     per_head = lists.entries.numel() // call.kv_heads
     cut = list(work_ranges(lists, call.kv_heads, min(limit, most_lists // call.tables.blocks * per_head)))
-    tables = [tile_table(lists, work, call.kv_heads, _TILE) for work in cut]
-    tiles = [steps(table.last_tile).max() for table in tables]
+    tables = tile_tables(lists, cut, call.kv_heads, _TILE)
+    tiles = [table.splits[: table.lists].max() for table in tables]
     most_rows = (torch.stack(tiles) * _TILE).tolist()
     together = zip(cut, tables, most_rows, strict=True)
     for _, mine in groupby(together, key=lambda one: one[0].kv_heads.start):
@@ -124,7 +118,7 @@ def gathered_parts(
 
 def _rows(table: TileTable) -> Tensor:
     """int32 [lists + 1]: where each list begins."""
-    return torch.nn.functional.pad(table.last_tile * _TILE, (1, 0))
+    return torch.nn.functional.pad(table.last_tile[: table.lists] * _TILE, (1, 0))
 
 
 def _part(call: BlockCall, lists: BlockLists, work: WorkRange, table: TileTable, segments: Segments) -> GatheredPart:
@@ -135,7 +129,7 @@ def _part(call: BlockCall, lists: BlockLists, work: WorkRange, table: TileTable,
         place,
         lists.entries,
         *table.arguments,
-        table.begin.numel(),
+        table.lists,
         call.tables.blocks,
         call.heads,
         work.kv_heads.start,

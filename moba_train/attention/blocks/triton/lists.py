@@ -1,9 +1,9 @@
 """For each block and key/value head, the rows that selected it: a stable counting sort of the entries by block.
 
 Entry `(t * G + g) * C + j` is the j-th selected block of head g of the group at token t. Entries are cut into chunks.
-Each chunk counts how often it names each block (integer atomics: the sums do not depend on their order); after one
-prefix sum over (key/value head, block, chunk), each chunk puts its entries in place, in order. So a list ascends, its
-part that comes from a range of chunks (a range of queries) is one slice, and nothing depends on timing.
+Each chunk counts how often it names each block (integer atomics: the sums do not depend on their order); after a prefix
+sum over (key/value head, block, chunk), in two launches, each chunk puts its entries in place, in order. So a list
+ascends, its part that comes from a range of chunks (a range of queries) is one slice, and nothing depends on timing.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ from torch import Tensor
 
 _TILE = 64
 """Entries ranked at once, by one warp; ranking compares each with each."""
+_SCANNED = 32
+"""Chunks and blocks whose counts are summed at once."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +75,21 @@ def invert(selected_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Te
             f"{per_head} entries; fewer than {2**31} allowed: select fewer blocks (topk), or set parallel.cp"
         )
     entries, starts = empty_inverse(selected_HTC, kv_heads, blocks)
-    starts[0] = 0
     if selected == 0 or tokens == 0:
-        return entries, starts
+        return entries, starts.zero_()
     device = selected_HTC.device
     chunks, chunk = chunking(tokens, group * selected, lists)
-    # Chunk by chunk for the kernels, so that a chunk's counters share cache lines; list by list for the prefix sum.
-    counts_KCN = torch.zeros(kv_heads, chunks, blocks, dtype=torch.int32, device=device)
-    grid = (chunks, kv_heads)
+    # Chunk by chunk for `_count` and `_place`, so that a chunk's counters share cache lines; `starts` is list by list.
+    counts_KCN = torch.empty(kv_heads, chunks, blocks, dtype=torch.int32, device=device)
+    cursor_KCN = torch.empty_like(counts_KCN, dtype=starts.dtype)
+    totals = torch.empty(lists, dtype=torch.int32, device=device)
+    by_chunk, by_block = (chunks, kv_heads), (triton.cdiv(blocks, _SCANNED), kv_heads)
     sizes = {"G": group, "C": selected, "TILE": _TILE, "num_warps": 1}
-    _count[grid](selected_HTC, counts_KCN, tokens, blocks, chunk, **sizes)
-    torch.cumsum(counts_KCN.transpose(1, 2).reshape(-1), 0, dtype=starts.dtype, out=starts[1:])
-    cursor_KCN = starts[:-1].view(kv_heads, blocks, chunks).transpose(1, 2).clone(memory_format=torch.contiguous_format)
-    _place[grid](selected_HTC, cursor_KCN, entries, tokens, blocks, chunk, **sizes)
+    tile = {"CHUNKS": _SCANNED, "BLOCKS": _SCANNED}
+    _count[by_chunk](selected_HTC, counts_KCN, tokens, blocks, chunk, **sizes)
+    _sum_chunks[by_block](counts_KCN, totals, blocks, chunks, **tile)
+    _find_starts[by_block](counts_KCN, totals, cursor_KCN, starts, blocks, chunks, **tile)
+    _place[by_chunk](selected_HTC, cursor_KCN, entries, tokens, blocks, chunk, **sizes)
     return entries, starts
 
 
@@ -102,10 +106,61 @@ def _selected_block(selected, entry, stop, kv_head, tokens, G: tl.constexpr, C: 
 def _count(selected, counts, tokens, blocks, chunk, G: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr):
     which, kv_head = tl.program_id(0), tl.program_id(1)
     mine = counts + (kv_head.to(tl.int64) * tl.num_programs(0) + which) * blocks
+    for first in range(0, blocks, 1024):
+        block = first + tl.arange(0, 1024)
+        tl.store(mine + block, tl.zeros([1024], tl.int32), mask=block < blocks)
+    tl.debug_barrier()  # all counters are zero before any is raised
     start = which * chunk
     for first in range(start, start + chunk, TILE):
         block = _selected_block(selected, first + tl.arange(0, TILE), start + chunk, kv_head, tokens, G, C)
         tl.atomic_add(mine + block, 1, mask=block >= 0, sem="relaxed")
+
+
+@triton.jit
+def _counts_of(counts, kv_head, first, block, blocks, chunks, CHUNKS: tl.constexpr):
+    """(counts [chunks, blocks] of a tile, the tile's chunks, where it exists)."""
+    chunk = first + tl.arange(0, CHUNKS)
+    exists = (chunk < chunks)[:, None] & (block < blocks)[None, :]
+    at = (kv_head * chunks + chunk).to(tl.int64)[:, None] * blocks + block[None, :]
+    return tl.load(counts + at, mask=exists, other=0), at, chunk, exists
+
+
+@triton.jit(do_not_specialize=["blocks", "chunks"])
+def _sum_chunks(counts, totals, blocks, chunks, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr):
+    """totals [key/value heads, blocks]: entries of each list."""
+    kv_head = tl.program_id(1)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    total = tl.zeros([BLOCKS], tl.int32)
+    for first in range(0, chunks, CHUNKS):
+        count, _, _, _ = _counts_of(counts, kv_head, first, block, blocks, chunks, CHUNKS)
+        total += tl.sum(count, 0)
+    tl.store(totals + kv_head * blocks + block, total, mask=block < blocks)
+
+
+@triton.jit(do_not_specialize=["blocks", "chunks"])
+def _find_starts(counts, totals, cursors, starts, blocks, chunks, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Where each list's entries from each chunk begin: starts [lists, chunks] and one past the last; cursors alike, but
+    [key/value heads, chunks, blocks]."""
+    kv_head = tl.program_id(1)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    first_list = kv_head * blocks + tl.program_id(0) * BLOCKS
+    begin = tl.zeros([BLOCKS], starts.dtype.element_ty)
+    for first in range(0, first_list, 1024):
+        which = first + tl.arange(0, 1024)
+        begin += tl.sum(tl.load(totals + which, mask=which < first_list, other=0).to(starts.dtype.element_ty))
+    total = tl.load(totals + kv_head * blocks + block, mask=block < blocks, other=0).to(starts.dtype.element_ty)
+    begin += tl.cumsum(total, 0) - total
+    for first in range(0, chunks, CHUNKS):
+        count, at, chunk, exists = _counts_of(counts, kv_head, first, block, blocks, chunks, CHUNKS)
+        count = count.to(starts.dtype.element_ty)
+        start = begin[None, :] + tl.cumsum(count, 0) - count
+        tl.store(cursors + at, start, mask=exists)
+        which = (kv_head * blocks + block).to(tl.int64)[None, :] * chunks + chunk[:, None]
+        tl.store(starts + which, start, mask=exists)
+        begin += tl.sum(count, 0)
+    lists = tl.num_programs(1) * blocks
+    is_last = kv_head * blocks + block == lists - 1
+    tl.store(starts + lists.to(tl.int64) * chunks + block * 0, begin, mask=is_last & (block < blocks))
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "chunk"])

@@ -25,7 +25,8 @@ from moba_train.attention.blocks.triton.packed import PackedDkdv
 from moba_train.attention.blocks.triton.softmax import LOWEST, normalised
 from moba_train.attention.blocks.triton.spans import SpanCall
 from moba_train.attention.blocks.triton.tables import key_rows, query_rows
-from moba_train.attention.blocks.triton.tiles import tile_of_program, tile_table, work_ranges
+from moba_train.attention.blocks.triton.tile_tables import tile_of_program, tile_tables
+from moba_train.attention.blocks.triton.tiles import work_ranges
 
 
 @triton.jit
@@ -214,8 +215,7 @@ class LongBlocks:
         parts = list(work_ranges(lists, call.kv_heads, call.limit))
         partial_out = call.buffer(parts)
         partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
-        for work in parts:
-            table = tile_table(lists, work, call.kv_heads, shape.rows)
+        for work, table in zip(parts, tile_tables(lists, parts, call.kv_heads, shape.rows), strict=True):
             attend_history[(table.bound,)](
                 call.q_THD,
                 k_desc,
@@ -269,8 +269,7 @@ class LongBlocks:
         k_desc, v_desc = call.descriptors(shape.keys)
         parts = list(work_ranges(lists, call.kv_heads, call.limit))
         partial_dq = call.buffer(parts)
-        for work in parts:
-            table = tile_table(lists, work, call.kv_heads, shape.rows)
+        for work, table in zip(parts, tile_tables(lists, parts, call.kv_heads, shape.rows), strict=True):
             dq_history[(table.bound,)](
                 call.q_THD,
                 dout,

@@ -8,7 +8,7 @@ feed the matrix units. Instead
    probability 0 to whole tiles, so that no reader needs a mask or a bound;
 2. `dkdv_history` reads them as plain tiles, by bulk copies: a program has a tile of keys and a split of its list;
 3. `dkdv_own` writes the own blocks' part, in float32;
-4. `short_blocks.sum_splits` adds the results of the splits to those of the own blocks, in order.
+4. `short_blocks.sum_splits` adds the results of the splits to it, in order, and rounds.
 
 Launches follow one another, so the order of all sums is fixed. The price is 6 * D bytes of traffic per row of a list
 besides what the gathers cost once, against 8 * D * BLOCK operations.
@@ -17,31 +17,24 @@ besides what the gathers cost once, against 8 * D * BLOCK operations.
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moba_train.attention.blocks.triton import short_blocks
 from moba_train.attention.blocks.triton.call import BlockCall
 from moba_train.attention.blocks.triton.lists import BlockLists
+from moba_train.attention.blocks.triton.short_blocks import add_splits
 from moba_train.attention.blocks.triton.softmax import LOG2_E, load_rows, load_stats
 from moba_train.attention.blocks.triton.spans import SpanCall
 from moba_train.attention.blocks.triton.tables import key_rows, query_rows
-from moba_train.attention.blocks.triton.tiles import (
-    ListSplitTable,
-    TileTable,
-    WorkRange,
-    split_table,
-    tile_of_program,
-    tile_table,
-    work_ranges,
-)
+from moba_train.attention.blocks.triton.tile_tables import TileTable, tile_of_program, tile_tables
+from moba_train.attention.blocks.triton.tiles import WorkRange, work_ranges
 
 _PACK_WARPS = 4
 _SPLIT = 4096
 """Rows of a split for each tile of keys, at most: at 512 keys 16,384. Longer blocks keep enough programs busy."""
-_SUMMED_KEYS = 16
 _ROOM = 2**19
 """Rows packed together at least, 256 MiB at D = 128: q and dout."""
 
@@ -65,7 +58,7 @@ def dkdv_own(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """float32 dk and dv [S, some K, D] of one tile of keys from its block's own rows, causal."""
+    """dk and dv [S, some K, D] of one tile of keys from its block's own rows, causal; float32 where more is added."""
     pid, part = tl.program_id(0), tl.program_id(1)
     block = pid // key_tiles
     first_row, last_row, shift = query_rows(bounds, block)
@@ -101,8 +94,8 @@ def dkdv_own(
     place = (key.to(tl.int64) * tl.num_programs(1) + part) * D
     at = place[:, None] + tl.arange(0, D)[None, :]
     mask = (key < stop)[:, None]
-    tl.store(sum_dk + at, dk_ND * scale, mask=mask)
-    tl.store(sum_dv + at, dv_ND, mask=mask)
+    tl.store(sum_dk + at, (dk_ND * scale).to(sum_dk.dtype.element_ty), mask=mask)
+    tl.store(sum_dv + at, dv_ND.to(sum_dv.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head"])
@@ -165,11 +158,9 @@ def dkdv_history(
     v_desc,
     part_dk,
     part_dv,
+    list_of_split,
     first_split,
     last_tile,
-    order,
-    rank_of_split,
-    last_split,
     bounds,
     lists,
     blocks,
@@ -184,21 +175,19 @@ def dkdv_history(
     """float32 dk and dv of one tile of a block's keys from a split of the packed rows of its list, to their place in
     part_dk and part_dv [splits, key tiles, N, D].
 
-    Programs of one split are neighbours, and read its rows at about the same time; lists come longest first
-    (`order`; `rank_of_split` and `last_split` are ranks in it).
+    Programs of one split are neighbours, and read its rows at about the same time; lists come longest first.
 
     Stats too come by bulk copies: as plain loads every thread copies its share of them 16 times over, and the
     addresses are what makes registers spill.
     """
     pid, key_tile = tl.program_id(0) // key_tiles, tl.program_id(0) % key_tiles
-    rank = tl.load(rank_of_split + pid)
-    if rank >= lists:
+    which = tl.load(list_of_split + pid)
+    if which >= lists:
         return
-    which = tl.load(order + rank).to(tl.int32)
     part, block = which // blocks, which % blocks
     start, stop, _ = key_rows(bounds, block)
     first_key = start + key_tile * N
-    number = pid - tl.load(last_split + rank - 1, mask=rank > 0, other=0)
+    number = pid - tl.load(first_split + which)
     first = tl.load(last_tile + which - 1, mask=which > 0, other=0) + number * split
     last = tl.minimum(first + split, tl.load(last_tile + which))
     if (first_key >= stop) | (first >= last):
@@ -220,7 +209,7 @@ def dkdv_history(
         ds = p * (dp - delta_desc.load([row])[None, :])
         dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
     at = tl.arange(0, N)[:, None] * D + tl.arange(0, D)[None, :]
-    place = ((tl.load(first_split + which) + number).to(tl.int64) * key_tiles + key_tile) * N * D
+    place = (pid.to(tl.int64) * key_tiles + key_tile) * N * D
     tl.store(part_dk + place + at, dk_ND * scale)
     tl.store(part_dv + place + at, dv_ND)
 
@@ -244,7 +233,7 @@ class Packed:
 class SplitSums:
     """float32 dk and dv of every split of the lists of a work range: [splits * keys of a block, D]."""
 
-    table: ListSplitTable
+    table: TileTable
     dk: Tensor
     dv: Tensor
 
@@ -263,25 +252,32 @@ class PackedDkdv:
         """Tiles of the longest block."""
         return triton.cdiv(self.call.longest, self.call.shapes.dkdv.keys)
 
+    @property
+    def split_tiles(self) -> int:
+        """Tiles of a split."""
+        return _SPLIT * self.key_tiles // self.call.shapes.dkdv.rows
+
     def run(self) -> tuple[Tensor, Tensor]:
         """dk and dv [S, K, D]."""
         call = self.call
         parts = self.work_ranges()
-        if len(parts) < 2:
-            found = [self.history(part, self.room(parts)) for part in parts]  # the room is given back at once
-            sums = self.own(slice(0, call.kv_heads))
-            for splits in found:
-                self.add(splits, *sums)
-            return sums[0].to(call.k_SKD.dtype), sums[1].to(call.k_SKD.dtype)
+        if not parts:
+            dk, dv = self.own(slice(0, call.kv_heads), call.k_SKD.dtype)
+            return dk.to(call.k_SKD.dtype), dv.to(call.k_SKD.dtype)
         dk = call.like_k()
         dv = call.like_k()
+        tables = self.tables(parts)
+        if len(parts) == 1:
+            splits = self.history(parts[0], tables[0], self.room(parts))  # the room is given back at once
+            self.add(splits, 0, (dk, dv), self.own(parts[0].kv_heads))
+            return dk, dv
         room = self.room(parts)
-        for heads, mine in groupby(parts, lambda part: part.kv_heads):
-            sums = self.own(heads)
-            for part in mine:
-                self.add(self.history(part, room), *sums)
-            dk[:, heads].copy_(sums[0])
-            dv[:, heads].copy_(sums[1])
+        for heads, several in groupby(zip(parts, tables, strict=True), lambda part: part[0].kv_heads):
+            mine = list(several)
+            own = self.own(heads)
+            for work, table in mine[:-1]:
+                self.add(self.history(work, table, room), 0, own, own)
+            self.add(self.history(*mine[-1], room), heads.start, (dk, dv), own)
         return dk, dv
 
     def work_ranges(self) -> list[WorkRange]:
@@ -303,15 +299,22 @@ class PackedDkdv:
         lse, delta = (self.stats.new_empty(tiles * rows) for _ in range(2))
         return Packed(q, dout, lse, delta)
 
-    def own(self, heads: slice) -> tuple[Tensor, Tensor]:
-        """float32 dk and dv [S, heads, D] of the own blocks, or of the spans in their place."""
+    def tables(self, parts: list[WorkRange]) -> list[TileTable]:
+        """The tiles and splits of each work range."""
+        rows = self.call.shapes.dkdv.rows
+        return tile_tables(self.lists, parts, self.call.kv_heads, rows, split_tiles=self.split_tiles)
+
+    def own(self, heads: slice, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """dk and dv [S, heads, D] of the own blocks, or in float32 of the spans in their place."""
         call = self.call
         if call.spans is not None:
             return SpanCall(call, call.spans).dkdv(self.dout, self.stats, heads)
-        shape = self.call.shapes.dkdv
+        shape = self.call.shapes.dkdv_own
+        key_tiles = triton.cdiv(call.longest, shape.keys)
         many = heads.stop - heads.start
-        sum_dk, sum_dv = (self.stats.new_empty(call.k_SKD.shape[0], many, call.head_dim) for _ in range(2))
-        dkdv_own[(call.tables.blocks * self.key_tiles, many)](
+        size = call.k_SKD.shape[0], many, call.head_dim
+        sum_dk, sum_dv = (torch.empty(size, dtype=dtype, device=self.stats.device) for _ in range(2))
+        dkdv_own[(call.tables.blocks * key_tiles, many)](
             *(call.descriptor(x, shape.rows) for x in (call.q_THD, self.dout)),
             self.stats,
             *call.descriptors(shape.keys),
@@ -320,17 +323,15 @@ class PackedDkdv:
             call.tables.bounds,
             heads.start,
             call.heads,
-            self.key_tiles,
+            key_tiles,
             call.scale,
             **call.sizes(shape),
         )
         return sum_dk, sum_dv
 
-    def pack(self, work: WorkRange, room: Packed) -> TileTable:
+    def pack(self, work: WorkRange, table: TileTable, room: Packed) -> None:
         """Copies the rows of a work range to `room`."""
         call = self.call
-        rows = self.call.shapes.dkdv.rows
-        table = tile_table(self.lists, work, call.kv_heads, rows)
         pack[(table.bound,)](
             call.q_THD,
             self.dout,
@@ -346,60 +347,41 @@ class PackedDkdv:
             G=call.group,
             C=call.selected,
             D=call.head_dim,
-            M=rows,
+            M=call.shapes.dkdv.rows,
             num_warps=_PACK_WARPS,
         )
-        return table
 
-    def history(self, work: WorkRange, room: Packed) -> SplitSums:
+    def history(self, work: WorkRange, table: TileTable, room: Packed) -> SplitSums:
         """dk and dv of the rows of a work range, split by split."""
         call = self.call
         shape = call.shapes.dkdv
-        table = self.pack(work, room)
+        self.pack(work, table, room)
         keys = self.key_tiles * shape.keys
-        tiles = _SPLIT * self.key_tiles // shape.rows
-        splits = split_table(table, tiles)
-        part_dk, part_dv = (self.stats.new_empty(splits.bound * keys, call.head_dim) for _ in range(2))
+        part_dk, part_dv = (self.stats.new_empty(table.split_bound * keys, call.head_dim) for _ in range(2))
         sizes = call.sizes(shape)
         del sizes["G"]
-        dkdv_history[(splits.bound * self.key_tiles,)](
+        dkdv_history[(table.split_bound * self.key_tiles,)](
             *room.descriptors(shape.rows),
             *call.descriptors(shape.keys),
             part_dk,
             part_dv,
-            splits.first_split,
+            table.list_of_split,
+            table.first_split,
             table.last_tile,
-            splits.order,
-            splits.rank_of_split,
-            splits.last_split,
             call.tables.bounds,
-            table.begin.numel(),
+            table.lists,
             call.tables.blocks,
             work.kv_heads.start,
             self.key_tiles,
-            tiles,
+            self.split_tiles,
             call.scale,
             **sizes,
         )
-        return SplitSums(splits, part_dk, part_dv)
+        return SplitSums(table, part_dk, part_dv)
 
-    def add(self, splits: SplitSums, sum_dk: Tensor, sum_dv: Tensor) -> None:
-        """Adds the results of splits to the sums of their key/value heads."""
-        call = self.call
-        table = splits.table
-        short_blocks.sum_splits[(table.splits.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
-            sum_dk,
-            sum_dv,
-            splits.dk,
-            splits.dv,
-            table.first_split,
-            table.splits,
-            call.tables.bounds,
-            call.tables.blocks,
-            0,
-            sum_dk.shape[1],
-            ADD=True,
-            D=call.head_dim,
-            N=self.key_tiles * call.shapes.dkdv.keys,
-            KEYS=_SUMMED_KEYS,
-        )
+    def add(
+        self, splits: SplitSums, first_kv_head: int, sums: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]
+    ) -> None:
+        """Writes to `sums` what the splits and the `own` blocks of a work range add up to."""
+        keys = self.key_tiles * self.call.shapes.dkdv.keys
+        add_splits(self.call, splits.table, first_kv_head, sums, (splits.dk, splits.dv), keys, own)

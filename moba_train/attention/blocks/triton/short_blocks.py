@@ -27,15 +27,8 @@ from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.softmax import LOG2_E, LOWEST, load_rows, normalised
 from moba_train.attention.blocks.triton.spans import SpanCall
 from moba_train.attention.blocks.triton.tables import key_rows, query_rows
-from moba_train.attention.blocks.triton.tiles import (
-    TileShape,
-    TileTable,
-    WorkRange,
-    steps,
-    sums_before,
-    tile_table,
-    work_ranges,
-)
+from moba_train.attention.blocks.triton.tile_tables import TileTable, tile_tables
+from moba_train.attention.blocks.triton.tiles import TileShape, WorkRange, work_ranges
 
 _SPLIT = 4096
 """Rows of a list that one program takes, at most: a block that all queries select costs balance."""
@@ -258,10 +251,12 @@ def gradients(
         tl.store(part_dv + at_ND, dv_ND)
 
 
-@triton.jit(do_not_specialize=["blocks", "first_kv_head", "kv_heads"])
+@triton.jit(do_not_specialize=["blocks", "first_kv_head", "kv_heads", "own_heads"])
 def sum_splits(
     dk,
     dv,
+    own_dk,
+    own_dv,
     part_dk,
     part_dv,
     first_split,
@@ -270,6 +265,7 @@ def sum_splits(
     blocks,
     first_kv_head,
     kv_heads,
+    own_heads,
     ADD: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
@@ -277,11 +273,11 @@ def sum_splits(
 ):
     """dk and dv [S, K, D] of KEYS keys of a list of several splits; its parts are [splits, N keys, D].
 
-    ADD: to what is there already, and for a list of one split too.
+    ADD: with own_dk and own_dv [S, own_heads, D] of these heads, and for every list.
     """
     which = tl.program_id(0)
     splits = tl.load(splits_of + which)
-    if splits < (1 if ADD else 2):
+    if (not ADD) and splits < 2:
         return
     part, block = which // blocks, which % blocks
     key = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
@@ -294,13 +290,46 @@ def sum_splits(
         dk_ND += tl.load(part_dk + at)
         dv_ND += tl.load(part_dv + at)
     start, stop, _ = key_rows(bounds, block)
-    at = (((start + key).to(tl.int64) * kv_heads + first_kv_head + part) * D)[:, None] + column[None, :]
+    row = (start + key).to(tl.int64)
     mask = (start + key < stop)[:, None]
     if ADD:
-        dk_ND += tl.load(dk + at, mask=mask, other=0.0).to(tl.float32)
-        dv_ND += tl.load(dv + at, mask=mask, other=0.0).to(tl.float32)
+        at = ((row * own_heads + part) * D)[:, None] + column[None, :]
+        dk_ND += tl.load(own_dk + at, mask=mask, other=0.0).to(tl.float32)
+        dv_ND += tl.load(own_dv + at, mask=mask, other=0.0).to(tl.float32)
+    at = ((row * kv_heads + first_kv_head + part) * D)[:, None] + column[None, :]
     tl.store(dk + at, dk_ND.to(dk.dtype.element_ty), mask=mask)
     tl.store(dv + at, dv_ND.to(dv.dtype.element_ty), mask=mask)
+
+
+def add_splits(
+    call: BlockCall,
+    table: TileTable,
+    first_kv_head: int,
+    sums: tuple[Tensor, Tensor],
+    parts: tuple[Tensor, Tensor],
+    keys: int,
+    own: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Write dk and dv of a work range to `sums` [S, K, D], from the `parts` of its lists' splits [splits * keys, D].
+
+    With the `own` blocks' dk and dv [S, some K, D], of every list; without, of lists of several splits.
+    """
+    sum_splits[(table.lists, triton.cdiv(call.longest, _SUMMED_KEYS))](
+        *sums,
+        *(own or sums),
+        *parts,
+        table.first_split,
+        table.splits,
+        call.tables.bounds,
+        call.tables.blocks,
+        first_kv_head,
+        sums[0].shape[1],
+        own[0].shape[1] if own else 0,
+        ADD=own is not None,
+        D=call.head_dim,
+        N=keys,
+        KEYS=_SUMMED_KEYS,
+    )
 
 
 @dataclass(frozen=True)
@@ -321,8 +350,7 @@ class ShortBlocks:
         own_lse_HT = torch.empty_like(lse_HT) if call.selected else lse_HT
         if call.spans is not None:
             SpanCall(call, call.spans).attend(out_THD, own_lse_HT)
-        for work in parts:
-            table = self.splits(work)
+        for work, table in zip(parts, self.splits(parts), strict=True):
             attend[(table.bound,)](
                 call.q_THD,
                 *call.descriptors(shape.keys),
@@ -351,16 +379,18 @@ class ShortBlocks:
         dk, dv = call.like_k(), call.like_k()
         parts = list(work_ranges(self.lists, call.kv_heads, call.limit))
         partial_dq = call.buffer(parts)
-        for heads, together in groupby(parts, lambda part: part.kv_heads):
-            mine = list(together)
-            if spans is None and len(mine) == 1:
-                self._history(mine[0], dout, stats, dq, partial_dq, dk, dv)
+        add = spans is not None or parts[0].chunks != slice(0, self.lists.chunks)  # cut by queries
+        tables = self.splits(parts, count_all=add)
+        for heads, together in groupby(zip(parts, tables, strict=True), lambda part: part[0].kv_heads):
+            if not add:
+                for work, table in together:
+                    self._history(work, table, dout, stats, (dq, partial_dq), heads.start, (dk, dv))
                 continue
+            mine = list(together)
             sums = self._no_sums(heads) if spans is None else spans.dkdv(dout, stats, heads)
-            for work in mine:
-                self._history(work, dout, stats, dq, partial_dq, *sums, add=True)
-            dk[:, heads].copy_(sums[0])
-            dv[:, heads].copy_(sums[1])
+            for work, table in mine[:-1]:
+                self._history(work, table, dout, stats, (dq, partial_dq), 0, sums, own=sums)
+            self._history(*mine[-1], dout, stats, (dq, partial_dq), heads.start, (dk, dv), own=sums)
         return dq, dk, dv
 
     def _no_sums(self, heads: slice) -> tuple[Tensor, Tensor]:
@@ -372,38 +402,33 @@ class ShortBlocks:
     def _history(
         self,
         work: WorkRange,
+        table: TileTable,
         dout: Tensor,
         stats: Tensor,
-        dq: Tensor,
-        partial_dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        add: bool = False,
+        dqs: tuple[Tensor, Tensor],
+        first_kv_head: int,
+        sums: tuple[Tensor, Tensor],
+        own: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """The lists of a work range: their parts of dq, added to it; dk and dv, written, or with `add` added to float32
-        sums of the work range's heads."""
+        """The lists of a work range: their parts of dq, added to it (`dqs`: dq, room for the parts); dk and dv to
+        `sums`, with `own` added to these."""
         call = self.call
         shape = self.call.shapes.short_backward
         assert shape
-        table = self.splits(work)
-        splits = steps(table.last_tile)
-        # A list has one split more than it fills; without `add`, only those of lists that have several leave parts.
-        most = table.bound if add else 2 * work.heads * work.entries // _SPLIT
+        # A list has one split more than it fills; without `own`, only those of lists that have several leave parts.
+        most = table.bound if own else 2 * work.heads * work.entries // _SPLIT
         part_dk, part_dv = (stats.new_empty(most * shape.keys, call.head_dim) for _ in range(2))
-        first_split = sums_before(splits if add else splits * (splits > 1))
         gradients[(table.bound,)](
             call.q_THD,
             dout,
             stats,
             *call.descriptors(shape.keys),
-            dq,
-            dk,
-            dv,
-            partial_dq,
+            dqs[0],
+            *sums,
+            dqs[1],
             part_dk,
             part_dv,
-            first_split,
+            table.first_split,
             *call.in_lists(self.lists, table),
             work.kv_heads.start,
             call.heads,
@@ -411,32 +436,19 @@ class ShortBlocks:
             work.entries,
             call.q_THD.stride(0),
             call.scale,
-            SUM=add,
+            SUM=own is not None,
             **self.sizes(shape),
         )
         if most:
-            sum_splits[(table.begin.numel(), triton.cdiv(call.longest, _SUMMED_KEYS))](
-                dk,
-                dv,
-                part_dk,
-                part_dv,
-                first_split,
-                splits,
-                call.tables.bounds,
-                call.tables.blocks,
-                0 if add else work.kv_heads.start,
-                dk.shape[1],
-                ADD=add,
-                D=call.head_dim,
-                N=shape.keys,
-                KEYS=_SUMMED_KEYS,
-            )
+            add_splits(call, table, first_kv_head, sums, (part_dk, part_dv), shape.keys, own)
         if call.selected:
-            call.combine(combine.combine_dq, work, dq, partial_dq)
+            call.combine(combine.combine_dq, work, *dqs)
 
-    def splits(self, work: WorkRange) -> TileTable:
-        """The splits of a work range; without spans at least one for each list, as the block's own rows go with it."""
-        return tile_table(self.lists, work, self.call.kv_heads, _SPLIT, at_least=int(self.call.spans is None))
+    def splits(self, parts: list[WorkRange], *, count_all: bool = False) -> list[TileTable]:
+        """The splits of each work range; without spans at least one for each list, as the block's own rows go with
+        it."""
+        at_least = int(self.call.spans is None)
+        return tile_tables(self.lists, parts, self.call.kv_heads, _SPLIT, at_least=at_least, count_all=count_all)
 
     def sizes(self, shape: TileShape) -> dict[str, Any]:
         """Compile-time sizes of the kernels here."""

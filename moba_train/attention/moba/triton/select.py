@@ -67,14 +67,14 @@ def select_blocks(
         "N": _CHUNK,
         "num_warps": warps(count),
     }
-    marks = torch.ones(grid[0] * grid[1], dtype=torch.int32, device=q_THD.device)
+    marks = torch.empty(grid[0] * grid[1], dtype=torch.int32, device=q_THD.device)
     shared = (tables.own_T, tables.first_T, selected_HTC, marks, tokens, blocks, kv_heads, q_THD.stride(0))
     if count <= 16:  # with more, too many tiles would have to be done again
         pooled = pooled_NKD.flatten(1)
         desc = TensorDescriptor(pooled, list(pooled.shape), list(pooled.stride()), [_CHUNK, head_dim])
         _select[grid](q_THD, desc, *shared, (chunks - 1).bit_length(), LEVELS=levels, **sizes)
     if count > 16 or levels < min(chunks, count):
-        _select_marked[grid](q_THD, pooled_NKD, *shared, **sizes)
+        _select_marked[grid](q_THD, pooled_NKD, *shared, ALL=count > 16, **sizes)
     return selected_HTC
 
 
@@ -230,6 +230,7 @@ def _select_marked(
     blocks,
     kv_heads,
     stride_t,
+    ALL: tl.constexpr,
     GROUP: tl.constexpr,
     PREVIOUS: tl.constexpr,
     FIRST: tl.constexpr,
@@ -240,8 +241,9 @@ def _select_marked(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
+    """A tile of queries of one head that is marked, or with ALL any."""
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    if tl.load(marks + head * tl.num_programs(0) + tile) == 0:
+    if (not ALL) and tl.load(marks + head * tl.num_programs(0) + tile) == 0:
         return
     kv_head = head if GROUP else head // G
     token = tile * M + tl.arange(0, M)

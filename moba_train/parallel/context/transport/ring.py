@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moba_train.attention.merge import merge_into
+from moba_train.attention.merge import merge_into, nothing_seen
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.parallel.context.comm import Communicator, Work
 from moba_train.parallel.context.layout import sees
@@ -51,11 +51,16 @@ class Ring(Transport):
             selection = call.against_all(self.rank).select(q_nHD, summaries)
         else:
             selection = self.empty_selection(q_LHD, k_LKD, call)
-        out_nHD = torch.zeros_like(q_nHD, dtype=sum_dtype(q_LHD.dtype))
-        lse_Hn = out_nHD.new_full((q_LHD.shape[1], tokens), -torch.inf)
+        merged: tuple[Tensor, Tensor] | None = None
         for owner, k, v in self._chunks(k_LKD, v_LKD, call):
-            if self._is_seen(owner, call):
-                merge_into(out_nHD, lse_Hn, *call.against(self.rank, owner).attend(q_nHD, k, v, selection))
+            if not self._is_seen(owner, call):
+                continue
+            out, lse = call.against(self.rank, owner).attend(q_nHD, k, v, selection)
+            if merged is None:
+                merged = out.to(sum_dtype(q_LHD.dtype)), lse
+            else:
+                merge_into(*merged, out, lse)
+        out_nHD, lse_Hn = merged or nothing_seen(q_nHD)
         rows = q_LHD.shape[0]
         return padded(out_nHD.to(q_LHD.dtype), rows), padded_lse(lse_Hn, rows), selection
 
@@ -65,7 +70,7 @@ class Ring(Transport):
         rows = q_LHD.shape[0]
         dtype = sum_dtype(q_LHD.dtype)
         state = state.with_queries(slice(0, call.sequence.tokens(self.rank)))
-        dq_nHD = torch.zeros_like(state.q, dtype=dtype)
+        dq_nHD: Tensor | None = None
         dkv_2LKD = torch.empty(2, *k_LKD.shape, dtype=dtype, device=k_LKD.device)
         received_2LKD = torch.empty_like(dkv_2LKD, dtype=k_LKD.dtype)
         returning: deque[Work] = deque()
@@ -77,7 +82,7 @@ class Ring(Transport):
             if self._is_seen(owner, call):
                 pair = call.against(self.rank, owner)
                 dq, dk, dv = pair.attend_backward(state.with_keys(k, v), selection)
-                dq_nHD += dq
+                dq_nHD = dq.to(dtype) if dq_nHD is None else dq_nHD.add_(dq)
                 partial_2LKD = torch.stack([padded(dk, rows), padded(dv, rows)])
             else:
                 partial_2LKD = torch.zeros_like(received_2LKD)
@@ -92,7 +97,8 @@ class Ring(Transport):
         dk_LKD, dv_LKD = (
             x.to(k_LKD.dtype, copy=True) for x in dkv_2LKD
         )  # operators may not return views of one tensor
-        return padded(dq_nHD.to(q_LHD.dtype), rows), dk_LKD, dv_LKD
+        dq_nHD = torch.zeros_like(state.q) if dq_nHD is None else dq_nHD.to(q_LHD.dtype)
+        return padded(dq_nHD, rows), dk_LKD, dv_LKD
 
     def gather(self, x_LHD: Tensor) -> Tensor:
         """One all-gather."""

@@ -1,0 +1,51 @@
+"""Counts what attention would launch on a GPU, without one: Triton kernels, and torch operators that compute."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from moba_train.attention.blocks import available
+
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_thread = threading.local()
+
+
+class counted_launches(TorchDispatchMode):
+    """Inside, on this thread: counts by name what a GPU would run. Tensors are on the device `meta`."""
+
+    def __enter__(self) -> Counter[str]:
+        super().__enter__()
+        _thread.counts = self.counts = Counter()
+        return self.counts
+
+    def __exit__(self, *error: Any) -> None:
+        del _thread.counts
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        name = operator.overloadpacket.__name__
+        if not operator.is_view and name not in _ALLOCATIONS:
+            self.counts[name] += 1
+        return operator(*arguments, **(named or {}))
+
+
+@contextmanager
+def kernels_not_run() -> Iterator[None]:
+    """Inside, Triton kernels are launched for tensors of any device, but only counted."""
+
+    def launch(kernel: JITFunction, *arguments: Any, **named: Any) -> None:
+        if (counts := getattr(_thread, "counts", None)) is not None:
+            counts[kernel.__name__] += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", launch)
+        patch.setattr(available, "interpreted", lambda: True)
+        yield

@@ -1,0 +1,83 @@
+"""How often MoBA's kernels and torch operators are launched, forward and backward: the host pays for every one."""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from threading import Thread
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from launches import counted_launches, kernels_not_run
+from thread_ranks import thread_transports
+
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.operators import OperatorEngine
+from moba_train.attention.protocol import BackwardState, Layout, packed_layout
+from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.strategy import CPStrategy
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_needed() -> Iterator[None]:
+    with kernels_not_run():
+        yield
+
+
+def both(engine: OperatorEngine, block_size: int, topk: int, rows: int, layout: Layout) -> None:
+    """Forward and backward with the heads of Llama-3-8B."""
+    options = MobaAttention.Options(block_size=block_size, topk=topk, backend="triton")
+    call = engine.call(MobaAttention(options, 128), layout)
+    q, k, v, dout = (torch.empty(rows, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8, 8, 32))
+    out, lse, selection = engine.forward(q, k, v, call)
+    engine.backward(BackwardState(dout, q, k, v, out, lse), selection, call)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "block_size", "topk", "most"),
+    [
+        ([2**13], 512, 3, 20),
+        ([2**15], 512, 3, 24),
+        ([2**11] * 16, 512, 3, 24),
+        ([2**15], 128, 8, 30),
+        ([2**17], 512, 8, 61),
+    ],
+)
+def test_launches_of_a_layer(lengths, block_size, topk, most):
+    """In the second layer of a step: what follows from the layout alone is there."""
+    layout = packed_layout(lengths, "meta")
+    run = partial(both, LOCAL_ENGINE, block_size, topk, sum(lengths), layout)
+    with counted_launches():
+        run()
+    with counted_launches() as counts:
+        run()
+    assert counts.total() <= most, counts
+
+
+@pytest.mark.parametrize(("transport", "most"), [("allgather", 101), ("ulysses", 146), ("ring", 149)])
+def test_launches_of_a_rank_with_16k_tokens(transport, most):
+    strategy = CPStrategy(2, transport, "zigzag", 2)
+    transports, _ = thread_transports(strategy)
+    found: list[Counter[str]] = []
+
+    def rank(number: int) -> None:
+        layout = packed_layout([2**15], "meta")
+        run = partial(both, ContextParallel(strategy, transports[number]), 512, 8, 2**14, layout)
+        run()
+        if number:
+            run()
+            return
+        with counted_launches() as counts:
+            run()
+        found.append(counts)
+
+    threads = [Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (counts,) = found
+    assert counts.total() <= most, counts
