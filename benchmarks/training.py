@@ -50,7 +50,7 @@ def measure(row: Row, folder: Path, arguments: argparse.Namespace, limit_s: floa
     steps = row.warm + row.steps
     began = time.monotonic()
     result: dict[str, Any] = {"seq_len": row.seq_len, "attention": row.label, "fp8": row.fp8}
-    result |= {"policy": row.policy, "cp": row.cp, "tp": row.tp, "sequences": _sequences(row, arguments)}
+    result |= {"policy": row.policy, "cp": row.cp, "tp": row.tp, "pp": row.pp, "sequences": _sequences(row, arguments)}
 
     def records() -> list[dict[str, Any]]:
         return [record for record in read_records(metrics) if "loss" in record] if metrics.exists() else []
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rows", nargs="+", default=["8K:full", "8K:moba-512-3-last3"], metavar="ROW")
-    for name, default in (("tp", 1), ("cp", 1), ("warm", Row.warm), ("steps", Row.steps)):
+    for name, default in (("tp", 1), ("cp", 1), ("pp", 1), ("warm", Row.warm), ("steps", Row.steps)):
         parser.add_argument(f"--{name}", type=int, default=default, help="of rows that give none")
     parser.add_argument("--fp8", default="off", choices=["off", "tensorwise", "rowwise"], help="of rows that give none")
     parser.add_argument("--policy", default="none", choices=POLICIES, help="checkpointing of rows that give none")
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--append", action="store_true", help="keep other rows of the result file")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    defaults = Row(**{name: getattr(arguments, name) for name in ("tp", "cp", "warm", "steps", "fp8", "policy")})
+    defaults = Row(**{name: getattr(arguments, name) for name in ("tp", "cp", "pp", "warm", "steps", "fp8", "policy")})
     try:
         rows = [parse_row(text, defaults) for text in arguments.rows]
     except ValueError as error:

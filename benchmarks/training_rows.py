@@ -5,7 +5,7 @@ LENGTH:ATTENTION, then options in any order:
     ATTENTION         full | moba-BLOCK-TOPK | moba-BLOCK-TOPK-lastN (the last N layers full) | torchtitan (full, by it)
     none | selective | full | budget    activation checkpointing; offload: what it keeps goes to host memory
     fp8 | fp8-rowwise                   linear layers in FP8
-    cpN, tpN                            GPUs that share a sequence; that share each layer
+    cpN, tpN, ppN                       GPUs that share a sequence; that share each layer; that share the layers out
     microN, batchN                      sequences of a pass on a rank; sequences of a step on all GPUs
     warmN, stepsN                       steps that are left out of the numbers; steps that are measured
     eager                               blocks are not compiled
@@ -24,7 +24,7 @@ from benchmarks.trainer_run import recipe
 Float8 = Literal["off", "tensorwise", "rowwise"]
 POLICIES = ("none", "selective", "full", "budget")
 _MOBA = re.compile(r"moba-([0-9]+K?)-([0-9]+)(?:-last([0-9]+))?")
-_SIZE = re.compile(r"(cp|tp|micro|batch|warm|steps)([1-9][0-9]*)")
+_SIZE = re.compile(r"(cp|tp|pp|micro|batch|warm|steps)([1-9][0-9]*)")
 _WORDS: dict[str, dict[str, Any]] = {
     **{policy: {"policy": policy} for policy in POLICIES},
     "offload": {"offload": True},
@@ -49,6 +49,7 @@ class Row:
     fp8: Float8 = "off"
     cp: int = 1
     tp: int = 1
+    pp: int = 1
     micro: int | None = None
     """Sequences of a pass on one rank; None: as many as a GPU has in a step."""
     batch: int | None = None
@@ -79,7 +80,7 @@ class Row:
 
     def sequences(self, gpus: int, per_gpu: int) -> int:
         """Sequences of one step on `gpus` GPUs, by default `per_gpu` for each, or for each group that shares them."""
-        return self.batch or max(1, gpus // self.cp) * per_gpu
+        return self.batch or max(1, gpus // (self.cp * self.pp)) * per_gpu
 
     def recipe(
         self, model: str, corpus: Path, run_dir: Path, gpus: int, per_gpu: int, layers: int | None = None
@@ -94,7 +95,7 @@ class Row:
             self.sequences(gpus, per_gpu),
             self.warm + self.steps + 1,
             attention=_attention(self.attention),
-            parallel={"cp": self.cp, "tp": self.tp},
+            parallel={"cp": self.cp, "tp": self.tp, "pp": self.pp},
             precision={"linear": "fp8", "fp8": {"scaling": self.fp8}} if self.fp8 != "off" else {},
             activation_checkpointing=self.policy,
             micro_batch_size=self.micro or per_gpu,
@@ -124,11 +125,15 @@ def parse_row(text: str, defaults: Row) -> Row:
             row = replace(row, overrides=(*row.overrides, option))
         else:
             raise ValueError(
-                f"{text!r}: option {option!r}; allowed: {', '.join(_WORDS)}, cpN, tpN, microN, batchN, warmN, stepsN, "
+                f"{text!r}: option {option!r}; allowed: {', '.join(_WORDS)}, cpN, tpN, ppN, microN, batchN, warmN, stepsN, "
                 "key.path=value"
             )
-    if row.by_torchtitan and (row.documents != "long" or row.offload or row.overrides or row.policy == "budget"):
-        raise ValueError(f"{text!r}: torchtitan takes one long document and none of offload, budget, key.path=value")
+    if row.by_torchtitan and (
+        row.documents != "long" or row.offload or row.overrides or row.policy == "budget" or row.pp > 1
+    ):
+        raise ValueError(
+            f"{text!r}: torchtitan takes one long document and none of offload, budget, ppN, key.path=value"
+        )
     return row
 
 
