@@ -125,8 +125,8 @@ def parse_row(text: str, defaults: Row) -> Row:
             row = replace(row, overrides=(*row.overrides, option))
         else:
             raise ValueError(
-                f"{text!r}: option {option!r}; allowed: {', '.join(_WORDS)}, cpN, tpN, ppN, microN, batchN, warmN, stepsN, "
-                "key.path=value"
+                f"{text!r}: option {option!r}; allowed: {', '.join(_WORDS)}, cpN, tpN, ppN, microN, batchN, warmN, "
+                "stepsN, key.path=value"
             )
     if row.by_torchtitan and (
         row.documents != "long" or row.offload or row.overrides or row.policy == "budget" or row.pp > 1
