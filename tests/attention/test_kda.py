@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.kind import StageContext
 from moba_train.attention.linear import kda
+from moba_train.attention.linear.delta_parts import delta_in_parts
 from moba_train.attention.linear.delta_states import DeltaInputs
 from moba_train.attention.linear.fla import has_fla
 from moba_train.attention.linear.kda import KdaKind, KdaParameters
@@ -117,6 +118,29 @@ def test_ranks_that_share_a_sequence(lengths, strategy):
 def context(**changes):
     values = {"seq_len": 64, "cp": 1, "tp": 1, "deterministic": False, "device": "cpu", "layers": "in layer 0"}
     return StageContext(**{"model": MODEL, **values, **changes})
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 16, 50])
+def test_the_rule_part_by_part(rows, with_states):
+    """Segments that end inside a part, at its end, and that go on; outputs, states behind, every gradient."""
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.tensor([0, 5, 7, 32, 48])
+    sizes = [(48, 4, 8), (48, 2, 8), (48, 2, 8), (48, 4, 8), (48, 4), (4,), (32,)]
+    leaves = [torch.randn(size, generator=generator, dtype=torch.float64, requires_grad=True) for size in sizes]
+    initial = torch.randn(4, 4, 8, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    initial = initial if with_states else None
+    rule = KdaKind(KdaKind.Options(backend="torch"), 8)._rule
+
+    def gradients(out, behind):
+        loss = out.sin().sum() + (behind.cos().sum() if with_states else 0)
+        wanted = [*leaves, initial] if with_states else leaves
+        return [out, *([behind] if with_states else []), *torch.autograd.grad(loss, wanted)]
+
+    whole = gradients(*rule(DeltaInputs(*leaves), (edges, edges), initial, with_states))
+    parts = gradients(*delta_in_parts(rule, DeltaInputs(*leaves), (edges, edges), initial, with_states, rows))
+    for ours, expected in zip(parts, whole, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_backends_that_cannot_run_are_refused(monkeypatch):

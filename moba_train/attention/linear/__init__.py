@@ -6,6 +6,7 @@ decayed       linear attention with a constant decay, chunk by chunk in plain Py
 ranges        the token ranges and segments of a layer's rows, and what ranks tell each other about theirs
 states        lightning's states that come from other ranks or from earlier calls of generation
 delta         the delta rule with decays, token by token in plain PyTorch
+delta_parts   the same part by part, for kernels that take many tensors
 delta_states  its states that come from other ranks
 convolution   short causal convolutions over packed documents, and their tails while tokens are generated
 fla           what both kinds compute with the package fla-core on a GPU

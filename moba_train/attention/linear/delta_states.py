@@ -5,7 +5,8 @@ leaves behind a unit matrix with values of zero, and B the one behind an empty s
 ranges by one all-gather, and each computes the states before its own ranges. The delta rule is linear in the state and
 the values together, so what a state before a range adds is the output with values of zero that begins with it.
 
-Shape suffixes: n rows, r ranges of this layer, N ranges of all ranks, H query heads, d head width.
+Shape suffixes: n rows, r ranges of this layer, N ranges of all ranks, H query heads, K key/value
+heads, d head width.
 """
 
 from bisect import bisect_right
@@ -25,8 +26,8 @@ class DeltaInputs(NamedTuple):
     """What the delta rule needs of each row, before norms and activations, and of each head."""
 
     q_nHd: Tensor
-    k_nHd: Tensor
-    v_nHd: Tensor
+    k_nKd: Tensor
+    v_nKd: Tensor
     decay_nHd: Tensor
     beta_nH: Tensor
     A_log_H: Tensor
@@ -35,11 +36,13 @@ class DeltaInputs(NamedTuple):
     def rows(self, parts: Sequence[slice]) -> "DeltaInputs":
         """Some rows, one part after the other."""
         by_row = {name: x for name, x in self._asdict().items() if name not in ("A_log_H", "dt_bias_h")}
+        if len(parts) == 1:
+            return self._replace(**{name: x[parts[0]] for name, x in by_row.items()})
         return self._replace(**{name: torch.cat([x[part] for part in parts]) for name, x in by_row.items()})
 
     def without_values(self) -> "DeltaInputs":
         """Values of zero."""
-        return self._replace(v_nHd=torch.zeros_like(self.v_nHd))
+        return self._replace(v_nKd=torch.zeros_like(self.v_nKd))
 
     def beside(self, other: "DeltaInputs") -> "DeltaInputs":
         """Both, with twice as many heads."""
@@ -98,8 +101,8 @@ def _maps(inputs: DeltaInputs, rule: DeltaRule, layout: Layout) -> Tensor:
         return nothing.to(dtype) + torch.zeros((1, 2, heads, width, width), dtype=dtype, device=nothing.device)
     lasts = [last for _, last in ends]
     rows = inputs.rows(lasts)
-    dtype = torch.promote_types(inputs.v_nHd.dtype, torch.float32)
-    unit_dd = torch.eye(width, dtype=dtype, device=inputs.v_nHd.device)
+    dtype = torch.promote_types(inputs.v_nKd.dtype, torch.float32)
+    unit_dd = torch.eye(width, dtype=dtype, device=inputs.v_nKd.device)
     initial_2Hdd = torch.stack([torch.zeros_like(unit_dd), unit_dd])[:, None].expand(2, heads, width, width)
     initial_r2Hdd = initial_2Hdd.flatten(0, 1).repeat(len(lasts), 1, 1, 1)
     _, behind_rHdd = rule(rows.beside(rows.without_values()), _edges(lasts, unit_dd.device), initial_r2Hdd, True)

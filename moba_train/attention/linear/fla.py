@@ -77,8 +77,8 @@ def fla_decayed_attention(q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, log_decay
 @torch.compiler.disable
 def fla_delta_attention(
     q_nHd: Tensor,
-    k_nHd: Tensor,
-    v_nHd: Tensor,
+    k_nKd: Tensor,
+    v_nKd: Tensor,
     decay_nHd: Tensor,
     beta_nH: Tensor,
     A_log_H: Tensor,
@@ -91,6 +91,7 @@ def fla_delta_attention(
     float32, if wanted. `edges`: of the segments, as `ranges.segment_edges` gives them."""
     from fla.ops.kda import chunk_kda
 
+    k_nHd, v_nHd = (x.repeat_interleave(q_nHd.shape[1] // x.shape[1], 1) for x in (k_nKd, v_nKd))
     out_1nHd, behind_NHdd = chunk_kda(
         *(x.unsqueeze(0) for x in (q_nHd, k_nHd, v_nHd, decay_nHd, beta_nH)),
         A_log=A_log_H,

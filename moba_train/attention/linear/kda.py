@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.linear.convolution import TAPS, ShortConvolution
 from moba_train.attention.linear.delta import delta_attention
+from moba_train.attention.linear.delta_parts import ROWS, delta_in_parts
 from moba_train.attention.linear.delta_states import DeltaInputs, Edges, delta_over_ranks
 from moba_train.attention.linear.fla import fla_delta_attention, fla_problem, fla_refuses
 from moba_train.attention.linear.ranges import segment_edges
@@ -116,11 +117,10 @@ class KdaKind(AttentionKind):
         shard = layer.shard
         x_nD = shard.own(layer.x_TD)
         q_nHd = parameters.q_conv(shard.own(layer.q_THd), "q", shard)
-        group = q_nHd.shape[1] // layer.k_TKd.shape[1]
-        k_nHd = parameters.k_conv(shard.own(layer.k_TKd), "k", shard).repeat_interleave(group, 1)
-        v_nHd = parameters.v_conv(shard.own(layer.v_TKd), "v", shard).repeat_interleave(group, 1)
+        k_nKd = parameters.k_conv(shard.own(layer.k_TKd), "k", shard)
+        v_nKd = parameters.v_conv(shard.own(layer.v_TKd), "v", shard)
         decay_nHd = parameters.decay_up(parameters.decay_down(x_nD)).view_as(q_nHd)
-        rows = (q_nHd, k_nHd, v_nHd, decay_nHd, parameters.beta(x_nD))
+        rows = (q_nHd, k_nKd, v_nKd, decay_nHd, parameters.beta(x_nD))
         out_nHd = self._attend(DeltaInputs(*rows, parameters.A_log, parameters.dt_bias), shard)
         # Recomputed in the backward pass, which would keep two more tensors of the output's size.
         gated_nHd = checkpoint(parameters, out_nHd, x_nD, use_reentrant=False, preserve_rng_state=False)
@@ -143,7 +143,9 @@ class KdaKind(AttentionKind):
     ) -> tuple[Tensor, Tensor | None]:
         """Outputs and, if wanted, the states behind the segments, by the backend that options and tensors allow."""
         if self._uses_fla(inputs.q_nHd):
-            return fla_delta_attention(*inputs, edges, initial_NHdd, wants_states)
+            if len(inputs.q_nHd) > ROWS and torch.is_grad_enabled():
+                return delta_in_parts(_by_fla, inputs, edges, initial_NHdd, wants_states)
+            return _by_fla(inputs, edges, initial_NHdd, wants_states)
         out_nHd, behind_NHdd = delta_attention(*_activated(inputs), edges[1].tolist(), initial_NHdd)
         return out_nHd, behind_NHdd if wants_states else None
 
@@ -169,16 +171,23 @@ class KdaKind(AttentionKind):
         return (18.0 * model.heads * model.head_width**2 + 6.0 * weights) * sum(lengths)
 
     def activation_bytes(self, model: ModelConfig, width: int) -> int:
-        """With fla's kernels: inputs and results of the convolutions, keys and values repeated for each query head, the
-        decays and their sums in float32, two products in chunks of 64 tokens, and the result before norm and gate."""
+        """Over more than `delta_parts.ROWS` tokens: inputs and results of the convolutions, decays, and the result before
+        norm and gate."""
         heads, kv_heads = model.heads, model.kv_heads
-        tensors = 2 * (heads + 2 * kv_heads) + 2 * (heads - kv_heads) + 2 * heads + 1
-        return width * (model.head_width * tensors + 2 * 64 * heads) + 4 * heads * model.head_width
+        return width * model.head_width * (2 * (heads + 2 * kv_heads) + 2 * heads + 1)
+
+
+def _by_fla(
+    inputs: DeltaInputs, edges: Edges, initial_NHdd: Tensor | None, wants_states: bool
+) -> tuple[Tensor, Tensor | None]:
+    return fla_delta_attention(*inputs, edges, initial_NHdd, wants_states)
 
 
 def _activated(inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Scaled unit queries, unit keys, values, log alpha and beta: what fla's kernels compute by themselves."""
-    q_nHd, k_nHd, v_nHd, decay_nHd, beta_nH, A_log_H, dt_bias_h = inputs
+    """Scaled unit queries, unit keys and values for each query head, log alpha and beta: what fla's kernels compute by
+    themselves."""
+    q_nHd, k_nKd, v_nKd, decay_nHd, beta_nH, A_log_H, dt_bias_h = inputs
+    k_nHd, v_nHd = (x.repeat_interleave(q_nHd.shape[1] // x.shape[1], 1) for x in (k_nKd, v_nKd))
     dtype = torch.promote_types(q_nHd.dtype, torch.float32)
     step_nHd = F.softplus(decay_nHd.to(dtype) + dt_bias_h.to(dtype).view_as(decay_nHd[0]))
     log_alpha_nHd = -A_log_H.to(dtype).exp()[:, None] * step_nHd
