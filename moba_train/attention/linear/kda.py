@@ -171,8 +171,8 @@ class KdaKind(AttentionKind):
         return (18.0 * model.heads * model.head_width**2 + 6.0 * weights) * sum(lengths)
 
     def activation_bytes(self, model: ModelConfig, width: int) -> int:
-        """Over more than `delta_parts.ROWS` tokens: inputs and results of the convolutions, decays, and the result before
-        norm and gate."""
+        """Over more than `delta_parts.ROWS` tokens: inputs and results of the convolutions, decays, and the result
+        before norm and gate."""
         heads, kv_heads = model.heads, model.kv_heads
         return width * model.head_width * (2 * (heads + 2 * kv_heads) + 2 * heads + 1)
 
