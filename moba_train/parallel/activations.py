@@ -74,9 +74,7 @@ _DESCRIPTIONS = {
 class BlockForward:
     """A block's forward pass, which a stage can set to keep more or less; in place of the block's own `forward`."""
 
-    def __init__(
-        self, block: Block, plain: Callable[..., BlockResult], recomputed: Callable[..., BlockResult]
-    ) -> None:
+    def __init__(self, block: Block, plain: Callable[..., BlockResult], recomputed: Callable[..., BlockResult]) -> None:
         self._block = block
         self._plain = plain
         self._recomputed = recomputed

@@ -57,4 +57,3 @@ def sharded_model(config: RunConfig, dims: ParallelDims) -> Transformer:
     model.to_empty(device=device)
     initialize_weights(model, config.seed)
     return model
-

@@ -8,18 +8,20 @@ context (about 1 GiB), fragmentation, NCCL's buffers and workspaces of attention
 leaves room.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from moba_train.config.mesh import MeshSizes
-from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
 from moba_train.model.loss import CHUNK_TOKENS
 from moba_train.optim.registry import OPTIMIZERS
+from moba_train.parallel.activations import Kept, LayerActivations
+from moba_train.planning.block import block_bytes
 from moba_train.planning.parameters import count_recipe_parameters
 
 USABLE = 0.9
@@ -63,64 +65,140 @@ def element_bytes(config: RunConfig) -> int:
     return 4 if config.precision.compute == "fp32" else 2
 
 
-def estimate_memory(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: float = 0) -> Memory:
-    """Peak memory of one rank in `stage`, on a mesh of these sizes.
+class MemoryEstimate:
+    """The memory of one rank in a stage, by what its layers keep."""
 
-    transport: bytes of the rank's buffers for context parallelism.
-    """
-    return max(_moments(config, stage, sizes, round(transport)), key=lambda memory: memory.total)
+    def __init__(self, config: RunConfig, stage: Stage, sizes: MeshSizes) -> None:
+        self._config = config
+        self._stage = stage
+        self._sizes = sizes
+        self._width = element_bytes(config)
+        self._tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)  # of a micro-batch, in the tp group
+        self._weights = _weights(config, sizes, self._width)
+        self._block = block_bytes(config.model, self._width, sizes.tp, config.compile)
+        kinds = build_attention(stage.attention, config.model.head_width)
+        self._saved = [kind.saved_bytes(config.model, stage.seq_len) for kind in kinds]
+        self._own = [kind.activation_bytes(config.model, self._width) for kind in kinds]
+
+    def kept_bytes(self, layer: int, kept: Kept) -> int:
+        """Bytes that a layer keeps from its forward pass to its backward pass, wherever it keeps them."""
+        found = self._block.kept[kept] + (self._saved[layer] if kept >= Kept.ATTENTION else 0)
+        return self._on_rank(found + (self._own[layer] if kept is Kept.ALL else 0))
+
+    def host_bytes(self, layers: Sequence[LayerActivations]) -> int:
+        """Bytes of host memory that the layers' activations take."""
+        return sum(self._sent_bytes(index, layer) for index, layer in enumerate(layers))
+
+    def peak(self, layers: Sequence[LayerActivations], transport: float = 0) -> Memory:
+        """GPU memory at the moment of a step that needs most.
+
+        transport: bytes of the rank's buffers for context parallelism.
+        """
+        return max(self._moments(layers, round(transport)), key=lambda memory: memory.total)
+
+    def _on_rank(self, bytes_per_token: int) -> int:
+        return bytes_per_token * self._tokens // self._sizes.tp
+
+    def _sent_bytes(self, index: int, layer: LayerActivations) -> int:
+        """Bytes that a layer sends to the host. Without torch.compile, what a recomputed block keeps besides its input
+        is out of the offload's sight."""
+        in_sight = layer.kept if self._config.compile or layer.kept is Kept.ALL else Kept.INPUT
+        return self.kept_bytes(index, in_sight) if layer.on_host else 0
+
+    def _moments(self, layers: Sequence[LayerActivations], transport: int) -> list[Memory]:
+        """Memory at each moment of a step that can be its peak."""
+        config, stage, sizes, width, weights = self._config, self._stage, self._sizes, self._width, self._weights
+        tp = sizes.tp
+        tokens = self._tokens
+        hidden = width * config.model.hidden_size * tokens // tp
+        sent = [self._sent_bytes(index, layer) for index, layer in enumerate(layers)]
+        kept = [self.kept_bytes(index, layer.kept) - sent[index] for index, layer in enumerate(layers)]
+        travelling = 2 * max(sent)  # a layer's activations on their way, and those of the layer at work
+
+        several = stage.batch_sequences > stage.micro_batch_size * sizes.dp  # gradients of other micro-batches stay
+        early = 4 * weights.shard if several else 0
+        late = 4 * weights.shard if several else 4 * (weights.shard - weights.ends // sizes.shards)
+        rows = min(CHUNK_TOKENS, tokens // tp)
+        # log-softmax, its gradient and that of the logits, float32 (benchmarks/loss_memory.py); the rows of all chunks,
+        # their gradient and, from the chunk before, the weight's
+        loss = 12 * rows * config.model.vocab_size + 2 * hidden + (weights.head if tokens // tp > CHUNK_TOKENS else 0)
+        # In the blocks: the gradients of the output weight, the residual stream and the block's own weights. FSDP
+        # reduces the first at the very end, with the embedding's, as both belong to its outermost unit.
+        passing = weights.head + hidden + width * weights.block
+        reduced = 4 * weights.block  # float32, a whole block
+
+        state_bytes = OPTIMIZERS[config.optim.kind].state_bytes
+        at = partial(Memory, parameters=4 * weights.shard, optimizer=state_bytes * weights.shard)
+        moments = [
+            at(
+                "loss",
+                gradients=early,
+                unsharded=weights.gathered_ends,
+                activations=sum(kept) + travelling + 2 * hidden,  # the last block's output, before and after the norm
+                working=loss,
+            ),
+            at(
+                "embedding",
+                gradients=4 * weights.shard,
+                unsharded=weights.gathered_ends,
+                activations=0,
+                working=(width + 4) * weights.ends + (weights.head if tp > 1 else 0),
+            ),
+        ]
+        for name, index, gradients, reducing in (("last", -1, early, 0), ("first", 0, late, reduced)):
+            others = (sum(kept[:-1]) if index else 0) + travelling
+            feed_forward, attention = map(self._on_rank, self._at_work(layers, index))
+            in_block = partial(at, gradients=gradients, unsharded=weights.gathered)
+            moments += [
+                in_block(
+                    f"{name} feed-forward",
+                    activations=others + feed_forward,
+                    working=passing + reducing + self._on_rank(self._block.feed_forward_gradients),
+                ),
+                in_block(
+                    f"{name} attention",
+                    activations=others + attention,
+                    working=passing + reducing + self._on_rank(self._block.attention_gradients),
+                    transport=transport,
+                ),
+            ]
+        return moments
+
+    def _at_work(self, layers: Sequence[LayerActivations], index: int) -> tuple[int, int]:
+        """Bytes for each token of the block whose backward pass is computed: in its feed-forward, and in its attention.
+
+        A compiled block recomputes for its feed-forward what that needs; without torch.compile a block is recomputed
+        as a whole before its backward pass.
+        """
+        block = self._block
+        kept = layers[index].kept
+        recomputed = max(
+            (own for own, layer in zip(self._own, layers, strict=True) if layer.kept < Kept.ALL), default=0
+        )
+        kinds = self._saved[index] + (self._own[index] if kept is Kept.ALL else recomputed)
+        attention = block.attention + kinds
+        if self._config.compile and kept < Kept.ALL:
+            before = block.kept[min(kept, Kept.PROJECTIONS)] + (self._saved[index] if kept >= Kept.ATTENTION else 0)
+            return before + block.feed_forward, attention
+        return attention + block.feed_forward, attention
+
+
+def fixed_activations(config: RunConfig) -> tuple[LayerActivations, ...]:
+    """What the layers keep on the GPU by a policy that knows no sizes; `budget` counts as `full`."""
+    kept = {"none": Kept.ALL, "selective": Kept.PRODUCTS}.get(config.activation_checkpointing, Kept.ATTENTION)
+    return (LayerActivations(kept),) * config.model.layers
+
+
+def memory_for_buffers(config: RunConfig, stage: Stage, sizes: MeshSizes, gpu_bytes: float) -> float:
+    """Bytes of a GPU's memory that are left for the buffers of context parallelism in `stage`."""
+    return USABLE * gpu_bytes - MemoryEstimate(config, stage, sizes).peak(fixed_activations(config)).total
 
 
 def buffer_memory(config: RunConfig, device: torch.device, stage: Stage, sizes: MeshSizes) -> float | None:
-    """Bytes of a GPU's memory that are left for the buffers of context parallelism in `stage`; None on a CPU."""
+    """`memory_for_buffers` of this rank's GPU; None on a CPU."""
     if device.type != "cuda":
         return None
-    total = torch.cuda.get_device_properties(device).total_memory
-    return USABLE * total - estimate_memory(config, stage, sizes).total
-
-
-@dataclass(frozen=True)
-class _BlockActivations:
-    """Bytes of one block's activations on a rank, for the tokens of one micro-batch."""
-
-    attention: int
-    """All tensors that attention and its projections keep for their backward pass."""
-    feed_forward: int
-    """All tensors that the SwiGLU and its norm keep."""
-    kept: int
-    """Tensors that stay while other blocks work: all, or with checkpointing those that recomputation begins with."""
-    attention_gradients: int
-    """Gradients of queries, keys, values and the attention's output."""
-    feed_forward_gradients: int
-    """Gradients inside the SwiGLU beyond the activations that they replace."""
-
-
-def _block_activations(
-    model: ModelConfig, tokens: int, width: int, tp: int, checkpointing: bool, compiled: bool
-) -> _BlockActivations:
-    """Activations of one block, `width` bytes an element, where a tp group has `tokens` tokens.
-
-    A block keeps the inputs of both norms and of the projections behind them (4 D; every rank of a tp group holds the
-    gathered inputs of the projections), rotated queries and keys, values and the attention's output (and the queries
-    and keys before qk_norm), the fp32 LSE, and four tensors of the SwiGLU. A compiled block recomputes one of these
-    four: 4.00 GiB less were measured on 16 layers (benchmarks/results/training-1b-h200.json). Checkpointing keeps the
-    block's input and its attention's output and LSE.
-    """
-    queries = model.heads * model.head_width
-    keys = model.kv_heads * model.head_width
-    lse = 4 * model.heads
-    heads = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
-    attention = width * ((1 + tp) * model.hidden_size + heads) + lse
-    feed_forward = width * ((1 + tp) * model.hidden_size + (3 if compiled else 4) * model.intermediate_size)
-    kept = width * (model.hidden_size + queries) + lse if checkpointing else attention + feed_forward
-    bytes_per_token = {
-        "attention": attention,
-        "feed_forward": feed_forward,
-        "kept": kept,
-        "attention_gradients": width * 2 * (queries + keys),
-        "feed_forward_gradients": width * (1 if compiled else 2) * model.intermediate_size,
-    }
-    return _BlockActivations(**{name: count * tokens // tp for name, count in bytes_per_token.items()})
+    return memory_for_buffers(config, stage, sizes, torch.cuda.get_device_properties(device).total_memory)
 
 
 @dataclass(frozen=True)
@@ -161,72 +239,3 @@ def _weights(config: RunConfig, sizes: MeshSizes, width: int) -> _Weights:
         gathered_ends=gathered_ends,
         gathered=gathered_ends + _gathered_bytes(config, width) * min(2, config.model.layers) * block,
     )
-
-
-def _moments(config: RunConfig, stage: Stage, sizes: MeshSizes, transport: int) -> list[Memory]:
-    """Memory at each moment of a step that can be its peak."""
-    tp = sizes.tp
-    model = config.model
-    width = element_bytes(config)
-    tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)  # of a micro-batch, in the rank's tp group
-    hidden = width * model.hidden_size * tokens // tp
-    checkpointing = config.activation_checkpointing == "full"
-    block = _block_activations(model, tokens, width, tp, checkpointing, config.compile)
-    kinds = build_attention(stage.attention, model.head_width)
-    selected = [kind.saved_bytes(model, stage.seq_len) * tokens // tp for kind in kinds]
-    own = [kind.activation_bytes(model, width) * tokens // tp for kind in kinds]
-    recomputed = max(own) if checkpointing else 0
-    if not checkpointing:
-        selected = [saved + activations for saved, activations in zip(selected, own, strict=True)]
-    all_kept = model.layers * block.kept + sum(selected)
-    weights = _weights(config, sizes, width)
-
-    several = stage.batch_sequences > stage.micro_batch_size * sizes.dp  # the gradients of other micro-batches stay
-    early = 4 * weights.shard if several else 0
-    late = 4 * weights.shard if several else 4 * (weights.shard - weights.ends // sizes.shards)
-    rows = min(CHUNK_TOKENS, tokens // tp)
-    # log-softmax, its gradient and that of the logits, float32 (benchmarks/loss_memory.py); the rows of all chunks,
-    # their gradient and, from the chunk before, the weight's
-    loss = 12 * rows * model.vocab_size + 2 * hidden + (weights.head if tokens // tp > CHUNK_TOKENS else 0)
-    # In the blocks: the gradients of the output weight, the residual stream and the block's own weights. FSDP reduces
-    # the first at the very end, with the embedding's, as both belong to its outermost unit.
-    passing = weights.head + hidden + width * weights.block
-    reduced = 4 * weights.block  # float32, a whole block
-
-    state_bytes = OPTIMIZERS[config.optim.kind].state_bytes
-    at = partial(Memory, parameters=4 * weights.shard, optimizer=state_bytes * weights.shard)
-    moments = [
-        at(
-            "loss",
-            gradients=early,
-            unsharded=weights.gathered_ends,
-            activations=all_kept + 2 * hidden,  # the last block's output, before and after the norm
-            working=loss,
-        ),
-        at(
-            "embedding",
-            gradients=4 * weights.shard,
-            unsharded=weights.gathered_ends,
-            activations=0,
-            working=(width + 4) * weights.ends + (weights.head if tp > 1 else 0),
-        ),
-    ]
-    for name, others, gradients, reducing in (
-        ("last", all_kept - block.kept, early, 0),
-        ("first", selected[0], late, reduced),
-    ):
-        in_block = partial(at, gradients=gradients, unsharded=weights.gathered)
-        moments += [
-            in_block(
-                f"{name} feed-forward",
-                activations=others + recomputed + block.attention + block.feed_forward,
-                working=passing + reducing + block.feed_forward_gradients,
-            ),
-            in_block(
-                f"{name} attention",
-                activations=others + recomputed + block.attention,
-                working=passing + reducing + block.attention_gradients,
-                transport=transport,
-            ),
-        ]
-    return moments

@@ -31,6 +31,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         for repeated in item.documents.repeats:
             console.print(f"warning: stage {item.stage.name}: {repeated}", soft_wrap=True)
     console.print(_memory(plan))
+    for item in plan.stages:
+        console.print(f"{item.stage.name}: {item.activations.describe()}", soft_wrap=True)
     if any(item.context for item in plan.stages):
         console.print(_context(plan))
     for item in plan.stages:
@@ -166,6 +168,8 @@ def _documents(plan: Plan) -> str:
 def _memory(plan: Plan) -> Table:
     rows: dict[str, Callable[[StagePlan], str]] = {"at its peak, in": lambda item: item.memory.moment}
     rows |= {part: partial(_gibibytes, part) for part in (*MEMORY_PARTS, "total")}
+    if any(item.activations.host_bytes for item in plan.stages):
+        rows["host memory"] = lambda item: f"{item.activations.host_bytes / 2**30:.2f}"
     return _by_stage(plan, "Memory per GPU in GiB (estimate)", rows)
 
 

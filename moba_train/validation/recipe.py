@@ -51,6 +51,7 @@ def validate(
         *_schedule_problems(config),
         *_checkpoint_problems(config),
         *_precision_problems(config.precision, device),
+        *([] if allow_idle else _memory_problems(config)),
         *attention_problems(config, device, allow_idle, training),
         *length_problems(config),
         *tensor_problems(config, ranks_per_node),
@@ -91,6 +92,21 @@ def _precision_problems(precision: PrecisionConfig, device: str | None) -> Itera
         yield "precision.linear: given 'bf16' with precision.compute: fp32; allowed: auto or fp8"
     if precision.linear == "fp8" and (reason := float8_problem(precision, device)):
         yield f"precision.linear: given 'fp8', which cannot run: {reason}; set auto"
+
+
+def _memory_problems(config: RunConfig) -> Iterator[str]:
+    """Keys that limit what the recipe does not do."""
+    if config.memory.gpu_gib is not None and config.activation_checkpointing != "budget":
+        yield (
+            f"memory.gpu_gib: given {config.memory.gpu_gib:g} with activation_checkpointing: "
+            f"{config.activation_checkpointing}, which it does not change; allowed: null, or activation_checkpointing: "
+            "budget"
+        )
+    if config.memory.host_gib is not None and not config.activation_offload:
+        yield (
+            f"memory.host_gib: given {config.memory.host_gib:g} without activation_offload, which it limits; allowed: "
+            "null, or activation_offload: true"
+        )
 
 
 def _rope_problems(rope: RopeConfig, path: str, allow_idle: bool) -> Iterator[str]:

@@ -146,13 +146,12 @@ def test_buffers_of_context_parallelism_count_in_attention_and_nowhere_else():
 
 def test_training_warns_of_a_stage_that_does_not_fit_the_gpu(monkeypatch):
     stage = planned("llama3-8b", 2, "8K", FULL, batch_tokens="16K")
-    recipe = config("llama3-8b", "8K", FULL, batch_tokens="16K")
-    (resolved,) = resolve_stages(recipe)
+    (resolved,) = resolve_stages(config("llama3-8b", "8K", FULL, batch_tokens="16K"))
     for gibibytes, fits in ((80, False), (141, True)):
         monkeypatch.setattr(
             "moba_train.planning.fit.local_gpu", lambda size=gibibytes: Gpu("a GPU", None, size * 2**30)
         )
-        found = local_shortage(recipe, resolved, stage.mesh, torch.device("cuda"))
+        found = local_shortage(resolved, stage.memory, torch.device("cuda"))
         assert (found is None) == fits
         assert fits or f"stage only needs about {stage.memory.total / 2**30:.1f} GiB" in found
-    assert local_shortage(recipe, resolved, stage.mesh, torch.device("cpu")) is None
+    assert local_shortage(resolved, stage.memory, torch.device("cpu")) is None
