@@ -84,7 +84,7 @@ class RunConfig(Section):
     )
     activation_offload: bool = Field(
         False,
-        description="what checkpointing keeps waits for the backward pass in page-locked host memory; with budget, only "
+        description="what checkpointing keeps waits for the backward pass in page-locked host memory; with budget only "
         "where the GPU's memory would not hold it",
     )
     memory: MemoryConfig = MemoryConfig()

@@ -176,8 +176,9 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        yield from _plain_parts(getattr(tensor, name))
+    for part in (getattr(tensor, name) for name in names):
+        if isinstance(part, Tensor):  # a DTensor's mesh is a part as well
+            yield from _plain_parts(part)
 
 
 def _unlock(buffers: list[Tensor]) -> None:
