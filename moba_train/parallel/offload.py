@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 SMALLEST_BYTES = 2**20
-"""Smaller tensors stay on a GPU: the start of a copy costs more than they take. On a CPU all of them travel."""
+"""Smaller tensors stay on a GPU: the start of a copy costs more than they take. On a CPU they travel as well."""
 
 
 class HostMemory:
@@ -35,7 +35,8 @@ class HostMemory:
 
     @contextmanager
     def holding_rows(self, rows: int, others: Iterable[Tensor]) -> Iterator[None]:
-        """Inside, one block's forward pass runs: what it saves goes to the host if one of its dimensions is `rows`.
+        """Inside, one block's forward pass on `rows` tokens runs: what it saves goes to the host, if it has an element
+        for each token at least.
 
         others: tensors that exist anyway, such as weights; they and their views stay where they are.
         """
@@ -108,10 +109,10 @@ class HostMemory:
             self.wait_for(self._sending.popleft()[0])
 
     def _travels(self, tensor: Tensor, rows: int) -> bool:
-        if type(tensor) is not Tensor or tensor.device.type != self._device.type or rows not in tensor.shape:
+        if type(tensor) is not Tensor or tensor.device.type != self._device.type or tensor.numel() < rows:
             return False
         owns_its_memory = tensor.untyped_storage().nbytes() == tensor.nbytes
-        return owns_its_memory and tensor.nbytes >= max(self._smallest, 1)
+        return owns_its_memory and tensor.nbytes >= self._smallest
 
 
 class _Pass:

@@ -1,7 +1,6 @@
 """What blocks keep changes memory and time, never a bit of the loss or of a gradient."""
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -66,7 +65,7 @@ def assert_same_bits(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Calls of attention, forward and backward alike, and elements for each token that went to the host."""
     found: Counter[str] = Counter()
     call, copy_out = OperatorEngine.call, HostMemory.copy_out
@@ -81,7 +80,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     monkeypatch.setattr(OperatorEngine, "call", counted_call)
     monkeypatch.setattr(HostMemory, "copy_out", counted_copy)
-    yield found
+    return found
 
 
 def test_every_policy_gives_the_same_bits_and_attention_is_not_recomputed(calls: Counter[str]) -> None:
