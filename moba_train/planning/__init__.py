@@ -1,12 +1,14 @@
 """What a recipe costs before it runs: parameters, FLOPs, memory, time.
 
-parameters  exact counts by part
-documents   lengths of the documents in a stage's sequences
-flops       per token, as dense causal attention and as what each layer really attends to
-memory      bytes per GPU by part at the peak of a step, an estimate
-devices     memory and peak rates of known GPUs
-plan        the plan of a recipe, from all of these
-fit         whether it fits a GPU, and the cheapest changes that make it fit
-render      the plan as tables
-summary     a run in a few lines, for the beginning of its output
+parameters   exact counts by part
+documents    lengths of the documents in a stage's sequences
+flops        per token, as dense causal attention and as what each layer really attends to
+block        bytes of a block's activations
+memory       bytes per GPU by part at the peak of a step, an estimate
+devices      memory and peak rates of known GPUs
+activations  what each layer keeps for its backward pass, by the recipe's policy
+plan         the plan of a recipe, from all of these
+fit          whether it fits a GPU, and the cheapest changes that make it fit
+render       the plan as tables
+summary      a run in a few lines, for the beginning of its output
 """

@@ -60,7 +60,10 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
             ["memory.gpu_gib=80", "activation_checkpointing=full"],
             "memory.gpu_gib: given 80 with activation_checkpointing: full, which it does not change; allowed: null",
         ),
-        (["memory.host_gib=80"], "memory.host_gib: given 80 without activation_offload, which it limits; allowed: null"),
+        (
+            ["memory.host_gib=80"],
+            "memory.host_gib: given 80 without activation_offload, which it limits; allowed: null",
+        ),
         (["model.rope.factor=2"], "model.rope.factor: given 2, which kind 'none' does not use; set kind: pi"),
         (["stages.1.rope.kind=yarn"], "stages[1].rope.original_seq_len: missing; kind yarn needs"),
         (
