@@ -22,7 +22,10 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
         if config.activation_checkpointing in ("full", "selective"):
             yield f"{given} recomputed blocks (activation_checkpointing: {config.activation_checkpointing}) {allowed}"
         if config.memory.gpu_gib is not None and config.activation_checkpointing == "budget":
-            yield f"{given} recomputed blocks (activation_checkpointing: budget with memory.gpu_gib) {allowed}"
+            yield (
+                f"{given} recomputed blocks (activation_checkpointing: budget with memory.gpu_gib) {allowed}, or "
+                "memory.gpu_gib to null"
+            )
         if config.precision.linear == "fp8":
             yield f"{given} FP8 layers (precision.linear: fp8) {allowed}"
     if config.activation_offload:

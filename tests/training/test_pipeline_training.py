@@ -71,8 +71,8 @@ def test_resuming_is_bitwise_equal_to_never_stopping(run: Run, pipeline: Run, ra
 
 
 def test_any_layout_goes_on_from_any_other(run: Run, alone: dict[str, Any], ranks: Ranks) -> None:
-    """A step on each of: a pipeline of two, one rank, an interleaved pipeline that shares layers, one of four; no memory
-    for activations, so that all layers are recomputed."""
+    """A step on each of: a pipeline of two, one rank, an interleaved pipeline that shares layers, one of four; with no
+    memory for activations, so that all layers are recomputed."""
     run.recipe["memory"] = {"gpu_gib": 1e-9}
     layouts = ({"pp": 2}, 2), ({}, 1), ({"pp": 2, "pp_schedule": "interleaved_1f1b", "tp": 2}, 4), ({"pp": 4}, 4)
     for step, (parallel, count) in enumerate(layouts, start=1):
