@@ -79,7 +79,7 @@ def plan(
 
     from moba_train.config.load import load_config
     from moba_train.errors import PlanError
-    from moba_train.planning.devices import H200, local_gpu, named_gpu, peak_or_default
+    from moba_train.planning.devices import local_gpu, local_host_bytes, named_gpu, peak_or_default
     from moba_train.planning.fit import cheapest_changes, largest_stage, shortage
     from moba_train.planning.plan import Plan, make_plan
     from moba_train.planning.render import print_changes, print_fit, print_plan
@@ -88,13 +88,14 @@ def plan(
 
     target = named_gpu(gpu) if gpu else local_gpu()
     rate = tflops or peak_or_default(target)
-    memory = (target or H200).memory
+    memory = target.memory if target else None
     config = load_config(recipe, overrides or ())
     per_node = min(gpus, gpus_per_node)
+    host = local_host_bytes(per_node) if target and not gpu else None
     validate(config, world_size=gpus, check_files=not no_data, ranks_per_node=per_node)
     if no_data:
         check_one_tokenizer(config)
-    made = make_plan(config, gpus, rate, mfu, per_node, memory)
+    made = make_plan(config, gpus, rate, mfu, per_node, memory, host_bytes=host)
     console = Console()
     print_plan(made, console)
     print_fit(made, target, console)
@@ -105,7 +106,7 @@ def plan(
         changed = load_config(recipe, [*(overrides or ()), *changes])
         validate(changed, world_size=ranks, ranks_per_node=min(ranks, gpus_per_node))
         documents = [item.documents for item in made.stages]
-        return make_plan(changed, ranks, rate, mfu, min(ranks, gpus_per_node), memory, documents)
+        return make_plan(changed, ranks, rate, mfu, min(ranks, gpus_per_node), memory, documents, host)
 
     largest = largest_stage(made)
     if missing := shortage(largest.stage.name, largest.memory, target):

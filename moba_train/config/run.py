@@ -117,6 +117,23 @@ class PrecisionConfig(Section):
     fp8: Float8Config = Float8Config()
 
 
+class MemoryConfig(Section):
+    """Memory that activations may take on each GPU and its host. See docs/memory.md."""
+
+    gpu_gib: float | None = Field(
+        None,
+        gt=0,
+        description="GiB of each GPU that `activation_checkpointing: budget` fills, weights and everything else "
+        "included; null: 85 % of the GPU",
+    )
+    host_gib: float | None = Field(
+        None,
+        gt=0,
+        description="GiB of page-locked host memory for each GPU's offloaded activations; null: 80 % of the node's "
+        "memory, divided by its ranks, without what the optimizer's state takes of it",
+    )
+
+
 class CheckpointConfig(Section):
     """When checkpoints are written and which are kept. The last one, the newest good one and the newest one without
     NaN or infinite values are always kept."""

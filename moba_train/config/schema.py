@@ -16,6 +16,7 @@ from moba_train.config.run import (
     ContextParallelConfig,
     EvaluationConfig,
     HealthConfig,
+    MemoryConfig,
     ParallelConfig,
     PrecisionConfig,
     TelemetryConfig,
@@ -75,9 +76,19 @@ class RunConfig(Section):
     stages: list[StageConfig] = Field(min_length=1, description="stages of training, in their order")
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    activation_checkpointing: Literal["none", "full"] = Field(
-        "none", description="full: keep only each block's input and attention, recompute the rest in the backward pass"
+    activation_checkpointing: Literal["budget", "none", "selective", "full"] = Field(
+        "budget",
+        description="what the forward pass keeps for the backward pass, which recomputes the rest; none: everything is "
+        "kept; selective: the results of attention and of the matrix products; full: each block's input and "
+        "attention's result; budget: as much as fits the GPU, what is dearest to recompute for its bytes first, and "
+        "everything with pp_schedule zero_bubble",
     )
+    activation_offload: bool = Field(
+        False,
+        description="what checkpointing keeps waits for the backward pass in page-locked host memory; with budget only "
+        "where the GPU's memory would not hold it; needs parallel.pp 1",
+    )
+    memory: MemoryConfig = MemoryConfig()
     compile: bool = Field(False, description="torch.compile each Transformer block")
     deterministic: bool = Field(
         False, description="the same recipe on the same machines gives the same bits again, at some cost in time"

@@ -22,10 +22,12 @@ from moba_train.evals.progress import tracked
 from moba_train.evals.registry import EVALUATIONS, enabled_evaluations, evaluations_named
 from moba_train.evals.results import result_json, write_output, write_result
 from moba_train.evals.variants import Layers, variants
+from moba_train.parallel.activations import set_activations
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.stage import ContextEngines
 from moba_train.parallel.world import World, joined_world
+from moba_train.planning.activations import local_activations
 from moba_train.planning.memory import buffer_memory
 
 logger = logging.getLogger(__name__)
@@ -104,8 +106,11 @@ def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], wor
     model.set_rope(stage.rope)
     engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
     data_shard, _ = engines.data_shard(stage, sizes)
+    strategy = None
     if data_shard.engine is not None:
         model.set_engines([data_shard.engine] * config.model.layers)
+        strategy = data_shard.engine.strategy
+    set_activations(model, local_activations(config, stage, sizes, world, strategy).layers, world.device)
     track = tracked if world.is_main else untracked
     return EvaluationContext(model, stage, data_shard, world.device, attentions, track=track)
 

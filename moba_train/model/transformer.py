@@ -192,8 +192,12 @@ class Transformer(nn.Module):
 
     def _with_own(self, by_layer: Iterable[T]) -> Iterator[tuple[Attention, T]]:
         """The attention of each block here, with the value of its layer."""
+        return zip(self._attentions(), self.of_own_layers(by_layer), strict=True)
+
+    def of_own_layers(self, by_layer: Iterable[T]) -> list[T]:
+        """Of the values of all layers of the whole model, first to last, those of the blocks here."""
         by_number = dict(zip(range(self.config.layers), by_layer, strict=True))
-        return zip(self._attentions(), (by_number[layer] for layer in self.part.layers), strict=True)
+        return [by_number[layer] for layer in self.part.layers]
 
     def _attentions(self) -> Iterator[Attention]:
         return (module for module in self.modules() if isinstance(module, Attention))

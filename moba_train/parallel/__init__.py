@@ -9,7 +9,9 @@ pipeline        layers over ranks: parts of the model, and the schedules of thei
 tensor          heads and columns of the layers over the ranks of a node
 forward         the only calls of the model, one function for each use
 float8          linear layers in FP8
-fsdp            sharding, mixed precision, activation checkpointing and compilation of the model
+activations     what each block keeps for its backward pass, and the compilation of the blocks
+offload         saved tensors in page-locked host memory
+fsdp            sharding and mixed precision of the model
 stage           a rank's data shard in a stage: its sequences, its tokens of them, the engine of its attention
 stage_strategy  the context-parallel strategy of a stage, from the recipe
 context         context parallelism

@@ -1,17 +1,14 @@
 """FSDP2: float32 master weights in shards, gathered in the compute dtype; gradients are reduced in float32."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.config.schema import RunConfig
 from moba_train.model.build import build_model, initialize_weights, kind_parameters
 from moba_train.model.transformer import Transformer
+from moba_train.parallel.activations import wrap_blocks
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.float8 import convert_linears
 from moba_train.parallel.pipeline.model import PipelineModel, PipelinePlace
@@ -36,6 +33,8 @@ def sharded_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int] =
 
     layers: with pipeline parallelism, the number of layers in each part of the model (planning/pipeline.py).
 
+    Its blocks keep all activations until `set_activations` (parallel/activations.py) says otherwise.
+
     No rank ever holds the whole model: it is built on the meta device, sharded, and filled one parameter at a time.
     Gradients are summed over ranks, never averaged, because the loss is already divided by the global number of loss
     tokens.
@@ -47,8 +46,7 @@ def sharded_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int] =
         limits.recompile_limit = max(limits.recompile_limit, COMPILED_FORMS)
     if config.precision.linear == "fp8":
         convert_linears(model, config.precision)
-    for block in model.blocks:
-        block.forward = _block_forward(block.forward, config)
+    wrap_blocks(model, config.compile)
     if dims.tp_mesh is not None:
         apply_tensor_parallel(model, dims.tp_mesh)
         if config.parallel.tp_overlap:
@@ -75,12 +73,3 @@ def _pipeline_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int]
     parts = tuple(model_parts(layers))
     place = PipelinePlace(dims.pipeline_group, parts, config.parallel.pp_schedule, dtype, dims.sizes.tp)
     return PipelineModel(config.model, kind_parameters(config), place)
-
-
-def _block_forward(forward: Callable[..., Any], config: RunConfig) -> Callable[..., Any]:
-    if config.compile:
-        forward = torch.compile(forward)
-    if config.activation_checkpointing == "full":
-        contexts = partial(create_selective_checkpoint_contexts, list(SAVED_OPERATORS))
-        forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-    return forward

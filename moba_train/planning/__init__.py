@@ -1,13 +1,16 @@
 """What a recipe costs before it runs: parameters, FLOPs, memory, time.
 
-parameters  exact counts by part
-documents   lengths of the documents in a stage's sequences
-flops       per token, as dense causal attention and as what each layer really attends to
-pipeline    layers of each rank of a pipeline, and how long ranks wait for each other
-memory      bytes per GPU by part at the peak of a step, an estimate
-devices     memory and peak rates of known GPUs
-plan        the plan of a recipe, from all of these
-fit         whether it fits a GPU, and the cheapest changes that make it fit
-render      the plan as tables
-summary     a run in a few lines, for the beginning of its output
+parameters   exact counts by part
+documents    lengths of the documents in a stage's sequences
+flops        per token, as dense causal attention and as what each layer really attends to
+pipeline     layers of each rank of a pipeline, and how long ranks wait for each other
+block        bytes of a block's activations
+weights      weights, gradients and optimizer state of a rank
+memory       bytes per GPU by part at the peak of a step, an estimate
+devices      memory and peak rates of known GPUs
+activations  what each layer keeps for its backward pass, by the recipe's policy
+plan         the plan of a recipe, from all of these
+fit          whether it fits a GPU, and the cheapest changes that make it fit
+render       the plan as tables
+summary      a run in a few lines, for the beginning of its output
 """

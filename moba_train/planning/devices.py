@@ -9,7 +9,9 @@ GB200 NVL72" (72 GPUs). The A800 and H800 are an A100 and an H100 with slower NV
 """
 
 import difflib
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -80,3 +82,21 @@ def local_gpu() -> Gpu | None:
         return None
     properties = torch.cuda.get_device_properties(0)
     return Gpu(properties.name, peak_tflops(properties.name), properties.total_memory)
+
+
+_HOST_SHARE = 0.8
+"""Part of a node's memory that page-locked activations may take; Python, the corpora's pages and the save of a
+checkpoint need the rest."""
+_CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def local_host_bytes(ranks_per_node: int) -> float:
+    """Bytes of this machine's memory, or of this container's, that the offloaded activations of one rank may take."""
+    limits = [float(text) for path in map(Path, _CONTAINER_LIMITS) if path.exists() and (text := _number(path))]
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return _HOST_SHARE * min(physical, *limits, physical) / ranks_per_node
+
+
+def _number(path: Path) -> str:
+    text = path.read_text().strip()
+    return text if text.isdecimal() else ""

@@ -6,12 +6,11 @@ from itertools import combinations, product
 
 import torch
 
-from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import ConfigError
 from moba_train.planning.devices import Gpu, local_gpu
-from moba_train.planning.memory import USABLE, Memory, estimate_memory
+from moba_train.planning.memory import USABLE, Memory
 from moba_train.planning.plan import Plan, StagePlan
 
 Replan = Callable[[Sequence[str], int], Plan]
@@ -39,10 +38,10 @@ def shortage(name: str, memory: Memory, gpu: Gpu) -> str | None:
     )
 
 
-def local_shortage(config: RunConfig, stage: Stage, sizes: MeshSizes, device: torch.device) -> str | None:
-    """`shortage` of `stage` on this machine's GPU, without the buffers of context parallelism; None on a CPU."""
+def local_shortage(stage: Stage, memory: Memory, device: torch.device) -> str | None:
+    """`shortage` of `stage`, which needs `memory`, on this machine's GPU; None on a CPU."""
     gpu = local_gpu() if device.type == "cuda" else None
-    return shortage(stage.name, estimate_memory(config, stage, sizes), gpu) if gpu else None
+    return shortage(stage.name, memory, gpu) if gpu else None
 
 
 def largest_stage(plan: Plan) -> StagePlan:
@@ -125,7 +124,11 @@ def _settings(config: RunConfig, plan: Plan, gpu: Gpu) -> list[list[_Value]]:
     mesh = plan.stages[0].mesh
     powers = [2**exponent for exponent in range(1, 11)]
     fill = () if -1 in (config.parallel.dp_shard, config.parallel.dp_replicate) else ("parallel.dp_shard=-1",)
-    recomputing = [] if config.activation_checkpointing == "full" else [_Value(("activation_checkpointing=full",))]
+    less_kept = {"none": ("budget", "full"), "selective": ("budget", "full"), "full": ("budget",), "budget": ()}
+    recomputing = [
+        _Value((f"activation_checkpointing={policy}",)) for policy in less_kept[config.activation_checkpointing]
+    ]
+    offload = [] if config.activation_offload else [_Value(("activation_offload=true",))]
     micro = [
         _Value(tuple(_override(item, "micro_batch_size", item.stage.micro_batch_size // power) for item in divided))
         for power in powers
@@ -145,7 +148,7 @@ def _settings(config: RunConfig, plan: Plan, gpu: Gpu) -> list[list[_Value]]:
         if mesh.dp_replicate % power == 0
     ]
     further = [_Value(fill, power) for power in powers if power <= _MOST_GPUS]
-    return [values for values in (recomputing, micro, context, tensor, replicas, further) if values]
+    return [values for values in (recomputing, offload, micro, context, tensor, replicas, further) if values]
 
 
 def _override(item: StagePlan, key: str, value: int) -> str:

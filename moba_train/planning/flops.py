@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig
+from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
+from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.planning.parameters import attention_matrices, feed_forward_matrices
 
 
@@ -24,10 +26,26 @@ def matmul_flops(model: ModelConfig) -> float:
     return 6.0 * (weights + model.vocab_size * model.hidden_size)
 
 
-def recomputed_flops(model: ModelConfig) -> float:
-    """FLOPs per token that full activation checkpointing repeats: products with the blocks' weights, 2 per weight.
-    Attention's result is kept."""
-    return 2.0 * model.layers * (attention_matrices(model) + feed_forward_matrices(model))
+def kept_flops(model: ModelConfig, stage: Stage, layer: int, kept: Kept) -> float:
+    """FLOPs per token of one layer's forward pass whose results are kept: attention's, and 2 for each weight of the
+    products. The down projection's result is neither kept nor recomputed."""
+    attention = layer_flops(model, stage.attention[layer], [stage.seq_len]) / stage.seq_len / 3
+    found = {
+        Kept.ATTENTION: attention,
+        Kept.PROJECTIONS: 2.0 * attention_matrices(model),
+        Kept.PRODUCTS: 2.0 * feed_forward_matrices(model) * 2 / 3,
+    }
+    return sum(flops for level, flops in found.items() if level <= kept)
+
+
+def recomputed_flops(model: ModelConfig, stage: Stage, layers: Sequence[LayerActivations]) -> float:
+    """FLOPs per token that the backward pass repeats because the layers do not keep their results."""
+    return sum(repeated_flops(model, stage, index, layer.kept) for index, layer in enumerate(layers))
+
+
+def repeated_flops(model: ModelConfig, stage: Stage, layer: int, kept: Kept) -> float:
+    """FLOPs per token that the backward pass of one layer repeats."""
+    return kept_flops(model, stage, layer, Kept.ALL) - kept_flops(model, stage, layer, kept)
 
 
 def dense_flops(model: ModelConfig, seq_len: int) -> float:

@@ -7,13 +7,15 @@ from moba_train.config.attention import LayerAttention
 from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
+from moba_train.parallel.activations import Kept
 from moba_train.parallel.context.costs import NODE_BANDWIDTH, TransportCost, predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_strategy
+from moba_train.planning.activations import StageActivations, stage_activations
 from moba_train.planning.devices import H200
 from moba_train.planning.documents import Documents, stage_documents
 from moba_train.planning.flops import dense_flops, layer_flops, real_flops, recomputed_flops
-from moba_train.planning.memory import USABLE, Memory, element_bytes, estimate_memory, memory_by_rank
+from moba_train.planning.memory import Memory, element_bytes, memory_for_buffers
 from moba_train.planning.parameters import ParameterCounts, count_recipe_parameters
 from moba_train.planning.pipeline import PipelinePlan, plan_pipeline
 
@@ -44,13 +46,12 @@ class StagePlan:
     real_flops: float
     documents: Documents
     """Documents whose attention `real_flops` counts."""
-    memory: Memory
+    activations: StageActivations
+    """What the layers keep for the backward pass."""
     context: ContextPlan | None
     """None without context parallelism."""
     pipeline: PipelinePlan | None
     """None without pipeline parallelism."""
-    rank_memory: tuple[Memory, ...]
-    """Memory of each rank of a pipeline, the largest of which is `memory`; of the only one without."""
     tensor_seconds: float
     """Seconds that tensor parallelism communicates in one optimizer step; nothing overlaps with it."""
     accumulation: int
@@ -60,6 +61,11 @@ class StagePlan:
     overlap, that of tensor parallelism, and the bubble of a pipeline."""
     recomputation_seconds: float
     """Time of the FLOPs that activation checkpointing repeats, which `seconds` and utilisation do not count."""
+
+    @property
+    def memory(self) -> Memory:
+        """GPU memory at the step's peak."""
+        return self.activations.memory
 
     @property
     def tokens(self) -> int:
@@ -95,16 +101,19 @@ def make_plan(
     peak_tflops: float,
     mfu: float,
     ranks_per_node: int = 8,
-    gpu_bytes: float = H200.memory,
+    gpu_bytes: float | None = None,
     documents: Sequence[Documents] | None = None,
+    host_bytes: float | None = None,
 ) -> Plan:
     """The plan of a validated recipe.
 
     peak_tflops: dense peak of one GPU
     mfu: 0 to 1
-    gpu_bytes: memory of one GPU, which limits the buffers that `cp_transport: auto` may choose
+    gpu_bytes: memory of one GPU, which limits what `activation_checkpointing: budget` keeps and the buffers that
+        `cp_transport: auto` may choose; None: not known, then nothing limits `budget`, and an H200's limits the buffers
     documents: those of each stage if they are known, else see `stage_documents`: attention is counted by the documents
         of the stage's corpora where these are on disk
+    host_bytes: host memory for the offloaded activations of one GPU; None: not known
 
     Raises ConfigError for a layout that does not fit `world_size`, DataError for a corpus that is found but unusable.
     """
@@ -112,7 +121,16 @@ def make_plan(
     resolved = resolve_stages(config)
     found = documents or [stage_documents(config, stage) for stage in resolved]
     stages = tuple(
-        _stage_plan(config, stage, of_stage, mesh_sizes(stage.parallel, world_size), rate, ranks_per_node, gpu_bytes)
+        _stage_plan(
+            config,
+            stage,
+            of_stage,
+            mesh_sizes(stage.parallel, world_size),
+            rate,
+            ranks_per_node,
+            gpu_bytes,
+            host_bytes,
+        )
         for stage, of_stage in zip(resolved, found, strict=True)
     )
     return Plan(world_size, ranks_per_node, peak_tflops, mfu, count_recipe_parameters(config), stages)
@@ -125,25 +143,27 @@ def _stage_plan(
     mesh: MeshSizes,
     rate: float,
     ranks_per_node: int,
-    gpu_bytes: float,
+    gpu_bytes: float | None,
+    host_bytes: float | None,
 ) -> StagePlan:
     real = real_flops(config.model, stage.attention, documents.lengths) / documents.tokens
     tokens = -(-stage.micro_batch_size * stage.seq_len // mesh.cp)
-    memory = estimate_memory(config, stage, mesh)
     accumulation = stage.batch_sequences // (stage.micro_batch_size * mesh.dp)
     seconds_per_flop = (stage.end_token - stage.first_token) / (rate * mesh.ranks)
     seconds = real * seconds_per_flop
     context = None
     if mesh.cp > 1:
-        context = _context_plan(config, stage, documents, rate, ranks_per_node, USABLE * gpu_bytes - memory.total)
-        memory = estimate_memory(config, stage, mesh, context.cost.memory_bytes)
+        for_buffers = memory_for_buffers(config, stage, mesh, gpu_bytes or H200.memory)
+        context = _context_plan(config, stage, documents, rate, ranks_per_node, for_buffers)
         exposed = sum(map(context.exposed_seconds, stage.attention)) / mesh.pp
         seconds += stage.steps * accumulation * exposed
-    tensor_seconds = accumulation * _tensor_parallel_seconds(config, tokens, mesh.tp)
+    transport = context.cost.memory_bytes if context else 0
+    activations = stage_activations(config, stage, mesh, gpu_bytes, host_bytes, transport)
+    tensor_seconds = accumulation * _tensor_parallel_seconds(config, tokens, mesh.tp, activations)
     seconds += stage.steps * tensor_seconds / mesh.pp  # of a rank's layers
     pipeline = None
     if mesh.pp > 1:
-        pipeline = plan_pipeline(config, stage, documents.lengths, accumulation)
+        pipeline = plan_pipeline(config, stage, documents.lengths, accumulation, activations.layers)
         seconds /= 1 - pipeline.bubble
     return StagePlan(
         stage=stage,
@@ -151,30 +171,32 @@ def _stage_plan(
         dense_flops=dense_flops(config.model, stage.seq_len),
         real_flops=real,
         documents=documents,
-        memory=memory,
+        activations=activations,
         context=context,
         pipeline=pipeline,
-        rank_memory=tuple(memory_by_rank(config, stage, mesh, context.cost.memory_bytes if context else 0)),
         tensor_seconds=tensor_seconds,
         accumulation=accumulation,
         seconds=seconds,
-        recomputation_seconds=recomputed_flops(config.model) * seconds_per_flop
-        if config.activation_checkpointing == "full"
-        else 0.0,
+        recomputation_seconds=recomputed_flops(config.model, stage, activations.layers) * seconds_per_flop,
     )
 
 
-def _tensor_parallel_seconds(config: RunConfig, tokens: int, tp: int) -> float:
+def _tensor_parallel_seconds(config: RunConfig, tokens: int, tp: int, activations: StageActivations) -> float:
     """Seconds that a tp group communicates in one micro-batch, forward and backward.
 
     tokens: tokens of the micro-batch that the group holds.
 
     Attention and SwiGLU of every block each all-gather their input and reduce-scatter their output, and do the reverse
-    for the gradients; recomputation all-gathers both inputs once more and reduce-scatters the output of attention.
+    for the gradients; see `_repeated_transfers` for what recomputation adds.
     """
-    transfers = config.model.layers * (11 if config.activation_checkpointing == "full" else 8)
+    transfers = sum(8 + _repeated_transfers(layer.kept) for layer in activations.layers)
     received = tokens * (1 - 1 / tp) * config.model.hidden_size * element_bytes(config)
     return transfers * received / NODE_BANDWIDTH
+
+
+def _repeated_transfers(kept: Kept) -> int:
+    """Recomputation all-gathers both inputs once more and reduce-scatters the output of attention, if that is gone."""
+    return 0 if kept is Kept.ALL else 2 if kept >= Kept.PROJECTIONS else 3
 
 
 def _context_plan(

@@ -32,6 +32,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         for repeated in item.documents.repeats:
             console.print(f"warning: stage {item.stage.name}: {repeated}", soft_wrap=True)
     console.print(_memory(plan))
+    for item in plan.stages:
+        console.print(f"{item.stage.name}: {item.activations.describe()}", soft_wrap=True)
     if any(item.pipeline for item in plan.stages):
         console.print(_pipeline(plan))
     if any(item.context for item in plan.stages):
@@ -172,6 +174,8 @@ def _memory(plan: Plan) -> Table:
     rows |= {part: partial(_gibibytes, part) for part in (*MEMORY_PARTS, "total")}
     if any(item.memory.host_optimizer for item in plan.stages):
         rows["optimizer, in host memory"] = partial(_gibibytes, "host_optimizer")
+    if any(item.activations.host_bytes for item in plan.stages):
+        rows["activations, in host memory"] = lambda item: f"{item.activations.host_bytes / 2**30:.2f}"
     return _by_stage(plan, "Memory per GPU in GiB (estimate)", rows)
 
 
@@ -186,7 +190,7 @@ def _pipeline(plan: Plan) -> Table:
     }
     columns: dict[str, Callable[[StagePlan], str]] = {name: partial(show, text) for name, text in rows.items()}
     columns["memory of each rank, GiB"] = lambda item: ", ".join(
-        format_gib(memory.total) for memory in item.rank_memory
+        format_gib(memory.total) for memory in item.activations.rank_memory
     )
     return _by_stage(plan, "Pipeline parallelism", columns)
 

@@ -8,7 +8,7 @@ import torch
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.quantities import format_count
 from moba_train.config.schema import RunConfig
-from moba_train.planning.devices import peak_tflops
+from moba_train.planning.devices import local_host_bytes, peak_tflops
 from moba_train.planning.plan import StagePlan, make_plan
 from moba_train.planning.render import format_duration
 
@@ -23,7 +23,9 @@ def summarize(config: RunConfig, world_size: int, ranks_per_node: int, device: t
     """
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     peak = peak_tflops(gpu.name) if gpu is not None else None
-    plan = make_plan(config, world_size, peak or 1.0, MFU, ranks_per_node)
+    gpu_bytes = gpu.total_memory if gpu is not None else None
+    host_bytes = local_host_bytes(ranks_per_node)
+    plan = make_plan(config, world_size, peak or 1.0, MFU, ranks_per_node, gpu_bytes, host_bytes=host_bytes)
     model = config.model
     heads = f"{model.heads} heads" + (f" on {model.kv_heads} kv heads" if model.kv_heads != model.heads else "")
     counts = plan.parameters

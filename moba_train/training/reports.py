@@ -7,6 +7,7 @@ from typing import Any
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.parallel.world import World
+from moba_train.planning.activations import StageActivations
 from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
 from moba_train.telemetry.machine import describe_machine
@@ -39,6 +40,7 @@ class RunReports:
         self._config = config
         self._progress = progress
         self._tokens = tokens
+        self._device = world.device
         self.telemetry = Telemetry([])
         recipe_before: str | None = None
         if world.is_main:
@@ -75,6 +77,20 @@ class RunReports:
         else:
             return
         self.event("recipe", message, changed_keys=len(changes), changes=changes)
+
+    def activations(self, found: StageActivations) -> None:
+        """Report what the layers of a stage keep for their backward pass, and the memory that is predicted; nothing on
+        a CPU that keeps everything."""
+        if self._device.type == "cpu" and found.keeps_everything:
+            return
+        self.event(
+            "activations",
+            found.describe(),
+            kept=[layer.kept.name.lower() for layer in found.layers],
+            on_host=[layer.on_host for layer in found.layers],
+            predicted_memory_gib=found.memory.total / 2**30,
+            predicted_host_gib=found.host_bytes / 2**30,
+        )
 
     def boundary(self, stage: Stage, losses: tuple[float, float] | None) -> None:
         """Report the mean losses before and after the beginning of `stage`, where they are known."""

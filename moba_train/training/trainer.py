@@ -27,12 +27,14 @@ from moba_train.optim.gradients import clip_gradients, gradient_norm, norms_by_k
 from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.optim.trainable import set_trainable
+from moba_train.parallel.activations import set_activations
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import accumulate_gradients
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.run_lock import RunLock
 from moba_train.parallel.stage import ContextEngines, DataShard
 from moba_train.parallel.world import World, any_rank
+from moba_train.planning.activations import local_activations
 from moba_train.planning.fit import local_shortage
 from moba_train.planning.memory import buffer_memory
 from moba_train.planning.pipeline import pipeline_layers
@@ -349,6 +351,9 @@ class Trainer:
         sizes = mesh_sizes(stage.parallel, self.world.size)
         self.data_shard, choice = self.context_engines.data_shard(stage, sizes)
         self.model.set_engines([self.data_shard.engine or LOCAL_ENGINE] * config.model.layers)
+        strategy = self.data_shard.engine.strategy if self.data_shard.engine else None
+        activations = local_activations(config, stage, sizes, self.world, strategy)
+        set_activations(self.model, activations.layers, self.world.device)
         data = training_data(config, stage, progress.starts)
         check_corpora(config, stage, data, progress)
         self.evaluations.begin_stage(stage, self.model, self.data_shard)
@@ -358,7 +363,8 @@ class Trainer:
         self.reports.event("stage", stage.describe(), **facts)
         if choice:
             self.reports.event("parallel", choice)
-        if shortage := local_shortage(config, stage, sizes, self.world.device):
+        self.reports.activations(activations)
+        if shortage := local_shortage(stage, activations.memory, self.world.device):
             self.reports.event("warning", f"{shortage}; `moba-train plan` names changes that fit")
         for repeated in data.repeats(stage.batch_tokens):
             self.reports.event("warning", repeated)

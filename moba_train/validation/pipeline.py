@@ -19,10 +19,20 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
         allowed = "cannot be divided so; set it to 1f1b or interleaved_1f1b"
         if config.compile:
             yield f"{given} compiled blocks (compile: true) {allowed}"
-        if config.activation_checkpointing == "full":
-            yield f"{given} recomputed blocks (activation_checkpointing: full) {allowed}"
+        if config.activation_checkpointing in ("full", "selective"):
+            yield f"{given} recomputed blocks (activation_checkpointing: {config.activation_checkpointing}) {allowed}"
+        if config.memory.gpu_gib is not None and config.activation_checkpointing == "budget":
+            yield (
+                f"{given} recomputed blocks (activation_checkpointing: budget with memory.gpu_gib) {allowed}, or "
+                "memory.gpu_gib to null"
+            )
         if config.precision.linear == "fp8":
             yield f"{given} FP8 layers (precision.linear: fp8) {allowed}"
+    if config.activation_offload:
+        yield (
+            f"activation_offload: given true with parallel.pp {parallel.pp}, whose ranks keep activations of several "
+            "micro-batches on the GPU; set it to false"
+        )
     yield from _evaluation_problems(config)
 
 

@@ -54,6 +54,7 @@ def validate(
         *_checkpoint_problems(config),
         *_precision_problems(config.precision, device),
         *_optimizer_problems(config.optim, device if training else None),
+        *([] if allow_idle else _memory_problems(config)),
         *attention_problems(config, device, allow_idle, training),
         *length_problems(config),
         *tensor_problems(config, ranks_per_node),
@@ -106,6 +107,21 @@ def _optimizer_problems(optim: OptimConfig, device: str | None) -> Iterator[str]
         yield f"{key} with optim.kind: muon, whose part of AdamW is torch's; set torch, or kind: adamw"
     elif reason := implementation_problem(optim, device):
         yield f"{key}, which cannot run: {reason}; set torch"
+
+
+def _memory_problems(config: RunConfig) -> Iterator[str]:
+    """Keys that limit what the recipe does not do."""
+    if config.memory.gpu_gib is not None and config.activation_checkpointing != "budget":
+        yield (
+            f"memory.gpu_gib: given {config.memory.gpu_gib:g} with activation_checkpointing: "
+            f"{config.activation_checkpointing}, which it does not change; allowed: null, or activation_checkpointing: "
+            "budget"
+        )
+    if config.memory.host_gib is not None and not config.activation_offload:
+        yield (
+            f"memory.host_gib: given {config.memory.host_gib:g} without activation_offload, which it limits; allowed: "
+            "null, or activation_offload: true"
+        )
 
 
 def _rope_problems(rope: RopeConfig, path: str, allow_idle: bool) -> Iterator[str]:

@@ -146,16 +146,15 @@ def test_buffers_of_context_parallelism_count_in_attention_and_nowhere_else():
 
 def test_training_warns_of_a_stage_that_does_not_fit_the_gpu(monkeypatch):
     stage = planned("llama3-8b", 2, "8K", FULL, batch_tokens="16K")
-    recipe = config("llama3-8b", "8K", FULL, batch_tokens="16K")
-    (resolved,) = resolve_stages(recipe)
+    (resolved,) = resolve_stages(config("llama3-8b", "8K", FULL, batch_tokens="16K"))
     for gibibytes, fits in ((80, False), (141, True)):
         monkeypatch.setattr(
             "moba_train.planning.fit.local_gpu", lambda size=gibibytes: Gpu("a GPU", None, size * 2**30)
         )
-        found = local_shortage(recipe, resolved, stage.mesh, torch.device("cuda"))
+        found = local_shortage(resolved, stage.memory, torch.device("cuda"))
         assert (found is None) == fits
         assert fits or f"stage only needs about {stage.memory.total / 2**30:.1f} GiB" in found
-    assert local_shortage(recipe, resolved, stage.mesh, torch.device("cpu")) is None
+    assert local_shortage(resolved, stage.memory, torch.device("cpu")) is None
 
 
 def test_optimizer_state_is_that_of_the_optimizer_and_may_be_in_host_memory():
@@ -184,3 +183,17 @@ def test_a_1b_model_fits_in_16_gib_with_its_optimizer_in_host_memory():
     one = {"batch_tokens": "4K", "activation_checkpointing": "full", "compile": True}
     on_host = memory("llama-1b", 1, "4K", FULL, **one, optim={"implementation": "deepspeed_cpu"}).total
     assert on_host < 16 * 2**30
+
+
+def test_offloaded_activations_leave_room_on_the_host_for_the_optimizer():
+    """Of all layers but the last, the host takes as many as there is room for, but for AdamW's state."""
+
+    def offloaded(host_gib: float, **optim) -> int:
+        changes = {"batch_tokens": "8K", "activation_offload": True, "optim": optim, "memory": {"gpu_gib": 1}}
+        recipe = config("llama-1b", "8K", FULL, **changes)
+        layers = make_plan(recipe, 1, 989, 0.4, host_bytes=host_gib * 2**30).stages[0].activations.layers
+        return sum(layer.on_host for layer in layers)
+
+    state = memory("llama-1b", 1, "8K", FULL, batch_tokens="8K").optimizer / 2**30
+    assert offloaded(1) == offloaded(1 + state, implementation="deepspeed_cpu") > 0
+    assert offloaded(1, implementation="deepspeed_cpu") == 0

@@ -9,11 +9,16 @@ from rich.console import Console
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.run import ParallelConfig
 from moba_train.config.stages import resolve_stages
+from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.parallel.pipeline.split import balanced_split, model_parts, rank_part
-from moba_train.planning.memory import memory_by_rank
+from moba_train.planning.activations import FILLED, stage_activations
+from moba_train.planning.memory import MemoryEstimate
 from moba_train.planning.pipeline import best_layers, kept_micro_batches, plan_pipeline
 from moba_train.planning.plan import make_plan
 from moba_train.planning.render import print_plan
+
+EVERYTHING = [LayerActivations(Kept.ALL)] * 4
+"""Of the small recipe's layers."""
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -58,10 +63,10 @@ def test_the_bubble_is_that_of_the_schedule_where_parts_are_equal(load) -> None:
     base = ("model.layers=8", "model.vocab_size=2", "attention.overrides={}", "parallel.pp=4")
     for schedule, share in (("1f1b", 3), ("interleaved_1f1b", 3 / 2), ("zero_bubble", 1)):
         config = load(*base, f"parallel.pp_schedule={schedule}")
-        plan = plan_pipeline(config, resolve_stages(config)[0], [2048], 8)
+        plan = plan_pipeline(config, resolve_stages(config)[0], [2048], 8, EVERYTHING * 2)
         assert plan.bubble == pytest.approx(share / (8 + share), rel=1e-2)
     slow = load(*base, "parallel.pp_layers=[1, 1, 1, 5]")
-    assert plan_pipeline(slow, resolve_stages(slow)[0], [2048], 8).bubble > 0.5
+    assert plan_pipeline(slow, resolve_stages(slow)[0], [2048], 8, EVERYTHING * 2).bubble > 0.5
 
 
 def test_how_many_micro_batches_a_rank_keeps() -> None:
@@ -80,8 +85,8 @@ def test_the_plan_shows_the_pipeline(load) -> None:
         assert item.pipeline is not None
         assert item.mesh.pp == 2
         assert item.seconds == pytest.approx(other.seconds / (1 - item.pipeline.bubble))
-        assert item.memory.total == max(memory.total for memory in item.rank_memory)
-        weights = sum(memory.parameters for memory in item.rank_memory)
+        assert item.memory.total == max(memory.total for memory in item.activations.rank_memory)
+        weights = sum(memory.parameters for memory in item.activations.rank_memory)
         assert weights * item.mesh.shards == pytest.approx(4 * plan.parameters.total, rel=1e-3)
     console = Console(record=True, width=200)
     print_plan(plan, console)
@@ -93,7 +98,33 @@ def test_the_plan_shows_the_pipeline(load) -> None:
 def test_the_first_rank_keeps_more_activations_than_the_last(load) -> None:
     config = load("parallel.pp=4", "model.vocab_size=64", "batch_tokens=8K")
     (stage, _) = resolve_stages(config)
-    memory = memory_by_rank(config, stage, mesh_sizes(stage.parallel, 4))
+    memory = MemoryEstimate(config, stage, mesh_sizes(stage.parallel, 4)).by_rank(EVERYTHING)
     kept = [rank.activations for rank in memory]
     assert kept == sorted(kept, reverse=True)
     assert kept[0] > 1.5 * kept[-1]
+
+
+def test_budget_fits_the_rank_that_needs_most_and_reckons_all_its_micro_batches(load) -> None:
+    """The same rank alone would keep everything: it is what it keeps for other micro-batches that does not fit."""
+    config = load("parallel.pp=4", "model.vocab_size=64", "attention.overrides={}", "batch_tokens=8K")
+    (stage, _) = resolve_stages(config)
+    sizes = mesh_sizes(stage.parallel, 4)
+    estimate = MemoryEstimate(config, stage, sizes)
+    recomputed = estimate.peak([LayerActivations(Kept.INPUT)] * 4).total
+    everything = [memory.total for memory in estimate.by_rank(EVERYTHING)]
+    limit = (recomputed + everything[0]) / 2
+    assert everything[0] == max(everything) > limit > everything[3]
+    found = stage_activations(config, stage, sizes, limit / FILLED, None)
+    assert recomputed < found.memory.total <= limit
+    assert found.rank_memory == tuple(estimate.by_rank(found.layers))
+    kept = [layer.kept for layer in found.layers]
+    assert kept == sorted(kept), "late layers keep more"
+    assert kept[0] < Kept.ALL
+    more = [layer if index else LayerActivations(Kept.ALL) for index, layer in enumerate(found.layers)]
+    assert estimate.peak(more).total > limit
+
+
+def test_a_zero_bubble_pipeline_recomputes_nothing(load) -> None:
+    config = load("parallel.pp=4", "parallel.pp_schedule=zero_bubble")
+    (stage, _) = resolve_stages(config)
+    assert stage_activations(config, stage, mesh_sizes(stage.parallel, 4), 1.0, None).keeps_everything

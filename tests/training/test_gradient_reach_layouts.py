@@ -19,10 +19,12 @@ from moba_train.data.loss_mask import mask_prefix
 from moba_train.evals.evaluation import EvaluationContext
 from moba_train.evals.gradient_reach import GradientReach
 from moba_train.evals.variants import with_full
+from moba_train.parallel.activations import set_activations
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.stage import ContextEngines
 from moba_train.parallel.world import joined_world
+from moba_train.planning.memory import fixed_activations
 
 LAYOUTS = [
     ["parallel={cp: 2, cp_transport: allgather, cp_layout: zigzag}"],
@@ -57,6 +59,7 @@ def measured(recipe: str, overrides: list[str]) -> dict[str, Any]:
         sizes = mesh_sizes(stage.parallel, world.size)
         dims = ParallelDims(sizes, world)
         model = sharded_model(config, dims)
+        set_activations(model, fixed_activations(config, dims.sizes), world.device)
         shard, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, sizes)
         if shard.engine is not None:
             model.set_engines([shard.engine] * config.model.layers)

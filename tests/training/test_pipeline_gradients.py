@@ -19,6 +19,7 @@ from moba_train.model.build import build_attention, build_model, initialize_weig
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import gradient_norm, norms_by_kind, norms_by_module
 from moba_train.optim.trainable import set_trainable
+from moba_train.parallel.activations import Kept, LayerActivations, set_activations
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import accumulate_gradients, most_likely_tokens, token_losses
 from moba_train.parallel.fsdp import sharded_model
@@ -34,7 +35,11 @@ Found = dict[str, Tensor]
 
 MODELS: dict[str, dict[str, Any]] = {
     "moba": {"attention": SPARSE},
-    "tied, recomputed": {"attention": SPARSE, "tied": True, "recomputed": "full"},
+    "tied, recomputed": {
+        "attention": SPARSE,
+        "tied": True,
+        "kept": (Kept.INPUT, Kept.ATTENTION, Kept.PRODUCTS, Kept.ALL),
+    },
     "auxiliary losses": {"attention": DISTILLED, "tied": True},
     "frozen base": {"attention": WARM_UP, "trainable": ["*.attention.msa.*"]},
 }
@@ -67,7 +72,6 @@ def recipe(model: str, parallel: dict[str, Any]) -> RunConfig:
             "model": {**sizes, "head_dim": 16, "init_std": 0.2, "tie_embeddings": options.get("tied", False)},
             "attention": options["attention"],
             "data": {"train": [{"path": "unused"}]},
-            "activation_checkpointing": options.get("recomputed", "none"),
             "batch_tokens": SEQ_LEN * MICRO_BATCHES,
             "stages": [
                 {
@@ -80,6 +84,11 @@ def recipe(model: str, parallel: dict[str, Any]) -> RunConfig:
             "parallel": parallel,
         }
     )
+
+
+def kept_by(model: str) -> list[LayerActivations]:
+    """What each layer of the whole model keeps for its backward pass."""
+    return [LayerActivations(kept) for kept in MODELS[model].get("kept", [Kept.ALL] * 4)]
 
 
 def micro_batches() -> list[Batch]:
@@ -140,6 +149,7 @@ def worker(cases: list[tuple[str, dict[str, Any]]], output: str) -> None:
             sizes = mesh_sizes(stage.parallel, world.size)
             dims = ParallelDims(sizes, world)
             model = sharded_model(config, dims, pipeline_layers(config))
+            set_activations(model, kept_by(model_name), world.device)
             shard, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, sizes)
             if shard.engine is not None:
                 model.set_engines([shard.engine] * config.model.layers)

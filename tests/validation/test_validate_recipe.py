@@ -69,6 +69,14 @@ def test_an_implementation_that_cannot_run_where_the_run_trains_is_refused(load)
             ["optim.kind=muon", "optim.implementation=deepspeed_cpu"],
             "optim.implementation: given 'deepspeed_cpu' with optim.kind: muon, whose part of AdamW is torch's",
         ),
+        (
+            ["memory.gpu_gib=80", "activation_checkpointing=full"],
+            "memory.gpu_gib: given 80 with activation_checkpointing: full, which it does not change; allowed: null",
+        ),
+        (
+            ["memory.host_gib=80"],
+            "memory.host_gib: given 80 without activation_offload, which it limits; allowed: null",
+        ),
         (["model.rope.factor=2"], "model.rope.factor: given 2, which kind 'none' does not use; set kind: pi"),
         (["stages.1.rope.kind=yarn"], "stages[1].rope.original_seq_len: missing; kind yarn needs"),
         (

@@ -142,8 +142,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, grad_kl: Tensor) -> tuple[Any, ...]:
-    grads = _distill_backward(grad_kl, *ctx.saved_tensors, *ctx.rest)
-    return (*grads, *[None] * (len(ctx.saved_tensors) - 2 + len(ctx.rest)))
+    saved = ctx.saved_tensors  # read once: activation checkpointing refuses a second time
+    grads = _distill_backward(grad_kl, *saved, *ctx.rest)
+    return (*grads, *[None] * (len(saved) - 2 + len(ctx.rest)))
 
 
 distill.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,177 @@
+"""What each block keeps for its backward pass, and where: in the GPU's memory or in the host's.
+
+A block that does not keep everything is recomputed by torch's selective activation checkpointing, whose policy names
+the operators that are not: attention (with its selection, and without its communication) and matrix products. Under
+torch.compile the policy is part of the compiled block, so that its backward pass recomputes only what it needs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from moba_train.attention.operators import SAVED_OPERATORS
+from moba_train.attention.protocol import Layout
+from moba_train.config.model import ModelConfig
+from moba_train.model.transformer import Block, Transformer
+from moba_train.parallel.offload import HostMemory
+
+BlockResult = tuple[Tensor, Tensor | None]
+
+
+class Kept(IntEnum):
+    """What a block keeps for its backward pass. Each value adds to the one before; the rest is recomputed."""
+
+    INPUT = 0
+    """The block's input alone."""
+    ATTENTION = 1
+    """Attention's result, with its log-sum-exp and its selection."""
+    PROJECTIONS = 2
+    """Results of the query, key, value and output projections."""
+    PRODUCTS = 3
+    """Results of the feed-forward's gate and up projections: no matrix product is recomputed."""
+    ALL = 4
+    """Everything: norms, rotated queries and keys, and the SwiGLU's product as well."""
+
+
+class LayerActivations(NamedTuple):
+    """What one layer keeps, and where."""
+
+    kept: Kept
+    on_host: bool = False
+    """Whether it waits in page-locked host memory until the backward pass."""
+
+
+def describe_activations(layers: Sequence[LayerActivations]) -> str:
+    """`layers 0-28: attention's result kept in host memory; layers 29-31: nothing recomputed`."""
+    parts = []
+    first = 0
+    for layer, group in groupby(layers):
+        last = first + len(list(group)) - 1
+        where = f"layers {first}-{last}" if last > first else f"layer {first}"
+        parts.append(f"{where}: {_DESCRIPTIONS[layer.kept]}{' (in host memory)' if layer.on_host else ''}")
+        first = last + 1
+    return "; ".join(parts)
+
+
+_DESCRIPTIONS = {
+    Kept.INPUT: "recomputed from the block's input",
+    Kept.ATTENTION: "attention's result kept",
+    Kept.PROJECTIONS: "results of attention and its projections kept",
+    Kept.PRODUCTS: "results of attention and of all matrix products kept",
+    Kept.ALL: "nothing recomputed",
+}
+
+
+class BlockForward:
+    """A block's forward pass, which a stage can set to keep more or less; in place of the block's own `forward`."""
+
+    def __init__(self, block: Block, plain: Callable[..., BlockResult], recomputed: Callable[..., BlockResult]) -> None:
+        self._block = block
+        self._plain = plain
+        self._recomputed = recomputed
+        self.kept = Kept.ALL
+        self.host_memory: HostMemory | None = None
+        """Where the kept tensors wait for the backward pass; None: on the device."""
+
+    def __call__(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> BlockResult:
+        inputs = (x_TD, cos, sin, layout)
+        if not torch.is_grad_enabled():
+            return self._plain(self._block, *inputs)
+        with self._holding(x_TD, cos, sin):
+            if self.kept is Kept.ALL:
+                return self._plain(self._block, *inputs)
+            return self._recomputed(self._block, self.kept, *inputs)
+
+    def _holding(self, x_TD: Tensor, *shared: Tensor) -> AbstractContextManager[None]:
+        if self.host_memory is None:
+            return nullcontext()
+        return self.host_memory.holding_rows(len(x_TD), (*self._block.parameters(), *shared))
+
+
+def wrap_blocks(model: Transformer, compiled: bool) -> None:
+    """Let `set_activations` decide what the blocks of `model` keep; with `compiled`, compile them as well."""
+    contexts = {kept: partial(_contexts, kept, model.config) for kept in Kept}
+
+    def recomputed(block: Block, kept: Kept, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> BlockResult:
+        # torch.compile asks for `kept`, an argument, before it takes what it compiled for another block; it would not
+        # ask which function `context_fn` is.
+        inputs = (block, x_TD, cos, sin, layout)
+        found = checkpoint(Block.forward, *inputs, use_reentrant=False, context_fn=contexts[kept])
+        return cast(BlockResult, found)
+
+    plain: Callable[..., BlockResult] = Block.forward
+    if compiled:
+        plain = torch.compile(plain)
+        recomputed = torch.compile(recomputed)
+    for block in _blocks(model):
+        block.forward = BlockForward(block, plain, recomputed)  # type: ignore[method-assign]  # as torch's wrappers do
+
+
+def set_activations(model: Transformer, layers: Sequence[LayerActivations], device: torch.device) -> None:
+    """Set what every block of the whole model keeps, first to last; may change between steps."""
+    host_memory = HostMemory(device) if any(layer.on_host for layer in layers) else None
+    for block, layer in zip(_blocks(model), model.of_own_layers(layers), strict=True):
+        forward = block.forward
+        assert isinstance(forward, BlockForward)
+        forward.kept = layer.kept
+        forward.host_memory = host_memory if layer.on_host else None
+
+
+def _blocks(model: Transformer) -> Iterable[Block]:
+    return (cast(Block, block) for block in model.blocks)
+
+
+def _contexts(kept: Kept, model: ModelConfig) -> Any:
+    return create_selective_checkpoint_contexts(_policy(kept, model))
+
+
+_WEIGHT_ARGUMENT = {
+    torch.ops.aten.mm.default: 1,
+    torch.ops.aten.addmm.default: 2,
+    torch.ops.aten._scaled_mm.default: 1,
+}
+"""Matrix products with weights, bf16 and FP8, and where in their arguments the transposed weight is."""
+
+
+def _policy(kept: Kept, model: ModelConfig) -> Callable[..., CheckpointPolicy]:
+    """torch's policy for one forward pass of a block.
+
+    The down projection's result is never kept, as no gradient needs it. Of the output projection, tensor parallelism
+    keeps the sum over its ranks, of which each has a part of the rows, instead of the rank's own summand of all rows.
+    """
+    sums: Counter[bool] = Counter()
+
+    def is_kept(operator: Any, arguments: Sequence[Any], is_recompute: bool) -> bool:
+        if operator in SAVED_OPERATORS:
+            return kept >= Kept.ATTENTION
+        if operator is torch.ops._c10d_functional.reduce_scatter_tensor.default:
+            sums[is_recompute] += 1
+            return kept >= Kept.PROJECTIONS and sums[is_recompute] == 1  # the second is the down projection's
+        if operator not in _WEIGHT_ARGUMENT:
+            return False
+        weight = arguments[_WEIGHT_ARGUMENT[operator]]
+        rows, columns = weight.shape
+        if (rows, columns) == (model.hidden_size, model.intermediate_size):
+            return kept >= Kept.PRODUCTS
+        if rows == model.intermediate_size or _rows_are_split(weight):
+            return False
+        return kept >= Kept.PROJECTIONS
+
+    def policy(context: Any, operator: Any, *arguments: Any, **_options: Any) -> CheckpointPolicy:
+        found = is_kept(operator, arguments, context.is_recompute)
+        return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def _rows_are_split(weight: Tensor) -> bool:
+    return isinstance(weight, DTensor) and Shard(0) in weight.placements

@@ -1,0 +1,77 @@
+"""Weights, gradients and optimizer state of one rank, in numbers and bytes."""
+
+from dataclasses import dataclass
+
+from moba_train.config.mesh import MeshSizes
+from moba_train.config.schema import RunConfig
+from moba_train.optim.registry import OPTIMIZERS
+from moba_train.planning.parameters import count_block_matrices, count_recipe_parameters
+from moba_train.planning.pipeline import RankWork
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers and bytes of weights on a rank, and of the optimizer's state. The ends are the embedding and the output
+    projection."""
+
+    shard: int
+    """Parameters that the rank keeps."""
+    total: int
+    """Parameters of the rank's tp part, not sharded."""
+    ends: int
+    """Parameters of the ends in the rank's tp part."""
+    block: int
+    """Parameters of one block in the rank's tp part."""
+    head: int
+    """Bytes of the output weight in the compute dtype, gathered over the tp group for the loss."""
+    gathered_ends: int
+    """Bytes of the gathered ends in the compute dtype."""
+    gathered: int
+    """Bytes of the gathered ends and of two blocks; in a pipeline, of all the rank's blocks."""
+    optimizer: int
+    """Bytes of the optimizer's state, on the GPU or its host."""
+
+
+def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork) -> Weights:
+    """Weights of a rank with this work, `width` bytes an element in the compute dtype."""
+    counts = count_recipe_parameters(config)
+    blocks, ends = _numbers(config, work)
+    total = -(-(blocks + ends) // sizes.tp)
+    ends //= sizes.tp
+    block = counts.without_embeddings // config.model.layers // sizes.tp
+    head = width * config.model.vocab_size * config.model.hidden_size if work.part.has_output else 0
+    gathered_ends = width * ends + (head if sizes.tp > 1 else 0)
+    at_once = min(2, config.model.layers) if sizes.pp == 1 else len(work.layers)
+    return Weights(
+        shard=-(-(blocks + ends * sizes.tp) // (sizes.shards * sizes.tp)),
+        total=total,
+        ends=ends,
+        block=block,
+        head=head,
+        gathered_ends=gathered_ends,
+        gathered=gathered_ends + _gathered_bytes(config, width) * at_once * block,
+        optimizer=_optimizer_state(config, sizes, work),
+    )
+
+
+def _optimizer_state(config: RunConfig, sizes: MeshSizes, work: RankWork) -> int:
+    ranks = sizes.shards * sizes.tp
+    matrices = count_block_matrices(config) * len(work.layers) // config.model.layers
+    others = sum(_numbers(config, work)) - matrices
+    return OPTIMIZERS[config.optim.kind].state_bytes(-(-matrices // ranks), -(-others // ranks))
+
+
+def _numbers(config: RunConfig, work: RankWork) -> tuple[int, int]:
+    """Parameters of a pipeline rank's blocks, and of its ends."""
+    counts = count_recipe_parameters(config)
+    part = work.part
+    ends = (counts.embedding if part.has_embedding else 0) + (counts.output if part.has_output else 0)
+    if part.has_output and not part.has_embedding and not counts.output:
+        ends = counts.embedding  # its copy, tied
+    return counts.without_embeddings * len(work.layers) // config.model.layers, ends
+
+
+def _gathered_bytes(config: RunConfig, width: int) -> int:
+    """Bytes of one gathered weight of a block; the few that FP8 leaves out, norms among them, are not told apart."""
+    precision = config.precision
+    return 1 if precision.linear == "fp8" and precision.fp8.scaling == "tensorwise" else width

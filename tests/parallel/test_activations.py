@@ -1,0 +1,176 @@
+"""What blocks keep changes memory and time, never a bit of the loss or of a gradient."""
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from moba_train.attention.operators import OperatorEngine
+from moba_train.attention.protocol import Layout
+from moba_train.attention.registry import KINDS
+from moba_train.config.attention import LayerAttention
+from moba_train.config.model import ModelConfig
+from moba_train.model.build import build_attention, initialize_weights
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.activations import (
+    Kept,
+    LayerActivations,
+    describe_activations,
+    set_activations,
+    wrap_blocks,
+)
+from moba_train.parallel.offload import HostMemory
+
+TOKENS, HEADS = 48, 4
+MODEL = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=80, layers=2, heads=HEADS, kv_heads=2)
+KEYS = 16
+"""Width of all keys of a token."""
+CPU = torch.device("cpu")
+OPTIONS: dict[str, dict[str, Any]] = {"moba": {"block_size": 8, "topk": 3}, "seer": {"block_size": 8, "topk": 2}}
+POLICIES = [LayerActivations(kept, on_host) for kept in reversed(Kept) for on_host in (False, True)]
+
+
+def model_of(*names: str, compiled: bool = False) -> Transformer:
+    """A layer of each kind; `seer` is trained, with its auxiliary loss."""
+    layers = [LayerAttention(name, KINDS[name].Options.model_validate(OPTIONS.get(name, {}))) for name in names]
+    config = MODEL.model_copy(update={"layers": len(names)})
+    parameters = [KINDS[name].parameters(layer.options, config, 0) for name, layer in zip(names, layers, strict=True)]
+    modules = [{} if own is None else {name: own} for name, own in zip(names, parameters, strict=True)]
+    model = Transformer(config, modules)
+    initialize_weights(model, seed=0)
+    model.set_attention(build_attention(layers, config.head_width))
+    wrap_blocks(model, compiled)
+    return model
+
+
+def step(model: Transformer) -> list[Tensor]:
+    """Loss and all gradients on two packed documents, twice: the second pass reuses the host's buffers."""
+    layout = Layout(torch.tensor([0, 20, TOKENS], dtype=torch.int32), TOKENS - 20, TOKENS)
+    tokens = torch.arange(TOKENS) * 7 % MODEL.vocab_size
+    rows = torch.arange(TOKENS)
+    model.zero_grad()
+    for _ in range(2):
+        loss = model.loss(tokens, rows, layout, (tokens.roll(-1), rows, torch.ones(TOKENS))).total
+        loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def assert_same_bits(found: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(found) == len(wanted)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Calls of attention, forward and backward alike, and elements for each token that went to the host."""
+    found: Counter[str] = Counter()
+    call, copy_out = OperatorEngine.call, HostMemory.copy_out
+
+    def counted_call(engine: OperatorEngine, *arguments: Any) -> Any:
+        found["attention"] += 1
+        return call(engine, *arguments)
+
+    def counted_copy(memory: HostMemory, tensor: Tensor) -> Any:
+        found["sent"] += tensor.numel()
+        return copy_out(memory, tensor)
+
+    monkeypatch.setattr(OperatorEngine, "call", counted_call)
+    monkeypatch.setattr(HostMemory, "copy_out", counted_copy)
+    return found
+
+
+def test_every_policy_gives_the_same_bits_and_attention_is_not_recomputed(calls: Counter[str]) -> None:
+    """Mixed kinds, one with an auxiliary loss, uncompiled."""
+    model = model_of("moba", "seer", "full")
+    set_activations(model, [LayerActivations(Kept.ALL)] * 3, CPU)
+    wanted = step(model)
+    once = calls["attention"]
+    for policy in POLICIES[1:]:
+        calls.clear()
+        set_activations(model, [policy] * 3, CPU)
+        assert_same_bits(step(model), wanted)
+        assert calls["attention"] == once + (2 * 3 if policy.kept is Kept.INPUT else 0), policy
+        assert (calls["sent"] > 0) == policy.on_host
+
+
+def test_compiled_blocks_keep_what_the_policy_names_and_nothing_else(
+    calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted by what is sent to the host, for each token of both layers; the policy changes without a reset."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # its tracing, without its code
+    model = model_of("moba", "moba", compiled=True)
+    set_activations(model, [LayerActivations(Kept.ALL)] * 2, CPU)
+    wanted = step(model)
+    once = calls["attention"]
+    hidden = queries = MODEL.hidden_size
+    selected = HEADS * 2  # MoBA's blocks; its inverse lists are not by token
+    added = {
+        Kept.INPUT: 2 * hidden,
+        Kept.ATTENTION: 2 * (queries + HEADS + selected),
+        Kept.PROJECTIONS: 2 * (queries + 2 * KEYS + hidden),
+        Kept.PRODUCTS: 2 * 2 * MODEL.intermediate_size,
+    }
+    for kept in reversed(added):
+        calls.clear()
+        set_activations(model, [LayerActivations(kept, on_host=True)] * 2, CPU)
+        assert_same_bits(step(model), wanted)
+        assert calls["attention"] == once + (2 * 2 if kept is Kept.INPUT else 0)
+        assert calls["sent"] == 2 * TOKENS * sum(added[level] for level in added if level <= kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_saved_tensor_comes_back_as_it_was_as_often_as_it_is_asked_for(dtype: torch.dtype) -> None:
+    memory = HostMemory(CPU)
+    saved = torch.arange(24).reshape(4, 6).to(dtype).t()
+    weight, part = torch.ones(6, 6).to(dtype), torch.ones(6, 9).to(dtype)[:, :4]
+    held: list[Any] = []
+
+    class Hold(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(saved, weight, part)
+            held.append(ctx)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    with memory.holding_rows(6, [weight]):
+        Hold.apply(torch.zeros((), requires_grad=True))
+    memory._settle(unsettled=0)
+    for _ in range(2):
+        again, same, view = held[0].saved_tensors
+        assert torch.equal(again, saved)
+        assert (again.dtype, again.stride()) == (dtype, saved.stride())
+        assert again.data_ptr() != saved.data_ptr()
+        assert (same.data_ptr(), view.data_ptr()) == (weight.data_ptr(), part.data_ptr()), "these stay where they are"
+
+
+def test_hooks_around_a_model_see_what_its_blocks_do_not_send() -> None:
+    """Offload is the blocks' own: the embedding, the norm and the loss save as always."""
+    model = model_of("full", "full")
+    seen: list[int] = []
+    for on_host in (False, True):
+        set_activations(model, [LayerActivations(Kept.ALL, on_host)] * 2, CPU)
+        shapes: list[torch.Size] = []
+        with saved_tensors_hooks(
+            lambda tensor, into=shapes: into.append(tensor.shape) or tensor, lambda tensor: tensor
+        ):
+            step_loss = model(
+                torch.arange(TOKENS), torch.arange(TOKENS), Layout(torch.tensor([0, TOKENS]), TOKENS, TOKENS)
+            )
+        assert step_loss.requires_grad
+        seen.append(len(shapes))
+    assert 0 < seen[1] < seen[0]
+
+
+def test_the_policy_is_told_in_ranges_of_layers() -> None:
+    layers = [LayerActivations(Kept.ATTENTION, on_host=True)] * 2 + [LayerActivations(Kept.ALL)]
+    assert describe_activations(layers) == (
+        "layers 0-1: attention's result kept (in host memory); layer 2: nothing recomputed"
+    )
