@@ -171,10 +171,12 @@ class KdaKind(AttentionKind):
         return (18.0 * model.heads * model.head_width**2 + 6.0 * weights) * sum(lengths)
 
     def activation_bytes(self, model: ModelConfig, width: int) -> int:
-        """Over more than `delta_parts.ROWS` tokens: inputs and results of the convolutions, decays, and the result
-        before norm and gate."""
+        """With fla's kernels: inputs and results of the convolutions, keys and values repeated for each query head, the
+        decays and their sums in float32, two products in chunks of 64 tokens, and the result before norm and gate. More
+        than `delta_parts.ROWS` tokens need less."""
         heads, kv_heads = model.heads, model.kv_heads
-        return width * model.head_width * (2 * (heads + 2 * kv_heads) + 2 * heads + 1)
+        tensors = 2 * (heads + 2 * kv_heads) + 2 * (heads - kv_heads) + 2 * heads + 1
+        return width * (model.head_width * tensors + 2 * 64 * heads) + 4 * heads * model.head_width
 
 
 def _by_fla(
