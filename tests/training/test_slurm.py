@@ -96,23 +96,18 @@ def test_a_job_goes_on_after_its_time_limit_and_after_the_loss_of_a_node(
     def restarts() -> int:
         return int(cluster.job(number)["Restarts"])
 
-    def begin_at_once() -> None:
-        """Slurm lets jobs that are queued again wait for two minutes, so that nodes can recover."""
-        cluster.wait(lambda: cluster.job(number)["JobState"] == "PENDING", 60, "queued again")
-        cluster.run(0, "scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=60")
-
     cluster.wait(lambda: step_of(disturbed) > 0, 300, "a checkpoint")
     cluster.run(0, "scontrol", "update", f"JobId={number}", "TimeLimit=11")  # less than ten minutes are left of it
     cluster.wait(lambda: restarts() == 1, 120, "the end of the time limit")
     saved = step_of(disturbed)
     assert "stopping in order" in output.read_text()
-    begin_at_once()
+    cluster.wait(lambda: cluster.job(number)["JobState"] == "PENDING", 60, "queued again")
+    cluster.run(0, "scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=60")  # else after two minutes
 
     cluster.wait(lambda: step_of(disturbed) > saved, 180, "a checkpoint after the time limit")
     cluster.kill_node(1)
     cluster.wait(lambda: restarts() == 2, 120, "that Slurm misses the node")
-    cluster.start_node(1)
-    begin_at_once()
+    cluster.start_node(1)  # Slurm lets the job wait for two minutes, so that nodes can recover
 
     cluster.wait(lambda: cluster.job(number)["JobState"] == "COMPLETED", 900, "the end of training")
     python("moba_train.cli", "train", RECIPE, "--gpus", "2", *overrides(data, undisturbed))
