@@ -54,6 +54,10 @@ _TOLERANCE = 1e-3
 """Largest distance from torch's update, relative to that update, for the other implementations of AdamW."""
 
 
+class WrongUpdateError(ValueError):
+    """An implementation of AdamW that computes something else than torch's."""
+
+
 def step_arm(arm: str, config: RunConfig, world: World, steps: int, updates: list[Tensor] | None) -> dict[str, Any]:
     """Seconds of steps, and memory of this rank. `updates`: those of torch's AdamW after the first steps, in host
     memory, to compare with; where the list is empty, this arm is torch's AdamW and fills it."""
@@ -112,13 +116,13 @@ def _host_bytes(optimizer: Optimizer) -> int:
 
 
 def _compare(model: Transformer, start: list[Tensor], updates: list[Tensor], arm: str) -> float:
-    """Distance of the first steps' update from torch's, relative to it. Ends the program where it is too large."""
+    """Distance of the first steps' update from torch's, relative to it. Raises WrongUpdateError where it is too large."""
     own = [_on_host(parameter) - begun for parameter, begun in zip(model.parameters(), start, strict=True)]
     updates += [] if updates else own
     squares = [((a - b).square().sum(), b.square().sum()) for a, b in zip(own, updates, strict=True)]
     error = float((sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5)
     if not error < _TOLERANCE:
-        raise SystemExit(f"{arm}: its update differs from torch's AdamW by {error:.1e}, allowed {_TOLERANCE:g}")
+        raise WrongUpdateError(f"{arm}: its update differs from torch's AdamW by {error:.1e}, allowed {_TOLERANCE:g}")
     return error
 
 
@@ -188,19 +192,26 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _step(arguments: argparse.Namespace) -> dict[str, Any]:
+    try:
+        with joined_world() as world:
+            return _time_arms(arguments, world)
+    except WrongUpdateError as error:
+        sys.exit(str(error))  # only after the world, which would be left behind
+
+
+def _time_arms(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
     results: dict[str, Any] = {}
     content = recipe(arguments.model, Path("unused"), Path("unused"), 64, 1, 1)
     del content["extends"]
     config = RunConfig.model_validate(content | {"model": model_shape(arguments.model)})
     updates: list[Tensor] | None = [] if arguments.arms[0] == "adamw" else None
-    with joined_world() as world:
-        for arm in arguments.arms:
-            if problem := implementation_problem(OptimConfig.model_validate(ARMS[arm]), world.device.type):
-                results[arm] = {"error": problem}
-                continue
-            results[arm] = step_arm(arm, config, world, arguments.steps, updates)
-            gc.collect()  # FSDP's modules and hooks refer to each other
-            torch.cuda.empty_cache()
+    for arm in arguments.arms:
+        if problem := implementation_problem(OptimConfig.model_validate(ARMS[arm]), world.device.type):
+            results[arm] = {"error": problem}
+            continue
+        results[arm] = step_arm(arm, config, world, arguments.steps, updates)
+        gc.collect()  # FSDP's modules and hooks refer to each other
+        torch.cuda.empty_cache()
     return results
 
 

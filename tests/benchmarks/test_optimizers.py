@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from benchmarks import optimizers, optimizers_curve
 
@@ -44,6 +45,7 @@ def test_an_implementation_that_computes_something_else_ends_the_program(monkeyp
     monkeypatch.setitem(optimizers.ARMS, "wrong", {"weight_decay": "0.2"})
     with pytest.raises(SystemExit, match="wrong: its update differs from torch's AdamW"):
         optimizers._step(argparse.Namespace(model="tiny", arms=["adamw", "wrong"], steps=1))
+    assert not dist.is_initialized()
 
 
 def test_curves_are_compared_at_adamws_best_rate(tmp_path: Path) -> None:
