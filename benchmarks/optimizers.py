@@ -14,6 +14,7 @@ import argparse
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -116,7 +117,7 @@ def _host_bytes(optimizer: Optimizer) -> int:
 
 
 def _compare(model: Transformer, start: list[Tensor], updates: list[Tensor], arm: str) -> float:
-    """Distance of the first steps' update from torch's, relative to it. Raises WrongUpdateError where it is too large."""
+    """Relative distance of the first steps' update from torch's. Raises WrongUpdateError where it is too large."""
     own = [_on_host(parameter) - begun for parameter, begun in zip(model.parameters(), start, strict=True)]
     updates += [] if updates else own
     squares = [((a - b).square().sum(), b.square().sum()) for a, b in zip(own, updates, strict=True)]
