@@ -126,11 +126,13 @@ def gate_statistics(
     size = attention.block_size
     first_n = first_blocks(layout.cu_seqlens, size)[layout.q_documents]
     own_n = block_ids(layout.q_tokens, layout.q_documents, layout, size)
-    rows_m = (own_n - first_n > selected_HnC.shape[2]).nonzero().flatten()
+    # An attention that selects by itself may have more slots than queries with a choice fill.
+    filled = selected_HnC.shape[2] if summaries is None else (selected_HnC >= 0).sum(-1).amax(0)
+    rows_m = (own_n - first_n > filled).nonzero().flatten()
     if rows_m.numel() == 0:
         return found
     selected_HmC = selected_HnC[:, rows_m].long()
-    if summaries is not None:  # an attention that selects by itself may fill C for queries without a choice alone
+    if summaries is not None:
         selected_HmC = selected_HmC[..., (selected_HmC >= 0).flatten(0, 1).any(0)]
     choice = _Choice(selected_HmC, own_n[rows_m], first_n[rows_m], block_bound(layout, size))
     _add_selection(found, choice, k_SKD.shape[1])
