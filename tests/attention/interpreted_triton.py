@@ -125,7 +125,7 @@ def test_selection_over_many_chunks_is_exact_whatever_the_buckets(count, gates, 
 @pytest.mark.parametrize("block_size", [64, 192])
 def test_shards_of_queries_and_keys_give_the_whole(block_size):
     """Blocks that straddle the edges of shards, documents that span them, keys of the future."""
-    tensors, layout = inputs([250, 1, 79], 4, 2, 64, torch.float32, "cpu"), layout_of([250, 1, 79], "cpu")
+    tensors, layout = inputs([250, 1, 79], 2, 1, 64, torch.float32, "cpu"), layout_of([250, 1, 79], "cpu")
     ours = build("triton", 64, block_size=block_size, topk=3)
     want, (selected, *_) = run(ours, tensors, layout)
     got, parts_selected = run_in_parts(ours, tensors, layout, [((0, 37), (300, 330)), ((37, 300),)])
@@ -146,8 +146,7 @@ def test_lists_of_several_splits_are_summed(block_size, monkeypatch):
         assert error(a, b) < 2e-6, name
 
 
-@pytest.mark.parametrize("limit", [1000, 2100])
-@pytest.mark.parametrize("block_size", [64, 144])
+@pytest.mark.parametrize(("block_size", "limit"), [(64, 1000), (144, 2100)])
 def test_work_is_cut_into_work_ranges_without_a_trace(block_size, limit, monkeypatch):
     """Bounded buffers: by key/value heads, and by ranges of queries where one head's partial results are too many."""
     lengths = [300, 45]  # 2,070 entries in two chunks for each key/value head
@@ -173,11 +172,11 @@ def test_work_is_cut_into_work_ranges_without_a_trace(block_size, limit, monkeyp
     ("lengths", "heads", "kv_heads", "head_dim", "dtype", "options", "limit"),
     [
         # Empty lists, and one of a single row: 129 tokens.
-        pytest.param(PACKED, 4, 2, 64, torch.float32, {"block_size": 64, "topk": 3}, 10**9),
+        pytest.param(PACKED, 2, 1, 64, torch.float32, {"block_size": 64, "topk": 3}, 10**9),
         pytest.param(PACKED, 4, 2, 64, torch.float32, {"block_size": 64, "topk": 3}, 600),
         pytest.param([129], 1, 1, 64, torch.float32, {"block_size": 64, "topk": 2}, 600),
-        pytest.param([250, 90], 4, 2, 64, torch.float32, {"block_size": 80, "topk": 4}, 600),
-        pytest.param([200], 4, 1, 64, torch.float16, {"block_size": 64, "topk": 9}, 600),
+        pytest.param([250, 90], 2, 1, 64, torch.float32, {"block_size": 80, "topk": 4}, 600),
+        pytest.param([200], 2, 1, 64, torch.float16, {"block_size": 64, "topk": 9}, 600),
         pytest.param([70, 0, 60], 2, 2, 128, torch.float32, {"block_size": 64, "topk": 3}, 600),
     ],
 )
@@ -270,10 +269,10 @@ def test_the_composition_adds_up_blocks_with_kernels(merge, lengths, limit, kv_h
 def test_a_query_may_attend_to_127_blocks_beside_its_own(block_size):
     """Short and long blocks; every history block, or a random part of them. Blocks of 16 are not offered, but quick."""
     whole = layout_of([128 * block_size], "cpu")
-    layout = whole.part((TokenRange(whole.total - 12, whole.total),), None)
-    (q, _, _, dout), (_, k, v, _) = (inputs([n], 2, 1, 64, torch.float32, "cpu") for n in (12, whole.total))
-    luck_HTN = torch.rand(2, 12, 127, generator=torch.Generator().manual_seed(0))
-    some_HTN = torch.where((luck_HTN < 0.9) | (torch.arange(12) < 4).view(-1, 1), torch.arange(127), 127)
+    layout = whole.part((TokenRange(whole.total - 8, whole.total),), None)
+    (q, _, _, dout), (_, k, v, _) = (inputs([n], 1, 1, 64, torch.float32, "cpu") for n in (8, whole.total))
+    luck_HTN = torch.rand(1, 8, 127, generator=torch.Generator().manual_seed(0))
+    some_HTN = torch.where((luck_HTN < 0.9) | (torch.arange(8) < 4).view(-1, 1), torch.arange(127), 127)
     selected = some_HTN.sort(-1).values.to(torch.int32)
     selected = torch.where(selected == 127, -1, selected)
     selection = selected, *attention.block_lists(selected, layout, 1, block_size)

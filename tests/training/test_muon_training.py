@@ -19,7 +19,6 @@ from moba_train.parallel.world import joined_world
 
 STEPS = 3
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "2 shards": (2, {}),
     "4 shards": (4, {}),
     "2 shards x tp 2": (4, {"tp": 2}),
     "2 replicas x 2 shards": (4, {"dp_replicate": 2}),
