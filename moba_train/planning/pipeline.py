@@ -83,17 +83,25 @@ def plan_pipeline(
     A step takes as long as the slowest rank computes, and as long as the first micro-batch needs to reach the others:
     with several parts on a rank one of them, with zero bubble the forward pass or one of two backward passes.
     """
-    parallel = config.parallel
     layers = pipeline_layers(config)
-    costs = _layer_costs(config, stage, lengths, activations)
-    ranks = [0.0] * parallel.pp
-    for number, part in enumerate(model_parts(layers)):
-        cost = sum(costs[layer] for layer in part.layers) + (_output_cost(config) if part.has_output else 0.0)
-        ranks[number % parallel.pp] += cost
-    slowest = max(ranks)
-    fill = (sum(ranks) - slowest) / _steps_of_filling(parallel, len(layers))
-    bubble = 1 - micro_batches * sum(ranks) / (parallel.pp * (micro_batches * slowest + fill))
+    ranks = rank_costs(layers, config.parallel.pp, _layer_costs(config, stage, lengths, activations), _output_cost(config))
+    bubble = 1 - micro_batches * sum(ranks) / (len(ranks) * step_length(config.parallel, len(layers), ranks, micro_batches))
     return PipelinePlan(layers, best_layers(config), bubble)
+
+
+def rank_costs(parts: Sequence[int], pp: int, layers: Sequence[float], output: float) -> list[float]:
+    """Cost of a micro-batch on each of `pp` ranks. parts: number of layers in each part of the model; layers: cost of
+    each layer; output: cost of the output projection."""
+    ranks = [0.0] * pp
+    for number, part in enumerate(model_parts(parts)):
+        ranks[number % pp] += sum(layers[layer] for layer in part.layers) + (output if part.has_output else 0.0)
+    return ranks
+
+
+def step_length(parallel: ParallelConfig, parts: int, ranks: Sequence[float], micro_batches: int) -> float:
+    """Cost of a whole step, waiting included, given that of a micro-batch on each rank; see `plan_pipeline`."""
+    slowest = max(ranks)
+    return micro_batches * slowest + (sum(ranks) - slowest) / _steps_of_filling(parallel, parts)
 
 
 def _steps_of_filling(parallel: ParallelConfig, parts: int) -> int:
