@@ -16,6 +16,7 @@ from moba_train.model.transformer import ModelPart
 from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.parallel.pipeline.split import balanced_split, model_parts, number_of_parts, rank_part
 from moba_train.planning.flops import layer_flops, repeated_flops
+from moba_train.planning.once import once_a_recipe
 from moba_train.planning.parameters import attention_matrices, feed_forward_matrices
 
 
@@ -29,6 +30,7 @@ def pipeline_layers(config: RunConfig) -> tuple[int, ...]:
     return best_layers(config)
 
 
+@once_a_recipe
 def best_layers(config: RunConfig) -> tuple[int, ...]:
     """The split into the recipe's number of parts in which the most expensive one costs least over all stages."""
     layers, output = [0.0] * config.model.layers, 0.0
