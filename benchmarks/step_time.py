@@ -1,11 +1,11 @@
 """Predicted beside measured time of training steps: the model behind `moba-train plan --nodes`, on one and two H200.
 
     python -m benchmarks.step_time                            # the table
-    python -m benchmarks.step_time --fit                      # the three fitted rates, from the rows marked so
+    python -m benchmarks.step_time --fit                      # the fitted rates, anew
     python -m benchmarks.step_time --write docs/planning.md   # both tables, into the document
 
-Measured are the median steps of result files that were made for other purposes. Three rates of planning/rates.py are
-fitted to the rows marked `fit`; every other row is predicted. Rows of the same files that are left out have a reason.
+Measured are the median steps of result files that were made for other purposes. Four rates of planning/rates.py are
+fitted to the rows marked so; every other row is predicted. Rows of the same files that are left out have a reason.
 Nothing is measured here, so no GPU is needed.
 """
 
@@ -21,16 +21,20 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import insert_tables, markdown
-from benchmarks.training_rows import Row, parse_row
 from benchmarks.trainer_run import write_corpus
+from benchmarks.training_rows import Row, parse_row
 from moba_train.config.load import load_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.stages import resolve_stages
-from moba_train.planning.documents import Documents, stage_documents
+from moba_train.planning.documents import stage_documents
 from moba_train.planning.rates import RATES, Rates
 from moba_train.planning.step_time import Machine, StageStep, predict_step
 
 RESULTS = Path(__file__).parent / "results"
+COMPARED = "docs/planning.md"
+"""The document with the tables."""
+FITTED = ("products", "compiled_passes", "eager_passes", "float8_products")
+"""Rates that are fitted, the last one to the only step in FP8."""
 FLASH2 = "attention.full.backend=flash"
 """FlashAttention-2, which full attention ran on before flash-attn-4 was used."""
 
@@ -76,8 +80,7 @@ LEFT_OUT = {
     "training-1b-h200-moba-reference.json and MoBA in training-1b-h200-x2.json": "MoBA's reference in plain PyTorch",
     "kinds-before-after-h200.json": "the recipes of training-1b-h200.json, measured once more",
     "determinism-h200.json, `deterministic`": "kernels that repeat bit by bit, which plan knows no rates of",
-    "miniatures-h200.json, gate-distillation-h200.json, sft-layers-h200.json": "models of at most 135M parameters, "
-    "whose steps wait for the host",
+    "miniatures-h200.json": "a model of 25.7M parameters, whose steps wait for the host: predicted up to 51 % shorter",
 }
 """Files with the time of training steps on H200 that are not predicted, and why."""
 
@@ -130,31 +133,37 @@ def _predict(step: Measured, rates: Rates, folder: Path) -> StageStep:
 
 
 def fit(rates: Rates = RATES) -> Rates:
-    """The rates that come nearest to the rows marked `fit`, by least squares of relative errors: products and passes by
-    the rows in bf16, FP8's products by its own row. `loss_bytes` follows from the measured loss and the products."""
-    for _ in range(6):  # Gauss-Newton
-        rates = replace(rates, loss_bytes=loss_bytes(rates))
-        rates = _nearer(rates, ("products", "compiled_passes", "eager_passes"), float8=False)
-        rates = _nearer(rates, ("float8_products",), float8=True)
+    """The rates that come nearest to the rows marked `fit`."""
+    for _ in range(6):
+        rates = fitted_once(rates)
     return rates
 
 
-def _nearer(rates: Rates, names: Sequence[str], float8: bool) -> Rates:
-    errors = _fitted_errors(rates, float8)
+def fitted_once(rates: Rates) -> Rates:
+    """One Gauss-Newton step of least squares of relative errors: products and passes by the rows in bf16, FP8's
+    products by its own row. `loss_bytes` follows from the measured loss and the products."""
+    rates = replace(rates, loss_bytes=loss_bytes(rates))
+    *bf16, float8 = FITTED
+    return _nearer(_nearer(rates, bf16, in_float8=False), [float8], in_float8=True)
+
+
+def _nearer(rates: Rates, names: Sequence[str], in_float8: bool) -> Rates:
+    errors = _fitted_errors(rates, in_float8)
     step = 1e-3
     changed = [replace(rates, **{name: getattr(rates, name) * (1 + step)}) for name in names]
-    slopes = np.stack([(_fitted_errors(one, float8) - errors) / step for one in changed], axis=1)
+    slopes = np.stack([(_fitted_errors(one, in_float8) - errors) / step for one in changed], axis=1)
     moves, *_ = np.linalg.lstsq(slopes, -errors, rcond=None)
-    return replace(rates, **{name: getattr(rates, name) * (1 + float(move)) for name, move in zip(names, moves, strict=True)})
+    found = {name: getattr(rates, name) * (1 + float(move)) for name, move in zip(names, moves, strict=True)}
+    return replace(rates, **found)
 
 
-def _fitted_errors(rates: Rates, float8: bool) -> np.ndarray:
-    fitted = [row for row in compare(rates, [step for step in STEPS if step.fit]) if ("fp8" in row.measured.row) == float8]
-    return np.array([row.error for row in fitted])
+def _fitted_errors(rates: Rates, in_float8: bool) -> np.ndarray:
+    steps = [step for step in STEPS if step.fit and ("fp8" in step.row) == in_float8]
+    return np.array([row.error for row in compare(rates, steps)])
 
 
 def loss_bytes(rates: Rates) -> float:
-    """Bytes for each logit that the loss of loss-compare-h200.json takes besides its products, the median of its rows."""
+    """Bytes for each logit that the loss of loss-compare-h200.json takes besides its products: the median row's."""
     measured = json.loads((RESULTS / "loss-compare-h200.json").read_text())
     hidden, vocabulary = (measured["settings"][key] for key in ("hidden_size", "vocab_size"))
     seconds = {int(tokens): row["both_ms"]["median"] / 1e3 for tokens, row in measured["results"]["ours"].items()}
@@ -197,7 +206,7 @@ def main() -> None:
     rates = RATES
     if arguments.fit:
         rates = fit()
-        for name in ("products", "compiled_passes", "eager_passes", "float8_products", "loss_bytes"):
+        for name in (*FITTED, "loss_bytes"):
             print(f"{name} = {getattr(rates, name):.4g}")
     tables = {"<!-- steps -->": table(compare(rates)), "<!-- steps left out -->": left_out()}
     if arguments.write:

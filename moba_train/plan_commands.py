@@ -8,7 +8,7 @@ from rich.console import Console
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
 from moba_train.parallel.links import LINKS
-from moba_train.planning.devices import H200, Gpu, local_host_bytes
+from moba_train.planning.devices import Gpu
 from moba_train.planning.documents import stage_documents
 from moba_train.planning.layouts import best_layouts
 from moba_train.planning.rates import RATES

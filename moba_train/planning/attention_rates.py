@@ -6,7 +6,7 @@ nearest, between two lengths interpolated over log(tokens), beyond them that of 
 
 Sources, in benchmarks/results: `full` from full-attention-h200.json and attention-h200.json (`auto` stands for
 flash-attn-4, which it takes where that is installed), `moba` from attention-h200.json, all other kinds from
-mechanisms-h200.json, whose times include the rotary embedding and the kind's own matrices. A test compares every number.
+mechanisms-h200.json, whose times include the rotary embedding and the kind's own matrices. A test compares them.
 """
 
 import math
@@ -151,9 +151,7 @@ def attention_rate(layer: LayerAttention, head_dim: int, tokens: int) -> Attenti
     above = next((row for row in rows if row.tokens >= tokens), rows[-1])
     share = math.log(tokens / below.tokens, above.tokens / below.tokens) if above.tokens > below.tokens else 0.0
     low, high = (_row_rate(row, layer) for row in (below, above))
-    return AttentionRate(
-        low.forward + share * (high.forward - low.forward), low.both + share * (high.both - low.both)
-    )
+    return AttentionRate(low.forward + share * (high.forward - low.forward), low.both + share * (high.both - low.both))
 
 
 def _distance(row: MeasuredLayer, layer: LayerAttention, head_dim: int) -> float:

@@ -20,6 +20,8 @@ from moba_train.planning.rates import Rates
 
 TENSOR_TRANSFERS = 8
 """Transfers of tensor parallelism in a block's forward and backward pass."""
+_CONTEXT_TRANSFERS = 3
+"""Keys and values in the forward and the backward pass, and their gradients."""
 _NOT_OVERLAPPED = 2
 """Those that `tp_overlap` does not hide (parallel/tensor.py)."""
 
@@ -66,15 +68,17 @@ class LayerTimes:
         sizes: MeshSizes,
         documents: Documents,
         transport: TransportCost | None,
+        cp_nodes: int,
         links: Links,
         rates: Rates,
     ) -> None:
-        """transport: of one layer under context parallelism."""
+        """transport: of one layer under context parallelism, over `cp_nodes` nodes."""
         self._config = config
         self._stage = stage
         self._tp = sizes.tp
         self._documents = documents
         self._transport = transport
+        self._cp_nodes = cp_nodes
         self._links = links
         self._rates = rates
         self._tokens = stage.micro_batch_size * stage.seq_len / sizes.cp  # of a tp group
@@ -98,7 +102,7 @@ class LayerTimes:
             memory=memory_s,
             repeated=repeated,
             tp=self.tensor_bytes(1, kept, exposed=True) / self._links.node,
-            cp=self._transport.exposed_seconds(attention_s, self._links) if self._transport else 0.0,
+            cp=self._context_seconds(attention_s),
         )
 
     def tensor_bytes(self, layers: int, kept: Kept, exposed: bool = False) -> float:
@@ -113,6 +117,13 @@ class LayerTimes:
         model, rates = self._config.model, self._rates
         logits = self._tokens / self._tp * model.vocab_size
         return logits * (8 * model.hidden_size / rates.products + rates.loss_bytes / rates.memory)
+
+    def _context_seconds(self, attention_s: float) -> float:
+        """What attention of `attention_s` seconds does not hide of context parallelism."""
+        if self._transport is None:
+            return 0.0
+        hops = _CONTEXT_TRANSFERS * (self._cp_nodes - 1)
+        return self._transport.exposed_seconds(attention_s, self._links) + hops * self._links.hop_s
 
     def _attention(self, layer: LayerAttention) -> tuple[float, float]:
         """Seconds of the forward pass, and of both."""

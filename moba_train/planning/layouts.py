@@ -64,8 +64,8 @@ class Layouts:
 def best_layouts(
     config: RunConfig, nodes: int, machine: Machine, documents: Sequence[Documents], accept: Accept, most: int = 5
 ) -> Layouts:
-    """The `most` fastest layouts of a validated recipe on `nodes` nodes that fit the GPU and that `accept` lets through,
-    of those that differ in dp_replicate alone the fastest.
+    """The `most` fastest layouts of a validated recipe on `nodes` nodes that fit the GPU and that `accept` lets
+    through; of those that differ in dp_replicate alone the fastest.
 
     documents: those of each stage. Raises PlanError, which says what comes nearest, where no layout divides the
     recipe's batches, or none fits.
@@ -149,9 +149,7 @@ def _predicted(
     return Layout(_arguments(given, candidate.config, steps), tuple(steps))
 
 
-def _step(
-    config: RunConfig, stage: Stage, mesh: MeshSizes, documents: Documents, machine: Machine
-) -> StageStep | None:
+def _step(config: RunConfig, stage: Stage, mesh: MeshSizes, documents: Documents, machine: Machine) -> StageStep | None:
     parallel = {name: getattr(config.parallel, name) for name in _SHARED} | {"cp": mesh.cp}
     stage = replace(stage, parallel=stage.parallel.model_copy(update=parallel))
     try:
@@ -165,7 +163,11 @@ def _arguments(given: RunConfig, config: RunConfig, steps: Sequence[StageStep]) 
     values = {name: (getattr(given.parallel, name), getattr(config.parallel, name)) for name in _SHARED}
     changed = [f"parallel.{name}={_as_yaml(value)}" for name, (before, value) in values.items() if value != before]
     stages = zip(resolve_stages(given), steps, strict=True)
-    own = [f"stages.{stage.index}.parallel.cp={step.mesh.cp}" for stage, step in stages if stage.parallel.cp != step.mesh.cp]
+    own = [
+        f"stages.{stage.index}.parallel.cp={step.mesh.cp}"
+        for stage, step in stages
+        if stage.parallel.cp != step.mesh.cp
+    ]
     return (*changed, *own)
 
 
@@ -185,8 +187,9 @@ def _nothing_divides(config: RunConfig, nodes: int, machine: Machine) -> str:
     stage = min(resolve_stages(config), key=lambda stage: stage.batch_sequences // stage.micro_batch_size)
     fewer = [count for count in _powers_below(nodes) if any(_candidates(config, count, machine))]
     nearest = f"nearest: --nodes {fewer[0]}" if fewer else "no smaller number of nodes does, either"
+    gpus = nodes * machine.ranks_per_node
     return (
-        f"--nodes: given {nodes}; no layout of {nodes * machine.ranks_per_node} GPUs divides the model and the batches: "
+        f"--nodes: given {nodes}; no layout of {gpus} GPUs divides the model and the batches: "
         f"stage {stage.name!r} has {stage.batch_sequences} sequences a step, of which a rank takes "
         f"{stage.micro_batch_size} at a time (micro_batch_size); {nearest}, or other batch_tokens"
     )

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def once_a_recipe(function: Callable[[RunConfig], T]) -> Callable[[RunConfig], T]:
-    """`function`, which takes milliseconds, called again only for another recipe than the last: recipes never change."""
+    """`function`, which takes milliseconds, called again only for another recipe than the last: none ever changes."""
     last: list[tuple[RunConfig, T]] = []
 
     @wraps(function)

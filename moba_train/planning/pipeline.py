@@ -86,8 +86,12 @@ def plan_pipeline(
     with several parts on a rank one of them, with zero bubble the forward pass or one of two backward passes.
     """
     layers = pipeline_layers(config)
-    ranks = rank_costs(layers, config.parallel.pp, _layer_costs(config, stage, lengths, activations), _output_cost(config))
-    bubble = 1 - micro_batches * sum(ranks) / (len(ranks) * step_length(config.parallel, len(layers), ranks, micro_batches))
+    ranks = rank_costs(
+        layers, config.parallel.pp, _layer_costs(config, stage, lengths, activations), _output_cost(config)
+    )
+    bubble = 1 - micro_batches * sum(ranks) / (
+        len(ranks) * step_length(config.parallel, len(layers), ranks, micro_batches)
+    )
     return PipelinePlan(layers, best_layers(config), bubble)
 
 

@@ -45,12 +45,14 @@ _SOURCES = {"fsdp": "weights and gradients", "tp": "tp", "cp": "cp", "pp": "pp"}
 def print_layouts(layouts: Layouts, nodes: int, machine: Machine, console: Console) -> None:
     """Print the best layouts with their stages, then the parts of the fastest one's steps, and how to choose one."""
     gpu = machine.gpu
+    gpus = nodes * machine.ranks_per_node
+    count = "1 node" if nodes == 1 else f"{nodes} nodes"
     scaled = "" if gpu.name == H200.name else f", scaled to {gpu.name} by peak rates"
     console.print(
-        f"{nodes * machine.ranks_per_node} GPUs: {nodes} {'nodes' if nodes > 1 else 'node'} of {machine.ranks_per_node} "
-        f"{gpu.name}, {8e-9 * machine.links.network:g} Gbit/s a GPU between nodes; {layouts.tried} layouts divide GPUs, "
-        f"model and batches, {layouts.fitting} fit\nall times are predictions, from rates measured on one and two "
-        f"H200{scaled}; evaluations, checkpoints and the host's time are left out",
+        f"{gpus} GPUs: {count} of {machine.ranks_per_node} {gpu.name}, {8e-9 * machine.links.network:g} Gbit/s a GPU "
+        f"between nodes; {layouts.tried} layouts divide GPUs, model and batches, {layouts.fitting} fit\n"
+        f"all times are predictions, from rates measured on one and two H200{scaled}; evaluations, checkpoints and the "
+        "host's time are left out",
         soft_wrap=True,
     )
     console.print(_best(layouts))

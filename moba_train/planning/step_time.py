@@ -120,12 +120,15 @@ def predict_step(
     transport = _transport(config, stage, sizes, machine)
     buffers = transport.memory_bytes if transport else 0.0
     activations = stage_activations(config, stage, sizes, machine.gpu.memory, machine.host_bytes, buffers)
-    times = LayerTimes(config, stage, sizes, documents, transport, machine.links, machine.rates)
+    cp_nodes = linked_group(sizes, machine.ranks_per_node, "cp").nodes
+    times = LayerTimes(config, stage, sizes, documents, transport, cp_nodes, machine.links, machine.rates)
     by_kind = {
         key: times.layer(*key)
         for key in dict.fromkeys(zip(stage.attention, (layer.kept for layer in activations.layers), strict=True))
     }
-    layers = [by_kind[attention, layer.kept] for attention, layer in zip(stage.attention, activations.layers, strict=True)]
+    layers = [
+        by_kind[attention, layer.kept] for attention, layer in zip(stage.attention, activations.layers, strict=True)
+    ]
     step = _Step(config, stage, sizes, machine, layers, times.output_seconds())
     waiting, fsdp = step.weights()
     pipeline_s, passed_on = step.pipeline()
