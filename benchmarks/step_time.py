@@ -142,7 +142,6 @@ def fit(rates: Rates = RATES) -> Rates:
 def fitted_once(rates: Rates) -> Rates:
     """One Gauss-Newton step of least squares of relative errors: products and passes by the rows in bf16, FP8's
     products by its own row. `loss_bytes` follows from the measured loss and the products."""
-    rates = replace(rates, loss_bytes=loss_bytes(rates))
     *bf16, float8 = FITTED
     return _nearer(_nearer(rates, bf16, in_float8=False), [float8], in_float8=True)
 
@@ -150,11 +149,16 @@ def fitted_once(rates: Rates) -> Rates:
 def _nearer(rates: Rates, names: Sequence[str], in_float8: bool) -> Rates:
     errors = _fitted_errors(rates, in_float8)
     step = 1e-3
-    changed = [replace(rates, **{name: getattr(rates, name) * (1 + step)}) for name in names]
+    changed = [_changed(rates, **{name: getattr(rates, name) * (1 + step)}) for name in names]
     slopes = np.stack([(_fitted_errors(one, in_float8) - errors) / step for one in changed], axis=1)
     moves, *_ = np.linalg.lstsq(slopes, -errors, rcond=None)
     found = {name: getattr(rates, name) * (1 + float(move)) for name, move in zip(names, moves, strict=True)}
-    return replace(rates, **found)
+    return _changed(rates, **found)
+
+
+def _changed(rates: Rates, **values: float) -> Rates:
+    rates = replace(rates, **values)
+    return replace(rates, loss_bytes=loss_bytes(rates))
 
 
 def _fitted_errors(rates: Rates, in_float8: bool) -> np.ndarray:

@@ -67,7 +67,7 @@ def test_a_users_mistake_is_a_message_and_exit_code_2(recipe):
 
 
 def test_a_bug_of_ours_keeps_its_traceback(recipe, monkeypatch):
-    monkeypatch.setattr("moba_train.planning.plan.make_plan", lambda *_: 1 / 0)
+    monkeypatch.setattr("moba_train.planning.plan.make_plan", lambda *_, **__: 1 / 0)
     assert isinstance(runner.invoke(app, ["plan", str(recipe), "--no-data"]).exception, ZeroDivisionError)
 
 

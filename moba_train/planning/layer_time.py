@@ -101,16 +101,20 @@ class LayerTimes:
             attention=attention_s,
             memory=memory_s,
             repeated=repeated,
-            tp=self.tensor_bytes(1, kept, exposed=True) / self._links.node,
+            tp=self.tensor_bytes(kept, exposed=True) / self._links.node,
             cp=self._context_seconds(attention_s),
         )
 
-    def tensor_bytes(self, layers: int, kept: Kept, exposed: bool = False) -> float:
-        """Bytes that a rank receives from its tp group for so many layers; `exposed`: those that nothing hides."""
-        hidden = self._tokens * self._config.model.hidden_size * element_bytes(self._config)
+    @property
+    def hidden_bytes(self) -> float:
+        """Bytes of the residual stream, over the ranks of a tp group."""
+        return self._tokens * self._config.model.hidden_size * element_bytes(self._config)
+
+    def tensor_bytes(self, kept: Kept, exposed: bool = False) -> float:
+        """Bytes that a rank receives from its tp group for a layer; `exposed`: those that nothing hides."""
         overlapped = exposed and self._config.parallel.tp_overlap
         transfers = (_NOT_OVERLAPPED if overlapped else TENSOR_TRANSFERS) + repeated_transfers(kept)
-        return layers * transfers * hidden * (1 - 1 / self._tp)
+        return transfers * self.hidden_bytes * (1 - 1 / self._tp)
 
     def output_seconds(self) -> float:
         """Seconds of the output projection and its loss, whose forward pass is computed twice."""

@@ -68,7 +68,7 @@ def best_layouts(
     through; of those that differ in dp_replicate alone the fastest.
 
     documents: those of each stage. Raises PlanError, which says what comes nearest, where no layout divides the
-    recipe's batches, or none fits.
+    recipe's batches, or none fits; where `accept` refuses all, what it says of the fastest.
     """
     found = [_predicted(config, one, documents, machine) for one in _candidates(config, nodes, machine)]
     layouts = [layout for layout in found if layout is not None]
@@ -76,12 +76,19 @@ def best_layouts(
         raise PlanError(_nothing_divides(config, nodes, machine))
     limit = usable_bytes(machine.gpu)
     fitting = sorted((one for one in layouts if _memory(one.largest) <= limit), key=lambda one: one.seconds)
-    best: dict[tuple[MeshSizes, ...], Layout] = {}
-    for layout in fitting:
-        if len(best) < most and layout.without_copies not in best and _accepted(layout, accept):
-            best[layout.without_copies] = layout
-    if not best:
+    if not fitting:
         raise PlanError(_nothing_fits(layouts, nodes, machine))
+    best: dict[tuple[MeshSizes, ...], Layout] = {}
+    refused: ConfigError | None = None
+    for layout in fitting:
+        if len(best) < most and layout.without_copies not in best:
+            try:
+                accept(layout.arguments)
+                best[layout.without_copies] = layout
+            except ConfigError as error:
+                refused = refused or error
+    if not best and refused is not None:
+        raise refused
     return Layouts(tuple(best.values()), len(fitting), len(layouts))
 
 
@@ -173,14 +180,6 @@ def _arguments(given: RunConfig, config: RunConfig, steps: Sequence[StageStep]) 
 
 def _as_yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
-
-
-def _accepted(layout: Layout, accept: Accept) -> bool:
-    try:
-        accept(layout.arguments)
-    except ConfigError:
-        return False
-    return True
 
 
 def _nothing_divides(config: RunConfig, nodes: int, machine: Machine) -> str:

@@ -17,16 +17,16 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import PlanError
 from moba_train.parallel.context.costs import TransportCost, predict_cost
-from moba_train.parallel.links import LINKS, Links, Traffic, linked_group
+from moba_train.parallel.links import LINKS, LinkedGroup, Links, Traffic, linked_group
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_strategy
 from moba_train.planning.activations import StageActivations, stage_activations
 from moba_train.planning.devices import H200, Gpu
 from moba_train.planning.documents import Documents
-from moba_train.planning.layer_time import LayerTime, LayerTimes
+from moba_train.planning.layer_time import LayerTimes
 from moba_train.planning.memory import element_bytes, memory_for_buffers
 from moba_train.planning.pipeline import pipeline_layers, rank_costs, rank_work, step_length
 from moba_train.planning.rates import RATES, Rates
-from moba_train.planning.weights import Weights, gathered_bytes, rank_weights
+from moba_train.planning.weights import gathered_bytes, rank_weights
 
 GATHERED_COPIES = 14
 """Bytes that a GPU reads and writes for each gathered weight: bf16 twice out of the buffer of a gather, and a gradient
@@ -122,37 +122,8 @@ def predict_step(
     activations = stage_activations(config, stage, sizes, machine.gpu.memory, machine.host_bytes, buffers)
     cp_nodes = linked_group(sizes, machine.ranks_per_node, "cp").nodes
     times = LayerTimes(config, stage, sizes, documents, transport, cp_nodes, machine.links, machine.rates)
-    by_kind = {
-        key: times.layer(*key)
-        for key in dict.fromkeys(zip(stage.attention, (layer.kept for layer in activations.layers), strict=True))
-    }
-    layers = [
-        by_kind[attention, layer.kept] for attention, layer in zip(stage.attention, activations.layers, strict=True)
-    ]
-    step = _Step(config, stage, sizes, machine, layers, times.output_seconds())
-    waiting, fsdp = step.weights()
-    pipeline_s, passed_on = step.pipeline()
-    share = step.micro_batches / sizes.pp  # of all layers and micro-batches, a rank's
-    tensor = sum(times.tensor_bytes(1, layer.kept) for layer in activations.layers)
-    traffic = {
-        "fsdp": fsdp,
-        "tp": Traffic(node=share * tensor),
-        "cp": _received(transport, share * len(layers)),
-        "pp": passed_on,
-    }
-    time = StepTime(
-        products=share * sum(layer.products for layer in layers),
-        attention=share * sum(layer.attention for layer in layers),
-        memory=share * sum(layer.memory for layer in layers) + step.copies(),
-        loss=share * times.output_seconds(),
-        repeated=share * sum(layer.repeated for layer in layers),
-        optimizer=machine.rates.update_s[config.optim.kind] * step.own.shard,
-        fsdp=waiting,
-        tp=share * sum(layer.tp for layer in layers),
-        cp=share * sum(layer.cp for layer in layers),
-        pp=pipeline_s,
-    )
-    return StageStep(stage, sizes, activations, time, traffic)
+    step = _Step(config, stage, sizes, machine, times, activations)
+    return StageStep(stage, sizes, activations, step.time(), step.traffic(transport))
 
 
 def _transport(config: RunConfig, stage: Stage, sizes: MeshSizes, machine: Machine) -> TransportCost | None:
@@ -165,12 +136,8 @@ def _transport(config: RunConfig, stage: Stage, sizes: MeshSizes, machine: Machi
     return predict_cost(strategy, stage_attention_shape(config, stage, width))
 
 
-def _received(transport: TransportCost | None, layers: float) -> Traffic:
-    return Traffic(transport.node_bytes, transport.network_bytes).times(layers) if transport else Traffic()
-
-
 class _Step:
-    """What the layers' times do not know: FSDP, and the ranks of a pipeline."""
+    """Layers, output projection, FSDP and pipeline, put together."""
 
     def __init__(
         self,
@@ -178,31 +145,66 @@ class _Step:
         stage: Stage,
         sizes: MeshSizes,
         machine: Machine,
-        layers: list[LayerTime],
-        output_s: float,
+        times: LayerTimes,
+        activations: StageActivations,
     ) -> None:
         self._config = config
-        self._stage = stage
         self._sizes = sizes
         self._machine = machine
-        self._layers = layers
-        self._output_s = output_s
-        self.micro_batches = stage.batch_sequences // (stage.micro_batch_size * sizes.dp)
+        self._kept = [layer.kept for layer in activations.layers]
+        self._times = times
+        by_kind = {key: times.layer(*key) for key in dict.fromkeys(zip(stage.attention, self._kept, strict=True))}
+        self._layers = [by_kind[key] for key in zip(stage.attention, self._kept, strict=True)]
+        self._micro_batches = stage.batch_sequences // (stage.micro_batch_size * sizes.dp)
+        self._share = self._micro_batches / sizes.pp
+        """Micro-batches of all layers that make a rank's work."""
         self._parts = pipeline_layers(config)
         last = rank_work(config, stage, sizes, sizes.pp - 1)
         self._blocks = len(last.layers)
-        self.own: Weights = rank_weights(config, sizes, element_bytes(config), last)
-        """The weights of the rank with the output projection."""
+        self._weights = rank_weights(config, sizes, element_bytes(config), last)  # of the rank with the output
         # A pipeline holds its weights and gradients for the whole step (parallel/pipeline/schedule.py).
-        self._rounds = self.micro_batches if sizes.pp == 1 else 1
+        self._rounds = self._micro_batches if sizes.pp == 1 else 1
 
-    def weights(self) -> tuple[float, Traffic]:
-        """FSDP: the seconds that nothing hides, and what a rank receives."""
+    def time(self) -> StepTime:
+        """Seconds by part."""
+
+        def layers(part: str) -> float:
+            return self._share * sum(getattr(layer, part) for layer in self._layers)
+
+        return StepTime(
+            products=layers("products"),
+            attention=layers("attention"),
+            memory=layers("memory") + self._copies(),
+            loss=self._share * self._times.output_seconds(),
+            repeated=layers("repeated"),
+            optimizer=self._machine.rates.update_s[self._config.optim.kind] * self._weights.shard,
+            fsdp=self._rounds * self._waiting_for_weights(),
+            tp=layers("tp"),
+            cp=layers("cp"),
+            pp=self._waiting_for_ranks(),
+        )
+
+    def traffic(self, transport: TransportCost | None) -> dict[str, Traffic]:
+        """What a rank receives, by the dimension that it comes from; transport: of one layer under context
+        parallelism."""
+        context = Traffic(transport.node_bytes, transport.network_bytes) if transport else Traffic()
+        return {
+            "fsdp": self._weights_traffic().times(self._rounds),
+            "tp": Traffic(node=self._share * sum(map(self._times.tensor_bytes, self._kept))),
+            "cp": context.times(self._share * len(self._layers)),
+            "pp": self._passed_on(),
+        }
+
+    def _group(self, *dimensions: str) -> LinkedGroup:
+        return linked_group(self._sizes, self._machine.ranks_per_node, *dimensions)
+
+    def _waiting_for_weights(self) -> float:
+        """Seconds of a round of FSDP that no block's computation hides: the first gather and the last reduction, those
+        of embedding and output projection, and what takes longer than the passes of the other blocks."""
+        links, blocks = self._machine.links, self._blocks
+        shards, copies = self._group("dp_shard", "cp"), self._group("dp_replicate")
+        block, ends = self._weights.block, self._weights.ends
         width = element_bytes(self._config)
-        links = self._machine.links
-        shards = linked_group(self._sizes, self._machine.ranks_per_node, "dp_shard", "cp")
-        copies = linked_group(self._sizes, self._machine.ranks_per_node, "dp_replicate")
-        block, ends, blocks = self.own.block, self.own.ends, self._blocks
         gather_s = shards.gather_seconds(gathered_bytes(self._config, width) * block, links)
         ends_gather_s = shards.gather_seconds(width * ends, links)
         reduce_s, ends_reduce_s = (
@@ -212,31 +214,37 @@ class _Step:
         forward_s = sum(layer.forward for layer in self._layers) / self._sizes.pp
         backward_s = sum(layer.backward for layer in self._layers) / self._sizes.pp
         again_s = gather_s if self._sizes.pp == 1 else 0.0
-        waiting = ends_gather_s + gather_s + max(0.0, (blocks - 1) * gather_s - forward_s)
-        waiting += max(0.0, blocks * again_s + (blocks - 1) * reduce_s - backward_s) + reduce_s + ends_reduce_s
+        longer_s = max(0.0, (blocks - 1) * gather_s - forward_s)
+        longer_s += max(0.0, blocks * again_s + (blocks - 1) * reduce_s - backward_s)
+        return ends_gather_s + gather_s + longer_s + reduce_s + ends_reduce_s
 
+    def _weights_traffic(self) -> Traffic:
+        """What a rank receives in a round of FSDP."""
+        shards, copies = self._group("dp_shard", "cp"), self._group("dp_replicate")
+        in_blocks, ends = self._blocks * self._weights.block, self._weights.ends
+        width = element_bytes(self._config)
         gathers = 2 if self._sizes.pp == 1 else 1
-        gathered = gathers * blocks * gathered_bytes(self._config, width) * block + width * ends
-        reduced = 4 * (blocks * block + ends)
-        traffic = shards.gather(gathered + reduced) + copies.gather(reduced / shards.ranks).times(2)
-        return self._rounds * waiting, traffic.times(self._rounds)
+        gathered = gathers * gathered_bytes(self._config, width) * in_blocks + width * ends
+        reduced = 4 * (in_blocks + ends)
+        return shards.gather(gathered + reduced) + copies.gather(reduced / shards.ranks).times(2)
 
-    def copies(self) -> float:
+    def _copies(self) -> float:
         """Seconds of FSDP's copies in the GPU's own memory."""
-        copied = GATHERED_COPIES * self.own.total + SHARD_COPIES * self.own.shard
+        copied = GATHERED_COPIES * self._weights.total + SHARD_COPIES * self._weights.shard
         return self._rounds * copied / self._machine.rates.memory
 
-    def pipeline(self) -> tuple[float, Traffic]:
-        """Seconds of waiting for other ranks of the pipeline and for what they send, and what a rank receives."""
+    def _waiting_for_ranks(self) -> float:
+        """Seconds of waiting for other ranks of the pipeline, and for what they send."""
         pp = self._sizes.pp
         if pp == 1:
-            return 0.0, Traffic()
-        ranks = rank_costs(self._parts, pp, [layer.seconds for layer in self._layers], self._output_s)
-        length = step_length(self._config.parallel, len(self._parts), ranks, self.micro_batches)
-        tokens = self._stage.micro_batch_size * self._stage.seq_len / (self._sizes.cp * self._sizes.tp)
-        hidden = tokens * self._config.model.hidden_size * element_bytes(self._config)
-        group = linked_group(self._sizes, self._machine.ranks_per_node, "pp")
-        # A hidden state and a gradient for each micro-batch and part of the rank's.
-        traffic = group.pass_on(2 * hidden * self.micro_batches * len(self._parts) / pp)
-        computed = self.micro_batches * sum(ranks) / pp
-        return length - computed + traffic.seconds(self._machine.links), traffic
+            return 0.0
+        layers = [layer.seconds for layer in self._layers]
+        ranks = rank_costs(self._parts, pp, layers, self._times.output_seconds())
+        length = step_length(self._config.parallel, len(self._parts), ranks, self._micro_batches)
+        return length - self._share * sum(ranks) + self._passed_on().seconds(self._machine.links)
+
+    def _passed_on(self) -> Traffic:
+        """A hidden state and a gradient for each micro-batch and part of the rank's."""
+        pp = self._sizes.pp
+        states = 2 * self._micro_batches * len(self._parts) / pp if pp > 1 else 0
+        return self._group("pp").pass_on(states * self._times.hidden_bytes / self._sizes.tp)

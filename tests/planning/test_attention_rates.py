@@ -30,7 +30,7 @@ def measured() -> Iterator[MeasuredLayer]:
     """Every layer of the files that MEASURED could have, under the same names."""
     for row in results("full-attention"):
         for backend, (kernel, _) in KERNELS.items():
-            if row["lengths"] == [int(row["case"].removesuffix("K")) * 1024] if row["case"][-1] == "K" else False:
+            if len(row["lengths"]) == 1:
                 yield timed("full", {"backend": backend}, 128, row["lengths"][0], row["kernels"][kernel])
     for row in results("attention"):
         if row["heads"] == 32 and row["documents"] == "" and row["routing"] in ("random", "uniform"):
@@ -68,7 +68,7 @@ def test_a_rate_is_that_of_the_measured_layer_or_of_the_nearest() -> None:
     assert attention_rate(layer("full", backend="flash"), 128, 65536).both < 0.6 * full.both
     assert attention_rate(layer("full"), 128, 2**24) == attention_rate(layer("full"), 128, 2**18)
     fine, coarse = (attention_rate(layer("moba", block_size=size, topk=12), 128, 2**20) for size in (128, 4096))
-    assert coarse.both > 4 * fine.both
+    assert coarse.both > 2 * fine.both
     assert attention_rate(layer("moba", block_size=2048, topk=12), 128, 2**20) == coarse
     between = attention_rate(layer("full"), 128, 2**14)
     ends = [attention_rate(layer("full"), 128, 2**13), attention_rate(layer("full"), 128, 2**15)]

@@ -124,7 +124,7 @@ def test_the_parts_of_a_step_follow_the_layout(load) -> None:
     tensor = step(config, 0, MeshSizes(dp_shard=4, tp=2))
     # 8 transfers a block of half of the rows of all micro-batches of the tp group, in bf16.
     assert tensor.traffic["tp"].node == 8 * 8 * (512 * 1024 / 4) * 4096 * 2 / 2
-    assert tensor.time.tp == tensor.traffic["tp"].node / 300e9
+    assert tensor.time.tp == pytest.approx(tensor.traffic["tp"].node / 300e9)
 
 
 def test_a_pipeline_waits_for_its_bubble(load) -> None:

@@ -86,7 +86,7 @@ def test_any_layout_goes_on_from_any_other(run: Run, alone: dict[str, Any], rank
 def test_sixteen_ranks_of_two_nodes_with_all_parallelism_train_as_one_rank(run: Run, alone: dict[str, Any]) -> None:
     """A pipeline between nodes; in each of them batches, sequences and layers are shared."""
     short(run, {"pp": 2, "dp_shard": 2, "cp": 2, "tp": 2})
-    run.recipe |= {"evaluation": {}, "checkpoint": {"every": None}}  # what sixteen processes need for a save is minutes
+    run.recipe |= {"evaluation": {}, "checkpoint": {"every": None}}  # slow in sixteen processes on two cores
     del run.recipe["data"]["validation"]
     sixteen = Ranks()  # processes of its own: other tests want two or four
     try:
