@@ -156,7 +156,7 @@ def _nearer(rates: Rates, names: Sequence[str], in_float8: bool) -> Rates:
     return _changed(rates, **found)
 
 
-def _changed(rates: Rates, **values: float) -> Rates:
+def _changed(rates: Rates, **values: Any) -> Rates:
     rates = replace(rates, **values)
     return replace(rates, loss_bytes=loss_bytes(rates))
 

@@ -121,7 +121,7 @@ def _candidates(config: RunConfig, nodes: int, machine: Machine) -> Iterator[_Ca
 
 def _with_layout(config: RunConfig, pp: int, tp: int, copies: int) -> RunConfig:
     own = config.parallel
-    update = {"pp": pp, "tp": tp, "dp_replicate": copies, "dp_shard": -1}
+    update: dict[str, object] = {"pp": pp, "tp": tp, "dp_replicate": copies, "dp_shard": -1}
     update |= {"pp_layers": own.pp_layers if pp == own.pp else "auto", "tp_overlap": own.tp_overlap and tp > 1}
     return config.model_copy(update={"parallel": own.model_copy(update=update)})
 
