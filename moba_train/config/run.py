@@ -344,6 +344,7 @@ class TelemetryConfig(Section):
     log_every: int = Field(1, ge=1, description="optimizer steps between logged metrics")
     console: bool = Field(True, description="progress and metrics in the terminal")
     tensorboard: bool = Field(False, description="also write TensorBoard events (needs the tensorboard package)")
+    plots: bool = Field(True, description="draw loss, and what was evaluated by position, as images when a run ends")
     wandb: WandbConfig = WandbConfig()
 
 

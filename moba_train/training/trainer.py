@@ -156,7 +156,7 @@ class Trainer:
             except BaseException as error:
                 error.add_note(f"in step {self.progress.step} of stage {self.stage.name}")
                 raise
-        if self.world.is_main:
+        if self.world.is_main and self.config.telemetry.plots:
             draw_plots(self.run_dir)
         return finished
 

@@ -31,7 +31,7 @@ stages:
   - {name: short, seq_len: 16, tokens: 64, attention: {default: full}}
   - {name: long, seq_len: 32, tokens: 128}
 evaluation: {every: 2, sequences: 3}
-telemetry: {console: false, wandb: {mode: disabled}}
+telemetry: {console: false, plots: false, wandb: {mode: disabled}}
 """
 
 

@@ -232,7 +232,8 @@ def test_a_stage_trains_until_the_needle_is_found(texts: Path, tmp_path: Path) -
     until = {"metric": "needle", "at_least": 0.95, "max_tokens": 2 * LENGTH}
     stage = {"name": "only", "seq_len": LENGTH, "tokens": LENGTH, "until": until}
     section = {"needle": {"samples": 1, "depths": [0, 100], "lengths": [256], "every": 1}}
-    config = recipe(texts, LENGTH, section, run_dir=str(tmp_path / "run"), stages=[stage])
+    telemetry = {"console": False, "wandb": {"mode": "disabled"}}  # with plots
+    config = recipe(texts, LENGTH, section, run_dir=str(tmp_path / "run"), stages=[stage], telemetry=telemetry)
     (tmp_path / "recipe.yaml").write_text(dump_config(config))
     assert main([str(tmp_path / "recipe.yaml")]) == 0
     records = read_records(tmp_path / "run" / "metrics.jsonl")

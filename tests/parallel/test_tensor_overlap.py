@@ -30,6 +30,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
     """A group of two ranks of which only this one exists."""
     monkeypatch.setattr(torch._inductor.config, "_micro_pipeline_tp", False)
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
+    torch.compiler.reset()  # what other tests compiled would be compiled for any length
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     dist.destroy_process_group()

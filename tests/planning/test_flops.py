@@ -235,7 +235,8 @@ def test_a_plan_reads_a_bounded_number_of_sequences_and_at_least_one(tmp_path, m
     config = packed_run(tmp_path, "concat")
     (stage,) = resolve_stages(config)
     data = training_data(config, stage, {})
-    for limit, sequences in ((5 * SEQ_LEN + 1, 5), (SEQ_LEN - 1, 1)):
-        monkeypatch.setattr(documents, "READ_TOKENS", limit)
+    for tokens, most, sequences in ((5 * SEQ_LEN + 1, 9, 5), (SEQ_LEN - 1, 9, 1), (9 * SEQ_LEN, 3, 3)):
+        monkeypatch.setattr(documents, "READ_TOKENS", tokens)
+        monkeypatch.setattr(documents, "READ_SEQUENCES", most)
         expected = [length for index in range(sequences) for length in data.sample(index).lengths]
         assert documents.stage_documents(config, stage).lengths == tuple(expected)

@@ -98,7 +98,7 @@ def config(folder: Path, kind: str, width: int, **changes: Any) -> RunConfig:
         "batch_tokens": 128,
         "stages": [{"name": "only", "seq_len": 64, "tokens": 128 * width}],
         "evaluation": {"sequences": 2, "position_wise": {"bucket": 16, "sequences": 2}},
-        "telemetry": {"console": False, "wandb": {"mode": "disabled"}},
+        "telemetry": {"console": False, "plots": False, "wandb": {"mode": "disabled"}},
         **changes,
     }
     return RunConfig.model_validate(recipe)

@@ -25,6 +25,7 @@ def run(tmp_path: Path, corpora: Path) -> Run:
 def finished_run(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: Ranks) -> Run:
     """One undisturbed run on two ranks, to compare others with. Not to be changed."""
     undisturbed = Run(tmp_path_factory.mktemp("finished"), corpora)
+    undisturbed.recipe["telemetry"]["plots"] = True
     ranks.train(undisturbed, 2)
     return undisturbed
 

@@ -73,6 +73,7 @@ def met_at_8() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpora: Path, met_at_8: None) -> Run:
     run = prolonged(tmp_path_factory.mktemp("prolonged"), corpora)
+    run.recipe["telemetry"]["plots"] = True
     assert run.train_here() == 0
     return run
 

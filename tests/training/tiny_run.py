@@ -1,6 +1,5 @@
 """A corpus of structured random text and a recipe small enough to train in seconds."""
 
-import json
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.telemetry.jsonl import read_records
 from moba_train.train import main
 
 VOCAB = 64
@@ -115,7 +115,7 @@ class Run:
             ],
             "checkpoint": {"every": 4},
             "evaluation": {"every": 6, "sequences": 5},
-            "telemetry": {"console": False, "wandb": {"mode": "disabled"}},
+            "telemetry": {"console": False, "plots": False, "wandb": {"mode": "disabled"}},
         }
 
     @property
@@ -167,8 +167,7 @@ class Run:
 
     def records(self, record_type: str = "metrics") -> list[dict[str, Any]]:
         """The records of one type in the run's metrics.jsonl."""
-        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
-        return [record for record in map(json.loads, lines) if record["type"] == record_type]
+        return [record for record in read_records(self.run_dir / "metrics.jsonl") if record["type"] == record_type]
 
     def losses(self) -> list[float]:
         """Training loss of every step."""
