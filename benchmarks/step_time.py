@@ -27,6 +27,7 @@ from moba_train.config.load import load_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.stages import resolve_stages
 from moba_train.planning.documents import stage_documents
+from moba_train.planning.layer_time import attention_flops
 from moba_train.planning.rates import RATES, Rates
 from moba_train.planning.step_time import Machine, StageStep, predict_step
 
@@ -127,9 +128,9 @@ def _predict(step: Measured, rates: Rates, folder: Path) -> StageStep:
     file.write_text(json.dumps(content))
     config = load_config(file, row.overrides)
     (stage,) = resolve_stages(config)
-    documents = stage_documents(config, stage)
+    flops = attention_flops(config, stage, stage_documents(config, stage))
     sizes = mesh_sizes(stage.parallel, step.gpus)
-    return predict_step(config, stage, sizes, documents, Machine(ranks_per_node=step.gpus, rates=rates))
+    return predict_step(config, stage, sizes, flops, Machine(ranks_per_node=step.gpus, rates=rates))
 
 
 def fit(rates: Rates = RATES) -> Rates:

@@ -1,5 +1,6 @@
 """Predicted seconds of one layer and one micro-batch on a rank."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from moba_train.config.attention import LayerAttention
@@ -58,6 +59,16 @@ class LayerTime:
         return self.seconds - self.forward
 
 
+AttentionFlops = Mapping[LayerAttention, float]
+"""Operations for each token, forward and backward, of the attentions of a stage's layers."""
+
+
+def attention_flops(config: RunConfig, stage: Stage, documents: Documents) -> AttentionFlops:
+    """Those of a stage whose sequences hold `documents`."""
+    layers = dict.fromkeys(stage.attention)
+    return {layer: layer_flops(config.model, layer, documents.lengths) / documents.tokens for layer in layers}
+
+
 class LayerTimes:
     """The layers of a stage on a mesh of these sizes."""
 
@@ -66,7 +77,7 @@ class LayerTimes:
         config: RunConfig,
         stage: Stage,
         sizes: MeshSizes,
-        documents: Documents,
+        flops: AttentionFlops,
         transport: TransportCost | None,
         cp_nodes: int,
         links: Links,
@@ -76,7 +87,7 @@ class LayerTimes:
         self._config = config
         self._stage = stage
         self._tp = sizes.tp
-        self._documents = documents
+        self._flops = flops
         self._transport = transport
         self._cp_nodes = cp_nodes
         self._links = links
@@ -131,8 +142,6 @@ class LayerTimes:
 
     def _attention(self, layer: LayerAttention) -> tuple[float, float]:
         """Seconds of the forward pass, and of both."""
-        model = self._config.model
-        rate = attention_rate(layer, model.head_width, self._stage.seq_len)
-        flops = layer_flops(model, layer, self._documents.lengths) / self._documents.tokens
-        flops *= self._tokens / self._tp / self._rates.attention
+        rate = attention_rate(layer, self._config.model.head_width, self._stage.seq_len)
+        flops = self._flops[layer] * self._tokens / self._tp / self._rates.attention
         return flops / 3 / rate.forward, flops / rate.both

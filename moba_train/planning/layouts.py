@@ -15,6 +15,7 @@ from moba_train.errors import ConfigError, PlanError
 from moba_train.parallel.pipeline.split import number_of_parts
 from moba_train.planning.documents import Documents
 from moba_train.planning.fit import format_gib, usable_bytes
+from moba_train.planning.layer_time import AttentionFlops, attention_flops
 from moba_train.planning.step_time import Machine, StageStep, predict_step
 
 _SHARED = ("pp", "tp", "dp_replicate", "dp_shard", "pp_layers", "tp_overlap")
@@ -70,7 +71,9 @@ def best_layouts(
     documents: those of each stage. Raises PlanError, which says what comes nearest, where no layout divides the
     recipe's batches, or none fits; where `accept` refuses all, what it says of the fastest.
     """
-    found = [_predicted(config, one, documents, machine) for one in _candidates(config, nodes, machine)]
+    stages = zip(resolve_stages(config), documents, strict=True)
+    flops = [attention_flops(config, stage, own) for stage, own in stages]
+    found = [_predicted(config, one, flops, machine) for one in _candidates(config, nodes, machine)]
     layouts = [layout for layout in found if layout is not None]
     if not layouts:
         raise PlanError(_nothing_divides(config, nodes, machine))
@@ -142,12 +145,12 @@ def _rounds_divide(stage: Stage, count: int, pp: int) -> bool:
 
 
 def _predicted(
-    given: RunConfig, candidate: _Candidate, documents: Sequence[Documents], machine: Machine
+    given: RunConfig, candidate: _Candidate, flops: Sequence[AttentionFlops], machine: Machine
 ) -> Layout | None:
     """The candidate with the fastest mesh of each stage that fits the GPU, or the one that needs least memory; None if
     a stage cannot run on any."""
     steps = []
-    for stage, own, meshes in zip(candidate.stages, documents, candidate.meshes, strict=True):
+    for stage, own, meshes in zip(candidate.stages, flops, candidate.meshes, strict=True):
         found = [step for mesh in meshes if (step := _step(candidate.config, stage, mesh, own, machine))]
         if not found:
             return None
@@ -156,11 +159,13 @@ def _predicted(
     return Layout(_arguments(given, candidate.config, steps), tuple(steps))
 
 
-def _step(config: RunConfig, stage: Stage, mesh: MeshSizes, documents: Documents, machine: Machine) -> StageStep | None:
+def _step(
+    config: RunConfig, stage: Stage, mesh: MeshSizes, flops: AttentionFlops, machine: Machine
+) -> StageStep | None:
     parallel = {name: getattr(config.parallel, name) for name in _SHARED} | {"cp": mesh.cp}
     stage = replace(stage, parallel=stage.parallel.model_copy(update=parallel))
     try:
-        return predict_step(config, stage, mesh, documents, machine)
+        return predict_step(config, stage, mesh, flops, machine)
     except (ConfigError, ValueError):  # too little host memory, or a transport that cannot do these sizes
         return None
 

@@ -21,8 +21,7 @@ from moba_train.parallel.links import LINKS, LinkedGroup, Links, Traffic, linked
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_strategy
 from moba_train.planning.activations import StageActivations, stage_activations
 from moba_train.planning.devices import H200, Gpu
-from moba_train.planning.documents import Documents
-from moba_train.planning.layer_time import LayerTimes
+from moba_train.planning.layer_time import AttentionFlops, LayerTimes
 from moba_train.planning.memory import element_bytes, memory_for_buffers
 from moba_train.planning.pipeline import pipeline_layers, rank_costs, rank_work, step_length
 from moba_train.planning.rates import RATES, Rates
@@ -108,9 +107,9 @@ class StageStep:
 
 
 def predict_step(
-    config: RunConfig, stage: Stage, sizes: MeshSizes, documents: Documents, machine: Machine
+    config: RunConfig, stage: Stage, sizes: MeshSizes, flops: AttentionFlops, machine: Machine
 ) -> StageStep:
-    """The steps of `stage`, whose sequences hold `documents`, on a mesh of these sizes.
+    """The steps of `stage` on a mesh of these sizes, given the operations of its attentions (`attention_flops`).
 
     Raises PlanError for what was never measured, ConfigError where activations do not fit the host, and ValueError
     where the configured transport cannot do these sizes.
@@ -121,7 +120,7 @@ def predict_step(
     buffers = transport.memory_bytes if transport else 0.0
     activations = stage_activations(config, stage, sizes, machine.gpu.memory, machine.host_bytes, buffers)
     cp_nodes = linked_group(sizes, machine.ranks_per_node, "cp").nodes
-    times = LayerTimes(config, stage, sizes, documents, transport, cp_nodes, machine.links, machine.rates)
+    times = LayerTimes(config, stage, sizes, flops, transport, cp_nodes, machine.links, machine.rates)
     step = _Step(config, stage, sizes, machine, times, activations)
     return StageStep(stage, sizes, activations, step.time(), step.traffic(transport))
 

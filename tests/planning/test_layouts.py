@@ -19,6 +19,7 @@ from moba_train.errors import PlanError
 from moba_train.parallel.links import LINKS
 from moba_train.planning.devices import H200, Gpu, named_gpu
 from moba_train.planning.documents import Documents
+from moba_train.planning.layer_time import attention_flops
 from moba_train.planning.layouts import Layout, best_layouts
 from moba_train.planning.rates import RATES
 from moba_train.planning.step_time import Machine, StageStep, predict_step
@@ -36,7 +37,8 @@ def step(config: RunConfig, index: int, sizes: MeshSizes, machine: Machine = FOU
     stage = resolve_stages(config)[index]
     parallel = stage.parallel.model_copy(update=sizes._asdict())
     config = config.model_copy(update={"parallel": parallel})
-    return predict_step(config, replace(stage, parallel=parallel), sizes, documents(config)[index], machine)
+    flops = attention_flops(config, stage, documents(config)[index])
+    return predict_step(config, replace(stage, parallel=parallel), sizes, flops, machine)
 
 
 @pytest.fixture
