@@ -3,6 +3,7 @@
     python -m benchmarks.step_time                            # the table
     python -m benchmarks.step_time --fit                      # the fitted rates, anew
     python -m benchmarks.step_time --write docs/planning.md   # both tables, into the document
+    python -m benchmarks.step_time --results FILE.json        # every row of a result of benchmarks.training
 
 Measured are the median steps of result files that were made for other purposes. Four rates of planning/rates.py are
 fitted to the rows marked so; every other row is predicted. Rows of the same files that are left out have a reason.
@@ -106,6 +107,28 @@ def compare(rates: Rates = RATES, steps: Sequence[Measured] = STEPS) -> list[Com
         return [Compared(step, measured_seconds(step), _predict(step, rates, Path(folder))) for step in steps]
 
 
+def rows_of(file: Path) -> list[Measured]:
+    """The rows of a result of `benchmarks.training` that our trainer ran to the end."""
+    found: dict[str, Any] = json.loads(file.read_text())
+    settings = found["settings"]
+    defaults = [settings["policy"], *(f"{key}{settings[key]}" for key in ("tp", "cp", "pp"))]
+    defaults += [{"off": "", "tensorwise": "fp8", "rowwise": "fp8-rowwise"}[settings["fp8"]]]
+    return [
+        Measured(
+            str(file.absolute()),
+            (name,),
+            # What the row itself says comes last and wins.
+            ":".join([*name.split(":")[:2], *filter(None, defaults), *name.split(":")[2:]]),
+            settings["model"],
+            settings["gpus"],
+            settings["sequences_per_gpu"],
+            settings["layers"],
+        )
+        for name, row in found["results"].items()
+        if "step_s" in row and row["system"] == "moba_train"
+    ]
+
+
 def measured_seconds(step: Measured) -> float:
     """The median step of the file."""
     found: dict[str, Any] = json.loads((RESULTS / step.file).read_text())["results"]
@@ -182,17 +205,18 @@ def table(rows: Sequence[Compared]) -> str:
     lines = [["model", "row", "GPUs", "measured, s", "predicted, s", "error", "", "file"]]
     for row in rows:
         measured = row.measured
+        file = Path(measured.file).name
         model = measured.model + (f", {measured.layers} layers" if measured.layers else "")
         lines.append(
             [
                 model,
-                f"`{measured.row}`",
+                f"`{measured.row}`" if file == measured.file else f"`{measured.keys[0]}`",
                 str(measured.gpus),
                 f"{row.seconds:.3f}",
                 f"{row.predicted.time.seconds:.3f}",
                 f"{row.error:+.1%}",
                 "fitted" if measured.fit else "",
-                f"`{measured.file}`",
+                f"`{file}`",
             ]
         )
     return markdown(lines)
@@ -206,6 +230,7 @@ def left_out() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="fit the rates anew, print them, and predict by them")
+    parser.add_argument("--results", type=Path, nargs="+", default=[], help="of benchmarks.training, in place of all")
     parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the tables between its markers")
     arguments = parser.parse_args()
     rates = RATES
@@ -213,6 +238,9 @@ def main() -> None:
         rates = fit()
         for name in (*FITTED, "loss_bytes"):
             print(f"{name} = {getattr(rates, name):.4g}")
+    if arguments.results:
+        print(table(compare(rates, [row for file in arguments.results for row in rows_of(file)])))
+        return
     tables = {"<!-- steps -->": table(compare(rates)), "<!-- steps left out -->": left_out()}
     if arguments.write:
         arguments.write.write_text(insert_tables(arguments.write.read_text(), tables))

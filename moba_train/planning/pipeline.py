@@ -86,12 +86,10 @@ def plan_pipeline(
     with several parts on a rank one of them, with zero bubble the forward pass or one of two backward passes.
     """
     layers = pipeline_layers(config)
-    ranks = rank_costs(
-        layers, config.parallel.pp, _layer_costs(config, stage, lengths, activations), _output_cost(config)
-    )
-    bubble = 1 - micro_batches * sum(ranks) / (
-        len(ranks) * step_length(config.parallel, len(layers), ranks, micro_batches)
-    )
+    costs = _layer_costs(config, stage, lengths, activations)
+    ranks = rank_costs(layers, config.parallel.pp, costs, _output_cost(config))
+    computed = micro_batches * sum(ranks) / len(ranks)
+    bubble = 1 - computed / step_length(config.parallel, len(layers), ranks, micro_batches)
     return PipelinePlan(layers, best_layers(config), bubble)
 
 
