@@ -239,7 +239,7 @@ def predicted(setting: Setting, strategy: CPStrategy, tokens: int) -> float:
     if strategy.transport != "hierarchical":
         strategy = replace(strategy, node_size=strategy.ranks)
     found = predict_cost(strategy, shape)
-    return replace(found, node_bytes=found.node_bytes + found.network_bytes, network_bytes=0).seconds
+    return replace(found, node_bytes=found.node_bytes + found.network_bytes, network_bytes=0).seconds()
 
 
 def alone_rate(setting: Setting, name: str, tokens: int, limit: int) -> tuple[dict[str, float], list[Tensor]]:

@@ -3,6 +3,7 @@
 cli           `moba-train`
 evaluation_commands  its commands that use a trained model: eval, lm-eval, generate
 launch_commands  its command launch
+plan_commands  its command plan with --nodes
 train         the program that torchrun starts on every rank
 launch        torchrun, with the exit code of the ranks
 cluster       what starts a recipe on several nodes: torchrun, Slurm, Kubernetes

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moba_train.commands import Checkpoint, Overrides, Recipe, command_group
+from moba_train.commands import Checkpoint, GpusPerNode, Overrides, Recipe, command_group
 from moba_train.evaluation_commands import evaluate, generate, lm_eval, profile_spans
 from moba_train.launch_commands import launch
 
@@ -57,16 +57,25 @@ app.command()(launch)
 def plan(
     recipe: Recipe,
     overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option(min=1, help="number of GPUs (ranks)")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of one machine")] = 8,
+    gpus: Annotated[int | None, typer.Option(min=1, help="number of GPUs (ranks); default: 1")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="machines, in place of --gpus: find the best layouts on all their GPUs")
+    ] = None,
+    gpus_per_node: GpusPerNode = 8,
+    network: Annotated[
+        float, typer.Option(min=1.0, metavar="GBIT/S", help="of each GPU's network adapter, between nodes")
+    ] = 400.0,
     gpu: Annotated[
-        str | None, typer.Option(help="GPU that the run must fit, such as h200; default: this machine's")
+        str | None,
+        typer.Option(help="GPU that the run must fit, such as h200; default: this machine's (with --nodes, else h200)"),
     ] = None,
     tflops: Annotated[
         float | None,
         typer.Option(min=1.0, help="dense bf16 peak of one GPU; default: that of --gpu, else an H100's"),
     ] = None,
-    mfu: Annotated[float, typer.Option(min=0.01, max=1.0, help="fraction of the peak that is reached")] = 0.4,
+    mfu: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="fraction of the peak that is reached; --nodes predicts it")
+    ] = 0.4,
     no_data: Annotated[
         bool, typer.Option("--no-data", help="plan without corpora, tokenizer and init_from, which need not exist yet")
     ] = False,
@@ -74,12 +83,14 @@ def plan(
     """Check a recipe and say what it costs: parameters, FLOPs, memory, communication, time.
 
     A recipe whose memory does not fit the GPU is refused, with changes that make it fit, as are missing files. FLOPs
-    are counted by the documents of the corpora; with --no-data, by one document per sequence where these are absent."""
+    are counted by the documents of the corpora; with --no-data, by one document per sequence where these are absent.
+    With --nodes the parallel layout is chosen: the best five by predicted time."""
     from rich.console import Console
 
     from moba_train.config.load import load_config
     from moba_train.errors import PlanError
-    from moba_train.planning.devices import local_gpu, local_host_bytes, named_gpu, peak_or_default
+    from moba_train.parallel.links import LINKS
+    from moba_train.planning.devices import H200, local_gpu, local_host_bytes, named_gpu, peak_or_default
     from moba_train.planning.fit import cheapest_changes, largest_stage, shortage
     from moba_train.planning.plan import Plan, make_plan
     from moba_train.planning.render import print_changes, print_fit, print_plan
@@ -87,6 +98,16 @@ def plan(
     from moba_train.validation.recipe import validate
 
     target = named_gpu(gpu) if gpu else local_gpu()
+    if nodes is not None:
+        from moba_train.plan_commands import plan_nodes
+
+        if gpus is not None or tflops is not None:
+            given = "--gpus" if gpus is not None else "--tflops"
+            raise PlanError(f"--nodes and {given}: given both; allowed: --nodes with --gpus-per-node and --gpu")
+        plan_nodes(recipe, overrides or (), nodes, gpus_per_node, network, target or H200, not no_data)
+        return
+    gpus = gpus or 1
+    links = LINKS._replace(network=network * 1e9 / 8)
     rate = tflops or peak_or_default(target)
     memory = target.memory if target else None
     config = load_config(recipe, overrides or ())
@@ -95,7 +116,7 @@ def plan(
     validate(config, world_size=gpus, check_files=not no_data, ranks_per_node=per_node)
     if no_data:
         check_one_tokenizer(config)
-    made = make_plan(config, gpus, rate, mfu, per_node, memory, host_bytes=host)
+    made = make_plan(config, gpus, rate, mfu, per_node, memory, host_bytes=host, links=links)
     console = Console()
     print_plan(made, console)
     print_fit(made, target, console)
@@ -106,7 +127,7 @@ def plan(
         changed = load_config(recipe, [*(overrides or ()), *changes])
         validate(changed, world_size=ranks, ranks_per_node=min(ranks, gpus_per_node))
         documents = [item.documents for item in made.stages]
-        return make_plan(changed, ranks, rate, mfu, min(ranks, gpus_per_node), memory, documents, host)
+        return make_plan(changed, ranks, rate, mfu, min(ranks, gpus_per_node), memory, documents, host, links)
 
     largest = largest_stage(made)
     if missing := shortage(largest.stage.name, largest.memory, target):

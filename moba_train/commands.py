@@ -17,6 +17,8 @@ Checkpoint = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="a checkpoint, or a run folder: its newest valid checkpoint")
 ]
 
+GpusPerNode = Annotated[int, typer.Option(min=1, help="GPUs (ranks) of each machine")]
+
 
 class _Commands(TyperGroup):
     """Turns a UserError of any command into its message and exit code; other exceptions keep their traceback."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moba_train.commands import Overrides, Recipe
+from moba_train.commands import GpusPerNode, Overrides, Recipe
 from moba_train.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def launch(
     recipe: Recipe,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(min=1, help="machines")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs (ranks) of each")] = 8,
+    gpus_per_node: GpusPerNode = 8,
     slurm: Annotated[bool, typer.Option("--slurm", help="submit launch/slurm.sbatch")] = False,
     k8s: Annotated[
         Manifests | None, typer.Option(help="a manifest: of a JobSet, or of a TrainJob of Kubeflow Trainer")

@@ -11,6 +11,7 @@ PROGRAMS = (
     "cli",
     "evaluation_commands",
     "launch_commands",
+    "plan_commands",
     "train",
     "launch",
     "reference",

@@ -5,6 +5,7 @@ restart         the ranks that torchrun restarts find each other
 run_lock        one run at a time in a run folder
 failures        which rank ended the run, and why
 dims            the device mesh, the coordinates of every rank in it, and every process group
+links           the links between GPUs, and what collectives send through them
 pipeline        layers over ranks: parts of the model, and the schedules of their passes
 tensor          heads and columns of the layers over the ranks of a node
 forward         the only calls of the model, one function for each use

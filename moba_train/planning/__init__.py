@@ -12,5 +12,12 @@ activations  what each layer keeps for its backward pass, by the recipe's policy
 plan         the plan of a recipe, from all of these
 fit          whether it fits a GPU, and the cheapest changes that make it fit
 render       the plan as tables
+once         results that a plan asks for thousands of times
+rates        what an H200 does in a second of a training step
+attention_rates  what it does of each attention kind
+layer_time   predicted seconds of one layer
+step_time    predicted seconds of an optimizer step, and what travels in it
+layouts      the best parallel layouts of a recipe on a number of nodes
+render_layouts  these layouts as tables
 summary      a run in a few lines, for the beginning of its output
 """

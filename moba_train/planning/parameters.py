@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.model.build import kind_matrix_elements, kind_parameter_sizes
+from moba_train.planning.once import once_a_recipe
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,14 @@ def count_parameters(model: ModelConfig, attention_kinds: int = 0) -> ParameterC
     )
 
 
+@once_a_recipe
 def count_recipe_parameters(config: RunConfig) -> ParameterCounts:
     """Parameters of the recipe's model, those of the attention kinds of all its stages included."""
     attention_kinds = sum(size for sizes in kind_parameter_sizes(config).values() for size in sizes.values())
     return count_parameters(config.model, attention_kinds)
 
 
+@once_a_recipe
 def count_block_matrices(config: RunConfig) -> int:
     """Weights of all linear layers in the blocks of the recipe's model (`optim.spec.block_matrices`)."""
     layer = attention_matrices(config.model) + feed_forward_matrices(config.model)

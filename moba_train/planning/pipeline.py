@@ -16,6 +16,7 @@ from moba_train.model.transformer import ModelPart
 from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.parallel.pipeline.split import balanced_split, model_parts, number_of_parts, rank_part
 from moba_train.planning.flops import layer_flops, repeated_flops
+from moba_train.planning.once import once_a_recipe
 from moba_train.planning.parameters import attention_matrices, feed_forward_matrices
 
 
@@ -29,6 +30,7 @@ def pipeline_layers(config: RunConfig) -> tuple[int, ...]:
     return best_layers(config)
 
 
+@once_a_recipe
 def best_layers(config: RunConfig) -> tuple[int, ...]:
     """The split into the recipe's number of parts in which the most expensive one costs least over all stages."""
     layers, output = [0.0] * config.model.layers, 0.0
@@ -83,17 +85,27 @@ def plan_pipeline(
     A step takes as long as the slowest rank computes, and as long as the first micro-batch needs to reach the others:
     with several parts on a rank one of them, with zero bubble the forward pass or one of two backward passes.
     """
-    parallel = config.parallel
     layers = pipeline_layers(config)
     costs = _layer_costs(config, stage, lengths, activations)
-    ranks = [0.0] * parallel.pp
-    for number, part in enumerate(model_parts(layers)):
-        cost = sum(costs[layer] for layer in part.layers) + (_output_cost(config) if part.has_output else 0.0)
-        ranks[number % parallel.pp] += cost
-    slowest = max(ranks)
-    fill = (sum(ranks) - slowest) / _steps_of_filling(parallel, len(layers))
-    bubble = 1 - micro_batches * sum(ranks) / (parallel.pp * (micro_batches * slowest + fill))
+    ranks = rank_costs(layers, config.parallel.pp, costs, _output_cost(config))
+    computed = micro_batches * sum(ranks) / len(ranks)
+    bubble = 1 - computed / step_length(config.parallel, len(layers), ranks, micro_batches)
     return PipelinePlan(layers, best_layers(config), bubble)
+
+
+def rank_costs(parts: Sequence[int], pp: int, layers: Sequence[float], output: float) -> list[float]:
+    """Cost of a micro-batch on each of `pp` ranks. parts: number of layers in each part of the model; layers: cost of
+    each layer; output: cost of the output projection."""
+    ranks = [0.0] * pp
+    for number, part in enumerate(model_parts(parts)):
+        ranks[number % pp] += sum(layers[layer] for layer in part.layers) + (output if part.has_output else 0.0)
+    return ranks
+
+
+def step_length(parallel: ParallelConfig, parts: int, ranks: Sequence[float], micro_batches: int) -> float:
+    """Cost of a whole step, waiting included, given that of a micro-batch on each rank; see `plan_pipeline`."""
+    slowest = max(ranks)
+    return micro_batches * slowest + (sum(ranks) - slowest) / _steps_of_filling(parallel, parts)
 
 
 def _steps_of_filling(parallel: ParallelConfig, parts: int) -> int:

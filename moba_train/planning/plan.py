@@ -8,8 +8,9 @@ from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.parallel.activations import Kept
-from moba_train.parallel.context.costs import NODE_BANDWIDTH, TransportCost, predict_cost
+from moba_train.parallel.context.costs import TransportCost, predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.links import LINKS, Links
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_strategy
 from moba_train.planning.activations import StageActivations, stage_activations
 from moba_train.planning.devices import H200
@@ -30,10 +31,16 @@ class ContextPlan:
     cost: TransportCost
     attention_seconds: dict[LayerAttention, float]
     """Seconds of each layer attention of the stage, at the plan's rate."""
+    links: Links
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of communication and copies without any overlap."""
+        return self.cost.seconds(self.links)
 
     def exposed_seconds(self, layer: LayerAttention) -> float:
         """Seconds of communication that a layer with this attention cannot overlap, at best."""
-        return self.cost.exposed_seconds(self.attention_seconds[layer])
+        return self.cost.exposed_seconds(self.attention_seconds[layer], self.links)
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class Plan:
 
     world_size: int
     ranks_per_node: int
+    links: Links
     peak_tflops: float
     mfu: float
     parameters: ParameterCounts
@@ -104,6 +112,7 @@ def make_plan(
     gpu_bytes: float | None = None,
     documents: Sequence[Documents] | None = None,
     host_bytes: float | None = None,
+    links: Links = LINKS,
 ) -> Plan:
     """The plan of a validated recipe.
 
@@ -114,6 +123,7 @@ def make_plan(
     documents: those of each stage if they are known, else see `stage_documents`: attention is counted by the documents
         of the stage's corpora where these are on disk
     host_bytes: host memory for the offloaded activations of one GPU; None: not known
+    links: bandwidths between GPUs
 
     Raises ConfigError for a layout that does not fit `world_size`, DataError for a corpus that is found but unusable.
     """
@@ -130,10 +140,11 @@ def make_plan(
             ranks_per_node,
             gpu_bytes,
             host_bytes,
+            links,
         )
         for stage, of_stage in zip(resolved, found, strict=True)
     )
-    return Plan(world_size, ranks_per_node, peak_tflops, mfu, count_recipe_parameters(config), stages)
+    return Plan(world_size, ranks_per_node, links, peak_tflops, mfu, count_recipe_parameters(config), stages)
 
 
 def _stage_plan(
@@ -145,6 +156,7 @@ def _stage_plan(
     ranks_per_node: int,
     gpu_bytes: float | None,
     host_bytes: float | None,
+    links: Links,
 ) -> StagePlan:
     real = real_flops(config.model, stage.attention, documents.lengths) / documents.tokens
     tokens = -(-stage.micro_batch_size * stage.seq_len // mesh.cp)
@@ -154,12 +166,12 @@ def _stage_plan(
     context = None
     if mesh.cp > 1:
         for_buffers = memory_for_buffers(config, stage, mesh, gpu_bytes or H200.memory)
-        context = _context_plan(config, stage, documents, rate, ranks_per_node, for_buffers)
+        context = _context_plan(config, stage, documents, rate, ranks_per_node, for_buffers, links)
         exposed = sum(map(context.exposed_seconds, stage.attention)) / mesh.pp
         seconds += stage.steps * accumulation * exposed
     transport = context.cost.memory_bytes if context else 0
     activations = stage_activations(config, stage, mesh, gpu_bytes, host_bytes, transport)
-    tensor_seconds = accumulation * _tensor_parallel_seconds(config, tokens, mesh.tp, activations)
+    tensor_seconds = accumulation * _tensor_parallel_seconds(config, tokens, mesh.tp, activations, links)
     seconds += stage.steps * tensor_seconds / mesh.pp  # of a rank's layers
     pipeline = None
     if mesh.pp > 1:
@@ -181,26 +193,34 @@ def _stage_plan(
     )
 
 
-def _tensor_parallel_seconds(config: RunConfig, tokens: int, tp: int, activations: StageActivations) -> float:
+def _tensor_parallel_seconds(
+    config: RunConfig, tokens: int, tp: int, activations: StageActivations, links: Links
+) -> float:
     """Seconds that a tp group communicates in one micro-batch, forward and backward.
 
     tokens: tokens of the micro-batch that the group holds.
 
     Attention and SwiGLU of every block each all-gather their input and reduce-scatter their output, and do the reverse
-    for the gradients; see `_repeated_transfers` for what recomputation adds.
+    for the gradients; see `repeated_transfers` for what recomputation adds.
     """
-    transfers = sum(8 + _repeated_transfers(layer.kept) for layer in activations.layers)
+    transfers = sum(8 + repeated_transfers(layer.kept) for layer in activations.layers)
     received = tokens * (1 - 1 / tp) * config.model.hidden_size * element_bytes(config)
-    return transfers * received / NODE_BANDWIDTH
+    return transfers * received / links.node
 
 
-def _repeated_transfers(kept: Kept) -> int:
+def repeated_transfers(kept: Kept) -> int:
     """Recomputation all-gathers both inputs once more and reduce-scatters the output of attention, if that is gone."""
     return 0 if kept is Kept.ALL else 2 if kept >= Kept.PROJECTIONS else 3
 
 
 def _context_plan(
-    config: RunConfig, stage: Stage, documents: Documents, rate: float, ranks_per_node: int, memory_bytes: float
+    config: RunConfig,
+    stage: Stage,
+    documents: Documents,
+    rate: float,
+    ranks_per_node: int,
+    memory_bytes: float,
+    links: Links,
 ) -> ContextPlan:
     width = element_bytes(config)
     strategy, reason = stage_strategy(config, stage, ranks_per_node, width, memory_bytes)
@@ -208,4 +228,4 @@ def _context_plan(
     tokens = stage.micro_batch_size * stage.seq_len / (strategy.ranks * stage.parallel.tp)  # on each rank
     flops = {layer: layer_flops(config.model, layer, documents.lengths) for layer in dict.fromkeys(stage.attention)}
     seconds = {layer: count / documents.tokens * tokens / rate for layer, count in flops.items()}
-    return ContextPlan(strategy, reason, predict_cost(strategy, shape), seconds)
+    return ContextPlan(strategy, reason, predict_cost(strategy, shape), seconds, links)

@@ -205,13 +205,13 @@ def _context(plan: Plan) -> Table:
         "sequence layout": lambda context: context.strategy.layout,
         "received in the node, MiB": lambda context: f"{context.cost.node_bytes / 2**20:.0f}",
         "received from other nodes, MiB": lambda context: f"{context.cost.network_bytes / 2**20:.0f}",
-        "communication, ms": lambda context: f"{1e3 * context.cost.seconds:.2f}",
+        "communication, ms": lambda context: f"{1e3 * context.seconds:.2f}",
         "exposed communication, ms": lambda context: _by_kind(context, context.exposed_seconds),
         "attention, ms": lambda context: _by_kind(context, context.attention_seconds.__getitem__),
     }
     title = (
         f"Context parallelism: one layer and micro-batch on one rank, forward and backward\n(H200, "
-        f"{plan.ranks_per_node} GPUs a node, 400 Gbit/s a GPU between nodes)"
+        f"{plan.ranks_per_node} GPUs a node, {8e-9 * plan.links.network:g} Gbit/s a GPU between nodes)"
     )
     return _by_stage(plan, title, {name: partial(_context_cell, show) for name, show in rows.items()})
 

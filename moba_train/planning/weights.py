@@ -49,7 +49,7 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
         block=block,
         head=head,
         gathered_ends=gathered_ends,
-        gathered=gathered_ends + _gathered_bytes(config, width) * at_once * block,
+        gathered=gathered_ends + gathered_bytes(config, width) * at_once * block,
         optimizer=_optimizer_state(config, sizes, work),
     )
 
@@ -71,7 +71,7 @@ def _numbers(config: RunConfig, work: RankWork) -> tuple[int, int]:
     return counts.without_embeddings * len(work.layers) // config.model.layers, ends
 
 
-def _gathered_bytes(config: RunConfig, width: int) -> int:
+def gathered_bytes(config: RunConfig, width: int) -> int:
     """Bytes of one gathered weight of a block; the few that FP8 leaves out, norms among them, are not told apart."""
     precision = config.precision
     return 1 if precision.linear == "fp8" and precision.fp8.scaling == "tensorwise" else width

@@ -82,6 +82,21 @@ def test_any_layout_goes_on_from_any_other(run: Run, alone: dict[str, Any], rank
     assert_same_training(curves(run), alone)
 
 
+@pytest.mark.slow
+def test_sixteen_ranks_of_two_nodes_with_all_parallelism_train_as_one_rank(run: Run, alone: dict[str, Any]) -> None:
+    """A pipeline between nodes; in each of them batches, sequences and layers are shared."""
+    short(run, {"pp": 2, "dp_shard": 2, "cp": 2, "tp": 2})
+    run.recipe |= {"evaluation": {}, "checkpoint": {"every": None}}  # slow in sixteen processes on two cores
+    del run.recipe["data"]["validation"]
+    sixteen = Ranks()  # processes of its own: other tests want two or four
+    try:
+        sixteen.train(run, 16, per_node=8)
+    finally:
+        sixteen.close()
+    found = curves(run)
+    assert_same_training(found, {key: alone[key] for key in ("tokens", "loss_tokens", "loss", "grad_norm")})
+
+
 def test_its_checkpoint_is_evaluated_on_one_rank(pipeline: Run, ranks: Ranks, tmp_path: Path) -> None:
     ranks.work(run_command, ("eval", str(pipeline.run_dir), "--output", str(tmp_path)), 1)
     found, want = json.loads((tmp_path / "evaluation.json").read_text()), curves(pipeline)

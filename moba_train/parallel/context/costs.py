@@ -12,12 +12,8 @@ from typing import NamedTuple
 
 from moba_train.config.run import CPTransport
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
+from moba_train.parallel.links import LINKS, Links
 
-NODE_BANDWIDTH = 300e9
-"""Bytes per second that a rank receives from its node: 4 x H200, messages of 256 MiB (ring 302, all-gather 325,
-all-to-all 305 GB/s)."""
-NETWORK_BANDWIDTH = 50e9
-"""Bytes per second that a rank receives from other nodes: one 400 Gbit/s adapter per GPU, not measured."""
 COPY_BANDWIDTH = 4000e9
 """Bytes per second that are read and written in a GPU's memory when rows are reordered, merged and summed: fitted to
 the transfers measured on H200 (see above)."""
@@ -38,20 +34,18 @@ class TransportCost:
     upfront_share: float
     """Share of the transfer that must arrive before attention can start."""
 
-    @property
-    def transfer_seconds(self) -> float:
+    def transfer_seconds(self, links: Links = LINKS) -> float:
         """Seconds to receive all bytes."""
-        return self.node_bytes / NODE_BANDWIDTH + self.network_bytes / NETWORK_BANDWIDTH
+        return self.node_bytes / links.node + self.network_bytes / links.network
 
-    @property
-    def seconds(self) -> float:
+    def seconds(self, links: Links = LINKS) -> float:
         """Seconds of communication and copies without any overlap."""
-        return self.transfer_seconds + self.copied_bytes / COPY_BANDWIDTH
+        return self.transfer_seconds(links) + self.copied_bytes / COPY_BANDWIDTH
 
-    def exposed_seconds(self, attention_seconds: float) -> float:
+    def exposed_seconds(self, attention_seconds: float, links: Links = LINKS) -> float:
         """Seconds that remain, at best, when attention of this length overlaps the transfer; copies never overlap."""
-        hidden = min((1 - self.upfront_share) * self.transfer_seconds, attention_seconds)
-        return self.seconds - hidden
+        hidden = min((1 - self.upfront_share) * self.transfer_seconds(links), attention_seconds)
+        return self.seconds(links) - hidden
 
 
 def predict_cost(strategy: CPStrategy, shape: AttentionShape) -> TransportCost:
@@ -124,8 +118,8 @@ def _hierarchical_cost(strategy: CPStrategy, shape: AttentionShape) -> Transport
     q_bytes = shape.tokens / strategy.ranks * shape.q_bytes
     copied = exchange.copied + _gather_copies(strategy, slices, q_bytes, kv_bytes)
     buffers = exchange.buffers + _gather_buffers(slices, kv_bytes)
-    within = exchange.received / NODE_BANDWIDTH
-    across = gathered / NETWORK_BANDWIDTH
+    within = exchange.received / LINKS.node
+    across = gathered / LINKS.network
     upfront_share = (within + across / slices) / (within + across)
     return TransportCost(exchange.received, gathered, copied, buffers, upfront_share)
 

@@ -123,7 +123,7 @@ class _Choice:
 
     def preference(self, strategy: CPStrategy) -> tuple[bool, float]:
         """Sort key among strategies that fit, best first."""
-        return not _is_ulysses_with_whole_heads(strategy, self.shape), self.cost(strategy).seconds
+        return not _is_ulysses_with_whole_heads(strategy, self.shape), self.cost(strategy).seconds()
 
     def cost(self, strategy: CPStrategy) -> TransportCost:
         """The predicted cost for one layer."""
@@ -137,7 +137,7 @@ class _Choice:
         return (
             f"{strategy.transport} over {strategy.ranks} ranks, {strategy.layout}{slices}: a layer receives "
             f"{cost.node_bytes / 2**20:.0f} MiB in the node and {cost.network_bytes / 2**20:.0f} MiB from other nodes "
-            f"({1e3 * cost.seconds:.2f} ms without overlap), buffers {cost.memory_bytes / 2**20:.0f} MiB"
+            f"({1e3 * cost.seconds():.2f} ms without overlap), buffers {cost.memory_bytes / 2**20:.0f} MiB"
         )
 
 

@@ -74,4 +74,4 @@ def test_predicted_seconds_agree_with_those_measured_inside_a_node():
         how = CPStrategy(4, row["transport"], row["layout"], node, slices=row["slices"] or 1)
         found = predict_cost(how, AttentionShape(row["tokens"], 32, 8, 128))
         found = replace(found, node_bytes=found.node_bytes + found.network_bytes, network_bytes=0)
-        assert 1000 * found.seconds == pytest.approx(row["communication_ms"]["median"], rel=0.25), how
+        assert 1000 * found.seconds() == pytest.approx(row["communication_ms"]["median"], rel=0.25), how

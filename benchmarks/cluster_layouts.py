@@ -1,0 +1,82 @@
+"""The best layouts of a recipe on clusters of several sizes, as `moba-train plan --nodes` predicts them.
+
+python -m benchmarks.cluster_layouts                            # continue-1m on 128, 512 and 4096 GPUs
+python -m benchmarks.cluster_layouts --write docs/planning.md
+python -m benchmarks.cluster_layouts --recipe configs/recipes/short-then-long.yaml --nodes 8 batch_tokens=8M
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.record import insert_tables, markdown
+from moba_train.config.load import load_config
+from moba_train.config.stages import resolve_stages
+from moba_train.planning.documents import stage_documents
+from moba_train.planning.fit import format_gib
+from moba_train.planning.layouts import Layout, best_layouts
+from moba_train.planning.render import format_duration
+from moba_train.planning.step_time import Machine, StageStep
+from moba_train.validation.recipe import validate
+
+RECIPE = Path(__file__).parent.parent / "configs" / "recipes" / "continue-1m.yaml"
+MARKER = "<!-- layouts -->"
+
+
+def table(recipe: Path, overrides: Sequence[str], nodes: Sequence[int]) -> str:
+    """The best five layouts on each number of nodes of 8 H200, as a Markdown table: a row for each layout, and in it
+    the stages from left to right."""
+    config = load_config(recipe, overrides)
+    machine = Machine()
+    documents = [stage_documents(config, stage) for stage in resolve_stages(config)]
+    stages = " / ".join(stage.name for stage in resolve_stages(config))
+    head = ["GPUs", "pp", "tp", "dp_replicate", f"cp: {stages}", "step, s", "tokens/s/GPU", "memory, GiB"]
+    rows = [[*head, "in the node, GiB", "network, GiB", "all stages"]]
+    for count in nodes:
+        gpus = count * machine.ranks_per_node
+
+        def accept(changes: Sequence[str], gpus: int = gpus) -> None:
+            validate(load_config(recipe, [*overrides, *changes]), gpus, ranks_per_node=machine.ranks_per_node)
+
+        found = best_layouts(config, count, machine, documents, accept)
+        rows += [_row(gpus, layout) for layout in found.best]
+    return markdown(rows)
+
+
+def _row(gpus: int, layout: Layout) -> list[str]:
+    mesh = layout.stages[0].mesh
+
+    def each(text: str, *values: float) -> str:
+        return " / ".join(format(value, text) for value in values)
+
+    steps: Sequence[StageStep] = layout.stages
+    return [
+        f"{gpus:,}",
+        str(mesh.pp),
+        str(mesh.tp),
+        str(mesh.dp_replicate),
+        each("d", *(step.mesh.cp for step in steps)),
+        each(".2f", *(step.time.seconds for step in steps)),
+        each(",.0f", *(step.tokens_per_second for step in steps)),
+        format_gib(layout.largest.activations.memory.total),
+        each(".0f", *(step.received.node / 2**30 for step in steps)),
+        each(".0f", *(step.received.network / 2**30 for step in steps)),
+        format_duration(layout.seconds),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, default=RECIPE)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 64, 512], help="numbers of nodes, of 8 H200 each")
+    parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the table between its markers")
+    parser.add_argument("overrides", nargs="*", metavar="KEY.PATH=VALUE")
+    arguments = parser.parse_args()
+    found = table(arguments.recipe, arguments.overrides, arguments.nodes)
+    if arguments.write:
+        arguments.write.write_text(insert_tables(arguments.write.read_text(), {MARKER: found}))
+    print(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Predicted beside measured time of training steps: the model behind `moba-train plan --nodes`, on one and two H200.
+
+    python -m benchmarks.step_time                            # the table
+    python -m benchmarks.step_time --fit                      # the fitted rates, anew
+    python -m benchmarks.step_time --write docs/planning.md   # both tables, into the document
+    python -m benchmarks.step_time --results FILE.json        # every row of a result of benchmarks.training
+
+Measured are the median steps of result files that were made for other purposes. Four rates of planning/rates.py are
+fitted to the rows marked so; every other row is predicted. Rows of the same files that are left out have a reason.
+Nothing is measured here, so no GPU is needed.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.record import insert_tables, markdown
+from benchmarks.trainer_run import write_corpus
+from benchmarks.training_rows import Row, parse_row
+from moba_train.config.load import load_config
+from moba_train.config.mesh import mesh_sizes
+from moba_train.config.stages import resolve_stages
+from moba_train.planning.documents import stage_documents
+from moba_train.planning.layer_time import attention_flops
+from moba_train.planning.rates import RATES, Rates
+from moba_train.planning.step_time import Machine, StageStep, predict_step
+
+RESULTS = Path(__file__).parent / "results"
+COMPARED = "docs/planning.md"
+"""The document with the tables."""
+FITTED = ("products", "compiled_passes", "eager_passes", "float8_products")
+"""Rates that are fitted, the last one to the only step in FP8."""
+FLASH2 = "attention.full.backend=flash"
+"""FlashAttention-2, which full attention ran on before flash-attn-4 was used."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured step: where its number is, and the recipe that it is of, as a row of `benchmarks.training`."""
+
+    file: str
+    keys: tuple[str, ...]
+    """Where the median is in the file's `results`."""
+    row: str
+    model: str = "llama-1b"
+    gpus: int = 1
+    per_gpu: int = 2
+    """Sequences of each GPU in a step, and in a pass unless the row says otherwise."""
+    layers: int | None = None
+    fit: bool = False
+
+
+OLD_1B = "training-1b-h200-x2.json"
+STEPS = (
+    Measured("training-8b-h200-x2.json", ("8K:full:none",), "8K:full:none", "llama3-8b", 2, 1, fit=True),
+    Measured("training-1b-h200.json", ("full, compiled",), "8K:full:packed", fit=True),
+    Measured("training-1b-h200.json", ("full",), "8K:full:eager:packed", fit=True),
+    Measured("checkpoint-stall-8b-h200-x2-thread.json", (), "8K:full:eager:full:packed", "llama3-8b", 2, 2, fit=True),
+    Measured("training-8b-h200-x2.json", ("8K:full:none:fp8",), "8K:full:none:fp8", "llama3-8b", 2, 1, fit=True),
+    Measured("training-1b-h200.json", ("full, recomputed",), "8K:full:eager:full:packed"),
+    Measured("training-1b-h200.json", ("MoBA 512/3, last 3 full",), "8K:moba-512-3-last3:eager:packed"),
+    Measured("training-1b-h200.json", ("MoBA 512/3, last 3 full, compiled",), "8K:moba-512-3-last3:packed"),
+    Measured("training-1b-h200-flash2.json", ("full",), f"8K:full:eager:packed:{FLASH2}"),
+    Measured(OLD_1B, ("full",), f"8K:full:eager:packed:{FLASH2}", gpus=2),
+    Measured(OLD_1B, ("full, compiled",), f"8K:full:packed:{FLASH2}", gpus=2),
+    Measured(OLD_1B, ("full, recomputed",), f"8K:full:eager:full:packed:{FLASH2}", gpus=2),
+    Measured("probe-cost-h200.json", (), "8K:moba-512-3-last3:eager:packed:micro1:batch8"),
+    Measured("determinism-h200.json", ("runs", "as it is"), "8K:full:eager:packed"),
+    Measured("checkpoint-stall-8b-h200-x2.json", (), "8K:full:eager:full:packed", "llama3-8b", 2, 1),
+    Measured("finite-check-h200-x2.json", (), "8K:full:eager:full:packed", "llama3-8b", 2, 1, layers=8),
+    Measured("checkpoint-stall-8b-h200-x4-contexts.json", (), "8K:full:eager:full:packed", "llama3-8b", 4, 1),
+    Measured("checkpoint-stall-8b-h200-x4.json", (), "8K:full:eager:full:packed", "llama3-8b", 4, 1),
+)
+LEFT_OUT = {
+    "training-1b-h200-moba-reference.json and MoBA in training-1b-h200-x2.json": "MoBA's reference in plain PyTorch",
+    "kinds-before-after-h200.json": "the recipes of training-1b-h200.json, measured once more",
+    "determinism-h200.json, `deterministic`": "kernels that repeat bit by bit, which plan knows no rates of",
+    "miniatures-h200.json": "a model of 25.7M parameters, whose steps wait for the host: predicted up to 51 % shorter",
+}
+"""Files with the time of training steps on H200 that are not predicted, and why."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A measured step beside the predicted one."""
+
+    measured: Measured
+    seconds: float
+    predicted: StageStep
+
+    @property
+    def error(self) -> float:
+        """Predicted / measured - 1."""
+        return self.predicted.time.seconds / self.seconds - 1
+
+
+def compare(rates: Rates = RATES, steps: Sequence[Measured] = STEPS) -> list[Compared]:
+    """Measured steps beside those that these rates predict."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [Compared(step, measured_seconds(step), _predict(step, rates, Path(folder))) for step in steps]
+
+
+def rows_of(file: Path) -> list[Measured]:
+    """The rows of a result of `benchmarks.training` that our trainer ran to the end."""
+    found: dict[str, Any] = json.loads(file.read_text())
+    settings = found["settings"]
+    defaults = [settings["policy"], *(f"{key}{settings[key]}" for key in ("tp", "cp", "pp"))]
+    defaults += [{"off": "", "tensorwise": "fp8", "rowwise": "fp8-rowwise"}[settings["fp8"]]]
+    return [
+        Measured(
+            str(file.absolute()),
+            (name,),
+            # What the row itself says comes last and wins.
+            ":".join([*name.split(":")[:2], *filter(None, defaults), *name.split(":")[2:]]),
+            settings["model"],
+            settings["gpus"],
+            settings["sequences_per_gpu"],
+            settings["layers"],
+        )
+        for name, row in found["results"].items()
+        if "step_s" in row and row["system"] == "moba_train"
+    ]
+
+
+def measured_seconds(step: Measured) -> float:
+    """The median step of the file."""
+    found: dict[str, Any] = json.loads((RESULTS / step.file).read_text())["results"]
+    for key in step.keys:
+        found = found[key]
+    if "step_s" in found:
+        return float(found["step_s"]["median"])
+    row = parse_row(step.row, Row())
+    tokens = row.sequences(step.gpus, step.per_gpu) * row.seq_len
+    return tokens / step.gpus / float(found["tokens_per_s"]["median"])
+
+
+def _predict(step: Measured, rates: Rates, folder: Path) -> StageStep:
+    row = parse_row(step.row, Row())
+    corpus = folder / row.documents
+    if row.documents == "packed" and not corpus.with_suffix(".idx").exists():
+        write_corpus(corpus, 1 << 21, 1 << 15)
+    content = row.recipe(step.model, corpus, folder, step.gpus, step.per_gpu, step.layers)
+    file = folder / "recipe.yaml"
+    file.write_text(json.dumps(content))
+    config = load_config(file, row.overrides)
+    (stage,) = resolve_stages(config)
+    flops = attention_flops(config, stage, stage_documents(config, stage))
+    sizes = mesh_sizes(stage.parallel, step.gpus)
+    return predict_step(config, stage, sizes, flops, Machine(ranks_per_node=step.gpus, rates=rates))
+
+
+def fit(rates: Rates = RATES) -> Rates:
+    """The rates that come nearest to the rows marked `fit`."""
+    for _ in range(6):
+        rates = fitted_once(rates)
+    return rates
+
+
+def fitted_once(rates: Rates) -> Rates:
+    """One Gauss-Newton step of least squares of relative errors: products and passes by the rows in bf16, FP8's
+    products by its own row. `loss_bytes` follows from the measured loss and the products."""
+    *bf16, float8 = FITTED
+    return _nearer(_nearer(rates, bf16, in_float8=False), [float8], in_float8=True)
+
+
+def _nearer(rates: Rates, names: Sequence[str], in_float8: bool) -> Rates:
+    errors = _fitted_errors(rates, in_float8)
+    step = 1e-3
+    changed = [_changed(rates, **{name: getattr(rates, name) * (1 + step)}) for name in names]
+    slopes = np.stack([(_fitted_errors(one, in_float8) - errors) / step for one in changed], axis=1)
+    moves, *_ = np.linalg.lstsq(slopes, -errors, rcond=None)
+    found = {name: getattr(rates, name) * (1 + float(move)) for name, move in zip(names, moves, strict=True)}
+    return _changed(rates, **found)
+
+
+def _changed(rates: Rates, **values: Any) -> Rates:
+    rates = replace(rates, **values)
+    return replace(rates, loss_bytes=loss_bytes(rates))
+
+
+def _fitted_errors(rates: Rates, in_float8: bool) -> np.ndarray:
+    steps = [step for step in STEPS if step.fit and ("fp8" in step.row) == in_float8]
+    return np.array([row.error for row in compare(rates, steps)])
+
+
+def loss_bytes(rates: Rates) -> float:
+    """Bytes for each logit that the loss of loss-compare-h200.json takes besides its products: the median row's."""
+    measured = json.loads((RESULTS / "loss-compare-h200.json").read_text())
+    hidden, vocabulary = (measured["settings"][key] for key in ("hidden_size", "vocab_size"))
+    seconds = {int(tokens): row["both_ms"]["median"] / 1e3 for tokens, row in measured["results"]["ours"].items()}
+    return statistics.median(
+        rates.memory * (took / (tokens * vocabulary) - 8 * hidden / rates.products) for tokens, took in seconds.items()
+    )
+
+
+def table(rows: Sequence[Compared]) -> str:
+    """All rows as a Markdown table."""
+    lines = [["model", "row", "GPUs", "measured, s", "predicted, s", "error", "", "file"]]
+    for row in rows:
+        measured = row.measured
+        file = Path(measured.file).name
+        model = measured.model + (f", {measured.layers} layers" if measured.layers else "")
+        lines.append(
+            [
+                model,
+                f"`{measured.row}`" if file == measured.file else f"`{measured.keys[0]}`",
+                str(measured.gpus),
+                f"{row.seconds:.3f}",
+                f"{row.predicted.time.seconds:.3f}",
+                f"{row.error:+.1%}",
+                "fitted" if measured.fit else "",
+                f"`{file}`",
+            ]
+        )
+    return markdown(lines)
+
+
+def left_out() -> str:
+    """The files that are not compared, as a Markdown table."""
+    return markdown([["steps left out", "why"], *([files, why] for files, why in LEFT_OUT.items())])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", action="store_true", help="fit the rates anew, print them, and predict by them")
+    parser.add_argument("--results", type=Path, nargs="+", default=[], help="of benchmarks.training, in place of all")
+    parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the tables between its markers")
+    arguments = parser.parse_args()
+    rates = RATES
+    if arguments.fit:
+        rates = fit()
+        for name in (*FITTED, "loss_bytes"):
+            print(f"{name} = {getattr(rates, name):.4g}")
+    if arguments.results:
+        print(table(compare(rates, [row for file in arguments.results for row in rows_of(file)])))
+        return
+    tables = {"<!-- steps -->": table(compare(rates)), "<!-- steps left out -->": left_out()}
+    if arguments.write:
+        arguments.write.write_text(insert_tables(arguments.write.read_text(), tables))
+    print("\n\n".join(tables.values()))
+
+
+if __name__ == "__main__":
+    main()

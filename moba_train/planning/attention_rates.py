@@ -1,0 +1,172 @@
+"""Operations per second of each attention kind on an H200, from measured layers.
+
+A rate is a kind's operations (`AttentionKind.flops`) over the measured time of one layer: 32 query heads, 8 key/value
+heads, bf16, one document, one GPU. A layer's rate is that of the measured rows whose kind, options and head width are
+nearest, between two lengths interpolated over log(tokens), beyond them that of the nearest length.
+
+Sources, in benchmarks/results: `full` from full-attention-h200.json and attention-h200.json (`auto` stands for
+flash-attn-4, which it takes where that is installed), `moba` from attention-h200.json, all other kinds from
+mechanisms-h200.json, whose times include the rotary embedding and the kind's own matrices. A test compares them.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+from moba_train.config.attention import LayerAttention
+from moba_train.config.model import ModelConfig
+from moba_train.errors import PlanError
+from moba_train.planning.flops import layer_flops
+
+
+class MeasuredLayer(NamedTuple):
+    """Milliseconds of one layer's attention."""
+
+    kind: str
+    options: Mapping[str, int | str]
+    """Options that tell the rows of a kind apart."""
+    head_dim: int
+    tokens: int
+    forward_ms: float
+    both_ms: float
+    """Forward and backward."""
+
+
+def _full(tokens: int, head_dim: int, backend: str, forward_ms: float, both_ms: float) -> MeasuredLayer:
+    return MeasuredLayer("full", {"backend": backend}, head_dim, tokens, forward_ms, both_ms)
+
+
+def _blocks(
+    kind: str, tokens: int, block_size: int, topk: int, forward_ms: float, both_ms: float, head_dim: int = 64
+) -> MeasuredLayer:
+    options = {"block_size": block_size, "topk": topk}
+    return MeasuredLayer(kind, options, head_dim, tokens, forward_ms, both_ms)
+
+
+def _gate(kind: str, mode: str, tokens: int, forward_ms: float, both_ms: float) -> MeasuredLayer:
+    return MeasuredLayer(kind, {"mode": mode}, 64, tokens, forward_ms, both_ms)
+
+
+def _other(kind: str, tokens: int, forward_ms: float, both_ms: float) -> MeasuredLayer:
+    return MeasuredLayer(kind, {}, 64, tokens, forward_ms, both_ms)
+
+
+MEASURED = (
+    _full(8192, 128, "auto", 0.8413, 3.183),
+    _full(32768, 128, "auto", 14.09, 56.58),
+    _full(65536, 128, "auto", 58.89, 208.0),
+    _full(131072, 128, "auto", 226.2, 813.9),
+    _full(262144, 128, "auto", 921.3, 3252),
+    _full(65536, 64, "auto", 36.41, 123.0),
+    _full(131072, 64, "auto", 144.2, 482.1),
+    _full(8192, 128, "cudnn", 0.8765, 3.601),
+    _full(32768, 128, "cudnn", 13.69, 55.3),
+    _full(65536, 128, "cudnn", 57.34, 218.9),
+    _full(131072, 128, "cudnn", 248.0, 906.4),
+    _full(262144, 128, "cudnn", 1059, 3678),
+    _full(65536, 64, "cudnn", 38.07, 140.4),
+    _full(131072, 64, "cudnn", 152.4, 569.0),
+    _full(8192, 128, "flash", 1.719, 6.511),
+    _full(32768, 128, "flash", 24.53, 93.78),
+    _full(65536, 128, "flash", 98.74, 372.0),
+    _full(65536, 64, "flash", 58.91, 210.3),
+    _blocks("moba", 8192, 512, 3, 1.15, 2.923, head_dim=128),
+    _blocks("moba", 32768, 512, 3, 3.253, 10.54, head_dim=128),
+    _blocks("moba", 131072, 512, 8, 30.38, 106.8, head_dim=128),
+    _blocks("moba", 32768, 128, 8, 4.694, 11.2, head_dim=128),
+    _blocks("moba", 65536, 128, 8, 9.102, 21.27, head_dim=128),
+    _blocks("moba", 131072, 128, 8, 19.55, 43.81, head_dim=128),
+    _blocks("moba", 262144, 128, 8, 43.15, 91.12, head_dim=128),
+    _blocks("moba", 1048576, 128, 8, 268.7, 461.7, head_dim=128),
+    _blocks("moba", 131072, 4096, 12, 148.6, 559.6, head_dim=128),
+    _blocks("moba", 262144, 4096, 12, 335.4, 1232, head_dim=128),
+    _blocks("moba", 524288, 4096, 12, 713.3, 2608, head_dim=128),
+    _blocks("moba", 1048576, 4096, 12, 1474, 5389, head_dim=128),
+    _blocks("moba", 131072, 128, 8, 14.66, 31.14),
+    _blocks("moba", 65536, 4096, 12, 42.15, 139.4),
+    _blocks("moba_v1", 8192, 512, 3, 7.124, 14.8),
+    _blocks("moba_v1", 32768, 512, 3, 12.35, 35.42),
+    _blocks("moba_v1", 131072, 512, 3, 17.03, 66.46),
+    _blocks("moba_v05", 8192, 512, 3, 9.133, 17.93),
+    _blocks("moba_v05", 32768, 512, 3, 15.69, 41.63),
+    _blocks("moba_v05", 131072, 512, 3, 24.71, 82.67),
+    _other("nsa", 8192, 9.589, 14.8),
+    _other("nsa", 32768, 15.29, 37.18),
+    _other("nsa", 131072, 82.0, 185.3),
+    _other("infllm_v2", 8192, 1.002, 3.096),
+    _other("infllm_v2", 32768, 24.23, 65.36),
+    _other("infllm_v2", 131072, 165.2, 371.6),
+    _gate("seer", "sparse", 8192, 13.48, 19.71),
+    _gate("seer", "sparse", 32768, 12.34, 30.21),
+    _gate("seer", "sparse", 131072, 49.98, 119.5),
+    _gate("seer", "warmup", 8192, 4.891, 8.916),
+    _gate("seer", "warmup", 32768, 23.12, 51.3),
+    _gate("seer", "warmup", 131072, 336.5, 760.4),
+    _gate("msa", "sparse", 8192, 9.959, 14.24),
+    _gate("msa", "sparse", 32768, 17.86, 32.88),
+    _gate("msa", "sparse", 131072, 154.2, 212.1),
+    _gate("msa", "warmup", 8192, 2.556, 7.034),
+    _gate("msa", "warmup", 32768, 29.79, 87.01),
+    _gate("msa", "warmup", 131072, 474.7, 1375),
+    _other("moa", 8192, 7.956, 21.39),
+    _other("moa", 32768, 22.1, 57.82),
+    _other("moa", 131072, 55.66, 150.6),
+    _other("lightning", 8192, 1.113, 3.788),
+    _other("lightning", 32768, 1.54, 6.35),
+    _other("lightning", 131072, 5.528, 21.02),
+    _other("kda", 8192, 3.784, 8.8),
+    _other("kda", 32768, 6.671, 22.81),
+)
+
+
+_MEASURED_MODEL = ModelConfig(
+    vocab_size=2, hidden_size=2048, intermediate_size=1, layers=1, heads=32, kv_heads=8, head_dim=64
+)
+
+
+class AttentionRate(NamedTuple):
+    """Operations per second of a layer's attention on one H200."""
+
+    forward: float
+    both: float
+    """Forward and backward together."""
+
+
+@cache
+def attention_rate(layer: LayerAttention, head_dim: int, tokens: int) -> AttentionRate:
+    """The rate of a layer with heads of this width in sequences of `tokens` tokens.
+
+    MEASURED lists the lengths of a kind's rows in ascending order. Raises PlanError for a kind that was never measured.
+    """
+    rows = [row for row in MEASURED if row.kind == layer.kind]
+    if not rows:
+        raise PlanError(
+            f"attention kind {layer.kind!r} has no measured time, so no step with it can be predicted; allowed: "
+            f"{', '.join(dict.fromkeys(row.kind for row in MEASURED))}"
+        )
+    nearest = min(rows, key=lambda row: _distance(row, layer, head_dim))
+    rows = [row for row in rows if (row.options, row.head_dim) == (nearest.options, nearest.head_dim)]
+    below = next((row for row in reversed(rows) if row.tokens <= tokens), rows[0])
+    above = next((row for row in rows if row.tokens >= tokens), rows[-1])
+    share = math.log(tokens / below.tokens, above.tokens / below.tokens) if above.tokens > below.tokens else 0.0
+    low, high = (_row_rate(row, layer) for row in (below, above))
+    return AttentionRate(low.forward + share * (high.forward - low.forward), low.both + share * (high.both - low.both))
+
+
+def _distance(row: MeasuredLayer, layer: LayerAttention, head_dim: int) -> float:
+    """How much a row's options and head width differ from a layer's: 1 for each doubling, and for each other word."""
+    distance = abs(math.log2(row.head_dim / head_dim))
+    for name, value in row.options.items():
+        given = getattr(layer.options, name)
+        if isinstance(value, int):
+            distance += abs(math.log2(given / value))
+        else:
+            distance += given != value
+    return distance
+
+
+def _row_rate(row: MeasuredLayer, layer: LayerAttention) -> AttentionRate:
+    measured = LayerAttention(row.kind, layer.options.model_copy(update=dict(row.options)))
+    flops = layer_flops(_MEASURED_MODEL.model_copy(update={"head_dim": row.head_dim}), measured, [row.tokens])
+    return AttentionRate(flops / 3 / (row.forward_ms / 1e3), flops / (row.both_ms / 1e3))
