@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from data_tools import cli_corpus
 from moba_train.commands import command_group, parse_length
 
 SHOWN_RECORDS = 20
@@ -362,3 +363,7 @@ def sft(
         loss_tokens = result.loss_tokens[prefix]
         with_loss = f"{loss_tokens:,} with loss ({loss_tokens / max(corpus.tokens, 1):.2%})"
         typer.echo(f"{prefix}: {corpus.documents:,} conversations, {corpus.tokens:,} tokens, {with_loss}")
+
+
+app.command()(cli_corpus.corpus)
+app.command()(cli_corpus.excerpt)
