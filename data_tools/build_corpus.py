@@ -92,25 +92,40 @@ def _gather(sources: Sequence[Source], work: Path, holdout: float) -> dict[str, 
         earlier = [digest for report in reports.values() for digest in report.digests]
         reports[source.name] = read_report(work, source.name) or gather_files(source, work, holdout, earlier)
     for split in SPLITS if holdout else SPLITS[:1]:
-        if not any(report.paths[split] for report in reports.values()):
+        if not any(report.files(split) for report in reports.values()):
             raise DataError(
                 f"no folder of {', '.join(reports)} falls into {split!r} with --holdout {holdout}; give another share, "
-                "or sources with more folders"
+                "or sources with more and smaller folders"
             )
     return reports
 
 
 def _train_tokenizer(reports: dict[str, FileReport], work: Path, model: Path, vocab_size: int) -> None:
-    """Write `sample.jsonl`, a sample of the training files, and train the tokenizer on it."""
-    sample = work / "sample.jsonl"
-    if not sample.exists():
-        fraction = SAMPLE_BYTES / max(sum(report.bytes["train"] for report in reports.values()), 1)
-        with writing_file(sample) as stream:
-            for name in reports:
-                with files_of(work, name, "train").open("rb") as lines:
-                    stream.writelines(line for line in lines if hash_fraction(line, "sample") < fraction)
+    """Write a sample of the training files, and train the tokenizer on it."""
+    fraction = SAMPLE_BYTES / max(sum(report.bytes("train") for report in reports.values()), 1)
+    _copy_texts(reports, work, "train", fraction)
     if not model.exists():
-        train_tokenizer([str(sample)], model, vocab_size, "text")
+        train_tokenizer([str(_texts(work, "train"))], model, vocab_size, "text")
+
+
+def _texts(work: Path, split: str) -> Path:
+    """The file of `_copy_texts`."""
+    return work / f"texts-{split}.jsonl"
+
+
+def _copy_texts(reports: dict[str, FileReport], work: Path, split: str, fraction: float) -> None:
+    """Copy the lines of a split's files, or of about this fraction of them, unless that was done earlier."""
+    if _texts(work, split).exists():
+        return
+    with writing_file(_texts(work, split)) as stream:
+        for name, report in reports.items():
+            wanted = set(report.files(split))
+            with files_of(work, name).open("rb") as lines:
+                stream.writelines(
+                    line
+                    for file, line in enumerate(lines)
+                    if file in wanted and hash_fraction(line, "sample") < fraction
+                )
 
 
 def _write_corpora(
@@ -119,6 +134,7 @@ def _write_corpora(
     """Write all corpora; returns the manifest."""
     encoder = load_encoder(str(folder / TOKENIZER))
     tokens, documents, left_out = _documents(reports, work, folder, options, workers)
+    _copy_texts(reports, work, "valid", 1)
     recall = _recall(documents, work, encoder, options, workers)
     contents: dict[str, Contents] = {
         split: {name: (tokens, parts) for name, parts in by_source.items()} for split, by_source in documents.items()
@@ -126,8 +142,12 @@ def _write_corpora(
     for split, found in recall.items():
         contents.setdefault("train" if split == "train" else RECALL_VALID, {})["recall"] = found
     sources: dict[str, Any] = {
-        name: {"files": {split: len(paths) for split, paths in report.paths.items()}}
-        | {"bytes": report.bytes, "left_out": report.left_out, "tokens_left_out": left_out[name]}
+        name: {
+            "files": {split: len(report.files(split)) for split in SPLITS},
+            "bytes": {split: report.bytes(split) for split in SPLITS},
+            "left_out": report.left_out,
+            "tokens_left_out": left_out[name],
+        }
         for name, report in reports.items()
     }
     corpora = {
@@ -150,19 +170,22 @@ def _documents(
     reports: dict[str, FileReport], work: Path, folder: Path, options: CorpusOptions, workers: int
 ) -> tuple[IndexedDataset, dict[str, dict[str, list[Document]]], dict[str, int]]:
     """The tokens of all files; the documents by split and source; tokens that are in no document, by source."""
-    files = [(split, name) for split in SPLITS for name, report in reports.items() if report.paths[split]]
-    tokens = _tokenize([files_of(work, name, split) for split, name in files], work / "tokens", folder, workers)
-    documents: dict[str, dict[str, list[Document]]] = {split: {} for split, _ in files}
+    tokens = _tokenize([files_of(work, name) for name in reports], work / "tokens", folder, workers)
+    documents: dict[str, dict[str, list[Document]]] = {}
     left_out = dict.fromkeys(reports, 0)
     first = 0
-    for split, name in files:
-        paths = reports[name].paths[split]
-        lengths = tokens.document_lengths[first : first + len(paths)].tolist()
-        # One token less each: the end of the document is added.
-        found, short = group_files(paths, lengths, options.min_tokens - 1, options.max_tokens - 1)
-        documents[split][name] = [[part._replace(file=first + part.file) for part in parts] for parts in found]
-        left_out[name] += short
-        first += len(paths)
+    for name, report in reports.items():
+        for split in SPLITS:
+            if files := report.files(split):
+                paths = [report.paths[file] for file in files]
+                lengths = tokens.document_lengths[[first + file for file in files]].tolist()
+                # One token less each: the end of the document is added.
+                found, short = group_files(paths, lengths, options.min_tokens - 1, options.max_tokens - 1)
+                documents.setdefault(split, {})[name] = [
+                    [part._replace(file=first + files[part.file]) for part in parts] for parts in found
+                ]
+                left_out[name] += short
+        first += len(report.paths)
     assert first == tokens.documents
     for split in SPLITS if options.holdout else SPLITS[:1]:
         if not any(documents[split].values()):
@@ -179,19 +202,26 @@ def _recall(
     """Synthetic documents by split, with passages of its own files; without a share, none."""
     if not options.recall_share:
         return {}
-    sample = work / "sample.jsonl"
-    ratio = characters_per_token(sample, work / "probe.jsonl", encoder)
-    found = {}
-    for split in documents:
-        parts = itertools.chain(*itertools.chain(*documents[split].values()))
+    ratio = characters_per_token(_texts(work, "train"), work / "probe.jsonl", encoder)
+    files = []
+    sizes = {}
+    for split, by_source in documents.items():
+        parts = itertools.chain(*itertools.chain(*by_source.values()))
         real = sum(part.stop - part.start for part in parts)
         wanted = real * options.recall_share / (1 - options.recall_share)
-        least = 1 if split == "train" else RECALL_VALID_DOCUMENTS
-        texts = [sample] if split == "train" else [files_of(work, name, "valid") for name in documents[split]]
-        files = write_recall(texts, work, split, wanted, least, ratio, options)
-        tokens = _tokenize(files, work / f"recall-{split}", work.parent, workers)
-        lengths = tokens.document_lengths.tolist()
-        found[split] = tokens, [[FilePart(index, 0, length)] for index, length in enumerate(lengths)]
+        sizes[split] = options.recall_documents(wanted, 1 if split == "train" else RECALL_VALID_DOCUMENTS)
+        files += write_recall(_texts(work, split), work, split, sizes[split], ratio, options.seed)
+    tokens = _tokenize(files, work / "recall", work.parent, workers)
+    found = {}
+    index = itertools.count()
+    for split, documents_of_length in sizes.items():
+        lengths = [length for length, count in documents_of_length.items() for _ in range(count)]
+        # The texts are a little longer; the documents end with a token of their own.
+        parts_of = ((next(index), length - 1) for length in lengths)
+        found[split] = (
+            tokens,
+            [[FilePart(file, 0, min(int(tokens.document_lengths[file]), stop))] for file, stop in parts_of],
+        )
     return found
 
 

@@ -1,9 +1,9 @@
-"""The files of one source as JSON lines: text only, each content once, split by folder into training and validation."""
+"""The files of one source as JSON lines: text only, each content once; and the folders that are held out."""
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,27 +18,37 @@ SPLITS = ("train", "valid")
 FILE_BYTES = 4 * MIB
 """Longest file: longer ones are tables that a program wrote."""
 HELD_OUT_DEPTH = 4
-"""Folders of this depth, such as drivers/net/ethernet/intel, are held out as a whole; files above them, by the folder
-that they are in."""
+"""Folders of this depth, such as drivers/net/ethernet/intel, are held out with all that is below them. Files above are
+held out with the others of their folder."""
 
 
 @dataclass
 class FileReport:
     """What was read of a source. Written last, it marks the files of the source as complete."""
 
-    paths: dict[str, list[str]] = field(default_factory=lambda: {split: [] for split in SPLITS})
-    """By split, the path of the file in each line, inside the source."""
-    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    """By split, size of the text."""
+    paths: list[str] = field(default_factory=list)
+    """Path of the file in each line, inside the source."""
+    sizes: list[int] = field(default_factory=list)
+    """Its size in bytes."""
     digests: list[str] = field(default_factory=list)
-    """Hashes of the contents, of both splits."""
+    """Hash of its content."""
+    held_out: list[bool] = field(default_factory=list)
+    """Whether it belongs to validation."""
     left_out: dict[str, int] = field(default_factory=dict)
     """Number of files that were not taken, by reason."""
 
+    def files(self, split: str) -> list[int]:
+        """Lines of the files of a split, in ascending order."""
+        return [file for file, held_out in enumerate(self.held_out) if held_out == (split == "valid")]
 
-def files_of(folder: Path, source: str, split: str) -> Path:
-    """The JSON lines of one split of a source."""
-    return folder / f"{source}-{split}.jsonl"
+    def bytes(self, split: str) -> int:
+        """Size of the files of a split."""
+        return sum(self.sizes[file] for file in self.files(split))
+
+
+def files_of(folder: Path, source: str) -> Path:
+    """The JSON lines of a source."""
+    return folder / f"{source}.jsonl"
 
 
 def read_report(folder: Path, source: str) -> FileReport | None:
@@ -48,9 +58,9 @@ def read_report(folder: Path, source: str) -> FileReport | None:
 
 
 def gather_files(source: Source, folder: Path, holdout: float, earlier: Collection[str]) -> FileReport:
-    """Write the files of a source as JSON lines with `text` into `folder`, one file of lines for each split.
+    """Write the files of a source as JSON lines with `text` into `folder`.
 
-    holdout  share of the folders that goes to validation, chosen by a hash of their paths
+    holdout  share of the text that goes to validation
     earlier  digests of the files of other sources: equal files are left out
 
     A text begins with a line that names the file. Raises DataError when the source cannot be read.
@@ -59,7 +69,7 @@ def gather_files(source: Source, folder: Path, holdout: float, earlier: Collecti
     left_out: Counter[str] = Counter()
     seen = set(earlier)
     with ExitStack() as stack:
-        outputs = {split: stack.enter_context(writing_file(files_of(folder, source.name, split))) for split in SPLITS}
+        output = stack.enter_context(writing_file(files_of(folder, source.name)))
         progress = stack.enter_context(ByteProgress(f"read {source.name}", max(source.total, 1)))
         for path, content, consumed in source.read():
             progress.advance(consumed)
@@ -69,21 +79,31 @@ def gather_files(source: Source, folder: Path, holdout: float, earlier: Collecti
                 left_out[reason] += 1
                 continue
             seen.add(digest)
-            split = SPLITS[is_held_out(source.name, path, holdout)]
             line = f"=== {path} ===\n{text}" + ("" if content.endswith(b"\n") else "\n")
-            outputs[split].write(json.dumps({"text": line}).encode() + b"\n")
-            report.paths[split].append(path)
-            report.bytes[split] += len(content)
+            output.write(json.dumps({"text": line}).encode() + b"\n")
+            report.paths.append(path)
+            report.sizes.append(len(content))
             report.digests.append(digest)
+    report.held_out = hold_out(source.name, report.paths, report.sizes, holdout)
     report.left_out = dict(left_out)
     replace_file(_report_file(folder, source.name), json.dumps(asdict(report)).encode())
     return report
 
 
-def is_held_out(source: str, path: str, holdout: float) -> bool:
-    """Whether a file goes to validation: with all others of its folder, and of folders below `HELD_OUT_DEPTH`."""
-    folder = "/".join(path.split("/")[:-1][:HELD_OUT_DEPTH])
-    return hash_fraction(f"{source}/{folder}".encode(), "held-out folder") < holdout
+def hold_out(source: str, paths: Sequence[str], sizes: Sequence[int], holdout: float) -> list[bool]:
+    """Whether each file goes to validation: folders in the order of a hash of their path, as long as they fit into the
+    share `holdout` of the bytes."""
+    folders = ["/".join(path.split("/")[:-1][:HELD_OUT_DEPTH]) for path in paths]
+    of_folder: Counter[str] = Counter()
+    for folder, size in zip(folders, sizes, strict=True):
+        of_folder[folder] += size
+    room = holdout * sum(sizes)
+    held_out = set()
+    for folder in sorted(of_folder, key=lambda name: hash_fraction(f"{source}/{name}".encode(), "held-out folder")):
+        if of_folder[folder] <= room:
+            room -= of_folder[folder]
+            held_out.add(folder)
+    return [folder in held_out for folder in folders]
 
 
 def _reason(content: bytes, text: str | None, duplicate: bool) -> str | None:

@@ -18,7 +18,7 @@ class CorpusOptions:
     """Share of synthetic recall documents in the training tokens."""
     seed: int = 0
 
-    @property
-    def recall_lengths(self) -> tuple[int, ...]:
-        """Lengths of recall documents, in tokens; each gets the same number of tokens."""
-        return (max(self.min_tokens // 4, 1), self.min_tokens, 4 * self.min_tokens)
+    def recall_documents(self, tokens: float, least: int) -> dict[int, int]:
+        """Recall documents by length in tokens: `tokens` in equal shares of three lengths, `least` of each at least."""
+        lengths = (max(self.min_tokens // 4, 1), self.min_tokens, 4 * self.min_tokens)
+        return {length: max(round(tokens / len(lengths) / length), least) for length in lengths}

@@ -1,14 +1,17 @@
 """The synthetic share of a corpus: documents whose end can be predicted only by recall of their beginning."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from data_tools.corpus_options import CorpusOptions
 from data_tools.encoders import Encoder
 from data_tools.long_range import RECALL_WEIGHTS, write_long_range
 
 PROBE_CHARACTERS = 200_000
+"""Length of the document that shows how many characters a token has."""
+
+MARGIN = 1.1
+"""By how much texts are longer than is asked for, because this number varies."""
 
 
 def characters_per_token(texts: Path, probe: Path, encoder: Encoder) -> float:
@@ -19,23 +22,24 @@ def characters_per_token(texts: Path, probe: Path, encoder: Encoder) -> float:
 
 
 def write_recall(
-    texts: Sequence[Path], folder: Path, split: str, tokens: float, least: int, ratio: float, options: CorpusOptions
+    texts: Path, folder: Path, split: str, documents: Mapping[int, int], ratio: float, seed: int
 ) -> list[Path]:
-    """Write about `tokens` tokens of recall documents, a file for each length, where they are not complete already.
+    """Write recall documents, a file for each length, where it is not complete already; returns the files. Nearly all
+    documents have a little more than that length, so that they can be cut to it.
 
-    texts  JSON lines that passages are taken from
-    least  documents of each length, at least
-    ratio  characters per token
+    texts      JSON lines that passages are taken from
+    documents  number of documents by length in tokens
+    ratio      characters per token
 
-    Returns the files. Raises DataError when no text is long enough to take passages from.
+    Raises DataError when no text is long enough to take passages from.
     """
     files = []
-    for length in options.recall_lengths:
+    for length, count in documents.items():
         file = folder / f"recall-{split}-{length}.jsonl"
         files.append(file)
         if not file.exists():
-            documents = max(round(tokens / len(options.recall_lengths) / length), least)
-            seed = f"{options.seed}/{split}/{length}"
-            inputs = [str(text) for text in texts]
-            write_long_range(inputs, file, documents, round(length * ratio), seed, weights=RECALL_WEIGHTS)
+            own_seed = f"{seed}/{split}/{length}"
+            write_long_range(
+                [str(texts)], file, count, round(length * ratio * MARGIN), own_seed, weights=RECALL_WEIGHTS
+            )
     return files
