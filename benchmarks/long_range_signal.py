@@ -167,7 +167,13 @@ def summary(
     for context, own in zip(contexts, losses, strict=True):
         loss, error = clustered(own, documents)
         gap, gap_error = clustered(own - losses[-1], documents)
-        numbers = {"loss": loss, "loss_error": error, "above_longest": gap, "above_longest_error": gap_error}
+        numbers = {
+            "longest": contexts[-1],
+            "loss": loss,
+            "loss_error": error,
+            "above_longest": gap,
+            "above_longest_error": gap_error,
+        }
         rows.append({"context": context} | {key: None if np.isnan(value) else value for key, value in numbers.items()})
     return rows
 
@@ -209,8 +215,10 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def _cell(row: Mapping[str, Any]) -> str:
-    gap = f" (+{row['above_longest']:.4f} ± {row['above_longest_error'] or float('nan'):.4f})"
-    return f"{row['loss']:.4f}{gap if row['above_longest'] else ''}"
+    if row["context"] == row["longest"]:
+        return f"{row['loss']:.4f}"
+    error = "" if row["above_longest_error"] is None else f" ± {row['above_longest_error']:.4f}"
+    return f"{row['loss']:.4f} ({row['above_longest']:+.4f}{error})"
 
 
 def draw(source: Path, plot: Path) -> None:

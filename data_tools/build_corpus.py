@@ -29,7 +29,7 @@ from data_tools.corpus_recall import characters_per_token, write_recall
 from data_tools.corpus_sources import Source
 from data_tools.encoders import Encoder, load_encoder
 from data_tools.holdout import hash_fraction
-from data_tools.outputs import corpus_prefixes, locked_folder, replace_file, write_errors, writing_file
+from data_tools.outputs import already_made, corpus_prefixes, locked_folder, replace_file, write_errors, writing_file
 from data_tools.parts import TokenizeOptions
 from data_tools.tokenize_corpus import tokenize_corpus
 from data_tools.train_tokenizer import train_tokenizer
@@ -56,10 +56,12 @@ def build_corpus(sources: Sequence[Source], output: str | Path, options: CorpusO
     work = folder / "work"
     with write_errors(folder), locked_folder(work):
         if not (folder / MANIFEST).exists():
+            for corpus in ("train", "valid", RECALL_VALID):
+                already_made([str(folder / corpus)], _fingerprint(corpus, settings))
             _check_settings(work / "settings.json", settings)
             replace_file(work / "settings.json", json.dumps(settings).encode())
             reports = _gather(sources, work, options.holdout)
-            _train_tokenizer(reports, work, folder / TOKENIZER, options.vocab_size)
+            _train_tokenizer(reports, work, options.vocab_size)
             manifest = _write_corpora(reports, work, folder, options, settings, workers)
             replace_file(folder / MANIFEST, json.dumps(manifest, indent=1).encode() + b"\n")
         _empty(work)
@@ -100,12 +102,12 @@ def _gather(sources: Sequence[Source], work: Path, holdout: float) -> dict[str, 
     return reports
 
 
-def _train_tokenizer(reports: dict[str, FileReport], work: Path, model: Path, vocab_size: int) -> None:
+def _train_tokenizer(reports: dict[str, FileReport], work: Path, vocab_size: int) -> None:
     """Write a sample of the training files, and train the tokenizer on it."""
     fraction = SAMPLE_BYTES / max(sum(report.bytes("train") for report in reports.values()), 1)
     _copy_texts(reports, work, "train", fraction)
-    if not model.exists():
-        train_tokenizer([str(_texts(work, "train"))], model, vocab_size, "text")
+    if not (work / TOKENIZER).exists():
+        train_tokenizer([str(_texts(work, "train"))], work / TOKENIZER, vocab_size, "text")
 
 
 def _texts(work: Path, split: str) -> Path:
@@ -132,8 +134,8 @@ def _write_corpora(
     reports: dict[str, FileReport], work: Path, folder: Path, options: CorpusOptions, settings: Any, workers: int
 ) -> dict[str, Any]:
     """Write all corpora; returns the manifest."""
-    encoder = load_encoder(str(folder / TOKENIZER))
-    tokens, documents, left_out = _documents(reports, work, folder, options, workers)
+    encoder = load_encoder(str(work / TOKENIZER))
+    tokens, documents, left_out = _documents(reports, work, options, workers)
     _copy_texts(reports, work, "valid", 1)
     recall = _recall(documents, work, encoder, options, workers)
     contents: dict[str, Contents] = {
@@ -153,6 +155,7 @@ def _write_corpora(
     corpora = {
         corpus: _write_corpus(folder / corpus, content, encoder, settings) for corpus, content in contents.items()
     }
+    replace_file(folder / TOKENIZER, (work / TOKENIZER).read_bytes())
     return {
         "id": corpus_id(corpora),
         "settings": settings,
@@ -167,10 +170,10 @@ Contents = dict[str, tuple[IndexedDataset, list[Document]]]
 
 
 def _documents(
-    reports: dict[str, FileReport], work: Path, folder: Path, options: CorpusOptions, workers: int
+    reports: dict[str, FileReport], work: Path, options: CorpusOptions, workers: int
 ) -> tuple[IndexedDataset, dict[str, dict[str, list[Document]]], dict[str, int]]:
     """The tokens of all files; the documents by split and source; tokens that are in no document, by source."""
-    tokens = _tokenize([files_of(work, name) for name in reports], work / "tokens", folder, workers)
+    tokens = _tokenize([files_of(work, name) for name in reports], work, "tokens", workers)
     documents: dict[str, dict[str, list[Document]]] = {}
     left_out = dict.fromkeys(reports, 0)
     first = 0
@@ -211,7 +214,7 @@ def _recall(
         wanted = real * options.recall_share / (1 - options.recall_share)
         sizes[split] = options.recall_documents(wanted, 1 if split == "train" else RECALL_VALID_DOCUMENTS)
         files += write_recall(_texts(work, split), work, split, sizes[split], ratio, options.seed)
-    tokens = _tokenize(files, work / "recall", work.parent, workers)
+    tokens = _tokenize(files, work, "recall", workers)
     found = {}
     index = itertools.count()
     for split, documents_of_length in sizes.items():
@@ -225,10 +228,11 @@ def _recall(
     return found
 
 
-def _tokenize(files: Sequence[Path], output: Path, folder: Path, workers: int) -> IndexedDataset:
-    """The tokens of each text, without a mark of its end, as the documents of a dataset."""
-    options = TokenizeOptions(str(folder / TOKENIZER), "text", append_eos=False, holdout=0.0, fail_on_error=True)
-    return tokenize_corpus(list(map(str, files)), str(output), options, workers).corpora[str(output)]
+def _tokenize(files: Sequence[Path], work: Path, name: str, workers: int) -> IndexedDataset:
+    """The tokens of each text, without a mark of its end, as the documents of a dataset in `work`."""
+    options = TokenizeOptions(str(work / TOKENIZER), "text", append_eos=False, holdout=0.0, fail_on_error=True)
+    output = str(work / name)
+    return tokenize_corpus(list(map(str, files)), output, options, workers).corpora[output]
 
 
 def _write_corpus(prefix: Path, contents: Contents, encoder: Encoder, settings: Any) -> dict[str, Any]:
@@ -241,7 +245,7 @@ def _write_corpus(prefix: Path, contents: Contents, encoder: Encoder, settings: 
         "tokenizer_sha256": encoder.sha256,
         "bos_id": None,
         "eos_id": encoder.eos_id,
-        "work": hashlib.sha256(json.dumps([prefix.name, settings]).encode()).hexdigest(),
+        "work": _fingerprint(prefix.name, settings),
     }
     sources = {}
     with IndexedDatasetWriter(prefix, dtype, info) as writer:
@@ -251,6 +255,11 @@ def _write_corpus(prefix: Path, contents: Contents, encoder: Encoder, settings: 
                 writer.add_document(np.concatenate([*(tokens.document(*part) for part in parts), eos]))
             sources[name] = {"documents": writer.documents - before[0], "tokens": writer.tokens - before[1]}
     return about_corpus(IndexedDataset(prefix)) | {"sources": sources}
+
+
+def _fingerprint(corpus: str, settings: dict[str, Any]) -> str:
+    """The `work` of a sidecar."""
+    return hashlib.sha256(json.dumps([corpus, settings]).encode()).hexdigest()
 
 
 def _empty(work: Path) -> None:

@@ -252,6 +252,9 @@ def stats(
             help="Training length that splits documents, with --block-size",
         ),
     ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Show how far back runs of this many tokens repeat inside documents")
+    ] = None,
     plot: Annotated[str | None, typer.Option(help=".png, .svg or .pdf file to draw the lengths into")] = None,
 ) -> None:
     """Show the number of documents and tokens in each corpus, and the distribution of document lengths."""
@@ -265,6 +268,10 @@ def stats(
     console.print(summary_table(corpora))
     if block_size is not None:
         console.print(sparsity_table(corpora, block_size, topk, seq_len))
+    if repeats is not None:
+        from data_tools.repeats import repeats_table
+
+        console.print(repeats_table(corpora, repeats))
     for corpus in corpora:
         console.print(histogram_table(corpus))
     if plot is not None:

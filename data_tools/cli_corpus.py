@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moba_train.commands import parse_length
+from moba_train.commands import parse_budget, parse_length
 from moba_train.errors import DataError
 
 
@@ -24,7 +24,7 @@ def corpus(
     ] = Path("/"),
     vocab_size: Annotated[int, typer.Option(min=300, help="Token ids of the tokenizer")] = 16384,
     holdout: Annotated[
-        float, typer.Option(min=0, max=0.5, help="Share of the folders that is kept for validation")
+        float, typer.Option(min=0, max=0.5, help="Share of the text of each source for validation, in whole folders")
     ] = 0.02,
     min_tokens: Annotated[
         int, typer.Option(parser=parse_length, metavar="TOKENS", help="Shortest document of real text")
@@ -61,11 +61,11 @@ def excerpt(
     folder: Annotated[Path, typer.Argument(metavar="CORPUS", help="Folder that `moba-data corpus` wrote")],
     output: Annotated[str, typer.Option("--output", "-o", help="Folder to write")],
     tokens: Annotated[
-        int, typer.Option(parser=parse_length, metavar="TOKENS", help="Training tokens to take, at most")
-    ] = 32 << 20,
+        int, typer.Option(parser=parse_budget, metavar="TOKENS", help="Training tokens to take, at most")
+    ] = 60_000_000,
     valid_tokens: Annotated[
-        int, typer.Option(parser=parse_length, metavar="TOKENS", help="Tokens of each other corpus to take, at most")
-    ] = 2 << 20,
+        int, typer.Option(parser=parse_budget, metavar="TOKENS", help="Tokens of each other corpus to take, at most")
+    ] = 2_000_000,
 ) -> None:
     """Take some documents of a corpus, chosen by a hash, for a machine that the whole corpus is too large for."""
     from data_tools.excerpt import take_excerpt

@@ -9,7 +9,7 @@ class CorpusOptions:
 
     vocab_size: int = 16384
     holdout: float = 0.02
-    """Share of the folders that goes to validation."""
+    """Share of the text of each source that goes to validation, in whole folders; at most."""
     min_tokens: int = 32768
     """Length of the shortest document of real text."""
     max_tokens: int = 524288

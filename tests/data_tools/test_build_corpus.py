@@ -141,12 +141,16 @@ def test_lengths_and_shares_are_those_asked_for_and_the_manifest_counts_them(bui
     assert train["sources"]["recall"]["tokens"] / train["tokens"] == pytest.approx(0.2, abs=0.01)
     recall = documents(built, "recall-valid")
     assert len(recall) >= 24
-    text = "".join(recall)
-    for name, number in re.findall(r"what is the number of the (.*)\? (\d+)\n", text):
-        assert f"the number of the {name} is {number}\n" in text
     held_out = "".join(files_in(documents(built, "valid")).values())
-    passages = [passage[:200] for passage in re.findall(r"### passage \d+\n(.{200,})\n", text)]
-    assert all(passage in held_out for passage in passages)
+    answers = 0
+    for text in recall:
+        passages = re.findall(r"### passage \d+\n(.{200,}?)\n\n###", text, re.DOTALL)
+        assert all(passage in held_out for passage in passages)
+        for name, number in re.findall(r"what is the number of the (.*)\? (\d+)\n", text):
+            answers += 1
+            assert f"the number of the {name} is {number}\n" in text
+    assert answers > 5
+    assert any("### passage 1\n" in text for text in recall)
 
 
 def test_variables_have_the_values_of_their_chains(built: Path) -> None:
@@ -235,6 +239,16 @@ def test_what_cannot_work_is_said(root: Path, tmp_path: Path, arguments: list[st
     done = moba_data("corpus", "--output", tmp_path / "out", "--root", root, *OPTIONS, *arguments)
     assert done.exit_code == 2
     assert message in re.sub(r"\s+", " ", done.output)
+
+
+def test_corpora_of_other_work_are_not_overwritten(built: Path, root: Path, tmp_path: Path) -> None:
+    shutil.copytree(built, tmp_path / "corpus")
+    (tmp_path / "corpus" / "manifest.json").unlink()
+    before = contents(tmp_path / "corpus")
+    done = moba_data("corpus", "--output", tmp_path / "corpus", "--root", root, *OPTIONS, "--seed", "1")
+    assert done.exit_code == 2
+    assert "was made from other input or with other options" in re.sub(r"\s+", " ", done.output)
+    assert contents(tmp_path / "corpus") == before
 
 
 def test_a_damaged_tarball_is_named(root: Path, tmp_path: Path) -> None:
