@@ -12,6 +12,8 @@ from moba_train.data.indexed import IndexedDataset
 
 DISTANCES = (512, 2048, 8192, 32768, 131072)
 """Upper bounds of the ranges of distances, in tokens."""
+MOST_TOKENS = 16 << 20
+"""Tokens that tables are made from, of larger corpora."""
 
 
 def repeat_shares(corpus: IndexedDataset, length: int, most_tokens: int) -> npt.NDArray[np.float64]:
@@ -44,7 +46,7 @@ def nearest_repeats(tokens: npt.NDArray[Any], length: int) -> npt.NDArray[np.int
     return (order[1:] - order[:-1])[same]
 
 
-def repeats_table(corpora: Sequence[IndexedDataset], length: int, most_tokens: int = 16 << 20) -> Table:
+def repeats_table(corpora: Sequence[IndexedDataset], length: int) -> Table:
     """One row per corpus: `repeat_shares`."""
     table = Table(title=f"tokens that end a run of {length} tokens which occurred before in the document, by distance")
     table.add_column("corpus", overflow="fold")
@@ -52,5 +54,5 @@ def repeats_table(corpora: Sequence[IndexedDataset], length: int, most_tokens: i
         table.add_column(f"<= {format_count(bound, 1024)}", justify="right")
     table.add_column("farther", justify="right")
     for corpus in corpora:
-        table.add_row(corpus.prefix, *(f"{share:.2%}" for share in repeat_shares(corpus, length, most_tokens)))
+        table.add_row(corpus.prefix, *(f"{share:.2%}" for share in repeat_shares(corpus, length, MOST_TOKENS)))
     return table
