@@ -8,7 +8,7 @@ from typing import Any
 
 from data_tools.corpus_manifest import MANIFEST, TOKENIZER, about_corpus, corpus_id, read_manifest
 from data_tools.holdout import hash_fraction
-from data_tools.outputs import corpus_prefixes, replace_file, write_errors
+from data_tools.outputs import already_made, corpus_prefixes, replace_file, write_errors
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.errors import DataError
 
@@ -66,6 +66,7 @@ def _copy(
         key: (corpus.info or {}).get(key) for key in ("vocab_size", "tokenizer", "tokenizer_sha256", "bos_id", "eos_id")
     }
     work = hashlib.sha256(json.dumps([(corpus.info or {}).get("work"), documents]).encode()).hexdigest()
+    already_made([str(prefix)], work)
     with IndexedDatasetWriter(prefix, corpus.dtype, info | {"work": work}) as writer:
         for document in documents:
             content = corpus.document(document)

@@ -58,8 +58,8 @@ def test_targets_are_the_same_and_see_no_more_than_the_context(corpus: IndexedDa
                 read = text[end - context : end]
                 positions = torch.arange(context, device=world.device)
                 logits = model(read, positions, packed_layout([context], world.device))[-4:].double()
-                expected = F.cross_entropy(logits, text[end - 3 : end + 1])
-                assert found[place] == pytest.approx(float(expected), rel=1e-5)
+                expected = F.cross_entropy(logits, text[end - 3 : end + 1]).item()
+                assert found[place] == pytest.approx(expected, rel=1e-5)
 
 
 def test_errors_take_a_document_as_one_observation() -> None:
