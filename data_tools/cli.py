@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from data_tools import cli_corpus
 from moba_train.commands import command_group, parse_length
 
 SHOWN_RECORDS = 20
@@ -251,6 +252,9 @@ def stats(
             help="Training length that splits documents, with --block-size",
         ),
     ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Show how far back runs of this many tokens repeat inside documents")
+    ] = None,
     plot: Annotated[str | None, typer.Option(help=".png, .svg or .pdf file to draw the lengths into")] = None,
 ) -> None:
     """Show the number of documents and tokens in each corpus, and the distribution of document lengths."""
@@ -264,6 +268,10 @@ def stats(
     console.print(summary_table(corpora))
     if block_size is not None:
         console.print(sparsity_table(corpora, block_size, topk, seq_len))
+    if repeats is not None:
+        from data_tools.repeats import repeats_table
+
+        console.print(repeats_table(corpora, repeats))
     for corpus in corpora:
         console.print(histogram_table(corpus))
     if plot is not None:
@@ -362,3 +370,7 @@ def sft(
         loss_tokens = result.loss_tokens[prefix]
         with_loss = f"{loss_tokens:,} with loss ({loss_tokens / max(corpus.tokens, 1):.2%})"
         typer.echo(f"{prefix}: {corpus.documents:,} conversations, {corpus.tokens:,} tokens, {with_loss}")
+
+
+app.command()(cli_corpus.corpus)
+app.command()(cli_corpus.excerpt)

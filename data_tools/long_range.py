@@ -3,7 +3,8 @@
 Real text alone is a weak test of long context: most of its tokens can be predicted from the few hundred before them. A
 document here consists of sections with headings: passages of real text, verbatim repeats of earlier passages (by
 number), notes that assign a random number to a random name, and questions about the document's notes. Repeats and
-answers refer back uniformly over the document so far, so their distances grow with the context.
+answers refer back uniformly over the document so far, so their distances grow with the context. `RECALL_WEIGHTS` adds
+variables that are assigned numbers or one another, and what their values are.
 
 With `questions`, a document becomes a conversation: the user gives the document and asks for one of its notes, then for
 others. Only the assistant's answers, a few numbers after a long document, carry loss in fine-tuning.
@@ -11,7 +12,7 @@ others. Only the assistant's answers, a few numbers after a long document, carry
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from data_tools.documents import BadRecord, EncodingErrors, read_documents
@@ -23,6 +24,8 @@ PASSAGE = (300, 1500)
 """Minimum and maximum length of a passage, in characters."""
 WEIGHTS = {"passage": 5, "repeat": 3, "note": 3, "question": 4}
 """Relative frequency of each section type."""
+RECALL_WEIGHTS = WEIGHTS | {"variable": 3, "value": 3}
+"""The same with chains of variables, for `moba-data corpus`."""
 _COLOURS = (
     "amber",
     "bronze",
@@ -58,16 +61,18 @@ def write_long_range(
     output: str | Path,
     documents: int,
     characters: int,
-    seed: int,
+    seed: int | str,
     text_key: str = "text",
     questions: int = 0,
     encoding_errors: EncodingErrors = "strict",
+    weights: Mapping[str, int] = WEIGHTS,
 ) -> list[BadRecord]:
     """Write `documents` documents of at least `characters` characters as JSON lines, from the text of `files`, and
     return the records that could not be read. The output is a pure function of the arguments.
 
     questions  0: each line has the document under `text_key`; otherwise each line is a conversation in the format
                "messages", with this many questions and answers about the document
+    weights    relative frequency of each section type
 
     Raises DataError when no text is long enough to take passages from, or `output` cannot be written.
     """
@@ -85,16 +90,21 @@ def write_long_range(
     with writing_file(output) as stream:
         for index in range(documents):
             draw = random.Random(f"{seed}/{index}")
-            stream.write((json.dumps(_record(texts, characters, questions, text_key, draw)) + "\n").encode())
+            stream.write((json.dumps(_record(texts, characters, questions, text_key, weights, draw)) + "\n").encode())
     return bad
 
 
 def _record(
-    texts: Sequence[str], characters: int, questions: int, text_key: str, draw: random.Random
+    texts: Sequence[str],
+    characters: int,
+    questions: int,
+    text_key: str,
+    weights: Mapping[str, int],
+    draw: random.Random,
 ) -> dict[str, str | list[dict[str, str]]]:
     """One record; each of `texts` must have at least `PASSAGE[1]` characters."""
     notes: dict[str, int] = {}
-    document = _document(_sections(texts, notes, questions > 0, draw), characters)
+    document = _document(_sections(texts, notes, questions > 0, weights, draw), characters)
     if not questions:
         return {text_key: document}
     messages = []
@@ -118,11 +128,18 @@ def _question(name: str) -> str:
     return f"what is the number of the {name}?"
 
 
-def _sections(texts: Sequence[str], notes: dict[str, int], begin_with_note: bool, draw: random.Random) -> Iterator[str]:
+def _sections(
+    texts: Sequence[str],
+    notes: dict[str, int],
+    begin_with_note: bool,
+    weights: Mapping[str, int],
+    draw: random.Random,
+) -> Iterator[str]:
     """Yield sections without end, and add each note to `notes`."""
     passages: list[str] = []
+    variables: dict[str, int] = {}
     while True:
-        section = "note" if begin_with_note and not notes else draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        section = "note" if begin_with_note and not notes else draw.choices(list(weights), list(weights.values()))[0]
         if section == "repeat" and passages:
             number = draw.randrange(len(passages))
             yield f"\n### passage {number} again\n{passages[number]}\n"
@@ -134,9 +151,25 @@ def _sections(texts: Sequence[str], notes: dict[str, int], begin_with_note: bool
         elif section == "question" and notes:
             name = draw.choice(list(notes))
             yield f"\n### question\n{_question(name)} {notes[name]}\n"
+        elif section == "variable":
+            yield f"\n### variable\n{_assignment(variables, draw)}\n"
+        elif section == "value" and variables:
+            name = draw.choice(list(variables))
+            yield f"\n### value of {name}\n{variables[name]}\n"
         elif section == "passage":
             text = draw.choice(texts)
             length = draw.randint(*PASSAGE)
             start = draw.randrange(len(text) - length + 1)
             passages.append(text[start : start + length])
             yield f"\n### passage {len(passages) - 1}\n{passages[-1]}\n"
+
+
+def _assignment(variables: dict[str, int], draw: random.Random) -> str:
+    """Assign a number to a variable, or more often the value of another one; a variable may be assigned to again."""
+    name = f"x{draw.randrange(1000)}"
+    if not variables or draw.random() < 1 / 3:
+        variables[name] = draw.randrange(10**4, 10**5)
+        return f"{name} = {variables[name]}"
+    other = draw.choice(list(variables))
+    variables[name] = variables[other]
+    return f"{name} = {other}"

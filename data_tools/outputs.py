@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -121,3 +122,26 @@ def already_made(prefixes: Sequence[str], work: str) -> bool:
                 )
         complete.append(exists)
     return all(complete)
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Create a folder of parts of an output, lock it against other processes, and remove it if it is empty in the end.
+
+    Raises DataError when another process holds the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            # The operating system releases the lock however this process ends.
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(
+                f"another process is making parts in {folder}; wait for it or choose another --output"
+            ) from error
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        os.close(handle)

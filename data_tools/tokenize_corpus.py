@@ -3,12 +3,10 @@
 The result depends only on the input and the options, not on the number of processes or on interruptions.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 from data_tools.documents import DOCUMENT_BYTES
 from data_tools.encoders import Encoder, load_encoder
 from data_tools.holdout import splits
-from data_tools.outputs import already_made, corpus_prefixes, list_skipped, write_errors
+from data_tools.outputs import already_made, corpus_prefixes, list_skipped, locked_folder, write_errors
 from data_tools.parts import Part, TokenizeOptions, make_parts, read_report
 from data_tools.progress import ByteProgress
 from data_tools.shards import Shard, cut_shards, shard_bytes
@@ -63,7 +61,7 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
     bad: list[str] = []
     empty = 0
     resumed = len(parts)
-    with write_errors(output), _locked(folder):
+    with write_errors(output), locked_folder(folder):
         already_complete = already_made(outputs, work)
         if not already_complete:
             _delete_parts_of_other_work(folder, work)
@@ -84,29 +82,6 @@ def _no_document(bad: Sequence[str], empty: int) -> str:
     if not bad:
         return f"the --input files hold no document: {empty:,} texts or files are empty"
     return f"none of the {len(bad):,} records can be read: {bad[0]}"
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Create the folder of parts, lock it against other processes, and remove it if it is empty in the end.
-
-    Raises DataError when another process holds the lock.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            # The operating system releases the lock however this process ends.
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(
-                f"another process is making parts in {folder}; wait for it or choose another --output"
-            ) from error
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        os.close(handle)
 
 
 def _delete_parts_of_other_work(folder: Path, work: str) -> None:

@@ -32,11 +32,20 @@ class _Commands(TyperGroup):
 
 
 def parse_length(text: str) -> int:
-    """A number of tokens on the command line, written as in recipes: 4096, 4K (K, M = 1024)."""
+    """A number of tokens on the command line, written as a length in recipes: 4096, 4K (K, M = 1024)."""
+    return _parse_tokens(text, 1024)
+
+
+def parse_budget(text: str) -> int:
+    """A number of tokens on the command line, written as a token budget in recipes: 60M, 10B (powers of 1000)."""
+    return _parse_tokens(text, 1000)
+
+
+def _parse_tokens(text: str, base: int) -> int:
     from moba_train.config.quantities import parse_number
 
     try:
-        number = parse_number(text, 1024)
+        number = parse_number(text, base)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if number < 1:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import collate
 from moba_train.data.long_documents import LongDocumentSamples, count_samples
+from moba_train.data.samples import Sample
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, never_stops
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import token_losses
@@ -147,10 +148,23 @@ class PositionWiseLoss:
         return {"mean": self.mean.tolist(), "standard_error": error}
 
 
+class SamplesOfOneLength(Protocol):
+    """What `LongDocumentSamples` offers: samples that each lie inside one document."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in a sample."""
+
+    def __len__(self) -> int: ...
+
+    def sample(self, index: int) -> Sample:
+        """Sample `index`, a single document part."""
+
+
 @torch.no_grad()
 def position_wise_loss(
     model: Transformer,
-    samples: LongDocumentSamples,
+    samples: SamplesOfOneLength,
     bucket: int,
     data_shard: DataShard,
     device: torch.device,

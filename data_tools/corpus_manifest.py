@@ -1,0 +1,88 @@
+"""The manifest of a corpus of long documents: what it was made of, and the name by which result files refer to it."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from data_tools.stats import length_histogram
+from moba_train.data.indexed import IndexedDataset
+from moba_train.errors import DataError
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.model"
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a complete corpus. Raises DataError when there is none."""
+    try:
+        found: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+    except OSError as error:
+        raise DataError(f"{folder} has no complete corpus: no {MANIFEST} ({error.strerror})") from error
+    except ValueError as error:
+        raise DataError(f"{folder / MANIFEST} is not JSON ({error}); make the corpus again") from error
+    return found
+
+
+def about_corpus(corpus: IndexedDataset) -> dict[str, Any]:
+    """Numbers and hashes of a corpus that our tools wrote, and its documents by length: see `length_histogram`."""
+    info = corpus.info or {}
+    return {
+        **{key: info[key] for key in ("documents", "tokens", "bin_sha256", "idx_sha256")},
+        "lengths": [list(row) for row in length_histogram(corpus.document_lengths)],
+    }
+
+
+def corpus_id(corpora: Mapping[str, Mapping[str, Any]]) -> str:
+    """A name for corpora: equal where all their bytes are."""
+    hashes = {name: [about["bin_sha256"], about["idx_sha256"]] for name, about in corpora.items()}
+    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def manifest_tables(manifest: Mapping[str, Any]) -> list[Table]:
+    """What was read of each source and what it became, and the documents of each corpus by length."""
+    corpora = manifest["corpora"]
+    became = Table(title="documents and tokens by source")
+    became.add_column("source")
+    for corpus in corpora:
+        became.add_column(f"{corpus}: documents", justify="right")
+        became.add_column("tokens", justify="right")
+    for source in {source: None for about in corpora.values() for source in about["sources"]}:
+        found = [about["sources"].get(source) for about in corpora.values()]
+        cells = [f"{each[key]:,}" if each else "" for each in found for key in ("documents", "tokens")]
+        became.add_row(source, *cells)
+    became.add_section()
+    became.add_row("all", *(f"{about[key]:,}" for about in corpora.values() for key in ("documents", "tokens")))
+    return [_files_table(manifest["sources"]), became, _lengths_table(corpora)]
+
+
+def _files_table(sources: Mapping[str, Any]) -> Table:
+    table = Table(title="files read")
+    table.add_column("source")
+    for column in ("files", "held out", "MB of text", "left out, by reason", "tokens in no document"):
+        table.add_column(column, justify="right")
+    for source, about in sources.items():
+        files = about["files"]
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(about["left_out"].items()))
+        megabytes = sum(about["bytes"].values()) / 1e6
+        left_out = f"{about['tokens_left_out']:,}"
+        table.add_row(source, f"{sum(files.values()):,}", f"{files['valid']:,}", f"{megabytes:.1f}", reasons, left_out)
+    return table
+
+
+def _lengths_table(corpora: Mapping[str, Any]) -> Table:
+    table = Table(title="documents by length, and their share of the tokens")
+    table.add_column("up to", justify="right")
+    for corpus in corpora:
+        table.add_column(corpus, justify="right")
+        table.add_column("", justify="right")
+    for bound in sorted({row[0] for about in corpora.values() for row in about["lengths"]}):
+        cells = []
+        for about in corpora.values():
+            documents, tokens = next((row[1:] for row in about["lengths"] if row[0] == bound), (0, 0))
+            cells += [f"{documents:,}", f"{tokens / max(about['tokens'], 1):.1%}"]
+        table.add_row(f"{bound:,}", *cells)
+    return table
