@@ -203,6 +203,14 @@ class AttentionKind(ABC):
         and its LSE, unless activation checkpointing recomputes them; `saved_bytes` are kept in any case."""
         return 0
 
+    def gathered_bytes(self, model: ModelConfig, width: int) -> int | None:
+        """Bytes, `width` an element, that a layer under context parallelism gathers of each token of the sequence by
+        its shard, to attend to all of them; None where an engine's transport exchanges keys and values instead.
+
+        By default None for kinds that make engine calls, and 0 for others, which exchange no more than a few states.
+        """
+        return None if self.attentions else 0
+
     def generation_problem(self) -> str:
         """Why tokens cannot be generated one by one through a key/value cache; empty when they can."""
         return ""

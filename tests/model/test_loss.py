@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from moba_train.model import loss as loss_module
-from moba_train.model.loss import weighted_loss_sum
+from moba_train.model.loss import CompiledChunkLoss, weighted_loss_sum
 
 T, D, V = 23, 8, 31
 
@@ -62,3 +63,28 @@ def test_no_weight_gives_zero_loss_and_zero_gradients(case, rows):
     assert total.item() == 0
     for grad in torch.autograd.grad(total, (hidden, weight)):
         assert torch.equal(grad, torch.zeros_like(grad))
+
+
+def test_the_compiled_loss_has_two_forms_whatever_the_rows(device, monkeypatch):
+    """The first chunk is complete or not: the bits are the same, so that a run can be resumed. Without loss, too."""
+    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", 8)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, D, generator=generator).to(device) for rows in (T, V))
+    labels, weights = torch.randint(V, (T,), generator=generator).to(device), torch.rand(T).to(device)
+    leaves = (hidden.requires_grad_(), weight.requires_grad_())
+
+    def gradients(rows, *of_chunk):
+        index = torch.arange(T - rows, T, device=device)
+        total = weighted_loss_sum(*leaves, labels[:rows], index, weights[:rows], *of_chunk)
+        return [total.detach(), *torch.autograd.grad(total, leaves)]
+
+    found = []
+    for numbers in ([23, 8, 3, 16, 1, 0, 9, 15], [15, 3, 9, 0, 1, 16, 8, 23]):
+        torch.compiler.reset()
+        backend = CompileCounterWithBackend("inductor" if device.type == "cuda" else "aot_eager")
+        compiled = CompiledChunkLoss(backend=backend)
+        found.append({rows: gradients(rows, compiled) for rows in numbers})
+        assert backend.frame_count == 2
+    for rows, got in found[0].items():
+        assert all(map(torch.equal, got, found[1][rows])), rows
+        torch.testing.assert_close(got, gradients(rows), rtol=1e-5, atol=1e-5)

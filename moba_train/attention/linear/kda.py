@@ -11,7 +11,7 @@ Shape suffixes: n rows, D hidden size, H query heads, K key/value heads, d head 
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -176,8 +176,11 @@ class KdaKind(AttentionKind):
         if len(inputs.q_nHd) <= ROWS or not torch.is_grad_enabled():
             return self._rule(inputs, edges, initial_NHdd, wants_states)
 
-        def part(rows: Rows, _before: Rows | None, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-            return self._rule(DeltaInputs(*rows, *inputs.of_heads), *arguments, recomputed=True)
+        def part(
+            rows: Rows, _before: Rows | None, edges: Edges, initial_NHdd: Tensor | None, wants_states: bool
+        ) -> tuple[Tensor, Tensor | None]:
+            own = DeltaInputs(*rows, *inputs.of_heads)
+            return self._rule(own, edges, initial_NHdd, wants_states, recomputed=True)
 
         return in_parts(part, inputs.by_row, edges, initial_NHdd, wants_states, most=ROWS)
 
