@@ -19,7 +19,7 @@ from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
-from moba_train.model.loss import CHUNK_TOKENS
+from moba_train.model.loss import CHUNK_TOKENS, filled_rows
 from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.planning.block import block_bytes, input_bytes
 from moba_train.planning.pipeline import RankWork, checkpointing_policy, rank_work
@@ -163,6 +163,7 @@ class MemoryEstimate:
             in_the_end += 4 * weights.total
             held = weights.gathered
         rows = min(CHUNK_TOKENS, tokens // tp)
+        rows = filled_rows(rows) if config.compile else rows
         # The rows of all chunks, their gradient and, from the chunk before, the weight's.
         logits = bytes_per_logit(config, width) * rows * config.model.vocab_size
         loss = logits + 2 * hidden + (weights.head if tokens // tp > CHUNK_TOKENS else 0)

@@ -65,26 +65,20 @@ def test_no_weight_gives_zero_loss_and_zero_gradients(case, rows):
         assert torch.equal(grad, torch.zeros_like(grad))
 
 
-def test_the_compiled_loss_has_two_forms_whatever_the_rows(device, monkeypatch):
-    """The first chunk is complete or not: the bits are the same, so that a run can be resumed. Without loss, too."""
-    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", 8)
+def test_the_compiled_loss_is_the_same_and_compiled_for_few_sizes(device, monkeypatch):
+    """Rows are filled up to an eighth, a quarter or a half of a chunk, or to all of it; none at all, too."""
+    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", 16)
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(rows, D, generator=generator).to(device) for rows in (T, V))
+    leaves = [torch.randn(rows, D, generator=generator).to(device).requires_grad_() for rows in (T, V)]
     labels, weights = torch.randint(V, (T,), generator=generator).to(device), torch.rand(T).to(device)
-    leaves = (hidden.requires_grad_(), weight.requires_grad_())
 
     def gradients(rows, *of_chunk):
         index = torch.arange(T - rows, T, device=device)
         total = weighted_loss_sum(*leaves, labels[:rows], index, weights[:rows], *of_chunk)
         return [total.detach(), *torch.autograd.grad(total, leaves)]
 
-    found = []
-    for numbers in ([23, 8, 3, 16, 1, 0, 9, 15], [15, 3, 9, 0, 1, 16, 8, 23]):
-        torch.compiler.reset()
-        backend = CompileCounterWithBackend("inductor" if device.type == "cuda" else "aot_eager")
-        compiled = CompiledChunkLoss(backend=backend)
-        found.append({rows: gradients(rows, compiled) for rows in numbers})
-        assert backend.frame_count == 2
-    for rows, got in found[0].items():
-        assert all(map(torch.equal, got, found[1][rows])), rows
-        torch.testing.assert_close(got, gradients(rows), rtol=1e-5, atol=1e-5)
+    backend = CompileCounterWithBackend("inductor" if device.type == "cuda" else "aot_eager")
+    compiled = CompiledChunkLoss(backend=backend)
+    for rows in (23, 15, 16, 0, 5, 7):
+        torch.testing.assert_close(gradients(rows, compiled), gradients(rows), rtol=1e-5, atol=1e-5)
+    assert backend.frame_count == 3  # 16, 8 and 2 rows
