@@ -198,9 +198,12 @@ class AttentionKind(ABC):
         """Bytes for each token that the forward pass keeps besides queries, keys, values, output and its LSE."""
         return 0
 
-    def activation_bytes(self, model: ModelConfig, width: int) -> int:
+    def activation_bytes(self, model: ModelConfig, width: int, tokens: int, cp: int) -> int:
         """Bytes for each token, `width` an element, that the forward pass keeps besides queries, keys, values, output
-        and its LSE, unless activation checkpointing recomputes them; `saved_bytes` are kept in any case."""
+        and its LSE, unless activation checkpointing recomputes them; `saved_bytes` are kept in any case.
+
+        tokens: of a micro-batch on each of the `cp` ranks that share it.
+        """
         return 0
 
     def gathered_bytes(self, model: ModelConfig, width: int) -> int | None:

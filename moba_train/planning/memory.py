@@ -98,7 +98,7 @@ class MemoryEstimate:
         # What a kind gathers of other ranks' tokens is kept like its own activations, for each of this rank's tokens.
         others = sizes.cp - 1
         self._own = [
-            kind.activation_bytes(config.model, self._width)
+            kind.activation_bytes(config.model, self._width, self._tokens, sizes.cp)
             + others * (kind.gathered_bytes(config.model, self._width) or 0)
             for kind in kinds
         ]

@@ -175,6 +175,8 @@ def test_a_layer_in_parts_keeps_its_input_alone(monkeypatch):
     tails = 3 * 3 * (MODEL.hidden_size + (MODEL.heads + 2 * MODEL.kv_heads) * MODEL.head_width)
     own = sum(size for place, size in kept.items() if place not in inputs)
     assert own <= 8 * (states + tails)
+    planned = [layer.kind.activation_bytes(MODEL, 8, tokens, cp) for tokens, cp in ((16, 1), (17, 1), (17, 2))]
+    assert planned[0] == planned[2] > planned[1] == 0
 
 
 def test_backends_that_cannot_run_are_refused(monkeypatch):

@@ -222,10 +222,12 @@ class KdaKind(AttentionKind):
         weights = sum(self._parameter_sizes(model, least_dimensions=2))
         return (18.0 * model.heads * model.head_width**2 + 6.0 * weights) * sum(lengths)
 
-    def activation_bytes(self, model: ModelConfig, width: int) -> int:
+    def activation_bytes(self, model: ModelConfig, width: int, tokens: int, cp: int) -> int:
         """With fla's kernels: the convolutions' inputs and sums, convolved queries and keys, these normed, keys and
         values repeated for each query head, decays, two products in chunks of 64 tokens, and the result before norm and
-        gate. A sequence of more than `delta_parts.ROWS` tokens keeps none of it."""
+        gate. Of more than `delta_parts.ROWS` tokens a rank that has no others beside it keeps nothing."""
+        if cp == 1 and tokens > ROWS:
+            return 0
         heads, kv_heads = model.heads, model.kv_heads
         return width * (model.head_width * (8 * heads + 5 * kv_heads) + 2 * 64 * heads)
 
