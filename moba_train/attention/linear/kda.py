@@ -9,14 +9,15 @@ Shape suffixes: n rows, D hidden size, H query heads, K key/value heads, d head 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
@@ -29,6 +30,8 @@ from moba_train.attention.linear.ranges import segment_edges
 from moba_train.attention.shard import Shard
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
+
+T = TypeVar("T")
 
 _WIDEST = 256
 """Head width that fla-core's kernels can do."""
@@ -63,7 +66,11 @@ class KdaParameters(nn.Module):
         decay_nHd = self.decay_up(self.decay_down(x_nD)).view_as(q_nHd)
         return DeltaInputs(q_nHd, k_nKd, v_nKd, decay_nHd, self.beta(x_nD), self.A_log, self.dt_bias)
 
-    def forward(self, out_nHd: Tensor, x_nD: Tensor) -> Tensor:
+    def forward(self, run: Callable[["KdaParameters"], T]) -> T:
+        """`run` of these parameters, or of those that `torch.func.functional_call` puts in their place."""
+        return run(self)
+
+    def gated(self, out_nHd: Tensor, x_nD: Tensor) -> Tensor:
         """The layer's output, normed for each head and gated."""
         return self.norm(out_nHd) * self.gate_up(self.gate_down(x_nD)).view_as(out_nHd).sigmoid()
 
@@ -127,35 +134,48 @@ class KdaKind(AttentionKind):
         assert isinstance(parameters, KdaParameters)
         shard = layer.shard
         rows = tuple(map(shard.own, (layer.x_TD, layer.q_THd, layer.k_TKd, layer.v_TKd)))
-        if len(rows[0]) > ROWS and torch.is_grad_enabled() and len(shard.ranges_by_rank) == 1:
-            run = partial(self._part, parameters)
+        alone = len(shard.ranges_by_rank) == 1 and not shard.generates
+        if alone and len(rows[0]) > ROWS and torch.is_grad_enabled():
+            # The gradients of the parts are added in float32.
+            weights = {name: _at_least_float32(weight) for name, weight in parameters.named_parameters()}
+            run = partial(self._part, parameters, weights)
             gated_nHd, _ = in_parts(run, rows, segment_edges(shard.layout), most=ROWS, lookback=BEFORE)
             return shard.padded(gated_nHd), None
         x_nD, *qkv = rows
         convolved = [conv(x, name, shard) for conv, x, name in zip(parameters.convolutions, qkv, "qkv", strict=True)]
         out_nHd = self._attend(parameters.delta_inputs(x_nD, *convolved), shard)
         # Recomputed in the backward pass, which would keep two more tensors of the output's size.
-        gated_nHd = checkpoint(parameters, out_nHd, x_nD, use_reentrant=False, preserve_rng_state=False)
+        gated_nHd = checkpoint(parameters.gated, out_nHd, x_nD, use_reentrant=False, preserve_rng_state=False)
         return shard.padded(gated_nHd), None
 
     def _part(
         self,
         parameters: KdaParameters,
+        weights: dict[str, Tensor],
         rows: Rows,
         before: Rows | None,
         edges: Edges,
         initial_NHdd: Tensor | None,
         wants_states: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output for consecutive rows of x, q, k and v, and the states behind their segments."""
-        x_nD, *qkv = rows
-        places = part_places(tuple(edges[1].tolist()), x_nD.device)
-        earlier = [None] * 3 if before is None else before[1:]
-        convolutions = zip(parameters.convolutions, qkv, earlier, strict=True)
-        convolved = [conv.part(x, before_whd, places) for conv, x, before_whd in convolutions]
-        inputs = parameters.delta_inputs(x_nD, *convolved)
-        out_nHd, behind_NHdd = self._rule(inputs, edges, initial_NHdd, wants_states, recomputed=True)
-        return parameters(out_nHd, x_nD), behind_NHdd
+        """The layer's output for consecutive rows of x, q, k and v, and the states behind their segments.
+
+        weights: those that take the place of `parameters`', by name, rounded to their dtype.
+        """
+
+        def run(parameters: KdaParameters) -> tuple[Tensor, Tensor | None]:
+            x_nD, *qkv = rows
+            places = part_places(tuple(edges[1].tolist()), x_nD.device)
+            earlier = [None] * 3 if before is None else before[1:]
+            convolutions = zip(parameters.convolutions, qkv, earlier, strict=True)
+            convolved = [conv.part(x, before_whd, places) for conv, x, before_whd in convolutions]
+            inputs = parameters.delta_inputs(x_nD, *convolved)
+            out_nHd, behind_NHdd = self._rule(inputs, edges, initial_NHdd, wants_states, recomputed=True)
+            return parameters.gated(out_nHd, x_nD), behind_NHdd
+
+        rounded = {name: weights[name].to(weight.dtype) for name, weight in parameters.named_parameters()}
+        found: tuple[Tensor, Tensor | None] = functional_call(parameters, rounded, (run,))
+        return found
 
     def _attend(self, inputs: DeltaInputs, shard: Shard) -> Tensor:
         """The delta rule inside each document."""
@@ -237,11 +257,15 @@ def _activated(inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
     themselves."""
     q_nHd, k_nKd, v_nKd, decay_nHd, beta_nH, A_log_H, dt_bias_h = inputs
     k_nHd, v_nHd = (x.repeat_interleave(q_nHd.shape[1] // x.shape[1], 1) for x in (k_nKd, v_nKd))
-    dtype = torch.promote_types(q_nHd.dtype, torch.float32)
-    step_nHd = F.softplus(decay_nHd.to(dtype) + dt_bias_h.to(dtype).view_as(decay_nHd[0]))
-    log_alpha_nHd = -A_log_H.to(dtype).exp()[:, None] * step_nHd
-    q_nHd = _unit(q_nHd.to(dtype)) * q_nHd.shape[-1] ** -0.5
-    return q_nHd, _unit(k_nHd.to(dtype)), v_nHd, log_alpha_nHd, beta_nH.to(dtype).sigmoid()
+    q_nHd, k_nHd, decay_nHd, beta_nH = map(_at_least_float32, (q_nHd, k_nHd, decay_nHd, beta_nH))
+    step_nHd = F.softplus(decay_nHd + _at_least_float32(dt_bias_h).view_as(decay_nHd[0]))
+    log_alpha_nHd = -_at_least_float32(A_log_H).exp()[:, None] * step_nHd
+    return _unit(q_nHd) * q_nHd.shape[-1] ** -0.5, _unit(k_nHd), v_nHd, log_alpha_nHd, beta_nH.sigmoid()
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    """In float32, or float64 as it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _unit(x_nHd: Tensor) -> Tensor:
