@@ -28,11 +28,13 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Sum of the token losses of hidden states [T, D], weight [V, D] and labels int64 [T]."""
 
 
-def chunked(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-    """What the trainer uses."""
+def chunked(
+    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, of_chunk: ours.ChunkLoss = ours.chunk_loss
+) -> Tensor:
+    """What the trainer uses: the plain function of a chunk, or with `compile: true` the compiled one."""
     index_T = torch.arange(len(labels_T), device=labels_T.device)
     weights_T = torch.ones(len(labels_T), device=labels_T.device)
-    return ours.weighted_loss_sum(hidden_TD, weight_VD, labels_T, index_T, weights_T)
+    return ours.weighted_loss_sum(hidden_TD, weight_VD, labels_T, index_T, weights_T, of_chunk)
 
 
 def plain(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
@@ -42,7 +44,8 @@ def plain(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
 
 def implementations() -> dict[str, Loss | str]:
     """What can run here; for others, the reason why not."""
-    found: dict[str, Loss | str] = {"ours": chunked, "ours, compiled chunk": _compiled_chunk, "plain logits": plain}
+    compiled = partial(chunked, of_chunk=ours.CompiledChunkLoss())
+    found: dict[str, Loss | str] = {"ours": chunked, "ours, compiled chunk": compiled, "plain logits": plain}
     try:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -56,16 +59,6 @@ def implementations() -> dict[str, Loss | str]:
     fused = getattr(F, "linear_cross_entropy", None)
     found["torch"] = partial(fused, reduction="sum") if fused else f"torch {torch.__version__} has none (2.13 has)"
     return found
-
-
-def _compiled_chunk(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-    """As `chunked`, with the softmax of a chunk in compiled kernels."""
-    chunk = ours._weighted_chunk
-    ours._weighted_chunk = torch.compile(chunk)
-    try:
-        return chunked(hidden_TD, weight_VD, labels_T)
-    finally:
-        ours._weighted_chunk = chunk
 
 
 def gradients(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:

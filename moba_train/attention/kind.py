@@ -198,10 +198,21 @@ class AttentionKind(ABC):
         """Bytes for each token that the forward pass keeps besides queries, keys, values, output and its LSE."""
         return 0
 
-    def activation_bytes(self, model: ModelConfig, width: int) -> int:
+    def activation_bytes(self, model: ModelConfig, width: int, tokens: int, cp: int) -> int:
         """Bytes for each token, `width` an element, that the forward pass keeps besides queries, keys, values, output
-        and its LSE, unless activation checkpointing recomputes them; `saved_bytes` are kept in any case."""
+        and its LSE, unless activation checkpointing recomputes them; `saved_bytes` are kept in any case.
+
+        tokens: of a micro-batch on each of the `cp` ranks that share it.
+        """
         return 0
+
+    def gathered_bytes(self, model: ModelConfig, width: int) -> int | None:
+        """Bytes, `width` an element, that a layer under context parallelism gathers of each token of the sequence by
+        its shard, to attend to all of them; None where an engine's transport exchanges keys and values instead.
+
+        By default None for kinds that make engine calls, and 0 for others, which exchange no more than a few states.
+        """
+        return None if self.attentions else 0
 
     def generation_problem(self) -> str:
         """Why tokens cannot be generated one by one through a key/value cache; empty when they can."""

@@ -89,7 +89,7 @@ class RunConfig(Section):
         "where the GPU's memory would not hold it; needs parallel.pp 1",
     )
     memory: MemoryConfig = MemoryConfig()
-    compile: bool = Field(False, description="torch.compile each Transformer block")
+    compile: bool = Field(False, description="torch.compile each Transformer block and, on a GPU, the loss")
     deterministic: bool = Field(
         False, description="the same recipe on the same machines gives the same bits again, at some cost in time"
     )

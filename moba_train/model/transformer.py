@@ -15,7 +15,7 @@ from moba_train.attention.kind import AttentionKind, Engine, LayerInput, Sublaye
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import Layout
 from moba_train.config.model import ModelConfig, RopeConfig
-from moba_train.model.loss import token_losses, weighted_loss_sum
+from moba_train.model.loss import ChunkLoss, chunk_loss, token_losses, weighted_loss_sum
 from moba_train.model.rope import apply_rope, rope_cos_sin
 
 T = TypeVar("T")
@@ -163,6 +163,7 @@ class Transformer(nn.Module):
         has_linear = self.part.has_output and not tied
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if has_linear else None
         self.gather_output_weight: Callable[[Tensor], Tensor] | None = None
+        self.chunk_loss: ChunkLoss = chunk_loss
 
     @property
     def is_whole(self) -> bool:
@@ -228,6 +229,10 @@ class Transformer(nn.Module):
             auxiliary.append(auxiliary_T)
         return x_TD, auxiliary
 
+    def loss_sum(self, hidden_TD: Tensor, loss_tokens: LossTokens) -> Tensor:
+        """Weighted sum of the losses of the rows in `loss_tokens`, from the normalised residual stream."""
+        return weighted_loss_sum(hidden_TD, self.output_weight, *loss_tokens, of_chunk=self.chunk_loss)
+
     @property
     def output_weight(self) -> Tensor:
         """Weight of the output projection, [V, D]; the embedding's own when tied."""
@@ -242,7 +247,7 @@ class Transformer(nn.Module):
     def loss(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> LossSums:
         """Weighted sums of the losses of the rows in `loss_tokens`, with gradient."""
         hidden_TD, auxiliary = self.hidden(tokens_T, positions_T, layout)
-        loss = weighted_loss_sum(hidden_TD, self.output_weight, *loss_tokens)
+        loss = self.loss_sum(hidden_TD, loss_tokens)
         return LossSums(loss, auxiliary_sums(auxiliary, loss_tokens))
 
     def token_losses(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> Tensor:

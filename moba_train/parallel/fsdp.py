@@ -7,6 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from moba_train.config.schema import RunConfig
 from moba_train.model.build import build_model, initialize_weights, kind_parameters
+from moba_train.model.loss import CompiledChunkLoss
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import wrap_blocks
 from moba_train.parallel.dims import ParallelDims
@@ -44,6 +45,8 @@ def sharded_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int] =
     if config.compile:
         limits = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, COMPILED_FORMS)
+        if dims.world.device.type == "cuda":  # a CPU's short runs would take longer to compile it than they gain
+            model.chunk_loss = CompiledChunkLoss()
     if config.precision.linear == "fp8":
         convert_linears(model, config.precision)
     wrap_blocks(model, config.compile)

@@ -3,9 +3,11 @@
 import math
 
 from moba_train.attention.protocol import LocalAttention
+from moba_train.config.attention import LayerAttention
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
+from moba_train.parallel.context.costs import TransportCost, gather_cost, predict_cost
 from moba_train.parallel.context.policy import choose_strategy
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 
@@ -26,6 +28,22 @@ def stage_attention_shape(config: RunConfig, stage: Stage, element_bytes: int = 
         selected_units=max(selected, default=0) if len(selected) == len(by_unit) else None,
         merges=all(attention.merges for attention in attentions),
     )
+
+
+def stage_costs(
+    config: RunConfig, stage: Stage, strategy: CPStrategy, element_bytes: int = 2
+) -> dict[LayerAttention, TransportCost]:
+    """The cost of context parallelism for a layer with each of the stage's attentions."""
+    shape = stage_attention_shape(config, stage, element_bytes)
+    costs = {}
+    for layer, kind in zip(stage.attention, build_attention(stage.attention, config.model.head_width), strict=True):
+        gathered = kind.gathered_bytes(config.model, element_bytes)
+        costs[layer] = (
+            predict_cost(strategy, shape)
+            if gathered is None
+            else gather_cost(strategy, shape.tokens, gathered / stage.parallel.tp)
+        )
+    return costs
 
 
 def stage_strategy(

@@ -11,9 +11,8 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import ConfigError
 from moba_train.parallel.activations import Kept, LayerActivations, describe_activations
-from moba_train.parallel.context.costs import predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.parallel.stage_strategy import stage_attention_shape
+from moba_train.parallel.stage_strategy import stage_costs
 from moba_train.parallel.world import World, min_over_ranks
 from moba_train.planning.devices import local_host_bytes
 from moba_train.planning.flops import kept_flops
@@ -104,7 +103,8 @@ def local_activations(
         host_bytes = min_over_ranks(local_host_bytes(world.ranks_per_node))
     transport = 0.0
     if strategy is not None:
-        transport = predict_cost(strategy, stage_attention_shape(config, stage, element_bytes(config))).memory_bytes
+        costs = stage_costs(config, stage, strategy, element_bytes(config))
+        transport = max(cost.memory_bytes for cost in costs.values())
     return stage_activations(config, stage, sizes, gpu_bytes, host_bytes, transport)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from moba_train.config.model import ModelConfig
+from moba_train.config.schema import RunConfig
 from moba_train.parallel.activations import Kept
 
 
@@ -23,21 +24,36 @@ class BlockBytes:
     """Gradients inside the SwiGLU beyond the activations that they replace."""
 
 
-def block_bytes(model: ModelConfig, width: int, tp: int, compiled: bool) -> BlockBytes:
+def input_bytes(config: RunConfig, width: int) -> int:
+    """Bytes of each element of what a projection keeps of its input.
+
+    Compiled, a layer in FP8 keeps the input in FP8 where forward and backward pass round it alike: with tensorwise
+    scaling. Uncompiled it keeps the input itself, and with a scale for each row the backward pass rounds that anew.
+    """
+    precision = config.precision
+    in_fp8 = precision.linear == "fp8" and precision.fp8.scaling == "tensorwise"
+    return 1 if in_fp8 and config.compile else width
+
+
+def block_bytes(model: ModelConfig, width: int, tp: int, compiled: bool, input_width: int) -> BlockBytes:
     """Activations of a block, `width` bytes an element.
 
     A block that is not recomputed keeps the inputs of both norms and of the projections behind them (4 D; every rank of
     a tp group holds the gathered inputs of the projections), rotated queries and keys, values and the attention's
     output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of the SwiGLU. A compiled block
     recomputes one of these four: 4.00 GiB less were measured on 16 layers (benchmarks/results/training-1b-h200.json).
+    Inputs of projections take `input_width` bytes an element; that of the output projection, which attention keeps for
+    itself, `width`. In FP8 5.5 GiB less are predicted on 32 layers, 5.8 were measured
+    (benchmarks/results/training-8b-h200-x2.json).
     """
     queries = model.heads * model.head_width
     keys = model.kv_heads * model.head_width
     hidden = model.hidden_size
     lse = 4 * model.heads
     heads = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
-    attention = width * ((1 + tp) * hidden + heads) + lse
-    feed_forward = width * ((1 + tp) * hidden + (3 if compiled else 4) * model.intermediate_size)
+    attention = width * (hidden + heads) + input_width * tp * hidden + lse
+    feed_forward = width * (hidden + (2 if compiled else 3) * model.intermediate_size)
+    feed_forward += input_width * (tp * hidden + model.intermediate_size)
     added = {
         Kept.INPUT: width * hidden,
         Kept.ATTENTION: width * queries + lse,

@@ -100,7 +100,9 @@ class LayerTimes:
         forward_s, attention_s = self._attention(attention)
         float8 = self._config.precision.linear == "fp8"
         product_s = 2 * tokens / (rates.float8_products if float8 else rates.products)  # of a weight, forward
-        block = block_bytes(model, element_bytes(self._config), self._tp, self._config.compile)
+        width = element_bytes(self._config)
+        # In FP8, too, the inputs of products are read and written in the layer's precision.
+        block = block_bytes(model, width, self._tp, self._config.compile, input_width=width)
         passes = rates.compiled_passes if self._config.compile else rates.eager_passes
         memory_s = passes * (block.attention + block.feed_forward) * tokens / rates.memory
         repeated = 0.0 if kept is Kept.ALL else memory_s / 3

@@ -19,9 +19,9 @@ from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
-from moba_train.model.loss import CHUNK_TOKENS
+from moba_train.model.loss import CHUNK_TOKENS, filled_rows
 from moba_train.parallel.activations import Kept, LayerActivations
-from moba_train.planning.block import block_bytes
+from moba_train.planning.block import block_bytes, input_bytes
 from moba_train.planning.pipeline import RankWork, checkpointing_policy, rank_work
 from moba_train.planning.weights import Weights, rank_weights
 
@@ -50,7 +50,7 @@ class Memory:
     """Tensors of one micro-batch that the forward pass, or a block's recomputation, keeps for the backward pass; in a
     pipeline of several, and its buffers."""
     working: int
-    """Logits of one chunk with log-softmax and gradient, or gradients on their way through one block."""
+    """Logits of one chunk and their gradient, or gradients on their way through one block."""
     transport: int = 0
     """Buffers of context parallelism, of one layer at a time."""
     host_optimizer: int = 0
@@ -71,6 +71,15 @@ def element_bytes(config: RunConfig) -> int:
     return 4 if config.precision.compute == "fp32" else 2
 
 
+def bytes_per_logit(config: RunConfig, width: int) -> int:
+    """Bytes for each logit of a chunk at the loss's peak.
+
+    Log-softmax, its gradient and that of the logits, float32 (benchmarks/loss_memory.py); compiled, the logits and
+    their gradient in the compute dtype, to 1 % (benchmarks/results/loss-compare-h200.json).
+    """
+    return 2 * width if config.compile else 12
+
+
 class MemoryEstimate:
     """The memory of the ranks in a stage, by what the layers keep."""
 
@@ -83,10 +92,16 @@ class MemoryEstimate:
         works = [rank_work(config, stage, sizes, rank) for rank in range(sizes.pp)]
         self._ranks = [(work, rank_weights(config, sizes, self._width, work)) for work in works]
         self._optimizer_on_host = config.optim.implementation == "deepspeed_cpu"
-        self._block = block_bytes(config.model, self._width, sizes.tp, config.compile)
+        self._block = block_bytes(config.model, self._width, sizes.tp, config.compile, input_bytes(config, self._width))
         kinds = build_attention(stage.attention, config.model.head_width)
         self._saved = [kind.saved_bytes(config.model, stage.seq_len) for kind in kinds]
-        self._own = [kind.activation_bytes(config.model, self._width) for kind in kinds]
+        # What a kind gathers of other ranks' tokens is kept like its own activations, for each of this rank's tokens.
+        others = sizes.cp - 1
+        self._own = [
+            kind.activation_bytes(config.model, self._width, self._tokens, sizes.cp)
+            + others * (kind.gathered_bytes(config.model, self._width) or 0)
+            for kind in kinds
+        ]
 
     def kept_bytes(self, layer: int, kept: Kept) -> int:
         """Bytes of one micro-batch that a layer keeps from its forward pass to its backward pass, wherever that is."""
@@ -148,9 +163,10 @@ class MemoryEstimate:
             in_the_end += 4 * weights.total
             held = weights.gathered
         rows = min(CHUNK_TOKENS, tokens // tp)
-        # log-softmax, its gradient and that of the logits, float32 (benchmarks/loss_memory.py); the rows of all chunks,
-        # their gradient and, from the chunk before, the weight's
-        loss = 12 * rows * config.model.vocab_size + 2 * hidden + (weights.head if tokens // tp > CHUNK_TOKENS else 0)
+        rows = filled_rows(rows) if config.compile else rows
+        # The rows of all chunks, their gradient and, from the chunk before, the weight's.
+        logits = bytes_per_logit(config, width) * rows * config.model.vocab_size
+        loss = logits + 2 * hidden + (weights.head if tokens // tp > CHUNK_TOKENS else 0)
         # In the blocks: the gradients of the output weight, the residual stream and the block's own weights. FSDP
         # reduces the first at the very end, with the embedding's, as both belong to its outermost unit.
         passing = weights.head + hidden + width * weights.block

@@ -11,7 +11,7 @@ from moba_train.parallel.activations import Kept
 from moba_train.parallel.context.costs import TransportCost, predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.links import LINKS, Links
-from moba_train.parallel.stage_strategy import stage_attention_shape, stage_strategy
+from moba_train.parallel.stage_strategy import stage_attention_shape, stage_costs, stage_strategy
 from moba_train.planning.activations import StageActivations, stage_activations
 from moba_train.planning.devices import H200
 from moba_train.planning.documents import Documents, stage_documents
@@ -29,6 +29,9 @@ class ContextPlan:
     reason: str
     """Reason for the strategy, as lines to print."""
     cost: TransportCost
+    """Of a layer whose attention goes through the strategy's transport."""
+    layer_costs: dict[LayerAttention, TransportCost]
+    """Of a layer with each attention of the stage, through the transport or not."""
     attention_seconds: dict[LayerAttention, float]
     """Seconds of each layer attention of the stage, at the plan's rate."""
     links: Links
@@ -40,7 +43,12 @@ class ContextPlan:
 
     def exposed_seconds(self, layer: LayerAttention) -> float:
         """Seconds of communication that a layer with this attention cannot overlap, at best."""
-        return self.cost.exposed_seconds(self.attention_seconds[layer], self.links)
+        return self.layer_costs[layer].exposed_seconds(self.attention_seconds[layer], self.links)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of the buffers of the layer that needs most."""
+        return max(cost.memory_bytes for cost in self.layer_costs.values())
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,7 @@ def _stage_plan(
         context = _context_plan(config, stage, documents, rate, ranks_per_node, for_buffers, links)
         exposed = sum(map(context.exposed_seconds, stage.attention)) / mesh.pp
         seconds += stage.steps * accumulation * exposed
-    transport = context.cost.memory_bytes if context else 0
+    transport = context.memory_bytes if context else 0
     activations = stage_activations(config, stage, mesh, gpu_bytes, host_bytes, transport)
     tensor_seconds = accumulation * _tensor_parallel_seconds(config, tokens, mesh.tp, activations, links)
     seconds += stage.steps * tensor_seconds / mesh.pp  # of a rank's layers
@@ -228,4 +236,5 @@ def _context_plan(
     tokens = stage.micro_batch_size * stage.seq_len / (strategy.ranks * stage.parallel.tp)  # on each rank
     flops = {layer: layer_flops(config.model, layer, documents.lengths) for layer in dict.fromkeys(stage.attention)}
     seconds = {layer: count / documents.tokens * tokens / rate for layer, count in flops.items()}
-    return ContextPlan(strategy, reason, predict_cost(strategy, shape), seconds, links)
+    costs = stage_costs(config, stage, strategy, width)
+    return ContextPlan(strategy, reason, predict_cost(strategy, shape), costs, seconds, links)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.kind import StageContext
 from moba_train.attention.linear import kda
-from moba_train.attention.linear.delta_parts import delta_in_parts
+from moba_train.attention.linear.delta_parts import in_parts
 from moba_train.attention.linear.delta_states import DeltaInputs
 from moba_train.attention.linear.fla import has_fla
 from moba_train.attention.linear.kda import KdaKind, KdaParameters
@@ -138,9 +138,60 @@ def test_the_rule_part_by_part(rows, with_states):
         return [out, *([behind] if with_states else []), *torch.autograd.grad(loss, wanted)]
 
     whole = gradients(*rule(DeltaInputs(*leaves), (edges, edges), initial, with_states))
-    parts = gradients(*delta_in_parts(rule, DeltaInputs(*leaves), (edges, edges), initial, with_states, rows))
+
+    def part(rows, before, *arguments):
+        assert before is None
+        return rule(DeltaInputs(*rows, *leaves[5:]), *arguments)
+
+    parts = gradients(*in_parts(part, tuple(leaves[:5]), (edges, edges), initial, with_states, most=rows))
     for ours, expected in zip(parts, whole, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [5, 8, 21])
+@pytest.mark.parametrize("lengths", [LENGTHS, [40], [2, 1, 1, 1, 1, 1, 4, 20]], ids=str)
+def test_the_layer_part_by_part(rows, lengths, monkeypatch):
+    """Documents that end inside a part, at its end, 1 to 3 tokens before it, and that go on."""
+    want = results(make_layer("kda", {}, lengths))
+    monkeypatch.setattr(kda, "ROWS", rows)
+    for got, expected in zip(flat(results(make_layer("kda", {}, lengths))), flat(want), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_gradients_of_parts_are_added_in_float32(monkeypatch):
+    """The weights' gradients of 40 parts, in bfloat16, are as exact as those of two."""
+    errors = []
+    want = results(make_layer("kda", {}, [200]))[2]
+    for rows in (100, 5):
+        monkeypatch.setattr(kda, "ROWS", rows)
+        layer = make_layer("kda", {}, [200])
+        for tensor in (*layer.inputs(), *layer.parameters.parameters()):
+            tensor.data = tensor.data.bfloat16()
+        got = results(layer)[2]
+        errors.append({name: ((got[name] - want[name]).norm() / want[name].norm()).item() for name in want})
+    for name, error in errors[1].items():
+        assert error < 1.2 * errors[0][name] + 1e-3, name
+
+
+def test_a_layer_in_parts_keeps_its_input_alone(monkeypatch):
+    """x, q, k, v are its input; kept besides are the states between four parts and the rows before them."""
+    monkeypatch.setattr(kda, "ROWS", 16)
+    layer = make_layer("kda", {}, [64])
+    inputs = {x.untyped_storage().data_ptr() for x in [*layer.inputs(), *layer.parameters.parameters()]}
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run_layer(layer)
+    states = 4 * MODEL.heads * MODEL.head_width**2
+    tails = 3 * 3 * (MODEL.hidden_size + (MODEL.heads + 2 * MODEL.kv_heads) * MODEL.head_width)
+    own = sum(size for place, size in kept.items() if place not in inputs)
+    assert own <= 8 * (states + tails)
+    planned = [layer.kind.activation_bytes(MODEL, 8, tokens, cp) for tokens, cp in ((16, 1), (17, 1), (17, 2))]
+    assert planned[0] == planned[2] > planned[1] == 0
 
 
 def test_backends_that_cannot_run_are_refused(monkeypatch):
@@ -197,19 +248,18 @@ def test_flops_and_pairs():
     assert kind.flops(MODEL, lengths) == 13 * (3 * 4 * 3 * 2 * 8 * 8 + 6 * matrices)
 
 
-def stand_in(raised=None):
+def stand_in(recomputed=None):
     """`chunk_kda` with the interface of fla-core 0.6.0, one token after the other."""
 
     def chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, **options):
-        switches = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
-        assert all(options[switch] for switch in switches)
+        assert options["use_gate_in_kernel"]
+        assert not {"use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"} & set(options)
+        assert recomputed is None or options["disable_recompute"] is recomputed
         edges = options["cu_seqlens_cpu"].tolist()
         assert options["cu_seqlens"].tolist() == edges
         q, k, v, g, beta = (x[0] for x in (q, k, v, g, beta))
         alpha = -options["A_log"].exp()[:, None] * torch.nn.functional.softplus(g + options["dt_bias"].view_as(g[0]))
-        out, states = kda.delta_attention(
-            unit(q) * q.shape[-1] ** -0.5, unit(k), v, alpha, beta.sigmoid(), edges, initial_state
-        )
+        out, states = kda.delta_attention(q * q.shape[-1] ** -0.5, k, v, alpha, beta, edges, initial_state)
         return out[None], states if output_final_state else None
 
     return chunk_kda
@@ -227,6 +277,10 @@ def test_what_fla_is_asked_for(monkeypatch):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
     assert_decodes_like_training("kda", options)
     assert_ranks_equal_one_device(make_layer("kda", options, LENGTHS), STRATEGIES[0], atol=1e-10)
+    monkeypatch.setattr(kda, "ROWS", 8)
+    modules["fla.ops.kda"].chunk_kda = stand_in(recomputed=True)
+    for got, expected in zip(flat(results(make_layer("kda", options, LENGTHS))), flat(want), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.gpu
@@ -255,3 +309,21 @@ def test_fla_gives_what_plain_pytorch_gives():
     for index, (fla, plain) in enumerate(zip(*found, strict=True)):
         difference = (fla.float() - plain.float()).norm() / plain.float().norm()
         assert difference < 2e-2, index
+
+
+@pytest.mark.gpu
+def test_fla_part_by_part(monkeypatch):
+    """Parts of 128 rows against one call, bf16: outputs and every gradient."""
+    if not has_fla():
+        pytest.skip("needs fla-core")
+    model = MODEL.model_copy(update={"head_dim": 64, "hidden_size": 64})
+    found = []
+    for rows in (1024, 128):
+        monkeypatch.setattr(kda, "ROWS", rows)
+        layer = make_layer("kda", {"backend": "fla"}, [300, 1, 129, 82], model=model)
+        for tensor in (*layer.inputs(), *layer.parameters.parameters()):
+            tensor.data = tensor.data.to("cuda", torch.bfloat16)
+        layer.layout = packed_layout([300, 1, 129, 82], "cuda")
+        found.append(flat(results(layer)))
+    for index, (whole, parts) in enumerate(zip(*found, strict=True)):
+        assert (whole.float() - parts.float()).norm() < 2e-2 * whole.float().norm(), index

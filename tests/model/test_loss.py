@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from moba_train.model import loss as loss_module
-from moba_train.model.loss import weighted_loss_sum
+from moba_train.model.loss import CompiledChunkLoss, weighted_loss_sum
 
 T, D, V = 23, 8, 31
 
@@ -62,3 +63,22 @@ def test_no_weight_gives_zero_loss_and_zero_gradients(case, rows):
     assert total.item() == 0
     for grad in torch.autograd.grad(total, (hidden, weight)):
         assert torch.equal(grad, torch.zeros_like(grad))
+
+
+def test_the_compiled_loss_is_the_same_and_compiled_for_few_sizes(device, monkeypatch):
+    """Rows are filled up to an eighth, a quarter or a half of a chunk, or to all of it; none at all, too."""
+    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", 16)
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(rows, D, generator=generator).to(device).requires_grad_() for rows in (T, V)]
+    labels, weights = torch.randint(V, (T,), generator=generator).to(device), torch.rand(T).to(device)
+
+    def gradients(rows, *of_chunk):
+        index = torch.arange(T - rows, T, device=device)
+        total = weighted_loss_sum(*leaves, labels[:rows], index, weights[:rows], *of_chunk)
+        return [total.detach(), *torch.autograd.grad(total, leaves)]
+
+    backend = CompileCounterWithBackend("inductor" if device.type == "cuda" else "aot_eager")
+    compiled = CompiledChunkLoss(backend=backend)
+    for rows in (23, 15, 16, 0, 5, 7):
+        torch.testing.assert_close(gradients(rows, compiled), gradients(rows), rtol=1e-5, atol=1e-5)
+    assert backend.frame_count == 3  # 16, 8 and 2 rows

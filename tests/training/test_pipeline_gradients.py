@@ -16,6 +16,7 @@ from moba_train.config.stages import resolve_stages
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
 from moba_train.model.build import build_attention, build_model, initialize_weights
+from moba_train.model.loss import CompiledChunkLoss
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import gradient_norm, norms_by_kind, norms_by_module
 from moba_train.optim.trainable import set_trainable
@@ -39,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention": SPARSE,
         "tied": True,
         "kept": (Kept.INPUT, Kept.ATTENTION, Kept.PRODUCTS, Kept.ALL),
+        "compiled_loss": True,
     },
     "auxiliary losses": {"attention": DISTILLED, "tied": True},
     "frozen base": {"attention": WARM_UP, "trainable": ["*.attention.msa.*"]},
@@ -150,6 +152,8 @@ def worker(cases: list[tuple[str, dict[str, Any]]], output: str) -> None:
             dims = ParallelDims(sizes, world)
             model = sharded_model(config, dims, pipeline_layers(config))
             set_activations(model, kept_by(model_name), world.device)
+            if MODELS[model_name].get("compiled_loss"):
+                model.chunk_loss = CompiledChunkLoss(backend="aot_eager")
             shard, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, sizes)
             if shard.engine is not None:
                 model.set_engines([shard.engine] * config.model.layers)

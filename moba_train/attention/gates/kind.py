@@ -191,6 +191,10 @@ class DistilledGate(AttentionKind):
             return 0
         return 2 * 4 * model.heads * min(options.topk - 1, -(-seq_len // options.block_size))
 
+    def gathered_bytes(self, model: ModelConfig, width: int) -> int | None:
+        """Keys and values in mode sparse; full attention in the warm-up is an engine call."""
+        return None if self.gate_options.mode == "warmup" else 2 * width * model.kv_heads * model.head_width
+
 
 def _full_pairs(lengths: Sequence[int]) -> float:
     return sum(length**2 for length in lengths) / 2

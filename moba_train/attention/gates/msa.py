@@ -95,6 +95,13 @@ class MsaKind(DistilledGate):
         sizes = self.gate_options.block_size, self.full.scale, self.gate_options.backend == "reference"
         return operators.distill(*features, q_nHd, k_TKd, lse_Hn, selected_KnC, *where, *sizes)
 
+    def gathered_bytes(self, model: ModelConfig, width: int) -> int | None:
+        """Keys, values and index keys in mode sparse."""
+        options = self.gate_options
+        assert isinstance(options, MsaKind.Options)
+        found = super().gathered_bytes(model, width)
+        return None if found is None else found + width * (options.index_dim or model.head_width)
+
     def gate_flops(self, model: ModelConfig, lengths: Sequence[int], full_pairs: float) -> float:
         """Two projections, index scores of all earlier tokens and, while the gate learns, of q and k in the blocks that
         are attended to."""

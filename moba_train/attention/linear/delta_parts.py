@@ -1,59 +1,99 @@
 """The delta rule over many rows, part by part: each hands its last state on, and the backward pass repeats it.
 
-Kernels of the delta rule keep and make some twenty tensors of the size of q; of a part these are small beside the
-layer's own.
+Kernels of the delta rule make some thirty tensors of the size of q in the backward pass; of a part these are small
+beside the layer's own.
 
-Shape suffixes: n rows, H query heads, d head width, N segments.
+Shape suffixes: n rows of a part, H query heads, d head width, N segments.
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moba_train.attention.linear.delta_states import DeltaInputs, DeltaRule, Edges
+from moba_train.attention.linear.delta_states import Edges
 
-ROWS = 32_768
-"""Rows of a part. On an H200 parts of 4,096 took 24.3 ms for 8,192 tokens of 32 heads of 64, where one call takes 8.8:
-the host needs longer than the GPU."""
+ROWS = 8_192
+"""Most rows of a part. With kernels of 32 heads of 64, whose launches take the host longer than 4,096 rows take an
+H200, parts of 4,096 took 24.3 ms for 8,192 tokens, where one call took 8.8."""
+_CHUNK = 64
+"""Rows that the kernels take at a time: parts are multiples of it, so that they cut no chunk in two."""
+
+Rows = tuple[Tensor, ...]
+"""Tensors [n, ...] with the same rows."""
+Part = Callable[[Rows, Rows | None, Edges, Tensor | None, bool], tuple[Tensor, Tensor | None]]
+"""Outputs [n, ...] and, if wanted, the states behind the segments [N, H, d, d] of a part, from its rows, those before
+it, its edges, and the states before its segments."""
 
 
-def delta_in_parts(
-    rule: DeltaRule,
-    inputs: DeltaInputs,
+def in_parts(
+    run: Part,
+    rows: Rows,
     edges: Edges,
-    initial_NHdd: Tensor | None,
-    wants_states: bool,
-    rows: int = ROWS,
+    initial_NHdd: Tensor | None = None,
+    wants_states: bool = False,
+    *,
+    most: int = ROWS,
+    lookback: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `rule` gives for all rows at once: outputs [n, H, d] and, if wanted, the states behind the segments."""
+    """What `run` gives for all rows at once, computed for at most `most` of them at a time.
+
+    A part is given the `lookback` rows before it, of which parts have at least as many: zeros for those that its
+    document does not have, None if it has none of them.
+    """
     bounds = edges[1].tolist()
-    total = bounds[-1]
+    sizes = _part_sizes(bounds[-1], most)
+    pieces = list(zip(*(x.split(sizes) for x in rows), strict=True))
     outputs: list[Tensor] = []
     behind: list[Tensor] = []
     state_1Hdd: Tensor | None = None
-    for start in range(0, total, rows):
-        stop = min(start + rows, total)
+    start = 0
+    for number, size in enumerate(sizes):
+        stop = start + size
         first, last = bisect_right(bounds, start) - 1, bisect_left(bounds, stop)  # segments first to last - 1 meet it
-        inner = torch.tensor([max(bound, start) - start for bound in bounds[first:last]] + [stop - start])
-        on_device = inner.to(edges[0].device, non_blocking=True)
-        before = _states_before(initial_NHdd, state_1Hdd, first, last)
+        inner = (*(max(bound, start) - start for bound in bounds[first:last]), size)
         goes_on = bounds[last] > stop
-        out_nHd, behind_NHdd = checkpoint(
-            rule,
-            inputs.rows([slice(start, stop)]),
-            (on_device, inner),
-            before,
+        known = min(lookback, start - bounds[first])
+        out, behind_NHdd = checkpoint(
+            run,
+            pieces[number],
+            _rows_before(pieces[number - 1], known, lookback) if known else None,
+            _edges(inner, edges[0].device),
+            _states_before(initial_NHdd, state_1Hdd, first, last),
             goes_on or wants_states,
             use_reentrant=False,
             preserve_rng_state=False,
         )
-        outputs.append(out_nHd)
+        outputs.append(out)
         state_1Hdd = behind_NHdd[-1:] if goes_on else None
         if wants_states:
             behind.append(behind_NHdd[:-1] if goes_on else behind_NHdd)
+        start = stop
     return torch.cat(outputs), torch.cat(behind) if wants_states else None
+
+
+def _part_sizes(total: int, most: int) -> list[int]:
+    """Parts of nearly equal sizes."""
+    parts = -(-total // most)
+    size = -(-total // parts)
+    if size >= _CHUNK:
+        size = min(most, -(-size // _CHUNK) * _CHUNK)
+    return [min(size, total - start) for start in range(0, total, size)]
+
+
+@lru_cache(maxsize=64)
+def _edges(bounds: tuple[int, ...], device: torch.device) -> Edges:
+    """Equal parts share these tensors, by which fla-core knows what it has computed from them."""
+    on_cpu = torch.tensor(bounds)
+    return on_cpu.to(device, non_blocking=True), on_cpu
+
+
+def _rows_before(rows: Rows, known: int, lookback: int) -> Rows:
+    """The last `known` rows, behind zeros up to `lookback`."""
+    return tuple(torch.cat([x.new_zeros((lookback - known, *x.shape[1:])), x[len(x) - known :]]) for x in rows)
 
 
 def _states_before(initial_NHdd: Tensor | None, state_1Hdd: Tensor | None, first: int, last: int) -> Tensor | None:

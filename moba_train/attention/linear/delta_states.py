@@ -33,12 +33,19 @@ class DeltaInputs(NamedTuple):
     A_log_H: Tensor
     dt_bias_h: Tensor
 
+    @property
+    def by_row(self) -> tuple[Tensor, ...]:
+        """The tensors that have rows, the first five."""
+        return self[:5]
+
+    @property
+    def of_heads(self) -> tuple[Tensor, ...]:
+        """The tensors that all rows share, the other two."""
+        return self[5:]
+
     def rows(self, parts: Sequence[slice]) -> "DeltaInputs":
         """Some rows, one part after the other."""
-        by_row = {name: x for name, x in self._asdict().items() if name not in ("A_log_H", "dt_bias_h")}
-        if len(parts) == 1:
-            return self._replace(**{name: x[parts[0]] for name, x in by_row.items()})
-        return self._replace(**{name: torch.cat([x[part] for part in parts]) for name, x in by_row.items()})
+        return DeltaInputs(*(torch.cat([x[part] for part in parts]) for x in self.by_row), *self.of_heads)
 
     def without_values(self) -> "DeltaInputs":
         """Values of zero."""
@@ -96,7 +103,7 @@ def _maps(inputs: DeltaInputs, rule: DeltaRule, layout: Layout) -> Tensor:
     heads, width = inputs.q_nHd.shape[1:]
     ends = _end_segments(layout)
     if not ends:
-        nothing = torch.stack([x.sum() for x in inputs[:5]]).sum()
+        nothing = torch.stack([x.sum() for x in inputs.by_row]).sum()
         dtype = torch.promote_types(nothing.dtype, torch.float32)
         return nothing.to(dtype) + torch.zeros((1, 2, heads, width, width), dtype=dtype, device=nothing.device)
     lasts = [last for _, last in ends]

@@ -86,22 +86,31 @@ def fla_delta_attention(
     edges: tuple[Tensor, Tensor],
     initial_NHdd: Tensor | None,
     wants_states: bool,
+    recomputed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The delta rule of `kda` inside segments, from the results of its projections; and the states behind the segments,
-    float32, if wanted. `edges`: of the segments, as `ranges.segment_edges` gives them."""
+    float32, if wanted. `edges`: of the segments, as `ranges.segment_edges` gives them. `recomputed`: whether it is
+    called again right before its backward pass, which then need not compute half of it once more.
+
+    Norms and sigmoid are PyTorch's: fla-core's own for them take nine of its thirty launches, which are what the host
+    has no time for, and are tuned anew for each number of rows. Its rows of length sqrt(d) in place of 1 are made up
+    for by beta / d, and by states divided by sqrt(d).
+    """
     from fla.ops.kda import chunk_kda
 
+    width = q_nHd.shape[-1]
+    beta_nH = beta_nH.to(torch.promote_types(beta_nH.dtype, torch.float32)).sigmoid() / width
+    q_nHd, k_nKd = (F.rms_norm(x, (width,), eps=1e-6 / width) for x in (q_nHd, k_nKd))
     k_nHd, v_nHd = (x.repeat_interleave(q_nHd.shape[1] // x.shape[1], 1) for x in (k_nKd, v_nKd))
     out_1nHd, behind_NHdd = chunk_kda(
         *(x.unsqueeze(0) for x in (q_nHd, k_nHd, v_nHd, decay_nHd, beta_nH)),
         A_log=A_log_H,
         dt_bias=dt_bias_h,
-        initial_state=initial_NHdd,
+        initial_state=None if initial_NHdd is None else initial_NHdd * width**-0.5,
         output_final_state=wants_states,
-        use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
+        disable_recompute=recomputed,
         cu_seqlens=edges[0],
         cu_seqlens_cpu=edges[1],
     )
-    return out_1nHd.squeeze(0), behind_NHdd
+    return out_1nHd.squeeze(0), behind_NHdd * width**0.5 if wants_states else None

@@ -9,25 +9,29 @@ Shape suffixes: n rows, D hidden size, H query heads, K key/value heads, d head 
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
-from moba_train.attention.linear.convolution import TAPS, ShortConvolution
+from moba_train.attention.linear.convolution import BEFORE, TAPS, ShortConvolution, part_places
 from moba_train.attention.linear.delta import delta_attention
-from moba_train.attention.linear.delta_parts import ROWS, delta_in_parts
+from moba_train.attention.linear.delta_parts import ROWS, Rows, in_parts
 from moba_train.attention.linear.delta_states import DeltaInputs, Edges, delta_over_ranks
 from moba_train.attention.linear.fla import fla_delta_attention, fla_problem, fla_refuses
 from moba_train.attention.linear.ranges import segment_edges
 from moba_train.attention.shard import Shard
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
+
+T = TypeVar("T")
 
 _WIDEST = 256
 """Head width that fla-core's kernels can do."""
@@ -52,7 +56,21 @@ class KdaParameters(nn.Module):
         self.gate_up = nn.Linear(rank, width, bias=False)
         self.norm = nn.RMSNorm(rank, model.norm_eps)
 
-    def forward(self, out_nHd: Tensor, x_nD: Tensor) -> Tensor:
+    @property
+    def convolutions(self) -> tuple[ShortConvolution, ShortConvolution, ShortConvolution]:
+        """Those of q, k and v."""
+        return self.q_conv, self.k_conv, self.v_conv
+
+    def delta_inputs(self, x_nD: Tensor, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor) -> DeltaInputs:
+        """What the delta rule needs, from the layer's input and its convolved queries, keys and values."""
+        decay_nHd = self.decay_up(self.decay_down(x_nD)).view_as(q_nHd)
+        return DeltaInputs(q_nHd, k_nKd, v_nKd, decay_nHd, self.beta(x_nD), self.A_log, self.dt_bias)
+
+    def forward(self, run: Callable[["KdaParameters"], T]) -> T:
+        """`run` of these parameters, or of those that `torch.func.functional_call` puts in their place."""
+        return run(self)
+
+    def gated(self, out_nHd: Tensor, x_nD: Tensor) -> Tensor:
         """The layer's output, normed for each head and gated."""
         return self.norm(out_nHd) * self.gate_up(self.gate_down(x_nD)).view_as(out_nHd).sigmoid()
 
@@ -115,21 +133,54 @@ class KdaKind(AttentionKind):
         """The delta rule without rotary embedding, whose output is normed for each head and gated."""
         assert isinstance(parameters, KdaParameters)
         shard = layer.shard
-        x_nD = shard.own(layer.x_TD)
-        q_nHd = parameters.q_conv(shard.own(layer.q_THd), "q", shard)
-        k_nKd = parameters.k_conv(shard.own(layer.k_TKd), "k", shard)
-        v_nKd = parameters.v_conv(shard.own(layer.v_TKd), "v", shard)
-        decay_nHd = parameters.decay_up(parameters.decay_down(x_nD)).view_as(q_nHd)
-        rows = (q_nHd, k_nKd, v_nKd, decay_nHd, parameters.beta(x_nD))
-        out_nHd = self._attend(DeltaInputs(*rows, parameters.A_log, parameters.dt_bias), shard)
+        rows = tuple(map(shard.own, (layer.x_TD, layer.q_THd, layer.k_TKd, layer.v_TKd)))
+        alone = len(shard.ranges_by_rank) == 1 and not shard.generates
+        if alone and len(rows[0]) > ROWS and torch.is_grad_enabled():
+            # The gradients of the parts are added in float32.
+            weights = {name: _at_least_float32(weight) for name, weight in parameters.named_parameters()}
+            run = partial(self._part, parameters, weights)
+            gated_nHd, _ = in_parts(run, rows, segment_edges(shard.layout), most=ROWS, lookback=BEFORE)
+            return shard.padded(gated_nHd), None
+        x_nD, *qkv = rows
+        convolved = [conv(x, name, shard) for conv, x, name in zip(parameters.convolutions, qkv, "qkv", strict=True)]
+        out_nHd = self._attend(parameters.delta_inputs(x_nD, *convolved), shard)
         # Recomputed in the backward pass, which would keep two more tensors of the output's size.
-        gated_nHd = checkpoint(parameters, out_nHd, x_nD, use_reentrant=False, preserve_rng_state=False)
+        gated_nHd = checkpoint(parameters.gated, out_nHd, x_nD, use_reentrant=False, preserve_rng_state=False)
         return shard.padded(gated_nHd), None
+
+    def _part(
+        self,
+        parameters: KdaParameters,
+        weights: dict[str, Tensor],
+        rows: Rows,
+        before: Rows | None,
+        edges: Edges,
+        initial_NHdd: Tensor | None,
+        wants_states: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer's output for consecutive rows of x, q, k and v, and the states behind their segments.
+
+        weights: those that take the place of `parameters`', by name, rounded to their dtype.
+        """
+
+        def run(parameters: KdaParameters) -> tuple[Tensor, Tensor | None]:
+            x_nD, *qkv = rows
+            places = part_places(tuple(edges[1].tolist()), x_nD.device)
+            earlier = [None] * 3 if before is None else before[1:]
+            convolutions = zip(parameters.convolutions, qkv, earlier, strict=True)
+            convolved = [conv.part(x, before_whd, places) for conv, x, before_whd in convolutions]
+            inputs = parameters.delta_inputs(x_nD, *convolved)
+            out_nHd, behind_NHdd = self._rule(inputs, edges, initial_NHdd, wants_states, recomputed=True)
+            return parameters.gated(out_nHd, x_nD), behind_NHdd
+
+        rounded = {name: weights[name].to(weight.dtype) for name, weight in parameters.named_parameters()}
+        found: tuple[Tensor, Tensor | None] = functional_call(parameters, rounded, (run,))
+        return found
 
     def _attend(self, inputs: DeltaInputs, shard: Shard) -> Tensor:
         """The delta rule inside each document."""
         if len(shard.ranges_by_rank) > 1:
-            return delta_over_ranks(inputs, self._rule, shard)
+            return delta_over_ranks(inputs, self._rule_in_parts, shard)
         if not len(inputs.q_nHd):
             return inputs.q_nHd
         edges = segment_edges(shard.layout)
@@ -138,14 +189,35 @@ class KdaKind(AttentionKind):
             shard.keep_states("state", behind_NHdd)
         return out_nHd
 
-    def _rule(
+    def _rule_in_parts(
         self, inputs: DeltaInputs, edges: Edges, initial_NHdd: Tensor | None, wants_states: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs and, if wanted, the states behind the segments, by the backend that options and tensors allow."""
+        """`_rule`, for at most ROWS rows at a time where there is a backward pass."""
+        if len(inputs.q_nHd) <= ROWS or not torch.is_grad_enabled():
+            return self._rule(inputs, edges, initial_NHdd, wants_states)
+
+        def part(
+            rows: Rows, _before: Rows | None, edges: Edges, initial_NHdd: Tensor | None, wants_states: bool
+        ) -> tuple[Tensor, Tensor | None]:
+            own = DeltaInputs(*rows, *inputs.of_heads)
+            return self._rule(own, edges, initial_NHdd, wants_states, recomputed=True)
+
+        return in_parts(part, inputs.by_row, edges, initial_NHdd, wants_states, most=ROWS)
+
+    def _rule(
+        self,
+        inputs: DeltaInputs,
+        edges: Edges,
+        initial_NHdd: Tensor | None,
+        wants_states: bool,
+        recomputed: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs and, if wanted, the states behind the segments, by the backend that options and tensors allow.
+
+        recomputed: whether a checkpoint repeats this right before its backward pass.
+        """
         if self._uses_fla(inputs.q_nHd):
-            if len(inputs.q_nHd) > ROWS and torch.is_grad_enabled():
-                return delta_in_parts(_by_fla, inputs, edges, initial_NHdd, wants_states)
-            return _by_fla(inputs, edges, initial_NHdd, wants_states)
+            return fla_delta_attention(*inputs, edges, initial_NHdd, wants_states, recomputed)
         out_nHd, behind_NHdd = delta_attention(*_activated(inputs), edges[1].tolist(), initial_NHdd)
         return out_nHd, behind_NHdd if wants_states else None
 
@@ -170,19 +242,14 @@ class KdaKind(AttentionKind):
         weights = sum(self._parameter_sizes(model, least_dimensions=2))
         return (18.0 * model.heads * model.head_width**2 + 6.0 * weights) * sum(lengths)
 
-    def activation_bytes(self, model: ModelConfig, width: int) -> int:
-        """With fla's kernels: inputs and results of the convolutions, keys and values repeated for each query head, the
-        decays and their sums in float32, two products in chunks of 64 tokens, and the result before norm and gate. More
-        than `delta_parts.ROWS` tokens need less."""
+    def activation_bytes(self, model: ModelConfig, width: int, tokens: int, cp: int) -> int:
+        """With fla's kernels: the convolutions' inputs and sums, convolved queries and keys, these normed, keys and
+        values repeated for each query head, decays, two products in chunks of 64 tokens, and the result before norm and
+        gate. Of more than `delta_parts.ROWS` tokens a rank that has no others beside it keeps nothing."""
+        if cp == 1 and tokens > ROWS:
+            return 0
         heads, kv_heads = model.heads, model.kv_heads
-        tensors = 2 * (heads + 2 * kv_heads) + 2 * (heads - kv_heads) + 2 * heads + 1
-        return width * (model.head_width * tensors + 2 * 64 * heads) + 4 * heads * model.head_width
-
-
-def _by_fla(
-    inputs: DeltaInputs, edges: Edges, initial_NHdd: Tensor | None, wants_states: bool
-) -> tuple[Tensor, Tensor | None]:
-    return fla_delta_attention(*inputs, edges, initial_NHdd, wants_states)
+        return width * (model.head_width * (8 * heads + 5 * kv_heads) + 2 * 64 * heads)
 
 
 def _activated(inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -190,11 +257,15 @@ def _activated(inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
     themselves."""
     q_nHd, k_nKd, v_nKd, decay_nHd, beta_nH, A_log_H, dt_bias_h = inputs
     k_nHd, v_nHd = (x.repeat_interleave(q_nHd.shape[1] // x.shape[1], 1) for x in (k_nKd, v_nKd))
-    dtype = torch.promote_types(q_nHd.dtype, torch.float32)
-    step_nHd = F.softplus(decay_nHd.to(dtype) + dt_bias_h.to(dtype).view_as(decay_nHd[0]))
-    log_alpha_nHd = -A_log_H.to(dtype).exp()[:, None] * step_nHd
-    q_nHd = _unit(q_nHd.to(dtype)) * q_nHd.shape[-1] ** -0.5
-    return q_nHd, _unit(k_nHd.to(dtype)), v_nHd, log_alpha_nHd, beta_nH.to(dtype).sigmoid()
+    q_nHd, k_nHd, decay_nHd, beta_nH = map(_at_least_float32, (q_nHd, k_nHd, decay_nHd, beta_nH))
+    step_nHd = F.softplus(decay_nHd + _at_least_float32(dt_bias_h).view_as(decay_nHd[0]))
+    log_alpha_nHd = -_at_least_float32(A_log_H).exp()[:, None] * step_nHd
+    return _unit(q_nHd) * q_nHd.shape[-1] ** -0.5, _unit(k_nHd), v_nHd, log_alpha_nHd, beta_nH.sigmoid()
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    """In float32, or float64 as it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _unit(x_nHd: Tensor) -> Tensor:

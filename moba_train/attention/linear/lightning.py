@@ -147,7 +147,7 @@ class LightningKind(AttentionKind):
         """Half of each document's square: the sum is over all earlier tokens, though their weights shrink."""
         return sum(length**2 for length in lengths) / 2
 
-    def activation_bytes(self, model: ModelConfig, width: int) -> int:
+    def activation_bytes(self, model: ModelConfig, width: int, tokens: int, cp: int) -> int:
         """The result of the linear attention, before norm and gate."""
         return width * model.heads * model.head_width
 

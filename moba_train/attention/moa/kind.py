@@ -11,6 +11,7 @@ from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.moa.attention import SpanAttention
 from moba_train.attention.moa.spans import SpanRule, Spans
 from moba_train.config.base import Section
+from moba_train.config.model import ModelConfig
 
 
 class MoaKind(AttentionKind):
@@ -59,6 +60,10 @@ class MoaKind(AttentionKind):
         attention = self._spans.dense if shard.attends_to_all else self._spans
         out_nHd, _ = shard.attend(q_nHd, k_TKd, v_TKd, attention)
         return shard.padded(out_nHd), None
+
+    def gathered_bytes(self, model: ModelConfig, width: int) -> int:
+        """Keys and values."""
+        return 2 * width * model.kv_heads * model.head_width
 
     def attended_pairs(self, lengths: Sequence[int]) -> float:
         """The mean over the heads."""

@@ -53,6 +53,18 @@ def predict_cost(strategy: CPStrategy, shape: AttentionShape) -> TransportCost:
     return _COSTS[strategy.transport](strategy, shape)
 
 
+def gather_cost(strategy: CPStrategy, tokens: int, token_bytes: float) -> TransportCost:
+    """The cost of a layer that gathers `token_bytes` of each token of the sequence by its shard, without a transport.
+
+    Backward, the gradients of all tokens, its buffers, are summed for their owners. Attention waits for both. A
+    recomputed layer gathers once more, which is not counted. Not compared with measured times.
+    """
+    whole = tokens * token_bytes
+    received = 2 * (1 - 1 / strategy.ranks) * whole
+    network = 0 if strategy.node_size == strategy.ranks else received / strategy.node_size
+    return TransportCost(received, network, 4 * whole, whole, upfront_share=1)
+
+
 def _allgather_cost(strategy: CPStrategy, shape: AttentionShape) -> TransportCost:
     received = _received_kv_bytes(strategy, shape)
     slices = _slice_count(strategy, shape.kv_heads)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moba_train.attention.protocol import Layout
 from moba_train.config.model import ModelConfig
 from moba_train.config.run import PipelineSchedule
-from moba_train.model.loss import token_losses, weighted_loss_sum
+from moba_train.model.loss import token_losses
 from moba_train.model.transformer import LossSums, LossTokens, ModelPart, Transformer, auxiliary_sums
 from moba_train.parallel.pipeline.split import rank_part
 
@@ -112,7 +112,7 @@ class PipelineModel(Transformer):
         hidden_TD = self.last_hidden(tokens_T, positions_T, layout)
         if hidden_TD is None:
             return LossSums(torch.zeros((), device=tokens_T.device), None)
-        return LossSums(weighted_loss_sum(hidden_TD, self.output_weight, *loss_tokens), None)
+        return LossSums(self.loss_sum(hidden_TD, loss_tokens), None)
 
     @torch.no_grad()
     def token_losses(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> Tensor:
@@ -137,5 +137,5 @@ class PipelineModel(Transformer):
         x_TD, auxiliary = self.run_blocks(self.blocks_of(part), x_TD, positions_T, layout)
         loss = torch.zeros((), device=tokens_T.device)
         if place.has_output:
-            loss = weighted_loss_sum(self.norm(x_TD), self.output_weight, *loss_tokens)
+            loss = self.loss_sum(self.norm(x_TD), loss_tokens)
         return x_TD, LossSums(loss, auxiliary_sums(auxiliary, loss_tokens))
