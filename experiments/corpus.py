@@ -1,0 +1,78 @@
+"""The corpus that the arms of all figures are trained and validated on.
+
+A folder that `moba-data corpus` wrote: `train` and `valid`, whose sidecars name the vocabulary, and the tokenizer.
+`--quick` makes a small one from the Python sources of this environment, as bytes.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.float8_loss import write_text
+from moba_train.data.indexed import IndexedDataset, corpus_file
+from moba_train.errors import DataError
+
+QUICK_TOKENS = 1 << 19
+BYTES = 256
+"""Vocabulary of the quick corpus."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokenised corpora of one folder, and those that a figure adds."""
+
+    folder: Path
+    """With the corpora `train` and `valid`, and others that arms may name."""
+    vocab_size: int
+    tokenizer: Path | None = None
+    added: Path | None = None
+    """Folder of corpora that a figure has made (`Figure.prepare`)."""
+
+    def data(self) -> dict[str, Any]:
+        """The section `data` of a recipe."""
+        return {
+            "train": [{"path": self.find("train")}],
+            "validation": [{"path": self.find("valid")}],
+            **({"tokenizer": str(self.tokenizer)} if self.tokenizer else {}),
+        }
+
+    def find(self, name: str) -> str:
+        """The prefix of the corpus that an arm calls `name`. Raises DataError where there is none."""
+        for folder in filter(None, (self.added, self.folder)):
+            if corpus_file(folder / name, "idx").is_file():
+                return str(folder / name)
+        raise DataError(f"an arm names the corpus {name!r}, which is neither in {self.folder} nor made by the figure")
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this corpus from another one, without paths; the same for every copy."""
+        train, valid = (IndexedDataset(self.folder / name) for name in ("train", "valid"))
+        return {
+            "train": train.fingerprint.name,
+            "valid": valid.fingerprint.name,
+            "training_tokens": train.tokens,
+            "validation_tokens": valid.tokens,
+            "vocab_size": self.vocab_size,
+        }
+
+
+def open_corpus(folder: Path, added: Path | None = None) -> Corpus:
+    """The corpus that `moba-data corpus` wrote to `folder`. Raises DataError where a part or its vocabulary is not
+    there."""
+    sizes = set()
+    for name in ("train", "valid"):
+        info = IndexedDataset(folder / name).info or {}
+        if "vocab_size" not in info:
+            raise DataError(f"{corpus_file(folder / name, 'json')}: no vocab_size; make it with moba-data corpus")
+        sizes.add(int(info["vocab_size"]))
+    if len(sizes) > 1:
+        raise DataError(f"{folder}: train and valid have different vocabularies: {', '.join(map(str, sorted(sizes)))}")
+    tokenizer = folder / "tokenizer.model"
+    return Corpus(folder, sizes.pop(), tokenizer if tokenizer.is_file() else None, added)
+
+
+def quick_corpus(folder: Path, added: Path | None = None) -> Corpus:
+    """Bytes of Python sources, made in `folder` unless they are there."""
+    if not corpus_file(folder / "train", "idx").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder, QUICK_TOKENS)
+    return Corpus(folder, BYTES, added=added)
