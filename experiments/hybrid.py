@@ -1,0 +1,161 @@
+"""F5: 90 % of the tokens with MoBA, the last 10 % with full attention."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.plotting import GREY, plain
+from experiments.comparison import Cell, Comparison, Verdict, compare
+from experiments.figure import Arm, Figure, Finding, Result
+from experiments.fits import COLOURS
+from experiments.models import FULL, TOKENS_PER_PARAMETER, moba, parameters, recipe
+from moba_train.health.spike import RECOVERY_STEPS, SpikeDetector
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+SHARE = 0.9
+"""Of the tokens that the first stage has."""
+STAGES = ("first", "last")
+ARMS = {"full": ("full", "full"), "moba": ("moba", "moba"), "hybrid": ("moba", "full")}
+"""Attention of both stages. All arms have both, so that data and learning rate are equal and the switch alone differs."""
+CLOSE = 0.01
+"""Nats within which two losses count as equal."""
+WARN_SIGMA = 6.0
+WINDOW = 128
+"""Of the trainer's own detector, in its default setting."""
+_COLOURS = COLOURS | {"hybrid": "#1c7ed6"}
+
+
+class Hybrid(Figure):
+    """90 % of the tokens with MoBA, then 10 % with full attention, against either of them throughout."""
+
+    name = "hybrid"
+    title = "F5. 90 % MoBA, 10 % full"
+    claim = (
+        "A model that is trained with MoBA for 90 % of its tokens and with full attention for the rest has nearly the "
+        "loss of full attention at every position, and no spike where the attention changes; MoBA alone is worse at the "
+        "last positions ([MoBA](https://arxiv.org/abs/2502.13189), section 3.2, figure 5a: 1.5B parameters, 30B tokens "
+        "at 32K)."
+    )
+    setup = (
+        "Three arms of 10.6M parameters, 20 tokens for each, at 8K, MoBA 512/3, one cosine over both stages, so that the "
+        "learning rate is low and falling at the switch. Each is evaluated with the attention it ends with. The trainer's "
+        "spike detector starts anew at a switch; here its own code looks back across it, over the losses and gradient "
+        "norms of the steps before, as if nothing had changed. The model is a hundredth of the published one."
+    )
+    seeds: ClassVar[int] = 2
+
+    def arms(self, seed: int, quick: bool) -> list[Arm]:
+        """Full attention, MoBA, and one after the other."""
+        return [Arm(name, seed, _recipe(kinds, quick)) for name, kinds in ARMS.items()]
+
+    def find(self, results: Sequence[Result]) -> Finding:
+        """Losses by position against those of full attention, and what the detector says of the switch."""
+        curves = {(result["name"], result["seed"]): _curve(result) for result in results}
+        seeds = sorted({seed for name, seed in curves if name == "full"})
+        rows = [["tokens", "full", *(f"{name} - full" for name in ("moba", "hybrid"))]]
+        verdicts = []
+        if seeds:
+            bucket = _position_wise(results[0])["bucket"]
+            buckets = len(next(iter(curves.values())))
+            for place in range(buckets):
+                found = _at(curves, place)
+                full = statistics.mean(curves["full", seed][place] for seed in seeds)
+                others = [str(found.difference(name, "full")) if name in found.arms else "–" for name in ("moba", "hybrid")]
+                rows.append([f"{place * bucket} to {(place + 1) * bucket}", f"{full:.4f}", *others])
+            for name, words in (("hybrid", "90 % MoBA, 10 % full"), ("moba", "MoBA throughout")):
+                if any(arm == name for arm, _ in curves):
+                    claim = f"In the last {bucket} tokens, the loss of {words} is within {CLOSE} of full attention's"
+                    verdicts.append(Verdict(claim, _at(curves, buckets - 1).difference(name, "full"), -CLOSE, CLOSE))
+        steps = [
+            Cell(result["name"], f"seed {result['seed']}", result["boundaries"][-1]["loss_step"]) for result in results
+        ]
+        if {"hybrid", "full"} <= {cell.arm for cell in steps}:
+            claim = f"The switch raises the training loss by less than {CLOSE} (mean of 10 steps, against no switch)"
+            verdicts.append(Verdict(claim, compare(steps).difference("hybrid", "full"), -math.inf, CLOSE))
+        scores = {f"{result['name']}, seed {result['seed']}": armed_scores(result) for result in results}
+        rows += [[f"**Detector across the switch, {RECOVERY_STEPS} steps**", "**loss, σ**", "**norm, σ**", "**flagged**"]]
+        rows += [[name, f"{found['loss']:.1f}", f"{found['norm']:.1f}", str(found["flagged"])] for name, found in scores.items()]
+        return Finding(verdicts, rows, {"scores": scores})
+
+    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+        """Left: loss by position above full attention's. Right: training loss around the switch."""
+        left, right = canvas.subplots(1, 2)
+        curves = {(result["name"], result["seed"]): _curve(result) for result in results}
+        for result in results:
+            name, seed = result["name"], result["seed"]
+            if name != "full" and ("full", seed) in curves:
+                gap = curves[name, seed] - curves["full", seed]
+                places = _position_wise(result)["bucket"] * (np.arange(len(gap)) + 0.5)
+                left.plot(places, gap, "o-", ms=3, lw=1.2, color=_COLOURS[name])
+            switch = result["switches"][-1]
+            before = len(switch["before"]["loss"])
+            losses = [*switch["before"]["loss"], *switch["after"]["loss"]]
+            right.plot(np.arange(len(losses)) - before, losses, lw=0.9, color=_COLOURS[name])
+        for name in ARMS:
+            right.plot([], [], color=_COLOURS[name], label=name)
+        left.axhline(0, color=GREY, lw=0.8)
+        right.axvline(0, color=GREY, lw=0.8, ls=":")
+        right.legend(frameon=False, labelcolor=GREY, fontsize=9)
+        for axes, title, label in (
+            (left, "loss above full attention's, nats", "position in the context, tokens"),
+            (right, "training loss around the switch", "step"),
+        ):
+            axes.set_title(title, color=GREY, fontsize=10, loc="left")
+            axes.set_xlabel(label, color=GREY)
+            plain(axes)
+
+
+def _recipe(kinds: tuple[str, str], quick: bool) -> dict[str, Any]:
+    """Two stages of one length, with an attention each."""
+    size = "small" if quick else "10m"
+    attention = moba(16, 2) if quick else moba(512, 3)
+    length, batch = (128, 1024) if quick else (8192, 131_072)
+    tokens = 40 * batch if quick else TOKENS_PER_PARAMETER * parameters(size)
+    evaluation = {
+        "sequences": 4 if quick else 128,
+        "position_wise": {"bucket": 32 if quick else 512, "sequences": 4 if quick else 256, "attention": "own"},
+    }
+    made = recipe(size, attention, length, tokens, batch, evaluation)
+    shares = (SHARE, 1 - SHARE)
+    made["stages"] = [
+        {"name": name, "seq_len": length, "tokens": round(share * tokens), "attention": {} if kind == "moba" else FULL}
+        for name, share, kind in zip(STAGES, shares, kinds, strict=True)
+    ]
+    return made
+
+
+def armed_scores(result: Result) -> dict[str, Any]:
+    """The largest scores of the trainer's spike detector in the steps after the last switch of stage, and how many it
+    flags, when it is not told of the switch."""
+    switch = result["switches"][-1]
+    detector = SpikeDetector(WINDOW, WARN_SIGMA)
+    before, after = (list(zip(part["loss"], part["grad_norm"], strict=True)) for part in (switch["before"], switch["after"]))
+    for step, values in enumerate(before):
+        detector.observe(step, *values)
+    reports = [detector.observe(len(before) + step, *values) for step, values in enumerate(after)]
+    return {
+        "loss": max(report.z_loss for report in reports),
+        "norm": max(report.z_grad for report in reports),
+        "flagged": sum(report.flagged for report in reports),
+    }
+
+
+def _position_wise(result: Result) -> dict[str, Any]:
+    return dict(result["stages"][STAGES[-1]]["position_wise"]["position_wise"])
+
+
+def _curve(result: Result) -> npt.NDArray[np.float64]:
+    """Loss by position at the end, with the attention of the last stage."""
+    found = _position_wise(result)
+    return np.array(found["curves"][found["attention"]]["mean"])
+
+
+def _at(curves: dict[tuple[str, int], npt.NDArray[np.float64]], place: int) -> Comparison:
+    """The arms' losses in one bucket."""
+    return compare([Cell(name, f"seed {seed}", float(curve[place])) for (name, seed), curve in curves.items()])
