@@ -135,7 +135,9 @@ def test_a_stage_that_never_recovers_ends_the_run_at_its_max_tokens(
     before, *judged = [record["trailing_loss"] for record in run.records("position_wise")[2:]]
     assert [(record["stage"], record["step"]) for record in verdicts] == [("noise", step) for step in (4, 5, 6)]
     for verdict, loss in zip(verdicts, judged, strict=True):
-        words = f"criterion not met: trailing loss {loss:.4f}, {before:.4f} at the end of the stage before, tolerance 0.002"
+        words = (
+            f"criterion not met: trailing loss {loss:.4f}, {before:.4f} at the end of the stage before, tolerance 0.002"
+        )
         assert loss > before + 0.002
         assert verdict["message"].startswith(words)
     at_the_end = "; the stage ends all the same, at its max_tokens"
