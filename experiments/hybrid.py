@@ -1,18 +1,20 @@
 """F5: 90 % of the tokens with MoBA, the last 10 % with full attention."""
 
+import functools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.plotting import GREY, plain
-from experiments.comparison import Cell, Comparison, Verdict, compare
+from experiments.comparison import Cell, Verdict, compare, shared
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import COLOURS
 from experiments.models import FULL, TOKENS_PER_PARAMETER, moba, parameters, recipe
+from moba_train.config.run import SpikeConfig
 from moba_train.health.spike import RECOVERY_STEPS, SpikeDetector
 
 if TYPE_CHECKING:
@@ -23,11 +25,10 @@ SHARE = 0.9
 STAGES = ("first", "last")
 ARMS = {"full": ("full", "full"), "moba": ("moba", "moba"), "hybrid": ("moba", "full")}
 """Attention of both stages. All arms have both stages, so that data and learning rate are equal."""
+OTHERS = {"hybrid": "90 % MoBA, 10 % full", "moba": "MoBA throughout"}
+"""Arms that are compared with full attention, in words."""
 CLOSE = 0.01
 """Nats within which two losses count as equal."""
-WARN_SIGMA = 6.0
-WINDOW = 128
-"""Of the trainer's own detector, in its default setting."""
 _COLOURS = COLOURS | {"hybrid": "#1c7ed6"}
 
 
@@ -57,38 +58,29 @@ class Hybrid(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """Losses by position against those of full attention, and what the detector says of the switch."""
-        curves = {(result["name"], result["seed"]): _curve(result) for result in results}
-        seeds = sorted({seed for name, seed in curves if name == "full"})
-        rows = [["tokens", "full", *(f"{name} - full" for name in ("moba", "hybrid"))]]
+        rows = [["tokens", "full", *(f"{name} - full" for name in OTHERS)]]
         verdicts = []
-        if seeds:
-            bucket = _position_wise(results[0])["bucket"]
-            buckets = len(next(iter(curves.values())))
-            for place in range(buckets):
-                found = _at(curves, place)
-                full = statistics.mean(curves["full", seed][place] for seed in seeds)
-                others = [
-                    str(found.difference(name, "full")) if name in found.arms else "–" for name in ("moba", "hybrid")
-                ]
-                rows.append([f"{place * bucket} to {(place + 1) * bucket}", f"{full:.4f}", *others])
-            for name, words in (("hybrid", "90 % MoBA, 10 % full"), ("moba", "MoBA throughout")):
-                if any(arm == name for arm, _ in curves):
-                    claim = f"In the last {bucket} tokens, the loss of {words} is within {CLOSE} of full attention's"
-                    verdicts.append(Verdict(claim, _at(curves, buckets - 1).difference(name, "full"), -CLOSE, CLOSE))
-        steps = [
-            Cell(result["name"], f"seed {result['seed']}", result["boundaries"][-1]["loss_step"]) for result in results
-        ]
+        for place, edges in enumerate(_buckets(results)):
+            cells = _cells(results, functools.partial(_loss_at, place))
+            arms = {cell.arm for cell in cells}
+            if "full" not in arms:
+                break
+            found = compare(cells)
+            others = {name: found.difference(name, "full") for name in OTHERS if name in arms}
+            full = statistics.mean(cell.value for cell in cells if cell.arm == "full")
+            rows.append([edges, f"{full:.4f}", *(str(others.get(name, "–")) for name in OTHERS)])
+        if len(rows) > 1:
+            for name, estimate in others.items():
+                claim = f"In the last tokens, the loss of {OTHERS[name]} is within {CLOSE} of full attention's"
+                verdicts.append(Verdict(claim, estimate, -CLOSE, CLOSE))
+        steps = _cells(results, lambda result: float(result["boundaries"][-1]["loss_step"]))
         if {"hybrid", "full"} <= {cell.arm for cell in steps}:
             claim = f"The switch raises the training loss by less than {CLOSE} (mean of 10 steps, against no switch)"
             verdicts.append(Verdict(claim, compare(steps).difference("hybrid", "full"), -math.inf, CLOSE))
         scores = {f"{result['name']}, seed {result['seed']}": armed_scores(result) for result in results}
-        rows += [
-            [f"**Detector across the switch, {RECOVERY_STEPS} steps**", "**loss, σ**", "**norm, σ**", "**flagged**"]
-        ]
-        rows += [
-            [name, f"{found['loss']:.1f}", f"{found['norm']:.1f}", str(found["flagged"])]
-            for name, found in scores.items()
-        ]
+        rows.append([f"**{RECOVERY_STEPS} steps after the switch**", "**loss, σ**", "**norm, σ**", "**flagged**"])
+        for name, score in scores.items():
+            rows.append([name, f"{score['loss']:.1f}", f"{score['norm']:.1f}", str(score["flagged"])])
         return Finding(verdicts, rows, {"scores": scores})
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
@@ -123,8 +115,8 @@ def _recipe(kinds: tuple[str, str], quick: bool) -> dict[str, Any]:
     """Two stages of one length, with an attention each."""
     size = "small" if quick else "10m"
     attention = moba(16, 2) if quick else moba(512, 3)
-    length, batch = (128, 1024) if quick else (8192, 131_072)
-    tokens = 40 * batch if quick else TOKENS_PER_PARAMETER * parameters(size)
+    length, batch = (128, 512) if quick else (8192, 131_072)
+    tokens = 24 * batch if quick else TOKENS_PER_PARAMETER * parameters(size)
     evaluation = {
         "sequences": 4 if quick else 128,
         "position_wise": {"bucket": 32 if quick else 512, "sequences": 4 if quick else 256, "attention": "own"},
@@ -142,7 +134,8 @@ def armed_scores(result: Result) -> dict[str, Any]:
     """The largest scores of the trainer's spike detector in the steps after the last switch of stage, and how many it
     flags, when it is not told of the switch."""
     switch = result["switches"][-1]
-    detector = SpikeDetector(WINDOW, WARN_SIGMA)
+    settings = SpikeConfig()
+    detector = SpikeDetector(settings.window, settings.warn_sigma)
     before, after = (
         list(zip(part["loss"], part["grad_norm"], strict=True)) for part in (switch["before"], switch["after"])
     )
@@ -166,6 +159,17 @@ def _curve(result: Result) -> npt.NDArray[np.float64]:
     return np.array(found["curves"][found["attention"]]["mean"])
 
 
-def _at(curves: dict[tuple[str, int], npt.NDArray[np.float64]], place: int) -> Comparison:
-    """The arms' losses in one bucket."""
-    return compare([Cell(name, f"seed {seed}", float(curve[place])) for (name, seed), curve in curves.items()])
+def _loss_at(bucket: int, result: Result) -> float:
+    return float(_curve(result)[bucket])
+
+
+def _buckets(results: Sequence[Result]) -> list[str]:
+    """The buckets of the context, in words."""
+    if not results:
+        return []
+    width = _position_wise(results[0])["bucket"]
+    return [f"{width * place} to {width * (place + 1)}" for place in range(len(_curve(results[0])))]
+
+
+def _cells(results: Sequence[Result], value: Callable[[Result], float]) -> list[Cell]:
+    return shared([Cell(result["name"], f"seed {result['seed']}", value(result)) for result in results])

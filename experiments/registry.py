@@ -4,7 +4,7 @@ from experiments.figure import Figure
 from experiments.granularity import Granularity
 from experiments.hybrid import Hybrid
 from experiments.scaling import Scaling
-from experiments.short_then_long import ShortThenLong
+from experiments.short_first import ShortFirst
 from experiments.third_cliff import ThirdCliff
 from experiments.trailing import Position, Trailing
 from experiments.trained_with import TrainedWith
@@ -18,7 +18,7 @@ FIGURES: dict[str, Figure] = {
         Granularity(),
         Hybrid(),
         ThirdCliff(),
-        ShortThenLong(),
+        ShortFirst(),
         TrainedWith(),
     )
 }

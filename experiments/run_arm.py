@@ -17,15 +17,16 @@ from benchmarks.record import provenance
 from benchmarks.trainer_run import trainer_command
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Result
+from moba_train.config.run import SpikeConfig
 from moba_train.foreign_files import ROOTS
+from moba_train.health.spike import RECOVERY_STEPS
 from moba_train.report.scaling_runs import read_runs
 from moba_train.telemetry.jsonl import read_records
 
 CURVE_POINTS = 200
 """Points that are kept of each curve over the steps."""
-STEPS_BEFORE, STEPS_AFTER = 128, 50
-"""Steps around a switch of stage that are kept one by one: what a spike detector looks back on, and how long it waits
-for a loss to recover."""
+STEPS_BEFORE, STEPS_AFTER = SpikeConfig().window, RECOVERY_STEPS
+"""Steps around a switch of stage that are kept one by one, for the spike detector."""
 _EVALUATIONS = ("validation_loss", "position_wise", "gate_probe", "gradient_reach", "needle", "ruler")
 _HOW_IT_RAN = ("time", "wall_time", "run_id", "checkpoint", "type")
 _PROVENANCE = ("commit", "date", "device", "torch")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import moba_train.attention.registry  # noqa: F401  # attention kinds, which the recipe names
 from benchmarks.plotting import GREY, plain
-from experiments.comparison import Cell, Verdict, compare
+from experiments.comparison import Cell, Verdict, compare, shared
 from experiments.estimate import config_of
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import COLOURS, trailing_loss, validation_loss
@@ -32,7 +32,7 @@ WORDS = {"full": "long, full", "moba": "long, MoBA", SHORT: "short full, then lo
 _COLOURS = COLOURS | {SHORT: "#1c7ed6"}
 
 
-class ShortThenLong(Figure):
+class ShortFirst(Figure):
     """Long from scratch with MoBA, long from scratch with full attention, short full then long MoBA."""
 
     name = "short-first"
@@ -53,7 +53,7 @@ class ShortThenLong(Figure):
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """Three arms of equal tokens, and two that have the FLOPs of full attention."""
-        tokens = 16_384 if quick else TOKENS
+        tokens = 8192 if quick else TOKENS
         budget = tokens * flops_per_token(_recipe("full", tokens, quick))
         arms = [Arm(name, seed, _recipe(name, tokens, quick)) for name in WORDS]
         for name in ("moba", SHORT):
@@ -63,7 +63,7 @@ class ShortThenLong(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """What beginning short gains or costs in the trailing loss, at equal tokens and at equal FLOPs."""
-        cells = [Cell(result["name"], f"seed {result['seed']}", trailing_loss(result)) for result in results]
+        cells = shared([Cell(result["name"], f"seed {result['seed']}", trailing_loss(result)) for result in results])
         verdicts = []
         for reference in ("moba", "full"):
             for more, words in (("", "equal tokens"), (EQUAL_FLOPS, "equal FLOPs")):
