@@ -36,8 +36,9 @@ class Arm:
     unless they are given, folders and how to run. Paths of corpora are names in the corpus' folder, or of what
     `Figure.prepare` made."""
     evaluations: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Evaluations of the last checkpoint, by name: the arguments of `moba-train eval` behind the checkpoint. Those in
-    the recipe's section `evaluation` run in any case, at the end of each stage."""
+    """Evaluations of the last checkpoint, by name: the arguments of `moba-train eval` behind the checkpoint, where
+    `--data` is followed by the name of a corpus. Those in the recipe's section `evaluation` run in any case, at the end
+    of each stage."""
     parent: str | None = None
     """Name of the arm of the same seed whose last checkpoint gives the first weights."""
 

@@ -107,9 +107,9 @@ def _corpora(sizes: Recall, quick: bool) -> Iterator[tuple[str, Any, Any]]:
     rng = np.random.default_rng(20250218)
     batch = 8 * sizes.length if quick else 1 << 25
     pretrained = replace(sizes, facts=sizes.facts * 3 // 4)
-    for length in _lengths(sizes):
+    for name, length in _lengths(sizes).items():
         tokens, _ = pretraining_documents(pretrained.with_length(length), batch // length, rng)
-        yield f"recall-{length}", tokens, None
+        yield f"recall-{name}", tokens, None
     held_out = 4 if quick else 512
     yield ("recall-valid", *pretraining_documents(pretrained, held_out, rng))
     tokens, answers = fine_tuning_documents(sizes, batch // 3 // sizes.length, rng)
@@ -119,9 +119,9 @@ def _corpora(sizes: Recall, quick: bool) -> Iterator[tuple[str, Any, Any]]:
     yield "sft-valid", tokens, thinned(answers, sizes.values, max(VALIDATION_SHARE, 1 / sizes.length), rng)
 
 
-def _lengths(sizes: Recall) -> tuple[int, ...]:
-    """Of the base's stages."""
-    return sizes.length // 8, sizes.length // 2, sizes.length
+def _lengths(sizes: Recall) -> dict[str, int]:
+    """Tokens of a document, by the base's stages."""
+    return {"short": sizes.length // 8, "medium": sizes.length // 2, "long": sizes.length}
 
 
 def _common(quick: bool) -> dict[str, Any]:
@@ -144,9 +144,9 @@ def _base_recipe(quick: bool) -> dict[str, Any]:
     common = _common(quick)
     steps = (2, 2, 2) if quick else (400, 300, 2000)
     stages = [
-        {"name": str(length), "seq_len": length, "tokens": count * common["batch_tokens"]}
-        | {"train": [{"path": f"recall-{length}"}]}
-        for length, count in zip(lengths, steps, strict=True)
+        {"name": name, "seq_len": length, "tokens": count * common["batch_tokens"]}
+        | {"train": [{"path": f"recall-{name}"}]}
+        for (name, length), count in zip(lengths.items(), steps, strict=True)
     ]
     stages[0]["attention"] = FULL
     warmup = sum(stage["tokens"] for stage in stages) // 50

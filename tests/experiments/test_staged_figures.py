@@ -1,13 +1,13 @@
 """F5, F6 and F7 in their quick form: every kind of arm really trains, and what comes of it is a table and a picture."""
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from experiments import __main__ as program
 from experiments.corpus import Corpus, quick_corpus
@@ -17,9 +17,6 @@ from experiments.recall_documents import ASK, STATE, Recall, fine_tuning_documen
 from experiments.run_arm import run_arm
 from experiments.short_first import EQUAL_FLOPS, SHORT, ShortFirst, flops_per_token
 from experiments.third_cliff import ThirdCliff
-from experiments.third_cliff_findings import check_first_losses
-from moba_train.cli import app
-from moba_train.train import main as train
 
 SIZES = Recall(length=120, facts=4, values=3, filler_ids=10, key_ids=16, value_ids=50)
 Run = Callable[[Figure, Sequence[str]], list[Result]]
@@ -27,31 +24,22 @@ Run = Callable[[Figure, Sequence[str]], list[Result]]
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return quick_corpus(tmp_path_factory.mktemp("corpus"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.corpus.QUICK_TOKENS", 1 << 16)
+        return quick_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture
-def run(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Trains and evaluates arms of a figure in this process, which spares the start of others."""
-
-    def start(command: list[str], environment: Mapping[str, str], log: Path) -> None:
-        monkeypatch.setattr("os.environ", dict(environment))
-        if "moba_train.train" in command:
-            assert train(command[command.index("moba_train.train") + 1 :]) == 0
-        else:
-            done = CliRunner().invoke(app, command[command.index("moba_train.cli") + 1 :])
-            assert done.exit_code == 0, done.output
+def run(corpus: Corpus, in_this_process: Path) -> Run:
+    """Trains and evaluates arms of a figure."""
 
     def run(figure: Figure, names: Sequence[str]) -> list[Result]:
-        added = tmp_path / "added"
-        added.mkdir()
-        whole = Corpus(corpus.folder, corpus.vocab_size, added=added)
-        figure.prepare(whole, added, quick=True)
+        whole = Corpus(corpus.folder, corpus.vocab_size, added=in_this_process / "added")
+        figure.prepare(whole, in_this_process / "added", quick=True)
         arms = {arm.name: arm for arm in figure.arms(0, quick=True)}
         parents = {arm.parent for arm in arms.values()}
-        return [run_arm(arms[name], whole, tmp_path, [], saved=name in parents) for name in names]
+        return [run_arm(arms[name], whole, in_this_process, [], saved=name in parents) for name in names]
 
-    monkeypatch.setattr("experiments.run_arm.start", start)
     return run
 
 
@@ -113,36 +101,37 @@ def test_the_detector_is_armed_where_the_attention_changes(run: Run) -> None:
 
 def test_beginning_short_has_the_tokens_or_the_flops_of_beginning_long(run: Run) -> None:
     figure = ShortFirst()
-    result, full = run(figure, [SHORT, "full"])
+    (result,) = run(figure, [SHORT])
     assert list(result["stages"]) == ["short", "train"]
-    assert result["tokens"] == full["tokens"]
-    assert result["compute"]["real"] < full["compute"]["real"]
+    found = figure.find([result, result | {"name": "full"}])
+    assert [verdict.claim.partition(",")[0] for verdict in found.verdicts] == ["At equal tokens"]
+    assert len(drawn(figure, [result])) == 2
+
     arms = {arm.name: arm.recipe for arm in figure.arms(0, quick=False)}
     tokens = {name: sum(stage["tokens"] for stage in recipe["stages"]) for name, recipe in arms.items()}
     flops = {name: tokens[name] * flops_per_token(recipe) for name, recipe in arms.items()}
     assert tokens["full"] == tokens["moba"] == tokens[SHORT]
     for name in ("moba", SHORT):
         assert flops[name] < flops["full"] == pytest.approx(flops[name + EQUAL_FLOPS], rel=1e-3)
-    verdicts = figure.find([result, full]).verdicts
-    assert ["At equal tokens" in verdict.claim for verdict in verdicts] == [True]
-    assert len(drawn(figure, [result, full])) == 2
 
 
-def test_variants_of_a_base_begin_with_its_weights_and_are_evaluated_as_moba_and_as_full(run: Run) -> None:
+def test_variants_of_a_base_are_evaluated_as_they_are_and_as_moba_and_as_full(run: Run) -> None:
     figure = ThirdCliff()
-    base, *tuned = run(figure, ["base", "none-1", "none-10"])
+    base, tuned = run(figure, ["base", "none-1"])
     assert set(base["evaluations"]["recall"]["validation_loss"]) == {"moba", "full"}
-    for result in tuned:
-        entry = result["stages"]["sft"]["gradient_reach"]["gradient_reach_layers"]
-        assert [len(layers) for layers in entry["layers"].values()] == [2]
-        own = result["stages"]["sft"]["validation_loss"]["eval_loss"]
-        assert result["evaluations"]["as-moba"]["validation_loss"]["moba"] == pytest.approx(own, abs=1e-5)
-    check_first_losses(tuned)
-    assert "FAILS" in " ".join(cell for row in figure.find([base, *tuned]).rows for cell in row)
-    assert len(drawn(figure, [base, *tuned])) == 3
-    tuned[1]["history"][0]["eval_loss"] += 0.1
+    entry = tuned["stages"]["sft"]["gradient_reach"]["gradient_reach_layers"]
+    assert [len(layers) for layers in entry["layers"].values()] == [2]
+    own = tuned["stages"]["sft"]["validation_loss"]["eval_loss"]
+    assert tuned["evaluations"]["as-moba"]["validation_loss"]["moba"] == pytest.approx(own, abs=1e-5)
+    other = copy.deepcopy(tuned) | {"name": "none-10"}
+    full = copy.deepcopy(tuned) | {"name": "all-1"}
+    finding = figure.find([base, tuned, other, full])
+    assert "FAILS" in " ".join(cell for row in finding.rows for cell in row)
+    assert [verdict.estimate.value for verdict in finding.verdicts] == pytest.approx([0.0] * 3, abs=1e-12)
+    assert len(drawn(figure, [base, tuned, other, full])) == 3
+    other["history"][0]["eval_loss"] += 0.1
     with pytest.raises(ValueError, match="not with the same weights"):
-        figure.find([base, *tuned])
+        figure.find([base, tuned, other])
 
 
 def test_nothing_is_fine_tuned_from_a_base_that_cannot_recall(
