@@ -38,7 +38,8 @@ SHARES = {"0.3": 0.003, "100": 1.0, "1": 0.01, "10": 0.1}
 """Share of the tokens that carry loss, by its name in %, in the order in which they are worth running."""
 LAYERS = {"none": "none", "all": "all", "last3": "last:3", "last1": "last:1", "half": "last:4"}
 """`attention.full_layers` of the 8 layers, by the name of the variant."""
-VALIDATION_SHARE = 0.01
+VALIDATION, VALIDATION_SHARE = "sft-valid", 0.01
+"""Corpus that all variants are evaluated on, and the share of its tokens that count."""
 SIZES = Recall(length=2048, facts=68, values=3)
 QUICK_SIZES = Recall(length=256, facts=8, values=3, filler_ids=30, key_ids=32, value_ids=32)
 
@@ -70,8 +71,8 @@ class ThirdCliff(Figure):
     def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:
         """Documents for the base in three lengths, and for fine-tuning with four masks."""
         sizes = QUICK_SIZES if quick else SIZES
-        for name, tokens, mask in _corpora(sizes, quick):
-            if not corpus_file(folder / name, "idx").exists():
+        if not corpus_file(folder / VALIDATION, "idx").exists():  # the last one
+            for name, tokens, mask in _corpora(sizes, quick):
                 write_documents(folder / name, tokens, mask, sizes.vocab_size)
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
@@ -116,7 +117,7 @@ def _corpora(sizes: Recall, quick: bool) -> Iterator[tuple[str, Any, Any]]:
     for name, share in SHARES.items():
         yield f"sft-{name}", tokens, thinned(answers, sizes.values, share, rng)
     tokens, answers = fine_tuning_documents(sizes, held_out, rng)
-    yield "sft-valid", tokens, thinned(answers, sizes.values, max(VALIDATION_SHARE, 1 / sizes.length), rng)
+    yield VALIDATION, tokens, thinned(answers, sizes.values, VALIDATION_SHARE, rng)
 
 
 def _lengths(sizes: Recall) -> dict[str, int]:
@@ -166,7 +167,7 @@ def _fine_tuning_recipe(share: str, layers: str, quick: bool) -> dict[str, Any]:
     tokens = steps * common["batch_tokens"]
     return common | {
         "attention": common["attention"] | {"full_layers": LAYERS[layers]},
-        "data": {"tokenizer": None, "train": [{"path": f"sft-{share}"}], "validation": [{"path": "sft-valid"}]},
+        "data": {"tokenizer": None, "train": [{"path": f"sft-{share}"}], "validation": [{"path": VALIDATION}]},
         "stages": [{"name": "sft", "seq_len": length, "tokens": tokens}],
         "optim": {"lr": 5e-4, "weight_decay": 0.0, "schedule": {"kind": "cosine", "warmup_tokens": tokens // 20}},
         "evaluation": {
