@@ -119,7 +119,12 @@ def fine_tuned_rows(tuned: Sequence[Result]) -> list[list[str]]:
         losses = [f"{statistics.mean(map(value, runs)):.4f}" for value in values]
         reach = [statistics.mean(_gradients(run)[0][place]["reach"] for run in runs) for place in (0, -1)]
         rows.append(
-            [_WORDS[_layers(runs[0])], f"{_share(runs[0])} %", *losses, " ".join(f"{one:.0%}" for one in reach)]
+            [
+                _WORDS[_layers(runs[0])],
+                f"{_share(runs[0])} %",
+                *losses,
+                ", ".join(f"{100 * one:.0f} %" for one in reach),
+            ]
         )
     return rows
 
