@@ -6,12 +6,12 @@ A document is filler, drawn evenly, in which records are scattered. A record is 
     fine-tuning   STATE key values       each key is stated twice, with different values,
                   ASK key values         and asked for once, later: the answer is what was stated first
 
-Only recall predicts the values of a repeated statement, or of an answer. The first part of the document types teaches
-recall; the second asks for something that the first does not have, so that there is something to learn in fine-tuning:
-which of two statements of a key counts. All answers are alike, so that those without loss need recall as much as those
-with loss, whatever share of them a mask leaves.
+Only recall predicts the values of a repeated statement, or of an answer. Pretraining teaches recall, and fine-tuning
+adds something to learn: which of two statements of a key counts. All answers are alike, so that those without loss need
+recall as much as those with loss, whatever share of them a mask leaves.
 
-Shape suffixes: N documents, U records of a document, W tokens of a record, T tokens of a document.
+Shape suffixes: N documents, F facts and U records of a document, V values and W tokens of a record, T tokens of a
+document.
 """
 
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ class Recall:
         return self.facts * self.values / self.length
 
     def with_length(self, length: int) -> "Recall":
-        """Documents of another length with as many facts in every token."""
+        """Documents of another length with as many facts for each token."""
         return replace(self, length=length, facts=max(1, self.facts * length // self.length))
 
 
