@@ -39,13 +39,18 @@ def held(path: Path, settings: dict[str, Any], arms: Sequence[Arm]) -> set[str]:
     for result in content["results"]["arms"]:
         key = key_of(result)
         arm = by_key.get(key)
-        if arm is not None and result["recipe"] != json.loads(json.dumps(arm.recipe)):
+        if arm is not None and not _is_result_of(result, arm):
             raise UserError(
-                f"{path}: {key} was run with another recipe than that of today's code; give another --output, or "
-                "remove this arm from the file to run it again"
+                f"{path}: {key} was run with another recipe, or evaluated otherwise, than today's code says; give "
+                "another --output, or remove this arm from the file to run it again"
             )
         found.add(key)
     return found
+
+
+def _is_result_of(result: Result, arm: Arm) -> bool:
+    same_recipe = result["recipe"] == json.loads(json.dumps(arm.recipe))
+    return same_recipe and result["parent"] == arm.parent and result["evaluations"].keys() == arm.evaluations.keys()
 
 
 def add_result(path: Path, settings: dict[str, Any], result: Result) -> None:

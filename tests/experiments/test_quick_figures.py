@@ -44,3 +44,9 @@ def test_figures_train_their_smallest_form_and_grow(
     with pytest.raises(SystemExit):
         main(["trailing", *quick, "--output", "other.json"])
     assert "holds results of other settings" in capsys.readouterr().err
+    trailing = json.loads(Path("runs/experiments/trailing-quick.json").read_text())
+    del trailing["results"]["arms"][0]["evaluations"]["both"]
+    Path("other.json").write_text(json.dumps(trailing))
+    with pytest.raises(SystemExit):
+        main(["trailing", *quick, "--output", "other.json"])
+    assert "full-tiny-seed0 was run with another recipe, or evaluated otherwise" in capsys.readouterr().err
