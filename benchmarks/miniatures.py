@@ -1,6 +1,8 @@
 """Results of the recipes' miniatures, one row for each stage, read from the runs of launch/miniature.sh.
 
-    for name in short-then-long continue-1m hybrid-90-10 sft-1m; do bash launch/miniature.sh $name; done
+    for name in short-then-long continue-1m hybrid-90-10 sft-1m 16k-from-scratch 128k-from-scratch; do
+        bash launch/miniature.sh $name
+    done
     python -m benchmarks.miniatures runs/mini --output benchmarks/results/miniatures-h200.json
 
 Run it on the machine that trained them: the result file names this machine.
@@ -15,7 +17,7 @@ from benchmarks.record import markdown, save
 from moba_train.config.quantities import format_count
 from moba_train.telemetry.jsonl import read_records
 
-RECIPES = ("short-then-long", "continue-1m", "hybrid-90-10", "sft-1m")
+RECIPES = ("short-then-long", "continue-1m", "hybrid-90-10", "sft-1m", "16k-from-scratch", "128k-from-scratch")
 
 
 def run_results(folder: Path) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder of the four runs")
+    parser.add_argument("folder", type=Path, help="folder of the runs")
     parser.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()
     results = {name: run_results(given.folder / name) for name in RECIPES}

@@ -101,6 +101,8 @@ def _run(figure: Figure, given: argparse.Namespace) -> int:
     parents = {f"{arm.parent}-seed{arm.seed}" for arm in arms if arm.parent}
 
     def run(arm: Arm, devices: Sequence[int]) -> None:
+        if arm.parent is not None:
+            _check_parent(figure, _parent(arm, arms), output, given.quick)
         result = run_arm(arm, corpus, runs, devices, saved=arm.key in parents)
         _finished_mark(runs, arm).touch()
         add_result(output, settings, result)
@@ -134,6 +136,13 @@ def _matches(arm: Arm, patterns: Sequence[str] | None) -> bool:
 
 def _parent(arm: Arm, arms: Sequence[Arm]) -> Arm:
     return next(other for other in arms if (other.name, other.seed) == (arm.parent, arm.seed))
+
+
+def _check_parent(figure: Figure, parent: Arm, output: Path, quick: bool) -> None:
+    """Raises UserError where the figure refuses to go on from what `parent` came to."""
+    found = (one for one in read_results(output) if (one["name"], one["seed"]) == (parent.name, parent.seed))
+    if reason := figure.refuses(next(found), quick):
+        raise UserError(reason)
 
 
 def _finished_mark(runs: Path, arm: Arm) -> Path:

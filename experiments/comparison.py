@@ -120,6 +120,12 @@ def compare(cells: Sequence[Cell]) -> Comparison:
     return Comparison(arms, found[: len(arms)], covariance, squares / freedom if freedom else np.nan, freedom)
 
 
+def shared(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of blocks that have several; a block of one cell compares nothing."""
+    blocks = [cell.block for cell in cells]
+    return [cell for cell in cells if blocks.count(cell.block) > 1]
+
+
 @functools.cache
 def t_quantile(share: float, freedom: int) -> float:
     """Quantile of Student's t distribution: t = sqrt(freedom) tan(a), where a has the density cos(a)^(freedom - 1)."""

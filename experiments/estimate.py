@@ -41,7 +41,7 @@ _EFFICIENCY = 0.92
 @functools.cache
 def _config(recipe: str, vocab_size: int) -> RunConfig:
     content: dict[str, Any] = json.loads(recipe)
-    content["model"] |= {"vocab_size": vocab_size}
+    content["model"] = {"vocab_size": vocab_size} | content["model"]
     content |= {"name": "estimate", "run_dir": "unused", "data": {"train": [{"path": "unused"}]}}
     for stage in content["stages"]:
         stage.pop("train", None)

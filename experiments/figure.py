@@ -32,8 +32,9 @@ class Arm:
     """Unique among the arms of one seed: letters, digits, `.`, `_` and `-`."""
     seed: int
     recipe: Mapping[str, Any]
-    """Keys of a recipe: `model`, `stages`, `batch_tokens` at least. `run_arm.complete_recipe` adds vocabulary, data,
-    folders and how to run. Paths of corpora are names in the corpus' folder, or of what `Figure.prepare` made."""
+    """Keys of a recipe: `model`, `stages`, `batch_tokens` at least. `run_arm.complete_recipe` adds vocabulary and data,
+    unless they are given, folders and how to run. Paths of corpora are names in the corpus' folder, or of what
+    `Figure.prepare` made."""
     evaluations: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Evaluations of the last checkpoint, by name: the arguments of `moba-train eval` behind the checkpoint, where
     `--data` is followed by the name of a corpus. Those in the recipe's section `evaluation` run in any case, at the end
@@ -85,6 +86,10 @@ class Figure(ABC):
     @abstractmethod
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
         """Draw what the arms that are finished say, beside what was published."""
+
+    def refuses(self, parent: Result, quick: bool) -> str:
+        """Why arms that begin with the weights of `parent` are not worth running; empty: they are."""
+        return ""
 
     def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:  # noqa: B027  # optional, not abstract
         """Make corpora of the figure's own in `folder`, which arms may name. Called before any arm runs; what an

@@ -2,10 +2,23 @@
 
 from experiments.figure import Figure
 from experiments.granularity import Granularity
+from experiments.hybrid import Hybrid
 from experiments.scaling import Scaling
+from experiments.short_first import ShortFirst
+from experiments.third_cliff import ThirdCliff
 from experiments.trailing import Position, Trailing
 from experiments.trained_with import TrainedWith
 
 FIGURES: dict[str, Figure] = {
-    figure.name: figure for figure in (Scaling(), Trailing(), Position(), Granularity(), TrainedWith())
+    figure.name: figure
+    for figure in (
+        Scaling(),
+        Trailing(),
+        Position(),
+        Granularity(),
+        Hybrid(),
+        ThirdCliff(),
+        ShortFirst(),
+        TrainedWith(),
+    )
 }

@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,16 @@ from benchmarks.record import provenance
 from benchmarks.trainer_run import trainer_command
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Result
+from moba_train.config.run import SpikeConfig
 from moba_train.foreign_files import ROOTS
+from moba_train.health.spike import RECOVERY_STEPS
 from moba_train.report.scaling_runs import read_runs
 from moba_train.telemetry.jsonl import read_records
 
 CURVE_POINTS = 200
 """Points that are kept of each curve over the steps."""
+STEPS_BEFORE, STEPS_AFTER = SpikeConfig().window, RECOVERY_STEPS
+"""Steps around a switch of stage that are kept one by one, for the spike detector."""
 _EVALUATIONS = ("validation_loss", "position_wise", "gate_probe", "gradient_reach", "needle", "ruler")
 _HOW_IT_RAN = ("time", "wall_time", "run_id", "checkpoint", "type")
 _PROVENANCE = ("commit", "date", "device", "torch")
@@ -47,7 +51,7 @@ def complete_recipe(arm: Arm, corpus: Corpus, runs: Path, ranks: int, saved: boo
         "name": arm.key,
         "run_dir": str(runs / arm.key),
         "seed": arm.seed,
-        "model": recipe["model"] | {"vocab_size": corpus.vocab_size},
+        "model": {"vocab_size": corpus.vocab_size} | recipe["model"],
         "data": data,
     }
     if arm.parent is not None:
@@ -124,7 +128,8 @@ def arm_result(arm: Arm, folder: Path, evaluated: Mapping[str, Any]) -> Result:
     `parameters` without embeddings, `compute` in PFLOP/s-days by 6ND and by real FLOPs (report/scaling_runs.py), median
     `tokens_per_s`; `losses` and `gradient_norms`, the mean and the maximum of equal parts of the steps; by stage, the
     last evaluation of each name with all its data (`stages`), and the numbers of every evaluation (`history`);
-    `spikes` and `boundaries` as they were logged; `evaluations`, by name, of `moba-train eval`.
+    `spikes` and `boundaries` as they were logged; `switches`, loss and gradient norm of every step around a switch of
+    stage; `evaluations`, by name, of `moba-train eval`.
     """
     records = read_records(folder / "metrics.jsonl")
     (run,) = read_runs([folder], ["loss"])
@@ -154,8 +159,21 @@ def arm_result(arm: Arm, folder: Path, evaluated: Mapping[str, Any]) -> Result:
         "history": [_numbers(record) for record in evaluations],
         "spikes": [_kept(record) for record in records if record["type"] == "spike"],
         "boundaries": [_kept(record) for record in records if record["type"] == "boundary"],
+        "switches": list(_switches(steps)),
         "evaluations": dict(evaluated),
     }
+
+
+def _switches(steps: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Every step's loss and gradient norm before and after each switch of stage."""
+    for place in range(1, len(steps)):
+        if steps[place]["stage"] != steps[place - 1]["stage"]:
+            parts = {"before": steps[max(0, place - STEPS_BEFORE) : place], "after": steps[place : place + STEPS_AFTER]}
+            curves = {
+                name: {key: [round(record[key], 5) for record in part] for key in ("loss", "grad_norm")}
+                for name, part in parts.items()
+            }
+            yield {"stage": steps[place]["stage"], "step": steps[place - 1]["step"], **curves}
 
 
 def _mean(part: Sequence[Mapping[str, Any]], key: str) -> float:

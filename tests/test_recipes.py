@@ -85,7 +85,7 @@ def test_the_models_follow_from_each_other(tmp_path: Path) -> None:
 def test_the_real_commands_of_the_guide_are_what_the_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "200")
-    plans = []
+    plans = {}
     for real, miniature in command_blocks():
         done = {tuple(words[:2]) for words in miniature} | {("sbatch", "--nodes")}
         for words in real:
@@ -98,15 +98,19 @@ def test_the_real_commands_of_the_guide_are_what_the_programs_take(monkeypatch: 
                 continue
             check_usage(words)
             if words[1] == "plan":
-                plans.append(run(words))
-    first_of_continue = next(plan for plan in plans if "1m-moba" in plan)
+                plans[shlex.join(words[2:])] = run(words)
+    first_of_continue, on_one_node = (plan for plan in plans.values() if "1m-moba" in plan)
     rows = re.findall(r"^\| (?:time|FLOPs|memory)[^|]*\|(.*)\|$", GUIDE.read_text(), re.MULTILINE)
     assert len(rows) == 3
     for row in rows:
         values = [cell.strip() for cell in row.split("|")]
         assert re.search(r"[│ ]+".join(map(re.escape, values)), first_of_continue), values
-    on_one_node = plans[plans.index(first_of_continue) + 1]
     assert all(memory in on_one_node for memory in ("110.11", "120.08"))
+    found = re.findall(r"^\| (\d+k-from-scratch)" + 4 * r" \| ([^|]+)" + r" \|$", GUIDE.read_text(), re.MULTILINE)
+    assert len(found) == 2
+    for name, *values in found:
+        (plan,) = (plan for command, plan in plans.items() if name in command)
+        assert all(value in plan for value in values), values
 
 
 def test_the_blend_in_the_guide_is_that_of_the_recipe() -> None:

@@ -23,8 +23,8 @@ RESULTS = sorted((FOLDER / "results").glob("*.json"))
 FIGURES = sorted((EXPERIMENTS / "results").glob("*.json"))
 MODULES = [module.name for module in pkgutil.iter_modules(benchmarks.__path__)]
 PROGRAMS = [name for name in MODULES if "\ndef main(" in (FOLDER / f"{name}.py").read_text()]
-OF_EARLIER_CODE = {"dkdv-tiles-h200.json"}
-"""Results of kernels that lost and went; their `note` says so."""
+OF_EARLIER_CODE = {"dkdv-tiles-h200.json", "sft-layers-h200.json"}
+"""Results of kernels that lost and of a program that was wrong; both are gone, and their `note` says so."""
 
 
 class ParsedError(Exception):

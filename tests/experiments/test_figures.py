@@ -1,5 +1,6 @@
 """Figures: their arms are valid and fit the time, and what they find in results of a known law is that law."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.mark.parametrize("figure", TRAINED, ids=lambda figure: figure.name)
 @pytest.mark.parametrize("quick", [True, False])
-def test_every_arm_is_a_valid_recipe_of_its_own_name(figure: Figure, quick: bool, corpus: Corpus) -> None:
+def test_every_arm_is_a_valid_recipe_of_its_own_name(
+    figure: Figure, quick: bool, corpus: Corpus, tmp_path: Path
+) -> None:
+    corpus = dataclasses.replace(corpus, added=tmp_path)
+    figure.prepare(corpus, tmp_path, quick=True)
     arms = figure.arms(1, quick)
     assert len({arm.key for arm in arms}) == len(arms)
     for arm in arms:

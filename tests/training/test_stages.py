@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import guide
+import numpy as np
 import pytest
 import torch
-from tiny_run import Run, assert_same_tensors
+from tiny_run import VOCAB, Run, assert_same_tensors
 from trainer_ranks import Ranks, run_command
 from typer.testing import CliRunner
 
@@ -19,6 +20,7 @@ from moba_train.cli import app
 from moba_train.config.load import load_config
 from moba_train.config.run import UntilConfig
 from moba_train.config.stages import resolve_stages
+from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.training.stage_exit import Verdict, judge
 
@@ -99,6 +101,50 @@ def test_the_schedule_stands_still_while_the_criterion_is_not_met(undisturbed: R
     ]
     assert rates == [*wanted[:6], wanted[5], wanted[5], *wanted[6:]]
     assert rates[-1] < rates[5]
+
+
+def test_a_stage_that_never_recovers_ends_the_run_at_its_max_tokens(
+    tmp_path: Path, corpora: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It trains on noise, so that the loss on text rises; that is judged at steps 4, 5 and 6, and never met."""
+    rng = np.random.default_rng(0)
+    with IndexedDatasetWriter(tmp_path / "noise", np.uint16) as noise:
+        for _ in range(20):
+            noise.add_document(rng.integers(VOCAB, size=300))
+    run = Run(tmp_path, corpora)
+    recovered = {"tolerance": 0.002, "reference": "before"}
+    run.recipe |= {
+        "attention": {"moba": {"block_size": 16, "topk": 2}},
+        "evaluation": {"every": 1, "sequences": 2, "position_wise": {"bucket": 32, "sequences": 3}},
+        "checkpoint": {"every": None},
+        "stages": [
+            {"name": "text", "seq_len": 128, "tokens": 3 * STEP, "attention": {"default": "full"}},
+            {
+                "name": "noise",
+                "seq_len": 128,
+                "tokens": STEP,
+                "until": {"trailing_loss_recovered": recovered, "max_tokens": 3 * STEP},
+                "train": [{"path": str(tmp_path / "noise")}],
+                "lr": 0.1,
+                "schedule": {"kind": "constant"},
+            },
+        ],
+        "telemetry": {"console": True, "wandb": {"mode": "disabled"}},
+    }
+    assert run.train_here() == 0
+    verdicts = run.records("stage_exit")
+    before, *judged = [record["trailing_loss"] for record in run.records("position_wise")[2:]]
+    assert [(record["stage"], record["step"]) for record in verdicts] == [("noise", step) for step in (4, 5, 6)]
+    for verdict, loss in zip(verdicts, judged, strict=True):
+        words = (
+            f"criterion not met: trailing loss {loss:.4f}, {before:.4f} at the end of the stage before, tolerance 0.002"
+        )
+        assert loss > before + 0.002
+        assert verdict["message"].startswith(words)
+    at_the_end = "; the stage ends all the same, at its max_tokens"
+    assert [verdict["message"].endswith(at_the_end) for verdict in verdicts] == [False, False, True]
+    assert run.records()[-1]["tokens"] == 6 * STEP
+    assert "ends all the same" in " ".join(capsys.readouterr().out.split())
 
 
 def test_stops_around_the_stage_exit_change_nothing(tmp_path: Path, corpora: Path, undisturbed: Run) -> None:

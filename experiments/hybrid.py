@@ -1,0 +1,175 @@
+"""F5: 90 % of the tokens with MoBA, the last 10 % with full attention."""
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.plotting import GREY, plain
+from experiments.comparison import Cell, Verdict, compare, shared
+from experiments.figure import Arm, Figure, Finding, Result
+from experiments.fits import COLOURS
+from experiments.models import FULL, TOKENS_PER_PARAMETER, moba, parameters, recipe
+from moba_train.config.run import SpikeConfig
+from moba_train.health.spike import RECOVERY_STEPS, SpikeDetector
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+SHARE = 0.9
+"""Of the tokens that the first stage has."""
+STAGES = ("first", "last")
+ARMS = {"full": ("full", "full"), "moba": ("moba", "moba"), "hybrid": ("moba", "full")}
+"""Attention of both stages. All arms have both stages, so that data and learning rate are equal."""
+OTHERS = {"hybrid": "90 % MoBA, 10 % full", "moba": "MoBA throughout"}
+"""Arms that are compared with full attention, in words."""
+CLOSE = 0.01
+"""Nats within which two losses count as equal."""
+_COLOURS = COLOURS | {"hybrid": "#1c7ed6"}
+
+
+class Hybrid(Figure):
+    """90 % of the tokens with MoBA, then 10 % with full attention, against either of them throughout."""
+
+    name = "hybrid"
+    title = "F5. 90 % MoBA, 10 % full"
+    claim = (
+        "A model that is trained with MoBA for 90 % of its tokens and with full attention for the rest has nearly the"
+        " loss of full attention at every position, and no spike where the attention changes; MoBA alone is worse at "
+        "the last positions ([MoBA](https://arxiv.org/abs/2502.13189), section 3.2, figure 5a: 1.5B parameters, 30B "
+        "tokens at 32K)."
+    )
+    setup = (
+        "Three arms of 9.7M parameters, 20 tokens for each, at 8K, MoBA 512/3, one cosine over both stages, so that "
+        "the learning rate is low and still falling at the switch. Each is evaluated with the attention it ends with."
+        " The trainer's spike detector starts anew at a switch; here its code looks back across it, over the losses "
+        "and gradient norms of the steps before, as if nothing had changed. The published model is 150 times as "
+        "large, and its sequences are four times as long."
+    )
+    seeds: ClassVar[int] = 2
+
+    def arms(self, seed: int, quick: bool) -> list[Arm]:
+        """Full attention, MoBA, and one after the other."""
+        return [Arm(name, seed, _recipe(kinds, quick)) for name, kinds in ARMS.items()]
+
+    def find(self, results: Sequence[Result]) -> Finding:
+        """Losses by position against those of full attention, and what the detector says of the switch."""
+        rows = [["tokens", "full", *(f"{name} - full" for name in OTHERS)]]
+        verdicts = []
+        for place, edges in enumerate(_buckets(results)):
+            cells = _cells(results, functools.partial(_loss_at, place))
+            arms = {cell.arm for cell in cells}
+            if "full" not in arms:
+                break
+            found = compare(cells)
+            others = {name: found.difference(name, "full") for name in OTHERS if name in arms}
+            full = statistics.mean(cell.value for cell in cells if cell.arm == "full")
+            rows.append([edges, f"{full:.4f}", *(str(others.get(name, "–")) for name in OTHERS)])
+        if len(rows) > 1:
+            for name, estimate in others.items():
+                claim = f"In the last tokens, the loss of {OTHERS[name]} is within {CLOSE} of full attention's"
+                verdicts.append(Verdict(claim, estimate, -CLOSE, CLOSE))
+        steps = _cells(results, lambda result: float(result["boundaries"][-1]["loss_step"]))
+        if {"hybrid", "full"} <= {cell.arm for cell in steps}:
+            claim = f"The switch raises the training loss by less than {CLOSE} (mean of 10 steps, against no switch)"
+            verdicts.append(Verdict(claim, compare(steps).difference("hybrid", "full"), -math.inf, CLOSE))
+        scores = {f"{result['name']}, seed {result['seed']}": armed_scores(result) for result in results}
+        rows.append([f"**{RECOVERY_STEPS} steps after the switch**", "**loss, σ**", "**norm, σ**", "**flagged**"])
+        for name, score in scores.items():
+            rows.append([name, f"{score['loss']:.1f}", f"{score['norm']:.1f}", str(score["flagged"])])
+        return Finding(verdicts, rows, {"scores": scores})
+
+    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+        """Left: loss by position above full attention's. Right: training loss around the switch."""
+        left, right = canvas.subplots(1, 2)
+        curves = {(result["name"], result["seed"]): _curve(result) for result in results}
+        for result in results:
+            name, seed = result["name"], result["seed"]
+            if name != "full" and ("full", seed) in curves:
+                gap = curves[name, seed] - curves["full", seed]
+                places = _position_wise(result)["bucket"] * (np.arange(len(gap)) + 0.5)
+                left.plot(places, gap, "o-", ms=3, lw=1.2, color=_COLOURS[name])
+            switch = result["switches"][-1]
+            before = len(switch["before"]["loss"])
+            losses = [*switch["before"]["loss"], *switch["after"]["loss"]]
+            right.plot(np.arange(len(losses)) - before, losses, lw=0.9, color=_COLOURS[name])
+        for name in ARMS:
+            right.plot([], [], color=_COLOURS[name], label=name)
+        left.axhline(0, color=GREY, lw=0.8)
+        right.axvline(0, color=GREY, lw=0.8, ls=":")
+        right.legend(frameon=False, labelcolor=GREY, fontsize=9)
+        for axes, title, label in (
+            (left, "loss above full attention's, nats", "position in the context, tokens"),
+            (right, "training loss around the switch", "step"),
+        ):
+            axes.set_title(title, color=GREY, fontsize=10, loc="left")
+            axes.set_xlabel(label, color=GREY)
+            plain(axes)
+
+
+def _recipe(kinds: tuple[str, str], quick: bool) -> dict[str, Any]:
+    """Two stages of one length, with an attention each."""
+    size = "small" if quick else "10m"
+    attention = moba(16, 2) if quick else moba(512, 3)
+    length, batch = (128, 512) if quick else (8192, 131_072)
+    tokens = 24 * batch if quick else TOKENS_PER_PARAMETER * parameters(size)
+    evaluation = {
+        "sequences": 4 if quick else 128,
+        "position_wise": {"bucket": 32 if quick else 512, "sequences": 4 if quick else 256, "attention": "own"},
+    }
+    made = recipe(size, attention, length, tokens, batch, evaluation)
+    shares = (SHARE, 1 - SHARE)
+    made["stages"] = [
+        {"name": name, "seq_len": length, "tokens": round(share * tokens), "attention": {} if kind == "moba" else FULL}
+        for name, share, kind in zip(STAGES, shares, kinds, strict=True)
+    ]
+    return made
+
+
+def armed_scores(result: Result) -> dict[str, Any]:
+    """The largest scores of the trainer's spike detector in the steps after the last switch of stage, and how many it
+    flags, when it is not told of the switch."""
+    switch = result["switches"][-1]
+    settings = SpikeConfig()
+    detector = SpikeDetector(settings.window, settings.warn_sigma)
+    before, after = (
+        list(zip(part["loss"], part["grad_norm"], strict=True)) for part in (switch["before"], switch["after"])
+    )
+    for step, values in enumerate(before):
+        detector.observe(step, *values)
+    reports = [detector.observe(len(before) + step, *values) for step, values in enumerate(after)]
+    return {
+        "loss": max(report.z_loss for report in reports),
+        "norm": max(report.z_grad for report in reports),
+        "flagged": sum(report.flagged for report in reports),
+    }
+
+
+def _position_wise(result: Result) -> dict[str, Any]:
+    return dict(result["stages"][STAGES[-1]]["position_wise"]["position_wise"])
+
+
+def _curve(result: Result) -> npt.NDArray[np.float64]:
+    """Loss by position at the end, with the attention of the last stage."""
+    found = _position_wise(result)
+    return np.array(found["curves"][found["attention"]]["mean"])
+
+
+def _loss_at(bucket: int, result: Result) -> float:
+    return float(_curve(result)[bucket])
+
+
+def _buckets(results: Sequence[Result]) -> list[str]:
+    """The buckets of the context, in words."""
+    if not results:
+        return []
+    width = _position_wise(results[0])["bucket"]
+    return [f"{width * place} to {width * (place + 1)}" for place in range(len(_curve(results[0])))]
+
+
+def _cells(results: Sequence[Result], value: Callable[[Result], float]) -> list[Cell]:
+    return shared([Cell(result["name"], f"seed {result['seed']}", value(result)) for result in results])

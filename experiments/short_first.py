@@ -1,0 +1,152 @@
+"""F7: long sequences from the first token on, or short ones first and then long ones with MoBA."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import moba_train.attention.registry  # noqa: F401  # attention kinds, which the recipe names
+from benchmarks.plotting import GREY, plain
+from experiments.comparison import Cell, Verdict, compare, shared
+from experiments.estimate import config_of
+from experiments.figure import Arm, Figure, Finding, Result
+from experiments.fits import COLOURS, trailing_loss, validation_loss
+from experiments.models import FULL, moba, recipe
+from moba_train.config.load import load_config
+from moba_train.config.stages import resolve_stages
+from moba_train.planning.flops import real_flops
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+MINIATURE = Path(__file__).parents[1] / "configs" / "recipes" / "mini" / "128k-from-scratch.yaml"
+TOKENS = 70_000_000
+"""Of the arms that have equal tokens."""
+SHORT_LENGTH, SHORT_SHARE = 2048, 0.75
+"""Of the arm that begins short: tokens of a sequence, and the share of its tokens."""
+EQUAL_FLOPS = "-equal-flops"
+SHORT = "short-then-long"
+WORDS = {"full": "long, full", "moba": "long, MoBA", SHORT: "short full, then long MoBA"}
+_COLOURS = COLOURS | {SHORT: "#1c7ed6"}
+
+
+class ShortFirst(Figure):
+    """Long from scratch with MoBA, long from scratch with full attention, short full then long MoBA."""
+
+    name = "short-first"
+    title = "F7. Short first, or long from scratch"
+    claim = (
+        "MoBA's first requirement was a model that is trained at 128K from its first token on. Its author reports "
+        "that training short with full attention first, and then long with MoBA, makes better use of every token; "
+        "there is no published number."
+    )
+    setup = (
+        "The attention and length of [128k-from-scratch](../configs/recipes/mini/128k-from-scratch.yaml) in "
+        "miniature, 32K tokens and MoBA 512/8, in a model of 9.7M parameters. Three arms of 70M tokens, 7 for each "
+        "parameter, a third of what is usual: all at 32K with MoBA; all at 32K with full attention; 75 % at 2K with "
+        "full attention, then 32K with MoBA. Two more have as many real FLOPs as the one with full attention. One "
+        "cosine over each run."
+    )
+    seeds: ClassVar[int] = 2
+
+    def arms(self, seed: int, quick: bool) -> list[Arm]:
+        """Three arms of equal tokens, and two that have the FLOPs of full attention."""
+        tokens = 8192 if quick else TOKENS
+        budget = tokens * flops_per_token(_recipe("full", tokens, quick))
+        arms = [Arm(name, seed, _recipe(name, tokens, quick)) for name in WORDS]
+        for name in ("moba", SHORT):
+            more = round(budget / flops_per_token(_recipe(name, tokens, quick)))
+            arms.append(Arm(name + EQUAL_FLOPS, seed, _recipe(name, more, quick)))
+        return arms
+
+    def find(self, results: Sequence[Result]) -> Finding:
+        """What beginning short gains or costs in the trailing loss, at equal tokens and at equal FLOPs."""
+        cells = shared([Cell(result["name"], f"seed {result['seed']}", trailing_loss(result)) for result in results])
+        verdicts = []
+        for reference in ("moba", "full"):
+            for more, words in (("", "equal tokens"), (EQUAL_FLOPS, "equal FLOPs")):
+                other = reference if reference == "full" else reference + more
+                if {SHORT + more, other} <= {cell.arm for cell in cells}:
+                    claim = f"At {words}, the trailing loss of {WORDS[SHORT]} is not above that of {WORDS[reference]}"
+                    verdicts.append(Verdict(claim, compare(cells).difference(SHORT + more, other), -math.inf, 0.0))
+        return Finding(verdicts, _rows(results))
+
+    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+        """Left: trailing loss by compute. Right: loss by position, a curve for each run."""
+        left, right = canvas.subplots(1, 2)
+        for result in results:
+            name = result["name"].removesuffix(EQUAL_FLOPS)
+            equal_tokens = result["name"] == name
+            colour = _COLOURS[name]
+            face = colour if equal_tokens else "none"
+            left.plot(result["compute"]["real"], trailing_loss(result), "o", color=colour, mfc=face, ms=6)
+            found = _last(result)["position_wise"]["position_wise"]
+            losses = found["curves"][found["attention"]]["mean"]
+            places = [found["bucket"] * (bucket + 0.5) for bucket in range(len(losses))]
+            right.plot(places, losses, "-" if equal_tokens else "--", color=colour, lw=1.2)
+        for name, words in WORDS.items():
+            left.plot([], [], "o", color=_COLOURS[name], label=words)
+        left.plot([], [], "o", color=GREY, mfc="none", label="with the FLOPs of full attention")
+        left.legend(frameon=False, labelcolor=GREY, fontsize=8)
+        for axes, title, label in (
+            (left, "trailing loss over real FLOPs", "PFLOP/s-days"),
+            (right, "loss by position (dashed: equal FLOPs)", "position in the context, tokens"),
+        ):
+            axes.set_title(title, color=GREY, fontsize=10, loc="left")
+            axes.set_xlabel(label, color=GREY)
+            plain(axes)
+
+
+@cache
+def _miniature() -> tuple[dict[str, Any], int, int]:
+    """Attention, length and batch of the recipe from scratch, in tokens."""
+    config = load_config(MINIATURE)
+    given = config.model_dump(mode="json", exclude_unset=True)
+    return given["attention"], config.stages[0].seq_len, config.batch_tokens
+
+
+def _recipe(name: str, tokens: int, quick: bool) -> dict[str, Any]:
+    """The recipe of an arm that has `tokens` tokens in all."""
+    attention, length, batch = (moba(16, 2), 128, 1024) if quick else _miniature()
+    evaluation = {
+        "sequences": 4 if quick else 64,
+        "position_wise": {"bucket": 32 if quick else 2048, "sequences": 4 if quick else 64, "attention": "own"},
+    }
+    made = recipe("small" if quick else "10m", FULL if name == "full" else attention, length, tokens, batch, evaluation)
+    if name == SHORT:
+        short = 32 if quick else SHORT_LENGTH
+        before = round(SHORT_SHARE * tokens)
+        (long,) = made["stages"]
+        made["stages"] = [
+            {"name": "short", "seq_len": short, "tokens": before, "attention": FULL},
+            long | {"tokens": tokens - before},
+        ]
+    return made
+
+
+def flops_per_token(made: dict[str, Any]) -> float:
+    """Real FLOPs of a recipe for each of its tokens, forward and backward, with one document in each sequence."""
+    config = config_of(Arm("estimate", 0, made))
+    stages = resolve_stages(config)
+    flops = sum(
+        stage.planned_tokens * real_flops(config.model, stage.attention, [stage.seq_len]) / stage.seq_len
+        for stage in stages
+    )
+    return flops / sum(stage.planned_tokens for stage in stages)
+
+
+def _last(result: Result) -> dict[str, Any]:
+    """What was evaluated at the end of the run."""
+    return dict(result["stages"]["train"])
+
+
+def _rows(results: Sequence[Result]) -> list[list[str]]:
+    rows = [["arm", "seeds", "tokens", "real FLOPs, PFLOP/s-days", "trailing loss", "validation loss"]]
+    for name in dict.fromkeys(result["name"] for result in results):
+        runs = [result for result in results if result["name"] == name]
+        losses = [f"{statistics.mean(map(loss, runs)):.4f}" for loss in (trailing_loss, validation_loss)]
+        compute = statistics.mean(run["compute"]["real"] for run in runs)
+        rows.append([name, str(len(runs)), f"{runs[0]['tokens'] / 1e6:.1f}M", f"{compute:.4g}", *losses])
+    return rows

@@ -1,0 +1,197 @@
+"""What finished arms of the third cliff (F6) say."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.plotting import GREY, plain
+from experiments.comparison import Cell, Verdict, compare, shared
+from experiments.figure import Result
+from experiments.fits import validation_loss
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+BAR = 0.1
+"""Nats: the most that a base may lose on a recalled token. A token whose most likely prediction is wrong loses at least
+ln 2, so that no more than a seventh of them can be wrong."""
+AS_MOBA = "as-moba"
+"""Name of the evaluation of the same weights with MoBA in all layers, and with full attention in all layers."""
+SAME = 1e-3
+"""Nats by which two losses of the same weights may differ."""
+_COLOURS = {"none": "#d9480f", "last1": "#c2850c", "last3": "#2b8a3e", "half": "#1098ad", "all": "#797979"}
+_WORDS = {"none": "MoBA", "last1": "last 1 full", "last3": "last 3 full", "half": "last half full", "all": "full"}
+
+
+def recall_loss(base: Result, attention: str = "moba") -> float:
+    """Mean loss of the tokens that only recall predicts, with one attention in all layers, nats."""
+    return float(base["evaluations"]["recall"]["validation_loss"][attention])
+
+
+def base_verdict(base: Result) -> str:
+    """Whether a base passes, in words."""
+    loss, full = recall_loss(base), recall_loss(base, "full")
+    passed = "passes" if loss <= BAR else "FAILS"
+    return (
+        f"the base of seed {base['seed']} {passed}: {loss:.4f} nats on each recalled token with MoBA in all layers, "
+        f"{full:.4f} with full attention; the bar is {BAR}"
+    )
+
+
+def first_loss(result: Result) -> float:
+    """Loss of the answers before the first step, with the variant's own layers."""
+    return float(next(entry["eval_loss"] for entry in result["history"] if entry["evaluation"] == "validation_loss"))
+
+
+def check_first_losses(tuned: Sequence[Result]) -> None:
+    """Variants with the same layers and seed begin with the same loss, whatever their mask: they have the same weights.
+
+    Raises ValueError where they have not.
+    """
+    found: dict[tuple[str, int], Result] = {}
+    for result in tuned:
+        other = found.setdefault((_layers(result), result["seed"]), result)
+        if abs(first_loss(result) - first_loss(other)) > SAME:
+            raise ValueError(
+                f"{result['name']} and {other['name']} of seed {result['seed']} began with losses of "
+                f"{first_loss(result):.4f} and {first_loss(other):.4f}: not with the same weights"
+            )
+
+
+def as_attention(result: Result, attention: str) -> float:
+    """Loss of the answers after fine-tuning, with one attention in all layers."""
+    return float(result["evaluations"][AS_MOBA]["validation_loss"][attention])
+
+
+def verdicts(tuned: Sequence[Result]) -> Iterator[Verdict]:
+    """The claims, as far as there are arms for them."""
+    start = _cells(tuned, first_loss, _layers)
+    if {"none", "all"} <= _arms(start):
+        claim = "Before the first step MoBA and full attention have the same loss, within 0.05"
+        yield Verdict(claim, compare(start).difference("none", "all"), -0.05, 0.05)
+    after, back = _cells(tuned, validation_loss), _cells(tuned, lambda result: as_attention(result, "moba"))
+    shares = sorted({_share(result) for result in tuned}, key=float)
+    if not shares:
+        return
+    thin, thick = shares[0], shares[-1]
+    gap = {f"none-{thin}": 1.0, f"all-{thin}": -1.0}
+    if gap.keys() <= _arms(after):
+        yield Verdict(f"At {thin} % MoBA is worse than full attention", compare(after).contrast(gap), 0.0, math.inf)
+    wider = gap | {f"none-{thick}": -1.0, f"all-{thick}": 1.0}
+    if thin != thick and wider.keys() <= _arms(after):
+        claim = f"The gap at {thin} % is larger than at {thick} %"
+        yield Verdict(claim, compare(after).contrast(wider), 0.0, math.inf)
+    if {f"last3-{thin}", f"none-{thin}"} <= _arms(after):
+        claim = f"At {thin} % full attention in the last 3 layers is better than MoBA"
+        yield Verdict(claim, compare(after).difference(f"last3-{thin}", f"none-{thin}"), -math.inf, 0.0)
+    for layers in ("last3", "all"):
+        if {f"{layers}-{thin}", f"none-{thin}"} <= _arms(back):
+            claim = f"At {thin} %, {_WORDS[layers]} in fine-tuning and MoBA after it is no worse than MoBA in both"
+            yield Verdict(claim, compare(back).difference(f"{layers}-{thin}", f"none-{thin}"), -math.inf, 0.0)
+
+
+def _cells(
+    tuned: Sequence[Result],
+    value: Callable[[Result], float],
+    arm: Callable[[Result], str] = lambda result: result["name"],
+) -> list[Cell]:
+    return shared([Cell(arm(result), f"seed {result['seed']}", value(result)) for result in tuned])
+
+
+def _arms(cells: Sequence[Cell]) -> set[str]:
+    return {cell.arm for cell in cells}
+
+
+def fine_tuned_rows(tuned: Sequence[Result]) -> list[list[str]]:
+    rows = [["layers", "tokens with loss", "at step 0", "after", "as MoBA", "as full", "reach, first and last layer"]]
+    for name in dict.fromkeys(result["name"] for result in tuned):
+        runs = [result for result in tuned if result["name"] == name]
+        values = [
+            first_loss,
+            validation_loss,
+            lambda run: as_attention(run, "moba"),
+            lambda run: as_attention(run, "full"),
+        ]
+        losses = [f"{statistics.mean(map(value, runs)):.4f}" for value in values]
+        reach = [statistics.mean(_gradients(run)[0][place]["reach"] for run in runs) for place in (0, -1)]
+        rows.append(
+            [
+                _WORDS[_layers(runs[0])],
+                f"{_share(runs[0])} %",
+                *losses,
+                ", ".join(f"{100 * one:.0f} %" for one in reach),
+            ]
+        )
+    return rows
+
+
+def base_rows(bases: Sequence[Result]) -> list[list[str]]:
+    """What the bases recall, in the columns of `fine_tuned_rows`."""
+    return [
+        [
+            f"**base, seed {base['seed']}{'' if recall_loss(base) <= BAR else ': FAILS'}**",
+            "recalled",
+            "–",
+            "–",
+            f"{recall_loss(base):.4f}",
+            f"{recall_loss(base, 'full'):.4f}",
+            "–",
+        ]
+        for base in bases
+    ]
+
+
+def draw_fine_tuned(tuned: Sequence[Result], canvas: "Canvas") -> None:
+    """Loss by mask; gradient norm of the context by layer; its mass by distance in the last layer."""
+    losses, by_layer, by_distance = canvas.subplots(1, 3)
+    _draw_losses(losses, tuned)
+    thinnest = min((_share(result) for result in tuned), key=float, default="")
+    for layers in _WORDS:
+        runs = [result for result in tuned if result["name"] == f"{layers}-{thinnest}"]
+        if runs:
+            found = [_gradients(run) for run in runs]
+            norms = np.mean([[layer["context_norm"] for layer in one] for one, _ in found], axis=0)
+            mass = np.mean([one[-1]["mass"] for one, _ in found], axis=0)
+            by_layer.plot(norms, "o-", ms=3, lw=1.2, color=_COLOURS[layers])
+            by_distance.plot(mass, "o-", ms=3, lw=1.2, color=_COLOURS[layers])
+            by_distance.set_xticks(range(len(mass)), found[0][1], rotation=60, fontsize=6)
+    by_layer.set_yscale("log")
+    for axes, title, label in (
+        (losses, "loss of the answers, nats", "tokens with loss, %"),
+        (by_layer, f"gradient norm, context / loss tokens, {thinnest} %", "layer"),
+        (by_distance, "last layer: share of its gradient", "distance to the loss token"),
+    ):
+        axes.set_title(title, color=GREY, fontsize=9, loc="left")
+        axes.set_xlabel(label, color=GREY)
+        plain(axes)
+
+
+def _gradients(result: Result) -> tuple[list[dict[str, Any]], list[str]]:
+    """For every layer, what the last gradient reach found with the variant's own layers; and the names of its
+    distances."""
+    found = result["stages"]["sft"]["gradient_reach"]["gradient_reach_layers"]
+    return list(found["layers"][found["attention"]]), list(found["distances"])
+
+
+def _draw_losses(axes: "Axes", tuned: Sequence[Result]) -> None:
+    for layers, colour in _COLOURS.items():
+        runs = [result for result in tuned if _layers(result) == layers]
+        shares = sorted({float(_share(run)) for run in runs})
+        means = [statistics.mean(validation_loss(run) for run in runs if float(_share(run)) == one) for one in shares]
+        axes.plot(shares, means, lw=1.3, color=colour, label=_WORDS[layers])
+        axes.plot([float(_share(run)) for run in runs], list(map(validation_loss, runs)), ".", ms=4, color=colour)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.legend(frameon=False, labelcolor=GREY, fontsize=7)
+
+
+def _layers(result: Result) -> str:
+    return str(result["name"]).partition("-")[0]
+
+
+def _share(result: Result) -> str:
+    return str(result["name"]).partition("-")[2]

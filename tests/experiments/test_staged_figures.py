@@ -1,0 +1,157 @@
+"""F5, F6 and F7 in their quick form: every kind of arm really trains, and what comes of it is a table and a picture."""
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from experiments import __main__ as program
+from experiments.corpus import Corpus, quick_corpus
+from experiments.figure import Figure, Result
+from experiments.hybrid import Hybrid, armed_scores
+from experiments.recall_documents import ASK, STATE, Recall, fine_tuning_documents, pretraining_documents, thinned
+from experiments.run_arm import run_arm
+from experiments.short_first import EQUAL_FLOPS, SHORT, ShortFirst, flops_per_token
+from experiments.third_cliff import ThirdCliff
+
+SIZES = Recall(length=120, facts=4, values=3, filler_ids=10, key_ids=16, value_ids=50)
+Run = Callable[[Figure, Sequence[str]], list[Result]]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.corpus.QUICK_TOKENS", 1 << 16)
+        return quick_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def run(corpus: Corpus, in_this_process: Path) -> Run:
+    """Trains and evaluates arms of a figure."""
+
+    def run(figure: Figure, names: Sequence[str]) -> list[Result]:
+        whole = Corpus(corpus.folder, corpus.vocab_size, added=in_this_process / "added")
+        figure.prepare(whole, in_this_process / "added", quick=True)
+        arms = {arm.name: arm for arm in figure.arms(0, quick=True)}
+        parents = {arm.parent for arm in arms.values()}
+        return [run_arm(arms[name], whole, in_this_process, [], saved=name in parents) for name in names]
+
+    return run
+
+
+def drawn(figure: Figure, results: Sequence[Result]) -> list[str]:
+    """Titles of the panels."""
+    canvas = plt.figure()
+    figure.draw(results, canvas)
+    titles = [axes.get_title(loc="left") for axes in canvas.axes]
+    plt.close(canvas)
+    return titles
+
+
+def test_an_answer_is_what_was_stated_first() -> None:
+    tokens, answers = fine_tuning_documents(SIZES, 5, np.random.default_rng(0))
+    for row, marked in zip(tokens.tolist(), answers.tolist(), strict=True):
+        asked = [place for place, token in enumerate(row) if token == ASK]
+        assert len(asked) == SIZES.facts
+        assert [place for place in range(SIZES.length) if marked[place]] == [p + 2 + i for p in asked for i in range(3)]
+        for place in asked:
+            stated = [other for other in range(place) if row[other : other + 2] == [STATE, row[place + 1]]]
+            first, second = (row[other + 2 : other + 5] for other in stated)
+            assert row[place + 2 : place + 5] == first != second
+
+
+def test_recalled_tokens_are_those_of_repeated_statements_and_no_other() -> None:
+    tokens, recalled = pretraining_documents(SIZES, 5, np.random.default_rng(0))
+    for row, marked in zip(tokens.tolist(), recalled.tolist(), strict=True):
+        values: dict[int, list[int]] = {}
+        for place in (place for place, token in enumerate(row) if token == STATE):
+            key, said = row[place + 1], row[place + 2 : place + 5]
+            assert marked[place + 2 : place + 5] == [key in values] * 3
+            assert values.setdefault(key, said) == said
+        assert len(values) == SIZES.facts
+        assert sum(marked) == SIZES.facts * (SIZES.statements - 1) * SIZES.values
+
+
+def test_a_thinner_mask_keeps_whole_answers() -> None:
+    rng = np.random.default_rng(0)
+    _, answers = fine_tuning_documents(SIZES, 5, rng)
+    assert thinned(answers, SIZES.values, 1, rng).all()
+    assert np.array_equal(thinned(answers, SIZES.values, SIZES.answer_share, rng), answers)
+    one = thinned(answers, SIZES.values, 0.003, rng)
+    assert one.sum(1).tolist() == [3] * 5
+    assert not (one & ~answers).any()
+
+
+def test_the_detector_is_armed_where_the_attention_changes(run: Run) -> None:
+    figure = Hybrid()
+    (result,) = run(figure, ["hybrid"])
+    (switch,) = result["switches"]
+    assert (len(switch["before"]["loss"]), len(switch["after"]["grad_norm"])) == (22, 3)
+    assert result["boundaries"][0]["loss_before"] == pytest.approx(np.mean(switch["before"]["loss"][-10:]), abs=1e-4)
+    assert armed_scores(result)["flagged"] == 0
+    switch["after"]["loss"][1] *= 3
+    assert armed_scores(result) == {**armed_scores(result), "flagged": 1}
+    assert figure.find([result, result | {"name": "full"}]).verdicts
+    assert len(drawn(figure, [result, result | {"name": "full"}])) == 2
+
+
+def test_beginning_short_has_the_tokens_or_the_flops_of_beginning_long(run: Run) -> None:
+    figure = ShortFirst()
+    (result,) = run(figure, [SHORT])
+    assert list(result["stages"]) == ["short", "train"]
+    found = figure.find([result, result | {"name": "full"}])
+    assert [verdict.claim.partition(",")[0] for verdict in found.verdicts] == ["At equal tokens"]
+    assert len(drawn(figure, [result])) == 2
+
+    arms = {arm.name: arm.recipe for arm in figure.arms(0, quick=False)}
+    tokens = {name: sum(stage["tokens"] for stage in recipe["stages"]) for name, recipe in arms.items()}
+    flops = {name: tokens[name] * flops_per_token(recipe) for name, recipe in arms.items()}
+    assert tokens["full"] == tokens["moba"] == tokens[SHORT]
+    for name in ("moba", SHORT):
+        assert flops[name] < flops["full"] == pytest.approx(flops[name + EQUAL_FLOPS], rel=1e-3)
+
+
+def test_variants_of_a_base_are_evaluated_as_they_are_and_as_moba_and_as_full(run: Run) -> None:
+    figure = ThirdCliff()
+    base, tuned = run(figure, ["base", "none-1"])
+    assert set(base["evaluations"]["recall"]["validation_loss"]) == {"moba", "full"}
+    entry = tuned["stages"]["sft"]["gradient_reach"]["gradient_reach_layers"]
+    assert [len(layers) for layers in entry["layers"].values()] == [2]
+    own = tuned["stages"]["sft"]["validation_loss"]["eval_loss"]
+    assert tuned["evaluations"]["as-moba"]["validation_loss"]["moba"] == pytest.approx(own, abs=1e-5)
+    other = copy.deepcopy(tuned) | {"name": "none-10"}
+    full = copy.deepcopy(tuned) | {"name": "all-1"}
+    finding = figure.find([base, tuned, other, full])
+    assert "FAILS" in " ".join(cell for row in finding.rows for cell in row)
+    assert [verdict.estimate.value for verdict in finding.verdicts] == pytest.approx([0.0] * 3, abs=1e-12)
+    assert len(drawn(figure, [base, tuned, other, full])) == 3
+    other["history"][0]["eval_loss"] += 0.1
+    with pytest.raises(ValueError, match="not with the same weights"):
+        figure.find([base, tuned, other])
+
+
+def test_nothing_is_fine_tuned_from_a_base_that_cannot_recall(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+
+    def pretend(arm: Any, *_: Any, **__: Any) -> Result:
+        ran.append(arm.name)
+        (tmp_path / "third-cliff" / arm.key).mkdir()
+        recalled = {"recall": {"validation_loss": {"moba": 0.5, "full": 0.01}}}
+        known: Result = {"name": arm.name, "seed": 0, "evaluations": recalled, "seconds": 1.0, "tokens_per_s": 1}
+        return known | {"recipe": dict(arm.recipe), "device": None, "gpus": 0, "history": []}
+
+    monkeypatch.setattr(program, "run_arm", pretend)
+    monkeypatch.setattr(ThirdCliff, "prepare", lambda *_: None)
+    monkeypatch.setattr(program, "modelled_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(program, "correction", lambda *_: 1.0)
+    output = ["--output", str(tmp_path / "result.json"), "--runs", str(tmp_path), "--seeds", "0"]
+    monkeypatch.setattr(program, "open_corpus", lambda *_: corpus)
+    assert program.main(["third-cliff", "--corpus", str(corpus.folder), "--gpus", "0", *output]) == 1
+    assert ran == ["base"]
+    assert "base of seed 0 FAILS: 0.5000 nats" in capsys.readouterr().out
