@@ -17,13 +17,17 @@ import torch
 END = "<!-- end of table -->"
 
 
-def provenance() -> dict[str, Any]:
-    """Command, commit (from $GIT_COMMIT in copies without a git history, else from `git`), device and versions."""
+def provenance(program: str | None = None) -> dict[str, Any]:
+    """Command, commit (from $GIT_COMMIT in copies without a git history, else from `git`), device and versions.
+
+    program: the module behind `python -m`; None: the program of this folder that is running
+    """
     asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     commit = os.environ.get("GIT_COMMIT") or (asked.stdout.strip() if asked.returncode == 0 else "")
     cuda = torch.cuda.is_available()
+    module = program or f"benchmarks.{Path(sys.argv[0]).stem}"
     return {
-        "command": shlex.join([*_launcher(), "-m", "benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "command": shlex.join([*_launcher(), "-m", module, *sys.argv[1:]]),
         "commit": commit or "unknown",
         "date": datetime.now(UTC).date().isoformat(),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),

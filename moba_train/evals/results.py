@@ -63,8 +63,8 @@ def measured_json(
         "numbers": {name: number for result in results.values() for name, number in result.numbers.items()},
     }
     content |= {name: result.data for name, result in results.items()}
-    finite: dict[str, Any] = _finite(content)
-    return finite
+    plain: dict[str, Any] = finite(content)
+    return plain
 
 
 def write_result(content: dict[str, Any], checkpoint: Path) -> Path:
@@ -102,10 +102,10 @@ def _write_new(content: dict[str, Any], name: Callable[[int], Path]) -> Path:
             return path
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """`value` with null in place of numbers that JSON does not have."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

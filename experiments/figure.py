@@ -1,0 +1,85 @@
+"""What a figure of docs/science.md is: its arms, and what it makes of their results.
+
+A new figure is one file with a subclass of `Figure`, one line in registry.py and one line in README.md.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from experiments.comparison import Verdict
+from experiments.corpus import Corpus
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+Result = dict[str, Any]
+"""What is known of a finished arm: see `run_arm.arm_result`."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run of the real trainer, and what is evaluated at its end."""
+
+    name: str
+    """Unique among the arms of one seed: letters, digits, `.`, `_` and `-`."""
+    seed: int
+    recipe: Mapping[str, Any]
+    """Keys of a recipe: `model`, `stages`, `batch_tokens` at least. `run_arm.complete_recipe` adds vocabulary, data,
+    folders and how to run. Paths of corpora are names in the corpus' folder, or of what `Figure.prepare` made."""
+    evaluations: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Evaluations of the last checkpoint, by name: the arguments of `moba-train eval` behind the checkpoint. Those in
+    the recipe's section `evaluation` run in any case, at the end of each stage."""
+    parent: str | None = None
+    """Name of the arm of the same seed whose last checkpoint gives the first weights."""
+
+    @property
+    def key(self) -> str:
+        """Name and seed: unique in a figure."""
+        return f"{self.name}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the results of a figure say."""
+
+    verdicts: Sequence[Verdict]
+    """A sentence each; none where there are too few arms to say anything."""
+    rows: Sequence[Sequence[str]]
+    """A table; the first row is its head."""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    """Fits and whatever else is worth keeping, as JSON values."""
+
+
+class Figure(ABC):
+    """One figure. Its class docstring says what it is about; `python -m experiments --list` prints the first line."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    claim: ClassVar[str]
+    """What was published, with its source: the figure shows or refutes it. Markdown."""
+    setup: ClassVar[str]
+    """What is trained, and where the budget is below the specification and why. Markdown."""
+    seeds: ClassVar[int] = 2
+    """Seeds of a complete figure."""
+    source: ClassVar[str] = ""
+    """Name of the figure whose arms and result file this one has; empty: its own."""
+
+    def arms(self, seed: int, quick: bool) -> list[Arm]:
+        """The arms of one seed, in the order in which they are worth running; `quick`: the smallest form that trains
+        on a CPU in seconds. Not asked of figures with a `source`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def find(self, results: Sequence[Result]) -> Finding:
+        """What the arms that are finished say; any of them may be missing."""
+
+    @abstractmethod
+    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+        """Draw what the arms that are finished say, beside what was published."""
+
+    def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:  # noqa: B027  # optional, not abstract
+        """Make corpora of the figure's own in `folder`, which arms may name. Called before any arm runs; what an
+        earlier call has made is still there."""

@@ -1,0 +1,118 @@
+"""Scaling fits and readings that several figures share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from experiments.comparison import CONFIDENCE, POWER, Cell, Estimate, t_quantile
+from experiments.figure import Result
+from moba_train.report.scaling_fit import FEWEST_RUNS, ScalingFit, fit_power_law, percentile_interval
+
+COLOURS = {"full": "#797979", "moba": "#d9480f"}
+AXES = {"6ND": "6ND", "real": "real FLOPs"}
+"""Ways to count compute: key in results, label."""
+
+
+def validation_loss(result: Result) -> float:
+    """Of the last stage, with its own attention."""
+    return float(_last(result)["validation_loss"]["eval_loss"])
+
+
+def trailing_loss(result: Result) -> float:
+    """Of the last stage, with its own attention."""
+    return float(_last(result)["position_wise"]["trailing_loss"])
+
+
+def _last(result: Result) -> Mapping[str, Any]:
+    stages: dict[str, Any] = result["stages"]
+    return stages[list(stages)[-1]]
+
+
+def split(name: str) -> tuple[str, str]:
+    """Attention and size of an arm called `moba-10m`."""
+    attention, _, size = name.rpartition("-")
+    return attention, size
+
+
+def paired(results: Sequence[Result], value: Callable[[Result], float]) -> list[Cell]:
+    """A cell for each result, by attention, in blocks of one size and one seed; blocks of one cell say nothing."""
+    cells = []
+    for result in results:
+        attention, size = split(result["name"])
+        cells.append(Cell(attention, f"{size}, seed {result['seed']}", value(result)))
+    counts = [cell.block for cell in cells]
+    return [cell for cell in cells if counts.count(cell.block) > 1]
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Power laws of the loss over compute, by attention."""
+
+    axis: str
+    by_attention: dict[str, ScalingFit]
+
+    def slopes(self) -> Estimate:
+        """How far MoBA's exponent is above full attention's; independent bootstraps."""
+        moba, full = (self.by_attention[name] for name in ("moba", "full"))
+        return _bootstrapped(float(moba.law.b - full.law.b), moba.samples.b - full.samples.b)
+
+    def to_json(self) -> dict[str, Any]:
+        """Parameters with their intervals."""
+        return {
+            name: {
+                key: [float(getattr(fit.law, key)), *percentile_interval(getattr(fit.samples, key), CONFIDENCE)]
+                for key in ("a", "b")
+            }
+            for name, fit in self.by_attention.items()
+        }
+
+    def rows(self) -> list[list[str]]:
+        """A line of a table for each attention."""
+        found = []
+        for name, numbers in self.to_json().items():
+            cells = [f"{value:.4g} [{low:.4g}, {high:.4g}]" for value, low, high in numbers.values()]
+            found.append([f"{name} over {AXES[self.axis]}", *cells])
+        return found
+
+
+def fit(results: Sequence[Result], value: Callable[[Result], float], axis: str) -> Fits | None:
+    """Laws of both attentions; None where one has runs of fewer than three sizes."""
+    found = {}
+    for index, attention in enumerate(("full", "moba")):
+        own = [result for result in results if split(result["name"])[0] == attention]
+        if len({split(result["name"])[1] for result in own}) < FEWEST_RUNS:
+            return None
+        compute = [result["compute"][axis] for result in own]
+        found[attention] = fit_power_law(compute, [value(result) for result in own], seed=index)
+    return Fits(axis, found)
+
+
+def _bootstrapped(value: float, samples: npt.NDArray[np.float64]) -> Estimate:
+    low, high = percentile_interval(samples, CONFIDENCE)
+    normal = 10**6
+    power = (t_quantile((1 + CONFIDENCE) / 2, normal) + t_quantile(POWER, normal)) * float(samples.std())
+    return Estimate(value, low, high, power)
+
+
+def trend(results: Sequence[Result], value: Callable[[Result], float]) -> Estimate | None:
+    """Slope of the gap between MoBA and full attention over the logarithm (base 10) of 6ND, by least squares over
+    pairs of one size and seed; None with fewer than three pairs or one size."""
+    by_block: dict[tuple[str, int], dict[str, Result]] = {}
+    for result in results:
+        attention, size = split(result["name"])
+        by_block.setdefault((size, result["seed"]), {})[attention] = result
+    pairs = [pair for pair in by_block.values() if {"moba", "full"} <= pair.keys()]
+    x = np.log10([pair["full"]["compute"]["6ND"] for pair in pairs])
+    y = np.array([value(pair["moba"]) - value(pair["full"]) for pair in pairs])
+    if len(pairs) < 3 or np.ptp(x) < 1e-6:
+        return None
+    centred = x - x.mean()
+    slope = float(centred @ y / (centred @ centred))
+    freedom = len(pairs) - 2
+    residuals = y - y.mean() - slope * centred
+    error = float(np.sqrt(residuals @ residuals / freedom / (centred @ centred)))
+    half = error * t_quantile((1 + CONFIDENCE) / 2, freedom)
+    return Estimate(slope, slope - half, slope + half, half + error * t_quantile(POWER, freedom))

@@ -1,0 +1,158 @@
+"""F4: the size of MoBA's blocks, at constant sparsity and at a constant number of selected keys."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from benchmarks.plotting import GREY, plain
+from experiments import published
+from experiments.comparison import Cell, Comparison, Verdict, compare
+from experiments.figure import Arm, Figure, Finding, Result
+from experiments.fits import COLOURS, validation_loss
+from experiments.models import FULL, TOKENS_PER_PARAMETER, moba, parameters, recipe
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+SIZE = "10m"
+BLOCKS = (8, 16, 32, 64, 128)
+"""Blocks in a sequence, a quarter of which is selected."""
+FIXED_KEYS = {512: 3, 256: 6, 128: 12}
+"""Blocks selected, own one included, by block size: 1,536 keys."""
+_COLOURS = {0: "#d9480f", 3: "#1c7ed6"}
+
+
+class Granularity(Figure):
+    """Blocks of different sizes at constant sparsity, and at a constant number of keys with and without `key_conv`."""
+
+    name = "granularity"
+    title = "F4. Block granularity"
+    claim = (
+        "A 1.5B model at 32K, a quarter of the blocks selected: 8 blocks lose about 1e-2 to finer ones, 2.258 against "
+        "2.240 to 2.243, full attention 2.242 ([MoBA](https://arxiv.org/abs/2502.13189), figure 4, read off the plot). "
+        "FlashMoBA ([arXiv:2511.11571](https://arxiv.org/abs/2511.11571)) predicts that smaller blocks and a short "
+        "convolution over keys select better at an equal number of keys."
+    )
+    setup = (
+        "One model of 10M parameters, 20 tokens for each: at 32K 8 to 128 blocks, a quarter selected, and full "
+        "attention; at 8K 1,536 selected keys in blocks of 512, 256 and 128, without a convolution and with "
+        "`key_conv: 3`. The published model is 150 times as large."
+    )
+
+    def arms(self, seed: int, quick: bool) -> list[Arm]:
+        """The coarsest, the finest and full attention first."""
+        if quick:
+            shape = ("small", 256, 8192, 2048, {"sequences": 4})
+            return [
+                _arm("full-32k", seed, FULL, shape),
+                _arm("blocks-4", seed, moba(64, 2), shape),
+                _arm("blocks-16", seed, moba(16, 8), shape),
+                _arm("keys-32-conv-3", seed, moba(32, 2, key_conv=3), shape),
+            ]
+        tokens = TOKENS_PER_PARAMETER * parameters(SIZE)
+        long = (SIZE, 32_768, tokens, 131_072, {"sequences": 64})
+        short = (SIZE, 8192, tokens, 131_072, {"sequences": 256})
+        order = sorted(BLOCKS, key=lambda count: (count not in (BLOCKS[0], BLOCKS[-1]), count))
+        found = [_arm("full-32k", seed, FULL, long)]
+        found += [_arm(f"blocks-{count}", seed, moba(32_768 // count, count // 4), long) for count in order]
+        for block_size, topk in FIXED_KEYS.items():
+            for width in (0, 3):
+                kind = moba(block_size, topk, key_conv=width)
+                found.append(_arm(f"keys-{block_size}-conv-{width}", seed, kind, short))
+        return found
+
+    def find(self, results: Sequence[Result]) -> Finding:
+        """Means of the arms, and the differences that were published."""
+        rows = [["arm", "validation loss", "seeds"]]
+        for name, values in _values(results).items():
+            rows.append([name, f"{statistics.mean(values):.4f}", str(len(values))])
+        return Finding([*_sparsity_verdicts(results), *_key_verdicts(results)], rows)
+
+    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+        """Left: constant sparsity, as the distance from full attention, beside the published. Right: constant keys."""
+        left, right = canvas.subplots(1, 2)
+        values = _values(results)
+        _draw_sparsity(left, values)
+        for width, colour in _COLOURS.items():
+            sizes = [size for size in FIXED_KEYS if f"keys-{size}-conv-{width}" in values]
+            means = [statistics.mean(values[f"keys-{size}-conv-{width}"]) for size in sizes]
+            right.plot(
+                sizes, means, "o-", ms=4, color=colour, label=f"key_conv: {width}" if width else "no convolution"
+            )
+        right.set_title("validation loss, 1,536 keys of 8K", color=GREY, fontsize=10, loc="left")
+        right.set_xlabel("block size", color=GREY)
+        for axes in (left, right):
+            axes.set_xscale("log", base=2)
+            plain(axes)
+            axes.legend(frameon=False, labelcolor=GREY, fontsize=9)
+
+
+def _arm(
+    name: str, seed: int, attention: Mapping[str, object], shape: tuple[str, int, int, int, Mapping[str, int]]
+) -> Arm:
+    size, seq_len, tokens, batch_tokens, evaluation = shape
+    return Arm(name, seed, recipe(size, attention, seq_len, tokens, batch_tokens, evaluation))
+
+
+def _values(results: Sequence[Result]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for result in results:
+        found.setdefault(result["name"], []).append(validation_loss(result))
+    return found
+
+
+def _compared(results: Sequence[Result], prefixes: tuple[str, ...]) -> Comparison | None:
+    """Arms whose names begin so, in blocks of a seed; None with fewer than two."""
+    cells = [
+        Cell(result["name"], f"seed {result['seed']}", validation_loss(result))
+        for result in results
+        if result["name"].startswith(prefixes)
+    ]
+    return compare(cells) if len({cell.arm for cell in cells}) > 1 else None
+
+
+def _sparsity_verdicts(results: Sequence[Result]) -> list[Verdict]:
+    found = []
+    comparison = _compared(results, ("blocks-", "full-32k"))
+    if comparison is None:
+        return []
+    counts = sorted(int(arm.removeprefix("blocks-")) for arm in comparison.arms if arm != "full-32k")
+    coarsest, finest = f"blocks-{counts[0]}", f"blocks-{counts[-1]}"
+    if len(counts) > 1:
+        worse = comparison.difference(coarsest, finest)
+        claim = f"{counts[0]} blocks lose 0.005 or more to {counts[-1]}, at equal sparsity"
+        found.append(Verdict(claim, worse, 0.005, math.inf))
+    if "full-32k" in comparison.arms:
+        claim = f"{counts[-1]} blocks are within 0.005 of full attention"
+        found.append(Verdict(claim, comparison.difference(finest, "full-32k"), -0.005, 0.005))
+    return found
+
+
+def _key_verdicts(results: Sequence[Result]) -> list[Verdict]:
+    found = []
+    comparison = _compared(results, ("keys-",))
+    arms = comparison.arms if comparison else ()
+    if comparison and {"keys-512-conv-0", "keys-128-conv-0"} <= set(arms):
+        smaller = comparison.difference("keys-128-conv-0", "keys-512-conv-0")
+        found.append(Verdict("Blocks of 128 are better than blocks of 512, at 1,536 keys", smaller, -math.inf, 0.0))
+    sizes = [size for size in FIXED_KEYS if {f"keys-{size}-conv-0", f"keys-{size}-conv-3"} <= set(arms)]
+    if comparison and sizes:
+        weights = {f"keys-{size}-conv-{width}": (1 if width else -1) / len(sizes) for size in sizes for width in (0, 3)}
+        claim = "A convolution over keys of width 3 improves the loss, mean over block sizes"
+        found.append(Verdict(claim, comparison.contrast(weights), -math.inf, 0.0))
+    return found
+
+
+def _draw_sparsity(axes: "Axes", values: Mapping[str, Sequence[float]]) -> None:
+    counts = [count for count in BLOCKS if f"blocks-{count}" in values]
+    if counts and "full-32k" in values:
+        full = statistics.mean(values["full-32k"])
+        gaps = [statistics.mean(values[f"blocks-{count}"]) - full for count in counts]
+        axes.plot(counts, gaps, "o-", ms=4, color=COLOURS["moba"], label="here")
+    theirs = [loss - published.GRANULARITY_FULL for loss in published.GRANULARITY_LOSS.values()]
+    axes.plot(list(published.GRANULARITY_LOSS), theirs, "s--", ms=3, color=GREY, label="published, 1.5B")
+    axes.axhline(0, color=GREY, lw=0.8)
+    axes.set_title("validation loss above full, a quarter selected", color=GREY, fontsize=10, loc="left")
+    axes.set_xlabel("blocks of 32K", color=GREY)

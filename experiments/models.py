@@ -1,0 +1,71 @@
+"""The models of the figures, by size, and the recipe that their arms have in common.
+
+Sizes count parameters outside embedding and output projection. Heads are 64 wide, two query heads share keys and
+values, the feed-forward is about 8/3 of the width.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+TOKENS_PER_PARAMETER = 20
+"""Of Hoffmann et al. 2022 (arXiv:2203.15556), and of MoBA's own scaling runs."""
+
+SIZES: dict[str, dict[str, int]] = {
+    "4m": {"hidden_size": 256, "intermediate_size": 704, "layers": 6, "heads": 4, "kv_heads": 2},
+    "6m": {"hidden_size": 256, "intermediate_size": 704, "layers": 9, "heads": 4, "kv_heads": 2},
+    "10m": {"hidden_size": 384, "intermediate_size": 1024, "layers": 6, "heads": 6, "kv_heads": 3},
+    "16m": {"hidden_size": 384, "intermediate_size": 1024, "layers": 10, "heads": 6, "kv_heads": 3},
+    "25m": {"hidden_size": 512, "intermediate_size": 1408, "layers": 8, "heads": 8, "kv_heads": 4},
+    "60m": {"hidden_size": 768, "intermediate_size": 2048, "layers": 9, "heads": 12, "kv_heads": 6},
+}
+QUICK_SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 32, "intermediate_size": 64, "layers": 1, "heads": 2, "kv_heads": 1},
+    "small": {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "kv_heads": 1},
+    "large": {"hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 4, "kv_heads": 2},
+}
+"""For `--quick`: seconds on a CPU."""
+
+
+def parameters(size: str) -> int:
+    """Parameters of a model of this size, without embedding, output projection and norms."""
+    shape = (SIZES | QUICK_SIZES)[size]
+    hidden = shape["hidden_size"]
+    attention = 2 * hidden * (shape["heads"] + shape["kv_heads"]) * (hidden // shape["heads"])
+    return shape["layers"] * (attention + 3 * hidden * shape["intermediate_size"])
+
+
+def learning_rate(size: str) -> float:
+    """Peak rate: 3e-3 at a width of 256, falling with the width's root; the same for all attention kinds."""
+    return 3e-3 * float((256 / (SIZES | QUICK_SIZES)[size]["hidden_size"]) ** 0.5)
+
+
+def moba(block_size: int, topk: int, **options: Any) -> dict[str, Any]:
+    """The section `attention` of a model whose layers are all MoBA; `topk` counts the query's own block."""
+    return {"default": "moba", "moba": {"block_size": block_size, "topk": topk, **options}}
+
+
+FULL: dict[str, Any] = {"default": "full"}
+"""The section `attention` of a model whose layers are all full."""
+
+
+def recipe(
+    size: str,
+    attention: Mapping[str, Any],
+    seq_len: int,
+    tokens: int,
+    batch_tokens: int,
+    evaluation: Mapping[str, Any],
+    /,
+    **other: Any,
+) -> dict[str, Any]:
+    """A recipe with one stage of `tokens` tokens, a cosine after a warm-up of 2 %, evaluated at its end. `other` keys
+    replace these."""
+    return {
+        "model": dict((SIZES | QUICK_SIZES)[size]) | {"tie_embeddings": True, "rope": {"theta": 500_000.0}},
+        "attention": dict(attention),
+        "batch_tokens": batch_tokens,
+        "stages": [{"name": "train", "seq_len": seq_len, "tokens": tokens}],
+        "optim": {"lr": learning_rate(size), "schedule": {"kind": "cosine", "warmup_tokens": tokens // 50}},
+        "evaluation": {"every": 10**6, **evaluation},
+        **other,
+    }

@@ -1,0 +1,82 @@
+"""The section of a figure in docs/science.md and its picture, made from the result file alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plotting import STYLE, stamp
+from benchmarks.record import insert_tables, markdown
+from experiments.figure import Figure, Result
+from experiments.results import read_results
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "science.md"
+RESULTS = Path(__file__).parent / "results"
+
+
+def result_file(figure: Figure) -> Path:
+    """Where the results that the figure is drawn from are kept."""
+    return RESULTS / f"{figure.source or figure.name}.json"
+
+
+def command(figure: Figure) -> str:
+    """What runs its arms."""
+    return f"python -m experiments {figure.source or figure.name} --corpus data/science --gpus 2"
+
+
+def marker(figure: Figure) -> str:
+    """The line of the page behind which the figure's section begins."""
+    return f"<!-- figure: {figure.name} -->"
+
+
+def section(figure: Figure, path: Path) -> str:
+    """The figure's section, from its result file where there is one."""
+    parts = [f"**Published.** {figure.claim}", f"**Here.** {figure.setup}"]
+    if not path.exists():
+        missing = (
+            f"**No result yet.** It takes GPUs: `{command(figure)}`, then `python -m experiments {figure.name} --plot`."
+        )
+        return "\n\n".join([*parts, missing])
+    content = json.loads(path.read_text())
+    finding = figure.find(content["results"]["arms"])
+    where = f"../experiments/results/{path.name}"
+    parts += [f"![{figure.title}](science-{figure.name}.svg)", markdown(finding.rows)]
+    parts += [f"- {verdict}" for verdict in finding.verdicts]
+    if not finding.verdicts:
+        parts.append("The arms that are finished do not suffice for a verdict.")
+    parts.append(f"[Result file]({where}), {_arms(figure, content)}: `{content['command']}`")
+    return "\n\n".join(parts)
+
+
+def _arms(figure: Figure, content: dict[str, Any]) -> str:
+    results: list[Result] = content["results"]["arms"]
+    devices = ", ".join(sorted({str(result["device"]) for result in results}))
+    tokens = content["settings"]["corpus"]["training_tokens"]
+    return f"{len(results)} arms on {devices}, corpus of {tokens / 1e6:.0f}M tokens"
+
+
+def write_section(figure: Figure, page: Path = PAGE, results: Path | None = None) -> None:
+    """Bring the page's section of the figure up to date with its result file."""
+    text = insert_tables(page.read_text(), {marker(figure): section(figure, results or result_file(figure))})
+    page.write_text(text)
+
+
+def draw(figure: Figure, source: Path, plot: Path) -> None:
+    """Draw the result file `source` as an SVG; equal results give equal bytes. Raises ValueError when it has no arm."""
+    import matplotlib.pyplot as plt
+
+    results = read_results(source)
+    if not results:
+        raise ValueError(f"{source} holds no arm to draw; run {command(figure)}")
+    with plt.rc_context(STYLE):
+        canvas = plt.figure(figsize=(9, 3.6), layout="constrained")
+        figure.draw(results, canvas)
+        metadata = {"Description": stamp(source.read_text()), "Date": None}
+        canvas.savefig(plot, format="svg", transparent=True, metadata=metadata)
+        plt.close(canvas)
+
+
+def summary_lines(figure: Figure, results: list[Result]) -> list[str]:
+    """What a program prints last: the table and a line for each verdict."""
+    finding = figure.find(results)
+    return [markdown(finding.rows), *map(str, finding.verdicts)]

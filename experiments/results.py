@@ -1,0 +1,60 @@
+"""The result file of a figure: arms are added one by one, over several calls, sessions and machines."""
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import provenance
+from experiments.figure import Arm, Result
+from moba_train.errors import UserError
+from moba_train.evals.results import finite
+from moba_train.telemetry.atomic import write_atomically
+
+_LOCK = threading.Lock()
+
+
+def read_results(path: Path) -> list[Result]:
+    """The arms in a result file; none where there is no file."""
+    return list(json.loads(path.read_text())["results"]["arms"]) if path.exists() else []
+
+
+def held(path: Path, settings: dict[str, Any], arms: Sequence[Arm]) -> set[str]:
+    """Keys of the arms that the file holds already.
+
+    Raises UserError where the file is of other settings (another corpus, say), or holds an arm of another recipe: its
+    results must not be mixed with those to come.
+    """
+    if not path.exists():
+        return set()
+    content = json.loads(path.read_text())
+    if content["settings"] != settings:
+        raise UserError(
+            f"{path}: holds results of other settings; given {json.dumps(settings)}, in the file "
+            f"{json.dumps(content['settings'])}; give another --output, or the settings of the file"
+        )
+    found = set()
+    by_key = {arm.key: arm for arm in arms}
+    for result in content["results"]["arms"]:
+        key = f"{result['name']}-seed{result['seed']}"
+        arm = by_key.get(key)
+        if arm is not None and result["recipe"] != json.loads(json.dumps(arm.recipe)):
+            raise UserError(
+                f"{path}: {key} was run with another recipe than that of today's code; give another --output, or "
+                "remove this arm from the file to run it again"
+            )
+        found.add(key)
+    return found
+
+
+def add_result(path: Path, settings: dict[str, Any], result: Result) -> None:
+    """Add a finished arm to the file, which is complete at every moment. An arm that is there stays as it is."""
+    with _LOCK:
+        arms = read_results(path)
+        if any((arm["name"], arm["seed"]) == (result["name"], result["seed"]) for arm in arms):
+            return
+        arms = sorted([*arms, result], key=lambda arm: (arm["seed"], arm["name"]))
+        content = {**provenance("experiments"), "settings": settings, "results": {"arms": finite(arms)}}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

@@ -1,0 +1,162 @@
+"""One arm: the complete recipe, training and evaluation by the real programs, and what is kept of them."""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.record import provenance
+from benchmarks.trainer_run import trainer_command
+from experiments.corpus import Corpus
+from experiments.figure import Arm, Result
+from moba_train.foreign_files import ROOTS
+from moba_train.report.scaling_runs import read_runs
+from moba_train.telemetry.jsonl import read_records
+
+CURVE_POINTS = 200
+"""Points that are kept of each curve over the steps."""
+_EVALUATIONS = ("validation_loss", "position_wise", "gate_probe", "gradient_reach", "needle", "ruler")
+_HOW_IT_RAN = ("time", "wall_time", "run_id", "checkpoint", "type")
+_PROVENANCE = ("commit", "date", "device", "torch")
+
+
+def complete_recipe(arm: Arm, corpus: Corpus, runs: Path, ranks: int, saved: bool) -> dict[str, Any]:
+    """The arm's recipe with all that does not tell arms apart: name, folders, seed, vocabulary, data, micro-batches of
+    all sequences of a rank, and how to run on this machine.
+
+    saved: whether the last checkpoint is needed, for evaluations or as another arm's first weights
+    """
+    gpu = torch.cuda.is_available()
+    recipe: dict[str, Any] = json.loads(json.dumps(arm.recipe))
+    data = corpus.data() | recipe.get("data", {})
+    for part in ("train", "validation"):
+        _locate(recipe.get("data", {}).get(part, []), corpus)
+    for stage in recipe["stages"]:
+        _locate(stage.get("train", []), corpus)
+        sequences = stage.get("batch_tokens", recipe["batch_tokens"]) // stage["seq_len"]
+        stage.setdefault("micro_batch_size", max(1, sequences // ranks))
+    recipe |= {
+        "name": arm.key,
+        "run_dir": str(runs / arm.key),
+        "seed": arm.seed,
+        "model": recipe["model"] | {"vocab_size": corpus.vocab_size},
+        "data": data,
+    }
+    if arm.parent is not None:
+        recipe["init_from"] = str(runs / f"{arm.parent}-seed{arm.seed}")
+    how = {
+        "compile": gpu,
+        "checkpoint": {"every": 10**6 if saved else None},
+        "telemetry": {"wandb": {"mode": "disabled"}, "console": False},
+    }
+    return how | recipe
+
+
+def _locate(sources: Iterable[dict[str, Any]], corpus: Corpus) -> None:
+    for source in sources:
+        source["path"] = corpus.find(source["path"])
+
+
+def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved: bool) -> Result:
+    """Train the arm on these GPUs (none: on the CPU), evaluate it, and return its result. Whatever an earlier attempt
+    left in the arm's folder is removed.
+
+    Raises RuntimeError, with the end of what they printed, when training or an evaluation fails.
+    """
+    folder = runs / arm.key
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    ranks = max(1, len(devices))
+    began = time.monotonic()
+    recipe = complete_recipe(arm, corpus, runs, ranks, saved or bool(arm.evaluations))
+    environment = {**os.environ, ROOTS: os.pathsep.join(map(str, _roots(corpus, runs)))}
+    if devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+    start(trainer_command(recipe, runs / f"{arm.key}.yaml", ranks), environment, runs / f"{arm.key}.log")
+    evaluated = {}
+    for name, arguments in arm.evaluations.items():
+        output = runs / f"{arm.key}-{name}"
+        shutil.rmtree(output, ignore_errors=True)
+        command = [sys.executable, "-m", "moba_train.cli", "eval", str(folder), "--output", str(output), *arguments]
+        start(command, environment, runs / f"{arm.key}.log")
+        evaluated[name] = _kept(json.loads((output / "evaluation.json").read_text()))
+    found = arm_result(arm, folder, evaluated)
+    return found | {"gpus": len(devices), "seconds": round(time.monotonic() - began, 1)}
+
+
+def _roots(corpus: Corpus, runs: Path) -> list[Path]:
+    return [path.resolve() for path in (corpus.folder, corpus.added, runs) if path is not None]
+
+
+def start(command: list[str], environment: Mapping[str, str], log: Path) -> None:
+    """Run a command, its output added to `log`. Raises RuntimeError with the last lines when it fails."""
+    with log.open("a") as stream:
+        status = subprocess.run(command, env=environment, stdout=stream, stderr=subprocess.STDOUT, check=False)
+    if status.returncode:
+        last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise RuntimeError(f"{' '.join(command[1:5])} ended with status {status.returncode}; {log.name} ends:\n{last}")
+
+
+def arm_result(arm: Arm, folder: Path, evaluated: Mapping[str, Any]) -> Result:
+    """What is kept of a finished run: enough to draw and to judge it, and small.
+
+    `parameters` without embeddings, `compute` in PFLOP/s-days by 6ND and by real FLOPs (report/scaling_runs.py), median
+    `tokens_per_s`; `losses` and `gradient_norms`, the mean and the maximum of equal parts of the steps; by stage, the
+    last evaluation of each name with all its data (`stages`), and the numbers of every evaluation (`history`);
+    `spikes` and `boundaries` as they were logged; `evaluations`, by name, of `moba-train eval`.
+    """
+    records = read_records(folder / "metrics.jsonl")
+    (run,) = read_runs([folder], ["loss"])
+    steps = [record for record in records if record["type"] == "metrics"]
+    evaluations = [record for record in records if record["type"] in _EVALUATIONS]
+    stages: dict[str, dict[str, Any]] = {record["stage"]: {} for record in steps}
+    for record in evaluations:
+        stages.setdefault(record["stage"], {})[record["type"]] = _kept(record)
+    width = max(1, -(-len(steps) // CURVE_POINTS))
+    parts = [steps[first : first + width] for first in range(0, len(steps), width)]
+    where = provenance()
+    return {
+        "name": arm.name,
+        "seed": arm.seed,
+        "recipe": json.loads(json.dumps(arm.recipe)),
+        "parent": arm.parent,
+        **{key: where[key] for key in _PROVENANCE},
+        "parameters": run.parameters,
+        "tokens": run.tokens,
+        "compute": run.compute,
+        "documents": run.documents,
+        "tokens_per_s": round(statistics.median(record["tokens_per_s"] for record in steps[len(steps) // 2 :])),
+        "last_step": steps[-1]["step"],
+        "losses": [[part[-1]["step"], _mean(part, "loss")] for part in parts],
+        "gradient_norms": [[part[-1]["step"], max(record["grad_norm"] for record in part)] for part in parts],
+        "stages": stages,
+        "history": [_numbers(record) for record in evaluations],
+        "spikes": [_kept(record) for record in records if record["type"] == "spike"],
+        "boundaries": [_kept(record) for record in records if record["type"] == "boundary"],
+        "evaluations": dict(evaluated),
+    }
+
+
+def _mean(part: Sequence[Mapping[str, Any]], key: str) -> float:
+    return round(statistics.mean(record[key] for record in part), 5)
+
+
+def _kept(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what says when and where it ran."""
+    return {
+        key: value for key, value in record.items() if key not in _HOW_IT_RAN and key not in ("options", "validation")
+    }
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Step, stage, name and numbers of an evaluation, without curves and maps."""
+    plain = {key: value for key, value in _kept(record).items() if isinstance(value, str | int | float | bool)}
+    return {"evaluation": record["type"]} | {key: value for key, value in plain.items() if key != "message"}

@@ -1,0 +1,94 @@
+"""Runs arms side by side, one on a GPU, or on more where it would not end in time on one; without a GPU one by one."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from experiments.figure import Arm
+
+Run = Callable[[Arm, Sequence[int]], None]
+"""Runs an arm on these GPUs, to its end, and keeps its result."""
+Seconds = Callable[[Arm, int], float]
+"""How long an arm takes on a number of GPUs; 0: on the CPU."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What `run_arms` did."""
+
+    finished: list[Arm]
+    left: list[Arm]
+    """Arms that there was no time for."""
+    failed: dict[str, BaseException]
+    """By the arm's key."""
+
+
+def run_arms(
+    arms: Sequence[Arm],
+    gpus: int,
+    deadline: float,
+    run: Run,
+    seconds: Seconds,
+    ready: Callable[[Arm], bool] = lambda arm: True,
+) -> Outcome:
+    """Run `arms` until none is left that would end before `deadline` (of `time.monotonic`).
+
+    ready   whether an arm that needs another one's weights has them; asked again whenever an arm has ended
+    """
+    waiting = list(arms)
+    free = list(range(gpus))
+    running: dict[Future[None], tuple[Arm, list[int]]] = {}
+    outcome = Outcome([], [], {})
+    with ThreadPoolExecutor(max(1, gpus)) as pool:
+        while True:
+            for arm in [*waiting]:
+                if not ready(arm) or (not gpus and running):
+                    continue
+                count = gpus_for(arm, gpus, deadline - time.monotonic(), seconds)
+                if count is None or count > len(free):
+                    continue
+                mine = [free.pop(0) for _ in range(count)]
+                waiting.remove(arm)
+                print(f"{arm.key}: begins on {_places(mine)}, about {seconds(arm, count):.0f} s", flush=True)
+                running[pool.submit(run, arm, mine)] = arm, mine
+            if not running:
+                break
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                arm, mine = running.pop(future)
+                free = sorted([*free, *mine])
+                if (error := future.exception()) is not None:
+                    outcome.failed[arm.key] = error
+                    print(f"{arm.key}: failed: {error}", flush=True)
+                else:
+                    outcome.finished.append(arm)
+    outcome.left.extend(waiting)
+    return outcome
+
+
+def gpus_for(arm: Arm, gpus: int, left: float, seconds: Seconds) -> int | None:
+    """The smallest number of GPUs, a power of 2, on which the arm ends within `left` seconds; 0 on a machine without;
+    None: it does not end in time."""
+    counts = [0] if not gpus else list(_powers(gpus, _sequences(arm)))
+    return next((count for count in counts if seconds(arm, count) <= left), None)
+
+
+def _powers(gpus: int, sequences: int) -> Iterator[int]:
+    """Powers of 2 up to `gpus` that divide a batch of `sequences` sequences."""
+    count = 1
+    while count <= gpus and sequences % count == 0:
+        yield count
+        count *= 2
+
+
+def _sequences(arm: Arm) -> int:
+    """The smallest batch of the arm's stages, in sequences."""
+    return min(
+        int(stage.get("batch_tokens", arm.recipe["batch_tokens"])) // int(stage["seq_len"])
+        for stage in arm.recipe["stages"]
+    )
+
+
+def _places(gpus: Sequence[int]) -> str:
+    return f"GPU {', '.join(map(str, gpus))}" if gpus else "the CPU"

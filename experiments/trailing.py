@@ -1,0 +1,159 @@
+"""F2 and F3: loss of the last 2K of 32K tokens over compute, and loss by position."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.plotting import GREY, plain
+from experiments import published
+from experiments.comparison import Cell, Verdict, compare
+from experiments.figure import Figure, Finding, Result
+from experiments.fits import COLOURS, paired, split, trailing_loss, trend
+from experiments.models import parameters
+from experiments.scaling import ScalingFigure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+BOTH = "both"
+"""Name of the evaluation with both attentions, whichever the arm was trained with."""
+
+
+class Trailing(ScalingFigure):
+    """Loss of the last 2K of 32K tokens, MoBA and full attention, over compute."""
+
+    name = "trailing"
+    title = "F2. Trailing loss at 32K"
+    claim = (
+        "The same models at 32K, 95 % sparsity, last 2K tokens: 1.546 C^-0.108 with MoBA, 1.464 C^-0.097 with full "
+        "attention; MoBA is slightly worse in all five, and the gap narrows with compute "
+        "([MoBA](https://arxiv.org/abs/2502.13189), figure 3, section 3.1)."
+    )
+    setup = (
+        "Four models of 4M to 16M parameters, 20 tokens for each, at 32K, blocks of 512, 3 of 64 selected. The "
+        "largest model of F1 is left out: with full attention at 32K it takes more than 20 minutes of an H200, and an "
+        "arm here has to end within nine, on two GPUs at most. Samples of the trailing loss lie inside one document. "
+        "Every model is evaluated with both attentions, which F3 and F9 use."
+    )
+    sizes = ("4m", "6m", "10m", "16m")
+    seq_len = 32_768
+    batch_tokens = 131_072
+    loss_name = "trailing loss"
+    laws = published.TRAILING_32K
+    evaluation = {"sequences": 32, "position_wise": {"bucket": 2048, "sequences": 128, "attention": "own"}}
+    quick_evaluation = {"sequences": 4, "position_wise": {"bucket": 32, "sequences": 8, "attention": "own"}}
+
+    def loss(self, result: Result) -> float:
+        """Trailing loss."""
+        return trailing_loss(result)
+
+    def evaluations(self, quick: bool) -> dict[str, Sequence[str]]:
+        """MoBA and full attention on the same weights."""
+        block = 16 if quick else self.block_size
+        kind = ["attention.default=moba", f"attention.moba.block_size={block}", f"attention.moba.topk={self.topk}"]
+        both = ["evaluation.position_wise.attention=both", "--tasks", "validation_loss,position_wise"]
+        return {BOTH: [*kind, *both]}
+
+    def verdicts(self, results: Sequence[Result]) -> list[Verdict]:
+        """The gap's sign and its trend."""
+        found = []
+        if cells := paired(results, trailing_loss):
+            gap = compare(cells).difference("moba", "full")
+            found.append(Verdict("MoBA's trailing loss is above full attention's", gap, 0.0, math.inf))
+        if (slope := trend(results, trailing_loss)) is not None:
+            found.append(Verdict("The gap shrinks with compute (slope for each factor of 10)", slope, -math.inf, 0.0))
+        return found
+
+
+class Position(Figure):
+    """Loss by position in the context, of the largest models of `trailing`."""
+
+    name = "position"
+    source = "trailing"
+    title = "F3. Loss by position"
+    claim = (
+        "Fits by position (table 3): from 3.075 C^-0.078 against 3.068 C^-0.078 in the first 2K to 1.546 C^-0.108 "
+        "against 1.464 C^-0.097 in the last; trailing tokens account for most of the difference "
+        "([MoBA](https://arxiv.org/abs/2502.13189), appendix A.1)."
+    )
+    setup = "The largest models of F2 that both attentions have, on samples that lie inside one document, 2K a bucket."
+
+    def find(self, results: Sequence[Result]) -> Finding:
+        """The gap by position, and whether it grows."""
+        pairs = largest_pairs(results)
+        if not pairs:
+            return Finding([], [["tokens", "full", "MoBA", "gap"]])
+        full, moba = (np.array([_curve(pair[name]) for pair in pairs]) for name in ("full", "moba"))
+        gaps = moba - full
+        bucket = _bucket(pairs[0]["full"])
+        rows = [["tokens", "full", "MoBA", "gap", "published gap, %", "gap here, %"]]
+        for index, gap in enumerate(gaps.mean(0)):
+            cells = [f"{full[:, index].mean():.4f}", f"{moba[:, index].mean():.4f}", f"{gap:+.4f}"]
+            shares = [_published_share(index, bucket), f"{100 * gap / full[:, index].mean():+.2f}"]
+            rows.append([f"{index * bucket} to {(index + 1) * bucket}", *cells, *shares])
+        ends = [
+            Cell(where, f"seed {pair['full']['seed']}", float(gap[index]))
+            for pair, gap in zip(pairs, gaps, strict=True)
+            for where, index in (("first", 0), ("last", -1))
+        ]
+        growth = compare(ends).difference("last", "first")
+        claim = "The gap in the last bucket is larger than in the first"
+        return Finding([Verdict(claim, growth, 0.0, math.inf)], rows, {"gap": gaps.mean(0).tolist()})
+
+    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+        """Both curves, and their gap beside that of the published fits."""
+        left, right = canvas.subplots(1, 2)
+        pairs = largest_pairs(results)
+        for pair in pairs:
+            edges = _bucket(pair["full"]) * (np.arange(len(_curve(pair["full"]))) + 0.5)
+            for name in ("full", "moba"):
+                label = name if pair is pairs[0] else None
+                left.plot(edges, _curve(pair[name]), "-", lw=1.3, color=COLOURS[name], label=label)
+            share = 100 * (_curve(pair["moba"]) / _curve(pair["full"]) - 1)
+            right.plot(
+                edges, share, "o-", ms=3, lw=1.2, color=COLOURS["moba"], label="here" if pair is pairs[0] else None
+            )
+            if pair is pairs[0] and _bucket(pair["full"]) == published.POSITION_BUCKET:
+                right.plot(edges, list(map(_published_gap, range(len(edges)))), color=GREY, lw=1.3, label="published")
+        for axes, title in ((left, "loss by position"), (right, "MoBA above full, %")):
+            axes.set_title(title, color=GREY, fontsize=10, loc="left")
+            axes.set_xlabel("position in the context, tokens", color=GREY)
+            plain(axes)
+            if pairs:
+                axes.legend(frameon=False, labelcolor=GREY, fontsize=9)
+
+
+def largest_pairs(results: Sequence[Result]) -> list[dict[str, Result]]:
+    """MoBA and full attention of the largest size that has both, a pair for each seed."""
+    by_size: dict[str, dict[int, dict[str, Result]]] = {}
+    for result in results:
+        attention, size = split(result["name"])
+        by_size.setdefault(size, {}).setdefault(result["seed"], {})[attention] = result
+    for size in sorted(by_size, key=parameters, reverse=True):
+        pairs = [pair for pair in by_size[size].values() if {"full", "moba"} <= pair.keys()]
+        if pairs:
+            return pairs
+    return []
+
+
+def _curve(result: Result) -> npt.NDArray[np.float64]:
+    """Loss by bucket, with the attention that the arm was trained with."""
+    data = result["stages"]["train"]["position_wise"]["position_wise"]
+    return np.array(data["curves"][data["attention"]]["mean"])
+
+
+def _bucket(result: Result) -> int:
+    return int(result["stages"]["train"]["position_wise"]["position_wise"]["bucket"])
+
+
+def _published_gap(index: int) -> float:
+    """Gap of the published fits in a bucket at the largest published compute, in % of full attention's loss."""
+    compute = max(published.TRAINED_COMPUTE)
+    return 100 * (published.POSITION_32K["moba"][index](compute) / published.POSITION_32K["full"][index](compute) - 1)
+
+
+def _published_share(index: int, bucket: int) -> str:
+    return f"{_published_gap(index):+.2f}" if bucket == published.POSITION_BUCKET else "–"
