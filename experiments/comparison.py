@@ -119,6 +119,15 @@ def compare(cells: Sequence[Cell]) -> Comparison:
     return Comparison(arms, found[: len(arms)], covariance, squares / freedom if freedom else np.nan, freedom)
 
 
+def mean_of(values: Sequence[float]) -> Estimate:
+    """The mean of independent values, at least two, with the interval of Student's t."""
+    freedom = len(values) - 1
+    value = float(np.mean(values))
+    error = float(np.std(values, ddof=1) / len(values) ** 0.5)
+    half = error * t_quantile((1 + CONFIDENCE) / 2, freedom)
+    return Estimate(value, value - half, value + half, half + error * t_quantile(POWER, freedom))
+
+
 def t_quantile(share: float, freedom: int) -> float:
     """Quantile of Student's t distribution: t = sqrt(freedom) tan(a), where a has the density cos(a)^(freedom - 1)."""
     angles = np.linspace(-np.pi / 2, np.pi / 2, 200_001)

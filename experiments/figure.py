@@ -32,6 +32,8 @@ class Arm:
     evaluations: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Evaluations of the last checkpoint, by name: the arguments of `moba-train eval` behind the checkpoint. Those in
     the recipe's section `evaluation` run in any case, at the end of each stage."""
+    added: Mapping[str, float] = field(default_factory=dict)
+    """Corpora that are blended with the training text, by name as in the recipe, with their shares of the tokens."""
     parent: str | None = None
     """Name of the arm of the same seed whose last checkpoint gives the first weights."""
 

@@ -1,11 +1,26 @@
 """The figures there are. A new one is its own file and one line here."""
 
 from experiments.figure import Figure
+from experiments.forced_choices import ForcedChoices
 from experiments.granularity import Granularity
+from experiments.mechanisms import Mechanisms
+from experiments.needles import Needles
 from experiments.scaling import Scaling
 from experiments.trailing import Position, Trailing
 from experiments.trained_with import TrainedWith
+from experiments.versions import Versions
 
 FIGURES: dict[str, Figure] = {
-    figure.name: figure for figure in (Scaling(), Trailing(), Position(), Granularity(), TrainedWith())
+    figure.name: figure
+    for figure in (
+        Scaling(),
+        Trailing(),
+        Position(),
+        Granularity(),
+        TrainedWith(),
+        Versions(),
+        Mechanisms(),
+        Needles(),
+        ForcedChoices(),
+    )
 }
