@@ -1,7 +1,7 @@
 """The figures of docs/science.md: their arms are trained by the real trainer, side by side, and grow into one result.
 
     python -m experiments --list                                            figures, arms, GPU minutes
-    python -m experiments scaling --corpus data/science --gpus 2            a call; run it again to go on
+    python -m experiments scaling --corpus data/long --gpus 2            a call; run it again to go on
     python -m experiments scaling --plot                                    docs/science-scaling.svg and docs/science.md
     python -m experiments scaling --quick                                   its smallest form, on any machine
 
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the complete figure, 0 1 ...")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="default: all of this machine")
     parser.add_argument("--seconds", type=float, default=540, help="no arm begins that would not end by then; 540")
-    parser.add_argument("--corpus", type=Path, default=Path("data/science"), help="folder of the tokenised corpora")
+    parser.add_argument("--corpus", type=Path, default=Path("data/long"), help="folder of the tokenised corpora")
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments"), help="folder of the trainer's runs")
     parser.add_argument("--output", type=Path, help="result file; default: experiments/results/NAME.json, or in --runs")
     return parser
@@ -107,7 +107,7 @@ def _run(figure: Figure, given: argparse.Namespace) -> int:
         print(f"{arm.key}: ended after {result['seconds']:.0f} s, {result['tokens_per_s']:,} tokens/s", flush=True)
 
     def seconds(arm: Arm, gpus: int) -> float:
-        return modelled_seconds(arm, gpus) * correction(read_results(output), arms)
+        return modelled_seconds(arm, gpus) * correction(arm, read_results(output), arms)
 
     def ready(arm: Arm) -> bool:
         return arm.parent is None or _finished_mark(runs, _parent(arm, arms)).exists()

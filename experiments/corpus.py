@@ -1,11 +1,9 @@
 """The corpus that the arms of all figures are trained and validated on.
 
-A folder with tokenised corpora: `train`, or several below `train/`, and `valid`, or several below `valid/`. Their
-sidecars name the vocabulary. `--quick` makes a small one from the Python sources of this environment, as bytes.
+A folder that `moba-data corpus` wrote: `train` and `valid`, whose sidecars name the vocabulary, and the tokenizer.
+`--quick` makes a small one from the Python sources of this environment, as bytes.
 """
 
-import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,7 @@ class Corpus:
     """Tokenised corpora of one folder, and those that a figure adds."""
 
     folder: Path
-    train: tuple[Path, ...]
-    """Prefixes, blended by their tokens."""
-    validation: tuple[Path, ...]
+    """With the corpora `train` and `valid`, and others that arms may name."""
     vocab_size: int
     tokenizer: Path | None = None
     added: Path | None = None
@@ -36,10 +32,8 @@ class Corpus:
     def data(self) -> dict[str, Any]:
         """The section `data` of a recipe."""
         return {
-            "train": [{"path": str(prefix), "weight": IndexedDataset(prefix).tokens} for prefix in self.train],
-            "validation": [
-                {"path": str(prefix), "weight": IndexedDataset(prefix).tokens} for prefix in self.validation
-            ],
+            "train": [{"path": self.find("train")}],
+            "validation": [{"path": self.find("valid")}],
             **({"tokenizer": str(self.tokenizer)} if self.tokenizer else {}),
         }
 
@@ -52,39 +46,28 @@ class Corpus:
 
     def identity(self) -> dict[str, Any]:
         """What tells this corpus from another one, without paths; the same for every copy."""
-        parts = [IndexedDataset(prefix) for prefix in (*self.train, *self.validation)]
-        names = "".join(part.fingerprint.name for part in parts)
+        train, valid = (IndexedDataset(self.folder / name) for name in ("train", "valid"))
         return {
-            "sha256": hashlib.sha256(names.encode()).hexdigest()[:32],
-            "training_tokens": sum(part.tokens for part in parts[: len(self.train)]),
-            "validation_tokens": sum(part.tokens for part in parts[len(self.train) :]),
+            "train": train.fingerprint.name,
+            "valid": valid.fingerprint.name,
+            "training_tokens": train.tokens,
+            "validation_tokens": valid.tokens,
             "vocab_size": self.vocab_size,
         }
 
 
 def open_corpus(folder: Path, added: Path | None = None) -> Corpus:
-    """The corpora in `folder`. Raises DataError where training or validation text or a vocabulary is missing."""
-    train, validation = (_prefixes(folder, part) for part in ("train", "valid"))
-    sizes = {vocabulary(prefix) for prefix in (*train, *validation)}
-    if len(sizes) != 1:
-        raise DataError(f"{folder}: its corpora have different vocabularies: {', '.join(map(str, sorted(sizes)))}")
-    tokenizer = next((file for file in sorted(folder.glob("tokenizer.*")) if file.suffix in (".model", ".json")), None)
-    return Corpus(folder, train, validation, sizes.pop(), tokenizer, added)
-
-
-def _prefixes(folder: Path, part: str) -> tuple[Path, ...]:
-    files = sorted([*folder.glob(f"{part}.idx"), *folder.glob(f"{part}/*.idx")])
-    if not files:
-        raise DataError(f"{folder}: holds neither {part}.idx nor {part}/*.idx; make it as docs/science.md says")
-    return tuple(file.with_suffix("") for file in files)
-
-
-def vocabulary(prefix: Path) -> int:
-    """Vocabulary that a corpus was made with. Raises DataError where its sidecar does not say."""
-    info: Mapping[str, Any] = IndexedDataset(prefix).info or {}
-    if "vocab_size" not in info:
-        raise DataError(f"{corpus_file(prefix, 'json')}: vocab_size is missing; make the corpus with moba-data")
-    return int(info["vocab_size"])
+    """The corpus that `moba-data corpus` wrote to `folder`. Raises DataError where a part or its vocabulary is missing."""
+    sizes = set()
+    for name in ("train", "valid"):
+        info = IndexedDataset(folder / name).info or {}
+        if "vocab_size" not in info:
+            raise DataError(f"{corpus_file(folder / name, 'json')}: no vocab_size; make it with moba-data corpus")
+        sizes.add(int(info["vocab_size"]))
+    if len(sizes) > 1:
+        raise DataError(f"{folder}: train and valid have different vocabularies: {', '.join(map(str, sorted(sizes)))}")
+    tokenizer = folder / "tokenizer.model"
+    return Corpus(folder, sizes.pop(), tokenizer if tokenizer.is_file() else None, added)
 
 
 def quick_corpus(folder: Path, added: Path | None = None) -> Corpus:
@@ -94,4 +77,4 @@ def quick_corpus(folder: Path, added: Path | None = None) -> Corpus:
         write_text(folder, QUICK_TOKENS)
     tokenizer = folder / "tokenizer.json"
     write_byte_tokenizer(tokenizer)
-    return Corpus(folder, (folder / "train",), (folder / "valid",), BYTES, tokenizer, added)
+    return Corpus(folder, BYTES, tokenizer, added)

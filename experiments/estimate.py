@@ -1,9 +1,8 @@
 """How long an arm takes: before any was measured by a model of one H200, then by the arms that are finished.
 
-The model has two terms for a training token: its real FLOPs (those of `moba-train plan`), and a time for each channel
-of each layer, which norms, launches and the optimizer take. Its constants are a fit to the measured rates of the 25M
-model at 2K to 32K tokens in benchmarks/results/miniatures-h200.json. Other kinds than full attention reach a lower
-rate, by the MoBA stages of that file.
+A training token takes its real FLOPs (those of `moba-train plan`), a time for each channel of each layer (norms,
+launches, optimizer), and, where attention is sparse, a time for each query head and block that it selects. The
+constants are a fit to the rates of the 25M model at 2K to 32K tokens in benchmarks/results/miniatures-h200.json.
 """
 
 import functools
@@ -14,22 +13,24 @@ from typing import Any
 
 import torch
 
-from experiments.figure import Arm, Result
+from experiments.figure import Arm, Result, key_of
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
-from moba_train.planning.flops import layer_flops, matmul_flops
+from moba_train.config.stages import Stage, resolve_stages
+from moba_train.planning.flops import real_flops
 from moba_train.planning.parameters import count_recipe_parameters
 
 START_S = 45.0
 """Start, compilation and evaluation at the end."""
 EVALUATION_S = 30.0
 """Each call of `moba-train eval`."""
-DENSE_FLOPS = 560e12
-"""Per second, of matrix products and full attention."""
-SPARSE_FLOPS = 80e12
-"""Per second, of other attention kinds, forward and backward."""
+FLOPS = 560e12
+"""Per second, of matrix products and attention."""
 CHANNEL_S = 0.26e-9
 """Per token, layer and hidden channel."""
+SELECTED_S = 2.7e-9
+"""Per token, query head and selected block."""
+SELECTED = 8
+"""Blocks of a sparse kind that has no `topk`."""
 CPU_FLOPS = 2e10
 VOCAB_SIZE = 16_384
 """Assumed where no corpus is open."""
@@ -62,33 +63,34 @@ def size_of(arm: Arm) -> tuple[int, int]:
 def modelled_seconds(arm: Arm, gpus: int = 1) -> float:
     """Seconds of an arm by the model, on `gpus` H200; on this machine's CPU where `gpus` is 0."""
     config = config_of(arm)
-    total = 0.0
-    for stage in resolve_stages(config):
-        by_kind = {"full": 0.0, "other": 0.0}
-        for layer in stage.attention:
-            flops = layer_flops(config.model, layer, [stage.seq_len]) / stage.seq_len
-            by_kind["full" if layer.kind == "full" else "other"] += flops
-        dense = matmul_flops(config.model) + by_kind["full"]
-        token = (
-            dense / DENSE_FLOPS
-            + by_kind["other"] / SPARSE_FLOPS
-            + CHANNEL_S * config.model.layers * config.model.hidden_size
-            if gpus
-            else (dense + by_kind["other"]) / CPU_FLOPS
-        )
-        total += token * (stage.end_token - stage.first_token)
+    stages = resolve_stages(config)
+    total = sum(_token_seconds(config, stage, gpus) * (stage.end_token - stage.first_token) for stage in stages)
     if gpus > 1:
         total /= gpus * _EFFICIENCY
     return total + START_S + EVALUATION_S * len(arm.evaluations)
 
 
-def correction(results: Sequence[Result], arms: Sequence[Arm]) -> float:
-    """How much longer the finished arms took on this kind of device than by the model; 1 where none is finished."""
+def _token_seconds(config: RunConfig, stage: Stage, gpus: int) -> float:
+    """Seconds of a training token on one device."""
+    model = config.model
+    flops = real_flops(model, stage.attention, [stage.seq_len]) / stage.seq_len
+    if not gpus:
+        return flops / CPU_FLOPS
+    sparse = (layer for layer in stage.attention if layer.kind != "full")
+    selected = sum(getattr(layer.options, "topk", SELECTED) for layer in sparse)
+    return flops / FLOPS + CHANNEL_S * model.layers * model.hidden_size + SELECTED_S * model.heads * selected
+
+
+def correction(arm: Arm, results: Sequence[Result], arms: Sequence[Arm]) -> float:
+    """How much longer finished arms took than by the model, on this kind of device and with the attention of `arm`
+    where there are any, else all of them; 1 where none is finished."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    by_name = {(arm.name, arm.seed): arm for arm in arms}
-    ratios = [
-        result["seconds"] / modelled_seconds(by_name[result["name"], result["seed"]], result["gpus"])
-        for result in results
-        if (result["name"], result["seed"]) in by_name and (result["device"] == device) == bool(result["gpus"])
-    ]
-    return statistics.median(ratios) if ratios else 1.0
+    by_key = {other.key: other for other in arms}
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    for result in results:
+        other = by_key.get(key_of(result))
+        if other is not None and (result["device"] == device) == bool(result["gpus"]):
+            alike = other.recipe["attention"].get("default") == arm.recipe["attention"].get("default")
+            ratios[alike].append(result["seconds"] / modelled_seconds(other, result["gpus"]))
+    found = ratios[True] or ratios[False]
+    return statistics.median(found) if found else 1.0

@@ -19,6 +19,11 @@ Result = dict[str, Any]
 """What is known of a finished arm: see `run_arm.arm_result`."""
 
 
+def key_of(result: Result) -> str:
+    """`Arm.key` of the arm that a result is of."""
+    return f"{result['name']}-seed{result['seed']}"
+
+
 @dataclass(frozen=True)
 class Arm:
     """One run of the real trainer, and what is evaluated at its end."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-SIZE = "10m"
+SIZE = "6m"
 BLOCKS = (8, 16, 32, 64, 128)
 """Blocks in a sequence, a quarter of which is selected."""
 FIXED_KEYS = {512: 3, 256: 6, 128: 12}
@@ -36,9 +36,9 @@ class Granularity(Figure):
         "convolution over keys select better at an equal number of keys."
     )
     setup = (
-        "One model of 10M parameters, 20 tokens for each: at 32K 8 to 128 blocks, a quarter selected, and full "
+        "One model of 6.6M parameters, 20 tokens for each: at 32K 8 to 128 blocks, a quarter selected, and full "
         "attention; at 8K 1,536 selected keys in blocks of 512, 256 and 128, without a convolution and with "
-        "`key_conv: 3`. The published model is 150 times as large."
+        "`key_conv: 3`. The published model is 230 times as large."
     )
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:

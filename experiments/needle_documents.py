@@ -5,7 +5,7 @@ up can be asked; keys and numbers are drawn anew for each document, and its text
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def write_needles(corpus: Corpus, folder: Path, length: int, tokens: int) -> Non
     if corpus_file(prefix, "idx").exists():
         return
     if corpus.tokenizer is None:
-        raise DataError(f"{corpus.folder}: has no tokenizer.model or tokenizer.json, which questions about text need")
+        raise DataError(f"{corpus.folder}: has no tokenizer, which questions about text need")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = load_text_tokenizer(str(corpus.tokenizer))
     text = _running_text(corpus, length)
@@ -85,10 +85,9 @@ def _question(tokenizer: TextTokenizer, key: str, value: str) -> list[int]:
 
 def _running_text(corpus: Corpus, length: int) -> Iterator[int]:
     """The training text, over and over. Raises DataError where it has fewer than `length` tokens."""
-    sources: Sequence[IndexedDataset] = [IndexedDataset(prefix) for prefix in corpus.train]
-    if sum(source.tokens for source in sources) < length:
+    source = IndexedDataset(corpus.find("train"))
+    if source.tokens < length:
         raise DataError(f"{corpus.folder}: its training text has fewer than the {length} tokens of a document")
     while True:
-        for source in sources:
-            for document in range(source.documents):
-                yield from map(int, source.document(document, 0, int(source.document_lengths[document])))
+        for document in range(source.documents):
+            yield from map(int, source.document(document, 0, int(source.document_lengths[document])))

@@ -21,7 +21,7 @@ def result_file(figure: Figure) -> Path:
 
 def command(figure: Figure) -> str:
     """What runs its arms."""
-    return f"python -m experiments {figure.source or figure.name} --corpus data/science --gpus 2"
+    return f"python -m experiments {figure.source or figure.name} --corpus data/long --gpus 2"
 
 
 def marker(figure: Figure) -> str:
@@ -52,7 +52,9 @@ def _arms(figure: Figure, content: dict[str, Any]) -> str:
     results: list[Result] = content["results"]["arms"]
     devices = ", ".join(sorted({str(result["device"]) for result in results}))
     tokens = content["settings"]["corpus"]["training_tokens"]
-    return f"{len(results)} arms on {devices}, corpus of {tokens / 1e6:.0f}M tokens"
+    most = max(result["tokens"] for result in results)
+    read = f", which the longest arm reads {most / tokens:.1f} times"
+    return f"{len(results)} arms on {devices}, corpus of {tokens / 1e6:.0f}M tokens{read if most > tokens else ''}"
 
 
 def write_section(figure: Figure, page: Path = PAGE, results: Path | None = None) -> None:

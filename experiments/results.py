@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import provenance
-from experiments.figure import Arm, Result
+from experiments.figure import Arm, Result, key_of
 from moba_train.errors import UserError
 from moba_train.evals.results import finite
 from moba_train.telemetry.atomic import write_atomically
@@ -37,7 +37,7 @@ def held(path: Path, settings: dict[str, Any], arms: Sequence[Arm]) -> set[str]:
     found = set()
     by_key = {arm.key: arm for arm in arms}
     for result in content["results"]["arms"]:
-        key = f"{result['name']}-seed{result['seed']}"
+        key = key_of(result)
         arm = by_key.get(key)
         if arm is not None and result["recipe"] != json.loads(json.dumps(arm.recipe)):
             raise UserError(
@@ -52,7 +52,7 @@ def add_result(path: Path, settings: dict[str, Any], result: Result) -> None:
     """Add a finished arm to the file, which is complete at every moment. An arm that is there stays as it is."""
     with _LOCK:
         arms = read_results(path)
-        if any((arm["name"], arm["seed"]) == (result["name"], result["seed"]) for arm in arms):
+        if key_of(result) in map(key_of, arms):
             return
         arms = sorted([*arms, result], key=lambda arm: (arm["seed"], arm["name"]))
         content = {**provenance("experiments"), "settings": settings, "results": {"arms": finite(arms)}}

@@ -112,7 +112,9 @@ def test_mechanisms_trains_kinds_with_stages_of_their_own(runs: Path, monkeypatc
     frozen = [seer["stages"][stage]["validation_loss"]["eval_loss"] for stage in ("train", "warmup")]
     assert frozen[0] == frozen[1], "the gate alone learns in its warm-up, under full attention"
     full = next(result for result in results if result["name"] == "full-1k")
-    assert rows["infllm-1k, weights of full"][1] != f"{full['stages']['train']['validation_loss']['eval_loss']:.4f}"
+    read = full["evaluations"]["infllm"]
+    assert read["attentions"] == {"infllm": {"infllm": 2}}
+    assert read["numbers"]["eval_loss"] != full["stages"]["train"]["validation_loss"]["eval_loss"]
 
 
 def test_needles_measures_every_head_and_gate(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +165,7 @@ def made_up_corpus(folder: Path, arms: Sequence[Arm]) -> Corpus:
         with IndexedDatasetWriter(folder / name, np.uint16) as writer:
             writer.add_document(np.arange(40_000) % BYTES)
     write_byte_tokenizer(folder / "tokenizer.json")
-    return Corpus(folder, (folder / "train",), (folder / "valid",), BYTES, folder / "tokenizer.json", folder)
+    return Corpus(folder, BYTES, folder / "tokenizer.json", folder)
 
 
 def test_documents_ask_for_every_number_that_they_hide(tmp_path: Path) -> None:
