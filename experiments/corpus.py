@@ -57,7 +57,7 @@ class Corpus:
 
 
 def open_corpus(folder: Path, added: Path | None = None) -> Corpus:
-    """The corpus that `moba-data corpus` wrote to `folder`. Raises DataError where a part or its vocabulary is missing."""
+    """The corpus that `moba-data corpus` wrote to `folder`. Raises DataError where a part or its vocabulary lacks."""
     sizes = set()
     for name in ("train", "valid"):
         info = IndexedDataset(folder / name).info or {}

@@ -151,7 +151,7 @@ def evaluation(seq_len: int, quick: bool) -> dict[str, Any]:
 
 def shape(seq_len: int, tokens: int, quick: bool) -> tuple[int, int, int, dict[str, Any]]:
     """Length, training tokens, tokens of a step and evaluation of arms with needles."""
-    budget = (8192, 2048) if quick else (tokens, BATCH_TOKENS)
+    budget = (4096, 2048) if quick else (tokens, BATCH_TOKENS)
     return (seq_len, *budget, evaluation(seq_len, quick))
 
 

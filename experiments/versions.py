@@ -71,7 +71,7 @@ class Versions(Figure):
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """The middle rate first, then what is inserted, then the other rates."""
-        sizes = {"tiny": 8192} if quick else SIZES
+        sizes = {"tiny": 4096} if quick else SIZES
         rates = (1,) if quick else RATES
         inserted = "tiny" if quick else INSERTED_SIZE
         trained = {
@@ -118,7 +118,7 @@ class Versions(Figure):
 
 def _trained(kind: str, size: str, rate: float, tokens: int, seed: int, quick: bool) -> Arm:
     section = attention(kind, 16, 3) if quick else attention(kind, 512, 3)
-    shape = (256, tokens, 2048, {"sequences": 4}) if quick else (SEQ_LEN, tokens, BATCH_TOKENS, {"sequences": 256})
+    shape = (128, tokens, 2048, {"sequences": 4}) if quick else (SEQ_LEN, tokens, BATCH_TOKENS, {"sequences": 256})
     content = recipe(size, section, *shape)
     content["optim"] = {**content["optim"], "lr": rate * learning_rate(size)}
     both = {WITH_FULL: ["--attention", "full", "--tasks", "validation_loss"]}

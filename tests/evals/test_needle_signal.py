@@ -1,6 +1,8 @@
 """The signal-to-noise model holds where its assumptions do, and the evaluation measures what the gate does."""
 
+import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from questions import context, recipe
 from torch import Tensor
 
+from benchmarks.needle_signal import main as program
 from moba_train.config.stages import resolve_stages
 from moba_train.errors import ConfigError
 from moba_train.evals.needle import Needle
@@ -123,7 +126,9 @@ def test_the_sums_are_those_of_a_plain_computation() -> None:
             assert getattr(found, name)[head].item() == pytest.approx(value, abs=1e-12), name
 
 
-def test_misses_are_those_of_the_blocks_that_the_layers_select(texts: Path, alone: World) -> None:
+def test_misses_are_those_of_the_blocks_that_the_layers_select(
+    texts: Path, alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The layers' own gate is the gate that is looked at, so that needle and needle_signal must agree."""
     hidden: dict[str, Any] = {"depths": [0, 50], "samples": 2, "lengths": [LENGTH]}
     signal = hidden | {"gates": [{"block_size": 16, "topk": 3}, {"block_size": 32, "topk": 5}]}
@@ -143,6 +148,16 @@ def test_misses_are_those_of_the_blocks_that_the_layers_select(texts: Path, alon
     assert 0 < result.numbers["needle_missed"] < 1
     assert result.numbers["needle_missed_predicted"] == pytest.approx(result.numbers["needle_missed"], abs=0.3)
     assert any("16/3" in line for line in result.table)
+
+    # The program of benchmarks/ makes a table and a picture of it.
+    (tmp_path / "evaluation.json").write_text(json.dumps({"needle_signal": result.data}))
+    output, plot = tmp_path / "signal.json", tmp_path / "signal.svg"
+    command = ["needle_signal", str(tmp_path / "evaluation.json"), "--output", str(output), "--plot", str(plot)]
+    monkeypatch.setattr(sys, "argv", command)
+    program()
+    lines = json.loads(output.read_text())["results"]["summary"]
+    assert [(line["block_size"], line["heads"]) for line in lines if line["which"] == "all"] == [(16, 12), (32, 12)]
+    assert "observed" in plot.read_text()
 
 
 def test_recipes_and_lengths_that_cannot_work_are_refused_by_key(texts: Path) -> None:
