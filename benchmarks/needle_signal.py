@@ -70,11 +70,11 @@ def table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def draw_heads(axes: Axes, rows: Sequence[Row], model: str) -> None:
     """Observed over predicted rates at which another block is scored higher; heads that retrieve stand out."""
     looking = {id(row) for row in retrieving(rows)}
-    for here, style in ((False, {"s": 4, "alpha": 0.25}), (True, {"s": 10, "alpha": 0.9})):
+    for here, size, alpha in ((False, 4.0, 0.25), (True, 10.0, 0.9)):
         own = [row for row in rows if (id(row) in looking) is here]
         colour = COLOURS[model] if here else GREY
         x, y = ([row[key] for row in own] for key in (f"outranked_{model}", "outranked"))
-        axes.scatter(x, y, color=colour, lw=0, **style)
+        axes.scatter(x, y, color=colour, lw=0, s=size, alpha=alpha)
     axes.plot([0, 1], [0, 1], color=GREY, lw=0.8)
     axes.set_xlabel(f"predicted, {model}", color=GREY)
     axes.set_title("another block is scored higher", color=GREY, fontsize=10, loc="left")

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 
 def write_byte_tokenizer(path: Path) -> None:
     """Write a tokenizer.json without merges: token id b is the byte b."""
-    content = {
+    content: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

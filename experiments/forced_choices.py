@@ -98,7 +98,7 @@ class ForcedChoices(Figure):
         if own is None:
             return
         shares_RX = np.concatenate([_shares(layer) for layer in _layers(own)])
-        used = int(shares_RX.any(0).nonzero()[0].max()) + 1
+        used = int(np.flatnonzero(shares_RX.sum(0)).max()) + 1
         heads = len(shares_RX) // len(_layers(own))
         right.imshow(shares_RX[:, :used], aspect="auto", cmap="Oranges", vmin=0)
         right.set_yticks(np.arange(len(_layers(own))) * heads, [f"layer {layer['layer']}" for layer in _layers(own)])

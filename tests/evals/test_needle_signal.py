@@ -136,9 +136,9 @@ def test_misses_are_those_of_the_blocks_that_the_layers_select(
     (stage,) = resolve_stages(config)
     model = Transformer(config.model)
     initialize_weights(model, 0)
-    engines = [block.attention.engine for block in model.blocks]
+    engines = [block.get_submodule("attention").engine for block in model.blocks]
     result = NeedleSignalEvaluation(config, stage).run(context(config, model))
-    assert [block.attention.engine for block in model.blocks] == engines
+    assert [block.get_submodule("attention").engine for block in model.blocks] == engines
     selected = Needle(config, stage).run(context(config, model)).data["maps"]["moba"]["selected"][0]
     rows = result.data["rows"]["moba"][str(LENGTH)]
     assert len(rows) == 3 * 4 * 2, "layers, heads, gates"
