@@ -11,7 +11,7 @@ would not end within --seconds, so that a figure grows over several calls, sessi
 
 import argparse
 import fnmatch
-import functools
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from experiments.figure import Arm, Figure
 from experiments.registry import FIGURES
 from experiments.results import add_result, held, read_results
 from experiments.run_arm import run_arm
-from experiments.schedule import Outcome, run_arms
+from experiments.schedule import Outcome, Seconds, gpus_for, run_arms
 from moba_train.errors import UserError
 
 
@@ -114,7 +114,7 @@ def _run(figure: Figure, given: argparse.Namespace) -> int:
 
     print(f"{figure.title}: {len(done)} arms held, {len(needed)} to run", flush=True)
     outcome = run_arms(needed, given.gpus, deadline, run, seconds, ready)
-    _report(figure, given, output, outcome, functools.partial(seconds, gpus=1 if given.gpus else 0))
+    _report(figure, given, output, outcome, seconds)
     return 1 if outcome.failed else 0
 
 
@@ -152,16 +152,22 @@ def _with_parents(wanted: Sequence[Arm], arms: Sequence[Arm], runs: Path) -> lis
     return list(needed.values())
 
 
-def _report(figure: Figure, given: argparse.Namespace, output: Path, outcome: Outcome, seconds: Any) -> None:
+def _report(figure: Figure, given: argparse.Namespace, output: Path, outcome: Outcome, seconds: Seconds) -> None:
     results = read_results(output)
     if results:
         print("\n".join(page.summary_lines(figure, results)))
     for key, error in outcome.failed.items():
         print(f"failed: {key}: {str(error).splitlines()[0]}")
-    if outcome.left:
-        names = ", ".join(f"{arm.key} (about {seconds(arm):.0f} s)" for arm in outcome.left)
-        print(f"not begun, for lack of time or of another arm's weights: {names}; the same command goes on")
-    print(f"{len(results)} arms in {output}")
+    for arm in outcome.left:
+        never = gpus_for(arm, given.gpus, given.seconds, seconds) is None
+        why = f"it would not end within --seconds {given.seconds:.0f}" if never else "the same command goes on with it"
+        print(f"not begun: {arm.key}, about {seconds(arm, min(given.gpus, 1)):.0f} s on one device; {why}")
+    print(f"{len(results)} arms in {_shown(output)}")
+
+
+def _shown(path: Path) -> str:
+    """The path as one would type it here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _plot(figure: Figure, given: argparse.Namespace) -> int:
@@ -172,9 +178,9 @@ def _plot(figure: Figure, given: argparse.Namespace) -> int:
     if source.exists():
         plot = source.with_suffix(".svg") if given.output else page.PAGE.parent / f"science-{figure.name}.svg"
         page.draw(figure, source, plot)
-        print("\n".join([*page.summary_lines(figure, read_results(source)), f"drawn: {plot}"]))
+        print("\n".join([*page.summary_lines(figure, read_results(source)), f"drawn: {_shown(plot)}"]))
     else:
-        print(f"{source} does not exist yet: {page.command(figure)}")
+        print(f"{_shown(source)} does not exist yet: {page.command(figure)}")
     return 0 if source.exists() or given.output is None else 1
 
 

@@ -5,6 +5,7 @@ block (one seed, one size of model), so that blocks are differences which compar
 design. The spread is pooled over all arms, because two or three seeds of one arm say little about it.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -128,8 +129,10 @@ def mean_of(values: Sequence[float]) -> Estimate:
     return Estimate(value, value - half, value + half, half + error * t_quantile(POWER, freedom))
 
 
+@functools.cache
 def t_quantile(share: float, freedom: int) -> float:
     """Quantile of Student's t distribution: t = sqrt(freedom) tan(a), where a has the density cos(a)^(freedom - 1)."""
     angles = np.linspace(-np.pi / 2, np.pi / 2, 200_001)
-    below = np.cumsum(np.cos(angles) ** (freedom - 1))
+    density = np.cos(angles) ** (freedom - 1)
+    below = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
     return float(np.sqrt(freedom) * np.tan(np.interp(share, below / below[-1], angles)))

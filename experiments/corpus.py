@@ -57,7 +57,8 @@ class Corpus:
 
 
 def open_corpus(folder: Path, added: Path | None = None) -> Corpus:
-    """The corpus that `moba-data corpus` wrote to `folder`. Raises DataError where a part or its vocabulary lacks."""
+    """The corpus that `moba-data corpus` wrote to `folder`. Raises DataError where a part or its vocabulary is not
+    there."""
     sizes = set()
     for name in ("train", "valid"):
         info = IndexedDataset(folder / name).info or {}

@@ -35,8 +35,9 @@ class Arm:
     """Keys of a recipe: `model`, `stages`, `batch_tokens` at least. `run_arm.complete_recipe` adds vocabulary, data,
     folders and how to run. Paths of corpora are names in the corpus' folder, or of what `Figure.prepare` made."""
     evaluations: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Evaluations of the last checkpoint, by name: the arguments of `moba-train eval` behind the checkpoint. Those in
-    the recipe's section `evaluation` run in any case, at the end of each stage."""
+    """Evaluations of the last checkpoint, by name: the arguments of `moba-train eval` behind the checkpoint, where
+    `--data` is followed by the name of a corpus. Those in the recipe's section `evaluation` run in any case, at the end
+    of each stage."""
     added: Mapping[str, float] = field(default_factory=dict)
     """Corpora that are blended with the training text, by name as in the recipe, with their shares of the tokens."""
     parent: str | None = None

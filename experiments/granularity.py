@@ -36,7 +36,7 @@ class Granularity(Figure):
         "convolution over keys select better at an equal number of keys."
     )
     setup = (
-        "One model of 6.6M parameters, 20 tokens for each: at 32K 8 to 128 blocks, a quarter selected, and full "
+        "One model of 6.5M parameters, 20 tokens for each: at 32K 8 to 128 blocks, a quarter selected, and full "
         "attention; at 8K 1,536 selected keys in blocks of 512, 256 and 128, without a convolution and with "
         "`key_conv: 3`. The published model is 230 times as large."
     )

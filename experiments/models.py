@@ -12,11 +12,11 @@ TOKENS_PER_PARAMETER = 20
 
 SIZES: dict[str, dict[str, int]] = {
     "4m": {"hidden_size": 256, "intermediate_size": 704, "layers": 6, "heads": 4, "kv_heads": 2},
-    "6m": {"hidden_size": 256, "intermediate_size": 704, "layers": 9, "heads": 4, "kv_heads": 2},
+    "6m": {"hidden_size": 384, "intermediate_size": 1024, "layers": 4, "heads": 6, "kv_heads": 3},
     "10m": {"hidden_size": 384, "intermediate_size": 1024, "layers": 6, "heads": 6, "kv_heads": 3},
-    "16m": {"hidden_size": 384, "intermediate_size": 1024, "layers": 10, "heads": 6, "kv_heads": 3},
+    "15m": {"hidden_size": 512, "intermediate_size": 1408, "layers": 5, "heads": 8, "kv_heads": 4},
+    "21m": {"hidden_size": 512, "intermediate_size": 1408, "layers": 7, "heads": 8, "kv_heads": 4},
     "25m": {"hidden_size": 512, "intermediate_size": 1408, "layers": 8, "heads": 8, "kv_heads": 4},
-    "60m": {"hidden_size": 768, "intermediate_size": 2048, "layers": 9, "heads": 12, "kv_heads": 6},
 }
 QUICK_SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 32, "intermediate_size": 64, "layers": 1, "heads": 2, "kv_heads": 1},

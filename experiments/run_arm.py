@@ -86,17 +86,30 @@ def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved:
     recipe = complete_recipe(arm, corpus, runs, ranks, saved or bool(arm.evaluations))
     environment = {**os.environ, ROOTS: os.pathsep.join(map(str, _roots(corpus, runs)))}
     if devices:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        environment["CUDA_VISIBLE_DEVICES"] = _visible(devices)
     start(trainer_command(recipe, runs / f"{arm.key}.yaml", ranks), environment, runs / f"{arm.key}.log")
     evaluated = {}
     for name, arguments in arm.evaluations.items():
         output = runs / f"{arm.key}-{name}"
         shutil.rmtree(output, ignore_errors=True)
-        command = [sys.executable, "-m", "moba_train.cli", "eval", str(folder), "--output", str(output), *arguments]
-        start(command, environment, runs / f"{arm.key}.log")
+        command = [sys.executable, "-m", "moba_train.cli", "eval", str(folder), "--output", str(output)]
+        start([*command, *_with_corpora(arguments, corpus)], environment, runs / f"{arm.key}.log")
         evaluated[name] = _kept(json.loads((output / "evaluation.json").read_text()))
     found = arm_result(arm, folder, evaluated)
     return found | {"gpus": len(devices), "seconds": round(time.monotonic() - began, 1)}
+
+
+def _visible(devices: Sequence[int]) -> str:
+    """These GPUs of those that this process may use."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = allowed.split(",") if allowed else list(map(str, range(max(devices) + 1)))
+    return ",".join(names[device] for device in devices)
+
+
+def _with_corpora(arguments: Sequence[str], corpus: Corpus) -> list[str]:
+    """The arguments with the prefix of each corpus that `--data` names."""
+    behind = ["", *arguments]
+    return [corpus.find(word) if before == "--data" else word for before, word in zip(behind, arguments, strict=False)]
 
 
 def _roots(corpus: Corpus, runs: Path) -> list[Path]:

@@ -19,7 +19,7 @@ class Outcome:
 
     finished: list[Arm]
     left: list[Arm]
-    """Arms that there was no time for."""
+    """Arms that there was no time for, or that lack another one's weights."""
     failed: dict[str, BaseException]
     """By the arm's key."""
 

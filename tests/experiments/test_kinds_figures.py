@@ -2,94 +2,45 @@
 
 import json
 import random
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import yaml
-from typer.testing import CliRunner
 
-from experiments import corpus, page, run_arm, schedule
-from experiments.__main__ import main as experiments
+from experiments import corpus, page, run_arm
+from experiments.__main__ import main
 from experiments.byte_tokenizer import write_byte_tokenizer
 from experiments.comparison import mean_of
 from experiments.corpus import BYTES, Corpus
-from experiments.estimate import modelled_seconds
-from experiments.figure import Arm, Figure, Result
+from experiments.figure import Result
 from experiments.forced_choices import divergence
 from experiments.needle_documents import needle_document
 from experiments.registry import FIGURES
 from experiments.versions import insertion_costs
-from moba_train import train
-from moba_train.cli import app
-from moba_train.config.load import parse_config
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.training import trainer
-from moba_train.validation.recipe import validate
-
-NAMES = ("versions", "mechanisms", "needles", "forced")
 
 
-def in_this_process(command: list[str], environment: Any, log: Path) -> None:
-    """In place of `run_arm.start`: training and evaluation without another interpreter."""
-    if "moba_train.train" in command:
-        assert train.main(command[command.index("moba_train.train") + 1 :]) == 0
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(run_arm.ROOTS, environment[run_arm.ROOTS])
-        found = CliRunner().invoke(app, command[command.index("moba_train.cli") + 1 :])
-    assert found.exit_code == 0, found.output
-
-
-class OneThread:
-    """A pool of one, in the main thread, which alone may handle signals as the trainer does."""
-
-    def __init__(self, workers: int) -> None:
-        assert workers == 1
-
-    def __enter__(self) -> "OneThread":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def submit(self, run: Callable[..., None], *arguments: object) -> "Future[None]":
-        """Run at once."""
-        run(*arguments)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all runs, which share the quick corpus."""
-    return tmp_path_factory.mktemp("runs")
-
-
-def quick(name: str, runs: Path, monkeypatch: pytest.MonkeyPatch, arms: Sequence[str]) -> list[Result]:
+def quick(name: str, monkeypatch: pytest.MonkeyPatch, arms: Sequence[str]) -> list[Result]:
     """Run these arms of a figure's quick form, draw it, and return the arms."""
     monkeypatch.setattr(corpus, "QUICK_TOKENS", 1 << 16)
     monkeypatch.setattr(trainer, "draw_plots", lambda folder: None)  # a run's own pictures take half as long as the run
-    monkeypatch.setattr(run_arm, "start", in_this_process)
-    monkeypatch.setattr(schedule, "ThreadPoolExecutor", OneThread)
-    assert experiments([name, "--quick", "--runs", str(runs), "--seconds", "10000", "--arms", *arms]) == 0
-    output = runs / f"{name}-quick.json"
-    page.draw(FIGURES[name], output, runs / f"{name}.svg")
-    assert (runs / f"{name}.svg").stat().st_size > 5000
+    assert main([name, "--quick", "--gpus", "0", "--seconds", "1e6", "--arms", *arms]) == 0
+    output = Path(f"runs/experiments/{name}-quick.json")
+    page.draw(FIGURES[name], output, output.with_suffix(".svg"))
+    assert output.with_suffix(".svg").stat().st_size > 5000
     results: list[Result] = json.loads(output.read_text())["results"]["arms"]
     assert sorted(result["name"] for result in results) == sorted(arms)
     return results
 
 
-def test_versions_compares_and_inserts(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("in_this_process")
+def test_versions_compares_and_inserts(monkeypatch: pytest.MonkeyPatch) -> None:
     arms = ["full-tiny-x1", "moba_v1-sum-tiny-x1", "inserted-moba_v1-sum"]
-    results = quick("versions", runs, monkeypatch, arms)
+    results = quick("versions", monkeypatch, arms)
     finding = FIGURES["versions"].find(results)
     by_name = {result["name"]: result for result in results}
     row = next(row for row in finding.rows if row[0] == "v1, sum, tiny")
@@ -104,8 +55,9 @@ def test_versions_compares_and_inserts(runs: Path, monkeypatch: pytest.MonkeyPat
     assert abs(at_once) > 1e-4, "MoBA's first version is not full attention"
 
 
-def test_mechanisms_trains_kinds_with_stages_of_their_own(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = quick("mechanisms", runs, monkeypatch, ["full-1k", "seer-1k"])
+@pytest.mark.usefixtures("in_this_process")
+def test_mechanisms_trains_kinds_with_stages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = quick("mechanisms", monkeypatch, ["full-1k", "seer-1k"])
     rows = {row[0]: row for row in FIGURES["mechanisms"].find(results).rows}
     assert list(rows) == ["", "full-1k", "infllm-1k, weights of full", "seer-1k"]
     assert rows["full-1k"][5] == "0"
@@ -121,8 +73,9 @@ def test_mechanisms_trains_kinds_with_stages_of_their_own(runs: Path, monkeypatc
     assert read["numbers"]["eval_loss"] != full["stages"]["train"]["validation_loss"]["eval_loss"]
 
 
-def test_needles_measures_every_head_and_gate(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = quick("needles", runs, monkeypatch, ["full", "moba-64"])
+@pytest.mark.usefixtures("in_this_process")
+def test_needles_measures_every_head_and_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = quick("needles", monkeypatch, ["full", "moba-64"])
     finding = FIGURES["needles"].find(results)
     lines = {row[0]: row for row in finding.rows}
     assert {"full, 16/12, all", "full, 64/3, all", "moba-64, 16/12, all", "moba-64, 64/3, all"} <= lines.keys()
@@ -132,8 +85,9 @@ def test_needles_measures_every_head_and_gate(runs: Path, monkeypatch: pytest.Mo
     assert lines["moba-64, 64/3, all"][8] != "–"
 
 
-def test_forced_choices_keeps_what_each_head_selects(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = quick("forced", runs, monkeypatch, ["free"])
+@pytest.mark.usefixtures("in_this_process")
+def test_forced_choices_keeps_what_each_head_selects(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = quick("forced", monkeypatch, ["free"])
     rows = {row[0]: row for row in FIGURES["forced"].find(results).rows}
     assert list(rows) == ["", "free"]
     shares = {
@@ -147,28 +101,16 @@ def test_forced_choices_keeps_what_each_head_selects(runs: Path, monkeypatch: py
     assert (shares["free"][:, 0] != shares["free"][:, 1]).any()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_arm_for_a_gpu_is_a_valid_recipe_that_ends_in_time(name: str, tmp_path: Path) -> None:
-    figure: Figure = FIGURES[name]
-    arms = figure.arms(0, quick=False)
-    assert len({arm.name for arm in arms}) == len(arms)
-    texts = made_up_corpus(tmp_path, arms)
-    for arm in arms:
-        assert modelled_seconds(arm) < 540, arm.name
-        recipe = run_arm.complete_recipe(arm, texts, tmp_path, 1, saved=True)
-        recipe.pop("init_from", None)  # its parent is not there
-        validate(parse_config(yaml.safe_dump(recipe), arm.name))
-        shares = [source.get("weight", 1.0) for source in recipe["data"]["train"]]
-        assert sum(shares[1:]) / sum(shares) == pytest.approx(sum(arm.added.values()))
-
-
-def made_up_corpus(folder: Path, arms: Sequence[Arm]) -> Corpus:
-    """All corpora that the arms name, of one document."""
-    for name in {"train", "valid", *(name for arm in arms for name in arm.added)}:
-        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
-            writer.add_document(np.arange(40_000) % BYTES)
-    write_byte_tokenizer(folder / "tokenizer.json")
-    return Corpus(folder, BYTES, folder / "tokenizer.json", folder)
+def test_added_corpora_have_their_share_of_the_blend(tmp_path: Path) -> None:
+    (arm,) = (arm for arm in FIGURES["mechanisms"].arms(0, quick=False) if arm.name == "moba-32k")
+    assert arm.added == {"needles-32768": 0.2}
+    for name in ("train", "valid", *arm.added):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            writer.add_document(np.zeros(64, np.uint16))
+    recipe = run_arm.complete_recipe(arm, Corpus(tmp_path, BYTES), tmp_path, 1, saved=True)
+    text, needles = recipe["data"]["train"]
+    assert needles["path"] == str(tmp_path / "needles-32768")
+    assert needles["weight"] / (needles["weight"] + text.get("weight", 1.0)) == pytest.approx(0.2)
 
 
 def test_documents_ask_for_every_number_that_they_hide(tmp_path: Path) -> None:

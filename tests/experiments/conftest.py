@@ -1,0 +1,52 @@
+"""What the tests of figures share: the real trainer in this process, without the seconds that every start takes."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from experiments import run_arm, schedule
+from moba_train.cli import app
+from moba_train.train import main as train
+
+
+class Inline:
+    """A pool of one: signals, which the trainer listens to, reach the main thread alone."""
+
+    def __init__(self, workers: int) -> None:
+        assert workers == 1
+
+    def __enter__(self) -> "Inline":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def submit(self, function: Callable[..., None], *arguments: Any) -> "Future[None]":
+        future: Future[None] = Future()
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+def start_here(command: list[str], environment: Mapping[str, str], log: Path) -> None:
+    """Train or evaluate in this process."""
+    if "moba_train.train" in command:
+        assert train([command[command.index("moba_train.train") + 1]]) == 0
+    else:
+        result = CliRunner().invoke(app, command[command.index("moba_train.cli") + 1 :])
+        assert result.exit_code == 0, result.output
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A working folder in which arms run in this process."""
+    monkeypatch.setattr(run_arm, "start", start_here)
+    monkeypatch.setattr(schedule, "ThreadPoolExecutor", Inline)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

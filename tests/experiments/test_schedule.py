@@ -1,0 +1,79 @@
+"""Arms side by side: GPUs are shared out, time is kept, what another arm needs comes first, failures stay alone."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from experiments.figure import Arm
+from experiments.schedule import gpus_for, run_arms
+
+
+def arm(name: str, sequences: int = 8) -> Arm:
+    stages = [{"name": "train", "seq_len": 1024, "tokens": 1}]
+    return Arm(name, 0, {"batch_tokens": 1024 * sequences, "stages": stages})
+
+
+def test_no_gpu_has_two_arms_and_all_are_used() -> None:
+    busy: list[int] = []
+    most = 0
+    lock = threading.Lock()
+    both = threading.Barrier(2, timeout=5)
+
+    def run(one: Arm, gpus: Sequence[int]) -> None:
+        nonlocal most
+        with lock:
+            assert not set(gpus) & set(busy)
+            busy.extend(gpus)
+            most = max(most, len(busy))
+        if one.name in "ab":
+            both.wait()  # passes only when both run at the same time
+        with lock:
+            for gpu in gpus:
+                busy.remove(gpu)
+
+    outcome = run_arms([arm(name) for name in "abcd"], 2, time.monotonic() + 60, run, lambda one, gpus: 1.0)
+    assert sorted(one.name for one in outcome.finished) == list("abcd")
+    assert most == 2
+
+
+def test_an_arm_that_would_not_end_in_time_is_left_or_gets_more_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    used: dict[str, int] = {}
+
+    def seconds(one: Arm, gpus: int) -> float:
+        return {"short": 10.0, "long": 100.0, "endless": 1e6}[one.name] / max(1, gpus)
+
+    def run(one: Arm, gpus: Sequence[int]) -> None:
+        used[one.name] = len(gpus)
+
+    arms = [arm(name) for name in ("endless", "short", "long")]
+    outcome = run_arms(arms, 4, time.monotonic() + 60, run, seconds)
+    assert used == {"short": 1, "long": 2}
+    assert [one.name for one in outcome.left] == ["endless"]
+    assert "long-seed0: begins on GPU 1, 2, about 50 s" in capsys.readouterr().out
+    assert gpus_for(arm("long", sequences=1), 4, 60, seconds) is None  # one sequence cannot be shared
+    assert gpus_for(arm("short"), 0, 60, seconds) == 0
+
+
+def test_an_arm_waits_for_the_weights_that_it_needs_and_a_failure_stays_alone() -> None:
+    order: list[str] = []
+
+    def run(one: Arm, gpus: Sequence[int]) -> None:
+        if one.name == "broken":
+            raise RuntimeError("no memory")
+        order.append(one.name)
+
+    arms = [arm(name) for name in ("child", "broken", "parent", "orphan")]
+    ready = {"child": "parent", "orphan": "broken"}
+    outcome = run_arms(
+        arms,
+        0,
+        time.monotonic() + 60,
+        run,
+        lambda one, gpus: 1.0,
+        lambda one: one.name not in ready or ready[one.name] in order,
+    )
+    assert order == ["parent", "child"]
+    assert str(outcome.failed["broken-seed0"]) == "no memory"
+    assert [one.name for one in outcome.left] == ["orphan"]
