@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 CONFIDENCE = 0.95
 POWER = 0.8
-"""Probability with which the smallest visible difference would have been seen, if it were real."""
+"""Probability with which the smallest visible difference would be seen."""
 
 
 class Cell(NamedTuple):
@@ -35,8 +35,8 @@ class Estimate:
     low: float
     high: float
     visible: float
-    """The smallest true value that would differ from 0 in 80 % of such experiments; infinite where the spread is not
-    known."""
+    """The smallest true value that would differ from 0 in about 80 % of such experiments (the sum of both quantiles
+    times the standard error, which promises a little too much with few seeds); infinite where no spread is known."""
 
     def __str__(self) -> str:
         return f"{self.value:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"

@@ -116,11 +116,11 @@ def test_commands_exist(document: Path) -> None:
         for launcher in (word for word in command if word.startswith("launch/")):
             assert (ROOT / launcher).exists(), launcher
     for module, options in re.findall(
-        r"-m ((?:benchmarks|moba_train|data_tools)[\w.]*)([^`\n#]*)", document.read_text()
+        r"-m ((?:benchmarks|experiments|moba_train|data_tools)[\w.]*)([^`\n#]*)", document.read_text()
     ):
         path = ROOT / module.replace(".", "/")
         source = (path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__main__.py").read_text()
-        if module.startswith("benchmarks"):
+        if module.startswith(("benchmarks", "experiments")):
             for option in re.findall(r"--[\w-]+", options):
                 assert f'"{option}"' in source, f"{module} {option}"
 

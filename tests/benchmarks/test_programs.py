@@ -14,10 +14,13 @@ import pytest
 import torch
 
 import benchmarks
+import experiments
 from benchmarks import record
 
 FOLDER = Path(benchmarks.__file__).parent
+EXPERIMENTS = Path(experiments.__file__).parent
 RESULTS = sorted((FOLDER / "results").glob("*.json"))
+FIGURES = sorted((EXPERIMENTS / "results").glob("*.json"))
 MODULES = [module.name for module in pkgutil.iter_modules(benchmarks.__path__)]
 PROGRAMS = [name for name in MODULES if "\ndef main(" in (FOLDER / f"{name}.py").read_text()]
 OF_EARLIER_CODE = {"dkdv-tiles-h200.json"}
@@ -39,7 +42,7 @@ def read_options(monkeypatch: pytest.MonkeyPatch, name: str, options: list[str])
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
     monkeypatch.setattr(sys, "argv", [name, *options])
     with pytest.raises(ParsedError):
-        importlib.import_module(f"benchmarks.{name}").main()
+        importlib.import_module(name).main()
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -70,18 +73,19 @@ def test_a_missing_gpu_is_told_at_once(
     assert "1 GPU(s) needed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*RESULTS, *FIGURES], ids=lambda path: path.stem)
 def test_a_result_names_its_commit_and_a_command_of_todays_code(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = json.loads(path.read_text())
     assert re.fullmatch(r"[0-9a-f]{7,40}", result["commit"])
     assert not re.search(r"""["' =]/\w+/""", path.read_text()), "a path of the machine it was measured on"
-    launcher, _, command = result["command"].partition("-m benchmarks.")
+    launcher, _, command = result["command"].partition("-m ")
     assert re.fullmatch(r"python |torchrun --nproc-per-node \d+ ", launcher)
     name, *options = shlex.split(command)
+    assert name.startswith("benchmarks.") or name == "experiments"
     if path.name in OF_EARLIER_CODE:
         assert "removed" in result["note"]
     else:
-        read_options(monkeypatch, name, options)
+        read_options(monkeypatch, "experiments.__main__" if name == "experiments" else name, options)
 
 
 def test_the_contents_list_every_program_and_some_document_cites_every_result() -> None:
@@ -90,7 +94,7 @@ def test_the_contents_list_every_program_and_some_document_cites_every_result() 
     assert [path.name for path in RESULTS if path.name not in contents] == []
     root = FOLDER.parent
     documents = "".join(path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md")))
-    assert [path.name for path in RESULTS if path.name not in documents] == []
+    assert [path.name for path in (*RESULTS, *FIGURES) if path.name not in documents] == []
 
 
 def test_a_result_of_several_ranks_says_how_they_were_launched(monkeypatch: pytest.MonkeyPatch) -> None:

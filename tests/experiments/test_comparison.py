@@ -41,7 +41,7 @@ def test_intervals_hold_the_difference_as_often_as_they_promise_and_power_is_tru
     # A true difference as large as the usual smallest visible one is told from 0 in about 80 % of the cases.
     visible = float(np.median([one.visible for one in estimates]))
     seen = [compare(cells(rng, visible, 0.004, 3)).difference("moba", "full").low > 0 for _ in range(1500)]
-    assert np.mean(seen) == pytest.approx(0.8, abs=0.07)
+    assert np.mean(seen) == pytest.approx(0.8, abs=0.1)
 
 
 def test_one_seed_says_nothing_and_strangers_are_refused() -> None:
