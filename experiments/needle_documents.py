@@ -42,7 +42,7 @@ def write_needles(corpus: Corpus, folder: Path, length: int, tokens: int) -> Non
         raise DataError(f"{corpus.folder}: has no tokenizer, which questions about text need")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = load_text_tokenizer(str(corpus.tokenizer))
-    text = _running_text(corpus, length)
+    text = (token for token in _running_text(corpus, length) if token != tokenizer.eos_id)
     rng = random.Random(0)
     dtype = np.uint16 if corpus.vocab_size <= 1 << 16 else np.int32
     with IndexedDatasetWriter(prefix, dtype) as writer:
