@@ -126,6 +126,15 @@ def shared(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if blocks.count(cell.block) > 1]
 
 
+def mean_of(values: Sequence[float]) -> Estimate:
+    """The mean of independent values, at least two, with the interval of Student's t."""
+    freedom = len(values) - 1
+    value = float(np.mean(values))
+    error = float(np.std(values, ddof=1) / len(values) ** 0.5)
+    half = error * t_quantile((1 + CONFIDENCE) / 2, freedom)
+    return Estimate(value, value - half, value + half, half + error * t_quantile(POWER, freedom))
+
+
 @functools.cache
 def t_quantile(share: float, freedom: int) -> float:
     """Quantile of Student's t distribution: t = sqrt(freedom) tan(a), where a has the density cos(a)^(freedom - 1)."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.float8_loss import write_text
+from experiments.byte_tokenizer import write_byte_tokenizer
 from moba_train.data.indexed import IndexedDataset, corpus_file
 from moba_train.errors import DataError
 
@@ -75,4 +76,6 @@ def quick_corpus(folder: Path, added: Path | None = None) -> Corpus:
     if not corpus_file(folder / "train", "idx").exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder, QUICK_TOKENS)
-    return Corpus(folder, BYTES, added=added)
+    tokenizer = folder / "tokenizer.json"
+    write_byte_tokenizer(tokenizer)
+    return Corpus(folder, BYTES, tokenizer, added)

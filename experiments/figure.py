@@ -39,6 +39,8 @@ class Arm:
     """Evaluations of the last checkpoint, by name: the arguments of `moba-train eval` behind the checkpoint, where
     `--data` is followed by the name of a corpus. Those in the recipe's section `evaluation` run in any case, at the end
     of each stage."""
+    added: Mapping[str, float] = field(default_factory=dict)
+    """Corpora that are blended with the training text, by name as in the recipe, with their shares of the tokens."""
     parent: str | None = None
     """Name of the arm of the same seed whose last checkpoint gives the first weights."""
 

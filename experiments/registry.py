@@ -1,13 +1,17 @@
 """The figures there are. A new one is its own file and one line here."""
 
 from experiments.figure import Figure
+from experiments.forced_choices import ForcedChoices
 from experiments.granularity import Granularity
 from experiments.hybrid import Hybrid
+from experiments.mechanisms import Mechanisms
+from experiments.needles import Needles
 from experiments.scaling import Scaling
 from experiments.short_first import ShortFirst
 from experiments.third_cliff import ThirdCliff
 from experiments.trailing import Position, Trailing
 from experiments.trained_with import TrainedWith
+from experiments.versions import Versions
 
 FIGURES: dict[str, Figure] = {
     figure.name: figure
@@ -20,5 +24,9 @@ FIGURES: dict[str, Figure] = {
         ThirdCliff(),
         ShortFirst(),
         TrainedWith(),
+        Versions(),
+        Mechanisms(),
+        Needles(),
+        ForcedChoices(),
     )
 }

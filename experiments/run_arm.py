@@ -27,7 +27,7 @@ CURVE_POINTS = 200
 """Points that are kept of each curve over the steps."""
 STEPS_BEFORE, STEPS_AFTER = SpikeConfig().window, RECOVERY_STEPS
 """Steps around a switch of stage that are kept one by one, for the spike detector."""
-_EVALUATIONS = ("validation_loss", "position_wise", "gate_probe", "gradient_reach", "needle", "ruler")
+_EVALUATIONS = ("validation_loss", "position_wise", "gate_probe", "gradient_reach", "needle", "needle_signal", "ruler")
 _HOW_IT_RAN = ("time", "wall_time", "run_id", "checkpoint", "type")
 _PROVENANCE = ("commit", "date", "device", "torch")
 
@@ -43,6 +43,7 @@ def complete_recipe(arm: Arm, corpus: Corpus, runs: Path, ranks: int, saved: boo
     data = corpus.data() | recipe.get("data", {})
     for part in ("train", "validation"):
         _locate(recipe.get("data", {}).get(part, []), corpus)
+    data["train"] = [*data["train"], *_added(arm.added, data["train"], corpus)]
     for stage in recipe["stages"]:
         _locate(stage.get("train", []), corpus)
         sequences = stage.get("batch_tokens", recipe["batch_tokens"]) // stage["seq_len"]
@@ -62,6 +63,12 @@ def complete_recipe(arm: Arm, corpus: Corpus, runs: Path, ranks: int, saved: boo
         "telemetry": {"wandb": {"mode": "disabled"}, "console": False},
     }
     return how | recipe
+
+
+def _added(shares: Mapping[str, float], sources: Sequence[Mapping[str, Any]], corpus: Corpus) -> list[dict[str, Any]]:
+    """Sources with these shares of the blend that they make with `sources`."""
+    whole = sum(source.get("weight", 1.0) for source in sources) / (1 - sum(shares.values()))
+    return [{"path": corpus.find(name), "weight": share * whole} for name, share in shares.items()]
 
 
 def _locate(sources: Iterable[dict[str, Any]], corpus: Corpus) -> None:

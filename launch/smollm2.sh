@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Extends a published model, SmolLM2-135M-Instruct, from 8K to 32K tokens with MoBA: docs/huggingface.md.
 #
-#   bash launch/smollm2.sh prepare|train|finish|retrieval|gates
+#   bash launch/smollm2.sh prepare|train|finish|retrieval|signal|gates
 #
 # `gates` distils the gates of the kinds seer and msa from the published model: docs/mechanisms.md.
+# `signal` asks why MoBA's gate would find needles in the published model: docs/retrieval.md.
 # `prepare` needs the network but no GPU; copy runs/smollm2 if the GPU is on another machine.
-case "${1:-}" in prepare | train | finish | retrieval | gates) ;; *) sed -n 2,7p "$0" >&2; exit 2 ;; esac
+case "${1:-}" in prepare | train | finish | retrieval | signal | gates) ;; *) sed -n 2,8p "$0" >&2; exit 2 ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 folder=runs/smollm2
@@ -34,6 +35,13 @@ retrieval)
         "evaluation.needle.lengths=[4K,8K,16K,32K]" "evaluation.ruler.lengths=[4K,8K,16K,32K]" --output "$folder/extended"
     "$PYTHON" -m benchmarks.smollm2_retrieval --published "$folder/published/evaluation.json" \
         --extended "$folder/extended/evaluation.json" --output "$folder/retrieval.json"
+    ;;
+signal)
+    gates="[{block_size: 32, topk: 64}, {block_size: 64, topk: 32}, {block_size: 128, topk: 16}, {block_size: 256, topk: 8}, {block_size: 512, topk: 4}]"
+    "$PYTHON" -m moba_train.cli eval "$folder/hf" --tasks needle_signal --attention both --data "$folder/data/valid" --seq-len 8K \
+        attention.default=moba attention.moba.block_size=512 attention.moba.topk=4 "evaluation.needle_signal.gates=$gates" \
+        "evaluation.needle_signal.lengths=[8K]" evaluation.needle_signal.samples=8 --output "$folder/signal"
+    "$PYTHON" -m benchmarks.needle_signal "$folder/signal/evaluation.json" --output "$folder/signal.json" --plot "$folder/signal.svg"
     ;;
 gates)
     "$PYTHON" -m benchmarks.gate_distillation --runs "$folder/gates" --output "$folder/gates.json" --plot "$folder/gates.svg"

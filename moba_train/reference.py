@@ -110,7 +110,7 @@ def _default(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
     if isinstance(default, Section):
         return "its defaults"
-    return f"`{json.dumps(default)}`"
+    return f"`{json.dumps(default, default=Section.model_dump)}`"
 
 
 def _layers_example() -> str:

@@ -188,6 +188,10 @@ class GateProbeConfig(Section):
     queries: int = Field(256, ge=1, description="sampled queries of a sequence, all heads of them")
     sequences: int = Field(1, ge=1, description="validation sequences of the stage's length")
     layers: list[int] | None = Field(None, min_length=1, description="layers, counted from 0; null: every sparse one")
+    by_head: bool = Field(
+        False,
+        description="also keep how far each head's selected blocks are (head_distance_share); needs parallel.tp 1",
+    )
     every: int | None = Field(
         None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
     )
@@ -222,9 +226,8 @@ class AnswersConfig(Section):
     )
 
 
-class NeedleConfig(AnswersConfig):
-    """Needle in a haystack: sentences with a number each are hidden in a long text, at each depth, and the model is
-    asked for them. See docs/retrieval.md."""
+class HiddenNeedles(AnswersConfig):
+    """Where sentences with a number each are hidden in a long text."""
 
     depths: list[Annotated[float, Field(ge=0, le=100)]] = Field(
         [0, 25, 50, 75, 100],
@@ -244,7 +247,32 @@ class NeedleConfig(AnswersConfig):
     haystack: Literal["natural", "synthetic"] = Field(
         "natural", description="natural: text of `corpus`; synthetic: RULER's few sentences, repeated"
     )
+
+
+class NeedleConfig(HiddenNeedles):
+    """Needle in a haystack: sentences with a number each are hidden in a long text, at each depth, and the model is
+    asked for them. See docs/retrieval.md."""
+
     generate: bool = Field(False, description="also answer by greedy generation, which needs parallel.tp and pp 1")
+
+
+class GateSizeConfig(Section):
+    """A gate whose selection is looked at, whatever attention the layers have."""
+
+    block_size: Length = Field(512, description="tokens of a block")
+    topk: int = Field(3, ge=2, description="blocks that a query attends to, its own included")
+
+
+class NeedleSignalConfig(HiddenNeedles):
+    """Why a gate of mean keys finds a needle: how far its block's score is above those of other blocks, and whether
+    the rate of misses is that of FlashMoBA's signal-to-noise model (arXiv:2511.11571), for each head. Needs parallel.tp
+    and pp 1. See docs/retrieval.md."""
+
+    gates: list[GateSizeConfig] = Field(
+        [GateSizeConfig()],
+        min_length=1,
+        description="gates that are looked at, on the queries and keys of every layer, one head at a time",
+    )
 
 
 class RulerConfig(AnswersConfig):
@@ -291,6 +319,7 @@ class EvaluationConfig(Section):
     position_wise: PositionWiseConfig | None = Field(None, description="null: not evaluated")
     gate_probe: GateProbeConfig | None = Field(None, description="null: gates are not probed")
     needle: NeedleConfig | None = Field(None, description="null: not evaluated")
+    needle_signal: NeedleSignalConfig | None = Field(None, description="null: not measured")
     ruler: RulerConfig | None = Field(None, description="null: not evaluated")
     gradient_reach: GradientReachConfig | None = Field(None, description="null: not measured")
 

@@ -7,6 +7,9 @@ position_wise    loss by position in the context
 gate_probe       what the gates of sparse layers select, in sampled queries
 gate_statistics  the statistics of one layer's gate against full attention
 needle           needle in a haystack
+needle_signal    how a gate tells the needle's block from others, against the signal-to-noise model
+signal_to_noise  that model, and one layer's statistics
+probing          the queries, keys and values that layers attend with
 ruler            RULER's tasks
 ruler_tasks      their texts and answers
 answers          what a model answers: teacher-forced or generated

@@ -1,18 +1,13 @@
 """Gate probes: in every sparse layer, what the gate selects and what full attention would have seen."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moba_train.attention.kind import Engine, WrappedEngine
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, joined_ranges
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
@@ -20,7 +15,7 @@ from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import StageData
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.evals.gate_statistics import DISTANCES, MEANS, GateStatistics, distance_label, gate_statistics
-from moba_train.model.transformer import Transformer
+from moba_train.evals.probing import gathered, probing
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import sum_over_ranks
@@ -39,6 +34,7 @@ class GateProbe(Evaluation):
         self.every = wanted.every or config.evaluation.every
         self._queries = min(wanted.queries, stage.seq_len)
         self._layers = wanted.layers
+        self._by_head = wanted.by_head
         self._seed = config.seed
         self._data = StageData(
             config.data.validation, stage.seq_len, wanted.sequences, config.seed, {}, config.model.vocab_size
@@ -53,7 +49,7 @@ class GateProbe(Evaluation):
 
     @classmethod
     def problems(cls, config: RunConfig) -> Iterator[str]:
-        """No sequences to probe on, or layers that the model does not have."""
+        """No sequences to probe on, layers that the model does not have, or heads that are on several ranks."""
         wanted = config.evaluation.gate_probe
         if wanted is None:
             return
@@ -62,6 +58,8 @@ class GateProbe(Evaluation):
         for layer in wanted.layers or []:
             if not 0 <= layer < config.model.layers:
                 yield f"{cls.key}.layers: given {layer}, the model has layers 0 to {config.model.layers - 1}"
+        if wanted.by_head and config.parallel.tp > 1:
+            yield f"{cls.key}.by_head: given true, which parallel.tp {config.parallel.tp} cannot do; set it to false"
 
     @classmethod
     def sequences_per_pass(cls, stage: Stage) -> int:
@@ -74,14 +72,16 @@ class GateProbe(Evaluation):
         for name in context.each_attention():
             if name == context.own:
                 layers = self._probe(context)
-        return summarize(context.own, layers, self._queries * self._data.sequences, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return summarize(context.own, layers, self._queries * self._data.sequences, seconds, self._by_head)
 
     @torch.no_grad()
     def _probe(self, context: EvaluationContext) -> dict[int, GateStatistics]:
         """The statistics of every layer that chooses, equal on every rank."""
         shard = context.data_shard
         layers = range(context.model.config.layers) if self._layers is None else sorted(set(self._layers))
-        found = {layer: GateStatistics() for layer in layers}
+        heads = context.model.config.heads // shard.tp_size
+        found = {layer: GateStatistics.of_heads(heads) for layer in layers}
         for first in range(0, self._data.sequences, shard.dp_size):
             context.between_batches()
             index = first + shard.dp_rank
@@ -113,10 +113,10 @@ class GateProbe(Evaluation):
                 given = (selected_HnC, layout)
                 found[layer] = found[layer] + given_statistics(q_nHD, k_TKD, v_TKD, attention, *given, tokens, shard)
 
-            with _probing(context.model, found, look, look_at_given, shard):
+            with probing(context.model, found, look, shard, look_at_given):
                 training_loss(context.model, batch)
         vectors = sum_over_ranks([value for one in found.values() for value in one.vector()])
-        width = len(GateStatistics().vector())
+        width = len(GateStatistics.of_heads(heads).vector())
         summed = [GateStatistics.from_vector(vectors[at : at + width]) for at in range(0, len(vectors), width)]
         return {layer: one for layer, one in zip(found, summed, strict=True) if one.means()}
 
@@ -125,31 +125,6 @@ class GateProbe(Evaluation):
         edges = np.linspace(0, len(whole.tokens), self._queries + 1).astype(np.int64)
         draw = np.random.default_rng([self._seed, index])
         return [int(draw.integers(start, stop)) for start, stop in pairwise(edges)]
-
-
-@contextmanager
-def _probing(
-    model: Transformer, layers: Any, look: Callable[..., None], look_at_given: Callable[..., None], shard: DataShard
-) -> Iterator[None]:
-    """Inside, `look(layer, q, k, v, attention, layout)` is called before each attention call of these layers, and
-    `look_at_given(layer, ...)`, as `Shard.observe`, for the blocks that their kinds select."""
-    engine: Engine = shard.engine or LOCAL_ENGINE
-
-    def probed(layer: int) -> Engine:
-        def run(
-            q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout
-        ) -> tuple[Tensor, Tensor]:
-            look(layer, q_LHD, k_LKD, v_LKD, attention, layout)
-            return engine(q_LHD, k_LKD, v_LKD, attention, layout)
-
-        return WrappedEngine(engine, run, partial(look_at_given, layer))
-
-    model.set_engines([probed(layer) if layer in layers else engine for layer in range(model.config.layers)])
-    try:
-        with torch.compiler.set_stance("force_eager"):  # compiled layers would be compiled anew for other engines
-            yield
-    finally:
-        model.set_engines([engine] * model.config.layers)
 
 
 def _statistics(
@@ -163,17 +138,12 @@ def _statistics(
 ) -> GateStatistics:
     """The statistics of the queries of `tokens` to all keys of the sequence; counted once by ranks that share it."""
     tokens_n = torch.tensor(tokens, dtype=torch.int64, device=q_LHD.device)
-    if shard.engine is None:
-        q_nHD = q_LHD[tokens_n]
-    else:
-        q_nHD = shard.engine.gather_tokens(q_LHD, tokens_n, layout.total)
-        k_LKD, v_LKD = (shard.engine.gather(x, layout.total) for x in (k_LKD, v_LKD))
-        if shard.engine.rank:
-            return GateStatistics()
-    if not tokens:
-        return GateStatistics()
+    found = gathered(q_LHD, (k_LKD, v_LKD), tokens_n, layout, shard)
+    if found is None or not tokens:
+        return GateStatistics.of_heads(q_LHD.shape[1])
+    q_nHD, (k_SKD, v_SKD) = found
     ranges = joined_ranges(TokenRange(token, token + 1) for token in tokens)
-    return gate_statistics(q_nHD, k_LKD, v_LKD, attention, layout.part(ranges, None))
+    return gate_statistics(q_nHD, k_SKD, v_SKD, attention, layout.part(ranges, None))
 
 
 def given_statistics(
@@ -199,16 +169,18 @@ def given_statistics(
         ids_nHC = shard.engine.gather_tokens(rows.padded(selected_nHC + 1), tokens_n, layout.total)
         selected_nHC = ids_nHC.to(torch.int32) - 1
         if shard.engine.rank:
-            return GateStatistics()
+            return GateStatistics.of_heads(q_nHD.shape[1])
     if not tokens:
-        return GateStatistics()
+        return GateStatistics.of_heads(q_nHD.shape[1])
     ranges = joined_ranges(TokenRange(token, token + 1) for token in tokens)
     selected_HnC = selected_nHC.transpose(0, 1)
     return gate_statistics(q_nHD, k_TKD, v_TKD, attention, layout.part(ranges, None), selected_HnC)
 
 
-def summarize(own: str, layers: dict[int, GateStatistics], queries: int, seconds: float) -> EvaluationResult:
-    """The result of probing these layers, whose attention is called `own`."""
+def summarize(
+    own: str, layers: dict[int, GateStatistics], queries: int, seconds: float, by_head: bool
+) -> EvaluationResult:
+    """The result of probing these layers, whose attention is called `own`; `by_head`: with each head's distances."""
     means = {layer: one.means() for layer, one in layers.items()}
 
     def mean(name: str) -> float:
@@ -230,11 +202,20 @@ def summarize(own: str, layers: dict[int, GateStatistics], queries: int, seconds
         "seconds": seconds,
         "distances": [distance_label(bucket) for bucket in range(DISTANCES)],
         "layers": [
-            {"layer": layer, **means[layer], "distance_share": (one.distances / one.distances.sum()).tolist()}
+            {"layer": layer, **means[layer], **_distance_shares(one.distances, by_head)}
             for layer, one in layers.items()
         ],
     }
     return EvaluationResult(numbers, message, [*_table(means), message], data)
+
+
+def _distance_shares(distances_HX: Tensor, by_head: bool) -> dict[str, list[float] | list[list[float]]]:
+    """Selections by distance as shares of all, and of each head's own; zeros where there are none."""
+    layer_X = distances_HX.sum(0)
+    shares = {"distance_share": (layer_X / layer_X.sum()).tolist()}
+    if not by_head:
+        return shares
+    return shares | {"head_distance_share": (distances_HX / distances_HX.sum(1, keepdim=True)).nan_to_num(0.0).tolist()}
 
 
 def _table(means: dict[int, dict[str, float]]) -> list[str]:

@@ -26,9 +26,14 @@ DISTANCES = 16
 class GateStatistics:
     """Sums over queries, heads and selections of one layer, on one rank."""
 
+    distances: Tensor
+    """float64 [H, DISTANCES]: selections of each head by their distance from the query's own block."""
     sums: dict[str, float] = field(default_factory=dict)
-    distances: Tensor = field(default_factory=lambda: torch.zeros(DISTANCES, dtype=torch.float64))
-    """Selections by their distance from the query's own block."""
+
+    @classmethod
+    def of_heads(cls, heads: int) -> "GateStatistics":
+        """Of no query."""
+        return cls(torch.zeros(heads, DISTANCES, dtype=torch.float64))
 
     def __add__(self, other: "GateStatistics") -> "GateStatistics":
         return self.from_vector([a + b for a, b in zip(self.vector(), other.vector(), strict=True)])
@@ -40,13 +45,14 @@ class GateStatistics:
 
     def vector(self) -> list[float]:
         """All sums in a fixed order, for an all-reduce."""
-        return [self.sums.get(name, 0.0) for name in SUMS] + self.distances.tolist()
+        return [self.sums.get(name, 0.0) for name in SUMS] + self.distances.flatten().tolist()
 
     @classmethod
     def from_vector(cls, values: list[float]) -> "GateStatistics":
         """The inverse of `vector`."""
         count = len(SUMS)
-        return cls(dict(zip(SUMS, values[:count], strict=True)), torch.tensor(values[count:], dtype=torch.float64))
+        distances = torch.tensor(values[count:], dtype=torch.float64).view(-1, DISTANCES)
+        return cls(distances, dict(zip(SUMS, values[:count], strict=True)))
 
     def means(self) -> dict[str, float]:
         """The statistics by name (`MEANS`); empty where no query had a choice."""
@@ -116,7 +122,7 @@ def gate_statistics(
     Without `selected_HnC`, the blocks of `attention` that the layer's gate gave, the attention selects anew, as it does
     in training. Nothing is added where it attends to everything.
     """
-    found = GateStatistics()
+    found = GateStatistics.of_heads(q_nHD.shape[1])
     summaries = None
     if selected_HnC is None:
         summaries = attention.summarize(k_SKD, layout.part(None, None))
@@ -254,9 +260,11 @@ def _add_selection(found: GateStatistics, choice: _Choice, kv_heads: int) -> Non
     """How the selected blocks are spread, without a look at the keys."""
     heads, rows, _ = choice.selected_HmC.shape
     given_HmC = choice.selected_HmC >= 0
-    distance_s = (choice.own_m[:, None] - choice.selected_HmC)[given_HmC].double()
-    bucket = distance_s.log2().ceil().long().clamp(max=DISTANCES - 1)
-    found.distances += bucket.flatten().bincount(minlength=DISTANCES).double().cpu()
+    distance_HmC = (choice.own_m[:, None] - choice.selected_HmC).double()
+    bucket_HmC = distance_HmC.log2().ceil().long().clamp(max=DISTANCES - 1)
+    for head in range(heads):
+        buckets = bucket_HmC[head][given_HmC[head]]
+        found.distances[head] += buckets.bincount(minlength=DISTANCES).double().cpu()
     distinct_KmN = choice.selected_HmN.unflatten(0, (kv_heads, -1)).any(1)
     found.add(
         rows=heads * rows,

@@ -8,7 +8,7 @@ from typing import Any
 
 from moba_train.attention.protocol import TokenRange
 from moba_train.config.quantities import format_count
-from moba_train.config.run import NeedleConfig
+from moba_train.config.run import HiddenNeedles
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import DataError
@@ -39,7 +39,7 @@ class Needle(Evaluation):
         self.compare_with_full = wanted.attention == "both"
         self._wanted = wanted
         self._trained = trained_length(config, stage)
-        self._texts = NeedleTexts(config, wanted)
+        self._texts = NeedleTexts(config, wanted, self.key)
         self._lengths = stage_lengths(wanted, stage)
         if wanted.lengths is None:
             self._lengths = [length for length in self._lengths if self._texts.fits(length)]
@@ -57,14 +57,7 @@ class Needle(Evaluation):
         wanted = config.evaluation.needle
         if wanted is None:
             return
-        yield from length_problems(config, wanted, cls.key)
-        if wanted.haystack == "natural" and corpus_of(config, wanted) is None:
-            yield (
-                f"{cls.key}.haystack: given 'natural', but there is no text; set data.validation or {cls.key}.corpus, "
-                "or haystack: synthetic"
-            )
-        if wanted.keys is not None and wanted.keys < wanted.needles:
-            yield f"{cls.key}.keys: given {wanted.keys}; allowed: at least needles {wanted.needles}"
+        yield from text_problems(config, wanted, cls.key)
         if wanted.generate and config.parallel.tp > 1:
             yield f"{cls.key}.generate: given true, which parallel.tp {config.parallel.tp} cannot do; set it to false"
 
@@ -146,21 +139,35 @@ class Needle(Evaluation):
         return [sum(values[first : first + samples]) / samples for first in range(0, len(values), samples)]
 
 
+def text_problems(config: RunConfig, wanted: HiddenNeedles, key: str) -> Iterator[str]:
+    """No tokenizer, no text, lengths that no stage has, or fewer keys than needles; `key` is that of the section."""
+    yield from length_problems(config, wanted, key)
+    if wanted.haystack == "natural" and corpus_of(config, wanted) is None:
+        yield (
+            f"{key}.haystack: given 'natural', but there is no text; set data.validation or {key}.corpus, "
+            "or haystack: synthetic"
+        )
+    if wanted.keys is not None and wanted.keys < wanted.needles:
+        yield f"{key}.keys: given {wanted.keys}; allowed: at least needles {wanted.needles}"
+
+
 class NeedleTexts:
     """Makes the questions of a recipe: pure functions of length, depth, number of the sample, and seed.
 
-    Raises DataError without a tokenizer, for a damaged corpus, and for lengths that leave no room for the needles.
+    `key` is that of the section `wanted`. Raises DataError without a tokenizer, for a damaged corpus, and for lengths
+    that leave no room for the needles.
     """
 
-    def __init__(self, config: RunConfig, wanted: NeedleConfig) -> None:
+    def __init__(self, config: RunConfig, wanted: HiddenNeedles, key: str) -> None:
         self.tokenizer = open_tokenizer(config)
         self._wanted = wanted
+        self._key = key
         self._conversation = Conversation(config, wanted.chat)
         prefix = corpus_of(config, wanted)
         self._natural: NaturalText | None = None
         if wanted.haystack == "natural" and prefix is not None:
-            key = f"{Needle.key}.corpus" if wanted.corpus else "data.validation"
-            self._natural = NaturalText(config, prefix, self.tokenizer, key)
+            corpus_key = f"{key}.corpus" if wanted.corpus else "data.validation"
+            self._natural = NaturalText(config, prefix, self.tokenizer, corpus_key)
 
     def fits(self, length: int) -> bool:
         """Whether a sample of `length` tokens has a haystack at least as long as its needles."""
@@ -172,7 +179,7 @@ class NeedleTexts:
         room, needles = min(found, key=lambda pair: pair[0] - pair[1])
         if room < needles:
             raise DataError(
-                f"{Needle.key}.lengths: given {length}, which leaves {max(room, 0)} tokens for the haystack, fewer "
+                f"{self._key}.lengths: given {length}, which leaves {max(room, 0)} tokens for the haystack, fewer "
                 f"than the {needles} of what is hidden in it; allowed: at least {length - room + needles}"
             )
         return [self.question(length, depth, index) for depth in self._wanted.depths for index in self._samples]

@@ -10,11 +10,20 @@ from moba_train.evals.evaluation import Evaluation
 from moba_train.evals.gate_probe import GateProbe
 from moba_train.evals.gradient_reach import GradientReach
 from moba_train.evals.needle import Needle
+from moba_train.evals.needle_signal import NeedleSignalEvaluation
 from moba_train.evals.position_wise import PositionWise
 from moba_train.evals.ruler import Ruler
 from moba_train.evals.validation_loss import ValidationLoss
 
-EVALUATIONS: tuple[type[Evaluation], ...] = (ValidationLoss, PositionWise, GateProbe, GradientReach, Needle, Ruler)
+EVALUATIONS: tuple[type[Evaluation], ...] = (
+    ValidationLoss,
+    PositionWise,
+    GateProbe,
+    GradientReach,
+    Needle,
+    NeedleSignalEvaluation,
+    Ruler,
+)
 
 
 def enabled_evaluations(config: RunConfig) -> list[type[Evaluation]]:

@@ -63,8 +63,9 @@ def _evaluation_problems(config: RunConfig) -> Iterator[str]:
         yield f"evaluation.needle.generate: given true with parallel.pp {pp}, {later}; set it to false"
     if evaluation.ruler is not None and evaluation.ruler.scoring == "generated":
         yield f"evaluation.ruler.scoring: given 'generated' with parallel.pp {pp}, {later}; set it to teacher_forced"
-    if evaluation.gradient_reach is not None:
-        yield f"evaluation.gradient_reach: given with parallel.pp {pp}, {later}; remove it"
+    for name in ("gradient_reach", "needle_signal"):
+        if getattr(evaluation, name) is not None:
+            yield f"evaluation.{name}: given with parallel.pp {pp}, {later}; remove it"
 
 
 def micro_batch_problems(config: RunConfig, stage: Stage, mesh: MeshSizes) -> Iterator[str]:

@@ -19,6 +19,7 @@ from moba_train.data.loss_mask import mask_prefix
 from moba_train.evals import registry
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.evals.needle import Needle
+from moba_train.evals.needle_signal import NeedleSignalEvaluation
 from moba_train.evals.registry import EVALUATIONS, evaluation_of
 from moba_train.evals.ruler import Ruler
 from moba_train.evals.ruler_tasks import TASKS
@@ -63,7 +64,8 @@ def asking(texts: Path) -> RunConfig:
     """A recipe with a tokenizer, and the evaluations that ask questions."""
     needle = {"lengths": [256], "depths": [50], "samples": 1}
     ruler = {"tasks": [*TASKS], "lengths": [1408], "samples": 1}
-    return questions.recipe(texts, 1408, {"needle": needle, "ruler": ruler})
+    signal = needle | {"gates": [{"block_size": 32, "topk": 3}]}
+    return questions.recipe(texts, 1408, {"needle": needle, "needle_signal": signal, "ruler": ruler})
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def world() -> Iterator[World]:
 def test_an_evaluation_gives_what_it_declares(
     recipe: Path, asking: RunConfig, world: World, evaluation: type[Evaluation], attentions: str
 ) -> None:
-    config = asking if evaluation in (Needle, Ruler) else load_config(recipe)
+    config = asking if evaluation in (Needle, NeedleSignalEvaluation, Ruler) else load_config(recipe)
     (stage,) = resolve_stages(config)
     config = evaluation.switched_on(config, stage)
     model = Transformer(config.model).to(world.device)

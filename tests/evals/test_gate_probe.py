@@ -120,7 +120,7 @@ def test_what_is_selected_by_no_query_and_by_all() -> None:
     assert means["never_selected"] == 8 / 9
     assert means["block_recall"] == 1.0
     assert means["mass_recall"] > 0.99
-    assert found.distances.nonzero().flatten().tolist() == [3]  # 9 - 2 = 7 blocks, in the bucket of 5 to 8
+    assert found.distances.nonzero().tolist() == [[0, 3]]  # 9 - 2 = 7 blocks, in the bucket of 5 to 8
 
 
 def test_where_every_block_is_attended_to_there_is_nothing_to_measure() -> None:

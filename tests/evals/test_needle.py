@@ -35,7 +35,7 @@ LENGTH = 448
 def needle_texts(texts: Path, **needle: Any) -> NeedleTexts:
     config = recipe(texts, LENGTH, {"needle": needle})
     assert config.evaluation.needle is not None
-    return NeedleTexts(config, config.evaluation.needle)
+    return NeedleTexts(config, config.evaluation.needle, Needle.key)
 
 
 @pytest.mark.parametrize("haystack", ["natural", "synthetic"])
@@ -292,11 +292,11 @@ def test_a_question_goes_through_the_chat_template_beside_the_tokenizer(texts: P
     config = recipe(texts, LENGTH, {"needle": {"chat": True, "haystack": "synthetic", "samples": 1}}, data=data)
     assert config.evaluation.needle is not None
     with pytest.raises(DataError, match="chat template"):
-        NeedleTexts(config, config.evaluation.needle)
+        NeedleTexts(config, config.evaluation.needle, Needle.key)
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<assistant>"
     settings = {"chat_template": template, "eos_token": "<end>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    made = NeedleTexts(config, config.evaluation.needle)
+    made = NeedleTexts(config, config.evaluation.needle, Needle.key)
     question = made.questions(LENGTH)[0]
     text = made.tokenizer.decode(question.tokens)
     assert text.startswith("<user>A special magic number is hidden")

@@ -18,6 +18,7 @@ from moba_train.evals.answers import predicted_answers
 from moba_train.evals.evaluation import EvaluationContext
 from moba_train.evals.gate_probe import GateProbe
 from moba_train.evals.needle import Needle, NeedleTexts
+from moba_train.evals.needle_signal import NeedleSignalEvaluation
 from moba_train.evals.ruler import Ruler
 from moba_train.evals.variants import with_full
 from moba_train.parallel.dims import ParallelDims
@@ -40,8 +41,11 @@ def evaluated(folder: Path, sizes: MeshSizes, parallel: dict[str, Any]) -> dict[
     """Predicted tokens, selected blocks and scores in one layout, for an odd number of samples."""
     needle = {"lengths": [256, LENGTH], "depths": [0, 50, 100], "samples": 1, "generate": "tp" not in parallel}
     ruler = {"tasks": ["niah_single", "vt"], "lengths": [1024], "samples": 1}
-    probe = {"queries": 77, "sequences": 3}
-    config = recipe(folder, 1024, {"needle": needle, "ruler": ruler, "gate_probe": probe}, parallel=parallel)
+    signal = {"lengths": [LENGTH], "depths": [0, 50, 80], "samples": 1, "gates": [{"block_size": 16, "topk": 3}]}
+    by_head = "tp" not in parallel
+    probe = {"queries": 77, "sequences": 3, "by_head": by_head}
+    sections = {"needle": needle, "ruler": ruler, "gate_probe": probe, "needle_signal": signal}
+    config = recipe(folder, 1024, sections, parallel=parallel)
     (stage,) = resolve_stages(config)
     with joined_world() as world:
         dims = ParallelDims(sizes, world)
@@ -52,13 +56,14 @@ def evaluated(folder: Path, sizes: MeshSizes, parallel: dict[str, Any]) -> dict[
             model.set_engines([shard.engine] * config.model.layers)
         context = EvaluationContext(model, stage, shard, world.device, with_full(stage.attention))
         assert config.evaluation.needle is not None
-        asked = NeedleTexts(config, config.evaluation.needle).questions(LENGTH)
+        asked = NeedleTexts(config, config.evaluation.needle, Needle.key).questions(LENGTH)
         found: dict[str, Any] = {"tokens": {}}
         for name in context.each_attention():
             found["tokens"][name] = predicted_answers(context, asked, LENGTH, "test", None)
         found["needle"] = Needle(config, stage).run(context).data
         found["ruler"] = Ruler(config, stage).run(context).data
         found["probe"] = GateProbe(config, stage).run(context).data | {"seconds": 0}
+        found["signal"] = NeedleSignalEvaluation(config, stage).run(context).data["rows"] if by_head else {}
         return found
 
 
@@ -122,4 +127,12 @@ def test_answers_and_selected_blocks_are_exactly_those_of_one_device(
     assert len(one_device["probe"]["layers"]) == 2
     for layer, wanted in zip(found["probe"]["layers"], one_device["probe"]["layers"], strict=True):
         assert layer.pop("distance_share") == pytest.approx(wanted["distance_share"])
+        heads = layer.pop("head_distance_share", [])
+        assert len(heads) == (0 if layout == "tp" else 4)
+        assert all(
+            one == pytest.approx(other) for one, other in zip(heads, wanted["head_distance_share"], strict=False)
+        )
         assert layer == pytest.approx({name: wanted[name] for name in layer}, rel=1e-4)
+    for name, by_length in found["signal"].items():
+        for row, wanted in zip(by_length[str(LENGTH)], one_device["signal"][name][str(LENGTH)], strict=True):
+            assert row == pytest.approx(wanted, rel=1e-3, abs=1e-5)

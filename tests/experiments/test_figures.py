@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import page, published
+from experiments.byte_tokenizer import write_byte_tokenizer
 from experiments.corpus import BYTES, Corpus
 from experiments.estimate import modelled_seconds
 from experiments.figure import Figure, Result
@@ -29,10 +30,14 @@ DAY = 1e15 * 86400
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     folder = tmp_path_factory.mktemp("corpus")
-    for name in ("train", "valid"):
+    added = {
+        name for figure in TRAINED for quick in (True, False) for arm in figure.arms(1, quick) for name in arm.added
+    }
+    for name in ("train", "valid", *added):
         with IndexedDatasetWriter(folder / name, np.uint16) as writer:
             writer.add_document(np.zeros(64, np.uint16))
-    return Corpus(folder, BYTES)
+    write_byte_tokenizer(folder / "tokenizer.json")
+    return Corpus(folder, BYTES, folder / "tokenizer.json")
 
 
 @pytest.mark.parametrize("figure", TRAINED, ids=lambda figure: figure.name)

@@ -1,0 +1,141 @@
+"""Why MoBA's gate finds needles: observed misses beside those of FlashMoBA's signal-to-noise model (arXiv:2511.11571).
+
+    bash launch/smollm2.sh signal       # evaluates a published model on one GPU, then calls this
+    python -m benchmarks.needle_signal RUN/evaluation.json --output RESULT.json --plot PLOT.svg
+
+Reads what `moba-train eval --tasks needle_signal` found (docs/retrieval.md): a row for each layer, head and gate.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from benchmarks.plotting import GREY, STYLE, plain, stamp
+from benchmarks.record import markdown, save
+from moba_train.evals.signal_to_noise import MODELS
+
+Row = Mapping[str, Any]
+RETRIEVAL_MASS = 0.1
+"""Mean probability of the needle's key from which a head counts as one that retrieves. With the gates of other heads a
+needle is neither found nor lost."""
+COLOURS = {"paper": "#d9480f", "spread": "#e8a33d", "cluster": "#2b8a3e", "scores": "#1c7ed6"}
+
+
+def retrieving(rows: Sequence[Row]) -> list[Row]:
+    """The rows of heads that look at the needle."""
+    return [row for row in rows if row["mass"] >= RETRIEVAL_MASS]
+
+
+def by_gate(rows: Sequence[Row]) -> dict[tuple[int, int], list[Row]]:
+    """Rows by block size and topk, finest blocks first."""
+    gates = sorted({(row["block_size"], row["topk"]) for row in rows})
+    return {gate: [row for row in rows if (row["block_size"], row["topk"]) == gate] for gate in gates}
+
+
+def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """For each gate, over all heads and over those that retrieve: mean rates, and each model's mean absolute error over
+    heads."""
+    found = []
+    for (block_size, topk), own in by_gate(rows).items():
+        for which, heads in (("all", own), ("retrieval", retrieving(own))):
+            if not heads:
+                continue
+            line: dict[str, Any] = {"block_size": block_size, "topk": topk, "which": which, "heads": len(heads)}
+            for rate in ("outranked", "missed"):
+                line[rate] = statistics.mean(row[rate] for row in heads)
+                for model in MODELS:
+                    name = f"{rate}_{model}"
+                    line[name] = statistics.mean(row[name] for row in heads)
+                    line[f"{name}_error"] = statistics.mean(abs(row[name] - row[rate]) for row in heads)
+            found.append(line)
+    return found
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Misses, observed and predicted, with each model's mean absolute error over heads."""
+    shown = [["gate", "heads", "missed", *(f"{model} (error)" for model in MODELS)]]
+    for line in lines:
+        gate = f"{line['block_size']}/{line['topk']}, {line['which']}"
+        cells = [f"{line[f'missed_{model}']:.3f} ({line[f'missed_{model}_error']:.3f})" for model in MODELS]
+        shown.append([gate, str(line["heads"]), f"{line['missed']:.3f}", *cells])
+    return shown
+
+
+def draw_heads(axes: Axes, rows: Sequence[Row], model: str) -> None:
+    """Observed over predicted rates at which another block is scored higher; heads that retrieve stand out."""
+    looking = {id(row) for row in retrieving(rows)}
+    for here, size, alpha in ((False, 4.0, 0.25), (True, 10.0, 0.9)):
+        own = [row for row in rows if (id(row) in looking) is here]
+        colour = COLOURS[model] if here else GREY
+        x, y = ([row[key] for row in own] for key in (f"outranked_{model}", "outranked"))
+        axes.scatter(x, y, color=colour, lw=0, s=size, alpha=alpha)
+    axes.plot([0, 1], [0, 1], color=GREY, lw=0.8)
+    axes.set_xlabel(f"predicted, {model}", color=GREY)
+    axes.set_title("another block is scored higher", color=GREY, fontsize=10, loc="left")
+    plain(axes)
+
+
+def draw_misses(axes: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Misses over block sizes, of heads that retrieve where there are any: observed, and by each model."""
+    which = "retrieval" if any(line["which"] == "retrieval" for line in lines) else "all"
+    own = [line for line in lines if line["which"] == which]
+    sizes = [line["block_size"] for line in own]
+    axes.plot(sizes, [line["missed"] for line in own], "o-", color=GREY, lw=2, label="observed")
+    for model, colour in COLOURS.items():
+        axes.plot(sizes, [line[f"missed_{model}"] for line in own], "--", color=colour, lw=1.2, label=model)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("block size", color=GREY)
+    axes.set_title(f"needle's block missed, {which} heads", color=GREY, fontsize=10, loc="left")
+    axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
+    plain(axes)
+
+
+def draw(source: Path, plot: Path) -> None:
+    """Draw the heads under the formula and under `scores`, and misses over block sizes, as an SVG."""
+    text = source.read_text()
+    results = json.loads(text)["results"]
+    with plt.rc_context(STYLE):
+        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(10, 3.4), layout="constrained")
+        draw_heads(left, results["rows"], "paper")
+        draw_heads(middle, results["rows"], "scores")
+        draw_misses(right, results["summary"])
+        figure.savefig(plot, format="svg", transparent=True, metadata={"Description": stamp(text), "Date": None})
+        plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("evaluation", type=Path, help="evaluation.json with needle_signal")
+    parser.add_argument("--attention", default="full", help="with which attention the model ran; default: full")
+    parser.add_argument("--length", help="tokens of the samples; default: the longest")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--plot", type=Path, help="SVG file")
+    given = parser.parse_args()
+    found = json.loads(given.evaluation.read_text())["needle_signal"]
+    if given.attention not in found["rows"]:
+        parser.error(f"--attention: given {given.attention}; {given.evaluation} has {', '.join(found['rows'])}")
+    lengths = found["rows"][given.attention]
+    length = given.length or max(lengths, key=int)
+    if length not in lengths:
+        parser.error(f"--length: given {length}; {given.evaluation} has {', '.join(lengths)}")
+    rows = lengths[length]
+    settings = {key: found[key] for key in ("gates", "samples", "seed", "head_dim")}
+    lines = summary(rows)
+    save(
+        given.output,
+        {**settings, "attention": given.attention, "length": int(length)},
+        {"summary": lines, "rows": rows},
+    )
+    print(markdown(table(lines)))
+    if given.plot:
+        draw(given.output, given.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""F10: every kind of attention at one size and one token budget, at 8K and at 32K."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.plotting import GREY, plain
+from experiments.comparison import Cell, Comparison, Verdict, compare
+from experiments.corpus import Corpus
+from experiments.figure import Arm, Figure, Finding, Result
+from experiments.fits import trailing_loss, validation_loss
+from experiments.models import FULL, learning_rate, recipe
+from experiments.needle_documents import SHARE, needle_corpus, write_needles
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+SIZE = "10m"
+TOKENS = 100_000_000
+BATCH_TOKENS = 131_072
+LENGTHS = {"8k": 8192, "32k": 32_768}
+QUICK_LENGTHS = {"1k": 1024}
+KEYS = 1536
+"""Keys of a query, about, in all kinds that select: 3 blocks of 512."""
+READ_WITH_INFLLM = "infllm"
+_GATE_TRAINING = {"warmup": 0.05, "sparse": 0.15}
+"""Shares of the tokens of kinds whose gate learns from full attention: the gate alone, then the model with it."""
+
+
+class Mechanism(NamedTuple):
+    """A kind with its options."""
+
+    kind: str
+    options: Mapping[str, Any]
+    quick: Mapping[str, Any]
+    """Options that are other ones in the quick form, whose blocks are small."""
+    distilled: bool = False
+    """Whether its gate learns from full attention, in stages of its own."""
+
+
+_SMALL = {"block_size": 64, "topk": 3}
+MECHANISMS: dict[str, Mechanism] = {
+    "full": Mechanism("full", {}, {}),
+    "moba": Mechanism("moba", {"block_size": 512, "topk": 3}, _SMALL),
+    "moba-128": Mechanism("moba", {"block_size": 128, "topk": 12}, {"block_size": 16, "topk": 12}),
+    "moba-128-conv": Mechanism(
+        "moba", {"block_size": 128, "topk": 12, "key_conv": 3}, {"block_size": 16, "topk": 12, "key_conv": 3}
+    ),
+    "moba_v1-sum": Mechanism("moba_v1", {"block_size": 512, "topk": 3, "merge": "sum"}, _SMALL),
+    "moba_v1-gate": Mechanism("moba_v1", {"block_size": 512, "topk": 3, "merge": "gate"}, _SMALL),
+    "moba_v05": Mechanism("moba_v05", {"block_size": 512, "topk": 3}, _SMALL),
+    "nsa": Mechanism("nsa", {"block_size": 64, "topk": 16, "window": 512}, {"topk": 3, "window": 64}),
+    "infllm_v2": Mechanism(
+        "infllm_v2",
+        {"block_size": 64, "topk": 24, "local_blocks": 8, "dense_len": KEYS},
+        {"topk": 4, "local_blocks": 2, "dense_len": 256},
+    ),
+    "seer": Mechanism("seer", {"block_size": 64, "topk": 24}, {"topk": 4}, distilled=True),
+    "msa": Mechanism("msa", {"block_size": 128, "topk": 12}, {"topk": 3}, distilled=True),
+    "moa": Mechanism("moa", {"alpha": KEYS - 64, "sink_tokens": 64}, {"alpha": 192}),
+    "lightning": Mechanism("lightning", {"decay": "geometric"}, {}),
+    "kda": Mechanism("kda", {}, {}),
+}
+QUICK = ("full", "moba", "seer", "lightning")
+
+
+class Mechanisms(Figure):
+    """All kinds of attention: validation and trailing loss, needles, tokens per second, parameters of their own."""
+
+    name = "mechanisms"
+    title = "F10. All mechanisms"
+    claim = (
+        "Each paper reports its own mechanism on a par with full attention or above it, on other models and other "
+        "data ([mechanisms.md](mechanisms.md) has the sources). None compares all of them at one size and one "
+        "budget."
+    )
+    setup = (
+        "A model of 10M parameters, 100M tokens, at 8K and at 32K. A query has about 1,536 keys in every kind that "
+        "selects. A fifth of the tokens are documents with hidden numbers and questions for them, so that needles "
+        "can be found; *needle* is the share of samples at all depths with every token of the answer right. `seer` "
+        "and `msa` are trained in three stages within the same budget, 80 % with full attention, 5 % their gate "
+        "alone, 15 % with selected blocks. `infllm`, which cannot be trained with, reads with the weights that "
+        "full attention trained. `moa` has one span for all heads: spans from a profile need a trained model of "
+        "each length. `moba_v1` with `merge: softmax` is `moba`. Without the package fla-core `kda` is left out "
+        "and `lightning` is slower."
+    )
+    seeds = 1
+
+    def arms(self, seed: int, quick: bool) -> list[Arm]:
+        """Full attention and MoBA first, 8K before 32K."""
+        lengths = QUICK_LENGTHS if quick else LENGTHS
+        names = QUICK if quick else [name for name in MECHANISMS if name != "kda" or find_spec("fla")]
+        return [_arm(name, length, tokens, seed, quick) for length, tokens in lengths.items() for name in names]
+
+    def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:
+        """Documents with hidden numbers for each length; a fifth of the training tokens, read once."""
+        for length in (QUICK_LENGTHS if quick else LENGTHS).values():
+            write_needles(corpus, folder, length, 1 << 15 if quick else int(SHARE * TOKENS))
+
+    def find(self, results: Sequence[Result]) -> Finding:
+        """One row for each kind and length."""
+        rows = [["", "validation loss", "trailing loss", "needle", "tokens/s", "parameters of its own", "seeds"]]
+        for name in dict.fromkeys(result["name"] for result in results):
+            own = [result for result in results if result["name"] == name]
+            losses = [f"{_mean(own, validation_loss):.4f}", f"{_mean(own, trailing_loss):.4f}"]
+            speed = f"{statistics.mean(result['tokens_per_s'] for result in own):,.0f}"
+            added = _added_parameters(own[0], results)
+            extra = "–" if added is None else f"{added:,}"
+            rows.append([name, *losses, f"{_mean(own, needle):.2f}", speed, extra, str(len(own))])
+            rows += _infllm_rows(own)
+        return Finding(_verdicts(results), rows)
+
+    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+        """Trailing loss above full attention and needles, kinds side by side."""
+        left, right = canvas.subplots(1, 2, sharey=True)
+        names = list(dict.fromkeys(_split(result["name"])[0] for result in results))[::-1]
+        for index, length in enumerate(dict.fromkeys(_split(result["name"])[1] for result in results)):
+            colour = ("#1c7ed6", "#d9480f")[index % 2]
+            for axes, value in ((left, trailing_loss), (right, needle)):
+                full = [value(result) for result in results if result["name"] == f"full-{length}"]
+                base = statistics.mean(full) if full and axes is left else 0.0
+                for result in results:
+                    name, own = _split(result["name"])
+                    if own == length:
+                        label = length if axes is right and name == names[-1] and not result["seed"] else None
+                        place = names.index(name) + 0.15 * (1 - 2 * index)
+                        axes.plot(value(result) - base, place, "o", ms=4, color=colour, label=label)
+        left.set_title("trailing loss above full", color=GREY, fontsize=10, loc="left")
+        right.set_title("needles found", color=GREY, fontsize=10, loc="left")
+        left.set_yticks(range(len(names)), names)
+        left.axvline(0, color=GREY, lw=0.8)
+        for axes in (left, right):
+            plain(axes)
+        if results:
+            right.legend(frameon=False, labelcolor=GREY, fontsize=9)
+
+
+def evaluation(seq_len: int, quick: bool) -> dict[str, Any]:
+    """What arms with needles are evaluated with."""
+    if quick:
+        needle = {"lengths": [seq_len], "depths": [0, 50], "samples": 1, "attention": "own"}
+        return {"sequences": 2, "position_wise": {"bucket": 256, "sequences": 2, "attention": "own"}, "needle": needle}
+    return {
+        "sequences": 2_097_152 // seq_len,
+        "position_wise": {"bucket": 2048, "sequences": 64, "attention": "own"},
+        "needle": {"samples": 8, "attention": "own"},
+    }
+
+
+def shape(seq_len: int, tokens: int, quick: bool) -> tuple[int, int, int, dict[str, Any]]:
+    """Length, training tokens, tokens of a step and evaluation of arms with needles."""
+    budget = (4096, 2048) if quick else (tokens, BATCH_TOKENS)
+    return (seq_len, *budget, evaluation(seq_len, quick))
+
+
+def _arm(name: str, length: str, seq_len: int, seed: int, quick: bool) -> Arm:
+    mechanism = MECHANISMS[name]
+    options = {**mechanism.options, **(mechanism.quick if quick else {})}
+    section = {"default": mechanism.kind, mechanism.kind: options} if options else {"default": mechanism.kind}
+    size = "small" if quick else SIZE
+    content = recipe(size, section, *shape(seq_len, TOKENS, quick))
+    if mechanism.distilled:
+        content["stages"] = _distilled_stages(mechanism.kind, size, content["stages"][0])
+    evaluations = {}
+    if name == "full":
+        window = ["attention.default=infllm", f"attention.infllm.window={128 if quick else KEYS - 512}"]
+        blocks = ["attention.infllm.block_size=128", "attention.infllm.topk=3"]
+        tasks = ["--attention", "own", "--tasks", "validation_loss,position_wise,needle"]
+        evaluations[READ_WITH_INFLLM] = [*window, *blocks, *tasks]
+    return Arm(f"{name}-{length}", seed, content, evaluations, added={needle_corpus(seq_len): SHARE})
+
+
+def _distilled_stages(kind: str, size: str, stage: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Full attention, the gate alone, and the model with what the gate selects; each with a schedule of its own."""
+    rate = learning_rate(size)
+    tokens = {name: int(share * stage["tokens"]) for name, share in _GATE_TRAINING.items()}
+    first = {**stage, "tokens": stage["tokens"] - sum(tokens.values()), "lr": rate, "attention": dict(FULL)}
+    warmup = {
+        **stage,
+        "name": "warmup",
+        "tokens": tokens["warmup"],
+        "lr": 1e-3,
+        "attention": {kind: {"mode": "warmup"}},
+    }
+    gate = {"trainable": [f"*.attention.{kind}.*"], "schedule": {"kind": "cosine"}}
+    schedule = {"kind": "cosine", "warmup_tokens": first["tokens"] // 50}
+    sparse = {**stage, "name": "sparse", "tokens": tokens["sparse"], "lr": rate / 10, "schedule": {"kind": "cosine"}}
+    return [{**first, "schedule": schedule}, {**warmup, **gate}, sparse]
+
+
+def needle(result: Result) -> float:
+    """Share of needles that the last stage's model finds with its own attention."""
+    stages: dict[str, Any] = result["stages"]
+    return float(stages[list(stages)[-1]]["needle"]["needle"])
+
+
+def _split(name: str) -> tuple[str, str]:
+    mechanism, _, length = name.rpartition("-")
+    return mechanism, length
+
+
+def _mean(results: Sequence[Result], value: Any) -> float:
+    return statistics.mean(map(value, results))
+
+
+def _added_parameters(result: Result, results: Sequence[Result]) -> int | None:
+    """Parameters beyond those of full attention; None while that arm is missing."""
+    length = _split(result["name"])[1]
+    full = next((other for other in results if other["name"] == f"full-{length}"), None)
+    return None if full is None else int(result["parameters"] - full["parameters"])
+
+
+def _infllm_rows(full: Sequence[Result]) -> list[list[str]]:
+    """What `infllm` reads with full attention's weights."""
+    found = [result["evaluations"][READ_WITH_INFLLM]["numbers"] for result in full if result["evaluations"]]
+    if not found:
+        return []
+    name = f"infllm-{_split(full[0]['name'])[1]}, weights of full"
+    means = {key: statistics.mean(one[key] for one in found) for key in ("eval_loss", "trailing_loss", "needle")}
+    losses = [f"{means['eval_loss']:.4f}", f"{means['trailing_loss']:.4f}"]
+    return [[name, *losses, f"{means['needle']:.2f}", "–", "0", str(len(found))]]
+
+
+def _verdicts(results: Sequence[Result]) -> list[Verdict]:
+    """Kinds are compared in blocks of one length and seed, so that two lengths are a spread where there is one seed."""
+    found = []
+    comparison = _compared(results)
+    arms = comparison.arms if comparison else ()
+    for name in arms:
+        if comparison and name != "full" and "full" in arms:
+            claim = f"`{name}` is within 0.01 of full attention's trailing loss"
+            found.append(Verdict(claim, comparison.difference(name, "full"), -0.01, 0.01))
+    if comparison and {"moba-128", "moba-128-conv"} <= set(arms):
+        better = comparison.difference("moba-128-conv", "moba-128")
+        found.append(Verdict("`key_conv: 3` improves MoBA's trailing loss", better, -math.inf, 0.0))
+    return found
+
+
+def _compared(results: Sequence[Result]) -> Comparison | None:
+    cells = []
+    for result in results:
+        name, length = _split(result["name"])
+        cells.append(Cell(name, f"{length}, seed {result['seed']}", trailing_loss(result)))
+    blocks = [cell.block for cell in cells]
+    paired = [cell for cell in cells if blocks.count(cell.block) > 1]
+    return compare(paired) if paired else None

@@ -1,0 +1,152 @@
+"""F11: why MoBA finds needles: its gate's misses beside those that FlashMoBA's signal-to-noise model predicts."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.needle_signal import by_gate, draw_heads, draw_misses, retrieving, summary
+from benchmarks.plotting import plain
+from experiments.comparison import Verdict, mean_of
+from experiments.corpus import Corpus
+from experiments.figure import Arm, Figure, Finding, Result
+from experiments.mechanisms import SIZE, TOKENS, needle, shape
+from experiments.models import FULL, moba, recipe
+from experiments.needle_documents import SHARE, needle_corpus, write_needles
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+SEQ_LEN = 8192
+QUICK_SEQ_LEN = 1024
+GATES = ((32, 48), (64, 24), (128, 12), (256, 6), (512, 3))
+"""Block size and topk: 1,536 keys each."""
+QUICK_GATES = ((16, 12), (64, 3))
+SIGNAL = "signal"
+"""Name of the evaluation."""
+_ARMS = {"full": FULL, "moba-512": moba(512, 3), "moba-128": moba(128, 12), "moba-128-conv": moba(128, 12, key_conv=3)}
+_QUICK_ARMS = {"full": FULL, "moba-64": moba(64, 3)}
+
+
+class Needles(Figure):
+    """Misses of MoBA's gate, head by head, beside those of the signal-to-noise model; mass recall and margin."""
+
+    name = "needles"
+    title = "F11. Why MoBA finds needles"
+    claim = (
+        "FlashMoBA ([arXiv:2511.11571](https://arxiv.org/abs/2511.11571)) models a block's score as a mean of B "
+        "random products of which one is larger by δ: another block is scored above the needle's with probability "
+        "Φ(-δ √(d / 2B)). What follows from it, smaller blocks and `key_conv`, is tested there by the quality of "
+        "models; the probability itself is not."
+    )
+    setup = (
+        "A model of 10M parameters at 8K, 100M tokens, a fifth of them documents with hidden numbers; trained with "
+        "full attention, and with MoBA of 512/3, 128/12 and 128/12 with `key_conv: 3`, and run with the attention "
+        "that it was trained with. In every layer and head, gates with blocks of 32 to 512 and 1,536 keys are "
+        "asked whether they select the needle's block, at the queries of 40 answers. δ, variances and rates are "
+        "measured as [retrieval.md](retrieval.md#why-a-gate-finds-a-needle) says; with each prediction one "
+        "assumption is dropped. Heads that give the needle's key a tenth of their attention or more count as heads "
+        "that retrieve. A published model, SmolLM2-135M, is measured the same way by `bash launch/smollm2.sh "
+        "signal`."
+    )
+
+    def arms(self, seed: int, quick: bool) -> list[Arm]:
+        """Full attention first: all gates are asked of the same queries and keys."""
+        kinds = _QUICK_ARMS if quick else _ARMS
+        return [_arm(name, section, seed, quick) for name, section in kinds.items()]
+
+    def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:
+        """The documents with hidden numbers."""
+        length, tokens = (QUICK_SEQ_LEN, 1 << 15) if quick else (SEQ_LEN, int(SHARE * TOKENS))
+        write_needles(corpus, folder, length, tokens)
+
+    def find(self, results: Sequence[Result]) -> Finding:
+        """For each arm and gate, misses as observed and as predicted; for each arm what its gates select."""
+        rows = [
+            ["arm, gate", "heads", "missed", "paper", "spread", "cluster", "scores", "needle", "mass recall, margin"]
+        ]
+        numbers = {}
+        for name in dict.fromkeys(result["name"] for result in results):
+            own = [result for result in results if result["name"] == name]
+            lines = summary([row for result in own for row in signal_rows(result)])
+            numbers[name] = lines
+            found, probe = f"{statistics.mean(map(needle, own)):.2f}", _probe_text(own)
+            for line in lines:
+                gate = f"{name}, {line['block_size']}/{line['topk']}, {line['which']}"
+                predicted = [f"{line[f'missed_{model}']:.3f}" for model in ("paper", "spread", "cluster", "scores")]
+                rows.append([gate, str(line["heads"]), f"{line['missed']:.3f}", *predicted, found, probe])
+        return Finding(_verdicts(results), rows, {"summary": numbers})
+
+    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+        """Heads of the full model under the formula and under `scores`; misses over block sizes."""
+        left, middle, right = canvas.subplots(1, 3)
+        name = "full" if any(result["name"] == "full" for result in results) else next(iter(results))["name"]
+        rows = [row for result in results if result["name"] == name for row in signal_rows(result)]
+        draw_heads(left, rows, "paper")
+        draw_heads(middle, rows, "scores")
+        draw_misses(right, summary(rows))
+        for axes in (left, middle, right):
+            plain(axes)
+
+
+def signal_rows(result: Result) -> list[dict[str, Any]]:
+    """A row for each layer, head and gate, of the attention that the arm was trained with."""
+    found = result["evaluations"][SIGNAL]["needle_signal"]
+    (rows,) = found["rows"][found["attention"]].values()
+    return list(rows)
+
+
+def _arm(name: str, section: dict[str, Any], seed: int, quick: bool) -> Arm:
+    seq_len, size = (QUICK_SEQ_LEN, "small") if quick else (SEQ_LEN, SIZE)
+    content = recipe(size, section, *shape(seq_len, TOKENS, quick))
+    gates = ", ".join(f"{{block_size: {size}, topk: {topk}}}" for size, topk in (QUICK_GATES if quick else GATES))
+    depths, samples = ("[0, 50]", 1) if quick else ("[0, 25, 50, 75, 90]", 8)
+    signal = [
+        f"evaluation.needle_signal.gates=[{gates}]",
+        f"evaluation.needle_signal.lengths=[{seq_len}]",
+        f"evaluation.needle_signal.depths={depths}",
+        f"evaluation.needle_signal.samples={samples}",
+    ]
+    if section is FULL:
+        tasks = ["--attention", "full", "--tasks", "needle_signal"]
+    else:
+        probe = [f"evaluation.gate_probe.sequences={1 if quick else 8}"]
+        tasks = ["--attention", "own", "--tasks", "needle_signal,gate_probe", *probe]
+    return Arm(name, seed, content, {SIGNAL: [*tasks, *signal]}, added={needle_corpus(seq_len): SHARE})
+
+
+def _probe_text(results: Sequence[Result]) -> str:
+    """Means over layers and seeds of what the gate probe found; empty for full attention."""
+    layers = [
+        layer for result in results for layer in result["evaluations"][SIGNAL].get("gate_probe", {}).get("layers", [])
+    ]
+    if not layers:
+        return "–"
+    recall, margin = (statistics.mean(layer[key] for layer in layers) for key in ("mass_recall", "margin"))
+    return f"{recall:.3f}, {margin:.3f}"
+
+
+def _verdicts(results: Sequence[Result]) -> list[Verdict]:
+    """Means over heads that retrieve; gates of one head are averaged, because they see the same keys."""
+    heads: dict[tuple[str, int, int, int], list[dict[str, Any]]] = {}
+    for result in results:
+        for row in retrieving(signal_rows(result)):
+            heads.setdefault((result["name"], result["seed"], row["layer"], row["head"]), []).append(dict(row))
+    if len(heads) < 2:
+        return []
+    found = []
+    for model, what in (("paper", "The formula"), ("scores", "A normal distribution of the scores as measured")):
+        errors = [
+            statistics.mean(row[f"outranked_{model}"] - row["outranked"] for row in rows) for rows in heads.values()
+        ]
+        claim = f"{what} predicts within 0.05 how often another block is scored higher, mean over heads that retrieve"
+        found.append(Verdict(claim, mean_of(errors), -0.05, 0.05))
+    changes = []
+    for rows in heads.values():
+        gates = by_gate(rows)
+        finest, coarsest = (statistics.mean(row["missed"] for row in gates[gate]) for gate in (min(gates), max(gates)))
+        changes.append(coarsest - finest)
+    claim = "The coarsest gate misses more needles than the finest, at an equal number of keys"
+    found.append(Verdict(claim, mean_of(changes), 0.0, math.inf))
+    return found

@@ -1,0 +1,262 @@
+"""F8: MoBA's versions beside full attention: several sizes and learning rates, and inserted into a trained model."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.plotting import GREY, plain
+from experiments.comparison import Cell, Comparison, Verdict, compare
+from experiments.figure import Arm, Figure, Finding, Result
+from experiments.fits import validation_loss
+from experiments.models import FULL, learning_rate, moba, recipe
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+SIZES = {"4m": 60_000_000, "10m": 100_000_000, "25m": 90_000_000}
+"""Training tokens of each size."""
+RATES = (0.5, 1, 4)
+"""Peak learning rates, in units of `models.learning_rate`."""
+INSERTED_SIZE = "10m"
+SEQ_LEN = 8192
+BATCH_TOKENS = 131_072
+KINDS = ("full", "moba_v05", "moba_v1-sum", "moba_v1-gate", "moba")
+LABELS = {"moba_v05": "v0.5", "moba_v1-sum": "v1, sum", "moba_v1-gate": "v1, gate", "moba": "v2", "full": "full"}
+COLOURS = {
+    "full": "#797979",
+    "moba_v05": "#9c5fd1",
+    "moba_v1-sum": "#1c7ed6",
+    "moba_v1-gate": "#2b8a3e",
+    "moba": "#d9480f",
+}
+WITH_FULL = "full-in-place"
+"""Name of the evaluation of a trained model with full attention in all layers."""
+
+
+def attention(kind: str, block_size: int, topk: int) -> dict[str, Any]:
+    """The section `attention` of a version."""
+    if kind == "full":
+        return dict(FULL)
+    if kind == "moba":
+        return moba(block_size, topk)
+    name, _, merge = kind.partition("-")
+    sizes = {"block_size": block_size, "topk": topk}
+    return {"default": name, name: {**sizes, **({"merge": merge} if merge else {})}}
+
+
+class Versions(Figure):
+    """MoBA v0.5, v1 and v2 beside full attention: loss, gradient norm, spikes, and full attention in their place."""
+
+    name = "versions"
+    title = "F8. The three versions"
+    claim = (
+        "The account of MoBA's author: v0.5 adds layers with parameters of their own; v1 adds up the blocks' "
+        "results, could not be debugged against full attention, and large models spiked; v2, one softmax over all "
+        "selected keys, ended both. It gives no numbers."
+    )
+    setup = (
+        "Models of 4M, 10M and 25M parameters at 8K, blocks of 512, 3 of 16, with 60M, 100M and 90M tokens: 4 to "
+        "14 for a parameter, because 45 arms shall cost hours and not days. Peak learning rates of half, once and "
+        "four times that of the other figures; an arm whose loss is no longer finite ends and has no row. v1 with "
+        "`merge: softmax` is v2, bit for bit (`tests/attention/test_moba_v1.py`), and not trained again. *Full in "
+        "place* is the same weights evaluated with full attention in all layers; v0.5's second sublayer then has "
+        "no place, so that it is another model. *Inserted*: the full model of 10M at the middle rate goes on with "
+        "each version for a tenth of its tokens, without anything else new; the cost is the validation loss before "
+        "the first step over that before the insertion. What an attention sink does to the owner of the first "
+        "blocks under v1's transport is [measured elsewhere](mechanisms.md#the-transport-dispatch): the busiest of "
+        "two GPUs has 1.99 times the mean work."
+    )
+    seeds = 1
+
+    def arms(self, seed: int, quick: bool) -> list[Arm]:
+        """The middle rate first, then what is inserted, then the other rates."""
+        sizes = {"tiny": 4096} if quick else SIZES
+        rates = (1,) if quick else RATES
+        inserted = "tiny" if quick else INSERTED_SIZE
+        trained = {
+            rate: [_trained(kind, size, rate, tokens, seed, quick) for size, tokens in sizes.items() for kind in KINDS]
+            for rate in rates
+        }
+        kinds = ("moba_v05", "moba_v1-sum", "moba") if quick else KINDS
+        later = [_inserted(kind, inserted, sizes[inserted], seed, quick) for kind in kinds]
+        return [*trained[1], *later, *(arm for rate in rates if rate != 1 for arm in trained[rate])]
+
+    def find(self, results: Sequence[Result]) -> Finding:
+        """For each version and size its best rate, spikes over all rates; then what insertion costs."""
+        rows = [["", "loss, best rate", "rate", "full in place", "spikes", "largest gradient norm"]]
+        for size, kind in dict.fromkeys((_size(result), _kind(result)) for result in _trained_arms(results)):
+            own = [one for one in _trained_arms(results) if (_size(one), _kind(one)) == (size, kind)]
+            best = min(own, key=validation_loss)
+            spikes = sum(len(result["spikes"]) for result in own)
+            norm = max(norm for result in own for _, norm in result["gradient_norms"])
+            change = full_in_place(best)
+            cells = [f"{validation_loss(best):.4f}", f"x{_rate(best):g}", "–" if change is None else f"{change:+.4f}"]
+            rows.append([f"{LABELS[kind]}, {size}", *cells, f"{spikes} in {len(own)} arms", f"{norm:.2f}"])
+        costs = insertion_costs(results)
+        if costs:
+            rows.append(["**inserted into full**", "**cost at once**", "", "**after training on**", "", ""])
+        for kind, (at_once, after, _) in costs.items():
+            rows.append([LABELS[kind], f"{at_once:+.4f}", "", f"{after:+.4f}", "", ""])
+        numbers = {kind: {"at_once": at_once, "after": after} for kind, (at_once, after, _) in costs.items()}
+        return Finding(_verdicts(results), rows, {"inserted": numbers})
+
+    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+        """Loss above full attention by rate; gradient norms of the largest size at its highest rate; insertion."""
+        left, middle, right = canvas.subplots(1, 3)
+        _draw_gaps(left, results)
+        _draw_norms(middle, results)
+        for kind, (_, _, curve) in insertion_costs(results).items():
+            right.plot(*zip(*curve, strict=True), color=COLOURS[kind], lw=1.2, label=LABELS[kind])
+        right.set_title("inserted: training loss", color=GREY, fontsize=10, loc="left")
+        right.set_xlabel("steps", color=GREY)
+        for axes in (left, middle, right):
+            plain(axes)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
+
+
+def _trained(kind: str, size: str, rate: float, tokens: int, seed: int, quick: bool) -> Arm:
+    section = attention(kind, 16, 3) if quick else attention(kind, 512, 3)
+    shape = (128, tokens, 2048, {"sequences": 4}) if quick else (SEQ_LEN, tokens, BATCH_TOKENS, {"sequences": 256})
+    content = recipe(size, section, *shape)
+    content["optim"] = {**content["optim"], "lr": rate * learning_rate(size)}
+    both = {WITH_FULL: ["--attention", "full", "--tasks", "validation_loss"]}
+    return Arm(f"{kind}-{size}-x{rate:g}", seed, content, {} if kind == "full" else both)
+
+
+def _inserted(kind: str, size: str, tokens: int, seed: int, quick: bool) -> Arm:
+    """A tenth of the tokens more, at a tenth of the rate, which is where the parent's schedule ended."""
+    base = _trained(kind, size, 0.1, tokens // 10 if not quick else tokens // 2, seed, quick)
+    content = dict(base.recipe)
+    content["optim"] = {**content["optim"], "schedule": {"kind": "constant"}}
+    content["evaluation"] = {**content["evaluation"], "at_start": True}
+    return Arm(f"inserted-{kind}", seed, content, parent=f"full-{size}-x1")
+
+
+def _trained_arms(results: Sequence[Result]) -> list[Result]:
+    return [result for result in results if not result["name"].startswith("inserted-")]
+
+
+def _parts(result: Result) -> tuple[str, str, str]:
+    kind, size, rate = result["name"].rsplit("-", 2)
+    return kind, size, rate.removeprefix("x")
+
+
+def _kind(result: Result) -> str:
+    return _parts(result)[0]
+
+
+def _size(result: Result) -> str:
+    return _parts(result)[1]
+
+
+def _rate(result: Result) -> float:
+    return float(_parts(result)[2])
+
+
+def full_in_place(result: Result) -> float | None:
+    """How much full attention in all layers raises the validation loss; None for a model that was trained with it."""
+    found = result["evaluations"].get(WITH_FULL)
+    return None if found is None else float(found["validation_loss"]["full"]) - validation_loss(result)
+
+
+def insertion_costs(results: Sequence[Result]) -> dict[str, tuple[float, float, list[tuple[int, float]]]]:
+    """By kind, means over seeds: validation loss above that of the full model, before the first step and at the end;
+    and a seed's training loss over the steps."""
+    parents = {(result["name"], result["seed"]): result for result in results}
+    found: dict[str, list[tuple[float, float]]] = {}
+    curves = {}
+    for result in results:
+        parent = parents.get((result["parent"], result["seed"]))
+        if not result["name"].startswith("inserted-") or parent is None:
+            continue
+        kind = result["name"].removeprefix("inserted-")
+        losses = [one["eval_loss"] for one in result["history"] if one["evaluation"] == "validation_loss"]
+        before = validation_loss(parent)
+        found.setdefault(kind, []).append((losses[0] - before, losses[-1] - before))
+        curves[kind] = result["losses"]
+    return {
+        kind: (statistics.mean(one for one, _ in pairs), statistics.mean(last for _, last in pairs), curves[kind])
+        for kind, pairs in found.items()
+    }
+
+
+def _compared(results: Sequence[Result], value: Mapping[str, float]) -> Comparison | None:
+    """Versions in blocks of one size, rate and seed; None with fewer than two."""
+    cells = [
+        Cell(_kind(result), f"{_size(result)}, x{_rate(result):g}, seed {result['seed']}", value[_key(result)])
+        for result in _trained_arms(results)
+        if _key(result) in value
+    ]
+    blocks = [cell.block for cell in cells]
+    paired = [cell for cell in cells if blocks.count(cell.block) > 1]
+    return compare(paired) if len({cell.arm for cell in paired}) > 1 else None
+
+
+def _key(result: Result) -> str:
+    return f"{result['name']}-seed{result['seed']}"
+
+
+def _verdicts(results: Sequence[Result]) -> list[Verdict]:
+    trained = _trained_arms(results)
+    losses = _compared(results, {_key(result): validation_loss(result) for result in trained})
+    spikes = _compared(results, {_key(result): float(len(result["spikes"])) for result in trained})
+    changes = {_key(result): change for result in trained if (change := full_in_place(result)) is not None}
+    exchanged = _compared(results, changes)
+    wanted = [
+        ("v2's validation loss is within 0.005 of full attention's", losses, "moba", "full", -0.005, 0.005),
+        ("v1's validation loss, with sums, is above v2's", losses, "moba_v1-sum", "moba", 0.0, math.inf),
+        ("v1 with sums has more spikes than v2, per arm", spikes, "moba_v1-sum", "moba", 0.0, math.inf),
+        (
+            "Full attention in v1's place raises the loss more than in v2's",
+            exchanged,
+            "moba_v1-sum",
+            "moba",
+            0.0,
+            math.inf,
+        ),
+    ]
+    return [
+        Verdict(claim, comparison.difference(arm, reference), low, high)
+        for claim, comparison, arm, reference, low, high in wanted
+        if comparison is not None and {arm, reference} <= set(comparison.arms)
+    ]
+
+
+def _draw_gaps(axes: "Axes", results: Sequence[Result]) -> None:
+    trained = _trained_arms(results)
+    full = {(_size(one), _rate(one), one["seed"]): validation_loss(one) for one in trained if _kind(one) == "full"}
+    markers = dict(zip(dict.fromkeys(map(_size, trained)), "osD", strict=False))
+    for kind in KINDS[1:]:
+        for size, marker in markers.items():
+            points: dict[float, list[float]] = {}
+            for one in trained:
+                reference = full.get((size, _rate(one), one["seed"]))
+                if (_kind(one), _size(one)) == (kind, size) and reference is not None:
+                    points.setdefault(_rate(one), []).append(validation_loss(one) - reference)
+            if points:
+                means = [statistics.mean(points[rate]) for rate in sorted(points)]
+                label = f"{LABELS[kind]}, {size}"
+                axes.plot(sorted(points), means, marker, ls="-", ms=4, lw=1, color=COLOURS[kind], label=label)
+    axes.axhline(0, color=GREY, lw=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_title("validation loss above full", color=GREY, fontsize=10, loc="left")
+    axes.set_xlabel("learning rate, in units of the usual", color=GREY)
+
+
+def _draw_norms(axes: "Axes", results: Sequence[Result]) -> None:
+    trained = _trained_arms(results)
+    if not trained:
+        return
+    last = max(trained, key=lambda one: (one["parameters"], _rate(one)))
+    for kind in KINDS:
+        own = [one for one in trained if (_kind(one), _size(one), _rate(one)) == (kind, _size(last), _rate(last))]
+        for one in own[:1]:
+            axes.plot(*zip(*one["gradient_norms"], strict=True), color=COLOURS[kind], lw=1, label=LABELS[kind])
+            steps = [spike["step"] for spike in one["spikes"]]
+            axes.plot(steps, [axes.get_ylim()[1]] * len(steps), "v", color=COLOURS[kind], ms=5)
+    axes.set_yscale("log")
+    axes.set_title(f"gradient norm, {_size(last)}, x{_rate(last):g}", color=GREY, fontsize=10, loc="left")
+    axes.set_xlabel("steps; triangles: spikes", color=GREY)

@@ -1,0 +1,149 @@
+"""F8, F10, F11 and F12: their quick forms train, and their sentences follow from the arms."""
+
+import json
+import random
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import corpus, page, run_arm
+from experiments.__main__ import main
+from experiments.byte_tokenizer import write_byte_tokenizer
+from experiments.comparison import mean_of
+from experiments.corpus import BYTES, Corpus
+from experiments.figure import Result
+from experiments.forced_choices import divergence
+from experiments.needle_documents import needle_document
+from experiments.registry import FIGURES
+from experiments.versions import insertion_costs
+from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.data.tokenizer import load_text_tokenizer
+from moba_train.training import trainer
+
+
+def quick(name: str, monkeypatch: pytest.MonkeyPatch, arms: Sequence[str]) -> list[Result]:
+    """Run these arms of a figure's quick form, draw it, and return the arms."""
+    monkeypatch.setattr(corpus, "QUICK_TOKENS", 1 << 16)
+    monkeypatch.setattr(trainer, "draw_plots", lambda folder: None)  # a run's own pictures take half as long as the run
+    assert main([name, "--quick", "--gpus", "0", "--seconds", "1e6", "--arms", *arms]) == 0
+    output = Path(f"runs/experiments/{name}-quick.json")
+    page.draw(FIGURES[name], output, output.with_suffix(".svg"))
+    assert output.with_suffix(".svg").stat().st_size > 5000
+    results: list[Result] = json.loads(output.read_text())["results"]["arms"]
+    assert sorted(result["name"] for result in results) == sorted(arms)
+    return results
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_versions_compares_and_inserts(monkeypatch: pytest.MonkeyPatch) -> None:
+    arms = ["full-tiny-x1", "moba_v1-sum-tiny-x1", "inserted-moba_v1-sum"]
+    results = quick("versions", monkeypatch, arms)
+    finding = FIGURES["versions"].find(results)
+    by_name = {result["name"]: result for result in results}
+    row = next(row for row in finding.rows if row[0] == "v1, sum, tiny")
+    changed = by_name["moba_v1-sum-tiny-x1"]["evaluations"]["full-in-place"]["validation_loss"]["full"]
+    own = by_name["moba_v1-sum-tiny-x1"]["stages"]["train"]["validation_loss"]["eval_loss"]
+    assert row[1:4] == [f"{own:.4f}", "x1", f"{changed - own:+.4f}"]
+    at_once, after, curve = insertion_costs(results)["moba_v1-sum"]
+    before = by_name["full-tiny-x1"]["stages"]["train"]["validation_loss"]["eval_loss"]
+    steps = [(one["step"], one["eval_loss"]) for one in by_name["inserted-moba_v1-sum"]["history"]]
+    assert steps[0] == (0, before + at_once)
+    assert steps[-1] == (curve[-1][0], before + after)
+    assert abs(at_once) > 1e-4, "MoBA's first version is not full attention"
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_mechanisms_trains_kinds_with_stages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = quick("mechanisms", monkeypatch, ["full-1k", "seer-1k"])
+    rows = {row[0]: row for row in FIGURES["mechanisms"].find(results).rows}
+    assert list(rows) == ["", "full-1k", "infllm-1k, weights of full", "seer-1k"]
+    assert rows["full-1k"][5] == "0"
+    # Two layers: a matrix of each of 2 query heads (16 x 16) and of one key head (48 x 16).
+    assert rows["seer-1k"][5] == f"{2 * (2 * 16 * 16 + 3 * 16 * 16):,}"
+    seer = next(result for result in results if result["name"] == "seer-1k")
+    assert list(seer["stages"]) == ["train", "warmup", "sparse"]
+    frozen = [seer["stages"][stage]["validation_loss"]["eval_loss"] for stage in ("train", "warmup")]
+    assert frozen[0] == frozen[1], "the gate alone learns in its warm-up, under full attention"
+    full = next(result for result in results if result["name"] == "full-1k")
+    read = full["evaluations"]["infllm"]
+    assert read["attentions"] == {"infllm": {"infllm": 2}}
+    assert read["numbers"]["eval_loss"] != full["stages"]["train"]["validation_loss"]["eval_loss"]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_needles_measures_every_head_and_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = quick("needles", monkeypatch, ["full", "moba-64"])
+    finding = FIGURES["needles"].find(results)
+    lines = {row[0]: row for row in finding.rows}
+    assert {"full, 16/12, all", "full, 64/3, all", "moba-64, 16/12, all", "moba-64, 64/3, all"} <= lines.keys()
+    assert lines["full, 64/3, all"][1] == "4", "two layers of two heads"
+    assert 0 < float(lines["full, 64/3, all"][2]) < 1
+    assert lines["full, 64/3, all"][8] == "–"
+    assert lines["moba-64, 64/3, all"][8] != "–"
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_forced_choices_keeps_what_each_head_selects(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = quick("forced", monkeypatch, ["free"])
+    rows = {row[0]: row for row in FIGURES["forced"].find(results).rows}
+    assert list(rows) == ["", "free"]
+    shares = {
+        result["name"]: np.array(
+            [layer["head_distance_share"] for layer in result["stages"]["train"]["gate_probe"]["gate_probe"]["layers"]]
+        )
+        for result in results
+    }
+    assert shares["free"].shape == (2, 2, 16)
+    np.testing.assert_allclose(shares["free"].sum(-1), 1)
+    assert (shares["free"][:, 0] != shares["free"][:, 1]).any()
+
+
+def test_added_corpora_have_their_share_of_the_blend(tmp_path: Path) -> None:
+    (arm,) = (arm for arm in FIGURES["mechanisms"].arms(0, quick=False) if arm.name == "moba-32k")
+    assert arm.added == {"needles-32768": 0.2}
+    for name in ("train", "valid", *arm.added):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            writer.add_document(np.zeros(64, np.uint16))
+    recipe = run_arm.complete_recipe(arm, Corpus(tmp_path, BYTES), tmp_path, 1, saved=True)
+    text, needles = recipe["data"]["train"]
+    assert needles["path"] == str(tmp_path / "needles-32768")
+    assert needles["weight"] / (needles["weight"] + text.get("weight", 1.0)) == pytest.approx(0.2)
+
+
+def test_documents_ask_for_every_number_that_they_hide(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = load_text_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("Grüße\n ✓") == list("Grüße\n ✓".encode())
+    numbers = count()
+    text = (ord("a") + next(numbers) % 26 for _ in count())
+    for length in (1024, 4096):
+        document = needle_document(tokenizer, text, length, random.Random(1))
+        wanted = length // 512
+        read = tokenizer.decode(document)
+        hidden = [line for line in read.splitlines() if line.startswith("One of the special magic numbers for ")]
+        assert len(hidden) == wanted
+        for line in hidden:
+            key, value = line.removeprefix("One of the special magic numbers for ").removesuffix(".").split(" is: ")
+            question = f"What is the special magic number for {key} mentioned in the provided text?"
+            answer = f"The special magic number for {key} mentioned in the provided text is {value}."
+            assert read.count(f"\n{question} {answer}") == 1
+            assert read.index(line) < read.index(question)
+        assert length <= len(document) <= max(length, 500 + 250 * wanted)
+
+
+def test_the_taste_of_heads_is_the_divergence_of_their_distances() -> None:
+    assert divergence(np.array([[1.0, 0.0], [0.0, 1.0]])) == pytest.approx(1.0)
+    assert divergence(np.array([[0.25, 0.75], [0.25, 0.75]])) == pytest.approx(0.0)
+    assert divergence(np.array([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]])) == pytest.approx(0.0)
+    wanted = 0.5 * (1 + 0) + 0.0
+    assert divergence(np.array([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])) == pytest.approx(1.5 - wanted)
+
+
+def test_the_mean_of_values_has_students_interval() -> None:
+    found = mean_of([1.0, 2.0, 3.0])
+    half = 4.3027 / 3**0.5
+    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2.0 - half, 2.0 + half), abs=1e-3)
+    assert found.visible == pytest.approx(half + 1.0607 / 3**0.5, abs=1e-3)
