@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figure = FIGURES[given.name]
     if given.plot:
         return _plot(figure, given)
+    if given.arms_per_gpu < 1:
+        parser.error(f"--arms-per-gpu: given {given.arms_per_gpu}, allowed: at least 1")
     if given.gpus > torch.cuda.device_count():
         parser.error(f"--gpus: given {given.gpus}, torch {torch.__version__} finds {torch.cuda.device_count()}")
     try:
@@ -63,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--arms", nargs="+", metavar="PATTERN", help="only arms of these names; * matches any text")
     parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the complete figure, 0 1 ...")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="default: all of this machine")
+    parser.add_argument("--arms-per-gpu", type=int, default=1, help="arms that share a GPU; times then say little; 1")
     parser.add_argument("--seconds", type=float, default=540, help="no arm begins that would not end by then; 540")
     parser.add_argument("--corpus", type=Path, default=Path("data/long"), help="folder of the tokenised corpora")
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments"), help="folder of the trainer's runs")
@@ -103,19 +106,19 @@ def _run(figure: Figure, given: argparse.Namespace) -> int:
     def run(arm: Arm, devices: Sequence[int]) -> None:
         if arm.parent is not None:
             _check_parent(figure, _parent(arm, arms), output, given.quick)
-        result = run_arm(arm, corpus, runs, devices, saved=arm.key in parents)
+        result = run_arm(arm, corpus, runs, devices, arm.key in parents, given.arms_per_gpu)
         _finished_mark(runs, arm).touch()
         add_result(output, settings, result)
         print(f"{arm.key}: ended after {result['seconds']:.0f} s, {result['tokens_per_s']:,} tokens/s", flush=True)
 
     def seconds(arm: Arm, gpus: int) -> float:
-        return modelled_seconds(arm, gpus) * correction(arm, read_results(output), arms)
+        return modelled_seconds(arm, gpus, given.arms_per_gpu) * correction(arm, read_results(output), arms)
 
     def ready(arm: Arm) -> bool:
         return arm.parent is None or _finished_mark(runs, _parent(arm, arms)).exists()
 
     print(f"{figure.title}: {len(done)} arms held, {len(needed)} to run", flush=True)
-    outcome = run_arms(needed, given.gpus, deadline, run, seconds, ready)
+    outcome = run_arms(needed, given.gpus, deadline, run, seconds, ready, given.arms_per_gpu)
     _report(figure, given, output, outcome, seconds)
     return 1 if outcome.failed else 0
 

@@ -60,14 +60,15 @@ def size_of(arm: Arm) -> tuple[int, int]:
     return count_recipe_parameters(config).without_embeddings, resolve_stages(config)[-1].end_token
 
 
-def modelled_seconds(arm: Arm, gpus: int = 1) -> float:
-    """Seconds of an arm by the model, on `gpus` H200; on this machine's CPU where `gpus` is 0."""
+def modelled_seconds(arm: Arm, gpus: int = 1, sharing: int = 1) -> float:
+    """Seconds of an arm by the model, on `gpus` H200, each with `sharing` arms; on this machine's CPU where `gpus` is
+    0."""
     config = config_of(arm)
     stages = resolve_stages(config)
     total = sum(_token_seconds(config, stage, gpus) * (stage.end_token - stage.first_token) for stage in stages)
     if gpus > 1:
         total /= gpus * _EFFICIENCY
-    return total + START_S + EVALUATION_S * len(arm.evaluations)
+    return total * sharing + START_S + EVALUATION_S * len(arm.evaluations)
 
 
 def _token_seconds(config: RunConfig, stage: Stage, gpus: int) -> float:
@@ -91,6 +92,6 @@ def correction(arm: Arm, results: Sequence[Result], arms: Sequence[Arm]) -> floa
         other = by_key.get(key_of(result))
         if other is not None and (result["device"] == device) == bool(result["gpus"]):
             alike = other.recipe["attention"].get("default") == arm.recipe["attention"].get("default")
-            ratios[alike].append(result["seconds"] / modelled_seconds(other, result["gpus"]))
+            ratios[alike].append(result["seconds"] / modelled_seconds(other, result["gpus"], result["arms_per_gpu"]))
     found = ratios[True] or ratios[False]
     return statistics.median(found) if found else 1.0

@@ -76,9 +76,9 @@ def _locate(sources: Iterable[dict[str, Any]], corpus: Corpus) -> None:
         source["path"] = corpus.find(source["path"])
 
 
-def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved: bool) -> Result:
+def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved: bool, sharing: int = 1) -> Result:
     """Train the arm on these GPUs (none: on the CPU), evaluate it, and return its result. Whatever an earlier attempt
-    left in the arm's folder is removed.
+    left in the arm's folder is removed. `sharing` arms have these GPUs at the same time, which times are to be read by.
 
     Raises RuntimeError, with the end of what they printed, when training or an evaluation fails.
     """
@@ -100,7 +100,8 @@ def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved:
         start([*command, *_with_corpora(arguments, corpus)], environment, runs / f"{arm.key}.log")
         evaluated[name] = _kept(json.loads((output / "evaluation.json").read_text()))
     found = arm_result(arm, folder, evaluated)
-    return found | {"gpus": len(devices), "seconds": round(time.monotonic() - began, 1)}
+    seconds = round(time.monotonic() - began, 1)
+    return found | {"gpus": len(devices), "arms_per_gpu": sharing, "seconds": seconds}
 
 
 def _visible(devices: Sequence[int]) -> str:

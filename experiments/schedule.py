@@ -1,4 +1,5 @@
-"""Runs arms side by side, one on a GPU, or on more where it would not end in time on one; without a GPU one by one."""
+"""Runs arms side by side: some on each GPU, or one on several where it would not end in time on one; without a GPU one
+by one."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,21 +32,23 @@ def run_arms(
     run: Run,
     seconds: Seconds,
     ready: Callable[[Arm], bool] = lambda arm: True,
+    arms_per_gpu: int = 1,
 ) -> Outcome:
     """Run `arms` until none is left that would end before `deadline` (of `time.monotonic`).
 
-    ready   whether an arm that needs another one's weights has them; asked again whenever an arm has ended
+    ready         whether an arm that needs another one's weights has them; asked again whenever an arm has ended
+    arms_per_gpu  how many share a GPU; with more than one, no arm has several GPUs
     """
     waiting = list(arms)
-    free = list(range(gpus))
+    free = [*range(gpus)] * arms_per_gpu
     running: dict[Future[None], tuple[Arm, list[int]]] = {}
     outcome = Outcome([], [], {})
-    with ThreadPoolExecutor(max(1, gpus)) as pool:
+    with ThreadPoolExecutor(max(1, len(free))) as pool:
         while True:
             for arm in [*waiting]:
                 if not ready(arm) or (not gpus and running):
                     continue
-                count = gpus_for(arm, gpus, deadline - time.monotonic(), seconds)
+                count = gpus_for(arm, gpus if arms_per_gpu == 1 else min(gpus, 1), deadline - time.monotonic(), seconds)
                 if count is None or count > len(free):
                     continue
                 mine = [free.pop(0) for _ in range(count)]

@@ -38,6 +38,18 @@ def test_no_gpu_has_two_arms_and_all_are_used() -> None:
     assert most == 2
 
 
+def test_arms_share_a_gpu_where_they_may() -> None:
+    together = threading.Barrier(4, timeout=5)
+    places: list[Sequence[int]] = []
+
+    def run(one: Arm, gpus: Sequence[int]) -> None:
+        places.append(tuple(gpus))
+        together.wait()  # passes only when all four run at the same time
+
+    run_arms([arm(name) for name in "abcd"], 2, time.monotonic() + 60, run, lambda one, gpus: 1.0, arms_per_gpu=2)
+    assert sorted(places) == [(0,), (0,), (1,), (1,)]
+
+
 def test_an_arm_that_would_not_end_in_time_is_left_or_gets_more_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     used: dict[str, int] = {}
 

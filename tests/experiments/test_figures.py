@@ -35,7 +35,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     }
     for name in ("train", "valid", *added):
         with IndexedDatasetWriter(folder / name, np.uint16) as writer:
-            writer.add_document(np.zeros(64, np.uint16))
+            writer.add_document(np.arange(4096, dtype=np.uint16) % BYTES)
     write_byte_tokenizer(folder / "tokenizer.json")
     return Corpus(folder, BYTES, folder / "tokenizer.json")
 
