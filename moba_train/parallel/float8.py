@@ -20,7 +20,7 @@ from moba_train.config.run import PrecisionConfig
 from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.optim.local import unwrapped
-from moba_train.parallel import float8_transformer_engine
+from moba_train.parallel import float8_nvidia
 
 _LEAST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 matrix products."""
@@ -48,7 +48,7 @@ def float8_problem(precision: PrecisionConfig, device: str | None) -> str:
                 f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))}, at least "
                 f"{least} needed"
             )
-    return "" if by_torchao else float8_transformer_engine.problem()
+    return "" if by_torchao else float8_nvidia.problem()
 
 
 def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]:
@@ -72,7 +72,7 @@ def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]
     if precision.implementation == "transformer_engine":
         for name, module in model.named_modules():
             is_converted(module, name)
-        float8_transformer_engine.replace_linears(model, converted)
+        float8_nvidia.replace_linears(model, converted)
         return converted
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
