@@ -101,10 +101,8 @@ def _precision_problems(config: RunConfig, device: str | None) -> Iterator[str]:
         yield "precision.linear: given 'bf16' with precision.compute: fp32; allowed: auto or fp8"
     if precision.linear == "fp8" and (reason := float8_problem(precision, device)):
         yield f"precision.linear: given 'fp8', which cannot run: {reason}; set auto"
-    if precision.implementation == "transformer_engine":
+    if precision.linear == "fp8" and precision.implementation == "transformer_engine":
         given = "precision.implementation: given 'transformer_engine'"
-        if precision.linear != "fp8":
-            yield f"{given} with precision.linear: {precision.linear}; allowed with fp8 only"
         for key, value, allowed in (
             ("precision.fp8.scaling", precision.fp8.scaling, "tensorwise"),
             ("precision.fp8.emulate", precision.fp8.emulate, False),

@@ -152,7 +152,6 @@ def test_what_transformer_engine_cannot_do_is_refused(run: Run, monkeypatch: pyt
     assert "transformer_engine.pytorch cannot be used: ModuleNotFoundError" in float8_problem(config.precision, "cuda")
     given = r"precision\.implementation: given 'transformer_engine' with "
     for change, expected in (
-        ({"precision": {**engine, "linear": "auto"}}, r"precision\.linear: auto; allowed with fp8 only"),
         (
             {"precision": {**engine, "fp8": {"scaling": "rowwise"}}},
             r"precision\.fp8\.scaling: rowwise; allowed: tensorw",
