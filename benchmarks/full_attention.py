@@ -41,11 +41,11 @@ def random_lengths(total: int) -> list[int]:
     return lengths[1:]
 
 
-def inputs(tokens: int) -> Results:
+def inputs(tokens: int, device: str = "cuda") -> Results:
     """q, k, v, dout."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     return [
-        torch.randn(tokens, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda", generator=generator)
+        torch.randn(tokens, heads, HEAD_DIM, dtype=torch.bfloat16, device=device, generator=generator)
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     ]
 

@@ -175,7 +175,7 @@ def main() -> None:
     if arguments.train:
         need_gpus(parser, arguments.gpus)
     settings = {key: value for key, value in vars(arguments).items() if key != "output"}
-    results = _train(arguments) if arguments.train else _step(arguments)
+    results = _train(arguments) if arguments.train else time_steps(arguments)
     if int(os.environ.get("RANK", 0)) == 0:
         save(arguments.output, settings, results)
         print(table(results))
@@ -192,7 +192,8 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def _step(arguments: argparse.Namespace) -> dict[str, Any]:
+def time_steps(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The optimizer's step of every arm in `arguments.arms`. Ends the program where one computes something else."""
     try:
         with joined_world() as world:
             return _time_arms(arguments, world)

@@ -33,11 +33,11 @@ def _pip(name: str, gives: str, module: str, attribute: str) -> OptionalPackage:
 OPTIONAL_PACKAGES = (
     OptionalPackage(
         "flash-attn",
-        "kernel of attention.moba.backend: composed",
+        "attention.full.backend: flash2, and attention.moba.backend: composed where torch lacks its own kernel",
         tuple(
             ("flash_attn.flash_attn_interface", f"_wrapped_flash_attn_varlen_{way}") for way in ("forward", "backward")
         ),
-        "pip install flash-attn --no-build-isolation",
+        "pip install --no-build-isolation flash-attn==2.8.3.post2",
     ),
     # Has only pre-releases, which share the namespace of flash-attn. The pinned packages are those it was tested with.
     OptionalPackage(
@@ -64,14 +64,14 @@ OPTIONAL_PACKAGES = (
     # Not on PyPI, where `apex` is an unrelated project.
     OptionalPackage(
         "apex",
-        "optim.implementation: apex",
-        (("amp_C", "multi_tensor_adam"),),
+        "optim.implementation: apex, norm_implementation: apex",
+        (("amp_C", "multi_tensor_adam"), ("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")),
         "build NVIDIA's repository with its CUDA extensions: docs/packages.md",
     ),
     OptionalPackage(
         "transformer-engine",
-        "optim.implementation: transformer_engine",
-        (("transformer_engine.pytorch", "optimizers"), ("transformer_engine_torch", "multi_tensor_adam")),
+        "optim.implementation: transformer_engine, precision.implementation: transformer_engine",
+        (("transformer_engine.pytorch", "Linear"), ("transformer_engine_torch", "multi_tensor_adam")),
         "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ),
     OptionalPackage(

@@ -111,10 +111,20 @@ class PrecisionConfig(Section):
     compute: Literal["auto", "bf16", "fp32"] = Field("auto", description="auto: bf16 on a GPU, fp32 on a CPU")
     linear: Literal["auto", "bf16", "fp8"] = Field(
         "auto",
-        description="what the linear layers of the blocks multiply in; auto: as `compute`; fp8: FP8 by torchao, on "
-        "GPUs that have it; embedding, output projection, norms and attention stay as `compute` says",
+        description="what the linear layers of the blocks multiply in; auto: as `compute`; fp8: FP8, on GPUs that "
+        "have it; embedding, output projection, norms and attention stay as `compute` says",
+    )
+    implementation: Literal["torchao", "transformer_engine"] = Field(
+        "torchao",
+        description="of FP8 layers; transformer_engine: NVIDIA's package, with tensorwise scaling, without compile, "
+        "tensor parallelism and emulation, and with weights gathered in bf16",
     )
     fp8: Float8Config = Float8Config()
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """Whether FSDP gathers the weights of linear layers in FP8."""
+        return self.linear == "fp8" and self.implementation == "torchao" and self.fp8.scaling == "tensorwise"
 
 
 class MemoryConfig(Section):

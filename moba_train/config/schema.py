@@ -76,6 +76,9 @@ class RunConfig(Section):
     stages: list[StageConfig] = Field(min_length=1, description="stages of training, in their order")
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    norm_implementation: Literal["torch", "apex"] = Field(
+        "torch", description="of RMS norms; apex: the kernel of NVIDIA apex's FusedRMSNorm, on a GPU, without tp"
+    )
     activation_checkpointing: Literal["budget", "none", "selective", "full"] = Field(
         "budget",
         description="what the forward pass keeps for the backward pass, which recomputes the rest; none: everything is "

@@ -9,7 +9,9 @@ links           the links between GPUs, and what collectives send through them
 pipeline        layers over ranks: parts of the model, and the schedules of their passes
 tensor          heads and columns of the layers over the ranks of a node
 forward         the only calls of the model, one function for each use
-float8          linear layers in FP8
+float8          linear layers in FP8, by torchao
+float8_nvidia   the same by NVIDIA's Transformer Engine
+norms           RMS norms by NVIDIA apex
 activations     what each block keeps for its backward pass, and the compilation of the blocks
 offload         saved tensors in page-locked host memory
 fsdp            sharding and mixed precision of the model

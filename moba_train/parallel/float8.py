@@ -1,10 +1,10 @@
-"""The linear layers of the blocks in FP8, by torchao's float8 training.
+"""The linear layers of the blocks in FP8, by torchao's float8 training or by Transformer Engine.
 
 Master weights, gradients, norms, embeddings, the output projection and attention stay as they are: the three matrix
 products of a linear layer are computed in FP8 (e4m3 for inputs and weights, e5m2 for gradients under tensorwise
-scaling). Scales are functions of the tensors of the same step, so there is no state to save. With tensorwise scaling
-FSDP gathers weights in FP8, half the bytes of bf16; their scales take one all-reduce for all weights
-(`update_weight_scales`), instead of one for each.
+scaling). Scales are functions of the tensors of the same step, so there is no state to save. By torchao, with
+tensorwise scaling, FSDP gathers weights in FP8, half the bytes of bf16; their scales take one all-reduce for all
+weights (`update_weight_scales`), instead of one for each.
 """
 
 from dataclasses import replace
@@ -20,6 +20,7 @@ from moba_train.config.run import PrecisionConfig
 from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.optim.local import unwrapped
+from moba_train.parallel import float8_nvidia
 
 _LEAST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 matrix products."""
@@ -31,12 +32,14 @@ def float8_problem(precision: PrecisionConfig, device: str | None) -> str:
     """Why `precision.linear: fp8` cannot run on `device` ("cuda", "cpu"; None: not known); empty when it can."""
     if device is None:
         return ""
-    if find_spec("torchao") is None:
+    by_torchao = precision.implementation == "torchao"
+    if by_torchao and find_spec("torchao") is None:
         return "the package torchao is not installed (pip install 'moba-train[fp8]')"
-    if precision.fp8.emulate:
+    if by_torchao and precision.fp8.emulate:
         return ""
     if device != "cuda":
-        return f"the run trains on {device}, a GPU needed; precision.fp8.emulate: true rounds as FP8 does, slowly"
+        emulation = "; precision.fp8.emulate: true rounds as FP8 does, slowly" if by_torchao else ""
+        return f"the run trains on {device}, a GPU needed{emulation}"
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < _LEAST_CAPABILITY:
@@ -45,7 +48,7 @@ def float8_problem(precision: PrecisionConfig, device: str | None) -> str:
                 f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))}, at least "
                 f"{least} needed"
             )
-    return ""
+    return "" if by_torchao else float8_nvidia.problem()
 
 
 def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]:
@@ -54,8 +57,6 @@ def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]
     Left out: the parameters of attention kinds, layers that match `precision.fp8.exclude`, and matrices whose sizes are
     not multiples of 16. Call it before the model is sharded; names of parameters do not change.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
     converted: list[str] = []
 
     def is_converted(module: nn.Module, name: str) -> bool:
@@ -67,6 +68,13 @@ def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]
             return False
         converted.append(name)
         return True
+
+    if precision.implementation == "transformer_engine":
+        for name, module in model.named_modules():
+            is_converted(module, name)
+        float8_nvidia.replace_linears(model, converted)
+        return converted
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     options = replace(
         Float8LinearConfig.from_recipe_name(precision.fp8.scaling),

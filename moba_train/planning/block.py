@@ -30,9 +30,7 @@ def input_bytes(config: RunConfig, width: int) -> int:
     Compiled, a layer in FP8 keeps the input in FP8 where forward and backward pass round it alike: with tensorwise
     scaling. Uncompiled it keeps the input itself, and with a scale for each row the backward pass rounds that anew.
     """
-    precision = config.precision
-    in_fp8 = precision.linear == "fp8" and precision.fp8.scaling == "tensorwise"
-    return 1 if in_fp8 and config.compile else width
+    return 1 if config.precision.gathers_fp8 and config.compile else width
 
 
 def block_bytes(model: ModelConfig, width: int, tp: int, compiled: bool, input_width: int) -> BlockBytes:

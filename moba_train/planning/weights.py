@@ -73,5 +73,4 @@ def _numbers(config: RunConfig, work: RankWork) -> tuple[int, int]:
 
 def gathered_bytes(config: RunConfig, width: int) -> int:
     """Bytes of one gathered weight of a block; the few that FP8 leaves out, norms among them, are not told apart."""
-    precision = config.precision
-    return 1 if precision.linear == "fp8" and precision.fp8.scaling == "tensorwise" else width
+    return 1 if config.precision.gathers_fp8 else width

@@ -9,7 +9,6 @@ from pathlib import Path
 from moba_train.config.mesh import MeshSizes, divisors, fit_mesh
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import OptimConfig, ScheduleConfig
-from moba_train.config.run import PrecisionConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import Stage, merge_parallel, merge_rope, resolve_stages
 from moba_train.convert.initial_weights import initial_problems
@@ -19,6 +18,7 @@ from moba_train.model.build import build_attention
 from moba_train.optim.adamw import implementation_problem
 from moba_train.parallel.context.strategy import GATHERING_TRANSPORTS
 from moba_train.parallel.float8 import float8_problem
+from moba_train.parallel.norms import norm_problem
 from moba_train.parallel.stage_strategy import stage_strategy
 from moba_train.validation.attention import attention_problems, layer_ranges
 from moba_train.validation.data import file_problems, length_problems
@@ -52,7 +52,8 @@ def validate(
         *_stage_name_problems(config.stages),
         *_schedule_problems(config),
         *_checkpoint_problems(config),
-        *_precision_problems(config.precision, device),
+        *_precision_problems(config, device),
+        *_norm_problems(config, device),
         *_optimizer_problems(config.optim, device if training else None),
         *([] if allow_idle else _memory_problems(config)),
         *attention_problems(config, device, allow_idle, training),
@@ -94,11 +95,31 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
         yield f"{key}: gives heads of width {model.head_width}; allowed: even widths (rotary embedding turns pairs)"
 
 
-def _precision_problems(precision: PrecisionConfig, device: str | None) -> Iterator[str]:
+def _precision_problems(config: RunConfig, device: str | None) -> Iterator[str]:
+    precision = config.precision
     if precision.linear == "bf16" and precision.compute == "fp32":
         yield "precision.linear: given 'bf16' with precision.compute: fp32; allowed: auto or fp8"
     if precision.linear == "fp8" and (reason := float8_problem(precision, device)):
         yield f"precision.linear: given 'fp8', which cannot run: {reason}; set auto"
+    if precision.linear == "fp8" and precision.implementation == "transformer_engine":
+        given = "precision.implementation: given 'transformer_engine'"
+        for key, value, allowed in (
+            ("precision.fp8.scaling", precision.fp8.scaling, "tensorwise"),
+            ("precision.fp8.emulate", precision.fp8.emulate, False),
+            ("parallel.tp", config.parallel.tp, 1),
+            ("compile", config.compile, False),
+        ):
+            if value != allowed:
+                needed = str(allowed).lower()
+                yield f"{given} with {key}: {str(value).lower()}; allowed: {needed}, or implementation: torchao"
+
+
+def _norm_problems(config: RunConfig, device: str | None) -> Iterator[str]:
+    given = f"norm_implementation: given {config.norm_implementation!r}"
+    if reason := norm_problem(config.norm_implementation, device):
+        yield f"{given}, which cannot run: {reason}; set torch"
+    if config.norm_implementation == "apex" and config.parallel.tp > 1:
+        yield f"{given} with parallel.tp: {config.parallel.tp}, whose norms are sharded by rows; set torch, or tp to 1"
 
 
 def _optimizer_problems(optim: OptimConfig, device: str | None) -> Iterator[str]:

@@ -113,7 +113,7 @@ def test_sdpa_is_as_exact_as_the_reference_in_lower_precision(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("backend", ["flash", "flash4"])
+@pytest.mark.parametrize("backend", ["flash", "flash2", "flash4"])
 def test_flash_is_as_exact_as_the_reference(backend, dtype, head_dim, kv_heads, device):
     qkv = make_qkv(400, 4, kv_heads, head_dim, device, dtype)
     if reason := BACKENDS[backend].kernel.refuses(qkv[0]):

@@ -29,7 +29,7 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_step_of_every_arm_that_can_run_is_timed() -> None:
-    results = optimizers._step(argparse.Namespace(model="tiny", arms=["adamw", "apex", "muon"], steps=3))
+    results = optimizers.time_steps(argparse.Namespace(model="tiny", arms=["adamw", "apex", "muon"], steps=3))
     assert results["adamw"]["distance_from_torch"] == 0
     assert results["adamw"]["step_ms"]["count"] == results["muon"]["step_ms"]["count"] == 3
     assert results["muon"]["host_state_gib"] < results["adamw"]["host_state_gib"]
@@ -44,7 +44,7 @@ def test_the_step_of_every_arm_that_can_run_is_timed() -> None:
 def test_an_implementation_that_computes_something_else_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(optimizers.ARMS, "wrong", {"weight_decay": "0.2"})
     with pytest.raises(SystemExit, match="wrong: its update differs from torch's AdamW"):
-        optimizers._step(argparse.Namespace(model="tiny", arms=["adamw", "wrong"], steps=1))
+        optimizers.time_steps(argparse.Namespace(model="tiny", arms=["adamw", "wrong"], steps=1))
     assert not dist.is_initialized()
 
 

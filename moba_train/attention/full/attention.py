@@ -30,10 +30,11 @@ class FullAttention(LocalAttention):
     class Options(Section):
         """Options of `kind: full`."""
 
-        backend: Literal["auto", "flash4", "cudnn", "flash", "sdpa", "reference"] = Field(
+        backend: Literal["auto", "flash4", "cudnn", "flash", "flash2", "sdpa", "reference"] = Field(
             "auto",
             description="flash4: the package flash-attn-4; cudnn: CUDA, one document or equally long ones; flash: "
-            "CUDA, any documents; sdpa: fused CPU kernel; reference: plain PyTorch; auto: the fastest that can do it",
+            "CUDA, any documents; flash2: the same by the package flash-attn; sdpa: fused CPU kernel; reference: plain "
+            "PyTorch; auto: the fastest that can do it",
         )
 
     alignment = 1

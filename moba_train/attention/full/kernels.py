@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moba_train.attention.masked import Mask, masked_attend, masked_attend_backward
 from moba_train.attention.protocol import BackwardState, Gradients, Layout
-from moba_train.attention.varlen import Cpu, FlashAttention4, Segments, TorchFlash, VarlenKernel
+from moba_train.attention.varlen import Cpu, FlashAttention4, PackagedFlash2, Segments, TorchFlash, VarlenKernel
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -130,6 +130,13 @@ class Flash(_Varlen):
     kernel = TorchFlash
 
 
+class Flash2(_Varlen):
+    """FlashAttention-2 as the package flash-attn, for builds of torch that come without it."""
+
+    bottom_right: ClassVar[bool] = True
+    kernel = PackagedFlash2
+
+
 class Sdpa(_Varlen):
     """torch's fused CPU kernel, document by document; key/value heads are repeated for one at a time."""
 
@@ -184,6 +191,7 @@ BACKENDS: dict[str, type[FullBackend]] = {
     "flash4": Flash4,
     "cudnn": Cudnn,
     "flash": Flash,
+    "flash2": Flash2,
     "sdpa": Sdpa,
     "reference": Reference,
 }

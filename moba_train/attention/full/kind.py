@@ -6,7 +6,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.kind import AttentionKind, StageContext
 from moba_train.config.base import Section
 
-_DEVICES = {"flash4": "cuda", "cudnn": "cuda", "flash": "cuda", "sdpa": "cpu"}
+_DEVICES = {"flash4": "cuda", "cudnn": "cuda", "flash": "cuda", "flash2": "cuda", "sdpa": "cpu"}
 """The device that a backend needs."""
 
 
