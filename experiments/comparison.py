@@ -39,7 +39,8 @@ class Estimate:
     times the standard error, which promises a little too much with few seeds); infinite where no spread is known."""
 
     def __str__(self) -> str:
-        return f"{self.value:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
+        interval = f" [{self.low:+.4f}, {self.high:+.4f}]" if np.isfinite(self.visible) else ""
+        return f"{self.value:+.4f}{interval}"
 
 
 @dataclass(frozen=True)

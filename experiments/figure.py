@@ -71,6 +71,8 @@ class Figure(ABC):
     """What was published, with its source: the figure shows or refutes it. Markdown."""
     setup: ClassVar[str]
     """What is trained, and where the budget is below the specification and why. Markdown."""
+    found: ClassVar[str] = ""
+    """What the result file of today says, in a sentence or two, behind the verdicts. Markdown."""
     seeds: ClassVar[int] = 2
     """Seeds of a complete figure."""
     source: ClassVar[str] = ""

@@ -44,6 +44,8 @@ def section(figure: Figure, path: Path) -> str:
     parts += [f"- {verdict}" for verdict in finding.verdicts]
     if not finding.verdicts:
         parts.append("The arms that are finished do not suffice for a verdict.")
+    if figure.found:
+        parts.append(f"**Found.** {figure.found}")
     parts.append(f"[Result file]({where}), {_arms(figure, content)}: `{content['command']}`")
     return "\n\n".join(parts)
 

@@ -29,6 +29,8 @@ STEPS_BEFORE, STEPS_AFTER = SpikeConfig().window, RECOVERY_STEPS
 """Steps around a switch of stage that are kept one by one, for the spike detector."""
 _EVALUATIONS = ("validation_loss", "position_wise", "gate_probe", "gradient_reach", "needle", "needle_signal", "ruler")
 _HOW_IT_RAN = ("time", "wall_time", "run_id", "checkpoint", "type")
+_OF_THE_MACHINE = ("message", "dump")
+"""Of a spike: what names folders."""
 _PROVENANCE = ("commit", "date", "device", "torch")
 
 
@@ -165,7 +167,7 @@ def arm_result(arm: Arm, folder: Path, evaluated: Mapping[str, Any]) -> Result:
         "gradient_norms": [[part[-1]["step"], max(record["grad_norm"] for record in part)] for part in parts],
         "stages": stages,
         "history": [_numbers(record) for record in evaluations],
-        "spikes": [_kept(record) for record in records if record["type"] == "spike"],
+        "spikes": [_spike(record) for record in records if record["type"] == "spike"],
         "boundaries": [_kept(record) for record in records if record["type"] == "boundary"],
         "switches": list(_switches(steps)),
         "evaluations": dict(evaluated),
@@ -193,6 +195,10 @@ def _kept(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value for key, value in record.items() if key not in _HOW_IT_RAN and key not in ("options", "validation")
     }
+
+
+def _spike(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in _kept(record).items() if key not in _OF_THE_MACHINE}
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,4 +52,4 @@ def test_a_run_on_a_gpu_learns_as_with_torch(run: Run, implementation: AdamWImpl
     losses = run.losses()
     run.recipe["run_dir"] = str(run.folder / "other")
     assert run.train_here(f"optim.implementation={implementation}") == 0
-    assert run.losses() == pytest.approx(losses, rel=1e-2)
+    assert run.losses() == pytest.approx(losses, rel=2e-2)
