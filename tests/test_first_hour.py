@@ -22,6 +22,9 @@ SHORTENED = {
     "micro_batch_size: 2": "micro_batch_size: 1",
     "  sequences: 16": "  sequences: 4",
     "--sequences 16": "--sequences 4",
+    "train recipe.yaml --gpus 2 --stop-at-step 5": "train recipe.yaml --gpus 1 --stop-at-step 5",  # a rank starts in 5 s
+    "train recipe.yaml --gpus 2": "train recipe.yaml --gpus 1",
+    "run_dir=runs/undisturbed --gpus 2": "run_dir=runs/undisturbed --gpus 1",
 }
 
 

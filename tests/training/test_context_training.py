@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_run import VOCAB, Run, assert_like_one_gpu
-from trainer_ranks import Ranks
+from trainer_ranks import Ranks, train_traced
 
 from moba_train.config.run import CPLayout
 from moba_train.data.batch import collate
@@ -135,8 +135,6 @@ def test_a_run_goes_on_with_another_cp_and_bitwise_with_the_same(run: Run, ranks
         shutil.copytree(tmp_path / "half", run.run_dir)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled_recomputed_accumulated_and_shared(run: Run, ranks: Ranks) -> None:
     """The stage that has both kinds of layers."""
     run.recipe["data"].pop("validation")  # its passes without gradients would be compiled as well
@@ -145,7 +143,7 @@ def test_compiled_recomputed_accumulated_and_shared(run: Run, ranks: Ranks) -> N
     alone = run.losses()
     shutil.rmtree(run.run_dir)
     run.recipe |= {"compile": True, "activation_checkpointing": "full", "parallel": {"cp": 2}}
-    ranks.train(run, 2)
+    ranks.work(train_traced, [str(run.write_recipe())], 2)
     assert run.losses() == pytest.approx(alone, rel=1e-4)
 
 
