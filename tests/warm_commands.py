@@ -2,7 +2,7 @@
 most of what tests have it do.
 
 python warm_commands.py SOCKET                        the process that imports, until it is killed
-python -SE warm_commands.py SOCKET NAME ARGUMENT...   a command: its folder, environment, files and exit code are its own
+python -SE warm_commands.py SOCKET NAME ARGUMENT...   a command in its own folder, with its own environment and files
 
 Training is on one rank.
 """

@@ -184,6 +184,8 @@ def nothing_gathered_is_saved(member: Member) -> None:
 def compiles_without_graph_breaks(member: Member) -> None:
     """torch.compile gives the same bits without a graph break, also when documents change from step to step."""
     case = CASES["moba"]
+    if dist.get_rank() >= 2:  # one pair is enough: tracing takes seconds
+        return
     transports = ("allgather, zigzag", "ring, zigzag", "ulysses, contiguous", "dispatch, zigzag")
     for name in (f"{transport}, 2 ranks" for transport in transports):
         strategy = STRATEGIES[name]
@@ -194,7 +196,7 @@ def compiles_without_graph_breaks(member: Member) -> None:
             return engine(q * 1.5, k, v, attention, layout)[0]
 
         compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-        for lengths in ((46,), (20, 26), (12, 0, 1, 33)):
+        for lengths in ((46,), (12, 0, 1, 33)):
             layout = Case(lengths).layout()
             results = []
             for function in (run, compiled):
