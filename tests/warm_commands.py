@@ -30,7 +30,11 @@ def serve(address: str) -> None:
         given = re.sub(r"--gpus \d+", "", shlex.join(sys.argv[2:]))
         sys.exit(moba_train.train.main(shlex.split(given)))
 
-    programs = {"moba-train": moba_train.cli.app, "moba-data": data_tools.cli.app, "moba-train train": train}
+    programs: dict[str, Callable[[], object]] = {
+        "moba-train": moba_train.cli.app,
+        "moba-train train": train,
+        "moba-data": data_tools.cli.app,
+    }
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{address}.new")
