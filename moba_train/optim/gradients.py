@@ -29,13 +29,18 @@ def gradient_norm(module: nn.Module) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+@torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float | None, norm: Tensor) -> None:
     """Scale all gradients down so that their norm is `max_norm`, if `norm`, their present norm, is larger.
 
     A `norm` that is not finite leaves the gradients useless: the caller must not step then.
     """
-    if max_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), max_norm, norm)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if max_norm is None or not gradients:
+        return
+    # Each rank scales what it holds, as `torch.nn.utils.clip_grads_with_norm_` would. That one leaves it to DTensor,
+    # which spends seconds of the first step on how the product of a list is sharded over a mesh of three dimensions.
+    torch._foreach_mul_([_here(gradient) for gradient in gradients], (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def norms_by_kind(model: Transformer, kinds: Sequence[str]) -> dict[str, Tensor]:
@@ -86,10 +91,14 @@ def _square_here(gradients: Sequence[Tensor], module: nn.Module) -> Tensor:
         return torch.zeros((), device=next(module.parameters()).device)
     by_copies: dict[int, list[Tensor]] = {}
     for gradient in gradients:
-        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        by_copies.setdefault(_copies(gradient), []).append(part)
+        by_copies.setdefault(_copies(gradient), []).append(_here(gradient))
     squares = [torch.nn.utils.get_total_norm(parts).square() / copies for copies, parts in by_copies.items()]
     return torch.stack(squares).sum()
+
+
+def _here(gradient: Tensor) -> Tensor:
+    """What this rank holds of `gradient`."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _copies(gradient: Tensor) -> int:

@@ -1,6 +1,7 @@
-"""Triton's interpreter without three detours of its own, so that interpreted kernels take half the time.
+"""Triton's interpreter without five detours of its own, so that interpreted kernels take a third of the time.
 
-The results stay the same bits. What another version of Triton does not have is left alone: it runs at its own speed.
+The results stay the same bits, and what it checks stays checked. What another version of Triton does not have is left
+alone: it runs at its own speed.
 """
 
 import functools
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -55,11 +57,55 @@ def _reduce_xor_at_once(reduction: Any) -> None:
     reduction.apply_impl = apply
 
 
+def _make_types_once(block_type: Any, tensor: Any) -> None:
+    """Every result makes its type anew, and from it a shape, each number of which is an object of three."""
+    make_type = block_type.__init__
+    types: dict[tuple[Any, ...], Any] = {}
+
+    def new(cls: Any, element_ty: Any, shape: Any) -> Any:
+        key = id(element_ty), *(getattr(size, "value", size) for size in shape)
+        if key not in types:
+            types[key] = object.__new__(cls)
+            make_type(types[key], element_ty, shape)
+        return types[key]
+
+    @functools.cache
+    def sizes(*shape: int) -> tuple[Any, Any]:
+        return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(int(np.prod(shape, dtype=int)))
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = sizes(*type.shape) if type.is_block() else sizes()
+
+    block_type.__new__ = new
+    block_type.__init__ = lambda self, element_ty, shape: None
+    tensor.__init__ = make_tensor
+
+
+def _check_overflow_at_once(semantic: Any) -> None:
+    """That integers fit is checked by seven more operations of the language for each sum and product."""
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def check(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+        dtype = lhs.type.scalar
+        if dtype.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
+            return
+        result = operations[binary_op.__name__](lhs.handle.data, rhs.handle.data, dtype=np.int64)
+        fits = dtype.get_int_min_value() <= result.min() and result.max() <= dtype.get_int_max_value()
+        assert fits, f"{dtype} overflow detected for operation {binary_op.__name__}"
+
+    semantic.binary_op_sanitize_overflow_impl = check
+
+
 def quicken() -> None:
-    """Apply all three to this process."""
+    """Apply all five to this process."""
     if "_patch_lang(self.fn)" in inspect.getsource(interpreter.InterpretedFunction.__call__):
         _patch_once(interpreter.InterpretedFunction)
     if "np_types" in inspect.getsource(interpreter._get_np_dtype):
         _remember_dtypes()
     if hasattr(tl.standard, "_xor_combine"):
         _reduce_xor_at_once(interpreter.ReduceOps)
+    if [*inspect.signature(tl.block_type).parameters] == ["element_ty", "shape"]:
+        _make_types_once(tl.block_type, tl.tensor)
+    if hasattr(TritonSemantic, "binary_op_sanitize_overflow_impl"):
+        _check_overflow_at_once(TritonSemantic)

@@ -15,7 +15,7 @@ from benchmarks.chaos_actions import ACTIONS, KILLS
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_disturbed_run_ends_bitwise_where_an_undisturbed_one_ends(tmp_path: Path) -> None:
     kinds = ["kill_rank", "disk_full", "flipped_byte", "sigterm_rank"]
-    chaos = Chaos(kinds, tmp_path, seed=0, fork=True, steps=40)
+    chaos = Chaos(kinds, tmp_path, seed=0, fork=True, steps=24)
     chaos.work()
     tally = chaos.tally
     assert tally.failures == []

@@ -130,11 +130,10 @@ def test_a_wrong_argument_is_an_error_like_any_other(
     assert "usage" not in printed
 
 
-def test_a_run_folder_that_cannot_be_made_is_refused(run: Run) -> None:
-    """By the program itself: its exit code, and no traceback."""
+def test_a_run_folder_that_cannot_be_made_is_refused(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     (run.folder / "file").write_text("in the way")
     run.recipe["run_dir"] = str(run.folder / "file" / "run")
-    code, output = run.train(1)
-    assert code == 2
+    assert run.train_here() == 2
+    output = "".join(capfd.readouterr())
     assert "run_dir" in output
     assert "Traceback" not in output

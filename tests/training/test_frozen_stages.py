@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_run import Run, assert_same_tensors, checkpoint_tensors
-from trainer_ranks import Ranks
+from trainer_ranks import Ranks, train_traced
 
 STEPS = 3
 
@@ -122,11 +122,9 @@ def test_a_spike_among_frozen_parameters_is_dumped_and_rolled_back(run: Run) -> 
     assert moved <= {"model.embedding.weight"}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled_blocks_follow_the_switch(run: Run, ranks: Ranks) -> None:
     prepared(run, "all", PATTERNS, compile=True)
-    ranks.train(run, 1)
+    ranks.work(train_traced, [str(run.write_recipe())], 1)
     compiled = run.losses()
     part = {name for name in all_names(run) if name.startswith("blocks.1.attention.")} | {"norm.weight"}
     assert changed(run, 2 * STEPS) == part

@@ -29,11 +29,13 @@ KDA = (
 
 
 def with_kinds(run: Run, first: str, second: str, **parallel: Any) -> Run:
-    """A stage with full attention, then one with these kinds in its two layers."""
+    """Two steps with full attention, then four with these kinds in the two layers."""
     overrides = {0: {"kind": first}, 1: {"kind": second}}
     run.recipe["stages"][1]["attention"] = {"full_layers": "none", "overrides": overrides}
+    for stage, steps in zip(run.recipe["stages"], (2, 4), strict=True):
+        stage["tokens"] = steps * 512
     run.recipe["parallel"] = parallel
-    run.recipe["checkpoint"]["keep_last"] = 10
+    run.recipe["checkpoint"] = {"every": 2, "keep_last": 10}
     return run
 
 
@@ -56,10 +58,10 @@ def test_they_train_and_resume_bitwise(run: Run, tmp_path: Path, corpora: Path) 
     whole = with_kinds(run, "kda", "lightning")
     assert whole.train_here() == 0
     stopped = with_kinds(another_run(tmp_path / "stopped", corpora), "kda", "lightning")
-    stopped.train_here("--stop-at-step", "10")
+    stopped.train_here("--stop-at-step", "5")
     assert stopped.train_here() == 0
     assert_same_tensors(stopped.newest_checkpoint, whole.newest_checkpoint)
-    before = checkpoint_tensors(whole.run_dir / "checkpoints" / "step_00000004")
+    before = checkpoint_tensors(whole.run_dir / "checkpoints" / "step_00000002")
     after = checkpoint_tensors(whole.newest_checkpoint)
     names = [name for name in before if name.startswith("model.") and (".kda." in name or ".lightning." in name)]
     assert len(names) == 11 + 2

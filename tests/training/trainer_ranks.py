@@ -5,9 +5,11 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -84,6 +86,14 @@ class Ranks:
 def run_training(*command: str) -> int:
     """`python -m moba_train.train`."""
     return main(list(command))
+
+
+def train_traced(*command: str) -> int:
+    """`run_training` with everything of torch.compile but its C++ compiler, which takes a minute where nothing is
+    cached: tracing, the graphs of both passes, what they keep and recompute."""
+    torch.compiler.reset()
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        return main(list(command))
 
 
 def run_command(*command: str) -> int:

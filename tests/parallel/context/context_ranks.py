@@ -184,6 +184,8 @@ def nothing_gathered_is_saved(member: Member) -> None:
 def compiles_without_graph_breaks(member: Member) -> None:
     """torch.compile gives the same bits without a graph break, also when documents change from step to step."""
     case = CASES["moba"]
+    if dist.get_rank() >= 2:  # one pair is enough: tracing takes seconds
+        return
     transports = ("allgather, zigzag", "ring, zigzag", "ulysses, contiguous", "dispatch, zigzag")
     for name in (f"{transport}, 2 ranks" for transport in transports):
         strategy = STRATEGIES[name]
@@ -194,7 +196,7 @@ def compiles_without_graph_breaks(member: Member) -> None:
             return engine(q * 1.5, k, v, attention, layout)[0]
 
         compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-        for lengths in ((46,), (20, 26), (12, 0, 1, 33)):
+        for lengths in ((46,), (12, 0, 1, 33)):
             layout = Case(lengths).layout()
             results = []
             for function in (run, compiled):
@@ -236,7 +238,7 @@ CHECKS: dict[str, Check] = {
     f"{name}, {how}": partial(equal_to_one_device, case, strategy)
     for how, strategy in STRATEGIES.items()
     for name, case in CASES.items()
-    if name == "moba" or strategy.ranks >= 3  # the others run on threads, in float64: test_context_in_process.py
+    if name == "moba" or strategy.ranks == 4  # the others run on threads, in float64: test_context_in_process.py
 } | {
     "recomputation": recomputation_sends_nothing,
     "saved tensors": nothing_gathered_is_saved,

@@ -1,0 +1,37 @@
+"""Clipping is torch's, bit by bit."""
+
+import pytest
+import torch
+from torch import nn
+
+from moba_train.optim.gradients import clip_gradients, gradient_norm
+
+
+def layers() -> nn.Module:
+    """Two layers with gradients, one of them partly frozen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model(torch.randn(5, 4)).square().sum().backward()
+    model[1].weight.grad = None
+    return model
+
+
+@pytest.mark.parametrize("share", [0.25, 2.0, None])
+def test_gradients_are_scaled_to_the_largest_norm_that_is_allowed(share: float | None) -> None:
+    ours, torchs = layers(), layers()
+    norm = gradient_norm(ours)
+    most = share and share * norm.item()
+    clip_gradients(ours, most, norm)
+    if most is not None:
+        torch.nn.utils.clip_grad_norm_(torchs.parameters(), most)
+        assert gradient_norm(ours).item() == pytest.approx(min(most, norm.item()), rel=1e-4)
+    for got, want in zip(ours.parameters(), torchs.parameters(), strict=True):
+        if got.grad is None or want.grad is None:
+            assert got.grad is want.grad
+        else:
+            assert torch.equal(got.grad, want.grad)
+
+
+def test_nothing_is_clipped_where_all_is_frozen() -> None:
+    model = nn.Linear(2, 2)
+    clip_gradients(model, 1.0, gradient_norm(model))
