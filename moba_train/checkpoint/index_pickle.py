@@ -42,16 +42,26 @@ _RECORDS = {
     TensorStorageMetadata,
     _StorageInfo,
 }
+
+
+def _enum_member(kind: object, name: str) -> _MEM_FORMAT_ENCODING:
+    """Stands in for `getattr`, with which Python 3.11.2 stores a member of an enum; 3.11.7 stores its value."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise ValueError("an attribute of an unexpected object")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 _GLOBALS: dict[str, Any] = {
     **{f"{record.__module__}.{record.__name__}": record for record in _RECORDS},
     **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    "builtins.getattr": _enum_member,
     "torch.Size": torch.Size,
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": _MEM_FORMAT_ENCODING,
     "torch.serialization._get_layout": _get_layout,
     "pathlib.PosixPath": Path,
     "pathlib._local.PosixPath": Path,  # its home in Python 3.13
 }
-_FUNCTIONS = (torch.Size, _get_layout, _MEM_FORMAT_ENCODING, Path)
+_FUNCTIONS = (_enum_member, torch.Size, _get_layout, _MEM_FORMAT_ENCODING, Path)
 _MEMOIZE = pickle.MEMOIZE[0]
 _BINGET = pickle.BINGET[0]
 _SCALARS = (str, int, type(None), torch.dtype, torch.layout, _MEM_FORMAT_ENCODING)
@@ -156,12 +166,12 @@ class _Machine:
         self._tuple(values)
 
     def _tuple(self, values: list[Any]) -> None:
-        """A tuple of scalars; or of one such tuple, which is how the argument of torch.Size is stored."""
+        """A tuple of scalars and the enum; or of one such tuple, which is how the argument of torch.Size is stored."""
         inner = values[0] if len(values) == 1 and type(values[0]) is tuple else values
         if len(inner) > _LONGEST_TUPLE:
             raise ValueError(f"a tuple of {len(inner)} values, more than {_LONGEST_TUPLE}")
         for value in inner:
-            if not isinstance(value, _SCALARS):
+            if value is not _MEM_FORMAT_ENCODING and not isinstance(value, _SCALARS):
                 raise ValueError("a tuple that is nested or holds objects")
         self.stack.append(tuple(values))
 

@@ -16,7 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_publish import publish_step
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from moba_train.checkpoint import manifest, publish
 from moba_train.checkpoint.checkpointer import Checkpointer
@@ -77,6 +82,19 @@ def test_an_index_of_another_type_is_refused(tmp_path: Path) -> None:
     republish(path)
     with pytest.raises(CheckpointError, match="holds dict"):
         load_checkpoint(path, {})
+
+
+def test_an_index_written_by_python_3_11_2_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stores members of enums by `getattr`: Debian 12 could not resume from its own checkpoints."""
+    path = save_one(tmp_path)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    republish(path)
+    state = {"a": torch.ones(1000)}
+    load_checkpoint(path, state, verify=True)
+    torch.testing.assert_close(state["a"], torch.zeros(1000))
 
 
 def test_an_index_that_the_manifest_does_not_vouch_for_is_refused(tmp_path: Path) -> None:
@@ -205,6 +223,7 @@ HOSTILE = {
     "a key that overflows the stack": b"})" + repeated(b"\x85", 1_000_000) + b"Ns.",
     "an argument that takes centuries to print": LISTS + METADATA + b"\x8c\x14_MEM_FORMAT_ENCODING\x93h\x3c\x85R.",
     "attributes for a class": METADATA + b"\x8c\x08Metadata\x93}\x8c\x01aK\x01sb.",
+    "an attribute of anything but the enum": b"\x8c\x08builtins\x8c\x07getattr\x93\x8c\x01a\x8c\x05upper\x86R.",
     "half a million marks": repeated(b"(", 500_000) + b".",
     "half a million dicts": repeated(b"}", 500_000) + b".",
     "half a million memos": b"}" + repeated(b"\x94", 500_000) + b".",
