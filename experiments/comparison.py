@@ -80,7 +80,7 @@ class Comparison:
     covariance: npt.NDArray[np.float64]
     """[arms, arms], in units of the variance."""
     variance: float
-    """Of one value within its block; NaN where no degree of freedom is left."""
+    """Variance of one value within its block; NaN where no degree of freedom is left."""
     freedom: int
 
     def contrast(self, weights: dict[str, float]) -> Estimate:

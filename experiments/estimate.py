@@ -35,7 +35,7 @@ CPU_FLOPS = 2e10
 VOCAB_SIZE = 16_384
 """Assumed where no corpus is open."""
 _EFFICIENCY = 0.92
-"""Of several GPUs of one arm."""
+"""What several GPUs of one arm reach of their sum."""
 
 
 @functools.cache

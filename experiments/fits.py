@@ -17,12 +17,12 @@ AXES = {"6ND": "6ND", "real": "real FLOPs"}
 
 
 def validation_loss(result: Result) -> float:
-    """Of the last stage, with its own attention."""
+    """Validation loss at the end of the last stage, with its own attention."""
     return float(_last(result)["validation_loss"]["eval_loss"])
 
 
 def trailing_loss(result: Result) -> float:
-    """Of the last stage, with its own attention."""
+    """Trailing loss at the end of the last stage, with its own attention."""
     return float(_last(result)["position_wise"]["trailing_loss"])
 
 

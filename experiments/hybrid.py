@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 SHARE = 0.9
-"""Of the tokens that the first stage has."""
+"""Share of the tokens that the first stage has."""
 STAGES = ("first", "last")
 ARMS = {"full": ("full", "full"), "moba": ("moba", "moba"), "hybrid": ("moba", "full")}
 """Attention of both stages. All arms have both stages, so that data and learning rate are equal."""

@@ -1,6 +1,5 @@
 """Versions, GPUs and optional packages of this machine. A package is probed by importing the features that we use."""
 
-import importlib
 import importlib.metadata
 import platform
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moba_train import __version__
+from moba_train.optional_imports import import_problem
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,6 @@ OPTIONAL_PACKAGES = (
 )
 
 
-def probe(package: OptionalPackage) -> str | None:
-    """Reason why `package` cannot be used, None if it can. Imports every module and looks up every attribute."""
-    for module, attribute in package.features:
-        try:
-            getattr(importlib.import_module(module), attribute)
-        except Exception as error:  # a broken build raises anything: OSError, RuntimeError, AttributeError, ...
-            return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-    return None
-
-
 def print_environment(console: Console) -> None:
     """Print versions, GPUs and the state of every optional package."""
     versions = {
@@ -129,8 +119,8 @@ def print_environment(console: Console) -> None:
     for column in ("package", "what it gives", "version", "state"):
         table.add_column(column, overflow="fold")
     for package in OPTIONAL_PACKAGES:
-        reason = probe(package)
-        state = "usable" if reason is None else escape(f"{reason}\n{package.install}")
+        reason = import_problem(package.features)
+        state = "usable" if not reason else escape(f"{reason}\n{package.install}")
         table.add_row(package.name, package.gives, _version(package.name) or "-", state)
     console.print(table)
 

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from moba_train.cli import app
 from moba_train.config.load import load_config
-from moba_train.environment import OPTIONAL_PACKAGES, OptionalPackage, probe
+from moba_train.environment import OPTIONAL_PACKAGES
+from moba_train.optional_imports import import_problem
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "configs/models/tiny.yaml"
@@ -86,7 +87,7 @@ def test_schema_prints_json():
 
 
 def test_env_reports_every_optional_package_and_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("moba_train.environment.probe", lambda package: "ModuleNotFoundError: gone")
+    monkeypatch.setattr("moba_train.environment.import_problem", lambda features: "ModuleNotFoundError: gone")
     done = runner.invoke(app, ["env"], env={"COLUMNS": "300"})
     assert done.exit_code == 0
     for package in OPTIONAL_PACKAGES:
@@ -108,7 +109,7 @@ def test_packages_are_probed_by_what_they_can_do(tmp_path, monkeypatch):
     (tmp_path / "apexlike.py").write_text("")
     (tmp_path / "broken.py").write_text("raise OSError('libcudart.so.13 is missing')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert probe(OptionalPackage("json", "", (("json", "dumps"),), "")) is None
-    assert "AttributeError" in (probe(OptionalPackage("apex", "", (("apexlike", "FusedAdam"),), "")) or "")
-    assert "libcudart.so.13" in (probe(OptionalPackage("broken", "", (("broken", "x"),), "")) or "")
-    assert "ModuleNotFoundError" in (probe(OptionalPackage("absent", "", (("absent_package", "x"),), "")) or "")
+    assert import_problem([("json", "dumps")]) == ""
+    assert "AttributeError" in import_problem([("json", "dumps"), ("apexlike", "FusedAdam")])
+    assert "libcudart.so.13" in import_problem([("broken", "x")])
+    assert "ModuleNotFoundError" in import_problem([("absent_package", "x")])

@@ -40,6 +40,7 @@ ORDER = (
     "attention",
     "config",
     "foreign_files",
+    "optional_imports",
     "errors",
 )
 """What uses stands above what is used: a folder imports itself and those below, never upward. The one place where the

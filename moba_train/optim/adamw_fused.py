@@ -11,6 +11,7 @@ import torch
 
 from moba_train.config.optim import OptimConfig
 from moba_train.optim.kernel_adamw import KernelAdamW, Shards
+from moba_train.optional_imports import import_problem
 
 _CHUNK = 1 << 16
 """Elements that a thread block works on, as in both packages."""
@@ -42,12 +43,9 @@ class _FusedAdamW(KernelAdamW):
         """Why it cannot run on `device`: no GPU, or a package that cannot be imported; empty when it can."""
         if device != "cuda":
             return f"the run trains on {device}, a GPU needed"
-        try:
-            cls._load()
-        except Exception as error:  # a broken build raises anything: ImportError, OSError, RuntimeError, ...
-            reason = " ".join(str(error).split())[:120]
-            return f"{cls.modules[-1]} cannot be used: {type(error).__name__}: {reason} ({cls.install})"
-        return ""
+        reason = import_problem((module, "__name__") for module in cls.modules[:-1])
+        reason = reason or import_problem([(cls.modules[-1], "multi_tensor_adam")])
+        return f"{cls.modules[-1]} cannot be used: {reason} ({cls.install})" if reason else ""
 
     def update(self, shards: Sequence[Shards], step: int, group: dict[str, Any]) -> None:
         """Update parameters and moments in place, by one call of the kernel."""

@@ -6,11 +6,12 @@ gathers in the compute dtype.
 """
 
 import functools
-from importlib import import_module
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from moba_train.optional_imports import import_problem
 
 _MULTIPLE = 16
 """Rows of an input must be divisible by it: the gradient of a weight is a product over rows."""
@@ -18,15 +19,9 @@ _MULTIPLE = 16
 
 def problem() -> str:
     """Why Transformer Engine cannot be used here; empty when it can."""
-    try:
-        import_module("transformer_engine.pytorch")
-    except Exception as error:  # a broken installation raises anything: ImportError, OSError, RuntimeError, ...
-        reason = " ".join(str(error).split())[:120]
-        return (
-            f"transformer_engine.pytorch cannot be used: {type(error).__name__}: {reason} (pip install "
-            "--no-build-isolation 'transformer-engine[pytorch]', see docs/packages.md)"
-        )
-    return ""
+    reason = import_problem([("transformer_engine.pytorch", "Linear")])
+    install = "pip install --no-build-isolation 'transformer-engine[pytorch]', see docs/packages.md"
+    return f"transformer_engine.pytorch cannot be used: {reason} ({install})" if reason else ""
 
 
 def replace_linears(model: nn.Module, names: list[str]) -> None:

@@ -1,9 +1,9 @@
 """RMS norms by NVIDIA apex's fused kernel, in the place of torch's."""
 
-from importlib import import_module
-
 import torch
 from torch import Tensor, nn
+
+from moba_train.optional_imports import import_problem
 
 
 def norm_problem(implementation: str, device: str | None) -> str:
@@ -12,16 +12,10 @@ def norm_problem(implementation: str, device: str | None) -> str:
         return ""
     if device != "cuda":
         return f"the run trains on {device}, a GPU needed"
-    try:
-        import_module("fused_layer_norm_cuda")
-        import_module("apex.normalization.fused_layer_norm")
-    except Exception as error:  # a broken build raises anything: ImportError, OSError, RuntimeError, ...
-        reason = " ".join(str(error).split())[:120]
-        return (
-            f"apex.normalization cannot be used: {type(error).__name__}: {reason} (build NVIDIA apex from its source "
-            "with its CUDA extensions, see docs/packages.md)"
-        )
-    return ""
+    kernels = ("fused_layer_norm_cuda", "__name__"), ("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
+    reason = import_problem(kernels)
+    install = "build NVIDIA apex from its source with its CUDA extensions, see docs/packages.md"
+    return f"apex.normalization cannot be used: {reason} ({install})" if reason else ""
 
 
 class ApexRMSNorm(nn.RMSNorm):
