@@ -25,7 +25,7 @@ PASSAGE = (300, 1500)
 WEIGHTS = {"passage": 5, "repeat": 3, "note": 3, "question": 4}
 """Relative frequency of each section type."""
 RECALL_WEIGHTS = WEIGHTS | {"variable": 3, "value": 3}
-"""The same with chains of variables, for `moba-data corpus`."""
+"""Those of the recall documents of `moba-data corpus`, which have chains of variables, too."""
 _COLOURS = (
     "amber",
     "bronze",

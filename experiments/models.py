@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TOKENS_PER_PARAMETER = 20
-"""Of Hoffmann et al. 2022 (arXiv:2203.15556), and of MoBA's own scaling runs."""
+"""Training tokens for each parameter, as in Hoffmann et al. 2022 (arXiv:2203.15556) and MoBA's own scaling runs."""
 
 SIZES: dict[str, dict[str, int]] = {
     "4m": {"hidden_size": 256, "intermediate_size": 704, "layers": 6, "heads": 4, "kv_heads": 2},

@@ -19,7 +19,7 @@ from moba_train.evals.answers import encode_segments
 from moba_train.evals.niah import draw_keys, draw_values, needle_frame, needle_parts
 
 SHARE = 0.2
-"""Of the training tokens of arms that shall find needles."""
+"""Share of needle documents in the training tokens of arms that shall find needles."""
 _SHORTEST = 8
 """The shortest document is an 8th of the longest: near needles are learned first, and far ones from them."""
 _TOKENS_PER_NEEDLE = 512

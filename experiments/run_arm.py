@@ -30,7 +30,7 @@ STEPS_BEFORE, STEPS_AFTER = SpikeConfig().window, RECOVERY_STEPS
 _EVALUATIONS = ("validation_loss", "position_wise", "gate_probe", "gradient_reach", "needle", "needle_signal", "ruler")
 _HOW_IT_RAN = ("time", "wall_time", "run_id", "checkpoint", "type")
 _OF_THE_MACHINE = ("message", "dump")
-"""Of a spike: what names folders."""
+"""Keys of a spike's record that name folders, which a result leaves out."""
 _PROVENANCE = ("commit", "date", "device", "torch")
 
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 MINIATURE = Path(__file__).parents[1] / "configs" / "recipes" / "mini" / "128k-from-scratch.yaml"
 TOKENS = 70_000_000
-"""Of the arms that have equal tokens."""
+"""Training tokens of each arm that is compared at equal tokens."""
 SHORT_LENGTH, SHORT_SHARE = 2048, 0.75
-"""Of the arm that begins short: tokens of a sequence, and the share of its tokens."""
+"""How the arm that begins short does so: tokens of a sequence, and the share of its training tokens."""
 EQUAL_FLOPS = "-equal-flops"
 SHORT = "short-then-long"
 WORDS = {"full": "long, full", "moba": "long, MoBA", SHORT: "short full, then long MoBA"}

@@ -144,7 +144,7 @@ def _common(quick: bool) -> dict[str, Any]:
 def _base_recipe(quick: bool) -> dict[str, Any]:
     """Recall over short distances with full attention first, where only what can be recalled has loss, then over the
     whole length with MoBA in all layers and loss on every token. A first base had loss on every token throughout, 400,
-    300 and 2000 steps and a rate of 2e-3: it began to recall when the rate had fallen to a fifth, too late
+    300 and 2000 steps and a rate of 2e-3: it began to recall when the rate had fallen to a quarter, too late
     (results/third-cliff-first-base.json)."""
     lengths = _lengths(QUICK_SIZES if quick else SIZES)
     common = _common(quick)

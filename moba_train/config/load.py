@@ -247,7 +247,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
 
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # libyaml's is ten times as fast
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # libyaml's is faster
     """Writes tuples as lists, each value in full where it is used (no anchors), and quotes what YAML 1.1 or 1.2 would
     read as something else than text."""
 
