@@ -6,7 +6,7 @@
 The text is the Python source of this environment's packages, as bytes; the last files are held out. Arms: bf16, bf16
 once more, and FP8 with one scale for a tensor and for a row. Seeds change initial weights and order of data alike in
 all arms. Full attention's sums have no fixed order on a GPU, so that the second bf16 run says how much of a difference
-is chance; a warm-up of a fifth of the steps is to keep that small. Runs share the GPU, `--at-once` of them.
+is chance; a low rate and a long warm-up are to keep that small. Runs share the GPU, `--at-once` of them.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def recipe(folder: Path, arm: str, seed: int, settings: argparse.Namespace) -> d
             }
         ],
         "optim": {
-            "lr": 1e-3,
+            "lr": 5e-4,
             "schedule": {"kind": "cosine", "warmup_tokens": settings.steps // 5 * settings.batch_tokens},
         },
         "evaluation": {"every": settings.steps, "sequences": 64},
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seq-len", type=int, default=4096)
-    parser.add_argument("--batch-tokens", type=int, default=65536)
+    parser.add_argument("--batch-tokens", type=int, default=32768)
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences of a forward pass")
     parser.add_argument("--at-once", type=int, default=4, help="runs that share the GPU; 4")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)

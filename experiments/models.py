@@ -64,8 +64,8 @@ def recipe(
     /,
     **other: Any,
 ) -> dict[str, Any]:
-    """A recipe with one stage of `tokens` tokens in batches of `batch` tokens, a cosine after a warm-up of 2 %, evaluated
-    at its end. `other` keys replace these."""
+    """A recipe with one stage of `tokens` tokens in batches of `batch`, a cosine after a warm-up of 2 %, evaluated at
+    its end. `other` keys replace these."""
     return {
         "model": dict((SIZES | QUICK_SIZES)[size]) | {"tie_embeddings": True, "rope": {"theta": 500_000.0}},
         "attention": dict(attention),
