@@ -256,6 +256,8 @@ def _attention(
                 # An operator's result must not be its argument.
                 selection = call.given_selection(selected.clone(), q, k)
             out, lse = call.attend(q, k, v, selection)
+        for observer in call.observers:
+            observer.attended(lse)
         return out.contiguous(), lse.contiguous(), list(selection)
 
 

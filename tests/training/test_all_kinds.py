@@ -132,5 +132,10 @@ def test_compiled_and_recomputed_blocks_give_the_same_losses(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # its tracing, without its code
     run = mixed(tmp_path / "compiled", corpora)
     run.recipe |= {"compile": True, "activation_checkpointing": "full"}
+    run.recipe["evaluation"] = {"gate_probe": {"queries": 8, "every": STEPS}}
+    run.recipe["data"]["validation"] = run.recipe["data"]["train"]
     assert run.train_here("--stop-at-step", str(STEPS)) == 0
+    (probe,) = run.records("gate_probe")
+    for layer, shown in enumerate(probe["gate_probe"]["attention_statistics"]):
+        assert set(shown) == set(KINDS[kind_of(layer, stage=0)].statistics), kind_of(layer, stage=0)
     assert run.losses() == pytest.approx(finished.losses()[:STEPS], rel=1e-5)

@@ -46,6 +46,22 @@ def with_earlier_states(
     return out_nHd + ranges.added_by(before_rHdd, q_nHd, log_decay_H).to(out_nHd.dtype)
 
 
+def states_behind(k_nKd: Tensor, v_nKd: Tensor, log_decay_H: Tensor, shard: Shard) -> Tensor:
+    """The state behind the last token of each of the shard's ranges, [r, H, d, d], with what came before the range.
+
+    One key/value head at a time, to spare memory. All ranks must call it together.
+    """
+    ranges = once(shard.layout, "linear ranges", lambda: _Ranges.of_queries(shard.layout))
+    heads = zip(k_nKd.split(1, 1), v_nKd.split(1, 1), log_decay_H.chunk(k_nKd.shape[1]), strict=True)
+    states_rHdd = torch.cat([ranges.states_behind(*head) for head in heads], 1)
+    if len(shard.ranges_by_rank) == 1:
+        return states_rHdd
+    before_rHdd = _from_other_ranks(states_rHdd, log_decay_H, shard)
+    last_r1 = (ranges.lengths_r - 1).clamp(min=0)[:, None]
+    weights_rH = _powers(log_decay_H, ranges.lengths_r, states_rHdd.dtype) * ranges.same_as_first_rL.gather(1, last_r1)
+    return states_rHdd + weights_rH[..., None, None] * before_rHdd
+
+
 @dataclass(frozen=True)
 class _Ranges:
     """The ranges of a layer's rows; follows from the layout, and all layers share it."""

@@ -21,10 +21,14 @@ from moba_train.attention.nsa.geometry import CompressedBlocks
 from moba_train.attention.nsa.parameters import NsaParameters
 from moba_train.attention.nsa.selection import BlockChoice
 from moba_train.attention.shard import Shard
+from moba_train.attention.statistics import SELECTION, SOFTMAX, Statistics
 from moba_train.attention.window import WindowAttention
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from moba_train.config.quantities import Length
+
+BRANCHES = ("compressed", "selected", "window")
+"""In the order of their gates."""
 
 
 class NsaOptions(Section):
@@ -65,6 +69,7 @@ class NsaKind(AttentionKind):
 
     name = "nsa"
     Options = NsaOptions
+    statistics = SOFTMAX | SELECTION | {f"gate_{branch}": f"gate of the {branch} branch" for branch in BRANCHES}
 
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)
@@ -76,7 +81,14 @@ class NsaKind(AttentionKind):
             self.blocks, options.block_size, options.topk, options.first, options.local, options.backend
         )
         self.compressed = CompressedAttention(self.blocks, head_dim, options.backend)
-        self.selected = GivenBlocks(options.block_size, head_dim, options.backend, "attention.nsa.backend")
+        self.selected = GivenBlocks(
+            options.block_size,
+            head_dim,
+            options.backend,
+            "attention.nsa.backend",
+            first=options.first,
+            local=options.local,
+        )
         self.window = WindowAttention(options.window, head_dim, options.backend)
         self.all_blocks = FullAttention(FullAttention.Options(), head_dim)
         self.attentions = (self.compressed, self.selected, self.window)
@@ -122,6 +134,9 @@ class NsaKind(AttentionKind):
         # Each branch is gated where it is computed: then the backward pass has one branch's gradient at a time.
         gates_nH3 = parameters.gates(shard.own(layer.x_TD)).unflatten(-1, (-1, 3)).sigmoid()
         gates = [gate_nH.unsqueeze(-1) for gate_nH in gates_nH3.unbind(-1)]
+        if shard.observer:
+            means = {f"gate_{branch}": gate.mean().item() for branch, gate in zip(BRANCHES, gates, strict=True)}
+            shard.observer.report(Statistics(means, len(q_nHd)) if len(q_nHd) else Statistics())
         out_nHd, lse_Hn = shard.attend(q_nHd, k_NKd, v_NKd, self.compressed)
         sum_nHd = out_nHd * gates[0]
         if shard.attends_to_all:
