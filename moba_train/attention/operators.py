@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -219,6 +220,20 @@ def with_layout(function: Callable[..., Any], *, traced: bool = False) -> Callab
         parameters=[*parameters[:at], *flat, *parameters[at + 1 :]]
     )
     return flattened
+
+
+@torch.library.custom_op("moba_train::query_positions", mutates_args=())
+@with_layout
+def query_positions(layout: Layout, queries: int) -> Tensor:
+    """int64 [queries]: position of each of the layout's queries in its document, for code that torch.compile traces:
+    there, what a layout keeps would make a recomputed layer another one than the first time."""
+    return layout.positions(layout.q_tokens, layout.q_documents)
+
+
+@query_positions.register_fake
+@partial(with_layout, traced=True)
+def _(layout: Layout, queries: int) -> Tensor:
+    return layout.cu_seqlens.new_empty((queries,), dtype=torch.int64)
 
 
 def _part(layout: Layout, q_ranges: Sequence[int]) -> Layout:

@@ -141,7 +141,7 @@ def test_looking_at_a_step_does_not_change_the_training(run: Run, monkeypatch: p
 def test_a_dump_of_an_earlier_version_is_shown(skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path) -> None:
     run, _ = skipping
     found = dump(run, POISONED)
-    moba, full = found.pop("attention")
+    moba, _ = found.pop("attention")
     (rank,) = found["ranks"]
     del rank["attention"]
     rank |= {"max_lse": [moba["max_lse"], None], "gate": [{"selected": 8, "entropy": 0.123}, None]}

@@ -47,12 +47,10 @@ class CompressedBlocks:
 
         return layout.cached(("compressed blocks", self), make)
 
-    @torch.compiler.disable
     def places(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """int64 [N, L]: the tokens of every block; int64 [N]: position of its first token in its document.
 
-        Ids of no block have any tokens. Kept with the layout, so not compiled: what is kept would compile every layer
-        anew.
+        Ids of no block have any tokens. Kept with the layout.
         """
         return layout.cached(("compressed block places", self), lambda: self._places(layout))
 

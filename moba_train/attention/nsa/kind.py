@@ -5,6 +5,7 @@ d head width, C selected blocks of a query.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,10 +17,11 @@ from moba_train.attention.blocks.given import GivenBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.moba.kind import attended_pairs
+from moba_train.attention.nsa import operators
 from moba_train.attention.nsa.compressed import CompressedAttention
 from moba_train.attention.nsa.geometry import CompressedBlocks
 from moba_train.attention.nsa.parameters import NsaParameters
-from moba_train.attention.nsa.selection import BlockChoice
+from moba_train.attention.operators import layout_arguments
 from moba_train.attention.shard import Shard
 from moba_train.attention.statistics import SELECTION, SOFTMAX, Statistics
 from moba_train.attention.window import WindowAttention
@@ -77,9 +79,6 @@ class NsaKind(AttentionKind):
         if problems := list(_contradictions(options, "")):
             raise ValueError("; ".join(problems))
         self.blocks = CompressedBlocks(options.compressed_block, options.stride)
-        self.choice = BlockChoice(
-            self.blocks, options.block_size, options.topk, options.first, options.local, options.backend
-        )
         self.compressed = CompressedAttention(self.blocks, head_dim, options.backend)
         self.selected = GivenBlocks(
             options.block_size,
@@ -124,10 +123,12 @@ class NsaKind(AttentionKind):
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """The three branches' outputs, each times its gate."""
         assert isinstance(parameters, NsaParameters)
+        options = self._options
         shard = layer.shard
         q_nHd = shard.own(layer.rotate(layer.q_THd))
         compressed, selected, window = self._keys_and_values(layer, shard, parameters)
-        tokens_NL, positions_N = self.blocks.places(shard.layout)
+        where = layout_arguments(shard.layout)
+        tokens_NL, positions_N = operators.places(*where, *astuple(self.blocks))
         # Compressed before they are rotated, so that the MLP does not see where in its document a block is.
         k_NKd = layer.rotate_at(parameters.compress_k(compressed.k, tokens_NL), positions_N)
         v_NKd = parameters.compress_v(compressed.v, tokens_NL)
@@ -142,7 +143,9 @@ class NsaKind(AttentionKind):
         if shard.attends_to_all:
             out_nHd, _ = shard.attend(q_nHd, *selected, self.all_blocks)
         else:
-            chosen_HnC = self.choice.choose(q_nHd, k_NKd, lse_Hn, shard.layout, self.compressed.scale)
+            sizes = (*astuple(self.blocks), options.block_size, options.topk, options.first, options.local)
+            scale = self.compressed.scale
+            chosen_HnC = operators.choose(q_nHd, k_NKd, lse_Hn, *where, *sizes, options.backend, scale)
             out_nHd, _ = shard.attend(q_nHd, *selected, self.selected, chosen_HnC)
         sum_nHd = torch.addcmul(sum_nHd, out_nHd, gates[1])
         out_nHd, _ = shard.attend(q_nHd, *window, self.window)
