@@ -3,14 +3,17 @@
     python -m benchmarks.float8_loss --output benchmarks/results/float8-loss-h200.json
     python -m benchmarks.float8_loss --plot docs/float8-loss.svg --output benchmarks/results/float8-loss-h200.json
 
-The text is the Python source of this environment's packages, as bytes; the last files are held out. Arms: bf16, and
-FP8 with one scale for a tensor and for a row. Seeds change initial weights and order of data alike in all arms, so that
-the distance between seeds says how much of a difference is chance.
+The text is the Python source of this environment's packages, as bytes; the last files are held out. Arms: bf16, bf16
+once more, and FP8 with one scale for a tensor and for a row. Seeds change initial weights and order of data alike in
+all arms. Full attention's sums have no fixed order on a GPU, so that the second bf16 run says how much of a difference
+is chance; a low rate and a long warm-up are to keep that small. Runs share the GPU, `--at-once` of them.
 """
 
 import argparse
+import functools
 import json
 import random
+import statistics
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -20,18 +23,19 @@ import numpy as np
 
 from benchmarks.options import need_gpus
 from benchmarks.plotting import GREY, STYLE, plain, stamp
-from benchmarks.record import save
-from benchmarks.trainer_run import launch
+from benchmarks.record import markdown, save
+from benchmarks.trainer_run import launch, side_by_side
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.telemetry.jsonl import read_records
 
 ARMS: dict[str, dict[str, Any]] = {
     "bf16": {},
+    "bf16 again": {},
     "fp8 tensorwise": {"linear": "fp8"},
     "fp8 rowwise": {"linear": "fp8", "fp8": {"scaling": "rowwise"}},
 }
 MODEL = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1408, "layers": 8, "heads": 8, "kv_heads": 2}
-_COLOURS = {"bf16": GREY, "fp8 tensorwise": "#d9480f", "fp8 rowwise": "#1c7ed6"}
+_COLOURS = {"bf16": GREY, "bf16 again": "#2b8a3e", "fp8 tensorwise": "#d9480f", "fp8 rowwise": "#1c7ed6"}
 
 
 def write_text(folder: Path, tokens: int) -> None:
@@ -66,7 +70,10 @@ def recipe(folder: Path, arm: str, seed: int, settings: argparse.Namespace) -> d
                 "micro_batch_size": settings.micro_batch,
             }
         ],
-        "optim": {"lr": 1e-3, "schedule": {"kind": "cosine", "warmup_tokens": settings.batch_tokens * 20}},
+        "optim": {
+            "lr": 5e-4,
+            "schedule": {"kind": "cosine", "warmup_tokens": settings.steps // 5 * settings.batch_tokens},
+        },
         "evaluation": {"every": settings.steps, "sequences": 64},
         "checkpoint": {"every": 10**6},
         "telemetry": {"wandb": {"mode": "disabled"}, "console": False},
@@ -76,7 +83,7 @@ def recipe(folder: Path, arm: str, seed: int, settings: argparse.Namespace) -> d
 def run(folder: Path, arm: str, seed: int, settings: argparse.Namespace) -> dict[str, Any]:
     """Train once: the training loss of every step, and the validation loss at the end."""
     content = recipe(folder, arm, seed, settings)
-    launch(content, folder / "recipe.yaml", 1, check=True)
+    launch(content, Path(f"{content['run_dir']}.yaml"), 1, check=True)
     records = read_records(Path(content["run_dir"]) / "metrics.jsonl")
     losses = [record["loss"] for record in records if record["type"] == "metrics"]
     validation = [record["eval_loss"] for record in records if record["type"] == "validation_loss"]
@@ -100,23 +107,36 @@ def _end(run: dict[str, Any]) -> float:
     return sum(losses) / len(losses)
 
 
+def table(runs: list[dict[str, Any]]) -> str:
+    """The summary; the error is the standard error of the mean over the seeds."""
+    rows = [["arm", "validation loss of the seeds", "last tenth of the steps against bf16", "mean"]]
+    for arm, numbers in summary(runs).items():
+        shares = numbers["loss_over_bf16"]
+        mean = f"{statistics.mean(shares):+.2%}" if shares else "–"
+        if len(shares) > 1:
+            mean += f" +- {statistics.stdev(shares) / len(shares) ** 0.5:.2%}"
+        losses = ", ".join(f"{loss:.4f}" for loss in numbers["validation_loss"])
+        rows.append([arm, losses, ", ".join(f"{share:+.2%}" for share in shares), mean])
+    return markdown(rows)
+
+
 def draw(source: Path, plot: Path) -> None:
-    """Draw the curves of the first seed, and their distance from bf16, as an SVG."""
+    """Draw the curves of the first seed, and every seed's distance from bf16, as an SVG."""
     import matplotlib.pyplot as plt
 
     text = source.read_text()
     runs = json.loads(text)["results"]["runs"]
-    seed = runs[0]["seed"]
-    curves = {run["arm"]: np.array(run["losses"]) for run in runs if run["seed"] == seed}
+    curves = {(run["arm"], run["seed"]): np.array(run["losses"]) for run in runs}
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-        for arm, losses in curves.items():
+        for (arm, seed), losses in curves.items():
             steps = np.arange(1, len(losses) + 1)
-            left.plot(steps, losses, color=_COLOURS[arm], lw=1.2, label=arm)
-            if arm != "bf16":
+            if seed == runs[0]["seed"]:
+                left.plot(steps, losses, color=_COLOURS[arm], lw=1.2, label=arm)
+            if arm != "bf16" and ("bf16", seed) in curves:
                 window = np.ones(20) / 20
-                relative = np.convolve(losses / curves["bf16"] - 1, window, mode="valid")
-                right.plot(steps[19:], 100 * relative, color=_COLOURS[arm], lw=1.2, label=arm)
+                relative = np.convolve(losses / curves["bf16", seed] - 1, window, mode="valid")
+                right.plot(steps[19:], 100 * relative, color=_COLOURS[arm], lw=1)
         left.set_title("training loss, nats a byte", color=GREY, fontsize=10, loc="left")
         right.set_title("above bf16, %, mean of 20 steps", color=GREY, fontsize=10, loc="left")
         right.axhline(0, color=GREY, lw=0.8)
@@ -131,10 +151,11 @@ def draw(source: Path, plot: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seq-len", type=int, default=4096)
-    parser.add_argument("--batch-tokens", type=int, default=65536)
+    parser.add_argument("--batch-tokens", type=int, default=32768)
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences of a forward pass")
+    parser.add_argument("--at-once", type=int, default=4, help="runs that share the GPU; 4")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--plot", type=Path, help="draw --output into this SVG and train nothing")
     parser.add_argument("--output", type=Path, required=True)
@@ -147,15 +168,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_text(folder, settings.steps * settings.batch_tokens)
-        for seed in range(settings.seeds):
-            for arm in ARMS:
-                runs.append(run(folder, arm, seed, settings))
-                given = {key: value for key, value in vars(settings).items() if key not in ("output", "plot")}
-                save(settings.output, given | {"model": MODEL}, {"summary": summary(runs), "runs": runs})
-                print(f"{arm:<16} seed {seed}: validation loss {runs[-1]['validation_loss']:.4f}", flush=True)
-    for arm, numbers in summary(runs).items():
-        shares = ", ".join(f"{share:+.2%}" for share in numbers["loss_over_bf16"])
-        print(f"{arm:<16} loss of the last tenth against bf16: {shares}")
+        given = {key: value for key, value in vars(settings).items() if key not in ("output", "plot")}
+        jobs = [functools.partial(run, folder, arm, seed, settings) for seed in range(settings.seeds) for arm in ARMS]
+        for found in side_by_side(jobs, settings.at_once):
+            runs = sorted([*runs, found], key=lambda run: (run["seed"], list(ARMS).index(run["arm"])))
+            save(settings.output, given | {"model": MODEL}, {"summary": summary(runs), "runs": runs})
+            loss = f"{found['validation_loss']:.4f}"
+            print(f"{found['arm']:<16} seed {found['seed']}: validation loss {loss}", flush=True)
+    print(table(runs))
 
 
 if __name__ == "__main__":

@@ -131,11 +131,12 @@ def train_arm(arm: str, folder: Path, arguments: argparse.Namespace) -> dict[str
     """Train a few steps with the real trainer: spreads of the steady steps' metrics, or the error and the log."""
     run_dir = folder / "run"
     own = {"optim": ARMS[arm], "compile": True, "activation_checkpointing": "full", "attention": {"default": "full"}}
+    own["checkpoint"] = {"every": None}  # of 8B parameters it has 90 GiB
     steps = WARM_UP_STEPS + arguments.steps
     content = recipe(arguments.model, folder / "corpus", run_dir, arguments.seq_len, arguments.gpus, steps, **own)
     done = launch(content, folder / "recipe.yaml", arguments.gpus, capture_output=True)
     records = read_records(run_dir / "metrics.jsonl") if done.returncode == 0 else []
-    shutil.rmtree(run_dir, ignore_errors=True)  # its last checkpoint is many gigabytes
+    shutil.rmtree(run_dir, ignore_errors=True)
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "rror" in line), "")
         return {"error": first, "log": done.stderr[-4000:]}

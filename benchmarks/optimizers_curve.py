@@ -9,6 +9,7 @@ runs at each of the learning rates with every seed, so that neither is judged by
 """
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -21,7 +22,7 @@ from benchmarks.float8_loss import MODEL, write_text
 from benchmarks.options import need_gpus
 from benchmarks.plotting import GREY, STYLE, plain, stamp
 from benchmarks.record import markdown, save
-from benchmarks.trainer_run import launch
+from benchmarks.trainer_run import launch, side_by_side
 from moba_train.telemetry.jsonl import read_records
 
 ARMS = ("adamw", "muon")
@@ -50,7 +51,7 @@ def run(folder: Path, arm: str, rate: float, seed: int, settings: argparse.Names
         "checkpoint": {"every": 10**6},
         "telemetry": {"wandb": {"mode": "disabled"}, "console": False},
     }
-    launch(content, folder / "recipe.yaml", 1, check=True)
+    launch(content, Path(f"{content['run_dir']}.yaml"), 1, check=True)
     records = read_records(Path(content["run_dir"]) / "metrics.jsonl")
     steps = [record for record in records if record["type"] == "metrics"]
     validation = [record["eval_loss"] for record in records if record["type"] == "validation_loss"]
@@ -140,10 +141,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])
+    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3])
     parser.add_argument("--seq-len", type=int, default=4096)
-    parser.add_argument("--batch-tokens", type=int, default=65536)
+    parser.add_argument("--batch-tokens", type=int, default=32768)
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences of a forward pass")
+    parser.add_argument("--at-once", type=int, default=1, help="runs that share the GPU; step times then say little; 1")
     parser.add_argument("--quick", action="store_true", help=f"a tiny model on any device, with {QUICK}")
     parser.add_argument("--plot", type=Path, help="draw --output into this SVG and train nothing")
     parser.add_argument("--output", type=Path, required=True)
@@ -160,12 +162,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_text(folder, settings.steps * settings.batch_tokens)
-        for seed in range(settings.seeds):
-            for rate in settings.rates:
-                for arm in ARMS:
-                    runs.append(run(folder, arm, rate, seed, settings))
-                    save(settings.output, given, {"summary": summary(runs), "runs": runs})
-                    print(f"{arm:<6} lr {rate:g} seed {seed}: {runs[-1]['validation_loss']:.4f}", flush=True)
+        jobs = [
+            functools.partial(run, folder, arm, rate, seed, settings)
+            for seed in range(settings.seeds)
+            for rate in settings.rates
+            for arm in ARMS
+        ]
+        for found in side_by_side(jobs, settings.at_once):
+            runs = sorted([*runs, found], key=lambda run: (run["arm"], run["rate"], run["seed"]))
+            save(settings.output, given, {"summary": summary(runs), "runs": runs})
+            loss = f"{found['validation_loss']:.4f}"
+            print(f"{found['arm']:<6} lr {found['rate']:g} seed {found['seed']}: {loss}", flush=True)
     print(table(runs))
 
 

@@ -6,16 +6,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 import numpy as np
 import yaml
 
 from moba_train.data.indexed import IndexedDatasetWriter
 
+Found = TypeVar("Found")
 MODELS = Path(__file__).parent.parent / "configs" / "models"
 WARM_UP_STEPS = 5
 """First steps that are left out of all numbers, because they compile and allocate."""
@@ -58,6 +60,18 @@ def recipe(
 def launch(content: dict[str, Any], file: Path, ranks: int, **how: Any) -> subprocess.CompletedProcess[str]:
     """Write the recipe `content` to `file` and train it on `ranks` ranks; `how` is passed to `subprocess.run`."""
     return subprocess.run(trainer_command(content, file, ranks), text=True, **how)
+
+
+def side_by_side(jobs: Sequence[Callable[[], Found]], at_once: int) -> Iterator[Found]:
+    """What each job returns, as it ends; at most `at_once` run together. When a job raises, those that have not begun
+    never do."""
+    with ThreadPoolExecutor(at_once) as pool:
+        waiting = [pool.submit(job) for job in jobs]
+        try:
+            for job in as_completed(waiting):
+                yield job.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def launch_until(enough: Callable[[], bool], content: dict[str, Any], file: Path, ranks: int) -> None:

@@ -10,7 +10,7 @@ from experiments import published
 from experiments.comparison import Cell, Comparison, Verdict, compare
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import COLOURS, validation_loss
-from experiments.models import FULL, TOKENS_PER_PARAMETER, moba, parameters, recipe
+from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,8 +52,8 @@ class Granularity(Figure):
                 _arm("keys-32-conv-3", seed, moba(32, 2, key_conv=3), shape),
             ]
         tokens = TOKENS_PER_PARAMETER * parameters(SIZE)
-        long = (SIZE, 32_768, tokens, 131_072, {"sequences": 64})
-        short = (SIZE, 8192, tokens, 131_072, {"sequences": 256})
+        long = (SIZE, 32_768, tokens, batch_tokens(32_768), {"sequences": 64})
+        short = (SIZE, 8192, tokens, batch_tokens(8192), {"sequences": 256})
         order = sorted(BLOCKS, key=lambda count: (count not in (BLOCKS[0], BLOCKS[-1]), count))
         found = [_arm("full-32k", seed, FULL, long)]
         found += [_arm(f"blocks-{count}", seed, moba(32_768 // count, count // 4), long) for count in order]
@@ -92,8 +92,8 @@ class Granularity(Figure):
 def _arm(
     name: str, seed: int, attention: Mapping[str, object], shape: tuple[str, int, int, int, Mapping[str, int]]
 ) -> Arm:
-    size, seq_len, tokens, batch_tokens, evaluation = shape
-    return Arm(name, seed, recipe(size, attention, seq_len, tokens, batch_tokens, evaluation))
+    size, seq_len, tokens, batch, evaluation = shape
+    return Arm(name, seed, recipe(size, attention, seq_len, tokens, batch, evaluation))
 
 
 def _values(results: Sequence[Result]) -> dict[str, list[float]]:

@@ -13,7 +13,7 @@ from benchmarks.plotting import GREY, plain
 from experiments.comparison import Cell, Verdict, compare, shared
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import COLOURS
-from experiments.models import FULL, TOKENS_PER_PARAMETER, moba, parameters, recipe
+from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
 from moba_train.config.run import SpikeConfig
 from moba_train.health.spike import RECOVERY_STEPS, SpikeDetector
 
@@ -122,7 +122,7 @@ def _recipe(kinds: tuple[str, str], quick: bool) -> dict[str, Any]:
     """Two stages of one length, with an attention each."""
     size = "small" if quick else "10m"
     attention = moba(16, 2) if quick else moba(512, 3)
-    length, batch = (128, 512) if quick else (8192, 131_072)
+    length, batch = (128, 512) if quick else (8192, batch_tokens(8192))
     tokens = 24 * batch if quick else TOKENS_PER_PARAMETER * parameters(size)
     evaluation = {
         "sequences": 4 if quick else 128,

@@ -12,7 +12,7 @@ from experiments.comparison import Cell, Comparison, Verdict, compare
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import trailing_loss, validation_loss
-from experiments.models import FULL, learning_rate, recipe
+from experiments.models import FULL, batch_tokens, learning_rate, recipe
 from experiments.needle_documents import SHARE, needle_corpus, write_needles
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 SIZE = "10m"
 TOKENS = 100_000_000
-BATCH_TOKENS = 131_072
 LENGTHS = {"8k": 8192, "32k": 32_768}
 QUICK_LENGTHS = {"1k": 1024}
 KEYS = 1536
@@ -152,7 +151,7 @@ def evaluation(seq_len: int, quick: bool) -> dict[str, Any]:
 
 def shape(seq_len: int, tokens: int, quick: bool) -> tuple[int, int, int, dict[str, Any]]:
     """Length, training tokens, tokens of a step and evaluation of arms with needles."""
-    budget = (4096, 2048) if quick else (tokens, BATCH_TOKENS)
+    budget = (4096, 2048) if quick else (tokens, batch_tokens(seq_len))
     return (seq_len, *budget, evaluation(seq_len, quick))
 
 

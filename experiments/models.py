@@ -9,6 +9,7 @@ from typing import Any
 
 TOKENS_PER_PARAMETER = 20
 """Training tokens for each parameter, as in Hoffmann et al. 2022 (arXiv:2203.15556) and MoBA's own scaling runs."""
+BATCH_TOKENS = 131_072
 
 SIZES: dict[str, dict[str, int]] = {
     "4m": {"hidden_size": 256, "intermediate_size": 704, "layers": 6, "heads": 4, "kv_heads": 2},
@@ -39,6 +40,11 @@ def learning_rate(size: str) -> float:
     return 3e-3 * float((256 / (SIZES | QUICK_SIZES)[size]["hidden_size"]) ** 0.5)
 
 
+def batch_tokens(seq_len: int) -> int:
+    """Tokens of a batch, chosen by experiments/settings.py; at least two sequences, which two GPUs can share."""
+    return max(BATCH_TOKENS, 2 * seq_len)
+
+
 def moba(block_size: int, topk: int, **options: Any) -> dict[str, Any]:
     """The section `attention` of a model whose layers are all MoBA; `topk` counts the query's own block."""
     return {"default": "moba", "moba": {"block_size": block_size, "topk": topk, **options}}
@@ -53,17 +59,17 @@ def recipe(
     attention: Mapping[str, Any],
     seq_len: int,
     tokens: int,
-    batch_tokens: int,
+    batch: int,
     evaluation: Mapping[str, Any],
     /,
     **other: Any,
 ) -> dict[str, Any]:
-    """A recipe with one stage of `tokens` tokens, a cosine after a warm-up of 2 %, evaluated at its end. `other` keys
-    replace these."""
+    """A recipe with one stage of `tokens` tokens in batches of `batch`, a cosine after a warm-up of 2 %, evaluated at
+    its end. `other` keys replace these."""
     return {
         "model": dict((SIZES | QUICK_SIZES)[size]) | {"tie_embeddings": True, "rope": {"theta": 500_000.0}},
         "attention": dict(attention),
-        "batch_tokens": batch_tokens,
+        "batch_tokens": batch,
         "stages": [{"name": "train", "seq_len": seq_len, "tokens": tokens}],
         "optim": {"lr": learning_rate(size), "schedule": {"kind": "cosine", "warmup_tokens": tokens // 50}},
         "evaluation": {"every": 10**6, **evaluation},

@@ -7,6 +7,7 @@ from experiments.hybrid import Hybrid
 from experiments.mechanisms import Mechanisms
 from experiments.needles import Needles
 from experiments.scaling import Scaling
+from experiments.settings import Settings
 from experiments.short_first import ShortFirst
 from experiments.third_cliff import ThirdCliff
 from experiments.trailing import Position, Trailing
@@ -16,6 +17,7 @@ from experiments.versions import Versions
 FIGURES: dict[str, Figure] = {
     figure.name: figure
     for figure in (
+        Settings(),
         Scaling(),
         Trailing(),
         Position(),

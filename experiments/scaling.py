@@ -12,7 +12,7 @@ from experiments import published
 from experiments.comparison import Verdict, compare
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import AXES, COLOURS, fit, paired, split, validation_loss
-from experiments.models import FULL, TOKENS_PER_PARAMETER, moba, parameters, recipe
+from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,6 @@ class ScalingFigure(Figure):
 
     sizes: ClassVar[tuple[str, ...]]
     seq_len: ClassVar[int]
-    batch_tokens: ClassVar[int]
     block_size = 512
     topk = 3
     loss_name: ClassVar[str]
@@ -50,7 +49,7 @@ class ScalingFigure(Figure):
         else:
             kind = moba(self.block_size, self.topk) if attention == "moba" else FULL
             tokens = TOKENS_PER_PARAMETER * parameters(size)
-            shape = (self.seq_len, tokens, self.batch_tokens, self.evaluation)
+            shape = (self.seq_len, tokens, batch_tokens(self.seq_len), self.evaluation)
         return Arm(f"{attention}-{size}", seed, recipe(size, kind, *shape), self.evaluations(quick))
 
     def evaluations(self, quick: bool) -> dict[str, Sequence[str]]:
@@ -157,7 +156,6 @@ class Scaling(ScalingFigure):
     )
     sizes = ("4m", "6m", "10m", "15m", "21m")
     seq_len = 8192
-    batch_tokens = 131_072
     loss_name = "validation loss"
     laws = published.VALIDATION_8K
     evaluation = {"sequences": 256}

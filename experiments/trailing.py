@@ -42,7 +42,6 @@ class Trailing(ScalingFigure):
     )
     sizes = ("4m", "6m", "10m", "15m")
     seq_len = 32_768
-    batch_tokens = 131_072
     loss_name = "trailing loss"
     laws = published.TRAILING_32K
     evaluation = {"sequences": 32, "position_wise": {"bucket": 2048, "sequences": 128, "attention": "own"}}

@@ -9,7 +9,7 @@ from benchmarks.plotting import GREY, plain
 from experiments.comparison import Cell, Comparison, Verdict, compare
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import validation_loss
-from experiments.models import FULL, learning_rate, moba, recipe
+from experiments.models import FULL, batch_tokens, learning_rate, moba, recipe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,6 @@ RATES = (0.5, 1, 4)
 """Peak learning rates, in units of `models.learning_rate`."""
 INSERTED_SIZE = "10m"
 SEQ_LEN = 8192
-BATCH_TOKENS = 131_072
 KINDS = ("full", "moba_v05", "moba_v1-sum", "moba_v1-gate", "moba")
 LABELS = {"moba_v05": "v0.5", "moba_v1-sum": "v1, sum", "moba_v1-gate": "v1, gate", "moba": "v2", "full": "full"}
 COLOURS = {
@@ -119,7 +118,9 @@ class Versions(Figure):
 
 def _trained(kind: str, size: str, rate: float, tokens: int, seed: int, quick: bool) -> Arm:
     section = attention(kind, 16, 3) if quick else attention(kind, 512, 3)
-    shape = (128, tokens, 2048, {"sequences": 4}) if quick else (SEQ_LEN, tokens, BATCH_TOKENS, {"sequences": 256})
+    shape = (
+        (128, tokens, 2048, {"sequences": 4}) if quick else (SEQ_LEN, tokens, batch_tokens(SEQ_LEN), {"sequences": 256})
+    )
     content = recipe(size, section, *shape)
     content["optim"] = {**content["optim"], "lr": rate * learning_rate(size)}
     both = {WITH_FULL: ["--attention", "full", "--tasks", "validation_loss"]}

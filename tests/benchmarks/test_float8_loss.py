@@ -1,6 +1,7 @@
 """The loss curves in FP8: the text, one short emulated run on the CPU, the summary and the plot."""
 
 import argparse
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from benchmarks import float8_loss
+from benchmarks.trainer_run import side_by_side
 from moba_train.data.indexed import IndexedDataset
 from moba_train.train import main
 
@@ -36,7 +38,25 @@ def test_an_arm_trains_on_real_text_and_is_drawn(tmp_path: Path, monkeypatch: py
     found = float8_loss.summary(runs)
     assert found["bf16"]["loss_over_bf16"] == [0.0]
     assert abs(found["fp8 tensorwise"]["loss_over_bf16"][0]) < 0.01
+    assert "+0.00%" in float8_loss.table(runs)
     source = tmp_path / "results.json"
     source.write_text(json.dumps({"results": {"runs": runs}}))
     float8_loss.draw(source, tmp_path / "plot.svg")
     assert "above bf16" in (tmp_path / "plot.svg").read_text()
+
+
+def test_runs_side_by_side_end_with_the_first_that_fails() -> None:
+    begun = []
+
+    def job(number: int) -> int:
+        begun.append(number)
+        if number == 1:
+            raise RuntimeError("out of memory")
+        return number
+
+    jobs = [functools.partial(job, number) for number in range(4)]
+    assert sorted(side_by_side([jobs[0], jobs[2]], 2)) == [0, 2]
+    begun.clear()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(side_by_side(jobs, 1))
+    assert begun[:2] == [0, 1]

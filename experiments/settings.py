@@ -1,0 +1,75 @@
+"""F0: the batch and the learning rate that the other figures train with, chosen with full attention alone."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from benchmarks.plotting import GREY, plain
+from experiments.figure import Arm, Figure, Finding, Result
+from experiments.fits import validation_loss
+from experiments.models import FULL, TOKENS_PER_PARAMETER, learning_rate, parameters, recipe
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+SIZE = "4m"
+BATCHES = {"32k": 32_768, "128k": 131_072}
+"""Tokens of a batch, by the name of the arm."""
+SETTINGS = (("32k", 0.5), ("32k", 0.25), ("128k", 0.5), ("128k", 1.0), ("32k", 1.0))
+"""Batch, and peak learning rate in units of 3e-3 at a width of 256, in the order in which they are worth running."""
+_COLOURS = {"32k": "#d9480f", "128k": GREY}
+_STYLES = {"1": "-", "0.5": "--", "0.25": ":"}
+
+
+class Settings(Figure):
+    """Batch and learning rate of the other figures: validation loss of full attention at several of both."""
+
+    name = "settings"
+    title = "F0. Batch and learning rate"
+    claim = "Nothing: this is no claim of the paper's. The other figures take their batch and learning rate from here."
+    setup = (
+        "A model of 4M parameters with full attention, 20 tokens for each, at 8K, one cosine; batches of 32K and "
+        "128K tokens. No arm has MoBA, so that the choice cannot favour it. A first F5 was trained with batches of 128K"
+        " tokens and a rate of 3e-3 at a width of 256, in 1,486 steps: its arms fell steeply between the 500th and "
+        "700th step, one earlier than another, and were 0.08 nats apart at the end even in the first 512 tokens, where "
+        "both attentions are one function."
+    )
+    seeds: ClassVar[int] = 1
+
+    def arms(self, seed: int, quick: bool) -> list[Arm]:
+        """An arm for each batch and rate."""
+        size, length = ("tiny", 256) if quick else (SIZE, 8192)
+        tokens = 8192 if quick else TOKENS_PER_PARAMETER * parameters(SIZE)
+        arms = []
+        for batch, rate in SETTINGS:
+            batch_tokens = BATCHES[batch] // (64 if quick else 1)
+            made = recipe(size, FULL, length, tokens, batch_tokens, {"sequences": 4 if quick else 256})
+            made["optim"] = {**made["optim"], "lr": rate * learning_rate(size)}
+            arms.append(Arm(f"{batch}-x{rate:g}", seed, made))
+        return arms
+
+    def find(self, results: Sequence[Result]) -> Finding:
+        """Validation loss, steps, largest gradient norm of the second half and spikes of each arm."""
+        rows = [["batch, rate", "steps", "validation loss", "largest gradient norm, second half", "spikes"]]
+        for result in results:
+            norms = [norm for _, norm in result["gradient_norms"]]
+            cells = [f"{validation_loss(result):.4f}", f"{max(norms[len(norms) // 2 :]):.2f}"]
+            rows.append([_label(result), str(result["last_step"]), *cells, str(len(result["spikes"]))])
+        return Finding([], rows)
+
+    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+        """Training loss over tokens."""
+        axes = canvas.subplots()
+        for result in results:
+            batch, _, rate = result["name"].partition("-x")
+            tokens = [step * result["recipe"]["batch_tokens"] / 1e6 for step, _ in result["losses"]]
+            losses = [loss for _, loss in result["losses"]]
+            axes.plot(tokens, losses, _STYLES[rate], lw=1.2, color=_COLOURS[batch], label=_label(result))
+        axes.set_title("training loss, nats", color=GREY, fontsize=10, loc="left")
+        axes.set_xlabel("million tokens", color=GREY)
+        plain(axes)
+        axes.legend(frameon=False, labelcolor=GREY, fontsize=9)
+
+
+def _label(result: Result) -> str:
+    batch, _, rate = result["name"].partition("-x")
+    return f"{batch.upper()}, x{rate}"
