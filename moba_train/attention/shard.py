@@ -32,7 +32,7 @@ class ShardCall(NamedTuple):
 class ShardObserver:
     """Sees what a layer does with its shard. The base class does nothing."""
 
-    def attending(self, call: ShardCall) -> AbstractContextManager[None]:
+    def attending(self, call: ShardCall) -> AbstractContextManager[object]:
         """The context in which `Shard.attend` runs."""
         return nullcontext()
 

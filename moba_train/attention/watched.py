@@ -1,8 +1,7 @@
 """Watching one layer: an engine in the place of its own, which collects the layer's statistics."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -46,11 +45,9 @@ class WatchedEngine(AttentionObserver, ShardObserver):
         if largest != -math.inf:
             self.report(Statistics({"max_lse": largest}))
 
-    @contextmanager
-    def attending(self, call: ShardCall) -> Iterator[None]:
+    def attending(self, call: ShardCall) -> AbstractContextManager[object]:
         """Sees the engine's call inside."""
-        with self._engine.observe(self):
-            yield
+        return self._engine.observe(self)
 
     def could_select(self, call: ShardCall) -> None:
         """Adds the description of these blocks."""

@@ -133,7 +133,7 @@ class LayerProbe(WatchedEngine):
         self.found += _statistics(q_LHD, k_LKD, v_LKD, attention, layout, self.tokens, self._data_shard)
         return super().__call__(q_LHD, k_LKD, v_LKD, attention, layout)
 
-    def attending(self, call: ShardCall) -> AbstractContextManager[None]:
+    def attending(self, call: ShardCall) -> AbstractContextManager[object]:
         """Looks at the blocks that the kind gives, where it does."""
         if call.selected_HnC is not None:
             self.found += given_statistics(call, self.tokens, self._data_shard)

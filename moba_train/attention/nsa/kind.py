@@ -128,10 +128,10 @@ class NsaKind(AttentionKind):
         q_nHd = shard.own(layer.rotate(layer.q_THd))
         compressed, selected, window = self._keys_and_values(layer, shard, parameters)
         where = layout_arguments(shard.layout)
-        tokens_NL, positions_N = operators.places(*where, *astuple(self.blocks))
+        first_N, positions_N = operators.places(*where, *astuple(self.blocks))
         # Compressed before they are rotated, so that the MLP does not see where in its document a block is.
-        k_NKd = layer.rotate_at(parameters.compress_k(compressed.k, tokens_NL), positions_N)
-        v_NKd = parameters.compress_v(compressed.v, tokens_NL)
+        k_NKd = layer.rotate_at(parameters.compress_k(compressed.k, first_N), positions_N)
+        v_NKd = parameters.compress_v(compressed.v, first_N)
         # Each branch is gated where it is computed: then the backward pass has one branch's gradient at a time.
         gates_nH3 = parameters.gates(shard.own(layer.x_TD)).unflatten(-1, (-1, 3)).sigmoid()
         gates = [gate_nH.unsqueeze(-1) for gate_nH in gates_nH3.unbind(-1)]

@@ -3,7 +3,7 @@ whole. Traced, what is kept with the layout would make a recomputed layer anothe
 
 Callers give `operators.layout_arguments` in place of the layout.
 
-Shape suffixes: n queries of the layout, N compressed blocks of L tokens, H query heads, C selected blocks of a query.
+Shape suffixes: n queries of the layout, N compressed blocks, H query heads, C selected blocks of a query.
 """
 
 from functools import partial
@@ -21,17 +21,15 @@ from moba_train.attention.protocol import Layout
 @torch.library.custom_op("moba_train::nsa_places", mutates_args=())
 @with_layout
 def places(layout: Layout, size: int, stride: int) -> tuple[Tensor, Tensor]:
-    """`CompressedBlocks.places`: int64 [N, L] and [N]."""
-    tokens_NL, positions_N = CompressedBlocks(size, stride).places(layout)
-    return tokens_NL.clone(), positions_N.clone()
+    """`CompressedBlocks.places`, int64 [N] each."""
+    return CompressedBlocks(size, stride).places(layout)
 
 
 @places.register_fake
 @partial(with_layout, traced=True)
 def _(layout: Layout, size: int, stride: int) -> tuple[Tensor, Tensor]:
-    blocks = CompressedBlocks(size, stride).bound(layout)
-    like = layout.cu_seqlens
-    return like.new_empty((blocks, size), dtype=torch.int64), like.new_empty((blocks,), dtype=torch.int64)
+    like = layout.cu_seqlens.new_empty((CompressedBlocks(size, stride).bound(layout),), dtype=torch.int64)
+    return like, torch.empty_like(like)
 
 
 @torch.library.custom_op("moba_train::nsa_choose", mutates_args=())
