@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from benchmarks.plotting import GREY, plain
+from benchmarks.plotting import GREY, titled
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import validation_loss
 from experiments.models import FULL, TOKENS_PER_PARAMETER, learning_rate, parameters, recipe
@@ -64,9 +64,7 @@ class Settings(Figure):
             tokens = [step * result["recipe"]["batch_tokens"] / 1e6 for step, _ in result["losses"]]
             losses = [loss for _, loss in result["losses"]]
             axes.plot(tokens, losses, _STYLES[rate], lw=1.2, color=_COLOURS[batch], label=_label(result))
-        axes.set_title("training loss, nats", color=GREY, fontsize=10, loc="left")
-        axes.set_xlabel("million tokens", color=GREY)
-        plain(axes)
+        titled(axes, "training loss, nats", "million tokens")
         axes.legend(frameon=False, labelcolor=GREY, fontsize=9)
 
 

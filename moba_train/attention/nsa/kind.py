@@ -188,13 +188,14 @@ class NsaKind(AttentionKind):
 
     def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
         """The outputs of three branches, two more LSEs, gates, selected blocks and their inverse lists, keys and values
-        of the branches, compressed keys and values and the rotation of the former; 16-bit elements."""
+        of the branches, compressed keys and values, the rotation of the former and their first tokens; 16-bit elements,
+        64-bit tokens."""
         options = self._options
         kv = model.kv_heads * model.head_width
         branches = 3 * 2 * model.heads * model.head_width + 2 * 4 * model.heads + 3 * 2 * model.heads
         selected = 2 * 4 * model.heads * min(options.topk - 1, seq_len // options.block_size + 1)
         own = (4 + 2 * model.qk_norm) * 2 * kv if options.separate_kv else 2 * kv
-        compressed = (2 * 2 * kv + 4 * model.head_width) // options.stride
+        compressed = (2 * 2 * kv + 4 * model.head_width + 8) // options.stride
         return branches + selected + own + compressed
 
     def _compressed_pairs(self, lengths: Sequence[int]) -> int:

@@ -4,8 +4,7 @@ Shape suffixes: T tokens of the packed sequence, L rows of a shard, R ranks.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Self, get_args
 
@@ -39,6 +38,12 @@ class SequenceLayout:
     """Rows of every shard, L."""
     ranges: tuple[TokenRanges, ...]
     """Token ranges of each rank."""
+    placed_ranges: tuple[PlacedRange, ...] = field(init=False, repr=False, compare=False)
+    """The tokens of all ranks in ascending order, adjacent ranges in adjacent rows merged."""
+    _is_packed: bool = field(init=False, repr=False, compare=False)
+    """Whether the concatenation of all shards has the tokens in ascending order, with padding only at its end."""
+    _total_tokens: int = field(init=False, repr=False, compare=False)
+    """Number of tokens of all ranks."""
 
     @classmethod
     def split(cls, total: int, ranks: int, layout: CPLayout) -> Self:
@@ -77,7 +82,7 @@ class SequenceLayout:
         """Token ranges of a rank, as `attention.protocol.Layout` takes them: None for the whole sequence."""
         return self._none_if_complete(self.ranges[rank])
 
-    @cached_property
+    @property
     def all_ranges(self) -> TokenRanges | None:
         """Token ranges of all ranks, as `attention.protocol.Layout` takes them: None for the whole sequence."""
         return self._none_if_complete(_joined(self.ranges))
@@ -94,9 +99,13 @@ class SequenceLayout:
         groups = [self.ranges[first : first + size] for first in range(0, self.ranks, size)]
         return SequenceLayout(self.total, self.rows * size, tuple(_joined(group) for group in groups))
 
-    @cached_property
-    def placed_ranges(self) -> tuple[PlacedRange, ...]:
-        """The tokens of all ranks in ascending order, adjacent ranges in adjacent rows merged."""
+    def __post_init__(self) -> None:
+        # Set here and not when they are asked for: torch.compile takes no layer as a whole that changes an object.
+        object.__setattr__(self, "placed_ranges", self._placed_ranges())
+        object.__setattr__(self, "_is_packed", self._shards_ascend())
+        object.__setattr__(self, "_total_tokens", sum(self.tokens(rank) for rank in range(self.ranks)))
+
+    def _placed_ranges(self) -> tuple[PlacedRange, ...]:
         found = []
         for rank, ranges in enumerate(self.ranges):
             row = rank * self.rows
@@ -112,14 +121,7 @@ class SequenceLayout:
                 merged.append(placed)
         return tuple(merged)
 
-    @cached_property
-    def _total_tokens(self) -> int:
-        """Number of tokens of all ranks."""
-        return sum(self.tokens(rank) for rank in range(self.ranks))
-
-    @cached_property
-    def _is_packed(self) -> bool:
-        """Whether the concatenation of all shards has the tokens in ascending order, with padding only at its end."""
+    def _shards_ascend(self) -> bool:
         first = 0
         for start, stop, row in self.placed_ranges:
             if row != first:
