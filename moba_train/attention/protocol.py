@@ -43,8 +43,13 @@ TokenRanges = tuple[TokenRange, ...]
 
 def joined_ranges(ranges: Iterable[tuple[int, int]]) -> TokenRanges:
     """Ascending ranges that hold the tokens of `ranges`: adjacent ones are joined, empty ones dropped."""
+    return join_ascending(sorted(ranges))
+
+
+def join_ascending(ranges: Iterable[tuple[int, int]]) -> TokenRanges:
+    """`joined_ranges` of ascending ranges. Takes sizes that torch.compile traces as symbols, which it cannot sort."""
     joined: list[TokenRange] = []
-    for start, stop in sorted(ranges):
+    for start, stop in ranges:
         if start == stop:
             continue
         if joined and joined[-1].stop == start:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self, get_args
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import TokenRange, TokenRanges, joined_ranges
+from moba_train.attention.protocol import TokenRange, TokenRanges, join_ascending, joined_ranges
 from moba_train.config.run import CPLayout
 from moba_train.parallel.context.copies import copy_into
 
@@ -66,8 +66,8 @@ class SequenceLayout:
         edges = [min(part * size, total) for part in range(count + 1)]
         parts = list(pairwise(edges))
         if layout == "contiguous":
-            return cls(total, size, tuple(joined_ranges([part]) for part in parts))
-        return cls(total, 2 * size, tuple(joined_ranges([parts[r], parts[-1 - r]]) for r in range(ranks)))
+            return cls(total, size, tuple(join_ascending([part]) for part in parts))
+        return cls(total, 2 * size, tuple(join_ascending([parts[r], parts[-1 - r]]) for r in range(ranks)))
 
     @property
     def ranks(self) -> int:
@@ -113,7 +113,7 @@ class SequenceLayout:
                 found.append(PlacedRange(start, stop, row))
                 row += stop - start
         merged: list[PlacedRange] = []
-        for placed in sorted(found):
+        for placed in _ascending(found):
             last = merged[-1] if merged else None
             if last and last.stop == placed.start and last.row + last.stop - last.start == placed.row:
                 merged[-1] = last._replace(stop=placed.stop)
@@ -175,6 +175,17 @@ class SequenceLayout:
                 copy_into(column[row : row + stop - start], x[first : first + stop - start])
             first += stop - start
         return shards_RL
+
+
+def _ascending(placed: list[PlacedRange]) -> list[PlacedRange]:
+    """Sorted, by comparisons alone: torch.compile cannot sort sizes that it traces as symbols."""
+    found: list[PlacedRange] = []
+    for one in placed:
+        at = len(found)
+        while at and found[at - 1].start > one.start:
+            at -= 1
+        found.insert(at, one)
+    return found
 
 
 def _joined(groups: tuple[TokenRanges, ...]) -> TokenRanges:
