@@ -63,16 +63,17 @@ DeltaRule = Callable[[DeltaInputs, Edges, Tensor | None, bool], tuple[Tensor, Te
 """Outputs [n, H, d] and, if wanted, states [segments, H, d, d], from inputs, edges and the states before segments."""
 
 
-def delta_over_ranks(inputs: DeltaInputs, rule: DeltaRule, shard: Shard) -> tuple[Tensor, Tensor]:
-    """The delta rule [n, H, d] over the rows of a sequence that ranks share, and the states behind this rank's ranges,
-    [r, H, d, d], without gradient. All ranks must call it together.
+def delta_over_ranks(inputs: DeltaInputs, rule: DeltaRule, shard: Shard) -> tuple[Tensor, Tensor | None]:
+    """The delta rule [n, H, d] over the rows of a sequence that ranks share, and for an observer the states behind this
+    rank's ranges, [r, H, d, d]. All ranks must call it together.
 
     It is computed once for all rows, and twice more for those of the documents that go on between ranges.
     """
     layout = shard.layout
     maps_r2Hdd = _maps(inputs, rule, layout)
     before_rHdd = _states_before(gather_ranges(maps_r2Hdd, shard), shard)
-    with torch.no_grad():
+    behind_rHdd = None
+    if shard.observer:
         added_rHdd, kept_rHdd = maps_r2Hdd.unbind(1)
         behind_rHdd = kept_rHdd @ before_rHdd[: len(kept_rHdd)] + added_rHdd
     if not len(inputs.q_nHd):  # its gradients must reach the other ranks all the same
