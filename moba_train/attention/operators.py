@@ -295,10 +295,14 @@ def _(
     # Shapes alone, for torch.compile's tracing: continues in the engine's `empty_selection`, in the same two files.
     if q_ranges is None:
         selection = ENGINES[engine].empty_selection(q, k, call)
-    elif selected is None:
-        selection = call.attention.empty_selection(q, k, _part(layout, q_ranges))
     else:
-        selection = call.attention.empty_given_selection(selected, q, k, _part(layout, q_ranges))
+        # Not `_part`: sizes may be symbols, which no cache takes as keys.
+        ranges = tuple(TokenRange(*pair) for pair in zip(q_ranges[::2], q_ranges[1::2], strict=True))
+        part = replace(layout, q_ranges=ranges, _cache={})
+        if selected is None:
+            selection = call.attention.empty_selection(q, k, part)
+        else:
+            selection = call.attention.empty_given_selection(selected, q, k, part)
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype), list(selection)
 

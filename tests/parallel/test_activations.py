@@ -137,7 +137,7 @@ def test_a_rank_of_several_traces_its_layers_as_a_whole(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(ContextParallel, "all_ranks", lambda _engine, x: torch.cat([x, x]))
     monkeypatch.setattr(ContextParallel, "sum_shards", lambda _engine, x: sum(x.chunk(2)))
-    names = ("lightning", "nsa", "msa", "moa")
+    names = ("lightning", "nsa", "seer", "msa", "moa")
     strategy = CPStrategy(2, "allgather", "zigzag", 2)
     engine = ContextParallel(strategy, thread_transports(strategy)[0][0])
     found = []
