@@ -36,9 +36,7 @@ CPU = torch.device("cpu")
 OPTIONS: dict[str, dict[str, Any]] = {
     "moba": {"block_size": 8, "topk": 3},
     "seer": {"block_size": 8, "topk": 2},
-    "msa": {"block_size": 8, "topk": 2},
     "nsa": {"compressed_block": 4, "stride": 2, "block_size": 4, "topk": 4, "window": 8},
-    "moa": {"alpha": 8, "block_size": 4, "sink_tokens": 4},
 }
 POLICIES = [LayerActivations(kept, on_host) for kept in reversed(Kept) for on_host in (False, True)]
 
@@ -137,7 +135,8 @@ def test_a_rank_of_several_traces_its_layers_as_a_whole(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(ContextParallel, "all_ranks", lambda _engine, x: torch.cat([x, x]))
     monkeypatch.setattr(ContextParallel, "sum_shards", lambda _engine, x: sum(x.chunk(2)))
-    names = ("lightning", "nsa", "seer", "msa", "moa")
+    names = ("lightning", "nsa")
+    torch._dynamo.reset()  # sizes that earlier tests have made symbols take several times as long
     strategy = CPStrategy(2, "allgather", "zigzag", 2)
     engine = ContextParallel(strategy, thread_transports(strategy)[0][0])
     found = []
