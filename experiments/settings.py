@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from benchmarks.plotting import GREY, plain
+from benchmarks.plotting import GREY, titled
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import validation_loss
 from experiments.models import FULL, TOKENS_PER_PARAMETER, learning_rate, parameters, recipe
@@ -81,9 +81,7 @@ class Settings(Figure):
             losses = [loss for _, loss in result["losses"]]
             width = 1.2 if std is None else 2
             axes.plot(tokens, losses, _STYLES[rate], lw=width, color=_COLOURS[batch], label=_label(result))
-        axes.set_title("training loss, nats", color=GREY, fontsize=10, loc="left")
-        axes.set_xlabel("million tokens", color=GREY)
-        plain(axes)
+        titled(axes, "training loss, nats", "million tokens")
         axes.legend(frameon=False, labelcolor=GREY, fontsize=9)
 
 
