@@ -151,10 +151,13 @@ class BlockCall:
         )
         return stats_TH2
 
-    def combine(self, kernel: Any, work: WorkRange, *tensors: Tensor, place: Tensor | None = None) -> None:
+    def combine(
+        self, kernel: Any, work: WorkRange, *tensors: Tensor, place: Tensor | None = None, **constants: int
+    ) -> None:
         """Join the partial results of a work range into the tensors that hold the own blocks' part.
 
         Partial results are in the order of the entries, or in the order of `place` (int32, of each entry).
+        `constants`: of the kernel.
         """
         row_entries = self.group * self.selected
         first = work.first_entry // row_entries
@@ -175,6 +178,7 @@ class BlockCall:
             C=self.selected,
             D=self.head_dim,
             M=_COMBINE_ROWS,
+            **constants,
         )
 
 

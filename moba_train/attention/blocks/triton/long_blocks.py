@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.blocks.triton import combine
+from moba_train.attention.blocks.triton import combine, one_pass
 from moba_train.attention.blocks.triton.call import BlockCall
 from moba_train.attention.blocks.triton.dq import dq_history, dq_own
 from moba_train.attention.blocks.triton.lists import BlockLists
@@ -262,6 +262,9 @@ class LongBlocks:
         call = self.call
         lists = self.lists
         shape = self.call.shapes.dq
+        if one_pass.usable(call):
+            dq = self.dq_own(dout, stats)
+            return dq, *one_pass.OnePass(call, dout, stats, lists, dq).run()
         dk, dv = PackedDkdv(call, dout, stats, lists).run()
         dq = self.dq_own(dout, stats)
         if call.selected == 0:
