@@ -9,6 +9,7 @@ computed.
 """
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moba_train.attention.blocks.triton import combine
 from moba_train.attention.blocks.triton.call import BlockCall
+from moba_train.attention.blocks.triton.dq import own_dq
 from moba_train.attention.blocks.triton.packed import Packed, PackedDkdv, SplitSums
 from moba_train.attention.blocks.triton.tile_tables import TileTable
 from moba_train.attention.blocks.triton.tiles import WorkRange
@@ -98,9 +100,7 @@ def _multiply(dq_desc, room, ready, free, keys_ready, first_dq, tiles, scale, N:
         dk_token = warpgroup_mma(ds_tile, q_tile, dk, is_async=True)
         dv = warpgroup_mma_wait(2, deps=[dv_token])
         mbarrier.wait(ready.index(following), (i + 1) // stages & 1, pred=i + 1 < tiles)
-        s_token = warpgroup_mma(
-            k_tile, q_room.index(following).permute([1, 0]), no_score, use_acc=False, is_async=True
-        )
+        s_token = warpgroup_mma(k_tile, q_room.index(following).permute([1, 0]), no_score, use_acc=False, is_async=True)
         dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
         dq_tile.store((dq * scale).to(dtype))
         fence_async_shared()
@@ -191,6 +191,228 @@ def gradients_history(
     gl.store(part_dv + place + at, dv_ND, mask=exists)
 
 
+@gluon.jit
+def _copy_own(
+    descriptors, stats, room, bars, rows, key_range, key_tiles, kv_head, heads, G: gl.constexpr, D: gl.constexpr
+):
+    q_desc, dout_desc, k_desc, v_desc = descriptors
+    k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room = room
+    ready, free, keys_ready, keys_free = bars
+    first_row, last_row, shift = rows
+    start, stop = key_range
+    stages: gl.constexpr = q_room.type.shape[0]
+    M: gl.constexpr = q_desc.block_type.shape[0]
+    N: gl.constexpr = k_desc.block_type.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    i_M = gl.arange(0, M, layout)
+    step = 0
+    for key_tile in range(key_tiles):
+        first_key = start + key_tile * N
+        mbarrier.wait(keys_free, (key_tile & 1) ^ 1)
+        mbarrier.expect(keys_ready, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [first_key, kv_head * D], keys_ready, k_room.index(0))
+        tma.async_copy_global_to_shared(v_desc, [first_key, kv_head * D], keys_ready, v_room.index(0))
+        first = gl.maximum(first_row, first_key - shift)
+        tiles = gl.maximum(gl.cdiv(last_row - first, M), 0)
+        divisor = gl.maximum(tiles, 1)
+        for i in range(tiles * G):
+            at, head = first + i % divisor * M, kv_head * G + i // divisor
+            stage = step % stages
+            mbarrier.wait(free.index(stage), (step // stages & 1) ^ 1)
+            bar = ready.index(stage)
+            mbarrier.expect(bar, q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_desc, [at, head * D], bar, q_room.index(stage))
+            tma.async_copy_global_to_shared(dout_desc, [at, head * D], bar, dout_room.index(stage))
+            ok = at + i_M < last_row
+            place = stats + ((at + i_M).to(gl.int64) * heads + head) * 2
+            lse = gl.load(place, mask=ok, other=float("inf"))
+            delta = gl.load(place + 1, mask=ok, other=0.0)
+            lse_room.index(stage).store(lse)
+            delta_room.index(stage).store(delta)
+            mbarrier.arrive(bar, count=1)
+            step += 1
+
+
+@gluon.jit
+def _exponent(s, lse_room, key_N, at_M, scale_log2):
+    score: gl.constexpr = s.type.layout
+    lse = lse_room.load(gl.SliceLayout(0, score))
+    return gl.where(key_N[:, None] <= at_M[None, :], s * scale_log2 - lse[None, :], float("-inf"))
+
+
+@gluon.jit
+def _multiply_own(
+    out,
+    room,
+    bars,
+    rows,
+    key_range,
+    key_tiles,
+    part,
+    kv_head,
+    heads,
+    scale,
+    G: gl.constexpr,
+    N: gl.constexpr,
+    D: gl.constexpr,
+):
+    dq_out, sum_dk, sum_dv = out
+    k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room = room
+    ready, free, keys_ready, keys_free = bars
+    first_row, last_row, shift = rows
+    start, stop = key_range
+    stages: gl.constexpr = q_room.type.shape[0]
+    M: gl.constexpr = q_room.type.shape[1]
+    dtype: gl.constexpr = q_room.dtype
+    score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, M, 16])
+    keys: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
+    row: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, keys, 2)
+    scale_log2 = scale * LOG2_E
+    no_score = gl.zeros([N, M], gl.float32, score)
+    no_dq = gl.zeros([M, D], gl.float32, row)
+    step = 0
+    for key_tile in range(key_tiles):
+        first_key = start + key_tile * N
+        first = gl.maximum(first_row, first_key - shift)
+        tiles = gl.maximum(gl.cdiv(last_row - first, M), 0)
+        divisor = gl.maximum(tiles, 1)
+        turns = tiles * G
+        key_N = first_key - shift + gl.arange(0, N, gl.SliceLayout(1, score))
+        i_M = gl.arange(0, M, gl.SliceLayout(0, score))
+        dk = gl.zeros([N, D], gl.float32, keys)
+        dv = gl.zeros([N, D], gl.float32, keys)
+        mbarrier.wait(keys_ready, key_tile & 1)
+        mbarrier.wait(ready.index(step % stages), step // stages & 1, pred=turns > 0)
+        token = warpgroup_mma(
+            k_room.index(0), q_room.index(step % stages).permute([1, 0]), no_score, use_acc=False, is_async=True
+        )
+        s = warpgroup_mma_wait(0, deps=[token])
+        exponent = _exponent(s, lse_room.index(step % stages), key_N, first + i_M, scale_log2)
+        for i in range(turns):
+            zero = i >> 30
+            k_tile, v_tile, ds_tile = k_room.index(zero), v_room.index(zero), ds_room.index(zero)
+            stage, following = step % stages, (step + 1) % stages
+            at, head = first + i % divisor * M, kv_head * G + i // divisor
+            q_tile, dout_tile = q_room.index(stage), dout_room.index(stage)
+            dp_token = warpgroup_mma(v_tile, dout_tile.permute([1, 0]), no_score, use_acc=False, is_async=True)
+            p = gl.exp2(exponent)
+            dv_token = warpgroup_mma(gl.convert_layout(p.to(dtype), left), dout_tile, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=[dp_token])
+            delta = delta_room.index(stage).load(gl.SliceLayout(0, score))
+            ds = (p * (dp - delta[None, :])).to(dtype)
+            ds_tile.store(ds)
+            fence_async_shared()
+            gl.thread_barrier()
+            dq_token = warpgroup_mma(ds_tile.permute([1, 0]), k_tile, no_dq, use_acc=False, is_async=True)
+            dk_token = warpgroup_mma(ds_tile, q_tile, dk, is_async=True)
+            dv = warpgroup_mma_wait(2, deps=[dv_token])
+            mbarrier.wait(ready.index(following), (step + 1) // stages & 1, pred=i + 1 < turns)
+            s_token = warpgroup_mma(
+                k_tile, q_room.index(following).permute([1, 0]), no_score, use_acc=False, is_async=True
+            )
+            row_M = at + gl.arange(0, M, gl.SliceLayout(1, row))
+            place = dq_out + ((row_M.to(gl.int64) * heads + head) * D)[:, None]
+            place = place + gl.arange(0, D, gl.SliceLayout(0, row))[None, :]
+            ok = (row_M < last_row)[:, None]
+            before = gl.load(place, mask=ok & (key_tile > 0), other=0.0)
+            dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
+            gl.store(place, (dq * scale + before.to(gl.float32)).to(dtype), mask=ok)
+            mbarrier.arrive(free.index(stage))
+            s = warpgroup_mma_wait(0, deps=[s_token])
+            next_at = first + (i + 1) % divisor * M
+            exponent = _exponent(s, lse_room.index(following), key_N, next_at + i_M, scale_log2)
+            step += 1
+        mbarrier.arrive(keys_free)
+        key = first_key + gl.arange(0, N, gl.SliceLayout(1, keys))
+        at_ND = ((key.to(gl.int64) * gl.num_programs(1) + part) * D)[:, None]
+        at_ND = at_ND + gl.arange(0, D, gl.SliceLayout(0, keys))[None, :]
+        mask = (key < stop)[:, None]
+        gl.store(sum_dk + at_ND, (dk * scale).to(sum_dk.dtype.element_ty), mask=mask)
+        gl.store(sum_dv + at_ND, dv.to(sum_dv.dtype.element_ty), mask=mask)
+
+
+@gluon.jit(do_not_specialize=["first_kv_head", "heads", "key_tiles"])
+def gradients_own(
+    q_desc,
+    dout_desc,
+    stats,
+    k_desc,
+    v_desc,
+    dq,
+    sum_dk,
+    sum_dv,
+    bounds,
+    first_kv_head,
+    heads,
+    key_tiles,
+    scale,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One block's own rows, causal: dq [T, H, D]; dk and dv [S, K, D], float32 where more is added."""
+    block, part = gl.program_id(0), gl.program_id(1)
+    kv_head = first_kv_head + part
+    at = bounds + block * 6
+    first_row = gl.load(at)
+    last_row = gl.load(at + 1)
+    start = gl.load(at + 3)
+    stop = gl.load(at + 4)
+    shift = gl.load(at + 2) - gl.load(at + 5)  # row of k minus row of q
+    key_tiles = gl.minimum(key_tiles, gl.cdiv(stop - start, N))
+    dtype: gl.constexpr = q_desc.dtype
+    q_room = gl.allocate_shared_memory(dtype, [STAGES, M, D], q_desc.layout)
+    dout_room = gl.allocate_shared_memory(dtype, [STAGES, M, D], dout_desc.layout)
+    lse_room = gl.allocate_shared_memory(gl.float32, [STAGES, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    delta_room = gl.allocate_shared_memory(gl.float32, [STAGES, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_room = gl.allocate_shared_memory(dtype, [1, N, D], k_desc.layout)
+    v_room = gl.allocate_shared_memory(dtype, [1, N, D], v_desc.layout)
+    ds_room = gl.allocate_shared_memory(dtype, [1, N, M], gl.NVMMASharedLayout(128, 16, 2))
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    keys_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=2)
+        mbarrier.init(free.index(stage), count=1)
+    mbarrier.init(keys_ready, count=1)
+    mbarrier.init(keys_free, count=1)
+    fence_async_shared()
+    room = (k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room)
+    bars = (ready, free, keys_ready, keys_free)
+    rows = (first_row, last_row, shift)
+    key_range = (start, stop)
+    gl.warp_specialize(
+        [
+            (
+                _multiply_own,
+                ((dq, sum_dk, sum_dv), room, bars, rows, key_range, key_tiles, part, kv_head, heads, scale, G, N, D),
+            ),
+            (
+                _copy_own,
+                (
+                    (q_desc, dout_desc, k_desc, v_desc),
+                    stats,
+                    room,
+                    bars,
+                    rows,
+                    key_range,
+                    key_tiles,
+                    kv_head,
+                    heads,
+                    G,
+                    D,
+                ),
+            ),
+        ],
+        [1],
+        [24],
+    )
+
+
 _KEYS, _ROWS = 128, 64
 _STAGES = 2
 _WARPS = 8
@@ -211,12 +433,63 @@ def usable(call: BlockCall) -> bool:
     )
 
 
+def own_usable(call: BlockCall) -> bool:
+    """Whether `gradients_own` takes the own blocks."""
+    return call.spans is None
+
+
 @dataclass(frozen=True)
 class OnePass(PackedDkdv):
     """The launches of one call; with dk and dv of a work range's lists, their dq is added to `dq`."""
 
     dq: Tensor
     """[T, H, D]: the own blocks' part; receives the sum."""
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """dk and dv [S, K, D]; dq too is written."""
+        call = self.call
+        parts = self.work_ranges()
+        dk, dv = call.like_k(), call.like_k()
+        room = self.room(parts)
+        for heads, several in groupby(zip(parts, self.tables(parts), strict=True), lambda part: part[0].kv_heads):
+            mine = list(several)
+            own = self.own(heads)
+            for work, table in mine[:-1]:
+                self.add(self.history(work, table, room), 0, own, own)
+            self.add(self.history(*mine[-1], room), heads.start, (dk, dv), own)
+        return dk, dv
+
+    def own(self, heads: slice, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """dk and dv [S, heads, D] of the own blocks; their dq is written."""
+        call = self.call
+        if not own_usable(call):
+            if heads.start == 0:
+                own_dq(call, self.dout, self.stats, self.dq)
+            return super().own(heads, dtype)
+        many = heads.stop - heads.start
+        size = call.k_SKD.shape[0], many, call.head_dim
+        sum_dk, sum_dv = (torch.empty(size, dtype=dtype, device=self.stats.device) for _ in range(2))
+        gradients_own[(call.tables.blocks, many)](
+            *(_descriptor(x.flatten(1), _ROWS, call.head_dim) for x in (call.q_THD, self.dout)),
+            self.stats,
+            *(_descriptor(x.flatten(1), _KEYS, call.head_dim) for x in (call.k_SKD, call.v_SKD)),
+            self.dq,
+            sum_dk,
+            sum_dv,
+            call.tables.bounds,
+            heads.start,
+            call.heads,
+            self.key_tiles,
+            call.scale,
+            G=call.group,
+            D=call.head_dim,
+            M=_ROWS,
+            N=_KEYS,
+            STAGES=_STAGES,
+            num_warps=_WARPS,
+            maxnreg=_REGISTERS,
+        )
+        return sum_dk, sum_dv
 
     def history(self, work: WorkRange, table: TileTable, room: Packed) -> SplitSums:
         """dk and dv of the rows of a work range, split by split; their dq is added."""

@@ -375,8 +375,9 @@ class ShortBlocks:
         """dq [T, H, D], dk and dv [S, K, D]."""
         call = self.call
         spans = None if call.spans is None else SpanCall(call, call.spans)
-        dq = call.like_q() if spans is None else spans.dq(dout, stats)
-        dk, dv = call.like_k(), call.like_k()
+        dq, dk, dv = call.like_q(), call.like_k(), call.like_k()
+        if spans is not None:
+            spans.dq(dout, stats, dq)
         parts = list(work_ranges(self.lists, call.kv_heads, call.limit))
         partial_dq = call.buffer(parts)
         add = spans is not None or parts[0].chunks != slice(0, self.lists.chunks)  # cut by queries
