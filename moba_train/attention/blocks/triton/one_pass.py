@@ -36,10 +36,34 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _copy(descriptors, room, ready, free, keys_ready, first_row, tiles, first_key, column):
+def _wait_for_turn(turn, key_tile):
+    """Until the tile of keys before has added its part of dq to this tile of rows."""
+    seen = key_tile * 0
+    while seen < key_tile:
+        seen = gl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [turn], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _pass_turn(turn, key_tile):
+    """What this program's warps have written is there for the program of the next tile of keys."""
+    gl.inline_asm_elementwise(
+        "fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [turn, key_tile + 1],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _copy(descriptors, turns, room, bars, first_row, tiles, first_key, key_tile, column):
     """One warp: the keys, then tile after tile of rows, as soon as there is room."""
-    q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc, dq_desc = descriptors
-    k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room, dq_room = room
+    q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc = descriptors
+    k_room, v_room, q_room, dout_room, lse_room, delta_room, _ds_room, _dq_room = room
+    ready, free, keys_ready = bars
     stages: gl.constexpr = q_room.type.shape[0]
     M: gl.constexpr = q_desc.block_type.shape[0]
     mbarrier.expect(keys_ready, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
@@ -48,6 +72,8 @@ def _copy(descriptors, room, ready, free, keys_ready, first_row, tiles, first_ke
     for i in range(tiles):
         stage = i % stages
         mbarrier.wait(free.index(stage), (i // stages & 1) ^ 1)
+        if i >= stages:
+            _pass_turn(turns + i - stages, key_tile)
         bar = ready.index(stage)
         row = first_row + i * M
         mbarrier.expect(bar, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 8 * M)
@@ -55,12 +81,18 @@ def _copy(descriptors, room, ready, free, keys_ready, first_row, tiles, first_ke
         tma.async_copy_global_to_shared(lse_desc, [row], bar, lse_room.index(stage))
         tma.async_copy_global_to_shared(dout_desc, [row, 0], bar, dout_room.index(stage))
         tma.async_copy_global_to_shared(delta_desc, [row], bar, delta_room.index(stage))
+        _wait_for_turn(turns + i, key_tile)
+        mbarrier.arrive(bar)
+    for i in range(gl.maximum(tiles - stages, 0), tiles):
+        mbarrier.wait(free.index(i % stages), i // stages & 1)
+        _pass_turn(turns + i, key_tile)
 
 
 @gluon.jit
-def _multiply(dq_desc, room, ready, free, keys_ready, first_dq, tiles, scale, N: gl.constexpr, D: gl.constexpr):
+def _multiply(dq_out, room, bars, first_row, tiles, key_tile, scale, N: gl.constexpr, D: gl.constexpr):
     """Two warpgroups: (dk, dv [N, D]) of the tile of keys; dq of every tile of rows goes out."""
     k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room, dq_room = room
+    ready, free, keys_ready = bars
     stages: gl.constexpr = q_room.type.shape[0]
     M: gl.constexpr = q_room.type.shape[1]
     dtype: gl.constexpr = q_room.dtype
@@ -68,6 +100,7 @@ def _multiply(dq_desc, room, ready, free, keys_ready, first_dq, tiles, scale, N:
     keys: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
     rows: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, keys, 2)
+    whole_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     of_row: gl.constexpr = gl.SliceLayout(0, score)
 
     scale_log2 = scale * LOG2_E
@@ -92,7 +125,6 @@ def _multiply(dq_desc, room, ready, free, keys_ready, first_dq, tiles, scale, N:
         dp = warpgroup_mma_wait(1, deps=[dp_token])
         delta = delta_room.index(stage).load(of_row)
         ds = (p * (dp - delta[None, :])).to(dtype)
-        tma.store_wait(0)
         ds_tile.store(ds)
         fence_async_shared()
         gl.thread_barrier()
@@ -101,20 +133,22 @@ def _multiply(dq_desc, room, ready, free, keys_ready, first_dq, tiles, scale, N:
         dv = warpgroup_mma_wait(2, deps=[dv_token])
         mbarrier.wait(ready.index(following), (i + 1) // stages & 1, pred=i + 1 < tiles)
         s_token = warpgroup_mma(k_tile, q_room.index(following).permute([1, 0]), no_score, use_acc=False, is_async=True)
+        row_M = first_row + i * M + gl.arange(0, M, gl.SliceLayout(1, whole_rows))
+        place = dq_out + (row_M.to(gl.int64) * D)[:, None] + gl.arange(0, D, gl.SliceLayout(0, whole_rows))[None, :]
+        before = gl.load(place, mask=(row_M >= 0)[:, None] & (key_tile > 0), other=0.0, cache_modifier=".cg")
         dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
         dq_tile.store((dq * scale).to(dtype))
-        fence_async_shared()
         gl.thread_barrier()
-        tma.async_copy_shared_to_global(dq_desc, [first_dq + i * M, 0], dq_tile)
+        part = dq_tile.load(whole_rows)
+        gl.store(place, (part.to(gl.float32) + before.to(gl.float32)).to(dtype))
         mbarrier.arrive(free.index(stage))
         s = warpgroup_mma_wait(0, deps=[s_token])
         lse = lse_room.index(following).load(of_row)
         exponent = s * scale_log2 - lse[None, :]
-    tma.store_wait(0)
     return dk, dv
 
 
-@gluon.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "key_tiles", "split", "rows"])
+@gluon.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "key_tiles", "split"])
 def gradients_history(
     q_desc,
     dout_desc,
@@ -122,7 +156,8 @@ def gradients_history(
     delta_desc,
     k_desc,
     v_desc,
-    dq_desc,
+    part_dq,
+    turns,
     part_dk,
     part_dv,
     list_of_split,
@@ -134,7 +169,6 @@ def gradients_history(
     first_kv_head,
     key_tiles,
     split,
-    rows,
     scale,
     D: gl.constexpr,
     M: gl.constexpr,
@@ -162,23 +196,24 @@ def gradients_history(
     k_room = gl.allocate_shared_memory(dtype, [1, N, D], k_desc.layout)
     v_room = gl.allocate_shared_memory(dtype, [1, N, D], v_desc.layout)
     ds_room = gl.allocate_shared_memory(dtype, [1, N, M], gl.NVMMASharedLayout(128, 16, 2))
-    dq_room = gl.allocate_shared_memory(dtype, [1, M, D], dq_desc.layout)
+    dq_room = gl.allocate_shared_memory(dtype, [1, M, D], q_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(ready.index(stage), count=2)
         mbarrier.init(free.index(stage), count=1)
     mbarrier.init(keys_ready, count=1)
     fence_async_shared()
 
-    descriptors = (q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc, dq_desc)
+    descriptors = (q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc)
     room = (k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room, dq_room)
+    bars = (ready, free, keys_ready)
     column = (first_kv_head + part) * D
     dk_ND, dv_ND = gl.warp_specialize(
         [
-            (_multiply, (dq_desc, room, ready, free, keys_ready, key_tile * rows + first * M, tiles, scale, N, D)),
-            (_copy, (descriptors, room, ready, free, keys_ready, first * M, tiles, first_key, column)),
+            (_multiply, (part_dq, room, bars, first * M, tiles, key_tile, scale, N, D)),
+            (_copy, (descriptors, turns + first, room, bars, first * M, tiles, first_key, key_tile, column)),
         ],
         [1],
         [24],
@@ -196,7 +231,7 @@ def _copy_own(
     descriptors, stats, room, bars, rows, key_range, key_tiles, kv_head, heads, G: gl.constexpr, D: gl.constexpr
 ):
     q_desc, dout_desc, k_desc, v_desc = descriptors
-    k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room = room
+    k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room, dq_room = room
     ready, free, keys_ready, keys_free = bars
     first_row, last_row, shift = rows
     start, stop = key_range
@@ -257,7 +292,7 @@ def _multiply_own(
     D: gl.constexpr,
 ):
     dq_out, sum_dk, sum_dv = out
-    k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room = room
+    k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room, dq_room = room
     ready, free, keys_ready, keys_free = bars
     first_row, last_row, shift = rows
     start, stop = key_range
@@ -268,6 +303,7 @@ def _multiply_own(
     keys: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
     row: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, keys, 2)
+    whole_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     scale_log2 = scale * LOG2_E
     no_score = gl.zeros([N, M], gl.float32, score)
     no_dq = gl.zeros([M, D], gl.float32, row)
@@ -311,13 +347,17 @@ def _multiply_own(
             s_token = warpgroup_mma(
                 k_tile, q_room.index(following).permute([1, 0]), no_score, use_acc=False, is_async=True
             )
-            row_M = at + gl.arange(0, M, gl.SliceLayout(1, row))
+            row_M = at + gl.arange(0, M, gl.SliceLayout(1, whole_rows))
             place = dq_out + ((row_M.to(gl.int64) * heads + head) * D)[:, None]
-            place = place + gl.arange(0, D, gl.SliceLayout(0, row))[None, :]
+            place = place + gl.arange(0, D, gl.SliceLayout(0, whole_rows))[None, :]
             ok = (row_M < last_row)[:, None]
             before = gl.load(place, mask=ok & (key_tile > 0), other=0.0)
             dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
-            gl.store(place, (dq * scale + before.to(gl.float32)).to(dtype), mask=ok)
+            dq_tile = dq_room.index(zero)
+            dq_tile.store((dq * scale).to(dtype))
+            gl.thread_barrier()
+            total = dq_tile.load(whole_rows).to(gl.float32) + before.to(gl.float32)
+            gl.store(place, total.to(dtype), mask=ok)
             mbarrier.arrive(free.index(stage))
             s = warpgroup_mma_wait(0, deps=[s_token])
             next_at = first + (i + 1) % divisor * M
@@ -371,6 +411,7 @@ def gradients_own(
     k_room = gl.allocate_shared_memory(dtype, [1, N, D], k_desc.layout)
     v_room = gl.allocate_shared_memory(dtype, [1, N, D], v_desc.layout)
     ds_room = gl.allocate_shared_memory(dtype, [1, N, M], gl.NVMMASharedLayout(128, 16, 2))
+    dq_room = gl.allocate_shared_memory(dtype, [1, M, D], q_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -381,7 +422,7 @@ def gradients_own(
     mbarrier.init(keys_ready, count=1)
     mbarrier.init(keys_free, count=1)
     fence_async_shared()
-    room = (k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room)
+    room = (k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room, dq_room)
     bars = (ready, free, keys_ready, keys_free)
     rows = (first_row, last_row, shift)
     key_range = (start, stop)
@@ -451,11 +492,11 @@ class OnePass(PackedDkdv):
         parts = self.work_ranges()
         dk, dv = call.like_k(), call.like_k()
         room = self.room(parts)
+        own = self.own(slice(0, call.kv_heads))
         for heads, several in groupby(zip(parts, self.tables(parts), strict=True), lambda part: part[0].kv_heads):
             mine = list(several)
-            own = self.own(heads)
             for work, table in mine[:-1]:
-                self.add(self.history(work, table, room), 0, own, own)
+                self.add(self.history(work, table, room), heads.start, own, own)
             self.add(self.history(*mine[-1], room), heads.start, (dk, dv), own)
         return dk, dv
 
@@ -496,15 +537,16 @@ class OnePass(PackedDkdv):
         call = self.call
         place = torch.empty(work.heads, work.entries, dtype=torch.int32, device=self.stats.device)
         self.pack(work, table, room, place)
-        rows = room.q.shape[0]
-        part_dq = room.q.new_empty(self.key_tiles * rows, call.head_dim)
+        part_dq = torch.empty_like(room.q)
+        turns = torch.zeros(len(room.q) // _ROWS, dtype=torch.int32, device=place.device)
         part_dk, part_dv = (
             self.stats.new_empty(table.split_bound * self.key_tiles * _KEYS, call.head_dim) for _ in range(2)
         )
         gradients_history[(table.split_bound * self.key_tiles,)](
             *(_descriptor(x, _ROWS) for x in (room.q, room.dout, room.lse, room.delta)),
             *(_descriptor(x.flatten(1), _KEYS, call.head_dim) for x in (call.k_SKD, call.v_SKD)),
-            _descriptor(part_dq, _ROWS),
+            part_dq,
+            turns,
             part_dk,
             part_dv,
             table.list_of_split,
@@ -516,7 +558,6 @@ class OnePass(PackedDkdv):
             work.kv_heads.start,
             self.key_tiles,
             self.split_tiles,
-            rows,
             call.scale,
             D=call.head_dim,
             M=_ROWS,
@@ -525,7 +566,7 @@ class OnePass(PackedDkdv):
             num_warps=_WARPS,
             maxnreg=_REGISTERS,
         )
-        call.combine(combine.combine_dq, work, self.dq, part_dq, place=place, PARTS=self.key_tiles, part_rows=rows)
+        call.combine(combine.combine_dq, work, self.dq, part_dq, place=place)
         return SplitSums(table, part_dk, part_dv)
 
 

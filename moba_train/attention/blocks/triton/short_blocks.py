@@ -293,7 +293,8 @@ def sum_splits(
     row = (start + key).to(tl.int64)
     mask = (start + key < stop)[:, None]
     if ADD:
-        at = ((row * own_heads + part) * D)[:, None] + column[None, :]
+        own_head = part + tl.where(own_heads == kv_heads, first_kv_head, 0)
+        at = ((row * own_heads + own_head) * D)[:, None] + column[None, :]
         dk_ND += tl.load(own_dk + at, mask=mask, other=0.0).to(tl.float32)
         dv_ND += tl.load(own_dv + at, mask=mask, other=0.0).to(tl.float32)
     at = ((row * kv_heads + first_kv_head + part) * D)[:, None] + column[None, :]
