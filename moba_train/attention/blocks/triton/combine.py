@@ -95,7 +95,7 @@ def combine_out(
     tl.store(lse + lse_at, lse_M, mask=ok)
 
 
-@triton.jit(do_not_specialize=["tokens", "first_token", "last_token", "first_kv_head", "heads", "part_rows"])
+@triton.jit(do_not_specialize=["tokens", "first_token", "last_token", "first_kv_head", "heads"])
 def combine_dq(
     dq,
     partial_dq,
@@ -113,10 +113,8 @@ def combine_dq(
     C: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
-    PARTS: tl.constexpr = 1,
-    part_rows=0,
 ):
-    """dq [T, H, D] holds the own block's part and receives the sum; each entry has PARTS parts, part_rows apart."""
+    """dq [T, H, D] holds the own block's part and receives the sum."""
     row, ok, token, head = _rows(first_token, last_token, first_kv_head, G, M)
     entry = (tl.program_id(1).to(tl.int64) * (last_token - first_token) * G + row) * C
     slot = selected + (head.to(tl.int64) * tokens + token) * C
@@ -125,8 +123,6 @@ def combine_dq(
     total_MD = tl.load(dq_at, mask=ok[:, None], other=0.0).to(tl.float32)
     for j in tl.range(0, C, loop_unroll_factor=4):
         used = _used(slot + j, ok, bounds, PARTIAL)
-        at = _at(place, entry + j, used, PLACED)
-        for k in tl.static_range(PARTS):
-            part = partial_dq + ((at + k * part_rows) * D)[:, None] + column[None, :]
-            total_MD += tl.load(part, mask=used[:, None], other=0.0).to(tl.float32)
+        part = partial_dq + (_at(place, entry + j, used, PLACED) * D)[:, None] + column[None, :]
+        total_MD += tl.load(part, mask=used[:, None], other=0.0).to(tl.float32)
     tl.store(dq_at, total_MD.to(dq.dtype.element_ty), mask=ok[:, None])

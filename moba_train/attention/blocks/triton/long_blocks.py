@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.blocks.triton import combine, one_pass
+from moba_train.attention.blocks.triton import combine
 from moba_train.attention.blocks.triton.call import BlockCall
 from moba_train.attention.blocks.triton.dq import dq_history, own_dq
 from moba_train.attention.blocks.triton.lists import BlockLists
@@ -262,9 +262,10 @@ class LongBlocks:
         call = self.call
         lists = self.lists
         shape = self.call.shapes.dq
-        if one_pass.usable(call):
-            dq = call.like_q()
-            return dq, *one_pass.OnePass(call, dout, stats, lists, dq).run()
+        if call.one_pass:
+            from moba_train.attention.blocks.triton.one_pass import OnePass  # needs Gluon
+
+            return OnePass(call, dout, stats, lists, call.like_q()).gradients()
         dk, dv = PackedDkdv(call, dout, stats, lists).run()
         dq = call.like_q()
         own_dq(call, dout, stats, dq)
