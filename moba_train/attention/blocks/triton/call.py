@@ -195,7 +195,7 @@ class BlockCall:
 
 def token_stride(x: Tensor) -> int:
     """Elements from a row of x to the next; those of a row lie side by side."""
-    return x.stride(0) if x.shape[0] > 1 else x[0].numel()
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1:].numel()
 
 
 def heads_side_by_side(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ blocks' part.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -107,7 +108,7 @@ class OnePass(PackedDkdv):
         if call.spans is not None:
             return False
         at_once = torch.cuda.get_device_properties(self.dq.device).multi_processor_count
-        return busy_share(call.tables.blocks * call.kv_heads, at_once) >= _FULL
+        return busy_share(call.tokens // call.block_size * call.kv_heads, at_once) >= _FULL
 
     def history(self, work: WorkRange, table: TileTable, room: Packed) -> SplitSums:
         """dk and dv of the rows of a work range, split by split; their dq is added."""
@@ -154,7 +155,13 @@ def busy_share(programs: int, at_once: int) -> float:
 
 def _descriptor(x: Tensor, many: int) -> TensorDescriptor:
     """[rows], [rows, D] or [tokens, heads, D] for bulk copies of `many` rows, of one head."""
-    shape, strides, block = [x.shape[0]], [1], [many]
-    if x.dim() > 1:
-        shape, strides, block = [x.shape[0], x[0].numel()], [token_stride(x), 1], [many, x.shape[-1]]
-    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, _KINDS[x.dtype]))
+    if x.dim() == 1:
+        return TensorDescriptor(x, [x.shape[0]], [1], [many], _layout((many,), x.dtype))
+    shape, block = [x.shape[0], x.shape[1:].numel()], [many, x.shape[-1]]
+    return TensorDescriptor(x, shape, [token_stride(x), 1], block, _layout(tuple(block), x.dtype))
+
+
+@cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Of a tile in shared memory, as bulk copies and the matrix units take it."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), _KINDS[dtype])
