@@ -105,14 +105,14 @@ def gradients_history(
     room, bars = rooms(q_desc, k_desc, STAGES)
     descriptors = (q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc)
     column = (first_kv_head + part) * D
-    rows = (first * M, (first + tiles) * M)
+    row, end = first * M, (first + tiles) * M
     dk_ND, dv_ND = gl.warp_specialize(
         [
             (
                 multiply,
-                (packed_dq, room, bars, rows[0], rows[1], tiles, tiles, 0, key_tile, 0, 0, 1, scale, N, D, False),
+                (packed_dq, room, bars, row, end, tiles, tiles, 0, key_tile, 0, 0, 1, scale, N, D, False),
             ),
-            (_copy_packed, (descriptors, done + first, room, bars, rows[0], tiles, key_tile, first_key, column)),
+            (_copy_packed, (descriptors, done + first, room, bars, row, tiles, key_tile, first_key, column)),
         ],
         [1],
         [24],

@@ -88,9 +88,12 @@ def multiply(
     dq_out, room, bars, first, end, tiles, turns, turns_before, key_tile, first_key, first_head, heads, scale,
     N: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Two warpgroups: (dk, dv [N, D], dk not yet scaled) of one tile of keys, from `turns` tiles of rows; their dq
-    [rows, heads, D] goes out, added to what is there unless this is the first tile of keys. Rows from `end` on are not
-    written; CAUSAL: their keys, from `first_key` on, are numbered as they are."""
+    """Two warpgroups: (dk, dv [N, D], dk not yet scaled) of one tile of keys, from `turns` tiles of rows (`row_tile`).
+
+    Their dq goes to dq_out [rows, heads, D], for rows before `end`, added to what is there unless this is the block's
+    first tile of keys. CAUSAL: a row sees the keys up to its own number; `first_key` is the first of the tile, counted
+    as rows are. `turns_before`: turns since the barriers were made.
+    """
     k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room, dq_room = room
     ready, free, keys_ready, _keys_free = bars
     stages: gl.constexpr = q_room.type.shape[0]

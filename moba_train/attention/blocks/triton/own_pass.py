@@ -57,7 +57,7 @@ def _copy_own(descriptors, stats, room, bars, rows, start, key_tiles, kv_head, h
 
 @gluon.jit
 def _own_key_tiles(
-    out, room, bars, rows, start, stop, key_tiles, part, parts, kv_head, heads, scale, G: gl.constexpr, N: gl.constexpr,
+    out, room, bars, rows, start, stop, key_tiles, kv_head, heads, scale, G: gl.constexpr, N: gl.constexpr,
     D: gl.constexpr,
 ):  # fmt: skip
     """Two warpgroups: dq of a block's own rows, dk and dv of its keys, one tile of keys after the other."""
@@ -77,7 +77,7 @@ def _own_key_tiles(
         turns_before += tiles * G
         mbarrier.arrive(bars[3])
         key = first_key + gl.arange(0, N, gl.SliceLayout(1, layout))
-        at_ND = ((key.to(gl.int64) * parts + part) * D)[:, None]
+        at_ND = ((key.to(gl.int64) * (heads // G) + kv_head) * D)[:, None]
         at_ND = at_ND + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
         mask = (key < stop)[:, None]
         gl.store(sum_dk + at_ND, (dk_ND * scale).to(sum_dk.dtype.element_ty), mask=mask)
@@ -117,8 +117,7 @@ def gradients_own(
         [
             (
                 _own_key_tiles,
-                (out, room, bars, rows, start, stop, key_tiles, kv_head, gl.num_programs(1), kv_head, heads, scale,
-                 G, N, D),
+                (out, room, bars, rows, start, stop, key_tiles, kv_head, heads, scale, G, N, D),
             ),
             (_copy_own, (descriptors, stats, room, bars, rows, start, key_tiles, kv_head, heads, G, D)),
         ],
