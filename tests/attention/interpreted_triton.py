@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 from itertools import product
 
+import one_pass_model
 import pytest
 import torch
 from kernel_checks import (
@@ -484,3 +485,24 @@ def test_largest_probabilities_of_two_blocks_equal_plain_pytorch(heads, kv_heads
     assert (plain[0] > 0).any()
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "options", "own"),
+    [
+        (4, 2, {"block_size": 256, "topk": 3}, True),  # work ranges by heads
+        (2, 1, {"block_size": 256, "topk": 3}, False),  # by queries
+    ],
+)
+def test_launches_of_one_pass_add_up(heads, kv_heads, options, own, monkeypatch):
+    """Packed rows, places, turns and sums; the two kernels' arithmetic is PyTorch's here."""
+    one_pass_model.use(monkeypatch, own=own)
+    monkeypatch.setattr("moba_train.attention.blocks.triton.one_pass._SHORT_SPLIT", 128)
+    lengths = [600, 1, 70]
+    q, k, v, dout = tensors = inputs(lengths, heads, kv_heads, 64, torch.float32, "cpu")
+    layout, ours = layout_of(lengths, "cpu"), build("triton", 64, **options)
+    selection = ours.select(q, ours.summarize(k, layout), layout)
+    out, lse, *want = exact(tensors, layout, selection[0], 256, ours.scale)
+    got = ours.attend_backward(BackwardState(dout, q, k, v, out.float(), lse.float()), layout, selection)
+    for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
+        assert error(a, b) < 2e-6, name

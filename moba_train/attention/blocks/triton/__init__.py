@@ -11,12 +11,17 @@ short_blocks  blocks of one tile of keys: attention; all gradients in one pass
 long_blocks   longer blocks: attention of row tiles to one block; launches of all their kernels
 dq            dq of longer blocks, over these row tiles
 packed        dk and dv of longer blocks, from rows copied side by side
+key_tile      all gradients of a tile of keys in one pass, on Hopper (in Gluon, as the next two)
+history_pass  these of long blocks' lists, from the rows of packed
+own_pass      these of long blocks' own rows
+one_pass      the launches of these, in place of dq and packed
 spans         attention to a span of neighbouring keys, in place of the own block
 choose        the blocks with the highest scores
 gathered      rows side by side for a varlen kernel, instead of the two kinds of blocks above
 combine       joins the partial results of one query
 best          the best blocks of every query, for kernels that score them
 attention     the backend: all of it, in bounded memory
+opt_in        what of this is used only when asked for
 
 Imported only when used, so that moba_train needs no Triton.
 

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moba_train.attention.blocks.spans import KeySpans
 from moba_train.attention.blocks.triton import softmax
 from moba_train.attention.blocks.triton.lists import BlockLists
+from moba_train.attention.blocks.triton.opt_in import opted_in
 from moba_train.attention.blocks.triton.tables import BlockTables, block_tables
 from moba_train.attention.blocks.triton.tile_tables import TileTable
 from moba_train.attention.blocks.triton.tiles import TileShape, TileShapes, WorkRange, tile_shapes
@@ -66,6 +67,22 @@ class BlockCall:
         return self.layout.k_ranges is not None
 
     @property
+    def one_pass(self) -> bool:
+        """Whether one pass makes all gradients of these blocks (one_pass.py): shapes that were measured to be faster
+        so, on the GPU and with the release of Triton that can do it; only when asked for (opt_in.py)."""
+        return (
+            opted_in("one_pass")
+            and triton.__version__.startswith("3.6.")
+            and self.q_THD.is_cuda
+            and torch.cuda.get_device_capability(self.q_THD.device) == (9, 0)
+            and self.q_THD.dtype in (torch.bfloat16, torch.float16)
+            and self.head_dim == 128
+            and self.block_size in (256, 512, 1024)
+            and self.selected > 0
+            and not self.partial
+        )
+
+    @property
     def limit(self) -> int:
         """Partial results in memory at once, at most: two for every query and head."""
         return 2 * self.tokens * self.heads
@@ -119,7 +136,7 @@ class BlockCall:
 
     def descriptor(self, x: Tensor, many: int) -> TensorDescriptor:
         """[tokens, heads, D] for bulk copies of `many` tokens of one head."""
-        return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [_token_stride(x), 1], [many, self.head_dim])
+        return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [token_stride(x), 1], [many, self.head_dim])
 
     def in_lists(self, lists: BlockLists, table: TileTable) -> tuple[Any, ...]:
         """The arguments by which a kernel over the tiles of some lists finds its rows and its block."""
@@ -178,14 +195,15 @@ class BlockCall:
         )
 
 
-def _token_stride(x: Tensor) -> int:
-    return x.stride(0) if x.shape[0] > 1 else x.shape[1] * x.shape[2]
+def token_stride(x: Tensor) -> int:
+    """Elements from a row of x to the next; those of a row lie side by side."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1:].numel()
 
 
 def heads_side_by_side(x: Tensor) -> Tensor:
     """[tokens, heads, D] with the heads of a token contiguous and tokens 16 bytes aligned, as bulk copies need it."""
     side_by_side = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
-    aligned = _token_stride(x) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    aligned = token_stride(x) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     if side_by_side and aligned:
         return x
     return x.clone(memory_format=torch.contiguous_format)

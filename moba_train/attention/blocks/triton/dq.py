@@ -6,8 +6,11 @@ of their own (4 products, packed.py): two products more than one pass with atomi
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from moba_train.attention.blocks.triton.call import BlockCall
 from moba_train.attention.blocks.triton.softmax import LOG2_E, load_rows
+from moba_train.attention.blocks.triton.spans import SpanCall
 from moba_train.attention.blocks.triton.tables import key_rows, query_rows
 from moba_train.attention.blocks.triton.tile_tables import tile_of_program
 
@@ -167,3 +170,24 @@ def dq_own(
     )
     place = (at_M.to(tl.int64) * heads + head) * D
     tl.store(dq + place[:, None] + tl.arange(0, D)[None, :], dq_MD.to(q_MD.dtype), mask=ok[:, None])
+
+
+def own_dq(call: BlockCall, dout: Tensor, stats: Tensor, dq: Tensor) -> None:
+    """Write to dq [T, H, D] the part of the own blocks, or of the spans in their place."""
+    if call.spans is not None:
+        SpanCall(call, call.spans).dq(dout, stats, dq)
+        return
+    shape = call.shapes.dq
+    tiles = call.own_tiles(shape)
+    dq_own[(call.tables.blocks * tiles, call.kv_heads)](
+        call.q_THD,
+        dout,
+        stats,
+        *call.descriptors(shape.keys),
+        dq,
+        call.tables.bounds,
+        tiles,
+        call.q_THD.stride(0),
+        call.scale,
+        **call.sizes(shape),
+    )

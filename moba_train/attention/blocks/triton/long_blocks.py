@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moba_train.attention.blocks.triton import combine
 from moba_train.attention.blocks.triton.call import BlockCall
-from moba_train.attention.blocks.triton.dq import dq_history, dq_own
+from moba_train.attention.blocks.triton.dq import dq_history, own_dq
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.packed import PackedDkdv
 from moba_train.attention.blocks.triton.softmax import LOWEST, normalised
@@ -262,8 +262,13 @@ class LongBlocks:
         call = self.call
         lists = self.lists
         shape = self.call.shapes.dq
+        if call.one_pass:
+            from moba_train.attention.blocks.triton.one_pass import OnePass  # needs Gluon
+
+            return OnePass(call, dout, stats, lists, call.like_q()).gradients()
         dk, dv = PackedDkdv(call, dout, stats, lists).run()
-        dq = self.dq_own(dout, stats)
+        dq = call.like_q()
+        own_dq(call, dout, stats, dq)
         if call.selected == 0:
             return dq, dk, dv
         k_desc, v_desc = call.descriptors(shape.keys)
@@ -291,25 +296,3 @@ class LongBlocks:
             )
             call.combine(combine.combine_dq, work, dq, partial_dq)
         return dq, dk, dv
-
-    def dq_own(self, dout: Tensor, stats: Tensor) -> Tensor:
-        """The part of dq of the own blocks, or of the spans in their place."""
-        call = self.call
-        if call.spans is not None:
-            return SpanCall(call, call.spans).dq(dout, stats)
-        shape = self.call.shapes.dq
-        dq = self.call.like_q()
-        tiles = call.own_tiles(shape)
-        dq_own[(call.tables.blocks * tiles, call.kv_heads)](
-            call.q_THD,
-            dout,
-            stats,
-            *call.descriptors(shape.keys),
-            dq,
-            call.tables.bounds,
-            tiles,
-            call.q_THD.stride(0),
-            call.scale,
-            **call.sizes(shape),
-        )
-        return dq

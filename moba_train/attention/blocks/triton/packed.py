@@ -98,7 +98,7 @@ def dkdv_own(
     tl.store(sum_dv + at, dv_ND.to(sum_dv.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head"])
+@triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "first_entry", "head_entries"])
 def pack(
     q,
     dout,
@@ -107,6 +107,7 @@ def pack(
     packed_dout,
     packed_lse,
     packed_delta,
+    place,
     entries,
     list_of_tile,
     last_tile,
@@ -117,13 +118,18 @@ def pack(
     blocks,
     heads,
     first_kv_head,
+    first_entry,
+    head_entries,
     stride_t,
+    PLACED: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
 ):
     """One row tile of one list: its rows to packed_q and packed_dout [tiles * M, D], their stats to [tiles * M].
+
+    PLACED: where its entries went, to place [kv heads, head_entries].
 
     Rows past the list's end get q = dout = 0 and lse = inf.
     """
@@ -137,15 +143,19 @@ def pack(
     i = tl.arange(0, M)
     position = first.to(tl.int64) + i
     ok = position < stop
-    row = tl.load(entries + position, mask=ok, other=0) // C
+    entry = tl.load(entries + position, mask=ok, other=0)
+    row = entry // C
     head = (first_kv_head + which // blocks) * G + row % G
     q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, row // G, head, heads, ok, stride_t, D)
-    place = tile.to(tl.int64) * M + i
-    at = place[:, None] * D + tl.arange(0, D)[None, :]
+    packed = tile.to(tl.int64) * M + i
+    at = packed[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(packed_q + at, q_MD)
     tl.store(packed_dout + at, dout_MD)
-    tl.store(packed_lse + place, lse_M)
-    tl.store(packed_delta + place, delta_M)
+    tl.store(packed_lse + packed, lse_M)
+    tl.store(packed_delta + packed, delta_M)
+    if PLACED:
+        part = (which // blocks).to(tl.int64)
+        tl.store(place + part * head_entries + (entry - first_entry), tile * M + i, mask=ok)
 
 
 @triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "key_tiles", "split"])
@@ -329,8 +339,8 @@ class PackedDkdv:
         )
         return sum_dk, sum_dv
 
-    def pack(self, work: WorkRange, table: TileTable, room: Packed) -> None:
-        """Copies the rows of a work range to `room`."""
+    def pack(self, work: WorkRange, table: TileTable, room: Packed, place: Tensor | None = None) -> None:
+        """Copies the rows of a work range to `room`; where each entry went, to `place`: int32 [kv heads, entries]."""
         call = self.call
         pack[(table.bound,)](
             call.q_THD,
@@ -340,10 +350,14 @@ class PackedDkdv:
             room.dout,
             room.lse,
             room.delta,
+            table.last_tile if place is None else place,
             *call.in_lists(self.lists, table),
             call.heads,
             work.kv_heads.start,
+            work.first_entry,
+            work.entries,
             call.q_THD.stride(0),
+            PLACED=place is not None,
             G=call.group,
             C=call.selected,
             D=call.head_dim,

@@ -293,7 +293,8 @@ def sum_splits(
     row = (start + key).to(tl.int64)
     mask = (start + key < stop)[:, None]
     if ADD:
-        at = ((row * own_heads + part) * D)[:, None] + column[None, :]
+        own_head = part + tl.where(own_heads == kv_heads, first_kv_head, 0)
+        at = ((row * own_heads + own_head) * D)[:, None] + column[None, :]
         dk_ND += tl.load(own_dk + at, mask=mask, other=0.0).to(tl.float32)
         dv_ND += tl.load(own_dv + at, mask=mask, other=0.0).to(tl.float32)
     at = ((row * kv_heads + first_kv_head + part) * D)[:, None] + column[None, :]
@@ -375,8 +376,9 @@ class ShortBlocks:
         """dq [T, H, D], dk and dv [S, K, D]."""
         call = self.call
         spans = None if call.spans is None else SpanCall(call, call.spans)
-        dq = call.like_q() if spans is None else spans.dq(dout, stats)
-        dk, dv = call.like_k(), call.like_k()
+        dq, dk, dv = call.like_q(), call.like_k(), call.like_k()
+        if spans is not None:
+            spans.dq(dout, stats, dq)
         parts = list(work_ranges(self.lists, call.kv_heads, call.limit))
         partial_dq = call.buffer(parts)
         add = spans is not None or parts[0].chunks != slice(0, self.lists.chunks)  # cut by queries

@@ -208,16 +208,15 @@ class SpanCall:
             **call.sizes(shape),
         )
 
-    def dq(self, dout_THD: Tensor, stats_TH2: Tensor) -> Tensor:
-        """The spans' part of dq [T, H, D]."""
+    def dq(self, dout_THD: Tensor, stats_TH2: Tensor, dq_THD: Tensor) -> None:
+        """Write the spans' part to dq [T, H, D]."""
         call, shape = self.call, self.shapes.dq
-        dq = call.like_q()
         row_gradients[self._row_tiles(shape)](
             call.q_THD,
             dout_THD,
             stats_TH2,
             *call.descriptors(shape.keys),
-            dq,
+            dq_THD,
             self.spans.first_T,
             self.spans.end_T,
             call.tokens,
@@ -226,7 +225,6 @@ class SpanCall:
             call.scale,
             **call.sizes(shape),
         )
-        return dq
 
     def dkdv(self, dout_THD: Tensor, stats_TH2: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
         """float32 dk and dv [S, heads, D] of the spans alone."""

@@ -1,0 +1,167 @@
+"""The launches of history_pass.py and own_pass.py: all gradients of long blocks in one pass, on Hopper.
+
+Rows are packed as for `dkdv_history`. Their dq is summed beside them, row by row, and `combine_dq` adds it to the own
+blocks' part.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moba_train.attention.blocks.triton import combine
+from moba_train.attention.blocks.triton.call import token_stride
+from moba_train.attention.blocks.triton.dq import own_dq
+from moba_train.attention.blocks.triton.history_pass import gradients_history
+from moba_train.attention.blocks.triton.own_pass import gradients_own
+from moba_train.attention.blocks.triton.packed import Packed, PackedDkdv, SplitSums
+from moba_train.attention.blocks.triton.tile_tables import TileTable
+from moba_train.attention.blocks.triton.tiles import WorkRange, work_ranges
+
+KEYS, ROWS, STAGES, WARPS = 128, 64, 2, 8
+REGISTERS = 168
+"""A thread's, before the warps divide them: four warps that copy keep 24 each, eight that multiply have 240."""
+_SHORT_SPLIT = 1024
+"""Rows of a split for each tile of keys where there are fewer than `_SHORT` rows."""
+_SHORT = 2**19
+_FULL = 0.65
+"""A program of `gradients_own` takes a whole block. Below this share of the multiprocessors in use, it loses what it
+gained over two kernels with a program for each tile (0.26 ms for 0.44 at 8K 512/3, where nearly all are)."""
+_KINDS: dict[torch.dtype, Any] = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+}
+
+
+@dataclass(frozen=True)
+class OnePass(PackedDkdv):
+    """The launches of one call (`BlockCall.one_pass`)."""
+
+    dq: Tensor
+    """[T, H, D]: receives the gradients."""
+
+    @property
+    def split_tiles(self) -> int:
+        """Tiles of a split: fewer rows where there are few in all, so that enough programs are busy."""
+        call = self.call
+        if call.tokens * call.heads >= _SHORT:
+            return super().split_tiles
+        return _SHORT_SPLIT * self.key_tiles // ROWS
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [T, H, D], dk and dv [S, K, D]."""
+        return self.dq, *self.run()
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """dk and dv [S, K, D]; dq too is written."""
+        call = self.call
+        parts = self.work_ranges()
+        dk, dv = call.like_k(), call.like_k()
+        own = self.own(slice(0, call.kv_heads))
+        room = self.room(parts)
+        for heads, several in groupby(zip(parts, self.tables(parts), strict=True), lambda part: part[0].kv_heads):
+            mine = list(several)
+            for work, table in mine[:-1]:
+                self.add(self.history(work, table, room), heads.start, own, own)
+            self.add(self.history(*mine[-1], room), heads.start, (dk, dv), own)
+        return dk, dv
+
+    def work_ranges(self) -> list[WorkRange]:
+        """Work ranges of as many rows as q has: packed q and dout, and their dq, are three times the size of q."""
+        call = self.call
+        return list(work_ranges(self.lists, call.kv_heads, call.tokens * call.heads))
+
+    def own(self, heads: slice, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """dk and dv [S, K, D] of the own blocks, or of the spans in their place, all `heads` at once; their dq is
+        written."""
+        call = self.call
+        if not self.own_in_one_pass():
+            own_dq(call, self.dout, self.stats, self.dq)
+            return super().own(heads, dtype)
+        sum_dk, sum_dv = (torch.empty(call.k_SKD.shape, dtype=dtype, device=self.stats.device) for _ in range(2))
+        gradients_own[(call.tables.blocks, call.kv_heads)](
+            *(_descriptor(x, ROWS) for x in (call.q_THD, self.dout)),
+            self.stats,
+            *(_descriptor(x, KEYS) for x in (call.k_SKD, call.v_SKD)),
+            self.dq,
+            sum_dk,
+            sum_dv,
+            call.tables.bounds,
+            call.heads,
+            self.key_tiles,
+            call.scale,
+            G=call.group,
+            **self.sizes,
+        )
+        return sum_dk, sum_dv
+
+    def own_in_one_pass(self) -> bool:
+        """Whether there are enough own blocks to keep the GPU busy with a program each; there are no spans."""
+        call = self.call
+        if call.spans is not None:
+            return False
+        at_once = torch.cuda.get_device_properties(self.dq.device).multi_processor_count
+        return busy_share(call.tokens // call.block_size * call.kv_heads, at_once) >= _FULL
+
+    def history(self, work: WorkRange, table: TileTable, room: Packed) -> SplitSums:
+        """dk and dv of the rows of a work range, split by split; their dq is added."""
+        call = self.call
+        place = torch.empty(work.heads, work.entries, dtype=torch.int32, device=self.stats.device)
+        self.pack(work, table, room, place)
+        packed_dq = torch.empty_like(room.q)
+        done = torch.zeros(len(room.q) // ROWS, dtype=torch.int32, device=place.device)
+        splits = table.split_bound * self.key_tiles
+        part_dk, part_dv = (self.stats.new_empty(splits * KEYS, call.head_dim) for _ in range(2))
+        gradients_history[(splits,)](
+            *(_descriptor(x, ROWS) for x in (room.q, room.dout, room.lse, room.delta)),
+            *(_descriptor(x, KEYS) for x in (call.k_SKD, call.v_SKD)),
+            packed_dq,
+            done,
+            part_dk,
+            part_dv,
+            table.list_of_split,
+            table.first_split,
+            table.last_tile,
+            call.tables.bounds,
+            table.lists,
+            call.tables.blocks,
+            work.kv_heads.start,
+            self.key_tiles,
+            self.split_tiles,
+            call.scale,
+            **self.sizes,
+        )
+        call.combine(combine.combine_dq, work, self.dq, packed_dq, place=place)
+        return SplitSums(table, part_dk, part_dv)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Compile-time sizes of both kernels."""
+        tile = {"D": self.call.head_dim, "M": ROWS, "N": KEYS, "STAGES": STAGES}
+        return {**tile, "num_warps": WARPS, "maxnreg": REGISTERS}
+
+
+def busy_share(programs: int, at_once: int) -> float:
+    """The share of their time in which multiprocessors have one of these equally long programs."""
+    return programs / (triton.cdiv(programs, at_once) * at_once) if programs else 0.0
+
+
+def _descriptor(x: Tensor, many: int) -> TensorDescriptor:
+    """[rows], [rows, D] or [tokens, heads, D] for bulk copies of `many` rows, of one head."""
+    if x.dim() == 1:
+        return TensorDescriptor(x, [x.shape[0]], [1], [many], _layout((many,), x.dtype))
+    shape, block = [x.shape[0], x.shape[1:].numel()], [many, x.shape[-1]]
+    return TensorDescriptor(x, shape, [token_stride(x), 1], block, _layout(tuple(block), x.dtype))
+
+
+@cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Of a tile in shared memory, as bulk copies and the matrix units take it."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), _KINDS[dtype])
