@@ -65,6 +65,25 @@ def test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_
         assert error(a, b) <= 1.1 * error(c, b), f"{name}: {error(a, b):.2e}, written plainly {error(c, b):.2e}"
 
 
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES[:4] + CASES[8:10])
+def test_later_layers_on_a_layout_give_the_bits_of_a_first_one(lengths, heads, kv_heads, head_dim, dtype, options):
+    """Their launches are repeated from a record (launch.py): for other tensors, aligned or not."""
+    ours, layout = build("triton", head_dim, **options), layout_of(lengths, "cuda")
+    for seed in range(4):
+        tensors = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda", seed)
+        want, _ = run(ours, tensors, layout_of(lengths, "cuda"))
+        for moved in (None, *range(4)) if seed == 3 else (None,):
+            some = [misaligned(x) if i == moved else x for i, x in enumerate(tensors)]
+            for _ in range(3 if seed == 3 else 1):
+                got, _ = run(ours, some, layout)
+                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (seed, moved)
+
+
+def misaligned(x):
+    """A copy whose address is no multiple of 16."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
+
+
 MANY_BLOCKS = [
     case([20000, 3000, 7], 2, 1, 128, block_size=64, topk=topk, **more)
     for topk in (4, 8, 17, 24, 65, 128)

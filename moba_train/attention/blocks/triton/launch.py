@@ -1,8 +1,8 @@
-"""Launches, and their repetition, which costs the host a third of the time.
+"""Launches of kernels, and their repetition, which takes the host a third of the time.
 
 What a function of this backend launches, with which sizes and on which buffers, follows from its layout and from the
 shapes of its tensors; from layer to layer only addresses change. So the second call on a layout is recorded, and later
-ones allocate and launch as recorded (`replayed`).
+ones allocate and launch what it did (`replayed`).
 
 A record holds allocations and launches alone. A function that does anything else with tensors, such as copying one that
 is not contiguous, is not recorded for such tensors: it always runs as written.
@@ -36,8 +36,7 @@ def ceil_div(a: int, b: int) -> int:
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **sizes: Any) -> None:
     """`kernel[grid](*arguments, **sizes)`, seen by a recorder; compile-time arguments alone are given by name."""
     compiled = kernel[grid](*arguments, **sizes)
-    recorder: _Recorder | None = getattr(_thread, "recorder", None)
-    if recorder is not None:
+    if (recorder := _recorder()) is not None:
         recorder.launched(kernel, compiled, grid, arguments, sizes)
 
 
@@ -51,13 +50,13 @@ def replayed(function: Function) -> Function:
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         tensors, layout, plain = _sorted_out([*arguments, *options.values()])
-        if plain is None:
+        if plain is None or _recorder() is not None:  # which sees the launches, not that they are repeated
             return function(*arguments, **options)
         records = layout.cached(("records", function), dict[Hashable, Any])
         addresses = [*map(Tensor.data_ptr, tensors)]
         # Triton compiles kernels by alignment; and which tensors are the same one is part of a record.
         places = [(address % 16 == 0, addresses.index(address)) for address in addresses]
-        key = (*plain, *places, *[(x.shape, x.stride(), x.dtype) for x in tensors])
+        key = (*options, *plain, *places, *[(x.shape, x.stride(), x.dtype) for x in tensors])
         if key not in records:  # the first call, which may compile kernels and build tables
             records[key] = _RECORD_NEXT
             return function(*arguments, **options)
@@ -158,9 +157,10 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
-        self.tensors = tensors
+        self.given = {x.data_ptr(): slot for slot, x in reversed([*enumerate(tensors)])}
+        self.storages = {*map(_storage, tensors)}
+        self.first_own = self.slots = len(tensors)
         self.steps: list[_Allocation | _Launch] = []
-        self.slots = len(tensors)
         self.complete = True
         self.allocations: dict[int, _Allocation] = {}
         """The newest at each address: one that was there before has been freed."""
@@ -211,11 +211,11 @@ class _Recorder(TorchDispatchMode):
 
     def _place(self, x: Tensor) -> tuple[int, int] | None:
         """Slot and offset in bytes of a tensor in one of the buffers; None: it is in none of them."""
-        address, storage = x.data_ptr(), _storage(x)
-        same = [i for i, given in enumerate(self.tensors) if given.data_ptr() == address]
-        if same:
-            return same[0], 0
-        self.complete &= all(_storage(given) != storage for given in self.tensors)  # a part of a given tensor
+        address = x.data_ptr()
+        if address in self.given:
+            return self.given[address], 0
+        storage = _storage(x)
+        self.complete &= storage not in self.storages  # a part of a given tensor
         made = self.allocations.get(storage)
         return None if made is None else (made.slot, address - storage)
 
@@ -231,15 +231,19 @@ class _Recorder(TorchDispatchMode):
         if not self.complete:
             return None
         self._find_unused(slots)
-        return _Record(self.steps, self.slots - len(self.tensors), slots, is_tuple)
+        return _Record(self.steps, self.slots - self.first_own, slots, is_tuple)
 
     def _find_unused(self, results: list[int]) -> None:
-        needed = {*range(len(self.tensors)), *results}
+        needed = {*range(self.first_own), *results}
         for step in reversed(self.steps):
             if isinstance(step, _Launch):
                 used = {slot for _, slot, _ in (*step.addresses, *step.descriptors)}
                 step.unused = sorted(used - needed)
                 needed |= used
+
+
+def _recorder() -> _Recorder | None:
+    return getattr(_thread, "recorder", None)
 
 
 def _storage(x: Tensor) -> int:
