@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moba_train.attention.blocks.triton.launch import launch, replayed
@@ -34,6 +35,7 @@ class AddKernel:
         def run(a: Any, b: Any, out: Any, SCALE: int, N: int) -> "Compiled":
             self.asked += 1
             compiled = Compiled()
+            knobs.runtime.launch_enter_hook({})
             compiled[(*grid, 1, 1)[:3]](a, b, out, SCALE, N)
             return compiled
 
@@ -126,6 +128,37 @@ def test_what_copies_is_never_recorded(add):
             a = torch.randn(32, 2)[:, 0] if copies == "slice" else torch.randn(32)
             assert torch.equal(function(a, layout), a if copies == "fill" else 2 * a)
         assert add.asked - before == (2 if copies == "nothing" else 4)
+
+
+def test_a_launch_that_goes_past_the_recorder_forbids_a_record(add):
+    @replayed
+    def function(a: Tensor, layout: Layout) -> Tensor:
+        out = torch.empty(32)
+        launch(add, (1,), a, a, out, SCALE=1, N=32)
+        add[(1,)](out, a, out, SCALE=1, N=32)
+        return out
+
+    layout = packed_layout([32])
+    for _ in range(4):
+        a = torch.randn(32)
+        torch.testing.assert_close(function(a, layout), 3 * a)
+    assert add.asked == 8
+    assert not knobs.runtime.launch_enter_hook.calls
+
+
+def test_zeros_are_zero_again(add):
+    @replayed
+    def function(a: Tensor, layout: Layout) -> Tensor:
+        total = torch.zeros_like(a)
+        launch(add, (1,), a, total, total, SCALE=1, N=32)
+        launch(add, (1,), a, total, total, SCALE=1, N=32)
+        return total
+
+    layout = packed_layout([32])
+    for _ in range(4):
+        a = torch.randn(32)
+        assert torch.equal(function(a, layout), 2 * a)
+    assert add.asked == 4
 
 
 def test_a_part_of_a_given_tensor_is_found_again_or_refused(add):

@@ -5,23 +5,25 @@ shapes of its tensors; from layer to layer only addresses change. So the second 
 ones allocate and launch what it did (`replayed`).
 
 A record holds allocations and launches alone. A function that does anything else with tensors, such as copying one that
-is not contiguous, is not recorded for such tensors: it always runs as written.
+is not contiguous, or that launches a kernel without `launch`, is not recorded for such tensors: it always runs as
+written.
 """
 
 import threading
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, fields
+from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton import knobs
 
 from moba_train.attention.protocol import Layout
 
-_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _RECORD_NEXT = object()
 _thread = threading.local()
 
@@ -99,11 +101,12 @@ class _Allocation(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    zeros: bool
 
     def repeat(self, buffers: list[Tensor | None], addresses: list[int]) -> None:
         """Allocate it again."""
         buffer = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-        buffers[self.slot] = buffer
+        buffers[self.slot] = buffer.zero_() if self.zeros else buffer
         addresses[self.slot] = buffer.data_ptr()
 
 
@@ -115,8 +118,8 @@ class _Launch:
     arguments: list[Any]
     addresses: list[tuple[int, int, int]]
     """(place in the arguments, slot of the buffer, bytes into it)"""
-    descriptors: list[tuple[int, int, tuple[Any, ...]]]
-    """(place in the arguments, slot of the buffer, what else makes a descriptor)"""
+    descriptors: list[tuple[int, int, Callable[..., Any]]]
+    """(place in the arguments, slot of the buffer, what makes the descriptor of a buffer)"""
     unused: list[int]
     """Slots of the buffers that nothing uses later."""
 
@@ -125,8 +128,8 @@ class _Launch:
         arguments = self.arguments.copy()
         for place, slot, offset in self.addresses:
             arguments[place] = addresses[slot] + offset
-        for place, slot, sizes in self.descriptors:
-            arguments[place] = TensorDescriptor(buffers[slot], *sizes)
+        for place, slot, descriptor in self.descriptors:
+            arguments[place] = descriptor(base=buffers[slot])
         self.run(*arguments)
         for slot in self.unused:
             buffers[slot] = None
@@ -161,6 +164,7 @@ class _Recorder(TorchDispatchMode):
         self.storages = {*map(_storage, tensors)}
         self.first_own = self.slots = len(tensors)
         self.steps: list[_Allocation | _Launch] = []
+        self.unseen = 0
         self.complete = True
         self.allocations: dict[int, _Allocation] = {}
         """The newest at each address: one that was there before has been freed."""
@@ -168,18 +172,26 @@ class _Recorder(TorchDispatchMode):
     def __enter__(self) -> "_Recorder":
         super().__enter__()
         _thread.recorder = self
+        knobs.runtime.launch_enter_hook.add(self._runs)
         return self
 
     def __exit__(self, *error: Any) -> None:
+        knobs.runtime.launch_enter_hook.remove(self._runs)
         _thread.recorder = None
         super().__exit__(*error)
+
+    def _runs(self, _metadata: Any) -> None:
+        """Triton's hook: any thread launches a kernel, by whatever means."""
+        self.unseen += _recorder() is self
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
         result = operator(*arguments, **(named or {}))
-        if operator.overloadpacket.__name__ in _ALLOCATIONS:
-            made = _Allocation(self.slots, result.shape, result.stride(), result.dtype, result.device)
+        name = operator.overloadpacket.__name__
+        if name in _EMPTY | _ZEROS:
+            form = (result.shape, result.stride(), result.dtype, result.device)
+            made = _Allocation(self.slots, *form, zeros=name in _ZEROS)
             self.slots += 1
             self.steps.append(made)
             self.allocations[_storage(result)] = made
@@ -194,19 +206,26 @@ class _Recorder(TorchDispatchMode):
         if compiled is None:  # under Triton's interpreter
             self.complete = False
             return
+        self.unseen -= 1
         compile_time = [sizes[parameter.name] for parameter in kernel.params if parameter.is_constexpr]
         found = _Launch(compiled[(*grid, 1, 1)[:3]], [*arguments, *compile_time], [], [], [])
         for place, given in enumerate(arguments):
-            base = given.base if isinstance(given, TensorDescriptor) else given
-            if not isinstance(base, Tensor) or (where := self._place(base)) is None:
-                continue  # a number, or a table of the layout, which stays where it is
-            slot, offset = where
-            if base is given:
-                found.addresses.append((place, slot, offset))
+            if isinstance(given, (int, float)):
+                continue
+            base = getattr(given, "base", given)  # of a descriptor, Triton's or Gluon's
+            if not isinstance(base, Tensor):
+                self.complete = False
+            elif (where := self._place(base)) is None:
+                continue  # a table of the layout, which stays where it is
+            elif base is given:
+                found.addresses.append((place, *where))
+                found.arguments[place] = None
             else:
-                found.descriptors.append((place, slot, (given.shape, given.strides, given.block_shape)))
+                slot, offset = where
+                rest = {field.name: getattr(given, field.name) for field in fields(given) if field.name != "base"}
+                found.descriptors.append((place, slot, partial(type(given), **rest)))
+                found.arguments[place] = None
                 self.complete &= offset == 0
-            found.arguments[place] = None
         self.steps.append(found)
 
     def _place(self, x: Tensor) -> tuple[int, int] | None:
@@ -228,7 +247,7 @@ class _Recorder(TorchDispatchMode):
             if made is None or made[1:4] != (x.shape, x.stride(), x.dtype):
                 return None
             slots.append(made.slot)
-        if not self.complete:
+        if not self.complete or self.unseen > 0:
             return None
         self._find_unused(slots)
         return _Record(self.steps, self.slots - self.first_own, slots, is_tuple)
