@@ -223,7 +223,8 @@ class _Recorder(TorchDispatchMode):
             else:
                 slot, offset = where
                 rest = {field.name: getattr(given, field.name) for field in fields(given) if field.name != "base"}
-                found.descriptors.append((place, slot, partial(type(given), **rest)))
+                kind: Callable[..., Any] = type(given)
+                found.descriptors.append((place, slot, partial(kind, **rest)))
                 found.arguments[place] = None
                 self.complete &= offset == 0
         self.steps.append(found)
