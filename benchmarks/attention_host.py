@@ -4,10 +4,12 @@
     torchrun --nproc-per-node 2 -m benchmarks.attention_host --rows 32K:512/8 --output ...   # all transports
     python -m benchmarks.attention_host --rows 8K:512/3 --profile                            # each launch by name
 
-Shape of Llama-3-8B's attention, bf16. The layout is made once, as for the layers of a step; `first` is the host's time
-for the first of these layers. Launches are what the GPU ran: kernels, copies and fills. Host time is that of a call
-that does not wait for the GPU, which is idle when it begins; `waited` ends when the GPU is done, `queued` is the time
-from call to call when 10 are queued back to back, `kernels` the sum of what the GPU ran.
+Shape of Llama-3-8B's attention, bf16: by the attention's own functions, by the differentiable operator, and by the
+operator under torch.compile. `rank of 4` is what one of four ranks does with its quarter of the tokens, all-gather;
+what the others would send are copies on this GPU. The layout is made once, as for the layers of a step; `first` is the
+host's time for the first of these layers. Launches are what the GPU ran: kernels, copies and fills. Host time is that
+of a call that does not wait for the GPU, which is idle when it begins; `waited` ends when the GPU is done, `queued` is
+the time from call to call when 10 are queued back to back, `kernels` the sum of what the GPU ran.
 """
 
 import argparse
@@ -16,13 +18,15 @@ import pstats
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.attention_rows import Case, Row, compile_ahead
 from benchmarks.context_parallel import Setting, both_passes, strategies
@@ -31,22 +35,82 @@ from benchmarks.record import save
 from benchmarks.timing import queued
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import Layout, packed_layout
+from moba_train.parallel.context.comm import Communicator, Work
+from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.world import joined_world
 
 ROWS = ["8K:512/3", "32K:512/3,documents=16x2K", "32K:512/3", "32K:128/8", "64K:128/8"]
+RANK_ROWS = ["64K:512/8"]
+RANKS = 4
 QUEUED = 10
 Calls = Iterator[tuple[str, Callable[[Layout], Any], Callable[[], Layout]]]
 """Names, calls on a layout, and what makes a new layout."""
 
 
 def local_calls(names: list[str]) -> Calls:
-    """The local functions, and the differentiable operator around them, of every row."""
+    """The local functions, the differentiable operator around them, and this operator compiled, of every row."""
     for name in names:
         row = Row(Case.parse(name), backend="auto")
         for x in (row.q, row.k, row.v):
             x.requires_grad_()
         yield f"{name} functions", partial(both, row), row.layout
-        yield f"{name} operator", partial(operator, row), row.layout
+        yield f"{name} operator", partial(operator, row, LOCAL_ENGINE), row.layout
+        torch.compiler.reset()
+        yield (
+            f"{name} compiled",
+            partial(operator, row, torch.compile(LOCAL_ENGINE.__call__, fullgraph=True)),
+            row.layout,
+        )
+
+
+def rank_calls(names: list[str], setting: Setting) -> Calls:
+    """One rank's share of every row's tokens, by the engine's functions."""
+    strategy = CPStrategy(RANKS, "allgather", "zigzag", RANKS)
+    engine = ContextParallel(strategy, AllGather(LoneRank(1, RANKS, setting.device), strategy.slices))
+    for name in names:
+        case = Case.parse(name)
+        sequence = engine.sequence(case.tokens)
+        shard = [sequence.shard(x, engine.rank) for x in setting.inputs(case.tokens)]
+        call = partial(both_passes, engine, setting.attention(f"{case.block_size}/{case.topk}"), shard)
+        yield f"{name} rank of {RANKS}", call, partial(packed_layout, case.lengths(), setting.device)
+
+
+class LoneRank(Communicator):
+    """One of several ranks, without the others: it receives copies of what it sends, in as many launches."""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def all_gather(self, *shards_L: Tensor) -> Work:
+        """Each tensor, as often as there are ranks."""
+        gathered = tuple(x.new_empty(self.size, *x.shape) for x in shards_L)
+
+        def call() -> None:
+            for gathered_RLx, shard_L in zip(gathered, shards_L, strict=True):
+                gathered_RLx.copy_(shard_L.expand_as(gathered_RLx))
+
+        return self._start("all_gather", call, shards_L, tuple(x.flatten(0, 1) for x in gathered))
+
+    def all_to_all(self, *parts_RL: Tensor) -> Work:
+        """The tensors themselves."""
+        received = tuple(torch.empty_like(x) for x in parts_RL)
+
+        def call() -> None:
+            for received_RL, sent_RL in zip(received, parts_RL, strict=True):
+                received_RL.copy_(sent_RL)
+
+        return self._start("all_to_all", call, parts_RL, received)
+
+    def all_to_all_uneven(self, x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Tensor:
+        """Zeros."""
+        return x.new_zeros(sum(received_rows), *x.shape[1:])
+
+    def all_reduce(self, x: Tensor) -> None:
+        """As if the others had zeros."""
 
 
 @torch.no_grad()
@@ -55,9 +119,9 @@ def both(row: Row, layout: Layout) -> Any:
     return both_passes(LOCAL_ENGINE, row.attention, [row.q, row.k, row.v, row.dout], layout)
 
 
-def operator(row: Row, layout: Layout) -> Any:
+def operator(row: Row, engine: Callable[..., tuple[Tensor, Tensor]], layout: Layout) -> Any:
     """Forward and backward by the differentiable operator."""
-    out, _ = LOCAL_ENGINE(row.q, row.k, row.v, row.attention, layout)
+    out, _ = engine(row.q, row.k, row.v, row.attention, layout)
     return torch.autograd.grad(out, (row.q, row.k, row.v), row.dout)
 
 
@@ -148,6 +212,7 @@ def show_profile(call: Callable[[], Any], found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=ROWS, help="as benchmarks.attention takes them")
+    parser.add_argument("--rank-rows", nargs="*", default=RANK_ROWS, help=f"rows of which one of {RANKS} ranks is run")
     parser.add_argument("--transports", nargs="+", default=["allgather", "ring", "ulysses"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="every launch by name, and the host's functions")
@@ -157,13 +222,18 @@ def main() -> None:
     with joined_world() as world:
         shared = world.size > 1
         if not shared:
-            compile_ahead([Case.parse(name) for name in arguments.rows])
+            compile_ahead([Case.parse(name) for name in (*arguments.rows, *arguments.rank_rows)])
         setting = Setting(world, arguments.repeats)
-        calls = sharded_calls(arguments.rows, setting, arguments.transports) if shared else local_calls(arguments.rows)
+        if shared:
+            calls = sharded_calls(arguments.rows, setting, arguments.transports)
+        else:
+            calls = chain(local_calls(arguments.rows), rank_calls(arguments.rank_rows, setting))
         results = []
         for name, call, make in calls:
             found = measure(call, make, arguments.repeats)
             results.append({"call": name, **found})
+            if world.is_main and arguments.output:
+                save(arguments.output, {"repeats": arguments.repeats, "ranks": world.size}, results)
             if not world.is_main:
                 if arguments.profile:
                     layout = make()
@@ -177,8 +247,6 @@ def main() -> None:
             if arguments.profile:
                 layout = make()
                 show_profile(partial(call, layout), found)
-        if world.is_main and arguments.output:
-            save(arguments.output, {"repeats": arguments.repeats, "ranks": world.size}, results)
 
 
 if __name__ == "__main__":

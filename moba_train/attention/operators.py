@@ -15,10 +15,10 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -68,8 +68,7 @@ class OperatorEngine(ABC):
         q_THD, k_SKD, v_SKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_SKD, v_SKD))
         where = (layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total)
         # Continues in `_attention` below, and from there in this engine's `forward`.
-        out_THD, lse_HT, _ = _attention(q_THD, k_SKD, v_SKD, None, *where, None, attention.handle, self.handle)
-        return out_THD, lse_HT
+        return _differentiable(q_THD, k_SKD, v_SKD, None, *where, None, attention.handle, self.handle)
 
     def attend_part(
         self,
@@ -86,8 +85,7 @@ class OperatorEngine(ABC):
         """
         q_nHD, k_TKD, v_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_nHD, k_TKD, v_TKD))
         where = layout_arguments(layout)
-        out_nHD, lse_Hn, _ = _attention(q_nHD, k_TKD, v_TKD, selected_HnC, *where, attention.handle, self.handle)
-        return out_nHD, lse_Hn
+        return _differentiable(q_nHD, k_TKD, v_TKD, selected_HnC, *where, attention.handle, self.handle)
 
     @abstractmethod
     def shard(self, layout: Layout) -> Shard:
@@ -162,12 +160,16 @@ def whole_layout(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: 
     return layout
 
 
-@contextmanager
-def _on_the_tensors_device(q: Tensor) -> Iterator[None]:
+def _on_the_tensors_device(q: Tensor) -> AbstractContextManager[object]:
     """Inside, q's device is the current one, on which Triton launches, and autocast is off, which would round the
     float32 products of the references."""
-    with torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False):
-        yield
+    device = torch.cuda.device_of(q)
+    if not torch.is_autocast_enabled(q.device.type):
+        return device
+    both = ExitStack()
+    both.enter_context(device)
+    both.enter_context(torch.autocast(q.device.type, enabled=False))
+    return both
 
 
 LayoutArguments = tuple[Tensor, Tensor | None, int, int, list[int]]
@@ -372,6 +374,30 @@ def no_second_derivative(ctx: Any, *_grads: Any) -> None:
 
 _attention.register_autograd(_gradients, setup_context=_save_for_backward)
 _attention_backward.register_autograd(no_second_derivative)
+
+
+class _Attention(torch.autograd.Function):
+    """The operator and its derivative as `register_autograd` has them, for calls that torch.compile does not trace.
+
+    torch's own function around an operator flattens its lists in Python, forward and backward, which takes the host
+    0.2 ms (docs/performance-log.md). The operator's third result, the selection, is kept but not returned.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse, selection = _attention(*arguments)
+        _save_for_backward(ctx, arguments, (out, lse, selection))
+        return out, lse
+
+    backward = staticmethod(_gradients)
+
+
+def _differentiable(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `_attention`, differentiable."""
+    if torch.compiler.is_compiling():
+        return _attention(*arguments)[:2]
+    return cast(tuple[Tensor, Tensor], _Attention.apply(*arguments))
+
 
 SAVED_OPERATORS = (torch.ops.moba_train.attention.default,)
 """Operators whose results activation checkpointing should keep: attention, with its selection."""

@@ -16,9 +16,17 @@ if not torch.cuda.is_available():
 from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, naive, run, run_in_parts  # noqa: E402
 
 from moba_train.attention.blocks.geometry import block_bound  # noqa: E402
+from moba_train.attention.blocks.triton.opt_in import VARIABLE  # noqa: E402
 from moba_train.attention.moba import moba_attention  # noqa: E402
 from moba_train.attention.moba.gate import gate_scores, pool_keys  # noqa: E402
 from moba_train.attention.protocol import BackwardState, Layout  # noqa: E402
+
+
+@pytest.fixture(autouse=True, params=["", "one_pass,replay"], ids=["default", "opt_in"])
+def opted_in(request, monkeypatch):
+    """Everything as it is, and with what has to be asked for."""
+    monkeypatch.setenv(VARIABLE, request.param)
+
 
 LONG = [1500, 0, 1, 333, 0, 700, 128]
 
@@ -68,6 +76,25 @@ def test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_
     torch.testing.assert_close(got[1].double(), want[1], atol=2e-5, rtol=0)
     for name, a, b, c in zip(("out", "dq", "dk", "dv"), (got[0], *got[2:]), (want[0], *want[2:]), plain, strict=True):
         assert error(a, b) <= 1.1 * error(c, b), f"{name}: {error(a, b):.2e}, written plainly {error(c, b):.2e}"
+
+
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES[:4] + CASES[8:10])
+def test_later_layers_on_a_layout_give_the_bits_of_a_first_one(lengths, heads, kv_heads, head_dim, dtype, options):
+    """Their launches are repeated from a record (launch.py): for other tensors, aligned or not."""
+    ours, layout = build("triton", head_dim, **options), layout_of(lengths, "cuda")
+    for seed in range(4):
+        tensors = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda", seed)
+        want, _ = run(ours, tensors, layout_of(lengths, "cuda"))
+        for moved in (None, *range(4)) if seed == 3 else (None,):
+            some = [misaligned(x) if i == moved else x for i, x in enumerate(tensors)]
+            for _ in range(3 if seed == 3 else 1):
+                got, _ = run(ours, some, layout)
+                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (seed, moved)
+
+
+def misaligned(x):
+    """A copy whose address is no multiple of 16."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
 
 
 MANY_BLOCKS = [

@@ -5,6 +5,7 @@ tables        which block each token is in, where each block lies
 lists         for each block, the query rows that selected it
 tiles         tile shapes; the ranges of work that are in memory together
 tile_tables   which program takes which rows of the lists
+launch        launches, and their repetition from a record
 call          the sizes of one call, and the launches that all blocks share
 softmax       what kernels share about a row's softmax
 short_blocks  blocks of one tile of keys: attention; all gradients in one pass

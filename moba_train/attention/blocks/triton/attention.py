@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moba_train.attention.blocks.geometry import block_bound
 from moba_train.attention.blocks.spans import KeySpans
-from moba_train.attention.blocks.triton.call import BlockCall
+from moba_train.attention.blocks.triton.call import BlockCall, heads_side_by_side
+from moba_train.attention.blocks.triton.launch import replayed
 from moba_train.attention.blocks.triton.lists import BlockLists, empty_inverse, invert
 from moba_train.attention.blocks.triton.long_blocks import LongBlocks
 from moba_train.attention.blocks.triton.short_blocks import ShortBlocks
@@ -22,6 +23,7 @@ from moba_train.attention.protocol import BackwardState, Gradients, Layout, Sele
 NAME = "triton"
 
 
+@replayed
 def block_lists(selected_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Selection:
     """(entries, starts): the lists of the rows that selected each block (lists.py), for both passes."""
     return invert(selected_HTC, kv_heads, block_tables(layout, block_size).blocks)
@@ -32,6 +34,7 @@ def empty_block_lists(selected_HTC: Tensor, layout: Layout, kv_heads: int, block
     return empty_inverse(selected_HTC, kv_heads, block_bound(layout, block_size))
 
 
+@replayed
 def attend(
     q_THD: Tensor,
     k_SKD: Tensor,
@@ -57,6 +60,7 @@ def attend(
     return out_THD, lse_HT
 
 
+@replayed
 def attend_backward(
     state: BackwardState,
     layout: Layout,
@@ -71,7 +75,7 @@ def attend_backward(
     call = BlockCall.from_tensors(state.q, state.k, state.v, layout, selected_HTC, block_size, scale, spans)
     if call.tokens == 0:
         return torch.empty_like(state.q), torch.zeros_like(state.k), torch.zeros_like(state.v)
-    dout_THD = state.dout.contiguous()
+    dout_THD = heads_side_by_side(state.dout.contiguous())
     stats_TH2 = call.stats(dout_THD, state.out, state.lse)
     launches = ShortBlocks if call.shapes.short_backward else LongBlocks
     return launches(call, _lists(call, lists)).attend_backward(dout_THD, stats_TH2)

@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moba_train.attention.blocks.spans import KeySpans
 from moba_train.attention.blocks.triton import softmax
+from moba_train.attention.blocks.triton.launch import ceil_div, launch
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.opt_in import opted_in
 from moba_train.attention.blocks.triton.tables import BlockTables, block_tables
@@ -144,7 +145,7 @@ class BlockCall:
 
     def own_tiles(self, shape: TileShape) -> int:
         """Row tiles of a block's own rows, at most."""
-        return triton.cdiv(self.longest * self.group, shape.rows)
+        return ceil_div(self.longest * self.group, shape.rows)
 
     def buffer(self, parts: list[WorkRange]) -> Tensor:
         """Room for the partial results of any of these work ranges: [entries, D]."""
@@ -155,7 +156,9 @@ class BlockCall:
         """float32 [T, H, 2]: what `softmax.prepare` computes of each row; dout contiguous."""
         many = self.tokens * self.heads
         stats_TH2 = torch.empty(self.tokens, self.heads, 2, dtype=torch.float32, device=self.q_THD.device)
-        softmax.prepare[(triton.cdiv(many, _PREPARE_ROWS),)](
+        launch(
+            softmax.prepare,
+            (ceil_div(many, _PREPARE_ROWS),),
             dout_THD,
             out_THD.contiguous(),
             lse_HT.contiguous(),
@@ -176,7 +179,9 @@ class BlockCall:
         row_entries = self.group * self.selected
         first = work.first_entry // row_entries
         tokens = work.entries // row_entries
-        kernel[(triton.cdiv(tokens * self.group, _COMBINE_ROWS), work.heads)](
+        launch(
+            kernel,
+            (ceil_div(tokens * self.group, _COMBINE_ROWS), work.heads),
             *tensors,
             self.selected_HTC if place is None else place,
             self.selected_HTC,

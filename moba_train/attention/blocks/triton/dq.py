@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moba_train.attention.blocks.triton.call import BlockCall
+from moba_train.attention.blocks.triton.launch import launch
 from moba_train.attention.blocks.triton.softmax import LOG2_E, load_rows
 from moba_train.attention.blocks.triton.spans import SpanCall
 from moba_train.attention.blocks.triton.tables import key_rows, query_rows
@@ -179,7 +180,9 @@ def own_dq(call: BlockCall, dout: Tensor, stats: Tensor, dq: Tensor) -> None:
         return
     shape = call.shapes.dq
     tiles = call.own_tiles(shape)
-    dq_own[(call.tables.blocks * tiles, call.kv_heads)](
+    launch(
+        dq_own,
+        (call.tables.blocks * tiles, call.kv_heads),
         call.q_THD,
         dout,
         stats,

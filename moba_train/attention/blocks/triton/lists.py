@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moba_train.attention.blocks.triton.launch import ceil_div, launch
+
 _TILE = 64
 """Entries ranked at once, by one warp; ranking compares each with each."""
 _SCANNED = 32
@@ -48,8 +50,8 @@ def chunking(tokens: int, row_entries: int, lists: int) -> tuple[int, int]:
     Up to 256 chunks per head keep all multiprocessors busy; `starts` stays below 64 MiB even for very many lists.
     """
     wanted = max(1, min(256, tokens * row_entries // 1024, 2**24 // max(lists, 1)))
-    chunk_tokens = max(1, triton.cdiv(tokens, wanted))
-    return max(1, triton.cdiv(tokens, chunk_tokens)), chunk_tokens * row_entries
+    chunk_tokens = max(1, ceil_div(tokens, wanted))
+    return max(1, ceil_div(tokens, chunk_tokens)), chunk_tokens * row_entries
 
 
 def empty_inverse(selected_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Tensor]:
@@ -83,13 +85,13 @@ def invert(selected_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Te
     counts_KCN = torch.empty(kv_heads, chunks, blocks, dtype=torch.int32, device=device)
     cursor_KCN = torch.empty_like(counts_KCN, dtype=starts.dtype)
     totals = torch.empty(lists, dtype=torch.int32, device=device)
-    by_chunk, by_block = (chunks, kv_heads), (triton.cdiv(blocks, _SCANNED), kv_heads)
+    by_chunk, by_block = (chunks, kv_heads), (ceil_div(blocks, _SCANNED), kv_heads)
     sizes = {"G": group, "C": selected, "TILE": _TILE, "num_warps": 1}
     tile = {"CHUNKS": _SCANNED, "BLOCKS": _SCANNED}
-    _count[by_chunk](selected_HTC, counts_KCN, tokens, blocks, chunk, **sizes)
-    _sum_chunks[by_block](counts_KCN, totals, blocks, chunks, **tile)
-    _find_starts[by_block](counts_KCN, totals, cursor_KCN, starts, blocks, chunks, **tile)
-    _place[by_chunk](selected_HTC, cursor_KCN, entries, tokens, blocks, chunk, **sizes)
+    launch(_count, by_chunk, selected_HTC, counts_KCN, tokens, blocks, chunk, **sizes)
+    launch(_sum_chunks, by_block, counts_KCN, totals, blocks, chunks, **tile)
+    launch(_find_starts, by_block, counts_KCN, totals, cursor_KCN, starts, blocks, chunks, **tile)
+    launch(_place, by_chunk, selected_HTC, cursor_KCN, entries, tokens, blocks, chunk, **sizes)
     return entries, starts
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from moba_train.attention.blocks.triton import combine
 from moba_train.attention.blocks.triton.call import BlockCall
 from moba_train.attention.blocks.triton.dq import dq_history, own_dq
+from moba_train.attention.blocks.triton.launch import launch
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.packed import PackedDkdv
 from moba_train.attention.blocks.triton.softmax import LOWEST, normalised
@@ -216,7 +217,9 @@ class LongBlocks:
         partial_out = call.buffer(parts)
         partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
         for work, table in zip(parts, tile_tables(lists, parts, call.kv_heads, shape.rows), strict=True):
-            attend_history[(table.bound,)](
+            launch(
+                attend_history,
+                (table.bound,),
                 call.q_THD,
                 k_desc,
                 v_desc,
@@ -243,7 +246,9 @@ class LongBlocks:
             return
         own = call.shapes.own
         tiles = call.own_tiles(own)
-        attend_own[(call.tables.blocks * tiles, call.kv_heads)](
+        launch(
+            attend_own,
+            (call.tables.blocks * tiles, call.kv_heads),
             call.q_THD,
             *call.descriptors(own.keys),
             out_THD,
@@ -275,7 +280,9 @@ class LongBlocks:
         parts = list(work_ranges(lists, call.kv_heads, call.limit))
         partial_dq = call.buffer(parts)
         for work, table in zip(parts, tile_tables(lists, parts, call.kv_heads, shape.rows), strict=True):
-            dq_history[(table.bound,)](
+            launch(
+                dq_history,
+                (table.bound,),
                 call.q_THD,
                 dout,
                 stats,

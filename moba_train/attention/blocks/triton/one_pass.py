@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -19,6 +18,7 @@ from moba_train.attention.blocks.triton import combine
 from moba_train.attention.blocks.triton.call import token_stride
 from moba_train.attention.blocks.triton.dq import own_dq
 from moba_train.attention.blocks.triton.history_pass import gradients_history
+from moba_train.attention.blocks.triton.launch import ceil_div, launch
 from moba_train.attention.blocks.triton.own_pass import gradients_own
 from moba_train.attention.blocks.triton.packed import Packed, PackedDkdv, SplitSums
 from moba_train.attention.blocks.triton.tile_tables import TileTable
@@ -86,7 +86,9 @@ class OnePass(PackedDkdv):
             own_dq(call, self.dout, self.stats, self.dq)
             return super().own(heads, dtype)
         sum_dk, sum_dv = (torch.empty(call.k_SKD.shape, dtype=dtype, device=self.stats.device) for _ in range(2))
-        gradients_own[(call.tables.blocks, call.kv_heads)](
+        launch(
+            gradients_own,
+            (call.tables.blocks, call.kv_heads),
             *(_descriptor(x, ROWS) for x in (call.q_THD, self.dout)),
             self.stats,
             *(_descriptor(x, KEYS) for x in (call.k_SKD, call.v_SKD)),
@@ -119,7 +121,9 @@ class OnePass(PackedDkdv):
         done = torch.zeros(len(room.q) // ROWS, dtype=torch.int32, device=place.device)
         splits = table.split_bound * self.key_tiles
         part_dk, part_dv = (self.stats.new_empty(splits * KEYS, call.head_dim) for _ in range(2))
-        gradients_history[(splits,)](
+        launch(
+            gradients_history,
+            (splits,),
             *(_descriptor(x, ROWS) for x in (room.q, room.dout, room.lse, room.delta)),
             *(_descriptor(x, KEYS) for x in (call.k_SKD, call.v_SKD)),
             packed_dq,
@@ -150,7 +154,7 @@ class OnePass(PackedDkdv):
 
 def busy_share(programs: int, at_once: int) -> float:
     """The share of their time in which multiprocessors have one of these equally long programs."""
-    return programs / (triton.cdiv(programs, at_once) * at_once) if programs else 0.0
+    return programs / (ceil_div(programs, at_once) * at_once) if programs else 0.0
 
 
 def _descriptor(x: Tensor, many: int) -> TensorDescriptor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moba_train.attention.blocks.triton.call import BlockCall
+from moba_train.attention.blocks.triton.launch import ceil_div, launch
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.short_blocks import add_splits
 from moba_train.attention.blocks.triton.softmax import LOG2_E, load_rows, load_stats
@@ -260,7 +261,7 @@ class PackedDkdv:
     @property
     def key_tiles(self) -> int:
         """Tiles of the longest block."""
-        return triton.cdiv(self.call.longest, self.call.shapes.dkdv.keys)
+        return ceil_div(self.call.longest, self.call.shapes.dkdv.keys)
 
     @property
     def split_tiles(self) -> int:
@@ -304,7 +305,7 @@ class PackedDkdv:
         """Room enough for any of these work ranges."""
         call = self.call
         rows = self.call.shapes.dkdv.rows
-        tiles = max(part.heads * (triton.cdiv(part.entries, rows) + call.tables.blocks) for part in parts)
+        tiles = max(part.heads * (ceil_div(part.entries, rows) + call.tables.blocks) for part in parts)
         q, dout = (self.dout.new_empty(tiles * rows, call.head_dim) for _ in range(2))
         lse, delta = (self.stats.new_empty(tiles * rows) for _ in range(2))
         return Packed(q, dout, lse, delta)
@@ -320,11 +321,13 @@ class PackedDkdv:
         if call.spans is not None:
             return SpanCall(call, call.spans).dkdv(self.dout, self.stats, heads)
         shape = self.call.shapes.dkdv_own
-        key_tiles = triton.cdiv(call.longest, shape.keys)
+        key_tiles = ceil_div(call.longest, shape.keys)
         many = heads.stop - heads.start
         size = call.k_SKD.shape[0], many, call.head_dim
         sum_dk, sum_dv = (torch.empty(size, dtype=dtype, device=self.stats.device) for _ in range(2))
-        dkdv_own[(call.tables.blocks * key_tiles, many)](
+        launch(
+            dkdv_own,
+            (call.tables.blocks * key_tiles, many),
             *(call.descriptor(x, shape.rows) for x in (call.q_THD, self.dout)),
             self.stats,
             *call.descriptors(shape.keys),
@@ -342,7 +345,9 @@ class PackedDkdv:
     def pack(self, work: WorkRange, table: TileTable, room: Packed, place: Tensor | None = None) -> None:
         """Copies the rows of a work range to `room`; where each entry went, to `place`: int32 [kv heads, entries]."""
         call = self.call
-        pack[(table.bound,)](
+        launch(
+            pack,
+            (table.bound,),
             call.q_THD,
             self.dout,
             self.stats,
@@ -374,7 +379,9 @@ class PackedDkdv:
         part_dk, part_dv = (self.stats.new_empty(table.split_bound * keys, call.head_dim) for _ in range(2))
         sizes = call.sizes(shape)
         del sizes["G"]
-        dkdv_history[(table.split_bound * self.key_tiles,)](
+        launch(
+            dkdv_history,
+            (table.split_bound * self.key_tiles,),
             *room.descriptors(shape.rows),
             *call.descriptors(shape.keys),
             part_dk,

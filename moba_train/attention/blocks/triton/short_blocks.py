@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moba_train.attention.blocks.triton import combine
 from moba_train.attention.blocks.triton.call import BlockCall
+from moba_train.attention.blocks.triton.launch import ceil_div, launch
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.softmax import LOG2_E, LOWEST, load_rows, normalised
 from moba_train.attention.blocks.triton.spans import SpanCall
@@ -315,7 +316,9 @@ def add_splits(
 
     With the `own` blocks' dk and dv [S, some K, D], of every list; without, of lists of several splits.
     """
-    sum_splits[(table.lists, triton.cdiv(call.longest, _SUMMED_KEYS))](
+    launch(
+        sum_splits,
+        (table.lists, ceil_div(call.longest, _SUMMED_KEYS)),
         *sums,
         *(own or sums),
         *parts,
@@ -352,7 +355,9 @@ class ShortBlocks:
         if call.spans is not None:
             SpanCall(call, call.spans).attend(out_THD, own_lse_HT)
         for work, table in zip(parts, self.splits(parts), strict=True):
-            attend[(table.bound,)](
+            launch(
+                attend,
+                (table.bound,),
                 call.q_THD,
                 *call.descriptors(shape.keys),
                 out_THD,
@@ -420,7 +425,9 @@ class ShortBlocks:
         # A list has one split more than it fills; without `own`, only those of lists that have several leave parts.
         most = table.bound if own else 2 * work.heads * work.entries // _SPLIT
         part_dk, part_dv = (stats.new_empty(most * shape.keys, call.head_dim) for _ in range(2))
-        gradients[(table.bound,)](
+        launch(
+            gradients,
+            (table.bound,),
             call.q_THD,
             dout,
             stats,

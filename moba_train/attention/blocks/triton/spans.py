@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moba_train.attention.blocks.spans import KeySpans
 from moba_train.attention.blocks.triton.call import BlockCall
+from moba_train.attention.blocks.triton.launch import ceil_div, launch
 from moba_train.attention.blocks.triton.softmax import LOG2_E, LOWEST, load_rows, load_stats, normalised
 from moba_train.attention.blocks.triton.tiles import TileShape
 
@@ -194,7 +195,9 @@ class SpanCall:
     def attend(self, out_THD: Tensor, lse_HT: Tensor) -> None:
         """Write out [T, H, D] and lse [H, T] of the spans alone."""
         call, shape = self.call, self.shapes.forward
-        attend[self._row_tiles(shape)](
+        launch(
+            attend,
+            self._row_tiles(shape),
             call.q_THD,
             *call.descriptors(shape.keys),
             out_THD,
@@ -211,7 +214,9 @@ class SpanCall:
     def dq(self, dout_THD: Tensor, stats_TH2: Tensor, dq_THD: Tensor) -> None:
         """Write the spans' part to dq [T, H, D]."""
         call, shape = self.call, self.shapes.dq
-        row_gradients[self._row_tiles(shape)](
+        launch(
+            row_gradients,
+            self._row_tiles(shape),
             call.q_THD,
             dout_THD,
             stats_TH2,
@@ -232,7 +237,9 @@ class SpanCall:
         keys, many = call.k_SKD.shape[0], heads.stop - heads.start
         sum_dk, sum_dv = (stats_TH2.new_empty(keys, many, call.head_dim) for _ in range(2))
         if keys:
-            key_gradients[(triton.cdiv(keys, shape.keys), many)](
+            launch(
+                key_gradients,
+                (ceil_div(keys, shape.keys), many),
                 *(call.descriptor(x, shape.rows) for x in (call.q_THD, dout_THD)),
                 stats_TH2,
                 *call.descriptors(shape.keys),
@@ -250,4 +257,4 @@ class SpanCall:
         return sum_dk, sum_dv
 
     def _row_tiles(self, shape: TileShape) -> tuple[int, int]:
-        return triton.cdiv(self.call.tokens * self.call.group, shape.rows), self.call.kv_heads
+        return ceil_div(self.call.tokens * self.call.group, shape.rows), self.call.kv_heads

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moba_train.attention.blocks.geometry import block_bound, first_blocks
+from moba_train.attention.blocks.triton.launch import ceil_div, launch
 from moba_train.attention.protocol import Layout, TokenRanges
 
 
@@ -46,12 +47,31 @@ def _build(layout: Layout, block_size: int) -> BlockTables:
     steps = documents.bit_length()
     size = 256
     if tokens:
-        _token_tables[(triton.cdiv(tokens, size),)](
-            layout.cu_seqlens, first, own_T, first_T, tokens, documents, block_size, steps, SIZE=size
+        launch(
+            _token_tables,
+            (ceil_div(tokens, size),),
+            layout.cu_seqlens,
+            first,
+            own_T,
+            first_T,
+            tokens,
+            documents,
+            block_size,
+            steps,
+            SIZE=size,
         )
     if blocks:
-        _block_bounds[(triton.cdiv(blocks, size),)](
-            layout.cu_seqlens, first, bounds, blocks, documents, block_size, steps, SIZE=size
+        launch(
+            _block_bounds,
+            (ceil_div(blocks, size),),
+            layout.cu_seqlens,
+            first,
+            bounds,
+            blocks,
+            documents,
+            block_size,
+            steps,
+            SIZE=size,
         )
     if layout.q_ranges is not None:
         own_T, first_T = own_T[layout.q_tokens], first_T[layout.q_tokens]

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moba_train.attention.blocks.triton.launch import ceil_div, launch
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.tiles import WorkRange
 
@@ -88,12 +89,14 @@ def tile_tables(
     cuts = sum(work.kv_heads == first.kv_heads for work in parts)
     sizes = [(work.heads * blocks, _bound(work, rows, blocks)) for work in parts]
     most_lists, bound = (_aligned(max(many)) for many in zip(*sizes, strict=True))
-    split_bound = _aligned(triton.cdiv(bound, split_tiles) + most_lists) if split_tiles else 0
+    split_bound = _aligned(ceil_div(bound, split_tiles) + most_lists) if split_tiles else 0
     ends = torch.empty(len(parts), 2, most_lists, dtype=lists.starts.dtype, device=lists.starts.device)
     numbers = torch.empty(
         len(parts), bound + 3 * most_lists + split_bound, dtype=torch.int32, device=lists.starts.device
     )
-    _tile_tables[(triton.cdiv(most_lists, _LISTS), len(parts))](
+    launch(
+        _tile_tables,
+        (ceil_div(most_lists, _LISTS), len(parts)),
         lists.starts,
         ends,
         numbers,
@@ -121,7 +124,7 @@ def tile_tables(
         of_tile, last_tile, splits, first_split, of_split = mine.split(
             [bound, most_lists, most_lists, most_lists, split_bound]
         )
-        split_programs = triton.cdiv(tiles, split_tiles) + many if split_tiles else tiles
+        split_programs = ceil_div(tiles, split_tiles) + many if split_tiles else tiles
         tables.append(
             TileTable(tiles, of_tile, last_tile, begin, end, many, split_programs, splits, first_split, of_split)
         )
@@ -130,11 +133,11 @@ def tile_tables(
 
 def _bound(work: WorkRange, rows: int, blocks: int) -> int:
     """Tiles of a work range, at most."""
-    return triton.cdiv(work.heads * work.entries, rows) + work.heads * blocks
+    return ceil_div(work.heads * work.entries, rows) + work.heads * blocks
 
 
 def _aligned(count: int) -> int:
-    return triton.cdiv(count, _ALIGNED) * _ALIGNED
+    return ceil_div(count, _ALIGNED) * _ALIGNED
 
 
 @triton.jit

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import triton
-
+from moba_train.attention.blocks.triton.launch import ceil_div
 from moba_train.attention.blocks.triton.lists import BlockLists
 
 
@@ -74,8 +73,8 @@ def work_ranges(lists: BlockLists, kv_heads: int, limit: int) -> Iterator[WorkRa
             heads = slice(first, min(first + together, kv_heads))
             yield WorkRange(heads, slice(0, lists.chunks), 0, total)
         return
-    cuts = triton.cdiv(lists.chunks, max(1, limit // lists.chunk))
-    together = triton.cdiv(lists.chunks, cuts)
+    cuts = ceil_div(lists.chunks, max(1, limit // lists.chunk))
+    together = ceil_div(lists.chunks, cuts)
     for head in range(kv_heads):
         for first in range(0, lists.chunks, together):
             chunks = slice(first, min(first + together, lists.chunks))

@@ -6,10 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from moba_train.attention.blocks.triton.call import heads_side_by_side
+from moba_train.attention.blocks.triton.launch import launch, replayed
 from moba_train.attention.blocks.triton.tables import block_tables, key_rows
 from moba_train.attention.protocol import Layout
 
 
+@replayed
 def pool_keys(k_SKD: Tensor, layout: Layout, block_size: int) -> Tensor:
     """Mean of the given keys in each block, [blocks, K, D] in k's dtype; zeros for blocks without any.
 
@@ -21,8 +23,16 @@ def pool_keys(k_SKD: Tensor, layout: Layout, block_size: int) -> Tensor:
     _, kv_heads, head_dim = k_SKD.shape
     pooled_NKD = torch.empty(tables.blocks, kv_heads, head_dim, dtype=k_SKD.dtype, device=k_SKD.device)
     if pooled_NKD.numel():
-        _pool[(tables.blocks, kv_heads)](
-            k_SKD, pooled_NKD, tables.bounds, k_SKD.stride(0), D=head_dim, UNROLL=16, num_warps=1
+        launch(
+            _pool,
+            (tables.blocks, kv_heads),
+            k_SKD,
+            pooled_NKD,
+            tables.bounds,
+            k_SKD.stride(0),
+            D=head_dim,
+            UNROLL=16,
+            num_warps=1,
         )
     return pooled_NKD
 

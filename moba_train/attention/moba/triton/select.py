@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moba_train.attention.blocks.triton.best import HIGHEST, enter, found_ids, no_blocks, store_ids
 from moba_train.attention.blocks.triton.call import heads_side_by_side
+from moba_train.attention.blocks.triton.launch import ceil_div, launch, replayed
 from moba_train.attention.blocks.triton.tables import block_tables
 from moba_train.attention.protocol import Layout
 
@@ -30,6 +31,7 @@ _CHUNK = 64
 """Block keys looked at together, and so the number of buckets."""
 
 
+@replayed
 def select_blocks(
     q_THD: Tensor,
     pooled_NKD: Tensor,
@@ -52,16 +54,16 @@ def select_blocks(
         return selected_HTC
     grouped = select == "group"
     rows = 64
-    chunks = triton.cdiv(blocks, _CHUNK)
+    chunks = ceil_div(blocks, _CHUNK)
     levels = min(chunks, count, 3 if count <= 5 else 4)
-    grid = (triton.cdiv(tokens, rows), kv_heads if grouped else heads)
+    grid = (ceil_div(tokens, rows), kv_heads if grouped else heads)
     sizes = {
         "GROUP": grouped,
         "PREVIOUS": "previous" in always,
         "FIRST": "first" in always,
         "G": heads // kv_heads,
         "C": count,
-        "SLOTS": max(2, triton.next_power_of_2(count)),
+        "SLOTS": max(2, 1 << (count - 1).bit_length()),
         "D": head_dim,
         "M": rows,
         "N": _CHUNK,
@@ -72,9 +74,9 @@ def select_blocks(
     if count <= 16:  # with more, too many tiles would have to be done again
         pooled = pooled_NKD.flatten(1)
         desc = TensorDescriptor(pooled, list(pooled.shape), list(pooled.stride()), [_CHUNK, head_dim])
-        _select[grid](q_THD, desc, *shared, (chunks - 1).bit_length(), LEVELS=levels, **sizes)
+        launch(_select, grid, q_THD, desc, *shared, (chunks - 1).bit_length(), LEVELS=levels, **sizes)
     if count > 16 or levels < min(chunks, count):
-        _select_marked[grid](q_THD, pooled_NKD, *shared, ALL=count > 16, **sizes)
+        launch(_select_marked, grid, q_THD, pooled_NKD, *shared, ALL=count > 16, **sizes)
     return selected_HTC
 
 

@@ -1,0 +1,192 @@
+"""Records of launches, with kernels that run on the CPU: they are given addresses in place of tensors, as on a GPU."""
+
+import ctypes
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moba_train.attention.blocks.triton.launch import launch, replayed
+from moba_train.attention.blocks.triton.opt_in import VARIABLE
+from moba_train.attention.protocol import Layout, packed_layout
+
+
+@pytest.fixture(autouse=True)
+def opted_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "replay")
+
+
+class Parameter:
+    def __init__(self, name: str, is_constexpr: bool) -> None:
+        self.name = name
+        self.is_constexpr = is_constexpr
+
+
+class AddKernel:
+    """out = SCALE * a + b, of float32 [N]; it counts how often Triton would have had to look at its arguments."""
+
+    params = [Parameter(name, name.isupper()) for name in ("a", "b", "out", "SCALE", "N")]
+    asked = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(a: Any, b: Any, out: Any, SCALE: int, N: int) -> "Compiled":
+            self.asked += 1
+            compiled = Compiled()
+            knobs.runtime.launch_enter_hook({})
+            compiled[(*grid, 1, 1)[:3]](a, b, out, SCALE, N)
+            return compiled
+
+        return run
+
+
+class Compiled:
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert len(grid) == 3
+
+        def run(a: Any, b: Any, out: Any, scale: int, count: int) -> None:
+            a, b, out = (numbers(x, count) for x in (a, b, out))
+            out[:] = scale * a + b
+
+        return run
+
+
+def numbers(x: Any, count: int) -> np.ndarray:
+    """The float32 numbers at an address, or of a tensor."""
+    x = x.base if isinstance(x, TensorDescriptor) else x
+    address = x.data_ptr() if isinstance(x, Tensor) else x
+    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
+
+
+@pytest.fixture
+def add() -> AddKernel:
+    return AddKernel()
+
+
+def make(add: AddKernel) -> Any:
+    """(scale * a + b + c, the same and a table of the layout), through a temporary buffer and a descriptor."""
+
+    @replayed
+    def function(a: Tensor, pair: tuple[Tensor, Tensor], layout: Layout, *, scale: int) -> tuple[Tensor, Tensor]:
+        table = layout.cached("table", lambda: torch.arange(64, dtype=torch.float32))
+        b, c = pair
+        count = len(a)
+        both = torch.empty(2, count)
+        launch(add, (1,), a, b, both[1], SCALE=scale, N=count)
+        launch(add, (1,), both[1], c, both[0], SCALE=1, N=count)
+        out, other = torch.empty_like(a), a.new_empty(count)
+        launch(add, (1, 1), both[1], c, out, SCALE=1, N=count)
+        launch(add, (1,), TensorDescriptor(both, [2, count], [count, 1], [1, 16]), table, other, SCALE=1, N=count)
+        return out, other
+
+    return function
+
+
+def test_later_calls_repeat_the_launches_for_other_tensors(add):
+    function, layout = make(add), packed_layout([64])
+    for turn in range(5):
+        a, b, c = torch.randn(3, 64).unbind()
+        out, other = function(a, (b, c), layout, scale=2)
+        torch.testing.assert_close(out, 2 * a + b + c, rtol=0, atol=1e-6)
+        torch.testing.assert_close(other, out + torch.arange(64))
+        assert add.asked == 4 * min(turn + 1, 2)
+    function(a, (b, c), packed_layout([64]), scale=2)
+    assert add.asked == 12, "another layout has records of its own"
+
+
+def test_shapes_options_alignment_and_equal_tensors_have_records_of_their_own(add):
+    function, layout = make(add), packed_layout([64])
+    flat = torch.randn(4, 65)
+    aligned, off = torch.randn(4, 64), flat.flatten()[1:257].view(4, 64)
+    for a, b, c, scale in (
+        (aligned[0], aligned[1], aligned[2], 2),
+        (aligned[0], aligned[1], aligned[2], 3),
+        (aligned[0], aligned[0], aligned[2], 3),
+        (aligned[0], aligned[1], aligned[1], 3),
+        (off[0], aligned[1], aligned[2], 3),
+        (aligned[0, :32], aligned[1, :32], aligned[2, :32], 3),
+    ):
+        before = add.asked
+        for _ in range(3):
+            out, _ = function(a, (b, c), layout, scale=scale)
+            torch.testing.assert_close(out, scale * a + b + c, rtol=0, atol=1e-6)
+        assert add.asked == before + 8
+
+
+def test_what_copies_is_never_recorded(add):
+    @replayed
+    def function(a: Tensor, layout: Layout) -> Tensor:
+        out = torch.empty(32)
+        launch(add, (1,), a.contiguous(), out.zero_() if copies == "fill" else a.contiguous(), out, SCALE=1, N=32)
+        return out
+
+    for copies in ("nothing", "fill", "slice"):
+        layout, before = packed_layout([32]), add.asked
+        for _ in range(4):
+            a = torch.randn(32, 2)[:, 0] if copies == "slice" else torch.randn(32)
+            assert torch.equal(function(a, layout), a if copies == "fill" else 2 * a)
+        assert add.asked - before == (2 if copies == "nothing" else 4)
+
+
+def test_a_launch_that_goes_past_the_recorder_forbids_a_record(add):
+    @replayed
+    def function(a: Tensor, layout: Layout) -> Tensor:
+        out = torch.empty(32)
+        launch(add, (1,), a, a, out, SCALE=1, N=32)
+        add[(1,)](out, a, out, SCALE=1, N=32)
+        return out
+
+    layout = packed_layout([32])
+    for _ in range(4):
+        a = torch.randn(32)
+        torch.testing.assert_close(function(a, layout), 3 * a)
+    assert add.asked == 8
+    assert not knobs.runtime.launch_enter_hook.calls
+
+
+def test_zeros_are_zero_again(add):
+    @replayed
+    def function(a: Tensor, layout: Layout) -> Tensor:
+        total = torch.zeros_like(a)
+        launch(add, (1,), a, total, total, SCALE=1, N=32)
+        launch(add, (1,), a, total, total, SCALE=1, N=32)
+        return total
+
+    layout = packed_layout([32])
+    for _ in range(4):
+        a = torch.randn(32)
+        assert torch.equal(function(a, layout), 2 * a)
+    assert add.asked == 4
+
+
+def test_a_part_of_a_given_tensor_is_found_again_or_refused(add):
+    @replayed
+    def function(a: Tensor, layout: Layout) -> Tensor:
+        out = torch.empty(16)
+        launch(add, (1,), a[16:], a[:16], out, SCALE=1, N=16)
+        return out
+
+    layout = packed_layout([32])
+    for _ in range(4):
+        a = torch.randn(32)
+        assert torch.equal(function(a, layout), a[16:] + a[:16])
+
+
+def test_records_keep_no_tensor_alive(add):
+    function, layout = make(add), packed_layout([64])
+    alive = []
+    for _ in range(4):
+        tensors = torch.randn(64), torch.randn(64), torch.randn(64)
+        results = function(tensors[0], tensors[1:], layout, scale=2)
+        alive += [weakref.ref(x) for x in (*tensors, *results)]
+    del tensors, results
+    gc.collect()
+    assert not any(x() is not None for x in alive)
