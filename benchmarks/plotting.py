@@ -27,3 +27,10 @@ def plain(axes: Axes) -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(GREY)
+
+
+def titled(axes: Axes, title: str, label: str = "") -> None:
+    """`plain` axes with a title above their left edge, and a label for x."""
+    axes.set_title(title, color=GREY, fontsize=10, loc="left")
+    axes.set_xlabel(label, color=GREY)
+    plain(axes)

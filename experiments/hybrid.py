@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.plotting import GREY, plain
+from benchmarks.plotting import GREY, titled
 from experiments.comparison import Cell, Verdict, compare, shared
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import COLOURS
@@ -113,9 +113,7 @@ class Hybrid(Figure):
             (left, "loss above full attention's, nats", "position in the context, tokens"),
             (right, "training loss around the switch", "step"),
         ):
-            axes.set_title(title, color=GREY, fontsize=10, loc="left")
-            axes.set_xlabel(label, color=GREY)
-            plain(axes)
+            titled(axes, title, label)
 
 
 def _recipe(kinds: tuple[str, str], quick: bool) -> dict[str, Any]:

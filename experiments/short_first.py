@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import moba_train.attention.registry  # noqa: F401  # attention kinds, which the recipe names
-from benchmarks.plotting import GREY, plain
+from benchmarks.plotting import GREY, titled
 from experiments.comparison import Cell, Verdict, compare, shared
 from experiments.estimate import config_of
 from experiments.figure import Arm, Figure, Finding, Result
@@ -94,9 +94,7 @@ class ShortFirst(Figure):
             (left, "trailing loss over real FLOPs", "PFLOP/s-days"),
             (right, "loss by position (dashed: equal FLOPs)", "position in the context, tokens"),
         ):
-            axes.set_title(title, color=GREY, fontsize=10, loc="left")
-            axes.set_xlabel(label, color=GREY)
-            plain(axes)
+            titled(axes, title, label)
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.plotting import GREY, plain
+from benchmarks.plotting import GREY, titled
 from experiments import published
 from experiments.comparison import Cell, Verdict, compare
 from experiments.figure import Figure, Finding, Result
@@ -131,9 +131,7 @@ class Position(Figure):
             if pair is pairs[0] and _bucket(pair["full"]) == published.POSITION_BUCKET:
                 right.plot(edges, list(map(_published_gap, range(len(edges)))), color=GREY, lw=1.3, label="published")
         for axes, title in ((left, "loss by position"), (right, "MoBA above full, %")):
-            axes.set_title(title, color=GREY, fontsize=10, loc="left")
-            axes.set_xlabel("position in the context, tokens", color=GREY)
-            plain(axes)
+            titled(axes, title, "position in the context, tokens")
             if pairs:
                 axes.legend(frameon=False, labelcolor=GREY, fontsize=9)
 

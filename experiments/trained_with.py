@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from benchmarks.plotting import GREY, plain
+from benchmarks.plotting import GREY, titled
 from experiments.comparison import Cell, Verdict, compare
 from experiments.figure import Figure, Finding, Result
 from experiments.fits import COLOURS, split
@@ -62,8 +62,7 @@ class TrainedWith(Figure):
                     y = [evaluated(result, loss, run) for result in own]
                     axes.plot(x, y, style, ms=5, color=COLOURS[trained], alpha=0.8, label=f"{name}, run with {run}")
             axes.set_xticks(range(len(sizes)), sizes)
-            axes.set_title(label, color=GREY, fontsize=10, loc="left")
-            plain(axes)
+            titled(axes, label)
         panels[0].legend(frameon=False, labelcolor=GREY, fontsize=8)
 
 

@@ -10,7 +10,9 @@ local      the engine of one device
 shard      the rows that a layer is given, and the way to the others: for kinds that need more than engine calls
 operator_shard  the shard of these engines
 previous   the rows of the tokens before each token, for short convolutions
-observer   observers of an engine: a timer, and routing statistics of every selection
+observer   observers of an engine: the base class, and a timer
+statistics  what can be seen of a layer's attention: names, meanings, and how numbers are added up
+watched    an engine that collects a layer's statistics
 merge      partial results (out, lse) joined by online softmax
 decoding   one new token at a time against cached keys
 masked     exact attention under any mask, a chunk of queries at a time: the references are built from it

@@ -8,7 +8,7 @@ Shape suffixes: T packed tokens of this rank, D hidden size, H query heads, K ke
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from moba_train.attention.protocol import Layout, LocalAttention
-from moba_train.attention.shard import ObservedShard, SelectionObserver, Shard
+from moba_train.attention.shard import Shard
+from moba_train.attention.statistics import SOFTMAX
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
@@ -38,13 +39,11 @@ class Engine(Protocol):
 
 
 class WrappedEngine:
-    """An engine whose calls go through a function, which sees them; its shards are those of the engine itself, and
-    tell `observe`, where given, what blocks their queries select (`Shard.observe`)."""
+    """An engine whose calls go through a function, which sees them; its shards are those of the engine itself."""
 
-    def __init__(self, engine: Engine, call: EngineCall, observe: SelectionObserver | None = None) -> None:
+    def __init__(self, engine: Engine, call: EngineCall) -> None:
         self._engine = engine
         self._call = call
-        self._observe = observe
 
     def __call__(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, attention: LocalAttention, layout: Layout, /
@@ -54,8 +53,7 @@ class WrappedEngine:
 
     def shard(self, layout: Layout, /) -> Shard:
         """The engine's shard."""
-        shard = self._engine.shard(layout)
-        return shard if self._observe is None else ObservedShard(shard, self._observe)
+        return self._engine.shard(layout)
 
 
 class LayerInput(NamedTuple):
@@ -125,6 +123,10 @@ class AttentionKind(ABC):
     """The kind's section in YAML; its defaults are usable."""
     IMPLEMENTATION_OPTIONS: ClassVar[frozenset[str]] = frozenset({"backend"})
     """Options that say how the layer is computed, not what: an exported model does not carry them."""
+
+    statistics: ClassVar[Mapping[str, str]] = SOFTMAX
+    """What an observer sees of a layer, by name, with its meaning (statistics.py). The default is what an engine call
+    shows; what a kind computes by itself, it reports (`Shard.observer`)."""
 
     attentions: tuple[LocalAttention, ...]
     """The local attentions that `mix` runs through the engine."""

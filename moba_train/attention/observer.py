@@ -1,14 +1,15 @@
 """Observers of an engine: what attention does, looked at from outside (`OperatorEngine.observe`).
 
-An observer sees each of the local functions (`summarize`, `select`, `attend`, `attend_backward`) as it runs, and each
-selection once it is made. Communication between them is not seen.
+An observer sees each of the local functions (`summarize`, `select`, `attend`, `attend_backward`) as it runs, each
+selection once it is made, and the log-sum-exp of each forward pass. Communication between them is not seen.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch import Tensor
 
 from moba_train.attention.protocol import Layout, LocalAttention, Selection
 
@@ -22,6 +23,9 @@ class AttentionObserver:
 
     def selected(self, attention: LocalAttention, selection: Selection, layout: Layout) -> None:
         """Called after `attention` made a selection for the queries of `layout`."""
+
+    def attended(self, lse_HT: Tensor) -> None:
+        """Called after a forward pass with its log-sum-exp, over all keys that the queries attend to."""
 
 
 class AttentionTimer(AttentionObserver):
@@ -54,28 +58,3 @@ class AttentionTimer(AttentionObserver):
         yield
         end.record()
         self._events.append((start, end))
-
-
-class SelectionRecorder(AttentionObserver):
-    """Collects the routing statistics of every selection."""
-
-    def __init__(self) -> None:
-        self.statistics: list[dict[str, float]] = []
-        """Results of `LocalAttention.describe_selection`, in order."""
-
-    def selected(self, attention: LocalAttention, selection: Selection, layout: Layout) -> None:
-        """Describes the selection."""
-        self.statistics.append(attention.describe_selection(selection, layout))
-
-
-def mean_statistics(statistics: Iterable[dict[str, float] | None]) -> dict[str, float] | None:
-    """Routing statistics of several selections as one, each number weighted by `selected`; None without any."""
-    some = [one for one in statistics if one]
-    if not some:
-        return None
-    means = {}
-    for name in dict.fromkeys(name for one in some for name in one):
-        having = [one for one in some if name in one]
-        weight = sum(one["selected"] for one in having)
-        means[name] = sum(one["selected"] * one[name] for one in having) / weight
-    return means | {"selected": sum(one["selected"] for one in some)}

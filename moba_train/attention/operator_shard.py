@@ -20,7 +20,7 @@ class OperatorShard:
     (parallel/context/shard.py). A `Shard`."""
 
     attends_to_all = False
-    observed = False
+    observer = None
     ranks = 1
     generates = False
 
@@ -77,11 +77,6 @@ class OperatorShard:
         if not len(q_nHD):  # a rank without tokens; its gradients must reach the others all the same
             return q_nHD + (k_TKD[:0].sum() + v_TKD[:0].sum()), q_nHD.new_empty((q_nHD.shape[1], 0))
         return self._engine.attend_part(q_nHD, k_TKD, v_TKD, attention, self.layout, selected_HnC)
-
-    def observe(
-        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor
-    ) -> None:
-        """Nothing: no one looks."""
 
 
 @torch.library.custom_op("moba_train::all_ranks", mutates_args=())

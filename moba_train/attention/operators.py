@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -221,6 +222,20 @@ def with_layout(function: Callable[..., Any], *, traced: bool = False) -> Callab
     return flattened
 
 
+@torch.library.custom_op("moba_train::query_positions", mutates_args=())
+@with_layout
+def query_positions(layout: Layout, queries: int) -> Tensor:
+    """int64 [queries]: position of each of the layout's queries in its document, for code that torch.compile traces:
+    there, what a layout keeps would make a recomputed layer another one than the first time."""
+    return layout.positions(layout.q_tokens, layout.q_documents)
+
+
+@query_positions.register_fake
+@partial(with_layout, traced=True)
+def _(layout: Layout, queries: int) -> Tensor:
+    return layout.cu_seqlens.new_empty((queries,), dtype=torch.int64)
+
+
 def _part(layout: Layout, q_ranges: Sequence[int]) -> Layout:
     """The layout of the queries in these ranges, given as start, stop, start, stop, ..., and of all keys."""
     ranges = tuple(TokenRange(*pair) for pair in zip(q_ranges[::2], q_ranges[1::2], strict=True))
@@ -256,6 +271,8 @@ def _attention(
                 # An operator's result must not be its argument.
                 selection = call.given_selection(selected.clone(), q, k)
             out, lse = call.attend(q, k, v, selection)
+        for observer in call.observers:
+            observer.attended(lse)
         return out.contiguous(), lse.contiguous(), list(selection)
 
 
@@ -278,10 +295,14 @@ def _(
     # Shapes alone, for torch.compile's tracing: continues in the engine's `empty_selection`, in the same two files.
     if q_ranges is None:
         selection = ENGINES[engine].empty_selection(q, k, call)
-    elif selected is None:
-        selection = call.attention.empty_selection(q, k, _part(layout, q_ranges))
     else:
-        selection = call.attention.empty_given_selection(selected, q, k, _part(layout, q_ranges))
+        # Not `_part`: sizes may be symbols, which no cache takes as keys.
+        ranges = tuple(TokenRange(*pair) for pair in zip(q_ranges[::2], q_ranges[1::2], strict=True))
+        part = replace(layout, q_ranges=ranges, _cache={})
+        if selected is None:
+            selection = call.attention.empty_selection(q, k, part)
+        else:
+            selection = call.attention.empty_given_selection(selected, q, k, part)
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype), list(selection)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 import torch
 from torch import Tensor
 
+from moba_train.attention.statistics import Statistics
 from moba_train.config.base import Section
 
 if TYPE_CHECKING:
@@ -42,8 +43,13 @@ TokenRanges = tuple[TokenRange, ...]
 
 def joined_ranges(ranges: Iterable[tuple[int, int]]) -> TokenRanges:
     """Ascending ranges that hold the tokens of `ranges`: adjacent ones are joined, empty ones dropped."""
+    return join_ascending(sorted(ranges))
+
+
+def join_ascending(ranges: Iterable[tuple[int, int]]) -> TokenRanges:
+    """`joined_ranges` of ascending ranges. Takes sizes that torch.compile traces as symbols, which it cannot sort."""
     joined: list[TokenRange] = []
-    for start, stop in sorted(ranges):
+    for start, stop in ranges:
         if start == stop:
             continue
         if joined and joined[-1].stop == start:
@@ -284,12 +290,10 @@ class LocalAttention(Protocol):
         """Tensors of the shapes and dtypes of `given_selection`'s result, contents undefined."""
         raise TypeError(f"{type(self).__name__} selects by itself: no blocks can be given")
 
-    def describe_selection(self, selection: Selection, layout: Layout) -> dict[str, float]:
-        """Routing statistics of a selection for the layout's queries; {} without any.
-
-        `selected` is the number of free selections, every other number a mean over them; all are finite.
-        """
-        return {}
+    def describe_selection(self, selection: Selection, layout: Layout) -> Statistics:
+        """What a selection tells about the layout's queries (`statistics.SELECTION`); nothing by default, for attention
+        to everything."""
+        return Statistics()
 
     def select_blocks(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Tensor | None:
         """`selected_blocks` of `select`, without what else a selection holds for attending."""

@@ -8,15 +8,39 @@ Shape suffixes: L rows given to the layer (padding included), n tokens among the
 B running sequences, H query heads, K key/value heads, D head width, C selected blocks of a query.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from moba_train.attention.protocol import Layout, LocalAttention, TokenRanges
+from moba_train.attention.statistics import Statistics
 
-SelectionObserver = Callable[[Tensor, Tensor, Tensor, LocalAttention, Tensor, Layout], None]
-"""(q [n, H, D], k [T, K, D], v [T, K, D], attention, selected blocks int32 [H, n, C], layout): see `Shard.observe`."""
+
+class ShardCall(NamedTuple):
+    """Attention of a shard's tokens to the keys of all tokens so far."""
+
+    q_nHD: Tensor
+    k_TKD: Tensor
+    v_TKD: Tensor
+    attention: LocalAttention
+    selected_HnC: Tensor | None
+    """int32: the history blocks that the kind gives the attention; None where it gives none."""
+    layout: Layout
+
+
+class ShardObserver:
+    """Sees what a layer does with its shard. The base class does nothing."""
+
+    def attending(self, call: ShardCall) -> AbstractContextManager[object]:
+        """The context in which `Shard.attend` runs."""
+        return nullcontext()
+
+    def could_select(self, call: ShardCall) -> None:
+        """Called by a kind that has a gate and attends to everything all the same: what the gate would select."""
+
+    def report(self, statistics: Statistics) -> None:
+        """Called by a kind with what no one sees from outside: states, gates of its own."""
 
 
 class Shard(Protocol):
@@ -104,26 +128,18 @@ class Shard(Protocol):
         ...
 
     @property
-    def observed(self) -> bool:
-        """Whether someone looks at what is selected, a gate probe for example. A layer that has a gate and attends to
-        everything all the same then says what the gate would select, by `observe`."""
-        ...
-
-    def observe(
-        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor
-    ) -> None:
-        """Tell who looks at it which blocks this layer's tokens would select; `attend` tells by itself."""
+    def observer(self) -> ShardObserver | None:
+        """Who looks at what the layer does, a probe or the dump of a spike for example. Kinds compute what only an
+        observer asks for where there is one."""
         ...
 
 
 class ObservedShard:
-    """A shard whose selected blocks someone looks at; else the shard itself. A `Shard`."""
+    """A shard that someone looks at; else the shard itself. A `Shard`."""
 
-    observed = True
-
-    def __init__(self, shard: Shard, observer: SelectionObserver) -> None:
+    def __init__(self, shard: Shard, observer: ShardObserver) -> None:
         self._shard = shard
-        self._observer = observer
+        self.observer = observer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shard, name)
@@ -131,13 +147,7 @@ class ObservedShard:
     def attend(
         self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The shard's own, looked at where blocks are given."""
-        if selected_HnC is not None:
-            self.observe(q_nHD, k_TKD, v_TKD, attention, selected_HnC)
-        return self._shard.attend(q_nHD, k_TKD, v_TKD, attention, selected_HnC)
-
-    def observe(
-        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor
-    ) -> None:
-        """Passes everything on."""
-        self._observer(q_nHD, k_TKD, v_TKD, attention, selected_HnC, self._shard.layout)
+        """The shard's own, looked at."""
+        call = ShardCall(q_nHD, k_TKD, v_TKD, attention, selected_HnC, self._shard.layout)
+        with self.observer.attending(call):
+            return self._shard.attend(*call[:-1])

@@ -2,23 +2,30 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, joined_ranges
+from moba_train.attention.shard import ShardCall
+from moba_train.attention.statistics import Statistics, joined
+from moba_train.attention.watched import WatchedEngine
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import StageData
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.evals.gate_statistics import DISTANCES, MEANS, GateStatistics, distance_label, gate_statistics
-from moba_train.evals.probing import gathered, probing
+from moba_train.evals.probing import gathered
+from moba_train.model.watch import watched_layers
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.stage import DataShard
-from moba_train.parallel.world import sum_over_ranks
+from moba_train.parallel.world import gather_over_ranks, sum_over_ranks
 
 
 class GateProbe(Evaluation):
@@ -71,60 +78,71 @@ class GateProbe(Evaluation):
         began = time.perf_counter()
         for name in context.each_attention():
             if name == context.own:
-                layers = self._probe(context)
+                gates, shown = self._probe(context)
         seconds = time.perf_counter() - began
-        return summarize(context.own, layers, self._queries * self._data.sequences, seconds, self._by_head)
+        found = summarize(context.own, gates, self._queries * self._data.sequences, seconds, self._by_head)
+        found.data["attention_statistics"] = [layer.values() for layer in shown]
+        return found
 
     @torch.no_grad()
-    def _probe(self, context: EvaluationContext) -> dict[int, GateStatistics]:
-        """The statistics of every layer that chooses, equal on every rank."""
+    def _probe(self, context: EvaluationContext) -> tuple[dict[int, GateStatistics], list[Statistics]]:
+        """The gates of the layers to probe, where they choose, and what the attention of every layer shows; equal on
+        every rank."""
         shard = context.data_shard
-        layers = range(context.model.config.layers) if self._layers is None else sorted(set(self._layers))
-        heads = context.model.config.heads // shard.tp_size
-        found = {layer: GateStatistics.of_heads(heads) for layer in layers}
-        for first in range(0, self._data.sequences, shard.dp_size):
-            context.between_batches()
-            index = first + shard.dp_rank
-            whole = collate([self._data.sample(min(index, self._data.sequences - 1))])
-            batch = shard.shard_batch(whole).to(context.device)
-            tokens = self._sample(whole, index) if index < self._data.sequences else ()
-
-            def look(
-                layer: int,
-                q_LHD: Tensor,
-                k_LKD: Tensor,
-                v_LKD: Tensor,
-                attention: LocalAttention,
-                layout: Layout,
-                tokens: Sequence[int] = tokens,
-            ) -> None:
-                found[layer] = found[layer] + _statistics(q_LHD, k_LKD, v_LKD, attention, layout, tokens, shard)
-
-            def look_at_given(
-                layer: int,
-                q_nHD: Tensor,
-                k_TKD: Tensor,
-                v_TKD: Tensor,
-                attention: LocalAttention,
-                selected_HnC: Tensor,
-                layout: Layout,
-                tokens: Sequence[int] = tokens,
-            ) -> None:
-                given = (selected_HnC, layout)
-                found[layer] = found[layer] + given_statistics(q_nHD, k_TKD, v_TKD, attention, *given, tokens, shard)
-
-            with probing(context.model, found, look, shard, look_at_given):
-                training_loss(context.model, batch)
-        vectors = sum_over_ranks([value for one in found.values() for value in one.vector()])
-        width = len(GateStatistics.of_heads(heads).vector())
+        engine = shard.engine or LOCAL_ENGINE
+        model = context.model.config
+        layers = range(model.layers) if self._layers is None else sorted(set(self._layers))
+        probes = {layer: LayerProbe(engine, shard, model.heads // shard.tp_size) for layer in layers}
+        with watched_layers(context.model, engine, lambda layer: probes.get(layer) or WatchedEngine(engine)) as watched:
+            for first in range(0, self._data.sequences, shard.dp_size):
+                context.between_batches()
+                index = first + shard.dp_rank
+                whole = collate([self._data.sample(min(index, self._data.sequences - 1))])
+                tokens = self._sample(whole, index) if index < self._data.sequences else ()
+                for probe in probes.values():
+                    probe.tokens = tokens
+                training_loss(context.model, shard.shard_batch(whole).to(context.device))
+        vectors = sum_over_ranks([value for probe in probes.values() for value in probe.found.vector()])
+        width = len(GateStatistics.of_heads(model.heads // shard.tp_size).vector())
         summed = [GateStatistics.from_vector(vectors[at : at + width]) for at in range(0, len(vectors), width)]
-        return {layer: one for layer, one in zip(found, summed, strict=True) if one.means()}
+        gates = {layer: one for layer, one in zip(probes, summed, strict=True) if one.means()}
+        by_rank = gather_over_ranks([layer.statistics for layer in watched])
+        return gates, [joined(layer) for layer in zip(*by_rank, strict=True)]
 
     def _sample(self, whole: Batch, index: int) -> Sequence[int]:
         """Tokens of the sequence whose queries are looked at: ascending, one in each of equal parts."""
         edges = np.linspace(0, len(whole.tokens), self._queries + 1).astype(np.int64)
         draw = np.random.default_rng([self._seed, index])
         return [int(draw.integers(start, stop)) for start, stop in pairwise(edges)]
+
+
+class LayerProbe(WatchedEngine):
+    """Runs one layer's attention, and looks at what its gate selects for the sampled queries."""
+
+    def __init__(self, engine: OperatorEngine, shard: DataShard, heads: int) -> None:
+        super().__init__(engine)
+        self._data_shard = shard
+        self.found = GateStatistics.of_heads(heads)
+        self.tokens: Sequence[int] = ()
+        """Tokens of the sequence whose queries are looked at, ascending."""
+
+    def __call__(
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout, /
+    ) -> tuple[Tensor, Tensor]:
+        """The engine's result."""
+        self.found += _statistics(q_LHD, k_LKD, v_LKD, attention, layout, self.tokens, self._data_shard)
+        return super().__call__(q_LHD, k_LKD, v_LKD, attention, layout)
+
+    def attending(self, call: ShardCall) -> AbstractContextManager[object]:
+        """Looks at the blocks that the kind gives, where it does."""
+        if call.selected_HnC is not None:
+            self.found += given_statistics(call, self.tokens, self._data_shard)
+        return super().attending(call)
+
+    def could_select(self, call: ShardCall) -> None:
+        """Looks at the blocks that the gate would select."""
+        self.found += given_statistics(call, self.tokens, self._data_shard)
+        super().could_select(call)
 
 
 def _statistics(
@@ -146,18 +164,11 @@ def _statistics(
     return gate_statistics(q_nHD, k_SKD, v_SKD, attention, layout.part(ranges, None))
 
 
-def given_statistics(
-    q_nHD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    attention: LocalAttention,
-    selected_HnC: Tensor,
-    layout: Layout,
-    tokens: Sequence[int],
-    shard: DataShard,
-) -> GateStatistics:
+def given_statistics(call: ShardCall, tokens: Sequence[int], shard: DataShard) -> GateStatistics:
     """The statistics of the queries of `tokens`, given the blocks that this rank's queries select; counted once by
     ranks that share the sequence."""
+    q_nHD, k_TKD, v_TKD, attention, selected_HnC, layout = call
+    assert selected_HnC is not None
     tokens_n = torch.tensor(tokens, dtype=torch.int64, device=q_nHD.device)
     selected_nHC = selected_HnC.transpose(0, 1)
     if shard.engine is None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,15 +14,8 @@ from moba_train.parallel.stage import DataShard
 
 
 @contextmanager
-def probing(
-    model: Transformer,
-    layers: Container[int],
-    look: Callable[..., None],
-    shard: DataShard,
-    look_at_given: Callable[..., None] | None = None,
-) -> Iterator[None]:
-    """Inside, `look(layer, q, k, v, attention, layout)` is called before each attention call of these layers, and
-    `look_at_given(layer, ...)`, as `Shard.observe`, for the blocks that their kinds select."""
+def probing(model: Transformer, layers: Container[int], look: Callable[..., None], shard: DataShard) -> Iterator[None]:
+    """Inside, `look(layer, q, k, v, attention, layout)` is called before each attention call of these layers."""
     engine: Engine = shard.engine or LOCAL_ENGINE
 
     def probed(layer: int) -> Engine:
@@ -33,7 +25,7 @@ def probing(
             look(layer, q_LHD, k_LKD, v_LKD, attention, layout)
             return engine(q_LHD, k_LKD, v_LKD, attention, layout)
 
-        return WrappedEngine(engine, run, None if look_at_given is None else partial(look_at_given, layer))
+        return WrappedEngine(engine, run)
 
     model.set_engines([probed(layer) if layer in layers else engine for layer in range(model.config.layers)])
     try:

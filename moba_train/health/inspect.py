@@ -4,13 +4,13 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moba_train.attention.observer import mean_statistics
+from moba_train.attention.statistics import Statistics
 from moba_train.config.load import load_config
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.stream import DocumentPart
@@ -92,30 +92,32 @@ def _rank_table(dump: dict[str, Any]) -> Table:
 
 
 def _layer_table(dump: dict[str, Any]) -> Table:
-    """Numbers of each layer: gradient norm, largest max lse of all ranks, and how the selected blocks are spread."""
+    """Numbers of each layer: gradient norm, and what its attention shows."""
     norms = dump["gradient_norms"]
-    ranks = dump["ranks"]
-    max_lse = [
-        max((value for value in lse if value is not None), default="")
-        for lse in zip(*(rank["max_lse"] for rank in ranks), strict=True)
-    ]
-    gate = [
-        mean_statistics(map(_statistics, layer)) or {} for layer in zip(*(rank["gate"] for rank in ranks), strict=True)
-    ]
-    names = [name for name in dict.fromkeys(name for layer in gate for name in layer) if name != "selected"]
+    layers = _attention(dump)
+    names = list(dict.fromkeys(name for layer in layers for name in layer))
     rows = [
-        [layer["layer"], layer["kind"], layer["norm"], lse, *(routing.get(name, "") for name in names)]
-        for layer, lse, routing in zip(norms["layers"], max_lse, gate, strict=True)
+        [layer["layer"], layer["kind"], layer["norm"], *(found.get(name, "") for name in names)]
+        for layer, found in zip(norms["layers"], layers, strict=True)
     ]
-    rest = [""] * (1 + len(names))
+    rest = [""] * len(names)
     rows += [[f"all {kind}", "", norm, *rest] for kind, norm in norms["kinds"].items()]
     rows += [[name, "", norm, *rest] for name, norm in norms.items() if name not in ("layers", "kinds")]
-    return _table(("layer", "kind", "gradient norm", "max lse", *(name.replace("_", " ") for name in names)), rows)
+    return _table(("layer", "kind", "gradient norm", *(name.replace("_", " ") for name in names)), rows)
 
 
-def _statistics(entry: dict[str, float] | None) -> dict[str, float] | None:
-    """Routing statistics of a dump's entry; older dumps say `choices` for `selected`."""
-    return {"selected" if name == "choices" else name: value for name, value in entry.items()} if entry else None
+def _attention(dump: dict[str, Any]) -> list[dict[str, float]]:
+    """By layer, the statistics of all ranks. Dumps from before 2026-11-23 have `max_lse` and `gate` of each rank."""
+    if "attention" in dump:
+        return cast(list[dict[str, float]], dump["attention"])
+    layers = [Statistics() for _ in dump["gradient_norms"]["layers"]]
+    for rank in dump["ranks"]:
+        for layer, largest, gate in zip(layers, rank["max_lse"], rank["gate"], strict=True):
+            numbers = dict(gate or {})
+            weight = numbers.pop("selected", numbers.pop("choices", 1))
+            layer.add(Statistics({} if largest is None else {"max_lse": largest}))
+            layer.add(Statistics(numbers, weight))
+    return [layer.values() for layer in layers]
 
 
 def _part_losses(dump: dict[str, Any]) -> list[PartLoss]:

@@ -195,7 +195,7 @@ class CachedShard:
     Nothing is differentiable.
     """
 
-    observed = False
+    observer = None
     ranks = 1
     generates = True
 
@@ -272,11 +272,6 @@ class CachedShard:
         else:
             selection = attention.select(q_nHD, attention.summarize(k_TKD, layout.part(None, None)), layout)
         return attention.attend(q_nHD, k_TKD, v_TKD, layout, selection)
-
-    def observe(
-        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor
-    ) -> None:
-        """Nothing: no one looks."""
 
 
 @cache

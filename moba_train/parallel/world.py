@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -145,6 +145,13 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
     return total.tolist()
+
+
+def gather_over_ranks(value: T) -> list[T]:
+    """Returns `value`, which is pickled, of every rank, in rank order. Called on all ranks together."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def any_rank(value: bool) -> bool:

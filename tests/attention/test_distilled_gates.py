@@ -26,12 +26,12 @@ from torch import Tensor
 
 from moba_train.attention.gates import grid
 from moba_train.attention.gates.grid import causal_chunks
-from moba_train.attention.kind import Engine, StageContext, WrappedEngine
+from moba_train.attention.kind import Engine, StageContext
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
-from moba_train.evals.gate_probe import given_statistics
+from moba_train.evals.gate_probe import LayerProbe
 from moba_train.evals.gate_statistics import GateStatistics
 from moba_train.inference.cache import CachedAttention, CachePlan
 from moba_train.inference.generate import generate
@@ -405,8 +405,7 @@ def observed(
     layer: Layer, engine: Engine, shard: DataShard, sample: list[int], positions: Tensor | None = None
 ) -> GateStatistics:
     """The statistics of what the layer's kind selects for the sampled queries."""
-    found = []
-    looking = WrappedEngine(engine, engine, lambda *seen: found.append(given_statistics(*seen, sample, shard)))
+    looking = LayerProbe(engine, shard, layer.model.heads)
+    looking.tokens = sample
     run_layer(layer, looking, positions)
-    (statistics,) = found
-    return statistics
+    return looking.found

@@ -324,5 +324,5 @@ def test_saved_bytes_are_those_that_autograd_keeps(separate_kv):
     """In 16 bits, beside what full attention keeps; plain PyTorch keeps no inverse lists of the selected blocks."""
     nsa, full = in_16_bits(make_layer("nsa", {**SMALL, "separate_kv": separate_kv}, [256]))
     lists = 4 * MODEL.heads * (SMALL["topk"] - 1)
-    own = kept_bytes(nsa, shared=nsa.kind.blocks.places(nsa.layout)) - kept_bytes(full)
+    own = kept_bytes(nsa) - kept_bytes(full)
     assert own == (nsa.kind.saved_bytes(MODEL, 256) - lists) * 256

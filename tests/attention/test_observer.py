@@ -9,10 +9,10 @@ from helpers import make_qkv
 
 from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.attention import MobaAttention
-from moba_train.attention.observer import AttentionObserver, AttentionTimer, SelectionRecorder
+from moba_train.attention.observer import AttentionObserver, AttentionTimer
 from moba_train.attention.protocol import packed_layout
 
-FUNCTIONS = ["summarize", "select", "selected", "attend", "attend_backward"]
+FUNCTIONS = ["summarize", "select", "selected", "attend", "attended", "attend_backward"]
 
 
 class Recorder(AttentionObserver):
@@ -29,6 +29,10 @@ class Recorder(AttentionObserver):
     def selected(self, attention, selection, layout):
         assert not self.running, "describing a selection is not timed with it"
         self.seen.append("selected")
+
+    def attended(self, lse_HT):
+        assert not self.running
+        self.seen.append("attended")
 
 
 @pytest.fixture
@@ -75,13 +79,3 @@ def test_the_timer_adds_up_the_local_functions(attention, monkeypatch):
     with engine.observe(AttentionTimer(torch.device("cpu"))) as timer:
         both_passes(engine, attention)
     assert 0.05 <= timer.seconds() <= time.perf_counter() - began
-
-
-def test_the_recorder_collects_the_statistics_of_every_selection(attention):
-    engine = LocalEngine()
-    with engine.observe(SelectionRecorder()) as recorder:
-        for _ in range(2):
-            both_passes(engine, attention)
-    first, second = recorder.statistics
-    assert first == second
-    assert first["selected"] > 0

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from thread_ranks import thread_transports
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from moba_train.attention.operators import OperatorEngine
-from moba_train.attention.protocol import Layout
+from moba_train.attention.protocol import Layout, packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig
@@ -23,6 +24,8 @@ from moba_train.parallel.activations import (
     set_activations,
     wrap_blocks,
 )
+from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.offload import HostMemory
 
 TOKENS, HEADS = 48, 4
@@ -30,7 +33,11 @@ MODEL = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=80, layers=
 KEYS = 16
 """Width of all keys of a token."""
 CPU = torch.device("cpu")
-OPTIONS: dict[str, dict[str, Any]] = {"moba": {"block_size": 8, "topk": 3}, "seer": {"block_size": 8, "topk": 2}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "moba": {"block_size": 8, "topk": 3},
+    "seer": {"block_size": 8, "topk": 2},
+    "nsa": {"compressed_block": 4, "stride": 2, "block_size": 4, "topk": 4, "window": 8},
+}
 POLICIES = [LayerActivations(kept, on_host) for kept in reversed(Kept) for on_host in (False, True)]
 
 
@@ -47,9 +54,10 @@ def model_of(*names: str, compiled: bool = False) -> Transformer:
     return model
 
 
-def step(model: Transformer) -> list[Tensor]:
-    """Loss and all gradients on two packed documents, twice: the second pass reuses the host's buffers."""
-    layout = Layout(torch.tensor([0, 20, TOKENS], dtype=torch.int32), TOKENS - 20, TOKENS)
+def step(model: Transformer, ranks: int = 1) -> list[Tensor]:
+    """Loss and all gradients on two packed documents, twice: the second pass reuses the host's buffers. `ranks`: that
+    share the sequence, with TOKENS rows on each."""
+    layout = packed_layout([20, ranks * TOKENS - 20])
     tokens = torch.arange(TOKENS) * 7 % MODEL.vocab_size
     rows = torch.arange(TOKENS)
     model.zero_grad()
@@ -120,6 +128,27 @@ def test_compiled_blocks_keep_what_the_policy_names_and_nothing_else(
         assert_same_bits(step(model), wanted)
         assert calls["attention"] == once + (2 * 2 if kept is Kept.INPUT else 0)
         assert calls["sent"] == 2 * TOKENS * sum(added[level] for level in added if level <= kept)
+
+
+def test_a_rank_of_several_traces_its_layers_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kinds that gather keys or states, on the first of two ranks whose other one would send the same."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(ContextParallel, "all_ranks", lambda _engine, x: torch.cat([x, x]))
+    monkeypatch.setattr(ContextParallel, "sum_shards", lambda _engine, x: sum(x.chunk(2)))
+    names = ("lightning", "nsa")
+    torch._dynamo.reset()  # sizes that earlier tests have made symbols take several times as long
+    strategy = CPStrategy(2, "allgather", "zigzag", 2)
+    engine = ContextParallel(strategy, thread_transports(strategy)[0][0])
+    found = []
+    for compiled, kept in ((False, Kept.ALL), (True, Kept.ATTENTION)):
+        model = model_of(*names, compiled=compiled)
+        model.set_engines([engine] * len(names))
+        set_activations(model, [LayerActivations(kept)] * len(names), CPU)
+        graph_breaks = torch._dynamo.utils.counters["graph_break"]
+        graph_breaks.clear()
+        found.append(step(model, ranks=2))
+        assert not graph_breaks
+    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

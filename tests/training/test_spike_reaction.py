@@ -28,7 +28,7 @@ from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import step_batches
 from moba_train.data.samples import StageData
 from moba_train.errors import TrainingError
-from moba_train.health.dump import Dump, _write, dump_folder
+from moba_train.health.dump import GATE, Dump, _write, dump_folder
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.train import main
 from moba_train.training.recovery import Recovery
@@ -95,25 +95,24 @@ def test_the_dump_holds_the_batch_and_the_numbers_of_its_step(skipping: tuple[Ru
         parts = [layer["norm"] for layer in norms["layers"]] + [norms[key] for key in ("embedding", "norm", "output")]
         assert math.hypot(*parts) == pytest.approx(found["grad_norm"], rel=1e-5)
         assert norms["kinds"] == pytest.approx({"moba": parts[0], "full": parts[1]})
-        assert all(0 < lse < 20 for lse in rank["max_lse"])
+        assert all(0 < layer["max_lse"] < 20 for layer in rank["attention"])
+        assert rank["attention"] == found["attention"]
 
 
 def test_the_dump_and_the_log_say_how_the_chosen_blocks_are_spread(
     skipping: tuple[Run, list[tuple[int, bool]]],
 ) -> None:
     run, _ = skipping
-    moba, full = dump(run, POISONED)["ranks"][0]["gate"]
-    assert full is None
-    assert moba["selected"] > 0
+    moba, full = dump(run, POISONED)["attention"]
+    assert list(full) == ["max_lse"]
     spike = run.records("spike")[-1]
-    assert {name: moba[name] for name in moba if name != "selected"} == {
+    assert {name: moba[name] for name in GATE} == {
         name.removeprefix("gate_"): value for name, value in spike.items() if name.startswith("gate_")
     }
     code, output = invoke("inspect-spike", str(run.run_dir))
     assert code == 0, output
     (row,) = re.findall(r"^ *0 +moba .*$", output, re.MULTILINE)
-    shown = [f"{moba[name]:.4g}" for name in ("load_imbalance", "entropy", "first_block_share", "distance")]
-    assert row.split()[-4:] == shown
+    assert row.split()[-6:] == [f"{number:.4g}" for number in moba.values()]
 
 
 def test_a_fault_of_the_machine_is_told_from_one_of_the_data(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
@@ -137,6 +136,22 @@ def test_looking_at_a_step_does_not_change_the_training(run: Run, monkeypatch: p
     monkeypatch.setattr("moba_train.training.recovery.write_dump", lambda *_arguments, **_named: Dump([], {}))
     assert run.train_here() == 0
     assert run.losses() == losses
+
+
+def test_a_dump_of_an_earlier_version_is_shown(skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path) -> None:
+    run, _ = skipping
+    found = dump(run, POISONED)
+    moba, _ = found.pop("attention")
+    (rank,) = found["ranks"]
+    del rank["attention"]
+    rank |= {"max_lse": [moba["max_lse"], None], "gate": [{"selected": 8, "entropy": 0.123}, None]}
+    dump_folder(tmp_path).mkdir()
+    (dump_folder(tmp_path) / "step_00000036.json").write_text(json.dumps(found))
+    shutil.copy(run.run_dir / "config.yaml", tmp_path)
+    code, output = invoke("inspect-spike", str(tmp_path))
+    assert code == 0, output
+    (row,) = re.findall(r"^ *0 +moba .*$", output, re.MULTILINE)
+    assert row.split()[-2:] == [f"{moba['max_lse']:.4g}", "0.123"]
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -209,7 +224,7 @@ def test_a_dump_that_is_not_there_is_refused(skipping: tuple[Run, list[tuple[int
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace('"gate"', '"other"'), "lacks 'gate': it was not written by this version"),
+        (lambda text: text.replace('"micro_batches"', '"other"'), "lacks 'micro_batches': it was not written by this"),
         (lambda text: text[: len(text) // 2], "is no dump of a spike"),
         (lambda text: "[1]", "is no dump of a spike"),
     ],
@@ -355,10 +370,10 @@ def test_what_one_rank_alone_sees_all_ranks_act_upon(run: Run, ranks: Ranks, par
     assert_same_tensors(folder / "step_00000004", folder / "step_00000002")
     seen = dump(run, 4)["ranks"]
     assert [math.isnan(rank["loss"]) for rank in seen] == [False, True]
-    assert seen[0]["gate"][0] != seen[1]["gate"][0]
+    assert seen[0]["attention"][0] != seen[1]["attention"][0]
     assert sum(rank["loss_tokens"] for rank in seen) == run.records()[3]["loss_tokens"]
     for rank in seen:
-        assert all(math.isfinite(value) for value in rank["gate"][0].values())
+        assert all(math.isfinite(value) for value in rank["attention"][0].values())
         losses = [(p["loss"], p["loss_tokens"]) for m in rank["micro_batches"] for p in m if p["loss_tokens"]]
         assert sum(tokens for _, tokens in losses) == rank["loss_tokens"]
         mean = sum(loss * tokens for loss, tokens in losses) / rank["loss_tokens"]
@@ -383,8 +398,8 @@ def test_a_pipeline_acts_on_a_spike_and_dumps_every_layer(run: Run, ranks: Ranks
     assert first["loss"] is None
     assert math.isnan(last["loss"])
     assert (first["loss_tokens"], last["loss_tokens"]) == (0, run.records()[3]["loss_tokens"])
-    assert [value is None for value in first["max_lse"] + last["max_lse"]] == [False, True, True, False]
-    assert [gate is None for gate in first["gate"]] == [False, True]
+    assert [bool(layer) for layer in first["attention"] + last["attention"]] == [True, False, False, True]
+    assert seen["attention"] == [first["attention"][0], last["attention"][1]]
     assert last["repeated_loss"] == pytest.approx(run.losses()[2], rel=0.2)
     assert len(seen["gradient_norms"]["layers"]) == 2
     assert run.records()[-1]["step"] == 6

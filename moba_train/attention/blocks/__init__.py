@@ -7,6 +7,7 @@ shared        `SharedBlocks`: for selections that the query heads of a group sha
 spans         local blocks, and all blocks of queries near a document's start: one span of neighbouring keys
 dense_or_sparse  base class: full attention where no block can be left out
 choose        the blocks with the highest scores, for kinds that score all of them
+statistics    what selections tell: the share of the keys, and how the selected blocks are spread
 geometry      which tokens are in which block
 available     whether the Triton kernels can run
 backends      which of these a call gets:

@@ -6,7 +6,9 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 from torch import Tensor
 
 from moba_train.attention.blocks.attention import BlockAttention
+from moba_train.attention.blocks.statistics import Choice, selection_statistics
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.attention.statistics import Statistics
 from moba_train.config.base import Section
 
 
@@ -15,9 +17,13 @@ class GivenBlocks(LocalAttention):
 
     Options = Section  # those of the kind that gives the blocks
 
-    def __init__(self, block_size: int, head_dim: int, backend: str, key: str) -> None:
-        """`backend` and its YAML `key`, for messages: those of `BlockAttention`."""
+    def __init__(
+        self, block_size: int, head_dim: int, backend: str, key: str, *, first: int = 0, local: int = 1
+    ) -> None:
+        """`backend` and its YAML `key`, for messages: those of `BlockAttention`. `first`, `local`: blocks that are not
+        chosen, as in `blocks.statistics.Choice`."""
         self.alignment = block_size
+        self.forced = {"first": first, "local": local}
         self.scale = head_dim**-0.5
         self.blocks = BlockAttention(block_size, self.scale, backend, key)
 
@@ -44,6 +50,12 @@ class GivenBlocks(LocalAttention):
     def selected_blocks(self, selection: Selection) -> Tensor | None:
         """int32 [H, T, C]."""
         return selection[0]
+
+    def describe_selection(self, selection: Selection, layout: Layout) -> Statistics:
+        """`selection_statistics` of the given blocks."""
+        selected_HTC = selection[0]
+        choice = Choice(self.alignment, selected_HTC.shape[2] + 1, **self.forced)
+        return selection_statistics(selected_HTC, layout, choice)
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection

@@ -46,10 +46,14 @@ class SharedBlocks:
 
     def selected_blocks(self, selection: Selection) -> Tensor:
         """All blocks that a query attends to besides its own, local ones included: int32 [H, T, C]."""
+        kv_heads = list(self.selected_by_kv_head(selection))
+        return torch.stack(kv_heads).repeat_interleave(selection[2].shape[0] // len(kv_heads), dim=0)
+
+    def selected_by_kv_head(self, selection: Selection) -> Iterator[Tensor]:
+        """The same, int32 [T, C], for one key/value head after the other."""
         selected_KTC, local_T2, sizes_HL0 = selection
-        heads, most, _ = sizes_HL0.shape
-        all_KTC = with_local_blocks(selected_KTC, local_T2, most)
-        return all_KTC.repeat_interleave(heads // len(all_KTC), dim=0)
+        for selected_1TC in selected_KTC.split(1):
+            yield with_local_blocks(selected_1TC, local_T2, sizes_HL0.shape[1]).squeeze(0)
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection

@@ -20,7 +20,8 @@ from moba_train.attention.blocks.given import GivenBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.moba.kind import attended_pairs
-from moba_train.attention.shard import Shard
+from moba_train.attention.shard import Shard, ShardCall
+from moba_train.attention.statistics import SELECTION, SOFTMAX
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from moba_train.config.quantities import Length
@@ -57,6 +58,7 @@ class DistilledGate(AttentionKind):
     """Base class: a kind gives its options, its parameters, its gate's features, their choice and their divergence."""
 
     Options = GateOptions
+    statistics = SOFTMAX | SELECTION
 
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)
@@ -128,14 +130,15 @@ class DistilledGate(AttentionKind):
         out_LHd, lse_HL = layer.engine(rotated.q_THd, rotated.k_TKd, rotated.v_TKd, self.full, layer.layout)
         shard = layer.shard
         learns = torch.is_grad_enabled()
-        if not (learns or shard.observed):
+        if not (learns or shard.observer):
             return out_LHd, None
         q_nHd = shard.own(rotated.q_THd).detach()
         k_TKd = shard.gather("k", shard.own(rotated.k_TKd).detach())
         features = self.features(layer, parameters)
-        if shard.observed:
+        if shard.observer:
             v_TKd = shard.gather("v", shard.own(rotated.v_TKd).detach())
-            shard.observe(q_nHd, k_TKd, v_TKd, self.blocks, self.select(features, shard, q_nHd))
+            selected_HnC = self.select(features, shard, q_nHd)
+            shard.observer.could_select(ShardCall(q_nHd, k_TKd, v_TKd, self.blocks, selected_HnC, shard.layout))
         if not learns:
             return out_LHd, None
         lse_Hn = lse_HL[:, : len(q_nHd)]

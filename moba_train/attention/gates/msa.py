@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moba_train.attention.gates import msa_operators as operators
 from moba_train.attention.gates.kind import DistilledGate, Features, GateOptions
 from moba_train.attention.kind import LayerInput
-from moba_train.attention.operators import layout_arguments
+from moba_train.attention.operators import layout_arguments, query_positions
 from moba_train.attention.shard import Shard
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
@@ -66,9 +66,9 @@ class MsaKind(DistilledGate):
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
         """Index queries [n, K, w] of this rank and index keys [T, w] of all tokens."""
         shard = layer.shard
-        layout = shard.layout
-        positions_n = layout.positions(layout.q_tokens, layout.q_documents)
-        q_nKw, k_n1w = (layer.rotate_at(x, positions_n) for x in parameters(shard.own(layer.x_TD).detach()))
+        x_nD = shard.own(layer.x_TD).detach()
+        positions_n = query_positions(*layout_arguments(shard.layout), len(x_nD))
+        q_nKw, k_n1w = (layer.rotate_at(x, positions_n) for x in parameters(x_nD))
         return q_nKw, shard.gather("index_k", k_n1w.squeeze(1))
 
     def select(self, features: Features, shard: Shard, q_nHd: Tensor) -> Tensor:

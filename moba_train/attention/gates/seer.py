@@ -14,7 +14,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moba_train.attention.blocks.geometry import block_edges
 from moba_train.attention.gates import seer_operators as operators
 from moba_train.attention.gates.kind import DistilledGate, Features, GateOptions
 from moba_train.attention.kind import LayerInput
@@ -74,10 +73,9 @@ class SeerKind(DistilledGate):
         """Features of every block's queries and keys, [N, H, w] and [N, K, w]; equal on all ranks of a sequence."""
         shard = layer.shard
         block_size = self.gate_options.block_size
-        q_NHd, k_NKp = _pooled(shard, shard.own(layer.q_THd).detach(), shard.own(layer.k_TKd).detach(), block_size)
-        features = parameters(q_NHd, k_NKp)
-        first_N = block_edges(shard.layout, block_size)[:-1].long()
-        positions_N = shard.layout.positions(first_N, shard.layout.documents(first_N))
+        positions_N, tokens_N = operators.blocks(*layout_arguments(shard.layout), block_size)
+        rows = shard.own(layer.q_THd).detach(), shard.own(layer.k_TKd).detach()
+        features = parameters(*_pooled(shard, *rows, tokens_N, block_size))
         q_NHw, k_NKw = (layer.rotate_at(x, positions_N) for x in features)
         return q_NHw, k_NKw
 
@@ -135,18 +133,18 @@ class SeerKind(DistilledGate):
 
 
 @torch.no_grad()
-def _pooled(shard: Shard, q_nHd: Tensor, k_nKd: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def _pooled(shard: Shard, q_nHd: Tensor, k_nKd: Tensor, tokens_N: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Mean q [N, H, d], and mean, maximum and minimum of k [N, K, 3 d], of all blocks; zeros for ids without a
-    block."""
+    block. `tokens_N`: of each block."""
     if shard.ranks == 1:  # also while a prompt is read in parts: the first block may have begun in the part before
-        everything = shard.layout.part(None, None)
+        *sizes, _ = layout_arguments(shard.layout)
         rows = shard.gather("q_unrotated", q_nHd), shard.gather("k_unrotated", k_nKd)
-        sums_NHd, extremes_NKd = operators.pool(*rows, *layout_arguments(everything), block_size)
+        sums_NHd, extremes_NKd = operators.pool(*rows, *sizes, [0, shard.layout.total], block_size)
     else:
         sums, extremes = operators.pool(q_nHd, k_nKd, *layout_arguments(shard.layout), block_size)
         sums_NHd = shard.all_ranks(sums).sum(0)
         extremes_NKd = shard.all_ranks(extremes).amax(0)
-    tokens_N11 = block_edges(shard.layout, block_size).diff()[:, None, None]
+    tokens_N11 = tokens_N[:, None, None]
     heads, kv_heads = q_nHd.shape[1], k_nKd.shape[1]
     mean_NHd = sums_NHd / tokens_N11.clamp(min=1)
     extremes_NKd = extremes_NKd.masked_fill(tokens_N11 == 0, 0.0)

@@ -16,11 +16,26 @@ from torch import Tensor
 
 from moba_train.attention.blocks.available import triton_multiplies
 from moba_train.attention.blocks.choose import QueryBlocks, choose_blocks
-from moba_train.attention.blocks.geometry import block_bound
+from moba_train.attention.blocks.geometry import block_bound, block_edges
 from moba_train.attention.gates.grid import EDGES, QueryRows, block_grid, causal_chunks, query_rows, query_rows_bound
 from moba_train.attention.masked import accumulation_dtype
 from moba_train.attention.operators import with_layout
 from moba_train.attention.protocol import Layout
+
+
+@torch.library.custom_op("moba_train::seer_blocks", mutates_args=())
+@with_layout
+def blocks(layout: Layout, block_size: int) -> tuple[Tensor, Tensor]:
+    """Of every block, int64 [N] each: the position of its first token in its document, and the number of its tokens."""
+    edges = block_edges(layout, block_size).long()
+    return layout.positions(edges[:-1], layout.documents(edges[:-1])), edges.diff()
+
+
+@blocks.register_fake
+@partial(with_layout, traced=True)
+def _(layout: Layout, block_size: int) -> tuple[Tensor, Tensor]:
+    like = layout.cu_seqlens.new_empty((block_bound(layout, block_size),), dtype=torch.int64)
+    return like, torch.empty_like(like)
 
 
 @torch.library.custom_op("moba_train::seer_pool", mutates_args=())

@@ -12,12 +12,21 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moba_train.attention.blocks.attention import BlockAttention
+from moba_train.attention.blocks.statistics import Choice, key_share, routing_statistics
 from moba_train.attention.full import FullAttention
-from moba_train.attention.infllm.memory import MemorySizes, attend_to_memory, readers, representative_keys
+from moba_train.attention.infllm.memory import (
+    MemorySizes,
+    attend_to_memory,
+    readers,
+    representative_keys,
+    select_blocks,
+)
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.merge import merge
 from moba_train.attention.moba.kind import attended_pairs
+from moba_train.attention.protocol import Layout
 from moba_train.attention.shard import Shard
+from moba_train.attention.statistics import SELECTION, SOFTMAX, Statistics, joined
 from moba_train.attention.window import WindowAttention
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
@@ -49,6 +58,7 @@ class InfLLMKind(AttentionKind):
 
     name = "infllm"
     Options = InfLLMOptions
+    statistics = SOFTMAX | SELECTION | {"memory_mass": "probability of the keys before the window, where there are any"}
 
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)
@@ -123,15 +133,46 @@ class InfLLMKind(AttentionKind):
             out_nHd, lse_Hn = self.window.attend(q_nHd, k_TKd, v_TKd, layout, ())
             rows_m, readers_layout = readers(layout, self.sizes.window)
             if not len(rows_m):
+                if shard.observer and len(out_nHd):
+                    largest = Statistics({"max_lse": lse_Hn.max().item()})
+                    shard.observer.report(joined([largest, key_share(None, layout)]))
                 return out_nHd
             representatives = representative_keys(queries_TKd, k_TKd, far_k_TKd, readers_layout, self.sizes)
             memory_mHd, memory_lse_Hm = attend_to_memory(
                 far_q_nHd[rows_m], far_k_TKd, v_TKd, representatives, readers_layout, self.blocks, self.sizes
             )
+            if shard.observer:
+                selected_mC = select_blocks(far_q_nHd[rows_m], representatives, readers_layout, self.sizes)[0]
+                shard.observer.report(
+                    self._statistics(lse_Hn, memory_lse_Hm, selected_mC, rows_m, readers_layout, layout)
+                )
             parts = rows_m.split(_ROWS_MERGED), memory_mHd.split(_ROWS_MERGED), memory_lse_Hm.split(_ROWS_MERGED, 1)
             for rows_r, *memory in zip(*parts, strict=True):
                 out_nHd[rows_r], _ = merge(out_nHd[rows_r], lse_Hn[:, rows_r], *memory)
         return out_nHd
+
+    def _statistics(
+        self,
+        lse_Hn: Tensor,
+        memory_lse_Hm: Tensor,
+        selected_mC: Tensor,
+        rows_m: Tensor,
+        readers_layout: Layout,
+        layout: Layout,
+    ) -> Statistics:
+        """Of window and memory together; all heads select the same blocks."""
+        sizes = self.sizes
+        choice = Choice(sizes.block_size, sizes.first_blocks + sizes.topk + 1, sizes.first_blocks)
+        both_Hm = torch.logaddexp(lse_Hn[:, rows_m], memory_lse_Hm)
+        positions_n, positions_m = (
+            each.positions(each.q_tokens, each.q_documents) for each in (layout, readers_layout)
+        )
+        keys = (positions_n + 1).clamp(max=sizes.window).sum() + (positions_m % sizes.block_size + 1).sum()
+        keys += (selected_mC >= 0).sum() * sizes.block_size
+        mass = (memory_lse_Hm - both_Hm).exp().mean().item()
+        extremes = {"max_lse": max(lse_Hn.max().item(), both_Hm.max().item())}
+        parts = [Statistics(extremes), Statistics({"memory_mass": mass}, len(rows_m)), key_share(float(keys), layout)]
+        return joined([*parts, routing_statistics([selected_mC], readers_layout, choice)])
 
     def attended_pairs(self, lengths: Sequence[int]) -> float:
         """The window, a query's own key counting half; before it the block that the window is leaving, the first blocks

@@ -16,10 +16,12 @@ from moba_train.attention.blocks.dense_or_sparse import DenseOrSparse
 from moba_train.attention.blocks.geometry import block_bound
 from moba_train.attention.blocks.shared import SharedBlocks
 from moba_train.attention.blocks.spans import LocalBlocks
+from moba_train.attention.blocks.statistics import Choice, key_share, selection_statistics
 from moba_train.attention.full import FullAttention
 from moba_train.attention.infllm_v2.scores import BlockScores, WindowSizes, window_means
 from moba_train.attention.moba.attention import pick_selector
 from moba_train.attention.protocol import Layout, Selection
+from moba_train.attention.statistics import Statistics
 from moba_train.config.base import Section
 from moba_train.config.quantities import Length
 
@@ -134,6 +136,14 @@ class InfLLMV2Attention(DenseOrSparse):
         """int32 [H, T, C], local blocks included, equal for the query heads of a group; None where every block is
         selected."""
         return self.blocks.selected_blocks(selection) if selection else None
+
+    def describe_selection(self, selection: Selection, layout: Layout) -> Statistics:
+        """`selection_statistics` of the blocks of each key/value head, local ones included."""
+        if not selection:
+            return key_share(None, layout)
+        options = self.options
+        sizes = options.block_size, options.topk, options.first_blocks, options.local_blocks, options.dense_len
+        return selection_statistics(self.blocks.selected_by_kv_head(selection), layout, Choice(*sizes))
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""

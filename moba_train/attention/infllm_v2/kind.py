@@ -6,6 +6,7 @@ from moba_train.attention.blocks.available import interpreted, triton_block_size
 from moba_train.attention.infllm_v2.attention import InfLLMV2Attention
 from moba_train.attention.kind import AttentionKind, StageContext
 from moba_train.attention.moba.kind import attended_pairs
+from moba_train.attention.statistics import SELECTION, SOFTMAX
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
@@ -14,6 +15,7 @@ class InfLLMV2Kind(AttentionKind):
     """Queries attend to the first, the local and the best blocks; near a document's start to everything."""
 
     name = "infllm_v2"
+    statistics = SOFTMAX | SELECTION
     Options = InfLLMV2Attention.Options
 
     def __init__(self, options: Section, head_dim: int) -> None:

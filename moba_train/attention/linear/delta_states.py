@@ -63,21 +63,26 @@ DeltaRule = Callable[[DeltaInputs, Edges, Tensor | None, bool], tuple[Tensor, Te
 """Outputs [n, H, d] and, if wanted, states [segments, H, d, d], from inputs, edges and the states before segments."""
 
 
-def delta_over_ranks(inputs: DeltaInputs, rule: DeltaRule, shard: Shard) -> Tensor:
-    """The delta rule [n, H, d] over the rows of a sequence that ranks share. All ranks must call it together.
+def delta_over_ranks(inputs: DeltaInputs, rule: DeltaRule, shard: Shard) -> tuple[Tensor, Tensor | None]:
+    """The delta rule [n, H, d] over the rows of a sequence that ranks share, and for an observer the states behind this
+    rank's ranges, [r, H, d, d]. All ranks must call it together.
 
     It is computed once for all rows, and twice more for those of the documents that go on between ranges.
     """
     layout = shard.layout
-    maps_N2Hdd = gather_ranges(_maps(inputs, rule, layout), shard)
-    before_rHdd = _states_before(maps_N2Hdd, shard)
+    maps_r2Hdd = _maps(inputs, rule, layout)
+    before_rHdd = _states_before(gather_ranges(maps_r2Hdd, shard), shard)
+    behind_rHdd = None
+    if shard.observer:
+        added_rHdd, kept_rHdd = maps_r2Hdd.unbind(1)
+        behind_rHdd = kept_rHdd @ before_rHdd[: len(kept_rHdd)] + added_rHdd
     if not len(inputs.q_nHd):  # its gradients must reach the other ranks all the same
-        return inputs.q_nHd + before_rHdd[:0].sum()
+        return inputs.q_nHd + before_rHdd[:0].sum(), behind_rHdd
     out_nHd, _ = rule(inputs, segment_edges(layout), None, False)
     firsts = [first for first, _ in _end_segments(layout)]
     added_nHd, _ = rule(inputs.rows(firsts).without_values(), _edges(firsts, out_nHd.device), before_rHdd, False)
     rows_n = torch.cat([torch.arange(part.start, part.stop) for part in firsts]).to(out_nHd.device, non_blocking=True)
-    return out_nHd.index_add(0, rows_n, added_nHd)
+    return out_nHd.index_add(0, rows_n, added_nHd), behind_rHdd
 
 
 def _end_segments(layout: Layout) -> list[tuple[slice, slice]]:

@@ -27,7 +27,9 @@ from moba_train.attention.linear.delta_parts import ROWS, Rows, in_parts
 from moba_train.attention.linear.delta_states import DeltaInputs, Edges, delta_over_ranks
 from moba_train.attention.linear.fla import fla_delta_attention, fla_problem, fla_refuses
 from moba_train.attention.linear.ranges import segment_edges
+from moba_train.attention.linear.statistics import state_statistics
 from moba_train.attention.shard import Shard
+from moba_train.attention.statistics import STATES, Statistics
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
@@ -79,6 +81,10 @@ class KdaKind(AttentionKind):
     """Each head keeps a state, which forgets each channel at its own rate and replaces what a key held before."""
 
     name = "kda"
+    statistics = STATES | {
+        "decay": "factor that a channel keeps from one token to the next",
+        "step": "share of what a key holds that a token replaces",
+    }
 
     class Options(Section):
         """Options of `kind: kda`."""
@@ -143,7 +149,16 @@ class KdaKind(AttentionKind):
             return shard.padded(gated_nHd), None
         x_nD, *qkv = rows
         convolved = [conv(x, name, shard) for conv, x, name in zip(parameters.convolutions, qkv, "qkv", strict=True)]
-        out_nHd = self._attend(parameters.delta_inputs(x_nD, *convolved), shard)
+        inputs = parameters.delta_inputs(x_nD, *convolved)
+        out_nHd, states_NHdd = self._attend(inputs, shard)
+        if shard.observer and states_NHdd is not None:
+            log_alpha_nHd, beta_nH = _decays_and_steps(inputs)
+            found = state_statistics(states_NHdd, log_alpha_nHd, out_nHd)
+            if len(x_nD):
+                found.add(
+                    Statistics({"decay": log_alpha_nHd.exp().mean().item(), "step": beta_nH.mean().item()}, len(x_nD))
+                )
+            shard.observer.report(found)
         # Recomputed in the backward pass, which would keep two more tensors of the output's size.
         gated_nHd = checkpoint(parameters.gated, out_nHd, x_nD, use_reentrant=False, preserve_rng_state=False)
         return shard.padded(gated_nHd), None
@@ -177,17 +192,19 @@ class KdaKind(AttentionKind):
         found: tuple[Tensor, Tensor | None] = functional_call(parameters, rounded, (run,))
         return found
 
-    def _attend(self, inputs: DeltaInputs, shard: Shard) -> Tensor:
-        """The delta rule inside each document."""
+    def _attend(self, inputs: DeltaInputs, shard: Shard) -> tuple[Tensor, Tensor | None]:
+        """The delta rule inside each document, and for an observer the states behind them or the rank's ranges."""
         if len(shard.ranges_by_rank) > 1:
             return delta_over_ranks(inputs, self._rule_in_parts, shard)
         if not len(inputs.q_nHd):
-            return inputs.q_nHd
+            return inputs.q_nHd, None
         edges = segment_edges(shard.layout)
-        out_nHd, behind_NHdd = self._rule(inputs, edges, shard.states("state"), shard.generates)
-        if behind_NHdd is not None:
+        wanted = shard.generates or shard.observer is not None
+        out_nHd, behind_NHdd = self._rule(inputs, edges, shard.states("state"), wanted)
+        if shard.generates:
+            assert behind_NHdd is not None
             shard.keep_states("state", behind_NHdd)
-        return out_nHd
+        return out_nHd, behind_NHdd
 
     def _rule_in_parts(
         self, inputs: DeltaInputs, edges: Edges, initial_NHdd: Tensor | None, wants_states: bool
@@ -255,12 +272,16 @@ class KdaKind(AttentionKind):
 def _activated(inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Scaled unit queries, unit keys and values for each query head, log alpha and beta: what fla's kernels compute by
     themselves."""
-    q_nHd, k_nKd, v_nKd, decay_nHd, beta_nH, A_log_H, dt_bias_h = inputs
-    k_nHd, v_nHd = (x.repeat_interleave(q_nHd.shape[1] // x.shape[1], 1) for x in (k_nKd, v_nKd))
-    q_nHd, k_nHd, decay_nHd, beta_nH = map(_at_least_float32, (q_nHd, k_nHd, decay_nHd, beta_nH))
-    step_nHd = F.softplus(decay_nHd + _at_least_float32(dt_bias_h).view_as(decay_nHd[0]))
-    log_alpha_nHd = -_at_least_float32(A_log_H).exp()[:, None] * step_nHd
-    return _unit(q_nHd) * q_nHd.shape[-1] ** -0.5, _unit(k_nHd), v_nHd, log_alpha_nHd, beta_nH.sigmoid()
+    k_nHd, v_nHd = (x.repeat_interleave(inputs.q_nHd.shape[1] // x.shape[1], 1) for x in (inputs.k_nKd, inputs.v_nKd))
+    q_nHd, k_nHd = map(_at_least_float32, (inputs.q_nHd, k_nHd))
+    return _unit(q_nHd) * q_nHd.shape[-1] ** -0.5, _unit(k_nHd), v_nHd, *_decays_and_steps(inputs)
+
+
+def _decays_and_steps(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
+    """log alpha [n, H, d] and beta [n, H]."""
+    decay_nHd, beta_nH = map(_at_least_float32, (inputs.decay_nHd, inputs.beta_nH))
+    rate_nHd = F.softplus(decay_nHd + _at_least_float32(inputs.dt_bias_h).view(decay_nHd.shape[1:]))
+    return -_at_least_float32(inputs.A_log_H).exp()[:, None] * rate_nHd, beta_nH.sigmoid()
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -20,8 +20,10 @@ from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.linear.decayed import decayed_attention
 from moba_train.attention.linear.fla import PACKAGE, fla_decayed_attention, fla_problem, fla_refuses, has_fla
 from moba_train.attention.linear.ranges import segments
-from moba_train.attention.linear.states import with_earlier_states
+from moba_train.attention.linear.states import states_behind, with_earlier_states
+from moba_train.attention.linear.statistics import state_statistics
 from moba_train.attention.protocol import Layout
+from moba_train.attention.statistics import STATES
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
@@ -73,6 +75,7 @@ class LightningKind(AttentionKind):
     """Each head sums over all earlier tokens of the document, with weights that shrink by a constant factor a token."""
 
     name = "lightning"
+    statistics = STATES
 
     class Options(Section):
         """Options of `kind: lightning`."""
@@ -116,6 +119,9 @@ class LightningKind(AttentionKind):
         log_decay_H = parameters.log_decays[self._decay]
         out_nHd = self._attend(q_nHd, k_nKd, v_nKd, log_decay_H, shard.layout)
         out_nHd = with_earlier_states(out_nHd, q_nHd, k_nKd, v_nKd, log_decay_H, shard)
+        if shard.observer:
+            states_rHdd = states_behind(k_nKd, v_nKd, log_decay_H, shard)
+            shard.observer.report(state_statistics(states_rHdd, log_decay_H, out_nHd))
         # Recomputed in the backward pass, which would keep two more tensors of the output's size.
         gated_nHd = checkpoint(
             parameters, out_nHd, shard.own(layer.x_TD), use_reentrant=False, preserve_rng_state=False

@@ -4,11 +4,13 @@ Shape suffixes: n rows, r ranges of this layer, N ranges of all ranks (padded, s
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from moba_train.attention.operators import layout_arguments, with_layout
 from moba_train.attention.protocol import Layout, TokenRange, TokenRanges
 from moba_train.attention.shard import Shard
 
@@ -51,14 +53,24 @@ def _most_ranges(shard: Shard) -> int:
 
 def segments(layout: Layout) -> Tensor:
     """int64 [n], never descending: rows with equal numbers share a document and a range of the layout's queries."""
-    return once(layout, "linear segments", lambda: _segments(layout))
+    rows = sum(stop - start for start, stop in query_ranges(layout))
+    return _segments(*layout_arguments(layout), rows)
 
 
-def _segments(layout: Layout) -> Tensor:
+@torch.library.custom_op("moba_train::linear_segments", mutates_args=())
+@with_layout
+def _segments(layout: Layout, rows: int) -> Tensor:
+    """`segments`; an operator, so that torch.compile traces a layer as a whole (`once` would break it in two)."""
     ranges = query_ranges(layout)
     device = layout.cu_seqlens.device
     numbers_n = torch.cat([torch.full((stop - start,), i, device=device) for i, (start, stop) in enumerate(ranges)])
     return layout.q_documents * len(ranges) + numbers_n
+
+
+@_segments.register_fake
+@partial(with_layout, traced=True)
+def _(layout: Layout, rows: int) -> Tensor:
+    return layout.cu_seqlens.new_empty((rows,), dtype=torch.int64)
 
 
 def segment_edges(layout: Layout) -> tuple[Tensor, Tensor]:

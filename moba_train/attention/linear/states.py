@@ -10,14 +10,17 @@ Shape suffixes: n rows, r ranges of this layer, L rows of the longest, N ranges 
 heads, G query heads of a key/value head, d head width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from moba_train.attention.linear.ranges import all_ranges, gather_ranges, once, query_ranges
+from moba_train.attention.linear.ranges import all_ranges, gather_ranges, query_ranges
+from moba_train.attention.operators import layout_arguments, with_layout
 from moba_train.attention.protocol import Layout
 from moba_train.attention.shard import Shard
 
@@ -31,7 +34,7 @@ def with_earlier_states(
     """
     if not shard.generates and len(shard.ranges_by_rank) == 1:
         return out_nHd
-    ranges = once(shard.layout, "linear ranges", lambda: _Ranges.of_queries(shard.layout))
+    ranges = _Ranges.of_queries(shard.layout)
     states_rHdd = ranges.states_behind(k_nKd, v_nKd, log_decay_H)
     if shard.generates:
         before_rHdd = shard.states("state")
@@ -44,6 +47,22 @@ def with_earlier_states(
     if before_rHdd is None:
         return out_nHd
     return out_nHd + ranges.added_by(before_rHdd, q_nHd, log_decay_H).to(out_nHd.dtype)
+
+
+def states_behind(k_nKd: Tensor, v_nKd: Tensor, log_decay_H: Tensor, shard: Shard) -> Tensor:
+    """The state behind the last token of each of the shard's ranges, [r, H, d, d], with what came before the range.
+
+    One key/value head at a time, to spare memory. All ranks must call it together.
+    """
+    ranges = _Ranges.of_queries(shard.layout)
+    heads = zip(k_nKd.split(1, 1), v_nKd.split(1, 1), log_decay_H.chunk(k_nKd.shape[1]), strict=True)
+    states_rHdd = torch.cat([ranges.states_behind(*head) for head in heads], 1)
+    if len(shard.ranges_by_rank) == 1:
+        return states_rHdd
+    before_rHdd = _from_other_ranks(states_rHdd, log_decay_H, shard)
+    goes_on_r1 = (ranges.same_as_first_rL & ranges.same_as_last_rL).any(1, keepdim=True)
+    weights_rH = _powers(log_decay_H, ranges.lengths_r, states_rHdd.dtype) * goes_on_r1
+    return states_rHdd + weights_rH[..., None, None] * before_rHdd
 
 
 @dataclass(frozen=True)
@@ -60,18 +79,7 @@ class _Ranges:
     @classmethod
     def of_queries(cls, layout: Layout) -> "_Ranges":
         lengths = [stop - start for start, stop in query_ranges(layout)]
-        parts = layout.q_documents.split(lengths)
-        documents_rL = pad_sequence(list(parts), batch_first=True, padding_value=-1)
-        # A range without tokens has no document; it has no rows either.
-        nothing = layout.q_documents.new_full((1,), -2)
-        firsts_r = torch.cat([part[:1] if len(part) else nothing for part in parts])
-        lasts_r = torch.cat([part[-1:] if len(part) else nothing for part in parts])
-        return cls(
-            lengths,
-            torch.tensor(lengths).to(documents_rL.device, non_blocking=True),
-            documents_rL == firsts_r[:, None],
-            documents_rL == lasts_r[:, None],
-        )
+        return cls(lengths, *_range_masks(*layout_arguments(layout), len(lengths), max(lengths)))
 
     def states_behind(self, k_nKd: Tensor, v_nKd: Tensor, log_decay_H: Tensor) -> Tensor:
         """The state behind each range, [r, H, d, d], from the rows of its last document in this range."""
@@ -100,26 +108,68 @@ class _Ranges:
         return torch.arange(self.same_as_first_rL.shape[1], device=self.lengths_r.device)[None]
 
 
+# Operators, so that torch.compile traces a layer as a whole, with what is kept with the layout left out.
+@torch.library.custom_op("moba_train::linear_range_masks", mutates_args=())
+@with_layout
+def _range_masks(layout: Layout, ranges: int, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`lengths_r`, `same_as_first_rL` and `same_as_last_rL` of `_Ranges`."""
+    lengths_r, first_rL, last_rL = layout.cached("linear ranges", lambda: _make_range_masks(layout))
+    return lengths_r.clone(), first_rL.clone(), last_rL.clone()
+
+
+@_range_masks.register_fake
+@partial(with_layout, traced=True)
+def _(layout: Layout, ranges: int, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    like = layout.cu_seqlens
+    mask_rL = like.new_empty((ranges, longest), dtype=torch.bool)
+    return like.new_empty((ranges,), dtype=torch.int64), mask_rL, torch.empty_like(mask_rL)
+
+
+def _make_range_masks(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    lengths = [stop - start for start, stop in query_ranges(layout)]
+    parts = layout.q_documents.split(lengths)
+    documents_rL = pad_sequence(list(parts), batch_first=True, padding_value=-1)
+    # A range without tokens has no document; it has no rows either.
+    nothing = layout.q_documents.new_full((1,), -2)
+    firsts_r = torch.cat([part[:1] if len(part) else nothing for part in parts])
+    lasts_r = torch.cat([part[-1:] if len(part) else nothing for part in parts])
+    lengths_r = torch.tensor(lengths).to(documents_rL.device, non_blocking=True)
+    return lengths_r, documents_rL == firsts_r[:, None], documents_rL == lasts_r[:, None]
+
+
 def _from_other_ranks(states_rHdd: Tensor, log_decay_H: Tensor, shard: Shard) -> Tensor:
     """The state before each of this rank's ranges, from those behind the ranges of all ranks; zeros before the first.
 
     A range's document has a state before it only from ranges that end in this document.
     """
     all_NHdd = gather_ranges(states_rHdd, shard)
-    tokens_rN, reaches_rN = once(shard.layout, "linear ranks", lambda: _distances(shard))
+    bounds = [token for token_range in all_ranges(shard) for token in token_range]
+    ranges = len(query_ranges(shard.layout))
+    tokens_rN, reaches_rN = _distances(*layout_arguments(shard.layout), bounds, ranges)
     weights_rNH = _powers(log_decay_H, tokens_rN, all_NHdd.dtype) * reaches_rN[..., None]
     return torch.einsum("rnh,nhde->rhde", weights_rNH, all_NHdd)
 
 
-def _distances(shard: Shard) -> tuple[Tensor, Tensor]:
-    """For each own range and each range of all ranks: the tokens between them, int64 [r, N], and whether the state
-    behind the one reaches the other, bool."""
-    layout = shard.layout
-    own = query_ranges(layout)
-    starts_r = torch.tensor([start for start, _ in own])[:, None].to(layout.cu_seqlens.device)
-    bounds_N2 = torch.tensor(all_ranges(shard)).to(layout.cu_seqlens.device)
-    stops_N = bounds_N2[:, 1]
-    reaches_rN = (bounds_N2[:, 0] < stops_N) & (stops_N <= starts_r)
+@torch.library.custom_op("moba_train::linear_distances", mutates_args=())
+@with_layout
+def _distances(layout: Layout, bounds: Sequence[int], ranges: int) -> tuple[Tensor, Tensor]:
+    """For each own range and each range of all ranks (start, stop, start, stop, ...): the tokens between them, int64
+    [r, N], and whether the state behind the one reaches the other, bool."""
+    tokens_rN, reaches_rN = layout.cached(("linear ranks", tuple(bounds)), lambda: _make_distances(layout, bounds))
+    return tokens_rN.clone(), reaches_rN.clone()
+
+
+@_distances.register_fake
+@partial(with_layout, traced=True)
+def _(layout: Layout, bounds: Sequence[int], ranges: int) -> tuple[Tensor, Tensor]:
+    tokens_rN = layout.cu_seqlens.new_empty((ranges, len(bounds) // 2), dtype=torch.int64)
+    return tokens_rN, torch.empty_like(tokens_rN, dtype=torch.bool)
+
+
+def _make_distances(layout: Layout, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
+    starts_r = torch.tensor([start for start, _ in query_ranges(layout)])[:, None].to(layout.cu_seqlens.device)
+    starts_N, stops_N = torch.tensor(bounds).view(-1, 2).to(layout.cu_seqlens.device).unbind(1)
+    reaches_rN = (starts_N < stops_N) & (stops_N <= starts_r)
     reaches_rN &= layout.documents((stops_N - 1).clamp(min=0)) == layout.documents(starts_r)
     return (starts_r - stops_N).clamp(min=0), reaches_rN
 

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from moba_train.attention.blocks.attention import BlockAttention
 from moba_train.attention.blocks.geometry import block_bound, block_ids, first_blocks
+from moba_train.attention.blocks.statistics import key_share
 from moba_train.attention.full import FullAttention
 from moba_train.attention.masked import accumulation_dtype
 from moba_train.attention.moa.spans import SpanRule, Spans
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.attention.statistics import Statistics, joined
 from moba_train.config.base import Section
 from moba_train.config.quantities import Length
 
@@ -126,6 +128,24 @@ class SpanAttention(LocalAttention):
         ]
         chosen_HnN = torch.where(torch.stack(attended), ids_N, len(ids_N)).sort(-1).values
         return torch.where(chosen_HnN == len(ids_N), -1, chosen_HnN).int()
+
+    def describe_selection(self, selection: Selection, layout: Layout) -> Statistics:
+        """The share of the keys that heads attend to: their mean, the least and the largest."""
+        shares = [key_share(float(keys_T.sum()), layout) for keys_T in self._keys_of_rules(layout)]
+        values = [share.values()["key_share"] for share in shares if share.values()]
+        if not values:
+            return Statistics()
+        return joined([*shares, Statistics({"min_key_share": min(values), "max_key_share": max(values)})])
+
+    def _keys_of_rules(self, layout: Layout) -> Iterator[Tensor]:
+        """For each rule, the keys that each of the layout's queries attends to, int64 [T]."""
+        positions_T = layout.positions(layout.q_tokens, layout.q_documents)
+        for rule in self.rules:
+            if not rule.block_size:
+                yield positions_T + 1
+            else:
+                (history_T,) = Spans((rule,)).history(positions_T // rule.block_size)
+                yield history_T * rule.block_size + positions_T % rule.block_size + 1
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection

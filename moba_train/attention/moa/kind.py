@@ -10,6 +10,7 @@ from moba_train.attention.blocks.available import interpreted, triton_block_size
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.moa.attention import SpanAttention
 from moba_train.attention.moa.spans import SpanRule, Spans
+from moba_train.attention.statistics import KEY_SHARE, SOFTMAX
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
@@ -19,6 +20,11 @@ class MoaKind(AttentionKind):
 
     name = "moa"
     Options = SpanAttention.Options
+    statistics = (
+        SOFTMAX
+        | KEY_SHARE
+        | {"min_key_share": "that of the head with the shortest span", "max_key_share": "with the longest"}
+    )
 
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)

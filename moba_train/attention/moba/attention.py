@@ -11,10 +11,11 @@ from moba_train.attention.blocks.available import triton_refuses
 from moba_train.attention.blocks.by_unit import BlocksByUnit
 from moba_train.attention.blocks.dense_or_sparse import DenseOrSparse
 from moba_train.attention.blocks.geometry import block_bound
+from moba_train.attention.blocks.statistics import Choice, key_share, selection_statistics
 from moba_train.attention.full import FullAttention
 from moba_train.attention.moba import gate
-from moba_train.attention.moba.statistics import routing_statistics
 from moba_train.attention.protocol import Layout, Selection
+from moba_train.attention.statistics import Statistics
 from moba_train.config.base import Section
 from moba_train.config.quantities import Length
 
@@ -129,14 +130,14 @@ class MobaAttention(DenseOrSparse):
         assert summaries is not None
         return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=summaries.shape[1])
 
-    def describe_selection(self, selection: Selection, layout: Layout) -> dict[str, float]:
-        """Routing statistics of the selected blocks (`routing_statistics`); {} where every block is selected."""
+    def describe_selection(self, selection: Selection, layout: Layout) -> Statistics:
+        """`selection_statistics` of the selected blocks."""
         if not selection or self.is_dense(layout):
-            return {}
+            return key_share(None, layout)
         options = self.options
-        return routing_statistics(
-            selection[0], layout, block_size=options.block_size, topk=options.topk, always=options.always
-        )
+        first, previous = (int(name in options.always) for name in ("first", "previous"))
+        choice = Choice(options.block_size, options.topk, first, local=1 + previous)
+        return selection_statistics(selection[0], layout, choice)
 
     def select_blocks(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Tensor | None:
         """int32 [H, T, C]: the selected history blocks (`gate.select_blocks`); None where every block is selected."""

@@ -9,6 +9,7 @@ from moba_train.attention.blocks.available import interpreted, triton_block_size
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.moba.convolution import KeyConvolution
+from moba_train.attention.statistics import SELECTION, SOFTMAX
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
@@ -17,6 +18,7 @@ class MobaKind(AttentionKind):
     """Each query and head attends to its own block and to its top-k blocks of history."""
 
     name = "moba"
+    statistics = SOFTMAX | SELECTION
     Options = MobaAttention.Options
 
     def __init__(self, options: Section, head_dim: int) -> None:

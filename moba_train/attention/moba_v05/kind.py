@@ -14,6 +14,8 @@ from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.moba.kind import attended_pairs, gate_flops
 from moba_train.attention.moba_v05.cross import CrossAttention
 from moba_train.attention.moba_v1.attention import SummedMoba
+from moba_train.attention.protocol import Layout, Selection
+from moba_train.attention.statistics import SELECTION, SOFTMAX, Statistics
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from moba_train.config.quantities import Length
@@ -23,6 +25,10 @@ class OwnSegment(MobaAttention):
     """Causal attention inside the query's own segment, for new tokens, too."""
 
     decodes_full = False
+
+    def describe_selection(self, selection: Selection, layout: Layout) -> Statistics:
+        """Nothing: the description of the earlier segments counts the own ones."""
+        return Statistics()
 
 
 class MobaV05Kind(AttentionKind):
@@ -34,6 +40,7 @@ class MobaV05Kind(AttentionKind):
     """
 
     name = "moba_v05"
+    statistics = SOFTMAX | SELECTION
 
     class Options(Section):
         """Options of `kind: moba_v05`."""

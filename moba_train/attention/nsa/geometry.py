@@ -47,23 +47,13 @@ class CompressedBlocks:
 
         return layout.cached(("compressed blocks", self), make)
 
-    @torch.compiler.disable
     def places(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """int64 [N, L]: the tokens of every block; int64 [N]: position of its first token in its document.
-
-        Ids of no block have any tokens. Kept with the layout, so not compiled: what is kept would compile every layer
-        anew.
-        """
-        return layout.cached(("compressed block places", self), lambda: self._places(layout))
-
-    def _places(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """int64 [N] each: every block's first token, and its position in its document; any for ids of no block."""
         first = self.first(layout)
         ids_N = torch.arange(self.bound(layout), device=first.device)
         document_N = torch.searchsorted(first[1:], ids_N, right=True).clamp_(max=first.numel() - 2)
         positions_N = torch.where(ids_N < first[-1], (ids_N - first[document_N]) * self.stride, 0)
-        start_N = layout.cu_seqlens.long()[document_N] + positions_N
-        tokens_NL = start_N.unsqueeze(-1) + torch.arange(self.size, device=first.device)
-        return tokens_NL.clamp_(max=layout.total - 1), positions_N
+        return layout.cu_seqlens.long()[document_N] + positions_N, positions_N
 
     def seen(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """int64 [n] each: every query sees the blocks from the first id up to, but not including, the second."""

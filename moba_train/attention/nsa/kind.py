@@ -5,6 +5,7 @@ d head width, C selected blocks of a query.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,15 +17,20 @@ from moba_train.attention.blocks.given import GivenBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.moba.kind import attended_pairs
+from moba_train.attention.nsa import operators
 from moba_train.attention.nsa.compressed import CompressedAttention
 from moba_train.attention.nsa.geometry import CompressedBlocks
 from moba_train.attention.nsa.parameters import NsaParameters
-from moba_train.attention.nsa.selection import BlockChoice
+from moba_train.attention.operators import layout_arguments
 from moba_train.attention.shard import Shard
+from moba_train.attention.statistics import SELECTION, SOFTMAX, Statistics
 from moba_train.attention.window import WindowAttention
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from moba_train.config.quantities import Length
+
+BRANCHES = ("compressed", "selected", "window")
+"""In the order of their gates."""
 
 
 class NsaOptions(Section):
@@ -65,6 +71,7 @@ class NsaKind(AttentionKind):
 
     name = "nsa"
     Options = NsaOptions
+    statistics = SOFTMAX | SELECTION | {f"gate_{branch}": f"gate of the {branch} branch" for branch in BRANCHES}
 
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)
@@ -72,11 +79,15 @@ class NsaKind(AttentionKind):
         if problems := list(_contradictions(options, "")):
             raise ValueError("; ".join(problems))
         self.blocks = CompressedBlocks(options.compressed_block, options.stride)
-        self.choice = BlockChoice(
-            self.blocks, options.block_size, options.topk, options.first, options.local, options.backend
-        )
         self.compressed = CompressedAttention(self.blocks, head_dim, options.backend)
-        self.selected = GivenBlocks(options.block_size, head_dim, options.backend, "attention.nsa.backend")
+        self.selected = GivenBlocks(
+            options.block_size,
+            head_dim,
+            options.backend,
+            "attention.nsa.backend",
+            first=options.first,
+            local=options.local,
+        )
         self.window = WindowAttention(options.window, head_dim, options.backend)
         self.all_blocks = FullAttention(FullAttention.Options(), head_dim)
         self.attentions = (self.compressed, self.selected, self.window)
@@ -112,22 +123,29 @@ class NsaKind(AttentionKind):
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """The three branches' outputs, each times its gate."""
         assert isinstance(parameters, NsaParameters)
+        options = self._options
         shard = layer.shard
         q_nHd = shard.own(layer.rotate(layer.q_THd))
         compressed, selected, window = self._keys_and_values(layer, shard, parameters)
-        tokens_NL, positions_N = self.blocks.places(shard.layout)
+        where = layout_arguments(shard.layout)
+        first_N, positions_N = operators.places(*where, *astuple(self.blocks))
         # Compressed before they are rotated, so that the MLP does not see where in its document a block is.
-        k_NKd = layer.rotate_at(parameters.compress_k(compressed.k, tokens_NL), positions_N)
-        v_NKd = parameters.compress_v(compressed.v, tokens_NL)
+        k_NKd = layer.rotate_at(parameters.compress_k(compressed.k, first_N), positions_N)
+        v_NKd = parameters.compress_v(compressed.v, first_N)
         # Each branch is gated where it is computed: then the backward pass has one branch's gradient at a time.
         gates_nH3 = parameters.gates(shard.own(layer.x_TD)).unflatten(-1, (-1, 3)).sigmoid()
         gates = [gate_nH.unsqueeze(-1) for gate_nH in gates_nH3.unbind(-1)]
+        if shard.observer:
+            means = {f"gate_{branch}": gate.mean().item() for branch, gate in zip(BRANCHES, gates, strict=True)}
+            shard.observer.report(Statistics(means, len(q_nHd)) if len(q_nHd) else Statistics())
         out_nHd, lse_Hn = shard.attend(q_nHd, k_NKd, v_NKd, self.compressed)
         sum_nHd = out_nHd * gates[0]
         if shard.attends_to_all:
             out_nHd, _ = shard.attend(q_nHd, *selected, self.all_blocks)
         else:
-            chosen_HnC = self.choice.choose(q_nHd, k_NKd, lse_Hn, shard.layout, self.compressed.scale)
+            sizes = (*astuple(self.blocks), options.block_size, options.topk, options.first, options.local)
+            scale = self.compressed.scale
+            chosen_HnC = operators.choose(q_nHd, k_NKd, lse_Hn, *where, *sizes, options.backend, scale)
             out_nHd, _ = shard.attend(q_nHd, *selected, self.selected, chosen_HnC)
         sum_nHd = torch.addcmul(sum_nHd, out_nHd, gates[1])
         out_nHd, _ = shard.attend(q_nHd, *window, self.window)
@@ -170,13 +188,14 @@ class NsaKind(AttentionKind):
 
     def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
         """The outputs of three branches, two more LSEs, gates, selected blocks and their inverse lists, keys and values
-        of the branches, compressed keys and values and the rotation of the former; 16-bit elements."""
+        of the branches, compressed keys and values, the rotation of the former and their first tokens; 16-bit elements,
+        64-bit tokens."""
         options = self._options
         kv = model.kv_heads * model.head_width
         branches = 3 * 2 * model.heads * model.head_width + 2 * 4 * model.heads + 3 * 2 * model.heads
         selected = 2 * 4 * model.heads * min(options.topk - 1, seq_len // options.block_size + 1)
         own = (4 + 2 * model.qk_norm) * 2 * kv if options.separate_kv else 2 * kv
-        compressed = (2 * 2 * kv + 4 * model.head_width) // options.stride
+        compressed = (2 * 2 * kv + 4 * model.head_width + 8) // options.stride
         return branches + selected + own + compressed
 
     def _compressed_pairs(self, lengths: Sequence[int]) -> int:

@@ -22,12 +22,15 @@ class Compression(nn.Module):
         self.up = nn.Linear(block * width, hidden)
         self.down = nn.Linear(hidden, width)
 
-    def forward(self, x_TKd: Tensor, tokens_NL: Tensor) -> Tensor:
-        """[N, K, d] from the vectors of all tokens; the backward pass gathers the blocks again."""
-        compressed: Tensor = checkpoint(self._compress, x_TKd, tokens_NL, use_reentrant=False, preserve_rng_state=False)
+    def forward(self, x_TKd: Tensor, first_N: Tensor) -> Tensor:
+        """[N, K, d] from the vectors of all tokens and each block's first token; the backward pass gathers the blocks
+        again."""
+        compressed: Tensor = checkpoint(self._compress, x_TKd, first_N, use_reentrant=False, preserve_rng_state=False)
         return compressed
 
-    def _compress(self, x_TKd: Tensor, tokens_NL: Tensor) -> Tensor:
+    def _compress(self, x_TKd: Tensor, first_N: Tensor) -> Tensor:
+        tokens_NL = first_N.unsqueeze(-1) + torch.arange(len(self.positions), device=first_N.device)
+        tokens_NL = tokens_NL.clamp(max=len(x_TKd) - 1)
         x_NLKd = x_TKd.index_select(0, tokens_NL.flatten()).unflatten(0, tokens_NL.shape)
         x_NLKd = x_NLKd + self.positions.unsqueeze(1)
         hidden = F.gelu(self.up(x_NLKd.transpose(1, 2).flatten(2)))

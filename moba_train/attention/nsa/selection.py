@@ -41,7 +41,6 @@ class BlockChoice:
     backend: str = "auto"
     """auto, or reference for plain PyTorch on any device."""
 
-    @torch.compiler.disable
     @torch.no_grad()
     def choose(self, q_nHD: Tensor, k_NKD: Tensor, lse_Hn: Tensor, layout: Layout, scale: float) -> Tensor:
         """int32 [H, n, C]: the selected history blocks, equal in a group of query heads (blocks/choose.py).

@@ -1,6 +1,7 @@
 """The attention engine of a model whose sequence is sharded over ranks."""
 
 from datetime import timedelta
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from moba_train.parallel.context.transport.ring import Ring
 from moba_train.parallel.context.transport.ulysses import Local, Ulysses
 from moba_train.parallel.dims import hierarchical_groups
 
+_sequence = lru_cache(maxsize=64)(SequenceLayout.split)
+
 
 class ContextParallel(OperatorEngine):
     """Attention of this rank's queries to the keys of all ranks.
@@ -44,7 +47,9 @@ class ContextParallel(OperatorEngine):
 
     def sequence(self, total: int) -> SequenceLayout:
         """The layout of a packed sequence of `total` tokens over the ranks."""
-        return SequenceLayout.split(total, self.strategy.ranks, self.strategy.layout)
+        arguments = total, self.strategy.ranks, self.strategy.layout
+        # What torch.compile traces may not fill a cache.
+        return SequenceLayout.split(*arguments) if torch.compiler.is_compiling() else _sequence(*arguments)
 
     def shard(self, layout: Layout) -> RankShard:
         """This rank's part of a packed sequence, for kinds that gather what they need of the other ranks."""

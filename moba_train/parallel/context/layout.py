@@ -4,15 +4,14 @@ Shape suffixes: T tokens of the packed sequence, L rows of a shard, R ranks.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import TokenRange, TokenRanges, joined_ranges
+from moba_train.attention.protocol import TokenRange, TokenRanges, join_ascending, joined_ranges
 from moba_train.config.run import CPLayout
 from moba_train.parallel.context.copies import copy_into
 
@@ -39,6 +38,12 @@ class SequenceLayout:
     """Rows of every shard, L."""
     ranges: tuple[TokenRanges, ...]
     """Token ranges of each rank."""
+    placed_ranges: tuple[PlacedRange, ...] = field(init=False, repr=False, compare=False)
+    """The tokens of all ranks in ascending order, adjacent ranges in adjacent rows merged."""
+    _is_packed: bool = field(init=False, repr=False, compare=False)
+    """Whether the concatenation of all shards has the tokens in ascending order, with padding only at its end."""
+    _total_tokens: int = field(init=False, repr=False, compare=False)
+    """Number of tokens of all ranks."""
 
     @classmethod
     def split(cls, total: int, ranks: int, layout: CPLayout) -> Self:
@@ -61,8 +66,8 @@ class SequenceLayout:
         edges = [min(part * size, total) for part in range(count + 1)]
         parts = list(pairwise(edges))
         if layout == "contiguous":
-            return cls(total, size, tuple(joined_ranges([part]) for part in parts))
-        return cls(total, 2 * size, tuple(joined_ranges([parts[r], parts[-1 - r]]) for r in range(ranks)))
+            return cls(total, size, tuple(join_ascending([part]) for part in parts))
+        return cls(total, 2 * size, tuple(join_ascending([parts[r], parts[-1 - r]]) for r in range(ranks)))
 
     @property
     def ranks(self) -> int:
@@ -77,7 +82,7 @@ class SequenceLayout:
         """Token ranges of a rank, as `attention.protocol.Layout` takes them: None for the whole sequence."""
         return self._none_if_complete(self.ranges[rank])
 
-    @cached_property
+    @property
     def all_ranges(self) -> TokenRanges | None:
         """Token ranges of all ranks, as `attention.protocol.Layout` takes them: None for the whole sequence."""
         return self._none_if_complete(_joined(self.ranges))
@@ -94,9 +99,13 @@ class SequenceLayout:
         groups = [self.ranges[first : first + size] for first in range(0, self.ranks, size)]
         return SequenceLayout(self.total, self.rows * size, tuple(_joined(group) for group in groups))
 
-    @cached_property
-    def placed_ranges(self) -> tuple[PlacedRange, ...]:
-        """The tokens of all ranks in ascending order, adjacent ranges in adjacent rows merged."""
+    def __post_init__(self) -> None:
+        # Set here and not when they are asked for: torch.compile takes no layer as a whole that changes an object.
+        object.__setattr__(self, "placed_ranges", self._placed_ranges())
+        object.__setattr__(self, "_is_packed", self._shards_ascend())
+        object.__setattr__(self, "_total_tokens", sum(self.tokens(rank) for rank in range(self.ranks)))
+
+    def _placed_ranges(self) -> tuple[PlacedRange, ...]:
         found = []
         for rank, ranges in enumerate(self.ranges):
             row = rank * self.rows
@@ -104,7 +113,7 @@ class SequenceLayout:
                 found.append(PlacedRange(start, stop, row))
                 row += stop - start
         merged: list[PlacedRange] = []
-        for placed in sorted(found):
+        for placed in _ascending(found):
             last = merged[-1] if merged else None
             if last and last.stop == placed.start and last.row + last.stop - last.start == placed.row:
                 merged[-1] = last._replace(stop=placed.stop)
@@ -112,14 +121,7 @@ class SequenceLayout:
                 merged.append(placed)
         return tuple(merged)
 
-    @cached_property
-    def _total_tokens(self) -> int:
-        """Number of tokens of all ranks."""
-        return sum(self.tokens(rank) for rank in range(self.ranks))
-
-    @cached_property
-    def _is_packed(self) -> bool:
-        """Whether the concatenation of all shards has the tokens in ascending order, with padding only at its end."""
+    def _shards_ascend(self) -> bool:
         first = 0
         for start, stop, row in self.placed_ranges:
             if row != first:
@@ -173,6 +175,17 @@ class SequenceLayout:
                 copy_into(column[row : row + stop - start], x[first : first + stop - start])
             first += stop - start
         return shards_RL
+
+
+def _ascending(placed: list[PlacedRange]) -> list[PlacedRange]:
+    """Sorted, by comparisons alone: torch.compile cannot sort sizes that it traces as symbols."""
+    found: list[PlacedRange] = []
+    for one in placed:
+        at = len(found)
+        while at and found[at - 1].start > one.start:
+            at -= 1
+        found.insert(at, one)
+    return found
 
 
 def _joined(groups: tuple[TokenRanges, ...]) -> TokenRanges:

@@ -3,6 +3,9 @@
 Shape suffixes: L rows of a shard (padding included), n tokens in it, T tokens of the sequence, R ranks.
 """
 
+from dataclasses import replace
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,9 +29,12 @@ class RankShard(OperatorShard):
     @property
     def layout(self) -> Layout:
         """The layout of this rank's queries and all keys."""
-        # Not made before it is asked for: a compiled layer that makes it is another one than the same layer recomputed,
-        # which finds it with the whole layout; activation checkpointing refuses what differs.
-        return self._whole.part(self._sequence.ranges[self._rank], None)
+        ranges = self._sequence.ranges[self._rank]
+        # torch.compile takes no layer as a whole that adds to a layout's cache; what it traces has operators for all
+        # that follows from a layout, so that nothing is derived twice.
+        if torch.compiler.is_compiling():
+            return replace(self._whole, q_ranges=ranges, _cache={})
+        return self._whole.part(ranges, None)
 
     @property
     def ranges_by_rank(self) -> tuple[TokenRanges, ...]:

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from thread_ranks import ThreadCommunicator
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.observer import SelectionRecorder, mean_statistics
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.watched import WatchedEngine
 from moba_train.parallel.context.strategy import CPStrategy
 
 TRANSPORTS = ("allgather", "ring", "ulysses", "hierarchical", "dispatch")
@@ -90,10 +91,10 @@ def test_the_routing_statistics_of_the_ranks_join_to_those_of_one_device(transpo
     case = Case((60, 3, 37), options={"always": ("current", "first")}, topk=4)
     means = []
     for run in (on_one_device, partial(on_threads, strategy(transport, layout))):
-        recorder = SelectionRecorder()
-        run(case, case.inputs(), recorder)
-        means.append(mean_statistics(recorder.statistics))
-    one, ranks = ({name: mean[name] for name in ("selected", "first_block_share", "distance")} for mean in means)
+        watched = WatchedEngine(LOCAL_ENGINE)
+        run(case, case.inputs(), watched)
+        means.append(watched.statistics.values())
+    one, ranks = ({name: mean[name] for name in ("key_share", "first_block_share", "distance")} for mean in means)
     assert ranks == pytest.approx(one)
 
 

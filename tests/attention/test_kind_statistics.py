@@ -1,0 +1,169 @@
+"""Every registered kind shows what it says that it shows, on one device and on ranks, and only to an observer."""
+
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from kind_checks import Layer, make_layer, run_layer
+from thread_ranks import thread_transports
+from torch import Tensor
+
+from moba_train.attention.linear import delta
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.registry import KINDS
+from moba_train.attention.statistics import Statistics, joined
+from moba_train.attention.watched import WatchedEngine
+from moba_train.config.quantities import Length
+from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.strategy import CPStrategy
+
+LENGTHS = [60, 3, 37]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "infllm_v2": {"topk": 4, "local_blocks": 2, "dense_len": 20},
+    "nsa": {"topk": 5, "window": 8},
+    "infllm": {"topk": 2, "window": 12, "representatives": 2},
+    "moa": {"alpha": [8, 16, 16, 128], "max_length": 64, "sink_tokens": 4},
+    "seer": {"topk": 3},
+    "msa": {"topk": 3},
+}
+"""Besides lengths, of which those that are not here become a sixteenth of the default, and at most 4."""
+LINEAR = ["kda", "lightning"]
+
+
+def small_layer(name: str, lengths: list[int], **changes: Any) -> Layer:
+    fields = KINDS[name].Options.model_fields
+    short = {
+        key: min(4, -(-field.default // 16)) for key, field in fields.items() if get_args(Length)[1] in field.metadata
+    }
+    return make_layer(name, short | OPTIONS.get(name, {}) | changes, lengths)
+
+
+@torch.no_grad()
+def seen(layer: Layer) -> dict[str, float]:
+    """What an observer sees on one device."""
+    watched = WatchedEngine(LOCAL_ENGINE)
+    run_layer(layer, watched)
+    return watched.statistics.values()
+
+
+def seen_by_ranks(layer: Layer, strategy: CPStrategy) -> list[Statistics]:
+    """What the observers of ranks see that share the sequence."""
+    transports, _ = thread_transports(strategy)
+    engines = [ContextParallel(strategy, transport) for transport in transports]
+    sequence = engines[0].sequence(layer.layout.total)
+
+    @torch.no_grad()
+    def rank(engine: ContextParallel) -> Statistics:
+        watched = WatchedEngine(engine)
+        own = Layer(
+            layer.kind, layer.parameters, *(sequence.shard(x, engine.rank) for x in layer.inputs()), layer.layout
+        )
+        run_layer(own, watched, sequence.shard(layer.positions, engine.rank))
+        return watched.statistics
+
+    with ThreadPoolExecutor(strategy.ranks) as pool:
+        return list(pool.map(rank, engines))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_shows_what_it_says(name: str) -> None:
+    found = seen(small_layer(name, LENGTHS))
+    assert KINDS[name].statistics, f"kind {name!r} shows nothing: see AttentionKind.statistics"
+    assert set(found) == set(KINDS[name].statistics)
+    assert all(map(math.isfinite, found.values())), found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_ranks_together_see_what_one_device_sees(name: str) -> None:
+    """But for the spread of blocks and the shares of heads, which a rank has for its own queries, and for states, of
+    which it has those behind its own tokens."""
+    apart = {"load_imbalance", "entropy", "state_norm", "max_state_norm", "min_key_share", "max_key_share"}
+    layer = small_layer(name, LENGTHS)
+    strategy = CPStrategy(2, "allgather", "zigzag", 2)
+    found = joined(seen_by_ranks(layer, strategy)).values()
+    want = seen(layer)
+    assert set(found) == set(want)
+    assert {key: found[key] for key in found if key not in apart} == pytest.approx(
+        {key: want[key] for key in found if key not in apart}
+    )
+
+
+@pytest.mark.parametrize("mode", ["warmup", "sparse"])
+@pytest.mark.parametrize("name", ["seer", "msa"])
+def test_what_a_gate_would_select_is_seen_in_its_warm_up(name: str, mode: str) -> None:
+    found = seen(small_layer(name, LENGTHS, mode=mode))
+    assert 0 < found["key_share"] < 1
+    assert found["entropy"] == pytest.approx(seen(small_layer(name, LENGTHS))["entropy"])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_nobody_pays_for_what_nobody_looks_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise AssertionError("computed without an observer")
+
+    monkeypatch.setattr(Statistics, "__init__", refuse)
+    with torch.no_grad():
+        run_layer(small_layer(name, LENGTHS))
+
+
+def naive_state(layer: Layer) -> Tensor:
+    """The state behind the last token, [H, d, d], token by token."""
+    states: list[Tensor] = []
+    if layer.kind.name == "kda":
+        patch = pytest.MonkeyPatch()
+        rule = delta.delta_attention
+        patch.setattr("moba_train.attention.linear.kda.delta_attention", lambda *a: states.append(r := rule(*a)) or r)
+        with patch.context(), torch.no_grad():
+            run_layer(layer)
+        patch.undo()
+        return states[-1][1][-1]
+    assert layer.parameters is not None
+    state = torch.zeros(4, 8, 8, dtype=torch.float64)
+    decay = layer.parameters.log_decays[0].exp()[:, None, None]
+    k, v = (x.detach().repeat_interleave(2, 1) for x in (torch.nn.functional.silu(layer.k), layer.v))
+    for k_Hd, v_Hd in zip(k, v, strict=True):
+        state = decay * state + k_Hd[:, :, None] * v_Hd[:, None]
+    return state
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_state_behind_a_document_is_the_same_on_ranks(name: str) -> None:
+    """The last rank's is that of one device, though it began on the first."""
+    layer = small_layer(name, [41])
+    norms = torch.linalg.matrix_norm(naive_state(layer))
+    want = {"state_norm": norms.mean().item(), "max_state_norm": norms.max().item()}
+    one = seen(layer)
+    last = seen_by_ranks(layer, CPStrategy(2, "allgather", "contiguous", 2))[-1].values()
+    for found in (one, last):
+        assert {key: found[key] for key in want} == pytest.approx(want)
+    assert 0 < one["min_decay"] < one["max_decay"] <= 1
+    assert one["output_norm"] < one["max_output_norm"]
+
+
+def test_the_shares_of_keys_are_what_the_recipe_asks_for() -> None:
+    """Spans of 8, 16, 16 and all tokens before 60 tokens, in blocks of 4; and a window of 12 with 4 blocks more."""
+    moa = seen(small_layer("moa", [60]))
+    assert moa["max_key_share"] == 1
+    assert 0 < moa["min_key_share"] < moa["key_share"] < 1
+    infllm = seen(small_layer("infllm", [60]))
+    # Before the window: the first block, 2 more, and the one that the window is leaving.
+    keys = sum(min(p + 1, 12) + (min((p - 12) // 4, 3) * 4 + (p - 12) % 4 + 1 if p >= 12 else 0) for p in range(60))
+    assert infllm["key_share"] == pytest.approx(keys / (60 * 61 / 2))
+    assert 0 < infllm["memory_mass"] < 1
+
+
+def test_means_are_weighted_extremes_are_not_and_what_is_no_number_stays() -> None:
+    parts = [Statistics({"mean": 1.0, "max_x": 3.0, "min_x": 3.0}, 1), Statistics({"mean": 5.0, "max_x": 2.0}, 3)]
+    assert joined(parts).values() == {"mean": 4.0, "max_x": 3.0, "min_x": 3.0}
+    broken = joined([*parts, Statistics({"mean": math.nan, "max_x": math.nan}), *parts]).values()
+    assert all(map(math.isnan, (broken["mean"], broken["max_x"])))
+
+
+def test_the_guide_explains_every_number() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "run-health.md").read_text()
+    told = set(re.findall(r"^\| `(\w+)` \|", guide, re.MULTILINE))
+    assert {number for kind in KINDS.values() for number in kind.statistics} <= told
