@@ -115,14 +115,14 @@ def test_a_pipeline_of_two_gpus_repeats_bit_by_bit(run: Run, schedule: str) -> N
     """NCCL, bf16; head width 64, so that the kernels of real training run."""
     short(run, {}).recipe["model"] |= {"hidden_size": 256}
     run.recipe["compile"] = schedule != "zero_bubble"
-    assert run.train(1, gpu=True)[0] == 0
+    assert run.train_on_gpu(1)[0] == 0
     alone = curves(run)
     found = []
     run.recipe["parallel"] = {"pp": 2, "pp_schedule": schedule}
     for stops in ([], [["--stop-at-step", "3"]]):
         shutil.rmtree(run.run_dir)
         for arguments in (*stops, []):
-            code, output = run.train(2, *arguments, gpu=True)
+            code, output = run.train_on_gpu(2, *arguments)
             assert code == 0, output
         found.append(curves(run))
     assert found[0] == found[1]

@@ -35,9 +35,9 @@ def test_resuming_on_a_gpu_is_bitwise_equal_to_never_stopping(run: Run, tmp_path
     """Full and MoBA layers in bf16: every kernel of the training step gives the same bits again."""
     (tmp_path / "other").mkdir()
     undisturbed = Run(tmp_path / "other", corpora)
-    assert undisturbed.train(1, gpu=True)[0] == 0
+    assert undisturbed.train_on_gpu(1)[0] == 0
     for arguments in (["--stop-at-step", "3"], ["--stop-at-step", "8"], []):
-        code, output = run.train(1, *arguments, gpu=True)
+        code, output = run.train_on_gpu(1, *arguments)
         assert code == 0, output
     assert run.losses() == undisturbed.losses()
     assert_same_tensors(run.newest_checkpoint, undisturbed.newest_checkpoint)
