@@ -52,6 +52,10 @@ class ForkedProgram:
         """End it at once."""
         self._process.kill()
 
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        self._process.join()
+
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """All that it has printed, once it has ended. Kills it and fails after `timeout` seconds."""
         self._process.join(timeout)
@@ -80,11 +84,6 @@ class ForkedRank:
         self._process.join(timeout)
         if self.poll() is None:
             raise subprocess.TimeoutExpired("rank", timeout or 0.0)
-
-
-def children(program: ForkedProgram | subprocess.Popen[str]) -> list[int]:
-    """Process ids of those that `program` has started and that have not ended, in the order of their start."""
-    return [*map(int, Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split())]
 
 
 def _start(arguments: list[str], environment: dict[str, str], output: str) -> None:

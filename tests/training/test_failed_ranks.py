@@ -5,16 +5,15 @@ import os
 import pickle
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked_program import children
 from tiny_run import Run
 from trainer_ranks import Ranks
 
+from benchmarks.trainer_run import is_running, ranks_of
 from moba_train.train import main
 from moba_train.training.trainer import Trainer
 
@@ -33,10 +32,10 @@ def disturb(run: Run, what: signal.Signals, gpu: bool = False) -> tuple[float, i
             assert time.monotonic() < deadline, "no training in 90 s"
             assert launcher.poll() is None, launcher.communicate()[0]
             time.sleep(0.1)
-        waiting, victim = children(launcher)
+        waiting, victim = ranks_of(launcher.pid)
         began, at = time.monotonic(), time.time()
         os.kill(victim, what)
-        while _runs(waiting):
+        while is_running(waiting):
             if time.monotonic() - began > 60:
                 os.kill(waiting, signal.SIGABRT)  # Python's fault handler then tells where it is
                 time.sleep(1)
@@ -51,12 +50,6 @@ def disturb(run: Run, what: signal.Signals, gpu: bool = False) -> tuple[float, i
     finally:
         launcher.kill()
     return at, launcher.returncode, output, taken
-
-
-def _runs(pid: int) -> bool:
-    with suppress(ProcessLookupError, FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def check_stall(run: Run, stopped_at: float) -> None:
