@@ -62,8 +62,7 @@ def test_a_pipeline_trains_as_one_rank(pipeline: Run, alone: dict[str, Any]) -> 
 
 
 def test_resuming_is_bitwise_equal_to_never_stopping(run: Run, pipeline: Run, ranks: Ranks) -> None:
-    shutil.copytree(pipeline.run_dir, run.run_dir)
-    shutil.rmtree(run.run_dir / "checkpoints" / "step_00000004")
+    run.take_over(pipeline, 3)
     ranks.train(short(run, {"pp": 2, "pp_layers": [1, 3]}), 2)
     assert [event["step"] for event in run.records("resume")] == [3]
     assert curves(run) == curves(pipeline)

@@ -1,6 +1,7 @@
 """A corpus of structured random text and a recipe small enough to train in seconds."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,6 +131,15 @@ class Run:
         path = latest_checkpoint(self.run_dir / "checkpoints")
         assert path is not None
         return path
+
+    def take_over(self, other: "Run", step: int) -> None:
+        """Begin where a kill after `step`, which `other` has saved, would leave this run: with all the later records,
+        without the later checkpoints."""
+        shutil.copytree(other.run_dir, self.run_dir)
+        saved = {int(path.name.removeprefix("step_")): path for path in self.run_dir.glob("checkpoints/step_*")}
+        assert step in saved
+        for path in (path for at, path in saved.items() if at > step):
+            shutil.rmtree(path)
 
     def write_recipe(self) -> Path:
         """The recipe as a file."""
