@@ -103,23 +103,27 @@ class ChaosRun:
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "1000"]
         inherited = [path for path in [os.environ.get("PYTHONPATH")] if path]
         launcher = ["benchmarks.chaos_launch", str(RANKS)] if self.fork else [*torchrun, "-m", "benchmarks.chaos_rank"]
-        self._launcher = subprocess.Popen(
-            [sys.executable, "-m", *launcher, str(self.folder / "recipe.yaml")],
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "CHAOS_CLOCK": str(self.folder / "clock"),
+            "CHAOS_FAULTS": str(self.faults),
+            "PYTHONPATH": os.pathsep.join([str(self.folder), str(Path(__file__).parent.parent), *inherited]),
+        }
+        self._launcher = self._start(["-m", *launcher, str(self.folder / "recipe.yaml")], environment)
+        threading.Thread(target=self._listen, args=(self._launcher,), daemon=True).start()
+
+    def _start(self, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+        """Start Python with these arguments, and what the environment lacks."""
+        return subprocess.Popen(
+            [sys.executable, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
             preexec_fn=_obey_permissions,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "CHAOS_CLOCK": str(self.folder / "clock"),
-                "CHAOS_FAULTS": str(self.faults),
-                "PYTHONPATH": os.pathsep.join([str(self.folder), str(Path(__file__).parent.parent), *inherited]),
-            },
+            env=os.environ | environment,
         )
-        threading.Thread(target=self._listen, args=(self._launcher,), daemon=True).start()
 
     def _listen(self, launcher: subprocess.Popen[str]) -> None:
         assert launcher.stdout is not None

@@ -6,6 +6,7 @@
 #   bash launch/test.sh tests/training -x       one folder, up to the first failure
 #   bash launch/test.sh -n 0                    in one process; by default two run files side by side where there is no GPU
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+unset PYTHONDONTWRITEBYTECODE  # of hundreds of processes, each would compile the package anew
 side_by_side=()
 if ! nvidia-smi >/dev/null 2>&1 && "$PYTHON" -c "import xdist" 2>/dev/null; then
     # Many tests wait for processes: on two cores two thirds of the time. In the order of names, the file whose one test

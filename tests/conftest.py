@@ -1,12 +1,15 @@
-"""Shared by all tests: the device they run on, and how deep those go that draw their cases."""
+"""Shared by all tests: the device they run on, and how deep those go that draw their cases.
+
+Where workers run the tests, the process that started them waits for it to load this file: nothing here imports torch
+before the first test module does.
+"""
 
 import os
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import settings
 
-import moba_train.attention.registry  # noqa: F401  # recipes may name the kinds
 from moba_train.foreign_files import ROOTS
 
 # HYPOTHESIS_PROFILE=deep: for a night, not for every change.
@@ -16,15 +19,27 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 os.environ.setdefault(ROOTS, "/")  # the corpora of tests lie in temporary folders
 
+if TYPE_CHECKING:
+    import torch
+
+
+def pytest_pycollect_makemodule() -> None:
+    """Before a test module is imported: recipes may name the kinds."""
+    import moba_train.attention.registry  # noqa: F401
+
 
 @pytest.fixture
-def device() -> torch.device:
+def device() -> "torch.device":
     """The GPU where there is one, else the CPU: the same tests run on both."""
+    import torch
+
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked `gpu` where there is no CUDA device."""
+    import torch
+
     if torch.cuda.is_available():
         return
     for item in items:

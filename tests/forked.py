@@ -3,7 +3,7 @@
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-IMPORTED_LATE = ["torch._dynamo", "moba_train.report.position_plot"]
+IMPORTED_LATE = ["torch._dynamo", "torch.distributed.run", "moba_train.report.position_plot"]
 """By any training run: the first by torch, the second with matplotlib."""
 
 
@@ -11,5 +11,5 @@ def forked() -> ForkServerContext:
     """Its processes are forks of one that has imported all this once. They have the environment of that one: what a
     test changes in its own does not reach them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moba_train.train", *IMPORTED_LATE])
+    context.set_forkserver_preload(["moba_train.train", "moba_train.cli", *IMPORTED_LATE])
     return context

@@ -160,7 +160,7 @@ def smaller(recipe: Path) -> list[str]:
         changes[f"stages.{index}.seq_len"] = stage.seq_len // SHRINK
         # A single batch of conversations may have no token that carries loss, and a stage without any is an error.
         batch = (stage.batch_tokens or config.batch_tokens) // SHRINK
-        changes[f"stages.{index}.tokens"] = max(stage.tokens // TOKENS, 0 if stage.until else 8 * batch)
+        changes[f"stages.{index}.tokens"] = max(stage.tokens // TOKENS, 0 if stage.until else 4 * batch)
         if stage.until:
             changes[f"stages.{index}.until.max_tokens"] = stage.until.max_tokens // TOKENS
         if stage.attention and "moba" in stage.attention.model_fields_set:

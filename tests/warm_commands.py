@@ -23,6 +23,8 @@ def serve(address: str) -> None:
     import moba_train.cli
     import moba_train.convert.hf_export  # what the commands import late
     import moba_train.planning.plan
+    import moba_train.report.loss_plot
+    import moba_train.report.position_plot
     import moba_train.train
 
     def train() -> None:

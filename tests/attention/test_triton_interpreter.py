@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 def run_pytest(file: str, **environment: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / file)]
-    if find_spec("xdist"):
+    if "PYTEST_XDIST_WORKER" not in os.environ and find_spec("xdist"):  # else other tests run beside them
         command += ["-n", str(min(4, os.cpu_count() or 1))]  # processes of one thread each
     root = HERE.parents[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), **environment}

@@ -1,19 +1,41 @@
 """The chaos suite in short: a run that is killed, starved of disk, damaged and told to end does not care."""
 
+import os
 import random
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import TextIO
 
 import pytest
+from forked_program import ForkedProgram
 
 from benchmarks.chaos import Chaos, plan
 from benchmarks.chaos_actions import ACTIONS, KILLS
+from benchmarks.chaos_run import ChaosRun
+
+
+class Agent(ForkedProgram):
+    """The agent of `chaos_launch`, without the imports of its start."""
+
+    stdout: TextIO
+
+
+def start_agent(run: ChaosRun, arguments: list[str], environment: dict[str, str]) -> Agent:
+    """In place of `ChaosRun._start`."""
+    output = run.folder / f"output{run.launches}"
+    os.mkfifo(output)
+    agent = Agent(arguments, output, **environment)
+    agent.stdout = output.open(errors="replace")
+    return agent
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_a_disturbed_run_ends_bitwise_where_an_undisturbed_one_ends(tmp_path: Path) -> None:
+def test_a_disturbed_run_ends_bitwise_where_an_undisturbed_one_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChaosRun, "_start", start_agent)
     kinds = ["kill_rank", "disk_full", "flipped_byte", "sigterm_rank"]
     chaos = Chaos(kinds, tmp_path, seed=0, fork=True, steps=24)
     chaos.work()

@@ -2,10 +2,10 @@
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
+from forked_program import ForkedProgram
 
 from moba_train import reference
 from moba_train.attention.registry import KINDS
@@ -28,8 +28,10 @@ def test_check_exits_1_for_a_stale_file_and_writing_updates_it(tmp_path, monkeyp
     assert reference.main() == 0
 
 
-def test_it_runs_as_a_module():
-    assert subprocess.run([sys.executable, "-m", "moba_train.reference", "--check"]).returncode == 0
+def test_it_runs_as_a_module(tmp_path):
+    program = ForkedProgram(["-m", "moba_train.reference", "--check"], tmp_path / "output")
+    program.wait()
+    assert program.returncode == 0
 
 
 def test_every_key_is_documented_with_a_meaning():

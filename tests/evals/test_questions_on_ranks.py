@@ -42,7 +42,7 @@ LAYOUTS: dict[str, tuple[MeshSizes, dict[str, Any]]] = {
 def evaluated(folder: Path, sizes: MeshSizes, parallel: dict[str, Any]) -> dict[str, Any]:
     """Predicted tokens, selected blocks and scores in one layout, for an odd number of samples."""
     generate = parallel.get("cp_transport", "allgather") == "allgather" and "tp" not in parallel
-    needle = {"lengths": [256, LENGTH], "depths": [0, 50, 100], "samples": 1, "generate": generate}
+    needle = {"lengths": [LENGTH], "depths": [0, 50, 100], "samples": 1, "generate": generate}
     ruler = {"tasks": ["niah_single", "vt"], "lengths": [1024], "samples": 1}
     signal = {"lengths": [LENGTH], "depths": [0, 50, 80], "samples": 1, "gates": [{"block_size": 16, "topk": 3}]}
     by_head = "tp" not in parallel

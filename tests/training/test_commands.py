@@ -30,10 +30,12 @@ def test_eval_repeats_the_loss_of_the_training_run(finished_run: Run) -> None:
 
 
 def test_train_launches_the_recipe(run: Run) -> None:
-    command = [sys.executable, "-m", "moba_train.cli", "train", str(run.write_recipe()), "--gpus", "1", "seed=4"]
+    """As a user does: processes that torchrun starts, which import everything themselves. Other tests fork them."""
+    command = [sys.executable, "-m", "moba_train.cli", "train", str(run.write_recipe()), "--gpus", "2", "seed=4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(run.losses()) == 12
+    assert len(list(run.newest_checkpoint.glob("__?_0.distcp"))) == 2, "each rank saves its part"
     assert load_config(run.run_dir / "config.yaml").seed == 4
 
 

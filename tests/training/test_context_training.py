@@ -156,13 +156,13 @@ def test_two_gpus_share_sequences_and_repeat_bit_by_bit(run: Run, transport: str
     if transport == "dispatch":
         run.recipe["attention"]["full_layers"] = "none"
         run.recipe["stages"][0].pop("attention")
-    assert run.train(1, gpu=True)[0] == 0
+    assert run.train_on_gpu(1)[0] == 0
     alone = curves(run)
     shared = []
     for _ in range(2):
         shutil.rmtree(run.run_dir)
         run.recipe["parallel"] = {"cp": 2, "cp_transport": transport}
-        code, output = run.train(2, gpu=True)
+        code, output = run.train_on_gpu(2)
         assert code == 0, output
         shared.append(curves(run))
     assert shared[0] == shared[1]

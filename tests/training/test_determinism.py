@@ -139,7 +139,7 @@ def test_a_run_on_a_gpu_gives_the_same_bits_again(run: Run, corpora: Path, tmp_p
         one.recipe["model"] |= {"hidden_size": 256, "heads": 4, "kv_heads": 2, "head_dim": 64}
         one.recipe["attention"]["moba"] = {"block_size": 64, "topk": 2, "backend": "triton"}
         one.recipe["stages"][1] |= {"seq_len": 512, "micro_batch_size": 1}
-        code, output = one.train(1, gpu=True)
+        code, output = one.train_on_gpu(1)
         assert code == 0, output
     code, output = compare(run.run_dir, again.run_dir)
     assert code == 0, output

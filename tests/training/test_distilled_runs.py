@@ -82,9 +82,8 @@ def test_the_warm_up_changes_nothing_but_the_gate(finished: Run, kind: str) -> N
 
 
 def test_both_stages_resume_bitwise(finished: Run, kind: str, run: Run) -> None:
-    """A stop inside the warm-up and one inside the sparse stage."""
-    distilled_run(run, kind)
-    assert run.train_here("--stop-at-step", "15") == 0
+    """A kill inside the warm-up and a stop inside the sparse stage."""
+    distilled_run(run, kind).take_over(finished, 24)
     assert run.train_here("--stop-at-step", str(FIRST + STEPS + 1)) == 0
     assert run.train_here() == 0
     assert run.losses() == finished.losses()

@@ -4,9 +4,7 @@ import logging
 import os
 import pickle
 import signal
-import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +13,11 @@ import torch
 from tiny_run import Run
 from trainer_ranks import Ranks
 
+from benchmarks.trainer_run import is_running, ranks_of
 from moba_train.train import main
 from moba_train.training.trainer import Trainer
 
 TIMEOUT_S = 10
-
-
-def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
-    """Process ids of the ranks that torchrun started and that still run, by rank."""
-    found = {}
-    with suppress(ProcessLookupError, FileNotFoundError):  # torchrun itself has ended
-        for child in map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()):
-            with suppress(ProcessLookupError, FileNotFoundError):  # ended since it was listed
-                environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                found |= {int(item[5:]): child for item in environment if item.startswith(b"RANK=")}
-    return found
 
 
 def disturb(run: Run, what: signal.Signals, gpu: bool = False) -> tuple[float, int, str, float]:
@@ -37,25 +25,24 @@ def disturb(run: Run, what: signal.Signals, gpu: bool = False) -> tuple[float, i
     run.recipe["stages"][1]["tokens"] = "10M"
     run.recipe["parallel"] = {"cp": 2, "cp_transport": "ring", "timeout": TIMEOUT_S}
     run.recipe["health"] = {"watch": {"least": 1.5}}
-    launcher = run.start(2, gpu=gpu)
+    launcher = run.start_on_gpu(2) if gpu else run.start(2)
     try:
         deadline = time.monotonic() + 90
         while not (path := run.run_dir / "metrics.jsonl").exists() or len(path.read_text().splitlines()) < 12:
             assert time.monotonic() < deadline, "no training in 90 s"
             assert launcher.poll() is None, launcher.communicate()[0]
             time.sleep(0.1)
-        victim = ranks_of(launcher)[1]
+        waiting, victim = ranks_of(launcher.pid)
         began, at = time.monotonic(), time.time()
         os.kill(victim, what)
-        waiting = ranks_of(launcher).get(0)
-        while waiting is not None and _runs(waiting):
+        while is_running(waiting):
             if time.monotonic() - began > 60:
                 os.kill(waiting, signal.SIGABRT)  # Python's fault handler then tells where it is
                 time.sleep(1)
                 os.kill(victim, signal.SIGKILL)  # it holds the pipe open
                 launcher.kill()
                 pytest.fail(f"rank 0 waits on: {launcher.communicate()[0][-5000:]}")
-            time.sleep(0.1)
+            time.sleep(0.05)
         taken = time.monotonic() - began
         if what == signal.SIGSTOP:
             os.kill(victim, signal.SIGKILL)
@@ -63,12 +50,6 @@ def disturb(run: Run, what: signal.Signals, gpu: bool = False) -> tuple[float, i
     finally:
         launcher.kill()
     return at, launcher.returncode, output, taken
-
-
-def _runs(pid: int) -> bool:
-    with suppress(ProcessLookupError, FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def check_stall(run: Run, stopped_at: float) -> None:
@@ -91,7 +72,7 @@ def test_a_stalled_gpu_is_named_before_nccl_ends_the_run(run: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 @pytest.mark.parametrize("what", [signal.SIGSTOP, signal.SIGKILL])
 def test_the_rank_that_stalls_or_dies_is_named(run: Run, what: signal.Signals) -> None:
     stopped_at, code, output, taken = disturb(run, what)

@@ -27,9 +27,9 @@ FP8 = {"linear": "fp8", "compute": "bf16", "fp8": {"emulate": True}}
 def prepared(run: Run, precision: dict[str, Any], **parallel: int) -> Run:
     run.recipe["precision"] = precision
     run.recipe["parallel"] = parallel
-    run.recipe["checkpoint"]["keep_last"] = 10
+    run.recipe["checkpoint"] = {"every": 3, "keep_last": 10}
     for stage in run.recipe["stages"]:
-        stage["micro_batch_size"] = 2
+        stage |= {"micro_batch_size": 2, "tokens": 4 * 512}
     return run
 
 
@@ -71,7 +71,7 @@ def test_rowwise_scaling(in_bf16: Run, finished: Run, run: Run, ranks: Ranks) ->
 
 def test_resuming_is_bitwise_and_the_checkpoint_is_that_of_any_run(finished: Run, run: Run, ranks: Ranks) -> None:
     """The weights' scales follow from the weights."""
-    ranks.train(prepared(run, FP8), 2, "--stop-at-step", "7")
+    prepared(run, FP8).take_over(finished, 6)
     ranks.train(run, 2)
     assert run.losses() == finished.losses()
     assert_same_tensors(run.newest_checkpoint, finished.newest_checkpoint)
@@ -80,10 +80,11 @@ def test_resuming_is_bitwise_and_the_checkpoint_is_that_of_any_run(finished: Run
 
 
 def test_a_run_goes_on_without_it(finished: Run, run: Run, ranks: Ranks, in_bf16: Run) -> None:
-    ranks.train(prepared(run, FP8), 2, "--stop-at-step", "6")
-    ranks.train(prepared(run, {"compute": "bf16"}), 1)
-    assert run.losses()[:6] == finished.losses()[:6]
-    assert run.losses()[6:] == pytest.approx(in_bf16.losses()[6:], rel=0.01)
+    prepared(run, {"compute": "bf16"}).take_over(finished, 3)
+    ranks.train(run, 1)
+    assert run.losses()[:3] == finished.losses()[:3]
+    assert run.losses()[3:] != finished.losses()[3:]
+    assert run.losses()[3:] == pytest.approx(in_bf16.losses()[3:], rel=0.01)
 
 
 def test_every_use_of_the_model_has_the_scales_of_its_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

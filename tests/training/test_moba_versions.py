@@ -54,8 +54,7 @@ def test_two_ranks_train_as_one_and_what_begins_as_zeros_learns(finished: Run, r
 
 
 def test_it_resumes_bitwise(finished: Run, run: Run, ranks: Ranks) -> None:
-    with_versions(run, cp=2)
-    ranks.train(run, 2, "--stop-at-step", "4")
+    with_versions(run, cp=2).take_over(finished, 4)
     ranks.train(run, 2)
     assert run.losses() == finished.losses()
     assert_same_tensors(run.newest_checkpoint, finished.newest_checkpoint)

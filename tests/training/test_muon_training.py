@@ -90,7 +90,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: Ran
 
 
 def test_resuming_is_bitwise_and_state_has_global_names(finished: Run, run: Run, ranks: Ranks) -> None:
-    ranks.train(muon(run), 2, "--stop-at-step", "7")
+    muon(run).take_over(finished, 8)
     ranks.train(run, 2)
     assert run.losses() == finished.losses()
     assert_same_tensors(run.newest_checkpoint, finished.newest_checkpoint)
@@ -105,8 +105,8 @@ def test_resuming_is_bitwise_and_state_has_global_names(finished: Run, run: Run,
 def test_other_layouts_train_alike_and_go_on_from_each_others_checkpoints(
     finished: Run, run: Run, ranks: Ranks, ranks_: int, parallel: dict[str, int]
 ) -> None:
-    ranks.train(muon(run), 2, "--stop-at-step", "4")
-    ranks.train(muon(run, **parallel), ranks_)
+    muon(run, **parallel).take_over(finished, 4)
+    ranks.train(run, ranks_)
     assert run.losses() == pytest.approx(finished.losses(), rel=1e-3)
 
 

@@ -62,8 +62,7 @@ def test_a_pipeline_trains_as_one_rank(pipeline: Run, alone: dict[str, Any]) -> 
 
 
 def test_resuming_is_bitwise_equal_to_never_stopping(run: Run, pipeline: Run, ranks: Ranks) -> None:
-    shutil.copytree(pipeline.run_dir, run.run_dir)
-    shutil.rmtree(run.run_dir / "checkpoints" / "step_00000004")
+    run.take_over(pipeline, 3)
     ranks.train(short(run, {"pp": 2, "pp_layers": [1, 3]}), 2)
     assert [event["step"] for event in run.records("resume")] == [3]
     assert curves(run) == curves(pipeline)
@@ -115,14 +114,14 @@ def test_a_pipeline_of_two_gpus_repeats_bit_by_bit(run: Run, schedule: str) -> N
     """NCCL, bf16; head width 64, so that the kernels of real training run."""
     short(run, {}).recipe["model"] |= {"hidden_size": 256}
     run.recipe["compile"] = schedule != "zero_bubble"
-    assert run.train(1, gpu=True)[0] == 0
+    assert run.train_on_gpu(1)[0] == 0
     alone = curves(run)
     found = []
     run.recipe["parallel"] = {"pp": 2, "pp_schedule": schedule}
     for stops in ([], [["--stop-at-step", "3"]]):
         shutil.rmtree(run.run_dir)
         for arguments in (*stops, []):
-            code, output = run.train(2, *arguments, gpu=True)
+            code, output = run.train_on_gpu(2, *arguments)
             assert code == 0, output
         found.append(curves(run))
     assert found[0] == found[1]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from forked import forked
+from forked_program import ForkedProgram
 from tiny_run import Run
 
 from moba_train.checkpoint import manifest
@@ -142,13 +143,8 @@ def test_a_signal_while_torch_is_imported_ends_the_process_at_once(
 @pytest.mark.slow
 def test_the_command_ends_with_code_0_when_its_ranks_stop_in_order(run: Run) -> None:
     run.recipe["stages"][1]["tokens"] = "10M"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moba_train.cli", "train", str(run.write_recipe()), "--gpus", "2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )
+    command = ["-m", "moba_train.cli", "train", str(run.write_recipe()), "--gpus", "2"]
+    process = ForkedProgram(command, run.folder / "output")
     log = run.run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 90
     while not (log.exists() and run.records()):

@@ -1,13 +1,11 @@
 """The time that an orderly stop may take is what the run has measured, and the launcher waits for it."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from forked_program import ForkedProgram
 from tiny_run import Run
 
 from moba_train.checkpoint.manifest import read_meta
@@ -50,19 +48,8 @@ def test_a_step_that_takes_longer_than_torchrun_waits_is_saved_at_sigterm(run: R
     (run.folder / "impatient.py").write_text(IMPATIENT)
     (run.folder / "slow_steps.py").write_text(SLOW_STEPS)
     rank = [str(run.folder / "slow_steps.py"), str(recipe)]
-    process = subprocess.Popen(
-        [sys.executable, str(run.folder / "impatient.py"), "--standalone", "--nproc-per-node", "1", *rank],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.getcwd(),
-            STOPPED_CODE: "143",
-        },
-    )
+    command = [str(run.folder / "impatient.py"), "--standalone", "--nproc-per-node", "1", *rank]
+    process = ForkedProgram(command, run.folder / "output", **{STOPPED_CODE: "143"})
     deadline = time.monotonic() + 120
     while not Path(f"{recipe}.began").exists():
         assert process.poll() is None, process.communicate()[0]

@@ -113,14 +113,14 @@ def test_two_gpus_share_the_layers_and_repeat_bit_by_bit(run: Run, compiled: boo
     """NCCL, bf16; head width 64, so that the kernels of real training run."""
     short(run, {}).recipe["model"] |= {"hidden_size": 256}
     run.recipe["compile"] = compiled
-    assert run.train(1, gpu=True)[0] == 0
+    assert run.train_on_gpu(1)[0] == 0
     alone = curves(run)
     shared = []
     run.recipe["parallel"] = {"tp": 2}
     for stops in ([], [["--stop-at-step", "3"]]):
         shutil.rmtree(run.run_dir)
         for arguments in (*stops, []):
-            code, output = run.train(2, *arguments, gpu=True)
+            code, output = run.train_on_gpu(2, *arguments)
             assert code == 0, output
         shared.append(curves(run))
     assert shared[0] == shared[1]

@@ -197,7 +197,7 @@ def test_a_stage_without_it_leaves_its_parameters_alone(finished: Run) -> None:
 
 def test_a_run_resumes_bitwise_inside_its_stage(finished: Run, toy_run: Run, own_ranks: Ranks) -> None:
     toy_run.recipe["parallel"] = {"cp": 2}
-    train(toy_run, own_ranks, 2, "--stop-at-step", "9")
+    toy_run.take_over(finished, 8)
     train(toy_run, own_ranks, 2)
     assert toy_run.losses() == finished.losses()
     assert_same_tensors(toy_run.newest_checkpoint, finished.newest_checkpoint)

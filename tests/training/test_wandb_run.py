@@ -77,7 +77,8 @@ def records(crashed_run: Run) -> list[Any]:
     files = sorted(crashed_run.run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert len(files) == 3
     deadline = time.monotonic() + 60
-    while not all(read_wandb_file(file)[-1].HasField("exit") for file in files):  # `finish` does not wait for its file
+    # `finish` does not wait for its file, which may still be empty.
+    while not all(any(record.HasField("exit") for record in read_wandb_file(file)) for file in files):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     return [record for file in files for record in read_wandb_file(file)]

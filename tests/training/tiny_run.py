@@ -1,9 +1,11 @@
 """A corpus of structured random text and a recipe small enough to train in seconds."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
+from forked_program import ForkedProgram
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -129,6 +132,15 @@ class Run:
         assert path is not None
         return path
 
+    def take_over(self, other: "Run", step: int) -> None:
+        """Begin where a kill after `step`, which `other` has saved, would leave this run: with all the later records,
+        without the later checkpoints."""
+        shutil.copytree(other.run_dir, self.run_dir)
+        saved = {int(path.name.removeprefix("step_")): path for path in self.run_dir.glob("checkpoints/step_*")}
+        assert step in saved
+        for path in (path for at, path in saved.items() if at > step):
+            shutil.rmtree(path)
+
     def write_recipe(self) -> Path:
         """The recipe as a file."""
         path = self.folder / "recipe.yaml"
@@ -139,25 +151,27 @@ class Run:
         """Train to the end on one rank in this process, which spares the start of another; returns the exit code."""
         return main([str(self.write_recipe()), *arguments])
 
-    def start(self, ranks: int, *arguments: str, gpu: bool = False) -> subprocess.Popen[str]:
-        """Launch training, on the CPU unless `gpu`; one rank runs without torchrun."""
-        path = self.write_recipe()
-        launcher = [sys.executable, "-m"]
-        if ranks > 1:
-            launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    def start(self, ranks: int, *arguments: str) -> ForkedProgram:
+        """Launch training on the CPU; one rank runs without torchrun."""
+        return ForkedProgram(self._command(ranks, arguments), self.folder / "output")
+
+    def start_on_gpu(self, ranks: int, *arguments: str) -> subprocess.Popen[str]:
+        """Launch training on GPUs; one rank runs without torchrun."""
         return subprocess.Popen(
-            [*launcher, "moba_train.train", str(path), *arguments],
+            [sys.executable, *self._command(ranks, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ
-            | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-            | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""}),
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         )
 
-    def train(self, ranks: int = 1, *arguments: str, gpu: bool = False) -> tuple[int, str]:
-        """Train to the end; returns (exit code, all output)."""
-        process = self.start(ranks, *arguments, gpu=gpu)
+    def _command(self, ranks: int, arguments: Sequence[str]) -> list[str]:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        return [*torchrun, "-m", "moba_train.train", str(self.write_recipe()), *arguments]
+
+    def train_on_gpu(self, ranks: int = 1, *arguments: str) -> tuple[int, str]:
+        """Train to the end on GPUs; returns (exit code, all output)."""
+        process = self.start_on_gpu(ranks, *arguments)
         try:
             output, _ = process.communicate(timeout=240)
         except subprocess.TimeoutExpired:

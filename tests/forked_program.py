@@ -1,0 +1,119 @@
+"""`python -m PROGRAM ...` as a fork of the process that has imported torch and the trainer, and the ranks that torchrun
+starts in it as forks of that. Signals, process groups, exit codes, environments and output are those of real
+processes: what is spared are the imports, six seconds of processor time in each."""
+
+import faulthandler
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from forked import forked
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Those that torchrun handles: between fork and exec, a rank would handle them as its launcher does."""
+
+
+class ForkedProgram:
+    """A running `python *arguments` with the environment of this process and `more`, on the CPU.
+
+    It offers what the tests use of `subprocess.Popen`. What it prints goes to the file `output`.
+    """
+
+    def __init__(self, arguments: Sequence[str], output: Path, **more: str) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+        self._output = output
+        self._process = forked().Process(target=_start, args=([*arguments], environment, str(output)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code; negative where a signal ended it; None before."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """`returncode`."""
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        self._process.join()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """All that it has printed, once it has ended. Kills it and fails after `timeout` seconds."""
+        self._process.join(timeout)
+        output = self._output.read_text()
+        if self.poll() is None:
+            self.kill()
+            raise AssertionError(f"it has not ended in {timeout} s: {output[-5000:]}")
+        return output, None
+
+
+class ForkedRank:
+    """The process of a rank, with what torchrun asks of it."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        self._process = multiprocessing.get_context("fork").Process(target=_rank, args=(command, environment))
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self._process.start()
+        self.pid = self._process.pid
+        os.setpgid(self.pid, self.pid)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+
+
+def _start(arguments: list[str], environment: dict[str, str], output: str) -> None:
+    descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.enable()
+    SubprocessHandler._popen = lambda _handler, command, environment: ForkedRank(command, environment)
+    _become(arguments, environment)
+
+
+def _rank(command: Sequence[str], environment: dict[str, str]) -> None:
+    """Begin with the signal handlers of a new process."""
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    _become([*command[1:]], environment)
+
+
+def _become(arguments: list[str], environment: dict[str, str]) -> None:
+    """Run as `python *arguments` would."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    program, *rest = [argument for argument in arguments if argument != "-u"]
+    if program == "-m":
+        module, *rest = rest
+        spec = find_spec(module)
+        assert spec is not None
+        program = str(spec.origin)
+    sys.argv = [program, *rest]
+    runpy.run_path(program, run_name="__main__")
