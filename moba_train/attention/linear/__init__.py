@@ -9,5 +9,6 @@ delta         the delta rule with decays, token by token in plain PyTorch
 delta_parts   the same part by part, for kernels that take many tensors
 delta_states  its states that come from other ranks
 convolution   short causal convolutions over packed documents, and their tails while tokens are generated
+statistics    what a dump or a probe sees of states, decays and outputs
 fla           what both kinds compute with the package fla-core on a GPU
 """

@@ -2,7 +2,6 @@
 
 gate         mean key of each block, query . mean key, top-k with a fixed order among ties: plain PyTorch
 triton       the gate as GPU kernels
-statistics   how the selected blocks are spread
 convolution  a short convolution over keys, before the gate sees them (`key_conv`)
 kind         what a recipe's `kind: moba` names
 attention    its LocalAttention

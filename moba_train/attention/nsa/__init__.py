@@ -6,6 +6,7 @@ geometry    which tokens are in which compressed block, and which queries see it
 compressed  attention to compressed blocks, as a LocalAttention
 selection   which blocks the selected branch attends to, from the compressed branch's probabilities
 kernel      these probabilities on a GPU
+operators   what follows from a layout, and that choice, as torch operators: the graph is traced as a whole
 
 The selected branch is ../blocks/given.py, the window ../window.py.
 """
