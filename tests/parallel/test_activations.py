@@ -170,7 +170,7 @@ def test_a_saved_tensor_comes_back_as_it_was_as_often_as_it_is_asked_for(dtype: 
             return grad
 
     with memory.holding_rows(6, [weight]):
-        Hold.apply(torch.zeros((), requires_grad=True))
+        held.append(Hold.apply(torch.zeros((), requires_grad=True)))  # alive, so that its graph is
     memory._settle(unsettled=0)
     for _ in range(2):
         again, same, view = held[0].saved_tensors

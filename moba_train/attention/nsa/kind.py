@@ -5,7 +5,6 @@ d head width, C selected blocks of a query.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple
 from typing import Literal, NamedTuple
 
 import torch
@@ -128,7 +127,8 @@ class NsaKind(AttentionKind):
         q_nHd = shard.own(layer.rotate(layer.q_THd))
         compressed, selected, window = self._keys_and_values(layer, shard, parameters)
         where = layout_arguments(shard.layout)
-        first_N, positions_N = operators.places(*where, *astuple(self.blocks))
+        compressed_blocks = (self.blocks.size, self.blocks.stride)
+        first_N, positions_N = operators.places(*where, *compressed_blocks)
         # Compressed before they are rotated, so that the MLP does not see where in its document a block is.
         k_NKd = layer.rotate_at(parameters.compress_k(compressed.k, first_N), positions_N)
         v_NKd = parameters.compress_v(compressed.v, first_N)
@@ -143,7 +143,7 @@ class NsaKind(AttentionKind):
         if shard.attends_to_all:
             out_nHd, _ = shard.attend(q_nHd, *selected, self.all_blocks)
         else:
-            sizes = (*astuple(self.blocks), options.block_size, options.topk, options.first, options.local)
+            sizes = (*compressed_blocks, options.block_size, options.topk, options.first, options.local)
             scale = self.compressed.scale
             chosen_HnC = operators.choose(q_nHd, k_NKd, lse_Hn, *where, *sizes, options.backend, scale)
             out_nHd, _ = shard.attend(q_nHd, *selected, self.selected, chosen_HnC)
