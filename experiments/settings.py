@@ -42,10 +42,8 @@ class Settings(Figure):
         "nats apart at the end even in the first 512 tokens, where both attentions are one function."
     )
     found: ClassVar[str] = (
-        "One arm has ended: with batches of 128K tokens the model is still on its plateau after 88M tokens. The two "
-        "arms with batches of 32K tokens, cut off with the machine at four fifths of theirs, had left it. So the batch "
-        "of the other figures is too large for models of this size, and their rate too high; they will be changed, "
-        "and F5 run again, when these arms are complete."
+        "One arm has ended, with batches of 128K tokens; two with batches of 32K tokens were lost with their machine "
+        "before they ended, so nothing can be compared yet. The other figures keep their batch and rate until it can."
     )
     seeds: ClassVar[int] = 1
 

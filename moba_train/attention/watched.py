@@ -22,7 +22,7 @@ class WatchedEngine(AttentionObserver, ShardObserver):
     def __init__(self, engine: OperatorEngine) -> None:
         self._engine = engine
         self.statistics = Statistics()
-        """Of all that was seen so far."""
+        """The statistics of all calls that were seen so far."""
 
     def __call__(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout, /

@@ -26,7 +26,7 @@ from moba_train.attention.protocol import Layout
 @torch.library.custom_op("moba_train::seer_blocks", mutates_args=())
 @with_layout
 def blocks(layout: Layout, block_size: int) -> tuple[Tensor, Tensor]:
-    """Of every block, int64 [N] each: the position of its first token in its document, and the number of its tokens."""
+    """int64 [N] each: the position of each block's first token in its document, and the block's number of tokens."""
     edges = block_edges(layout, block_size).long()
     return layout.positions(edges[:-1], layout.documents(edges[:-1])), edges.diff()
 

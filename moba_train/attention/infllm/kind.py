@@ -160,7 +160,7 @@ class InfLLMKind(AttentionKind):
         readers_layout: Layout,
         layout: Layout,
     ) -> Statistics:
-        """Of window and memory together; all heads select the same blocks."""
+        """The statistics of window and memory together; all heads select the same blocks."""
         sizes = self.sizes
         choice = Choice(sizes.block_size, sizes.first_blocks + sizes.topk + 1, sizes.first_blocks)
         both_Hm = torch.logaddexp(lse_Hn[:, rows_m], memory_lse_Hm)

@@ -167,5 +167,5 @@ def _descriptor(x: Tensor, many: int) -> TensorDescriptor:
 
 @cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Of a tile in shared memory, as bulk copies and the matrix units take it."""
+    """The layout of a tile of shape `block` in shared memory, as bulk copies and the matrix units take it."""
     return gl.NVMMASharedLayout.get_default_for(list(block), _KINDS[dtype])
