@@ -10,6 +10,8 @@ from typing import Any
 TOKENS_PER_PARAMETER = 20
 """Training tokens for each parameter, as in Hoffmann et al. 2022 (arXiv:2203.15556) and MoBA's own scaling runs."""
 BATCH_TOKENS = 131_072
+PEAK_RATE = 3e-3
+"""Learning rate at a width of 256."""
 
 SIZES: dict[str, dict[str, int]] = {
     "4m": {"hidden_size": 256, "intermediate_size": 704, "layers": 6, "heads": 4, "kv_heads": 2},
@@ -35,9 +37,9 @@ def parameters(size: str) -> int:
     return shape["layers"] * (attention + 3 * hidden * shape["intermediate_size"])
 
 
-def learning_rate(size: str) -> float:
-    """Peak rate: 3e-3 at a width of 256, falling with the width's root; the same for all attention kinds."""
-    return 3e-3 * float((256 / (SIZES | QUICK_SIZES)[size]["hidden_size"]) ** 0.5)
+def learning_rate(size: str, peak: float = PEAK_RATE) -> float:
+    """Peak rate: `peak` at a width of 256, falling with the width's root; the same for all attention kinds."""
+    return peak * float((256 / (SIZES | QUICK_SIZES)[size]["hidden_size"]) ** 0.5)
 
 
 def batch_tokens(seq_len: int) -> int:

@@ -12,17 +12,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 SIZE = "4m"
+FIRST_RATE = 3e-3
+"""The rate that the figures began with, at a width of 256."""
 BATCHES = {"32k": 32_768, "128k": 131_072}
 """Tokens of a batch, by the name of the arm."""
 ARMS = {
     "32k-x0.5": ("32k", 0.5, None),
-    "32k-x0.25": ("32k", 0.25, None),
+    "32k-x1": ("32k", 1.0, None),
     "32k-x0.5-init": ("32k", 0.5, 1 / 16),
+    "32k-x0.25": ("32k", 0.25, None),
     "128k-x0.5": ("128k", 0.5, None),
     "128k-x1": ("128k", 1.0, None),
-    "32k-x1": ("32k", 1.0, None),
 }
-"""Batch, peak learning rate in units of 3e-3 at a width of 256, and standard deviation of initial weights (None: 0.02),
+"""Batch, peak learning rate in units of `FIRST_RATE`, and standard deviation of initial weights (None: 0.02),
 in the order in which they are worth running. 1/16 is the root of 1 / 256, the width of the model."""
 _COLOURS = {"32k": "#d9480f", "128k": GREY}
 _STYLES = {1.0: "-", 0.5: "--", 0.25: ":"}
@@ -37,9 +39,10 @@ class Settings(Figure):
     setup = (
         "A model of 4M parameters with full attention, 20 tokens for each, at 8K, one cosine; batches of 32K and 128K "
         "tokens, and once initial weights that are larger, as the model is narrow. No arm has MoBA, so that the choice "
-        "cannot favour it. A first F5 was trained with batches of 128K tokens and a rate of 3e-3 at a width of 256, in "
-        "1,486 steps: its arms fell steeply between the 500th and 700th step, one earlier than another, and were 0.08 "
-        "nats apart at the end even in the first 512 tokens, where both attentions are one function."
+        "cannot favour it. A first F5 ([file](../experiments/results/hybrid-first.json)), of 9.7M parameters, was "
+        "trained with batches of 128K tokens and a rate of 3e-3 at a width of 256, in 1,486 steps: its arms fell "
+        "steeply between the 500th and 700th step, one earlier than another, and were 0.08 nats apart at the end even "
+        "in the first 512 tokens, where both attentions are one function."
     )
     found: ClassVar[str] = (
         "One arm has ended, with batches of 128K tokens; two with batches of 32K tokens were lost with their machine "
@@ -55,7 +58,7 @@ class Settings(Figure):
         for name, (batch, rate, std) in ARMS.items():
             batch_tokens = BATCHES[batch] // (64 if quick else 1)
             made = recipe(size, FULL, length, tokens, batch_tokens, {"sequences": 4 if quick else 256})
-            made["optim"] = {**made["optim"], "lr": rate * learning_rate(size)}
+            made["optim"] = {**made["optim"], "lr": learning_rate(size, rate * FIRST_RATE)}
             if std is not None:
                 made["model"] = {**made["model"], "init_std": std}
             arms.append(Arm(name, seed, made))
