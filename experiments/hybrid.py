@@ -121,8 +121,9 @@ def _recipe(kinds: tuple[str, str], quick: bool) -> dict[str, Any]:
     }
     made = recipe(size, attention, length, tokens, batch, evaluation)
     shares = (SHARE, 1 - SHARE)
-    made["stages"] = [
-        {"name": name, "seq_len": length, "tokens": round(share * tokens), "attention": {} if kind == "moba" else FULL}
+    *short, whole = made["stages"]
+    made["stages"] = short + [
+        {**whole, "name": name, "tokens": round(share * whole["tokens"]), "attention": {} if kind == "moba" else FULL}
         for name, share, kind in zip(STAGES, shares, kinds, strict=True)
     ]
     return made
