@@ -93,7 +93,10 @@ def _arm(
     name: str, seed: int, attention: Mapping[str, object], shape: tuple[str, int, int, int, Mapping[str, int]]
 ) -> Arm:
     size, seq_len, tokens, batch, evaluation = shape
-    return Arm(name, seed, recipe(size, attention, seq_len, tokens, batch, evaluation))
+    made = recipe(size, attention, seq_len, tokens, batch, evaluation)
+    for short in made["stages"][:-1]:
+        short["attention"] = FULL  # which all these selections are there; some blocks are longer than its sequences
+    return Arm(name, seed, made)
 
 
 def _values(results: Sequence[Result]) -> dict[str, list[float]]:

@@ -13,7 +13,7 @@ BATCH_TOKENS = 32_768
 PEAK_RATE = 1.5e-3
 """Learning rate at a width of 256."""
 SHORT_LENGTH = 1024
-SHORT_SHARE = 0.0
+SHORT_SHARE = 0.2
 """Share of its tokens that a run begins with, in sequences of `SHORT_LENGTH`; 0: none."""
 
 SIZES: dict[str, dict[str, int]] = {
@@ -54,7 +54,7 @@ def staged(seq_len: int, tokens: int, short: float = SHORT_SHARE) -> list[dict[s
     """The stages of a run of `tokens` tokens: `short` of them in sequences of `SHORT_LENGTH`, of an eighth of `seq_len`
     where that is less, then the others."""
     before = round(short * tokens)
-    first = {"name": "short", "seq_len": min(SHORT_LENGTH, seq_len // 8), "tokens": before}
+    first = {"name": "short", "seq_len": min(SHORT_LENGTH, seq_len // 8), "tokens": before, "evaluate": False}
     return [*([first] if before else []), {"name": "train", "seq_len": seq_len, "tokens": tokens - before}]
 
 

@@ -13,7 +13,7 @@ from experiments.comparison import Cell, Verdict, compare, shared
 from experiments.estimate import config_of
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import COLOURS, trailing_loss, validation_loss
-from experiments.models import FULL, moba, recipe
+from experiments.models import FULL, moba, recipe, staged
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
 from moba_train.planning.flops import real_flops
@@ -113,6 +113,7 @@ def _recipe(name: str, tokens: int, quick: bool) -> dict[str, Any]:
         "position_wise": {"bucket": 32 if quick else 2048, "sequences": 4 if quick else 64, "attention": "own"},
     }
     made = recipe("small" if quick else "10m", FULL if name == "full" else attention, length, tokens, batch, evaluation)
+    made["stages"] = staged(length, tokens, 0.0)
     if name == SHORT:
         short = 32 if quick else SHORT_LENGTH
         before = round(SHORT_SHARE * tokens)

@@ -131,6 +131,7 @@ def _inserted(kind: str, size: str, tokens: int, seed: int, quick: bool) -> Arm:
     """A tenth of the tokens more, at a tenth of the rate, which is where the parent's schedule ended."""
     base = _trained(kind, size, 0.1, tokens // 10 if not quick else tokens // 2, seed, quick)
     content = dict(base.recipe)
+    content["stages"] = content["stages"][-1:]
     content["optim"] = {**content["optim"], "schedule": {"kind": "constant"}}
     content["evaluation"] = {**content["evaluation"], "at_start": True}
     return Arm(f"inserted-{kind}", seed, content, parent=f"full-{size}-x1")

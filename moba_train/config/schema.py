@@ -47,6 +47,7 @@ class StageConfig(Section):
         description="parameters that this stage trains: all, or glob patterns on their names, such as "
         "`blocks.*.attention.*`; the others and their optimizer state stay as they are",
     )
+    evaluate: bool = Field(True, description="whether the recipe's evaluations run in this stage")
     lr: float | None = Field(None, gt=0, description="peak learning rate of this stage's own schedule")
     schedule: ScheduleConfig | None = Field(None, description="a schedule that spans this stage alone")
 

@@ -32,6 +32,8 @@ class Stage:
     sources: tuple[SourceConfig, ...]
     trainable: tuple[str, ...]
     """Glob patterns on the names of the parameters that this stage trains."""
+    evaluate: bool
+    """Whether the recipe's evaluations run in this stage."""
     lr: float
     schedule: ScheduleConfig | None
     """The stage's own schedule, or None while the run's schedule goes on."""
@@ -123,6 +125,7 @@ def resolve_stages(config: RunConfig, exited_steps: Mapping[str, int] | None = N
                 parallel=merge_parallel(config.parallel, stage.parallel),
                 sources=tuple(stage.train or config.data.train),
                 trainable=("*",) if stage.trainable == "all" else tuple(stage.trainable),
+                evaluate=stage.evaluate,
                 lr=stage.lr or config.optim.lr,
                 schedule=own_schedule,
                 until=stage.until,

@@ -65,7 +65,7 @@ class PositionWise(Evaluation):
         if not config.data.validation:
             yield f"{cls.key}: needs documents to evaluate on; set data.validation, or remove it"
         for index, stage in enumerate(config.stages):
-            if stage.seq_len % wanted.bucket:
+            if stage.evaluate and stage.seq_len % wanted.bucket:
                 yield (
                     f"{cls.key}.bucket: given {wanted.bucket}, which does not divide stages[{index}].seq_len "
                     f"{stage.seq_len}"

@@ -32,8 +32,8 @@ def enabled_evaluations(config: RunConfig) -> list[type[Evaluation]]:
 
 
 def stage_evaluations(config: RunConfig, stage: Stage) -> list[Evaluation]:
-    """The evaluations that the recipe asks for, with their data for `stage`. Raises DataError for damaged corpora."""
-    return [evaluation(config, stage) for evaluation in enabled_evaluations(config)]
+    """The evaluations that the recipe asks for in `stage`, with their data. Raises DataError for damaged corpora."""
+    return [evaluation(config, stage) for evaluation in enabled_evaluations(config)] if stage.evaluate else []
 
 
 def evaluations_named(names: Sequence[str]) -> list[type[Evaluation]]:

@@ -119,7 +119,7 @@ def _check(config: RunConfig, index: int, tasks: Iterable[str] | None) -> None:
     the exit criterion and the learning rate's schedule, which may span all stages, not at all."""
     if problems := list(attention_problems(config, allow_idle=True, training=False)):
         raise ConfigError(problems)
-    stage = config.stages[index].model_copy(update={"until": None, "schedule": None})
+    stage = config.stages[index].model_copy(update={"until": None, "schedule": None, "evaluate": True})
     optim = config.optim.model_copy(update={"schedule": ScheduleConfig()})
     ignored = {"optim": optim, "init_from": None, "evaluation": EvaluationConfig()}
     alone = config.model_copy(update={"stages": [stage], **ignored})

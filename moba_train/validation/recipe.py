@@ -321,3 +321,6 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
             f"{given}, but not every checkpoint is evaluated: checkpoint.every {config.checkpoint.every} must be a "
             f"multiple of evaluation.every {config.evaluation.every}"
         )
+    for index, stage in enumerate(config.stages):
+        if not stage.evaluate:
+            yield f"{given}, but not every checkpoint is evaluated: stages[{index}].evaluate is false; set it to true"

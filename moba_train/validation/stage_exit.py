@@ -24,15 +24,19 @@ def exit_problems(config: RunConfig) -> Iterator[str]:
         if problem := _form_problem(until):
             yield f"{path}{problem}"
             continue
+        if not stage.evaluate:
+            yield f"{path}: needs the stage's evaluations; given evaluate: false, allowed: true"
+            continue
         yield from _metric_problems(config, stage, until, path)
         if until.max_tokens <= stage.tokens:
             yield f"{path}.max_tokens: given {until.max_tokens}; allowed: more than the stage's tokens {stage.tokens}"
         recovered = until.trailing_loss_recovered
-        comparable = index > 0 and config.stages[index - 1].seq_len == stage.seq_len
+        before = config.stages[index - 1] if index > 0 else None
+        comparable = before is not None and before.evaluate and before.seq_len == stage.seq_len
         if recovered is not None and recovered.reference == "before" and not comparable:
             yield (
-                f"{path}.trailing_loss_recovered.reference: given 'before', but no stage before {stage.name!r} ends "
-                f"with its seq_len {stage.seq_len}; insert one, or set reference: full"
+                f"{path}.trailing_loss_recovered.reference: given 'before', but no stage before {stage.name!r} is "
+                f"evaluated with its seq_len {stage.seq_len}; insert one, or set reference: full"
             )
         yield from _rate_problems(config, index, path)
 

@@ -39,7 +39,7 @@ def row_problems(config: RunConfig) -> Iterator[str]:
         cp = stage.parallel.cp
         layout = stage.parallel.cp_layout
         passes = {f"seq_len {stage.seq_len} x micro_batch_size {stage.micro_batch_size}": stage.micro_batch_size}
-        for evaluation in enabled_evaluations(config):
+        for evaluation in enabled_evaluations(config) if stage.evaluate else ():
             passes[f"seq_len {stage.seq_len} ({evaluation.key})"] = evaluation.sequences_per_pass(stage)
         for text, sequences in passes.items():
             tokens = stage.seq_len * sequences

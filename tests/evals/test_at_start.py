@@ -67,6 +67,12 @@ def test_it_changes_no_step(undisturbed: Path, tmp_path: Path) -> None:
     assert [record for record in history(undisturbed) if record in without] == without
 
 
+def test_a_stage_without_evaluations_trains_the_same(undisturbed: Path, tmp_path: Path) -> None:
+    assert main([*begun(tmp_path), "stages.0.evaluate=false"]) == 0
+    others = [record for record in history(undisturbed) if record[1:3] != ("short", "validation_loss")]
+    assert history(tmp_path) == others
+
+
 def test_a_run_that_is_stopped_there_repeats_nothing(
     undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,7 @@ def test_mechanisms_trains_kinds_with_stages_of_their_own(monkeypatch: pytest.Mo
     # Two layers: a matrix of each of 2 query heads (16 x 16) and of one key head (48 x 16).
     assert rows["seer-1k"][5] == f"{2 * (2 * 16 * 16 + 3 * 16 * 16):,}"
     seer = next(result for result in results if result["name"] == "seer-1k")
-    assert list(seer["stages"]) == ["train", "warmup", "sparse"]
+    assert list(seer["stages"]) == ["short", "train", "warmup", "sparse"]
     frozen = [seer["stages"][stage]["validation_loss"]["eval_loss"] for stage in ("train", "warmup")]
     assert frozen[0] == frozen[1], "the gate alone learns in its warm-up, under full attention"
     full = next(result for result in results if result["name"] == "full-1k")

@@ -89,9 +89,10 @@ def test_a_thinner_mask_keeps_whole_answers() -> None:
 def test_the_detector_is_armed_where_the_attention_changes(run: Run) -> None:
     figure = Hybrid()
     (result,) = run(figure, ["hybrid"])
-    (switch,) = result["switches"]
-    assert (len(switch["before"]["loss"]), len(switch["after"]["grad_norm"])) == (22, 3)
-    assert result["boundaries"][0]["loss_before"] == pytest.approx(np.mean(switch["before"]["loss"][-10:]), abs=1e-4)
+    short, switch = result["switches"]
+    assert (short["stage"], switch["stage"]) == ("first", "last")
+    assert (len(switch["before"]["loss"]), len(switch["after"]["grad_norm"])) == (23, 2)
+    assert result["boundaries"][-1]["loss_before"] == pytest.approx(np.mean(switch["before"]["loss"][-10:]), abs=1e-4)
     assert armed_scores(result)["flagged"] == 0
     switch["after"]["loss"][1] *= 3
     assert armed_scores(result) == {**armed_scores(result), "flagged": 1}

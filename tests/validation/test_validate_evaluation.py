@@ -57,7 +57,27 @@ from refusals import assert_refused
         ),
         (
             ["stages.1.until={trailing_loss_recovered: {tolerance: 0, reference: before}, max_tokens: 9M}"],
-            "stages[1].until.trailing_loss_recovered.reference: given 'before', but no stage before 'long' ends with",
+            "stages[1].until.trailing_loss_recovered.reference: given 'before', but no stage before 'long' is evaluated",
+        ),
+        (
+            [
+                "stages.0={name: short, seq_len: 8K, tokens: 1M, evaluate: false}",
+                "stages.1.until={trailing_loss_recovered: {tolerance: 0, reference: before}, max_tokens: 9M}",
+            ],
+            "stages[1].until.trailing_loss_recovered.reference: given 'before', but no stage before 'long' is evaluated",
+        ),
+        (
+            ["stages.1.until={metric: eval_loss, at_most: 2, max_tokens: 9M}", "stages.1.evaluate=false"],
+            "stages[1].until: needs the stage's evaluations; given evaluate: false, allowed: true",
+        ),
+        (
+            [
+                "stages.0.evaluate=false",
+                "data.validation=[{path: v}]",
+                "evaluation.every=10",
+                "checkpoint={every: 10, keep_best: 2}",
+            ],
+            "checkpoint.keep_best: given 2, but not every checkpoint is evaluated: stages[0].evaluate is false",
         ),
         (
             [
