@@ -181,7 +181,7 @@ def _block_scores(
             unit_N = first_unit_N + offset
             k_ND = _load_windows(windows, unit_N, units, kv_heads, kv_head, D)
             sum_MN = tl.zeros([M, N], tl.float32)
-            for g in tl.static_range(G):
+            for g in tl.range(G):
                 head = kv_head * G + g
                 q_at = (row_M.to(tl.int64) * (kv_heads * G) + head)[:, None] * D + column[None, :]
                 q_MD = tl.load(q + q_at, mask=ok_M[:, None], other=0.0)
