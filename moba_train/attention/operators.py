@@ -7,7 +7,7 @@ on the current device, and computes in their dtypes without autocast; its result
 
 torch.compile keeps operators whole, and activation checkpointing can keep their results: a recomputed forward pass then
 reuses the saved selection instead of selecting anew, and repeats no communication (`SAVED_OPERATORS`,
-parallel/fsdp.py).
+parallel/fsdp.py). Where nothing of the kind is at work, the functions behind the operators are called at once.
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
@@ -68,7 +68,7 @@ class OperatorEngine(ABC):
         # Flash kernels refuse other strides of the last dimension.
         q_THD, k_SKD, v_SKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_SKD, v_SKD))
         where = (layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total)
-        # Continues in `_attention` below, and from there in this engine's `forward`.
+        # Continues in `_attend` below, and from there in this engine's `forward`.
         return _differentiable(q_THD, k_SKD, v_SKD, None, *where, None, attention.handle, self.handle)
 
     def attend_part(
