@@ -7,7 +7,7 @@ on the current device, and computes in their dtypes without autocast; its result
 
 torch.compile keeps operators whole, and activation checkpointing can keep their results: a recomputed forward pass then
 reuses the saved selection instead of selecting anew, and repeats no communication (`SAVED_OPERATORS`,
-parallel/fsdp.py).
+parallel/fsdp.py). Where nothing of the kind is at work, the functions behind the operators are called at once.
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from moba_train.attention.call import AttentionCall
 from moba_train.attention.observer import AttentionObserver
@@ -67,7 +68,7 @@ class OperatorEngine(ABC):
         # Flash kernels refuse other strides of the last dimension.
         q_THD, k_SKD, v_SKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_SKD, v_SKD))
         where = (layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total)
-        # Continues in `_attention` below, and from there in this engine's `forward`.
+        # Continues in `_attend` below, and from there in this engine's `forward`.
         return _differentiable(q_THD, k_SKD, v_SKD, None, *where, None, attention.handle, self.handle)
 
     def attend_part(
@@ -244,8 +245,7 @@ def _part(layout: Layout, q_ranges: Sequence[int]) -> Layout:
     return layout if ranges == (TokenRange(0, layout.total),) else layout.part(ranges, None)
 
 
-@torch.library.custom_op("moba_train::attention", mutates_args=())
-def _attention(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -276,6 +276,9 @@ def _attention(
         for observer in call.observers:
             observer.attended(lse)
         return out.contiguous(), lse.contiguous(), list(selection)
+
+
+_attention = torch.library.custom_op("moba_train::attention", mutates_args=())(_attend)
 
 
 @_attention.register_fake
@@ -309,8 +312,7 @@ def _(
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype), list(selection)
 
 
-@torch.library.custom_op("moba_train::attention_backward", mutates_args=())
-def _attention_backward(
+def _attend_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -338,6 +340,9 @@ def _attention_backward(
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
+_attention_backward = torch.library.custom_op("moba_train::attention_backward", mutates_args=())(_attend_backward)
+
+
 @_attention_backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -363,8 +368,8 @@ def _gradients(ctx: Any, dout: Tensor | None, *_others: Any) -> tuple[Any, ...]:
     # Without a gradient, too, as the other ranks of a sequence may have one.
     dout = torch.zeros_like(q) if dout is None else dout.contiguous()
     out = dout if out is None else out  # which is then ignored: `LocalAttention.merges`
-    grads = _attention_backward(dout, q, k, v, out, lse, list(selection), *where)
-    return (*grads, None, *[None] * len(where))
+    run = _attention_backward if _is_watched(dout, q, k, v) else _attend_backward
+    return (*run(dout, q, k, v, out, lse, list(selection), *where), None, *[None] * len(where))
 
 
 def no_second_derivative(ctx: Any, *_grads: Any) -> None:
@@ -376,6 +381,17 @@ _attention.register_autograd(_gradients, setup_context=_save_for_backward)
 _attention_backward.register_autograd(no_second_derivative)
 
 
+def _is_watched(*tensors: Tensor) -> bool:
+    """Whether these tensors need torch's operators: something sees every operator that runs (a tracer, activation
+    checkpointing that keeps results, a second derivative), or is a subclass of Tensor.
+
+    Else the functions behind them run at once: looking an operator up takes the host as long as our Python around it
+    (docs/performance-log.md).
+    """
+    seen = torch.is_grad_enabled() or _get_current_dispatch_mode() is not None
+    return seen or any(type(x) is not Tensor for x in tensors)
+
+
 class _Attention(torch.autograd.Function):
     """The operator and its derivative as `register_autograd` has them, for calls that torch.compile does not trace.
 
@@ -385,7 +401,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        out, lse, selection = _attention(*arguments)
+        run = _attention if _is_watched(*arguments[:3]) else _attend
+        out, lse, selection = run(*arguments)
         _save_for_backward(ctx, arguments, (out, lse, selection))
         return out, lse
 

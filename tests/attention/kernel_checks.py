@@ -104,6 +104,13 @@ def error(got: Tensor, want: Tensor) -> float:
     )
 
 
+def assert_results(got: list[Tensor], want: list[Tensor], limit: float = 2e-6) -> None:
+    """[out, lse, dq, dk, dv], or the gradients alone, with errors below `limit`."""
+    names = ("out", "lse", "dq", "dk", "dv")[-len(want) :]
+    for name, a, b in zip(names, got, want, strict=True):
+        assert error(a, b.double()) < limit, name
+
+
 def list_bounds(lists) -> tuple[Tensor, Tensor]:
     """[lists] each: where every list begins and ends."""
     edges = lists.starts[:: lists.chunks]

@@ -13,6 +13,8 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from moba_train.attention.blocks.available import interpreted
+
 
 def _patch_once(function: Any) -> None:
     """A launch replaces the language's functions, and Triton does so again at every call of a device function: 1 ms.
@@ -97,8 +99,10 @@ def _check_overflow_at_once(semantic: Any) -> None:
     semantic.binary_op_sanitize_overflow_impl = check
 
 
+@functools.cache
 def quicken() -> None:
-    """Apply all five to this process."""
+    """Apply all five to this process, which must have been started with TRITON_INTERPRET=1."""
+    assert interpreted(), "start this through test_triton_interpreter.py"
     if "_patch_lang(self.fn)" in inspect.getsource(interpreter.InterpretedFunction.__call__):
         _patch_once(interpreter.InterpretedFunction)
     if "np_types" in inspect.getsource(interpreter._get_np_dtype):

@@ -1,10 +1,12 @@
 """Attention inside torch.compile and under activation checkpointing: equal numbers, one selection."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention.full import FullAttention
@@ -172,6 +174,49 @@ def test_second_derivatives_are_refused_clearly() -> None:
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"attention: .*second derivative"):
         dq.sum().backward()
+
+
+class Seen(TorchDispatchMode):
+    """Inside, notes the names of torch's operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.names.append(operator.name())
+        return operator(*arguments, **(named or {}))
+
+
+class Awaited(Tensor):
+    """A tensor whose numbers only operators may ask for, as one that is still on its way from other ranks."""
+
+    @staticmethod
+    def __new__(cls, x: Tensor, seen: list[str]) -> "Awaited":
+        made = Tensor._make_wrapper_subclass(cls, x.shape, strides=x.stride(), dtype=x.dtype)  # type: ignore[attr-defined]
+        made.arrived, made.seen = x, seen
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        for x in arguments:
+            if isinstance(x, Awaited):
+                x.seen.append(operator.name())
+        return operator(*(x.arrived if isinstance(x, Awaited) else x for x in arguments), **(named or {}))
+
+
+def test_what_watches_operators_sees_attention_and_nothing_else_needs_them() -> None:
+    layout, kind = packed_layout(LENGTHS), KINDS["moba"]
+    run = partial(LOCAL_ENGINE, attention=kind, layout=layout)
+    want = numbers(run, *inputs())
+    with Seen() as seen:
+        got = numbers(run, *inputs())
+    assert {"moba_train::attention", "moba_train::attention_backward"} <= {*seen.names}
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    asked: list[str] = []
+    q, k, v = (x.detach() for x in inputs())
+    assert torch.equal(run(Awaited(q, asked), k, v)[0], want[0])
+    assert asked == ["moba_train::attention"]
 
 
 @pytest.mark.gpu

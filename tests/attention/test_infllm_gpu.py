@@ -20,10 +20,13 @@ LENGTHS = [9000, 0, 1, 700]
 MODEL = ModelConfig(vocab_size=50, hidden_size=256, intermediate_size=48, layers=1, heads=4, kv_heads=2, head_dim=64)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+HEADS = pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (4, 2, 128), (16, 1, 128)])
+
+
+@HEADS
 @pytest.mark.parametrize("options", [{}, {"dense_len": 1, "topk": 20, "local_blocks": 4}], ids=["paper", "sparse"])
-def test_outputs_and_gradients_for_the_selected_blocks(head_dim, options, device):
-    tensors, layout = inputs(LENGTHS, 4, 2, head_dim, torch.bfloat16, device), layout_of(LENGTHS, device)
+def test_outputs_and_gradients_for_the_selected_blocks(heads, kv_heads, head_dim, options, device):
+    tensors, layout = inputs(LENGTHS, heads, kv_heads, head_dim, torch.bfloat16, device), layout_of(LENGTHS, device)
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(**options), head_dim)
     q, k, v, dout = tensors
     selection = attention.select(q, attention.summarize(k, layout), layout)
@@ -54,14 +57,14 @@ def test_selected_blocks_are_nearly_those_of_float64(device):
     assert (want * got).sum() / want.sum() > 0.97
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_scores_and_choice_of_the_kernels_equal_float64(head_dim, device):
-    q, k, *_ = inputs(LENGTHS, 4, 2, head_dim, torch.bfloat16, device)
+@HEADS
+def test_scores_and_choice_of_the_kernels_equal_float64(heads, kv_heads, head_dim, device):
+    q, k, *_ = inputs(LENGTHS, heads, kv_heads, head_dim, torch.bfloat16, device)
     layout = layout_of(LENGTHS, device)
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(dense_len=1), head_dim)
     windows = window_means(attention.summarize(k, layout), attention.options.sizes)
     wide = q.double(), windows.double()
-    scores = torch.full((2, 2, sum(LENGTHS), 154), -1.0, device=device, dtype=torch.float64)
+    scores = torch.full((2, kv_heads, sum(LENGTHS), 154), -1.0, device=device, dtype=torch.float64)
     for which, tensors in enumerate(((q, windows), wide)):
         for rows, blocks, found in attention.scores.chunks(*tensors, layout, kernels=which == 0):
             scores[which, :, rows, blocks] = found.double()

@@ -7,6 +7,7 @@ Shape suffixes: n queries of the layout, N compressed blocks, H query heads, C s
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,18 +57,7 @@ def choose(
 @choose.register_fake
 @partial(with_layout, traced=True)
 def _(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    layout: Layout,
-    size: int,
-    stride: int,
-    block_size: int,
-    topk: int,
-    first: int,
-    local: int,
-    backend: str,
-    scale: float,
+    q: Tensor, k: Tensor, lse: Tensor, layout: Layout, size: int, stride: int, block_size: int, topk: int, *_rest: Any
 ) -> Tensor:
     count = min(topk - 1, block_bound(layout, block_size))
     return q.new_empty((q.shape[1], q.shape[0], count), dtype=torch.int32)

@@ -11,8 +11,9 @@ written.
 
 import threading
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, fields
-from functools import partial, wraps
+from copy import copy
+from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -118,8 +119,8 @@ class _Launch:
     arguments: list[Any]
     addresses: list[tuple[int, int, int]]
     """(place in the arguments, slot of the buffer, bytes into it)"""
-    descriptors: list[tuple[int, int, Callable[..., Any]]]
-    """(place in the arguments, slot of the buffer, what makes the descriptor of a buffer)"""
+    descriptors: list[tuple[Any, int]]
+    """(descriptor among the arguments, slot of its buffer, which it has only while it is used)"""
     unused: list[int]
     """Slots of the buffers that nothing uses later."""
 
@@ -128,9 +129,11 @@ class _Launch:
         arguments = self.arguments.copy()
         for place, slot, offset in self.addresses:
             arguments[place] = addresses[slot] + offset
-        for place, slot, descriptor in self.descriptors:
-            arguments[place] = descriptor(base=buffers[slot])
+        for descriptor, slot in self.descriptors:
+            descriptor.base = buffers[slot]
         self.run(*arguments)
+        for descriptor, _ in self.descriptors:
+            descriptor.base = None
         for slot in self.unused:
             buffers[slot] = None
 
@@ -144,13 +147,16 @@ class _Record:
     results: list[int]
     """Slots of what it returns."""
     is_tuple: bool
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """A record's descriptors serve one thread at a time."""
 
     def replay(self, tensors: list[Tensor], addresses: list[int]) -> Any:
         """The results of the recorded function for these tensors, at these addresses."""
         buffers: list[Tensor | None] = [*tensors, *[None] * self.own_slots]
         addresses = [*addresses, *[0] * self.own_slots]
-        for step in self.steps:
-            step.repeat(buffers, addresses)
+        with self.lock:
+            for step in self.steps:
+                step.repeat(buffers, addresses)
         results = tuple([buffers[slot] for slot in self.results])
         return results if self.is_tuple else results[0]
 
@@ -222,10 +228,10 @@ class _Recorder(TorchDispatchMode):
                 found.arguments[place] = None
             else:
                 slot, offset = where
-                rest = {field.name: getattr(given, field.name) for field in fields(given) if field.name != "base"}
-                kind: Callable[..., Any] = type(given)
-                found.descriptors.append((place, slot, partial(kind, **rest)))
-                found.arguments[place] = None
+                descriptor = copy(given)  # the call may use it again
+                descriptor.base = None
+                found.descriptors.append((descriptor, slot))
+                found.arguments[place] = descriptor
                 self.complete &= offset == 0
         self.steps.append(found)
 
@@ -257,7 +263,7 @@ class _Recorder(TorchDispatchMode):
         needed = {*range(self.first_own), *results}
         for step in reversed(self.steps):
             if isinstance(step, _Launch):
-                used = {slot for _, slot, _ in (*step.addresses, *step.descriptors)}
+                used = {slot for _, slot, *_ in (*step.addresses, *step.descriptors)}
                 step.unused = sorted(used - needed)
                 needed |= used
 

@@ -1,0 +1,45 @@
+"""The composition of block attention from varlen kernels, which gathers and joins in Triton's interpreter."""
+
+import pytest
+import torch
+from kernel_checks import assert_results, build, build_summed, exact, inputs, layout_of, run, run_in_parts
+from quick_interpreter import quicken
+
+from moba_train.attention.blocks import composed
+
+quicken()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limit", "kv_heads", "block_size", "topk"),
+    [([150, 70], None, 2, 64, 3), ([130, 0, 1, 90], 300, 1, 50, 2)],
+)
+def test_the_composition_gathers_and_joins_with_kernels(lengths, limit, kv_heads, block_size, topk, monkeypatch):
+    if limit:
+        monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: limit)
+    tensors, layout = inputs(lengths, 4, kv_heads, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
+    ours = build("composed", 64, block_size=block_size, topk=topk)
+    whole, selection = run(ours, tensors, layout)
+    assert len(selection) == 3, "no lists from the kernels"
+    shards = [((0, 37), (180, sum(lengths))), ((37, 180),)]
+    sharded, selected = run_in_parts(ours, tensors, layout, shards, all_keys=True)
+    assert torch.equal(selected, selection[0])
+    want = exact(tensors, layout, selection[0], block_size, ours.scale)
+    for got in (whole, sharded):
+        assert_results(got, want)
+
+
+@pytest.mark.parametrize("merge", ["sum", "gate"])
+@pytest.mark.parametrize(("lengths", "limit", "kv_heads"), [([150, 70], None, 2), ([130, 0, 1, 90], 300, 1)])
+def test_the_composition_adds_up_blocks_with_kernels(merge, lengths, limit, kv_heads, monkeypatch):
+    if limit:
+        monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: limit)
+    tensors, layout = inputs(lengths, 4, kv_heads, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
+    ours, plain = (build_summed(kind, 64, merge, block_size=50, topk=3) for kind in ("composed", "reference"))
+    whole, selection = run(ours, tensors, layout)
+    weighted = merge == "gate"
+    assert len(selection) == 3 + weighted, "no lists from the kernels"
+    sharded, _ = run_in_parts(ours, tensors, layout, [((0, 37), (180, sum(lengths))), ((37, 180),)], all_keys=True)
+    want, _ = run(plain, [x.double() for x in tensors], layout, selection[: 1 + weighted])
+    for got in (whole, sharded):
+        assert_results(got, want)

@@ -1,0 +1,158 @@
+"""MoBA in Triton's interpreter: selection, lists, output and gradients, in shards and in bounded memory."""
+
+from itertools import product
+
+import pytest
+import torch
+from kernel_checks import PACKED, assert_results, build, check_lists, error, exact, inputs, layout_of, run, run_in_parts
+from quick_interpreter import quicken
+
+from moba_train.attention.blocks import reference
+from moba_train.attention.blocks.geometry import block_bound
+from moba_train.attention.blocks.triton import attention, call, long_blocks, packed, short_blocks
+from moba_train.attention.blocks.triton.tiles import work_ranges
+from moba_train.attention.moba.gate import pool_keys
+from moba_train.attention.moba.triton import select
+from moba_train.attention.protocol import BackwardState, Layout, TokenRange
+
+quicken()
+
+
+def case(lengths, heads, kv_heads, head_dim, dtype=torch.float32, **options):
+    return pytest.param(lengths, heads, kv_heads, head_dim, dtype, options)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"),
+    [
+        case([300], 2, 1, 64, block_size=64, topk=3),
+        case(PACKED, 4, 2, 64, block_size=64, topk=3),
+        case(PACKED, 2, 2, 64, block_size=64, topk=1),
+        case([300], 3, 1, 128, block_size=64, topk=2),
+        case([400], 4, 2, 64, block_size=80, topk=4, select="group", always=("current", "previous", "first")),
+        case([330], 1, 1, 64, block_size=64, topk=3, always=("first",)),
+        case([150, 40], 8, 1, 64, torch.float16, block_size=64, topk=9),
+        case([0, 0], 2, 1, 64, block_size=64, topk=3),
+        case([1100], 1, 1, 64, block_size=512, topk=2),
+    ],
+)
+def test_selection_lists_output_and_gradients_equal_the_reference(lengths, heads, kv_heads, head_dim, dtype, options):
+    tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cpu"), layout_of(lengths, "cpu")
+    ours, reference = (build(kind, head_dim, **options) for kind in ("triton", "reference"))
+    q, k = tensors[:2]
+    pooled = ours.summarize(k, layout)
+    assert torch.equal(pooled, pool_keys(k, layout, options["block_size"]))
+    got, (selected, entries, starts) = run(ours, tensors, layout)
+    selection = reference.select(q, pooled, layout)
+    assert torch.equal(selected, selection[0])
+    shown = ours.describe_selection((selected, entries, starts), layout)
+    assert shown.values() == reference.describe_selection(selection, layout).values()
+    if selected.numel():
+        check_lists(selected, entries, starts, kv_heads, block_bound(layout, options["block_size"]))
+    want = exact(tensors, layout, selected, options["block_size"], ours.scale)
+    limit = 2e-6 if dtype == torch.float32 else 1e-3
+    assert_results(got, want, limit)
+
+
+def test_of_equal_gates_the_lower_block_wins_and_infinite_gates_are_candidates():
+    layout = layout_of([640], "cpu")
+    ours = build("triton", 64, block_size=64, topk=4)
+    q = torch.zeros(640, 1, 64)
+    q[..., 0] = 1
+    for gates, want in (
+        ([0] * 10, [0, 1, 2]),
+        ([1, 2, 1, 2, 1, 2, 2, 0, 0, 0], [1, 3, 5]),
+        ([float("-inf")] * 10, [0, 1, 2]),
+        ([float("-inf"), float("inf"), 1, float("inf"), 2, 0, 0, 0, 0, 0], [1, 3, 4]),
+    ):
+        pooled = torch.zeros(11, 1, 64)
+        pooled[:10, 0, 0] = torch.tensor(gates, dtype=torch.float32)
+        pooled[:10, 0, 1:] = 0 if max(gates) < float("inf") and min(gates) > float("-inf") else 1
+        assert ours.select(q, pooled, layout)[0][0, 639].tolist() == want
+
+
+@pytest.mark.parametrize(
+    ("count", "gates"), [*product([3, 6, 17], ["random", "one bucket", "all equal"]), (127, "one bucket")]
+)
+def test_selection_over_many_chunks_is_exact_whatever_the_buckets(count, gates, monkeypatch):
+    """Random gates; and gates whose best blocks all share a bucket, which are found in a second pass."""
+    monkeypatch.setattr(select, "_CHUNK", 16)
+    layout = layout_of([64 * 100, 64 * 20], "cpu")
+    ours, reference = (build(kind, 64, block_size=64, topk=count + 1) for kind in ("triton", "reference"))
+    own = slice(6390, 6400)  # the last rows of the first document, and the second document
+    q = torch.zeros(64 * 120, 1, 64)
+    q[..., 0] = 1
+    last = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, ((own.start, own.stop), (7600, 7680)))
+    pooled = torch.zeros(122, 1, 64)
+    if gates == "random":
+        pooled[:, 0, 0] = torch.randn(122, generator=torch.Generator().manual_seed(0))
+    elif gates == "one bucket":
+        pooled[:, 0, 0] = torch.where(torch.arange(122) % 16 == 5, 10.0 + torch.arange(122) % 7, -1.0)
+    selected = [moba.select(q[last.q_tokens], pooled, last)[0] for moba in (ours, reference)]
+    assert torch.equal(*selected)
+
+
+@pytest.mark.parametrize("block_size", [64, 192])
+def test_shards_of_queries_and_keys_give_the_whole(block_size):
+    """Blocks that straddle the edges of shards, documents that span them, keys of the future."""
+    tensors, layout = inputs([250, 1, 79], 2, 1, 64, torch.float32, "cpu"), layout_of([250, 1, 79], "cpu")
+    ours = build("triton", 64, block_size=block_size, topk=3)
+    want, (selected, *_) = run(ours, tensors, layout)
+    got, parts_selected = run_in_parts(ours, tensors, layout, [((0, 37), (300, 330)), ((37, 300),)])
+    assert torch.equal(parts_selected, selected)
+    assert_results(got, want)
+
+
+@pytest.mark.parametrize("block_size", [64, 192])
+def test_lists_of_several_splits_are_summed(block_size, monkeypatch):
+    monkeypatch.setattr(short_blocks, "_SPLIT", 64)
+    monkeypatch.setattr(packed, "_SPLIT", 64)
+    tensors, layout = inputs([300, 70], 4, 2, 64, torch.float32, "cpu"), layout_of([300, 70], "cpu")
+    ours = build("triton", 64, block_size=block_size, topk=3)
+    got, selection = run(ours, tensors, layout)
+    want = exact(tensors, layout, selection[0], block_size, ours.scale)
+    assert_results(got, want)
+
+
+@pytest.mark.parametrize(("block_size", "limit"), [(64, 1000), (144, 2100)])
+def test_work_is_cut_into_work_ranges_without_a_trace(block_size, limit, monkeypatch):
+    """Bounded buffers: by key/value heads, and by ranges of queries where one head's partial results are too many."""
+    lengths = [300, 45]  # 2,070 entries in two chunks for each key/value head
+    tensors, layout = inputs(lengths, 4, 2, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
+    ours = build("triton", 64, block_size=block_size, topk=4)
+    want, selection = run(ours, tensors, layout)
+    seen = []
+
+    def record(lists, kv_heads, most):
+        parts = list(work_ranges(lists, kv_heads, most))
+        seen.append(len(parts))
+        return parts
+
+    for launches in (long_blocks, short_blocks):
+        monkeypatch.setattr(launches, "work_ranges", record)
+    monkeypatch.setattr(call.BlockCall, "limit", limit)
+    got, _ = run(ours, tensors, layout, selection)
+    assert max(seen) > 2 if limit == 1000 else max(seen) == 2
+    assert all(error(a, b) < 1e-6 for a, b in zip(got, want, strict=True))  # NumPy's products depend on the shape
+
+
+@pytest.mark.parametrize("block_size", [16, 160])
+def test_a_query_may_attend_to_127_blocks_beside_its_own(block_size):
+    """Short and long blocks; every history block, or a random part of them. Blocks of 16 are not offered, but quick."""
+    whole = layout_of([128 * block_size], "cpu")
+    layout = whole.part((TokenRange(whole.total - 8, whole.total),), None)
+    (q, _, _, dout), (_, k, v, _) = (inputs([n], 1, 1, 64, torch.float32, "cpu") for n in (8, whole.total))
+    luck_HTN = torch.rand(1, 8, 127, generator=torch.Generator().manual_seed(0))
+    some_HTN = torch.where((luck_HTN < 0.9) | (torch.arange(8) < 4).view(-1, 1), torch.arange(127), 127)
+    selected = some_HTN.sort(-1).values.to(torch.int32)
+    selected = torch.where(selected == 127, -1, selected)
+    selection = selected, *attention.block_lists(selected, layout, 1, block_size)
+    options = {"block_size": block_size, "scale": 0.125}
+    out, lse = attention.attend(q, k, v, layout, selection, **options)
+    state = BackwardState(dout, q, k, v, out, lse)
+    got = [out, lse, *attention.attend_backward(state, layout, selection, **options)]
+    q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    out, lse = reference.attend(q, k, v, layout, selection, **options)
+    state = BackwardState(dout, q, k, v, out, lse)
+    want = [out, lse, *reference.attend_backward(state, layout, selection, **options)]
+    assert_results(got, want)

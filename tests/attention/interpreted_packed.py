@@ -1,0 +1,96 @@
+"""Gradients of long blocks from packed rows, in Triton's interpreter."""
+
+from dataclasses import replace
+
+import one_pass_model
+import pytest
+import torch
+from kernel_checks import PACKED, assert_results, build, error, exact, inputs, layout_of, list_bounds, run
+from quick_interpreter import quicken
+
+from moba_train.attention.blocks.triton import call, packed
+from moba_train.attention.blocks.triton.lists import BlockLists
+from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes, work_ranges
+from moba_train.attention.protocol import BackwardState
+
+quicken()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "head_dim", "dtype", "options", "limit"),
+    [
+        # Empty lists, and one of a single row: 129 tokens.
+        pytest.param(PACKED, 2, 1, 64, torch.float32, {"block_size": 64, "topk": 3}, 10**9),
+        pytest.param(PACKED, 4, 2, 64, torch.float32, {"block_size": 64, "topk": 3}, 600),
+        pytest.param([129], 1, 1, 64, torch.float32, {"block_size": 64, "topk": 2}, 600),
+        pytest.param([250, 90], 2, 1, 64, torch.float32, {"block_size": 80, "topk": 4}, 600),
+        pytest.param([200], 2, 1, 64, torch.float16, {"block_size": 64, "topk": 9}, 600),
+        pytest.param([70, 0, 60], 2, 2, 128, torch.float32, {"block_size": 64, "topk": 3}, 600),
+    ],
+)
+def test_packed_rows_give_the_same_gradients(lengths, heads, kv_heads, head_dim, dtype, options, limit, monkeypatch):
+    """dk and dv against float64, bit for bit again, in one work range and in several."""
+    tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cpu"), layout_of(lengths, "cpu")
+    ours = build("triton", head_dim, **options)
+    shape = TileShape(32, 64, 4, 2)
+    monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, 4096), dkdv=shape, dkdv_own=shape))
+    monkeypatch.setattr(packed, "work_ranges", lambda lists, kv, most: work_ranges(lists, kv, min(limit, most)))
+    got, selection = run(ours, tensors, layout)
+    again, _ = run(ours, tensors, layout, selection)
+    want = exact(tensors, layout, selection[0], options["block_size"], ours.scale)
+    bound = 2e-6 if dtype == torch.float32 else 1e-3
+    for name, a, b, c in zip(("out", "lse", "dq", "dk", "dv"), got, want, again, strict=True):
+        assert error(a, b) < bound, name
+        assert torch.equal(a, c), name
+
+
+def test_lists_are_packed_in_order_and_filled_up():
+    """Every list's rows in its own tiles; the rest of its last tile has probability 0 whatever the keys."""
+    lengths, block_size, rows = [200, 70, 129], 64, 32
+    (q, k, v, dout), layout = inputs(lengths, 4, 2, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
+    ours = build("triton", 64, block_size=block_size, topk=3)
+    selected, entries, starts = ours.select(q, ours.summarize(k, layout), layout)
+    sizes = call.BlockCall.from_tensors(q, k, v, layout, selected, block_size, ours.scale)
+    sizes = replace(sizes, shapes=replace(sizes.shapes, dkdv=TileShape(rows, 64, 4, 2)))
+    blocks = sizes.tables.blocks
+    lists = BlockLists.from_tensors(entries, starts, selected, 2, blocks)
+    stats = torch.randn(399, 4, 2)
+    work = packed.PackedDkdv(sizes, dout, stats, lists)
+    (whole,) = work_ranges(lists, 2, 10**9)
+    room = work.room([whole])
+    (table,) = work.tables([whole])
+    work.pack(whole, table, room)
+    tiles = table.last_tile.tolist()
+    begin, end = (x.tolist() for x in list_bounds(lists))
+    assert {0, 2} <= {stop - first for first, stop in zip(begin, end, strict=True)}
+    for which, (first, stop) in enumerate(zip(begin, end, strict=True)):
+        place = rows * (tiles[which - 1] if which else 0)
+        used = slice(place, place + stop - first)
+        filling = slice(used.stop, rows * tiles[which])
+        row = entries[first:stop] // selected.shape[2]
+        token, head = row // 2, which // blocks * 2 + row % 2
+        for mine, theirs in ((room.q, q), (room.dout, dout), (room.lse, stats[..., 0]), (room.delta, stats[..., 1])):
+            assert torch.equal(mine[used], theirs[token, head])
+        assert filling.stop - filling.start < rows
+        assert not any(x[filling].any() for x in (room.q, room.dout, room.delta))
+        assert room.lse[filling].isposinf().all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "options", "own"),
+    [
+        (4, 2, {"block_size": 256, "topk": 3}, True),  # work ranges by heads
+        (2, 1, {"block_size": 256, "topk": 3}, False),  # by queries
+    ],
+)
+def test_launches_of_one_pass_add_up(heads, kv_heads, options, own, monkeypatch):
+    """Packed rows, places, turns and sums; the two kernels' arithmetic is PyTorch's here."""
+    one_pass_model.use(monkeypatch, own=own)
+    monkeypatch.setattr("moba_train.attention.blocks.triton.one_pass._SHORT_SPLIT", 128)
+    lengths = [600, 1, 70]
+    q, k, v, dout = tensors = inputs(lengths, heads, kv_heads, 64, torch.float32, "cpu")
+    layout, ours = layout_of(lengths, "cpu"), build("triton", 64, **options)
+    selection = ours.select(q, ours.summarize(k, layout), layout)
+    out, lse, *want = exact(tensors, layout, selection[0], 256, ours.scale)
+    got = ours.attend_backward(BackwardState(dout, q, k, v, out.float(), lse.float()), layout, selection)
+    assert_results(got, want)

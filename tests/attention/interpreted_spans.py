@@ -1,0 +1,52 @@
+"""Attention to spans of neighbouring keys, alone and beside selected blocks, in Triton's interpreter."""
+
+import torch
+from kernel_checks import assert_results, exact, inputs, layout_of, run, run_in_parts
+from quick_interpreter import quicken
+
+from moba_train.attention.blocks.triton import call
+from moba_train.attention.infllm_v2.attention import InfLLMV2Attention
+from moba_train.attention.moa.attention import SpanAttention
+
+quicken()
+
+
+def test_spans_of_heads_with_blocks_of_several_sizes():
+    """The kind `moa`: heads that share keys, with blocks of 64 and 256 tokens, and one with full attention."""
+    options = {"alpha": (64, -200, 0), "beta": (0.0, 0.6, 1.0), "max_length": 6000}
+    tensors, layout = inputs([300, 20], 3, 1, 64, torch.float32, "cpu"), layout_of([300, 20], "cpu")
+    ours, reference = (
+        SpanAttention(SpanAttention.Options(backend=backend, **options), 64) for backend in ("triton", "reference")
+    )
+    assert [rule.block_size for rule in ours.rules] == [64, 256, 0]
+    got, want = (run(attention, tensors, layout)[0] for attention in (ours, reference))
+    assert_results(got, want)
+
+
+def infllm_v2(lengths, heads, **options):
+    """An attention of local and selected blocks, its inputs and their layout; one key/value head."""
+    sizes = {"block_size": 64, "topk": 3, "local_blocks": 2, "window": 32, "stride": 16}
+    attention = InfLLMV2Attention(InfLLMV2Attention.Options(**sizes | options, backend="triton"), 64)
+    return attention, inputs(lengths, heads, 1, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
+
+
+def assert_selected_and_local(attention, tensors, layout, found, selection):
+    """The results are those of one mask over all blocks, of which more than the selected ones are local."""
+    selected = attention.selected_blocks(selection)
+    assert (selected >= 0).sum() > len(selected) * (selection[0] >= 0).sum() > 0
+    want = exact(tensors, layout, selected, attention.block_size, attention.scale)
+    assert_results(found, want)
+
+
+def test_local_and_selected_blocks_share_one_softmax_from_shard_to_shard(monkeypatch):
+    """Short blocks, whose lists are cut into work ranges."""
+    attention, tensors, layout = infllm_v2([210, 0, 1, 20], 2, dense_len=1)
+    monkeypatch.setattr(call.BlockCall, "limit", 100)
+    found, _ = run_in_parts(attention, tensors, layout, [((0, 37), (150, 231)), ((37, 150),)])
+    selection = attention.select(tensors[0], attention.summarize(tensors[1], layout), layout)
+    assert_selected_and_local(attention, tensors, layout, found, selection)
+
+
+def test_local_and_selected_blocks_may_be_long():
+    attention, tensors, layout = infllm_v2([480, 10], 1, dense_len=200, block_size=192, local_blocks=1)
+    assert_selected_and_local(attention, tensors, layout, *run(attention, tensors, layout))
