@@ -5,17 +5,13 @@ blocks' part.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moba_train.attention.blocks.triton import combine
-from moba_train.attention.blocks.triton.call import token_stride
+from moba_train.attention.blocks.triton.bulk_copies import descriptor
 from moba_train.attention.blocks.triton.dq import own_dq
 from moba_train.attention.blocks.triton.history_pass import gradients_history
 from moba_train.attention.blocks.triton.launch import ceil_div, launch
@@ -33,11 +29,6 @@ _SHORT = 2**19
 _FULL = 0.65
 """A program of `gradients_own` takes a whole block. Below this share of the multiprocessors in use, it loses what it
 gained over two kernels with a program for each tile (0.26 ms for 0.44 at 8K 512/3, where nearly all are)."""
-_KINDS: dict[torch.dtype, Any] = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float32: gl.float32,
-}
 
 
 @dataclass(frozen=True)
@@ -89,9 +80,9 @@ class OnePass(PackedDkdv):
         launch(
             gradients_own,
             (call.tables.blocks, call.kv_heads),
-            *(_descriptor(x, ROWS) for x in (call.q_THD, self.dout)),
+            *(descriptor(x, ROWS) for x in (call.q_THD, self.dout)),
             self.stats,
-            *(_descriptor(x, KEYS) for x in (call.k_SKD, call.v_SKD)),
+            *(descriptor(x, KEYS) for x in (call.k_SKD, call.v_SKD)),
             self.dq,
             sum_dk,
             sum_dv,
@@ -124,8 +115,8 @@ class OnePass(PackedDkdv):
         launch(
             gradients_history,
             (splits,),
-            *(_descriptor(x, ROWS) for x in (room.q, room.dout, room.lse, room.delta)),
-            *(_descriptor(x, KEYS) for x in (call.k_SKD, call.v_SKD)),
+            *(descriptor(x, ROWS) for x in (room.q, room.dout, room.lse, room.delta)),
+            *(descriptor(x, KEYS) for x in (call.k_SKD, call.v_SKD)),
             packed_dq,
             done,
             part_dk,
@@ -155,17 +146,3 @@ class OnePass(PackedDkdv):
 def busy_share(programs: int, at_once: int) -> float:
     """The share of their time in which multiprocessors have one of these equally long programs."""
     return programs / (ceil_div(programs, at_once) * at_once) if programs else 0.0
-
-
-def _descriptor(x: Tensor, many: int) -> TensorDescriptor:
-    """[rows], [rows, D] or [tokens, heads, D] for bulk copies of `many` rows, of one head."""
-    if x.dim() == 1:
-        return TensorDescriptor(x, [x.shape[0]], [1], [many], _layout((many,), x.dtype))
-    shape, block = [x.shape[0], x.shape[1:].numel()], [many, x.shape[-1]]
-    return TensorDescriptor(x, shape, [token_stride(x), 1], block, _layout(tuple(block), x.dtype))
-
-
-@cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """The layout of a tile of shape `block` in shared memory, as bulk copies and the matrix units take it."""
-    return gl.NVMMASharedLayout.get_default_for(list(block), _KINDS[dtype])
