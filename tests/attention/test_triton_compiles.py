@@ -194,39 +194,68 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
 
 @pytest.mark.parametrize(("kernel", "dtype"), [("history", "bf16"), ("own", "fp16")])
 def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, tmp_path):
-    """Products that wait for each other, which ptxas only mentions, would take twice as long."""
-    gl = pytest.importorskip("triton.experimental.gluon.language")
-    from triton.experimental.gluon._runtime import GluonASTSource
-
+    pytest.importorskip("triton.experimental.gluon")
     from moba_train.attention.blocks.triton import history_pass, one_pass, own_pass
+
+    constants = {"D": 128, "M": one_pass.ROWS, "N": one_pass.KEYS, "STAGES": one_pass.STAGES}
+    constants |= {"G": 4} if kernel == "own" else {}
+    function = history_pass.gradients_history if kernel == "history" else own_pass.gradients_own
+    options = {"num_warps": one_pass.WARPS, "maxnreg": one_pass.REGISTERS}
+    compiled = compile_gluon(function, constants, one_pass.ROWS, one_pass.KEYS, dtype, **options)
+    keeps_busy(compiled, one_pass.REGISTERS, 16, tmp_path)
+
+
+def test_the_forward_pass_keeps_the_matrix_units_busy(tmp_path):
+    """The own blocks' kernel, which has all that the lists' has, and masks."""
+    pytest.importorskip("triton.experimental.gluon")
+    from moba_train.attention.blocks.triton import forward_launches, forward_pass
+
+    shape, options = tile_shapes(128, 512).forward, forward_launches.OPTIONS
+    constants = {"G": 4, "M": shape.rows, **forward_launches.STAGES}
+    compiled = compile_gluon(forward_pass.attend_own, constants, 0, shape.keys, "bf16", **options)
+    keeps_busy(compiled, options["maxnreg"], 0, tmp_path)
+
+
+def compile_gluon(kernel: Any, constants: dict[str, Any], rows: int, keys: int, dtype: str, **options: int) -> Any:
+    """A compiled kernel in Gluon, for heads of 128."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     def descriptor(rows: int, columns: int | None, kind: str) -> str:
         block = [rows] if columns is None else [rows, columns]
         scalar = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}[kind]
         return f"tensordesc<{kind}{block},{gl.NVMMASharedLayout.get_default_for(block, scalar)!r}>"
 
-    constants = {"D": 128, "M": one_pass.ROWS, "N": one_pass.KEYS, "STAGES": one_pass.STAGES}
-    constants |= {"G": 4} if kernel == "own" else {}
-    kinds = dict.fromkeys(("q_desc", "dout_desc"), descriptor(one_pass.ROWS, 128, dtype))
-    kinds |= dict.fromkeys(("k_desc", "v_desc"), descriptor(one_pass.KEYS, 128, dtype))
-    kinds |= dict.fromkeys(("lse_desc", "delta_desc"), descriptor(one_pass.ROWS, None, "fp32"))
-    kinds |= {**dict.fromkeys(("dq", "packed_dq"), f"*{dtype}"), **dict.fromkeys(FLOATS, "*fp32")}
+    kinds = dict.fromkeys(("k_desc", "v_desc"), descriptor(keys, 128, dtype))
+    if rows:
+        kinds |= dict.fromkeys(("q_desc", "dout_desc"), descriptor(rows, 128, dtype))
+        kinds |= dict.fromkeys(("lse_desc", "delta_desc"), descriptor(rows, None, "fp32"))
+    kinds |= {**dict.fromkeys((*HALF, "packed_dq"), f"*{dtype}"), **dict.fromkeys(FLOATS, "*fp32")}
     kinds |= dict.fromkeys((*INTEGERS, "done"), "*i32")
-    function = history_pass.gradients_history if kernel == "history" else own_pass.gradients_own
-    signature = {name: kinds.get(name, SCALARS.get(name, "i32")) for name in function.arg_names}
+    signature = {name: kinds.get(name, SCALARS.get(name, "i32")) for name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if signature[name].startswith("*")}
-    source = GluonASTSource(function, signature, constants, aligned)
-    options = {"num_warps": one_pass.WARPS, "maxnreg": one_pass.REGISTERS}
-    compiled = triton.compile(source, target=HOPPER, options=options)
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(signature)
+        if signature[name].startswith("*") or name == "stride_t"
+    }
+    source = GluonASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=HOPPER, options=options)
+
+
+def keeps_busy(compiled: Any, registers: int, allowed: int, folder: Path) -> None:
+    """No spills in loops, `allowed` bytes elsewhere; no products that wait for each other, which ptxas only mentions.
+
+    They would take twice as long.
+    """
     assert compiled.metadata.shared <= SHARED_LIMIT
-    assert spilled_bytes(compiled, tmp_path) <= 16
-    assert spills_in_the_loop(compiled, tmp_path) == 0
-    code = tmp_path / "kernel.ptx"
+    assert spilled_bytes(compiled, folder) <= allowed
+    assert spills_in_the_loop(compiled, folder) == 0
+    code = folder / "kernel.ptx"
     code.write_text(compiled.asm["ptx"])
-    command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", code, "-o", tmp_path / "again.cubin"]
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", code, "-o", folder / "again.cubin"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert "Used 168 registers" in said
+    assert f"Used {registers} registers" in said
     assert "serialized" not in said, said
     assert "wait is injected" not in said, said
 

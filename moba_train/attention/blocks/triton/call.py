@@ -17,6 +17,8 @@ from moba_train.attention.blocks.triton.tile_tables import TileTable
 from moba_train.attention.blocks.triton.tiles import TileShape, TileShapes, WorkRange, tile_shapes
 from moba_train.attention.protocol import Layout
 
+WARP_SPECIALISED = False
+"""Whether `BlockCall.warp_specialised` may hold: off until tests/attention/test_forward_pass_gpu.py has passed."""
 _LOG2_E = 1.4426950408889634
 _COMBINE_ROWS = 32
 _PREPARE_ROWS = 32
@@ -78,6 +80,22 @@ class BlockCall:
             and self.head_dim == 128
             and self.block_size in (256, 512, 1024)
             and self.selected > 0
+            and not self.partial
+        )
+
+    @property
+    def warp_specialised(self) -> bool:
+        """Whether kernels whose warps have roles attend to these blocks (forward_pass.py): from 512 keys on, where
+        they are faster, on the GPU and with the release of Triton that can run them."""
+        return (
+            WARP_SPECIALISED
+            and triton.__version__.startswith("3.6.")
+            and self.q_THD.is_cuda
+            and torch.cuda.get_device_capability(self.q_THD.device) == (9, 0)
+            and self.q_THD.dtype in (torch.bfloat16, torch.float16)
+            and self.head_dim == 128
+            and self.block_size >= 512
+            and self.block_size % self.shapes.forward.keys == 0
             and not self.partial
         )
 

@@ -26,8 +26,8 @@ from moba_train.attention.blocks.triton.packed import PackedDkdv
 from moba_train.attention.blocks.triton.softmax import LOWEST, normalised
 from moba_train.attention.blocks.triton.spans import SpanCall
 from moba_train.attention.blocks.triton.tables import key_rows, query_rows
-from moba_train.attention.blocks.triton.tile_tables import tile_of_program, tile_tables
-from moba_train.attention.blocks.triton.tiles import work_ranges
+from moba_train.attention.blocks.triton.tile_tables import TileTable, tile_of_program, tile_tables
+from moba_train.attention.blocks.triton.tiles import WorkRange, work_ranges
 
 
 @triton.jit
@@ -212,37 +212,51 @@ class LongBlocks:
         self.attend_own(out_THD, own_lse_HT)
         if call.selected == 0:
             return
-        k_desc, v_desc = call.descriptors(shape.keys)
         parts = list(work_ranges(lists, call.kv_heads, call.limit))
         partial_out = call.buffer(parts)
         partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
         for work, table in zip(parts, tile_tables(lists, parts, call.kv_heads, shape.rows), strict=True):
-            launch(
-                attend_history,
-                (table.bound,),
-                call.q_THD,
-                k_desc,
-                v_desc,
-                partial_out,
-                partial_lse,
-                *call.in_lists(lists, table),
-                work.kv_heads.start,
-                work.first_entry,
-                work.entries,
-                call.q_THD.stride(0),
-                call.scale_log2,
-                PARTIAL=call.partial,
-                C=call.selected,
-                BLOCK=call.block_size,
-                **call.sizes(shape),
-            )
+            self.attend_history(work, table, partial_out, partial_lse)
             call.combine(combine.combine_out, work, out_THD, lse_HT, own_lse_HT, partial_out, partial_lse)
+
+    def attend_history(self, work: WorkRange, table: TileTable, partial_out: Tensor, partial_lse: Tensor) -> None:
+        """The partial results of a work range's entries, in their order."""
+        call = self.call
+        if call.warp_specialised:
+            from moba_train.attention.blocks.triton import forward_launches  # needs Gluon
+
+            forward_launches.history(call, self.lists, work, table, partial_out, partial_lse)
+            return
+        shape = call.shapes.forward
+        launch(
+            attend_history,
+            (table.bound,),
+            call.q_THD,
+            *call.descriptors(shape.keys),
+            partial_out,
+            partial_lse,
+            *call.in_lists(self.lists, table),
+            work.kv_heads.start,
+            work.first_entry,
+            work.entries,
+            call.q_THD.stride(0),
+            call.scale_log2,
+            PARTIAL=call.partial,
+            C=call.selected,
+            BLOCK=call.block_size,
+            **call.sizes(shape),
+        )
 
     def attend_own(self, out_THD: Tensor, lse_HT: Tensor) -> None:
         """The own blocks' results, or those of the spans in their place."""
         call = self.call
         if call.spans is not None:
             SpanCall(call, call.spans).attend(out_THD, lse_HT)
+            return
+        if call.warp_specialised:
+            from moba_train.attention.blocks.triton import forward_launches  # needs Gluon
+
+            forward_launches.own(call, out_THD, lse_HT)
             return
         own = call.shapes.own
         tiles = call.own_tiles(own)

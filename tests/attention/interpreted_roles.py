@@ -1,0 +1,39 @@
+"""The forward pass of long blocks by kernels in Gluon, from their own source; test_triton_interpreter.py starts it."""
+
+import pytest
+import torch
+from gluon_interpreter import Interpreter
+from kernel_checks import build, error, exact, inputs, layout_of
+from quick_interpreter import quicken
+
+from moba_train.attention.blocks.triton import forward_launches, forward_pass
+from moba_train.attention.blocks.triton.call import BlockCall
+from moba_train.attention.protocol import TokenRange
+
+quicken()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "options", "shards"),
+    [
+        ([530, 1], 4, 2, {"block_size": 256, "topk": 3}, [None]),
+        ([0, 300, 129], 3, 1, {"block_size": 384, "topk": 1}, [None]),
+        ([600], 2, 1, {"block_size": 256, "topk": 2}, [((0, 77), (400, 600)), ((77, 400),)]),
+    ],
+)
+def test_attention_by_warps_with_roles_equals_the_reference(lengths, heads, kv_heads, options, shards, monkeypatch):
+    """By few programs: each has several tiles, and some may have none."""
+    for seed, name in enumerate(("attend_history", "attend_own")):
+        monkeypatch.setattr(forward_launches, name, Interpreter(getattr(forward_pass, name), seed))
+    monkeypatch.setattr(forward_launches, "_programs", lambda _call, _tiles: 5)
+    monkeypatch.setattr(BlockCall, "warp_specialised", True)
+    q, k, v, _ = tensors = inputs(lengths, heads, kv_heads, 64, torch.float32, "cpu")
+    layout, ours = layout_of(lengths, "cpu"), build("triton", 64, **options)
+    means = ours.summarize(k, layout)
+    want = exact(tensors, layout, ours.select(q, means, layout)[0], options["block_size"], ours.scale)
+    for ranges in shards:
+        part = layout.part(ranges and tuple(TokenRange(*given) for given in ranges), None)
+        at = part.q_tokens if ranges else slice(None)
+        out, lse = ours.attend(q[at], k, v, part, ours.select(q[at], means, part))
+        assert error(out, want[0][at]) < 2e-6
+        assert error(lse, want[1][:, at]) < 2e-6
