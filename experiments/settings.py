@@ -62,12 +62,12 @@ class Settings(Figure):
     title = "F0. Batch and learning rate"
     claim = "Nothing: this is no claim of the paper's. The other figures take their batch and learning rate from here."
     setup = (
-        "A model of 4M parameters with full attention, 20 tokens for each, at 8K, one cosine; batches of 32K and 128K "
-        "tokens, with the trainer's initial weights and larger ones, as the model is narrow. No arm has MoBA, so that "
-        "the choice cannot favour it. A first F5 ([file](../experiments/results/hybrid-first.json)), of 9.7M "
-        "parameters, was trained with batches of 128K tokens and a rate of 3e-3 at a width of 256, in 1,486 steps: its arms fell "
-        "steeply between the 500th and 700th step, one earlier than another, and were 0.08 nats apart at the end even "
-        "in the first 512 tokens, where both attentions are one function."
+        "A model of 4M parameters with full attention, 20 tokens for each, at 8K, one cosine; batches of 32K and "
+        "128K tokens, with the trainer's initial weights and larger ones, as the model is narrow. No arm has MoBA, "
+        "so that the choice cannot favour it. A first F5 ([file](../experiments/results/hybrid-first.json)), of 9.7M "
+        "parameters, was trained with batches of 128K tokens and a rate of 3e-3 at a width of 256, in 1,486 steps: "
+        "its arms fell steeply between the 500th and 700th step, one earlier than another, and were 0.08 nats apart "
+        "at the end even in the first 512 tokens, where both attentions are one function."
     )
     found: ClassVar[str] = (
         "Batches of 32K tokens, half the first rate and initial weights of one over the root of the width learn most, "

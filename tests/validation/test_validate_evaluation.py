@@ -57,14 +57,14 @@ from refusals import assert_refused
         ),
         (
             ["stages.1.until={trailing_loss_recovered: {tolerance: 0, reference: before}, max_tokens: 9M}"],
-            "stages[1].until.trailing_loss_recovered.reference: given 'before', but no stage before 'long' is evaluated",
+            "stages[1].until.trailing_loss_recovered.reference: given 'before', but no stage before 'long' is evalu",
         ),
         (
             [
                 "stages.0={name: short, seq_len: 8K, tokens: 1M, evaluate: false}",
                 "stages.1.until={trailing_loss_recovered: {tolerance: 0, reference: before}, max_tokens: 9M}",
             ],
-            "stages[1].until.trailing_loss_recovered.reference: given 'before', but no stage before 'long' is evaluated",
+            "stages[1].until.trailing_loss_recovered.reference: given 'before', but no stage before 'long' is evalu",
         ),
         (
             ["stages.1.until={metric: eval_loss, at_most: 2, max_tokens: 9M}", "stages.1.evaluate=false"],
