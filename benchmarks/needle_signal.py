@@ -1,6 +1,6 @@
 """Why MoBA's gate finds needles: observed misses beside those of FlashMoBA's signal-to-noise model (arXiv:2511.11571).
 
-    bash launch/smollm2.sh signal       # evaluates a published model on one GPU, then calls this
+    bash launch/smollm2.sh signal       # evaluates a published model, then calls this
     python -m benchmarks.needle_signal RUN/evaluation.json --output RESULT.json --plot PLOT.svg
 
 Reads what `moba-train eval --tasks needle_signal` found (docs/retrieval.md): a row for each layer, head and gate.
@@ -74,7 +74,7 @@ def draw_heads(axes: Axes, rows: Sequence[Row], model: str) -> None:
         own = [row for row in rows if (id(row) in looking) is here]
         colour = COLOURS[model] if here else GREY
         x, y = ([row[key] for row in own] for key in (f"outranked_{model}", "outranked"))
-        axes.scatter(x, y, color=colour, lw=0, s=size, alpha=alpha)
+        axes.scatter(x, y, color=colour, lw=0, s=size, alpha=alpha, rasterized=True)
     axes.plot([0, 1], [0, 1], color=GREY, lw=0.8)
     axes.set_xlabel(f"predicted, {model}", color=GREY)
     axes.set_title("another block is scored higher", color=GREY, fontsize=10, loc="left")
@@ -100,13 +100,24 @@ def draw(source: Path, plot: Path) -> None:
     """Draw the heads under the formula and under `scores`, and misses over block sizes, as an SVG."""
     text = source.read_text()
     results = json.loads(text)["results"]
+    heads = results["heads"]
+    rows = [dict(zip(heads, values, strict=True)) for values in zip(*heads.values(), strict=True)]
     with plt.rc_context(STYLE):
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(10, 3.4), layout="constrained")
-        draw_heads(left, results["rows"], "paper")
-        draw_heads(middle, results["rows"], "scores")
+        draw_heads(left, rows, "paper")
+        draw_heads(middle, rows, "scores")
         draw_misses(right, results["summary"])
-        figure.savefig(plot, format="svg", transparent=True, metadata={"Description": stamp(text), "Date": None})
+        figure.savefig(plot, format="svg", dpi=200, transparent=True, metadata={"Description": stamp(text), "Date": None})
         plt.close(figure)
+
+
+def columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """The rows' values by name, to four digits, more than the samples tell."""
+    return {key: [_rounded(row[key]) for row in rows] for key in rows[0]}
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def main() -> None:
@@ -130,7 +141,7 @@ def main() -> None:
     save(
         given.output,
         {**settings, "attention": given.attention, "length": int(length)},
-        {"summary": lines, "rows": rows},
+        {"summary": lines, "heads": columns(rows)},
     )
     print(markdown(table(lines)))
     if given.plot:

@@ -47,8 +47,8 @@ class Needles(Figure):
         "asked whether they select the needle's block, at the queries of 40 answers. δ, variances and rates are "
         "measured as [retrieval.md](retrieval.md#why-a-gate-finds-a-needle) says; with each prediction one "
         "assumption is dropped. Heads that give the needle's key a tenth of their attention or more count as heads "
-        "that retrieve. A published model, SmolLM2-135M, is measured the same way by `bash launch/smollm2.sh "
-        "signal`."
+        "that retrieve. A published model, SmolLM2-135M, is [measured](retrieval.md#why-a-gate-finds-a-needle) the "
+        "same way."
     )
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:

@@ -38,9 +38,9 @@ retrieval)
     ;;
 signal)
     gates="[{block_size: 32, topk: 64}, {block_size: 64, topk: 32}, {block_size: 128, topk: 16}, {block_size: 256, topk: 8}, {block_size: 512, topk: 4}]"
-    "$PYTHON" -m moba_train.cli eval "$folder/hf" --tasks needle_signal --attention both --data "$folder/data/valid" --seq-len 8K \
+    "$PYTHON" -m moba_train.cli eval "$folder/hf" --tasks needle_signal --attention full --data "$folder/data/valid" --seq-len 8K \
         attention.default=moba attention.moba.block_size=512 attention.moba.topk=4 "evaluation.needle_signal.gates=$gates" \
-        "evaluation.needle_signal.lengths=[8K]" evaluation.needle_signal.samples=8 --output "$folder/signal"
+        "evaluation.needle_signal.lengths=[8K]" evaluation.needle_signal.samples=4 --output "$folder/signal"
     "$PYTHON" -m benchmarks.needle_signal "$folder/signal/evaluation.json" --output "$folder/signal.json" --plot "$folder/signal.svg"
     ;;
 gates)
