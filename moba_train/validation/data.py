@@ -52,6 +52,9 @@ def _corpus_problems(config: RunConfig) -> Iterator[str]:
         elif source.path not in opened:
             try:
                 corpus = IndexedDataset(source.path)
+                if not corpus.tokens:
+                    yield f"{key}.path: the corpus {source.path} has no tokens; give another one"
+                    continue
                 corpus.check_vocabulary(config.model.vocab_size)
                 opened[source.path] = LossWeights(corpus, config.loss_norm)
             except DataError as error:

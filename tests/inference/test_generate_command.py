@@ -93,6 +93,10 @@ def test_a_prompt_that_cannot_be_used_is_named(run: Path, tmp_path: Path) -> Non
     assert "is empty" in generated(run, "--prompt-file", "-", code=2)[1]
     for arguments in ((), ("--prompt", "x", "--prompt-file", "-")):
         assert "either --prompt TEXT or --prompt-file" in generated(run, *arguments, code=2)[1]
+    assert "--prompt: given an empty text" in generated(run, "--prompt", "", code=2)[1]
+    shown, message = generated(run, "--prompt", "x", "--top-p", "2", code=2)
+    assert "--top-p: given 2" in message
+    assert not shown
     make_tokenizer(tmp_path / "large.model", 360)
     message = generated(run, "--prompt", TEXT, "--tokenizer", "large.model", code=2)[1]
     assert "model.vocab_size is 320" in message

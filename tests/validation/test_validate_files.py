@@ -70,6 +70,16 @@ def test_a_corpus_of_another_tokenizer_than_the_recipes_is_refused(load, tmp_pat
     assert "but data.tokenizer is tok.model" in found
 
 
+def test_a_corpus_without_tokens_is_named(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, documents in (("good", [[1, 2, 3]]), ("empty", [])):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            for document in documents:
+                writer.add_document(document)
+    found = problems(load("data={train: [{path: good}], validation: [{path: empty}]}"), check_files=True)
+    assert found == ["data.validation[0].path: the corpus empty has no tokens; give another one"]
+
+
 def test_a_bad_corpus_of_a_later_stage_is_named_before_the_first_begins(load, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, token in (("good", 1), ("bad", 60_000)):
