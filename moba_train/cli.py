@@ -299,6 +299,7 @@ def moba_to_hf(
     ] = 4.0,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: weights, config.json, and the tokenizer as AutoTokenizer loads it.
+
     The `moba` entry of config.json gives each layer's attention; software that ignores it has an ordinary model with
     full attention."""
     import torch
@@ -321,8 +322,9 @@ def hf_to_moba(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a Hugging Face model")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],
 ) -> None:
-    """Write a Hugging Face model as a checkpoint for `generate`, `verify` and `init_from`, with its tokenizer and a
-    recipe to extend. Training does not need it: `init_from` reads Hugging Face folders too."""
+    """Write a Hugging Face model as a checkpoint, with its tokenizer and a recipe to extend.
+
+    For `generate`, `verify` and `lm-eval`. Training does not need it: `init_from` reads Hugging Face folders too."""
     from moba_train.convert.folder_contents import describe_folder
     from moba_train.convert.hf_import import import_from_hf
 
