@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from moba_train.checkpoint import manifest, publish
@@ -60,7 +61,11 @@ def _save_weights(
     tensors = {f"model.{name}": torch.empty(shape, device="meta") for name, shape in shapes.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), planner=_ReadingPlanner(files), no_dist=True)
+        try:
+            writer = dcp.FileSystemWriter(temporary)
+            dcp.save(tensors, storage_writer=writer, planner=_ReadingPlanner(files), no_dist=True)
+        except CheckpointException as error:
+            raise error.failures[0][0] from error  # what was raised, such as a full disk, or Ctrl-C
     manifest.write_json(temporary / manifest.META, {"progress": {"step": 0, "stage": 0}, "config": dump_config(config)})
     publish.publish(temporary, 0, {path.name: manifest.hash_file(path) for path in temporary.iterdir()})
 
