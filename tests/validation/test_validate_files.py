@@ -64,6 +64,9 @@ def test_a_corpus_of_another_tokenizer_than_the_recipes_is_refused(load, tmp_pat
     (tmp_path / "tok.model").write_bytes(b"one")
     config = load("data={train: [{path: one}], tokenizer: tok.model}")
     assert list(tokenizer_problems(config)) == []
+    for name, content in (("tokenizer.json", b"the same in another form"), ("tokenizer.model", b"one")):
+        (tmp_path / name).write_bytes(content)  # an export of a run that was trained with `one`
+    assert list(tokenizer_problems(load("data={train: [{path: one}], tokenizer: tokenizer.json}"))) == []
     (tmp_path / "tok.model").write_bytes(b"trained again")
     (found,) = tokenizer_problems(config)
     assert "data.train[0].path: the corpus one was made with the tokenizer tok.model" in found
