@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from data_tools import cli_corpus
-from moba_train.commands import command_group, parse_length
+from moba_train.commands import command_group, parse_length, table_console
 
 SHOWN_RECORDS = 20
 """Bad records that are printed; the others are only counted."""
@@ -258,13 +258,11 @@ def stats(
     plot: Annotated[str | None, typer.Option(help=".png, .svg or .pdf file to draw the lengths into")] = None,
 ) -> None:
     """Show the number of documents and tokens in each corpus, and the distribution of document lengths."""
-    from rich.console import Console
-
     from data_tools.stats import draw_lengths, histogram_table, sparsity_table, summary_table
     from moba_train.data.indexed import IndexedDataset
 
     corpora = [IndexedDataset(prefix) for prefix in prefixes]
-    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console = table_console()
     console.print(summary_table(corpora))
     if block_size is not None:
         console.print(sparsity_table(corpora, block_size, topk, seq_len))
@@ -285,15 +283,13 @@ def blend(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Keys to override")] = None,
 ) -> None:
     """Show what each stage of a recipe reads: tokens, share, repeats and padding of every source."""
-    from rich.console import Console
-
     from data_tools.blend import blend_table, preview
     from moba_train.config.load import load_config
     from moba_train.validation.recipe import validate
 
     config = load_config(recipe, overrides or [])
     validate(config, check_files=True)
-    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console = table_console()
     console.print(blend_table(preview(config)))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moba_train.commands import parse_budget, parse_length
+from moba_train.commands import parse_budget, parse_length, table_console
 from moba_train.errors import DataError
 
 
@@ -86,11 +86,9 @@ def _folders(given: list[str]) -> dict[str, str]:
 
 
 def _print_manifest(manifest: dict[str, Any], output: str) -> None:
-    from rich.console import Console
-
     from data_tools.corpus_manifest import manifest_tables
 
-    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console = table_console()
     for table in manifest_tables(manifest):
         console.print(table)
     typer.echo(f"{output}: corpus {manifest['id']}")

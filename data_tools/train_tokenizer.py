@@ -29,7 +29,7 @@ def train_tokenizer(
 
     Ids 0 to 3 are unknown, begin, end and padding; the 256 bytes follow. The same files give the same model. Raises
     DataError when the text is too short, or has too many different characters, for `vocab_size`,
-    or `output` cannot be written.
+    or `output` cannot be written or is another model.
     """
     check_output_file(output)
     shards = cut_shards(files)
@@ -77,6 +77,11 @@ def train_tokenizer(
             raise _explain(error, vocab_size) from error
     if failures:
         raise failures[0]
+    if Path(output).exists() and Path(output).read_bytes() != model.getvalue():
+        raise DataError(
+            f"{output} exists and was trained on other text or with another --vocab-size; corpora may be made with "
+            "it. Delete it, or choose another --output"
+        )
     replace_file(output, model.getvalue())
     return bad
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moba_train.commands import Checkpoint, GpusPerNode, Overrides, Recipe, command_group
+from moba_train.commands import Checkpoint, GpusPerNode, Overrides, Recipe, command_group, table_console
 from moba_train.evaluation_commands import evaluate, generate, lm_eval, profile_spans
 from moba_train.launch_commands import launch
 
@@ -85,8 +85,6 @@ def plan(
     A recipe whose memory does not fit the GPU is refused, with changes that make it fit, as are missing files. FLOPs
     are counted by the documents of the corpora; with --no-data, by one document per sequence where these are absent.
     With --nodes the parallel layout is chosen: the best five by predicted time."""
-    from rich.console import Console
-
     from moba_train.config.load import load_config
     from moba_train.errors import PlanError
     from moba_train.parallel.links import LINKS
@@ -117,7 +115,7 @@ def plan(
     if no_data:
         check_one_tokenizer(config)
     made = make_plan(config, gpus, rate, mfu, per_node, memory, host_bytes=host, links=links)
-    console = Console()
+    console = table_console()
     print_plan(made, console)
     print_fit(made, target, console)
     if target is None:
@@ -301,6 +299,7 @@ def moba_to_hf(
     ] = 4.0,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: weights, config.json, and the tokenizer as AutoTokenizer loads it.
+
     The `moba` entry of config.json gives each layer's attention; software that ignores it has an ordinary model with
     full attention."""
     import torch
@@ -323,8 +322,9 @@ def hf_to_moba(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a Hugging Face model")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],
 ) -> None:
-    """Write a Hugging Face model as a checkpoint for `generate`, `verify` and `init_from`, with its tokenizer and a
-    recipe to extend. Training does not need it: `init_from` reads Hugging Face folders too."""
+    """Write a Hugging Face model as a checkpoint, with its tokenizer and a recipe to extend.
+
+    For `generate`, `verify` and `lm-eval`. Training does not need it: `init_from` reads Hugging Face folders too."""
     from moba_train.convert.folder_contents import describe_folder
     from moba_train.convert.hf_import import import_from_hf
 
@@ -337,11 +337,9 @@ def hf_to_moba(
 @app.command()
 def env() -> None:
     """Report versions, GPUs and optional packages, with a command to install what is missing."""
-    from rich.console import Console
-
     from moba_train.environment import print_environment
 
-    print_environment(Console())
+    print_environment(table_console())
 
 
 if __name__ == "__main__":

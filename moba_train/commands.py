@@ -1,5 +1,7 @@
 """Common parts of the command-line programs. Imports nothing heavy, so that `--help` answers at once."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +53,13 @@ def _parse_tokens(text: str, base: int) -> int:
     if number < 1:
         raise typer.BadParameter(f"given {text}; allowed: 1 or more tokens")
     return int(number)
+
+
+def table_console() -> Any:
+    """A console of rich for tables: as wide as the terminal; 160 columns where the output goes to a file or a pipe."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=160)
 
 
 def command_group(help_text: str) -> typer.Typer:

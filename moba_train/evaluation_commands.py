@@ -280,6 +280,10 @@ def generate(
 
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("give either --prompt TEXT or --prompt-file FILE")
+    if prompt == "":
+        raise typer.BadParameter("--prompt: given an empty text; allowed: one token at least")
+    if not 0 < top_p <= 1:
+        raise typer.BadParameter(f"--top-p: given {top_p:g}; allowed: above 0, at most 1")
     saved, roots = open_for_generation(checkpoint, tokenizer, overrides or ())
     known = load_text_tokenizer(tokenizer or str(saved.config.data.tokenizer), None if tokenizer else roots)
     given = prompt if prompt_file is None else read_prompt(prompt_file)

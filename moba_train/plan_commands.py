@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
+from moba_train.commands import table_console
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
 from moba_train.parallel.links import LINKS
@@ -34,4 +33,4 @@ def plan_nodes(
         changed = load_config(recipe, [*overrides, *changes])
         validate(changed, world_size=nodes * gpus_per_node, ranks_per_node=gpus_per_node)
 
-    print_layouts(best_layouts(config, nodes, machine, documents, accept), nodes, machine, Console())
+    print_layouts(best_layouts(config, nodes, machine, documents, accept), nodes, machine, table_console())

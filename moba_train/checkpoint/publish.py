@@ -182,7 +182,11 @@ def find_checkpoint(path: Path) -> Path:
         return path
     newest = latest_checkpoint(path / "checkpoints")
     if newest is None:
-        raise CheckpointError(f"{path}: neither a checkpoint nor a run folder with a valid one in {path}/checkpoints")
+        hint = "; `moba-train convert hf-to-moba` makes a checkpoint of a Hugging Face folder"
+        raise CheckpointError(
+            f"{path}: neither a checkpoint nor a run folder with a valid one in {path}/checkpoints"
+            + hint * (path / "config.json").is_file()
+        )
     return newest
 
 

@@ -4,6 +4,7 @@ hf_import           a Hugging Face folder to a checkpoint
 hf_export           a checkpoint to a Hugging Face folder
 hf_tokenizer        the tokenizer of an export, as transformers loads it
 sentencepiece_json  a sentencepiece model as tokenizer.json
+new_folder          an output folder, left as it was when a conversion fails
 folder_contents     what a conversion wrote, for the terminal
 hf_weights          Hugging Face weights into a model that exists, sharded or not
 hf_config           config.json and our `model` section

@@ -41,6 +41,8 @@ _REFUSED = {
 def read_config(folder: Path) -> dict[str, Any]:
     """The contents of config.json in `folder`. Raises CheckpointError unless it is that of a Hugging Face model."""
     path = folder / CONFIG
+    if not path.exists():
+        raise CheckpointError(f"{folder}: not a Hugging Face model: there is no {CONFIG}")
     try:
         config = read_foreign_json(path, roots=folder_roots(folder))
         if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):

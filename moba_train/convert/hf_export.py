@@ -17,6 +17,7 @@ from moba_train.convert.hf_config import CONFIG, hf_config
 from moba_train.convert.hf_names import hf_name
 from moba_train.convert.hf_tokenizer import export_tokenizer
 from moba_train.convert.hf_weights import parameter_shapes
+from moba_train.convert.new_folder import check_new_folder, new_folder
 from moba_train.convert.safetensors_folder import write_safetensors
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import working_roots
@@ -31,8 +32,9 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     entry sees an ordinary Llama, Qwen2 or Qwen3 with full attention. The tokenizer's files are those that transformers
     expects. Returns a warning for each thing that is left out.
 
-    Raises CheckpointError when `output` is not empty, no Hugging Face architecture has the model's shape, an attention
-    kind would lose something, a tensor is missing in the checkpoint, or a byte of it has changed since it was written.
+    Raises CheckpointError when `output` is not empty or cannot be written, no Hugging Face architecture has the model's
+    shape, an attention kind would lose something, a tensor is missing in the checkpoint, or a byte of it has changed
+    since it was written.
     """
     checkpoint, config, stage = saved
     contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."))
@@ -40,18 +42,17 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     if problems := _export_problems(config, kinds):
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
     contents["moba"] = {"layers": [kind.export_entry() for kind in kinds]}
-    if output.exists() and any(output.iterdir()):
-        raise CheckpointError(f"{output}: is not empty; give a new folder")
+    check_new_folder(output)
     verify_checkpoint(checkpoint)
     reader = _reader(checkpoint, config.model)
     tokenizer = export_tokenizer(config, contents["model_type"], stage.seq_len, working_roots())
     contents |= tokenizer.ids
-    output.mkdir(parents=True, exist_ok=True)
-    for name, content in tokenizer.files.items():
-        (output / name).write_bytes(content)
-    write_safetensors(output, _tensors(reader, config.model, dtype), shard_bytes)
-    # Written last: a folder without it is not read as a model.
-    (output / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    with new_folder(output):
+        for name, content in tokenizer.files.items():
+            (output / name).write_bytes(content)
+        write_safetensors(output, _tensors(reader, config.model, dtype), shard_bytes)
+        # Written last: a folder without it is not read as a model.
+        (output / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
     return tokenizer.warnings
 
 

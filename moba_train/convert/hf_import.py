@@ -1,6 +1,7 @@
 """Import of a Hugging Face folder as a checkpoint, a tensor at a time, with a recipe to extend."""
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from moba_train.checkpoint import manifest, publish
@@ -18,8 +20,9 @@ from moba_train.config.schema import RunConfig
 from moba_train.convert.hf_config import CONFIG, read_config, read_layers, read_model_config
 from moba_train.convert.hf_names import hf_name
 from moba_train.convert.hf_weights import check_hf_weights, parameter_shapes
+from moba_train.convert.new_folder import new_folder
 from moba_train.convert.safetensors_folder import SafetensorsFolder
-from moba_train.data.tokenizer import copy_tokenizer
+from moba_train.data.tokenizer import TOKENIZERS, copy_tokenizer
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots
 
@@ -32,26 +35,37 @@ def import_from_hf(folder: Path, output: Path) -> None:
     """Write `output`: a checkpoint (float32, without optimizer state) of the model in `folder`, its tokenizer, and
     recipe.yaml, to be extended by a run.
 
-    Holds one tensor at a time. Raises CheckpointError when our Transformer does not implement the model or
-    `output` is not empty.
+    Holds one tensor at a time. Raises CheckpointError when our Transformer does not implement the model, or `output`
+    is not empty or cannot be written.
     """
     model = read_model_config(folder)
     shapes = parameter_shapes(model)
     files = SafetensorsFolder(folder)
     check_hf_weights(shapes, files)
-    if output.exists() and any(output.iterdir()):
-        raise CheckpointError(f"{output}: is not empty; give a new folder")
     length = _length(folder)
     layers = read_layers(folder)
-    copy_tokenizer(folder, output, folder_roots(folder))
-    checkpoints = output / "checkpoints"
-    checkpoints.mkdir()
-    temporary = publish.make_temporary_folder(checkpoints, 0)
-    config = _recipe(folder, output, model, layers, length)
+    values = _recipe_values(folder, output, model, layers, length)
+    with new_folder(output):
+        copy_tokenizer(folder, output, folder_roots(folder))
+        checkpoints = output / "checkpoints"
+        checkpoints.mkdir()
+        _save_weights(publish.make_temporary_folder(checkpoints, 0), shapes, files, RunConfig.model_validate(values))
+        text = yaml.safe_dump(values, sort_keys=False)
+        (output / RECIPE).write_text(f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
+
+
+def _save_weights(
+    temporary: Path, shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder, config: RunConfig
+) -> None:
+    """Write a checkpoint of step 0 into `temporary`, and publish it."""
     tensors = {f"model.{name}": torch.empty(shape, device="meta") for name, shape in shapes.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), planner=_ReadingPlanner(files), no_dist=True)
+        try:
+            writer = dcp.FileSystemWriter(temporary)
+            dcp.save(tensors, storage_writer=writer, planner=_ReadingPlanner(files), no_dist=True)
+        except CheckpointException as error:
+            raise error.failures[0][0] from error  # what was raised, such as a full disk, or Ctrl-C
     manifest.write_json(temporary / manifest.META, {"progress": {"step": 0, "stage": 0}, "config": dump_config(config)})
     publish.publish(temporary, 0, {path.name: manifest.hash_file(path) for path in temporary.iterdir()})
 
@@ -71,20 +85,15 @@ def imported_recipe(folder: Path, output: Path) -> RunConfig:
 
     Raises CheckpointError when our Transformer does not implement the model.
     """
-    values = _recipe_values(output, read_model_config(folder), read_layers(folder), _length(folder))
+    values = _recipe_values(folder, output, read_model_config(folder), read_layers(folder), _length(folder))
     return RunConfig.model_validate(values)
 
 
-def _recipe(folder: Path, output: Path, model: ModelConfig, layers: dict[str, Any], length: int) -> RunConfig:
-    """Write recipe.yaml from what the folder says about a run, and return the recipe."""
-    recipe = _recipe_values(output, model, layers, length)
-    text = yaml.safe_dump(recipe, sort_keys=False)
-    (output / RECIPE).write_text(f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
-    return RunConfig.model_validate(recipe)
-
-
-def _recipe_values(output: Path, model: ModelConfig, layers: dict[str, Any], length: int) -> dict[str, Any]:
-    """What a recipe says about the model whose tokenizer lies in `output`, with placeholders for its corpora."""
+def _recipe_values(
+    folder: Path, output: Path, model: ModelConfig, layers: dict[str, Any], length: int
+) -> dict[str, Any]:
+    """What a recipe says about the model of `folder` in `output`, with its tokenizer there, and placeholders for its
+    corpora."""
     recipe: dict[str, Any] = {
         "name": output.name,
         "run_dir": f"runs/{output.name}",
@@ -95,9 +104,8 @@ def _recipe_values(output: Path, model: ModelConfig, layers: dict[str, Any], len
         "batch_tokens": length,
         "stages": [{"name": "imported", "seq_len": length, "tokens": length}],
     }
-    if (output / "tokenizer.json").is_file() or (output / "tokenizer.model").is_file():
-        suffix = "json" if (output / "tokenizer.json").is_file() else "model"
-        recipe["data"]["tokenizer"] = str(output / f"tokenizer.{suffix}")
+    if tokenizers := [name for name in TOKENIZERS if (folder / name).is_file()]:
+        recipe["data"]["tokenizer"] = str(output / tokenizers[0])
     return recipe
 
 

@@ -17,9 +17,10 @@ from moba_train.foreign_files import TOKENIZER_BYTES, open_foreign, read_foreign
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TIKTOKEN = "tiktoken:"
 """Prefix of tiktoken encodings, where one is accepted in place of a file."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+"""Names of a tokenizer in a Hugging Face folder, which may have it in both forms."""
 COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer.model",
+    *TOKENIZERS,
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
@@ -42,6 +43,14 @@ def tokenizer_hash(path: str | Path) -> str:
     """SHA-256 of the tokenizer's file, in hexadecimal: the `tokenizer_sha256` of the corpora that it makes. Raises
     ForeignFileError when it is not a regular file, OSError when it cannot be read."""
     return hashlib.sha256(read_foreign(tokenizer_file(path), TOKENIZER_BYTES)).hexdigest()
+
+
+def tokenizer_hashes(path: str | Path) -> list[str]:
+    """`tokenizer_hash` of the tokenizer at `path`, then of its other form in the same Hugging Face folder: an export of
+    a model that was trained with a sentencepiece model has that, and the same tokenizer as tokenizer.json."""
+    file = tokenizer_file(path)
+    others = [file.with_name(name) for name in TOKENIZERS if file.name in TOKENIZERS and name != file.name]
+    return [tokenizer_hash(form) for form in (file, *others) if form == file or form.is_file()]
 
 
 def special_tokens(folder: Path, roots: Sequence[Path] | None = None) -> dict[str, str]:

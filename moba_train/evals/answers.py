@@ -115,7 +115,7 @@ def predicted_answers(
 
 
 def generated_answers(
-    context: EvaluationContext, questions: Sequence[Question], tokens: int, eos: int | None, what: str
+    context: EvaluationContext, questions: Sequence[Question], tokens: int, tokenizer: TextTokenizer, what: str
 ) -> list[list[int]]:
     """Up to `tokens` tokens that greedy generation with the layers' own attention continues each prompt with.
 
@@ -134,7 +134,8 @@ def generated_answers(
             index = first + rank
             prompt = questions[min(index, len(questions) - 1)].prompt
             # No stop token: ranks that end early would leave the others waiting.
-            answer = list(generate(context.model, prompt, tokens, temperature=0, decode="own"))
+            vocab_size, eos = tokenizer.vocab_size, tokenizer.eos_id
+            answer = list(generate(context.model, prompt, tokens, temperature=0, vocab_size=vocab_size, decode="own"))
             if index < len(questions):
                 found[index] = answer[: answer.index(eos)] if eos in answer else answer
     except ValueError as error:

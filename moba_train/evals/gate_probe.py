@@ -29,7 +29,7 @@ from moba_train.parallel.world import gather_over_ranks, sum_over_ranks
 
 
 class GateProbe(Evaluation):
-    """Gate probes of the stage's own attention on sampled queries of validation sequences. See docs/evaluations.md."""
+    """Gate probes of the stage's own attention on sampled queries of validation sequences. See docs/evaluation.md."""
 
     name = "gate_probe"
     key = "evaluation.gate_probe"
@@ -47,7 +47,10 @@ class GateProbe(Evaluation):
             config.data.validation, stage.seq_len, wanted.sequences, config.seed, {}, config.model.vocab_size
         )
         if all(layer.kind == "full" for layer in stage.attention):
-            self.missing = "all layers attend to everything, so there is no gate to probe"
+            self.missing = (
+                f"all layers of stage {stage.name!r} attend to everything, so there is no gate to probe; "
+                f"stages[{stage.index}].attention can be overridden"
+            )
 
     @classmethod
     def enabled(cls, config: RunConfig) -> bool:

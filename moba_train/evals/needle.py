@@ -124,7 +124,7 @@ class Needle(Evaluation):
         """Whether each generated answer has every value."""
         tokenizer = self._texts.tokenizer
         tokens = GENERATED * self._wanted.needles + max(q.places[-1] + 1 - q.prompt_length for q in questions)
-        answers = generated_answers(context, questions, tokens, tokenizer.eos_id, f"{what}, generated")
+        answers = generated_answers(context, questions, tokens, tokenizer, f"{what}, generated")
         return [
             all(
                 tokenizer.decode(question.tokens[slice(*value)]).strip() in tokenizer.decode(answer)

@@ -132,7 +132,7 @@ class Ruler(Evaluation):
                 if GENERATED not in found:
                     continue
                 most = TASKS[task].tokens_to_generate
-                answers = generated_answers(context, questions, most, tokenizer.eos_id, f"{what}, generated")
+                answers = generated_answers(context, questions, most, tokenizer, f"{what}, generated")
                 shares = [
                     found_share(tokenizer.decode(answer), prompt.references)
                     for answer, prompt in zip(answers, prompts, strict=True)

@@ -25,6 +25,8 @@ class Sampling:
     """Below 1: from the smallest set of tokens with at least this probability (nucleus sampling, Holtzman et al. 2020,
     arXiv:1904.09751)."""
     seed: int = 0
+    vocab_size: int | None = None
+    """Only token ids below this are drawn: those of the tokenizer, where the model has more rows; None: any."""
 
     def check(self) -> None:
         """Raises ValueError for values out of range."""
@@ -42,15 +44,16 @@ def generate(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int = 0,
+    vocab_size: int | None = None,
     stop_token: int | None = None,
     decode: Decode = "full",
     on_prefill: Callable[[int], object] = lambda _tokens: None,
 ) -> Iterator[int]:
     """Yield up to `max_new_tokens` token ids that continue `prompt`; `stop_token` ends it and is not yielded.
 
-    A batch of one (`generate_batch`), whose other arguments are explained there.
+    A batch of one: the other arguments are those of `Sampling` and `generate_batch`.
     """
-    sampling = Sampling(temperature, top_p, seed)
+    sampling = Sampling(temperature, top_p, seed, vocab_size)
     steps = generate_batch(
         model, [prompt], max_new_tokens, sampling, stop_token=stop_token, decode=decode, on_prefill=on_prefill
     )
@@ -135,7 +138,7 @@ def _next(model: Transformer, plan: CachePlan, tokens: dict[int, int]) -> dict[i
 
 
 def _sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    logits_V = logits_V.float()
+    logits_V = logits_V[: sampling.vocab_size].float()
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     probabilities, order = (logits_V / sampling.temperature).softmax(-1).sort(descending=True)

@@ -42,6 +42,7 @@ def generate_text(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
+        vocab_size=tokenizer.vocab_size,
         stop_token=tokenizer.eos_id,
         decode=decode,
         on_prefill=PrefillProgress(len(tokens), say),

@@ -96,7 +96,7 @@ def _layout(item: StagePlan) -> str:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
     return table
 
 

@@ -67,7 +67,7 @@ def _best(layouts: Layouts) -> Table:
     table = Table(title="Best layouts: one step on each GPU", title_justify="left")
     table.add_column("", justify="right")
     for index, name in enumerate(_COLUMNS):
-        table.add_column(name, justify="right" if index else "left")
+        table.add_column(name, justify="right" if index else "left", overflow="fold")
     for number, layout in enumerate(layouts.best, start=1):
         for index, step in enumerate(layout.stages):
             table.add_row("" if index else f"{number}.", *(show(step) for show in _COLUMNS.values()))
@@ -79,7 +79,7 @@ def _parts(layout: Layout) -> Table:
     table = Table(title="Layout 1: seconds of a step, and what a GPU receives in it", title_justify="left")
     table.add_column("")
     for step in layout.stages:
-        table.add_column(step.stage.name, justify="right")
+        table.add_column(step.stage.name, justify="right", overflow="fold")
     for field in fields(StepTime):
         values = [getattr(step.time, field.name) for step in layout.stages]
         if any(values):

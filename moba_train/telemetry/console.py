@@ -17,6 +17,7 @@ _EVENT_STYLES = {
     "position_wise": "bold green",
     "checkpoint": "blue",
     "stop": "blue",
+    "stop_time": "blue",
     "spike": "bold red",
     "fault": "bold red",
     "warning": "bold yellow",

@@ -106,7 +106,7 @@ class RunReports:
         if save_s is not None:
             stop_time.save_took(save_s)
         if (news := stop_time.news()) is not None:
-            self.event("stop", news, stop_s=stop_time.seconds)
+            self.event("stop_time", news, stop_s=stop_time.seconds)
 
     def node(self, text: str) -> None:
         """Ask for attention to a GPU or a disk; called by the thread that watches them."""

@@ -9,7 +9,7 @@ from moba_train.config.data import SourceConfig
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossWeights
-from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file, tokenizer_hash
+from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file, tokenizer_hashes
 from moba_train.errors import ConfigError, DataError
 from moba_train.validation.stage_exit import exit_data_problems
 
@@ -52,6 +52,9 @@ def _corpus_problems(config: RunConfig) -> Iterator[str]:
         elif source.path not in opened:
             try:
                 corpus = IndexedDataset(source.path)
+                if not corpus.tokens:
+                    yield f"{key}.path: the corpus {source.path} has no tokens; give another one"
+                    continue
                 corpus.check_vocabulary(config.model.vocab_size)
                 opened[source.path] = LossWeights(corpus, config.loss_norm)
             except DataError as error:
@@ -73,15 +76,15 @@ def check_one_tokenizer(config: RunConfig) -> None:
 def tokenizer_problems(config: RunConfig) -> Iterator[str]:
     """Corpora on disk that were made with another tokenizer than `data.tokenizer` or, without one, than the first
     corpus: the same token ids stand for other text there."""
-    reference: tuple[str, str] | None = None
+    reference, digests = "", list[str]()
     tokenizer = config.data.tokenizer
     if tokenizer is not None and tokenizer_file(tokenizer).is_file():
-        reference = f"data.tokenizer is {tokenizer}", tokenizer_hash(tokenizer)
+        reference, digests = f"data.tokenizer is {tokenizer}", tokenizer_hashes(tokenizer)
     for key, path, name, digest in recorded_tokenizers(_sources(config)):
-        if reference is None:
-            reference = f"the corpus {path} with {name}", digest
-        elif digest != reference[1]:
-            yield tokenizer_mismatch(key, path, name, digest, reference)
+        if not digests:
+            reference, digests = f"the corpus {path} with {name}", [digest]
+        elif digest not in digests:
+            yield tokenizer_mismatch(key, path, name, digest, (reference, digests[0]))
 
 
 def tokenizer_mismatch(key: str, path: str, name: str, digest: str, reference: tuple[str, str]) -> str:

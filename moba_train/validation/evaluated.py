@@ -1,6 +1,6 @@
 """A checkpoint as `moba-train eval` is asked to evaluate it: its recipe with the options laid over it, checked."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from moba_train.checkpoint.recipe import SavedRun
@@ -12,7 +12,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.convert.hf_import import imported_recipe
 from moba_train.convert.initial_weights import is_hf_folder
-from moba_train.data.tokenizer import tokenizer_file, tokenizer_hash
+from moba_train.data.tokenizer import tokenizer_file, tokenizer_hashes
 from moba_train.errors import ConfigError, DataError
 from moba_train.evals.lm_eval.options import LmEvalOptions
 from moba_train.evals.options import EvaluationOptions
@@ -36,7 +36,7 @@ def open_for_evaluation(path: Path, options: EvaluationOptions) -> SavedRun:
     if is_hf_folder(path):
         saved = _hugging_face(path)
         config = changed(saved, options)
-        trained = tokenizer_hash(config.data.tokenizer) if config.data.tokenizer is not None else ""
+        trained = tokenizer_hashes(config.data.tokenizer) if config.data.tokenizer is not None else []
     else:
         saved = read_checkpoint(path)
         paths = SavedPaths(saved.config, saved.path)
@@ -45,8 +45,8 @@ def open_for_evaluation(path: Path, options: EvaluationOptions) -> SavedRun:
         own = _without(config, {*_paths(config)} - {*_paths(saved.config)} | {*options.data})
         check_paths(own, saved.path, paths.roots)
         paths.check_corpora(own)
-        trained = trained_tokenizer(saved.path)
-    _check_tokenizer(config, trained)
+        trained = [digest] if (digest := trained_tokenizer(saved.path)) else []
+    check_tokenizer(config, trained)
     return saved._replace(config=config, stage=resolve_stages(config)[saved.stage.index])
 
 
@@ -154,16 +154,18 @@ def _hugging_face(folder: Path) -> SavedRun:
     return SavedRun(folder, config, stage)
 
 
-def _check_tokenizer(config: RunConfig, trained: str) -> None:
-    """Raises DataError when a validation corpus was made with another tokenizer than the model was trained with."""
+def check_tokenizer(config: RunConfig, trained: Sequence[str]) -> None:
+    """Raises DataError when a validation corpus was made with another tokenizer than the model was trained with, one of
+    `trained`, or without these the recipe's."""
     given = config.data.tokenizer
     file = tokenizer_file(given) if given is not None else None
-    reference = "the model was trained with another one", trained
+    reference = "the model was trained with another one"
     if not trained:
         if file is None or not file.is_file():
             return
-        reference = f"data.tokenizer is {given}", tokenizer_hash(file)
+        reference = f"data.tokenizer is {given}"
+        trained = tokenizer_hashes(file)
     sources = ((f"data.validation[{index}]", source) for index, source in enumerate(config.data.validation))
     for key, path, name, digest in recorded_tokenizers(sources):
-        if digest != reference[1]:
-            raise DataError(tokenizer_mismatch(key, path, name, digest, reference))
+        if digest not in trained:
+            raise DataError(tokenizer_mismatch(key, path, name, digest, (reference, trained[0])))

@@ -54,6 +54,20 @@ def test_generation_says_what_transformers_says(folder: Path) -> None:
     assert ours.rstrip("\n") == tokenizer.decode(theirs[0]).replace("<end>", "").rstrip("\n")
 
 
+@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 2)])
+def test_an_import_that_fails_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int
+) -> None:
+    def write(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", write)
+    done = CliRunner().invoke(app, ["convert", "hf-to-moba", str(folder / "hf"), str(tmp_path / "new")])
+    assert done.exit_code == code, done.output
+    assert code == 130 or "new: cannot be written ([Errno 28] No space left on device)" in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
 def test_export_brings_weights_and_tokenizer_back(folder: Path) -> None:
     invoke("convert", "moba-to-hf", str(folder / "imported"), str(folder / "out"), "--dtype", "float32")
     for name in ("tokenizer.json", "tokenizer_config.json"):

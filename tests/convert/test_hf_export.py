@@ -131,9 +131,26 @@ def test_a_model_without_moba_entry_says_how_to_get_one(exported: tuple[Path, Pa
         model(torch.zeros(1, 8, dtype=torch.int64))
 
 
-def test_a_folder_with_files_is_not_overwritten(exported: tuple[Path, Path]) -> None:
-    with pytest.raises(CheckpointError, match="not empty"):
-        export_to_hf(open_checkpoint(exported[1].parent / "run"), exported[1], torch.float32, shard_bytes=40_000)
+@pytest.mark.parametrize(
+    ("output", "message"), [("out", "not empty"), ("out/config.json", "is a file"), ("out/config.json/new", "written")]
+)
+def test_a_place_that_cannot_be_a_new_folder_is_refused(exported: tuple[Path, Path], output: str, message: str) -> None:
+    folder = exported[1].parent
+    with pytest.raises(CheckpointError, match=f"{output}: .*{message}"):
+        export_to_hf(open_checkpoint(folder / "run"), folder / output, torch.float32, shard_bytes=40_000)
+
+
+def test_an_interrupted_export_leaves_nothing(
+    exported: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(folder: Path, *_: object) -> None:
+        (folder / "part-00000.safetensors").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moba_train.convert.hf_export.write_safetensors", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        export_to_hf(open_checkpoint(exported[1].parent / "run"), tmp_path / "new", torch.float32, shard_bytes=40_000)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_tensor_that_the_index_lacks_is_named_and_nothing_is_exported(

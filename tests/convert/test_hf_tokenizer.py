@@ -31,8 +31,8 @@ LOSSLESS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": F
 
 
 def train_sentencepiece(path: Path, **options: Any) -> Path:
-    """A small sentencepiece model of text and code of this repository, with byte fallback."""
-    files = [ROOT / "README.md", *sorted((ROOT / "moba_train" / "convert").glob("*.py"))]
+    """A small sentencepiece model of a text of this repository, with byte fallback."""
+    files = [ROOT / "README.md"]
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for file in files for line in file.read_text().split("\n")),

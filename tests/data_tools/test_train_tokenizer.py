@@ -33,6 +33,10 @@ def test_same_text_makes_the_same_model(folder: Path) -> None:
         train_tokenizer([str(folder / f"{name}.txt")], folder / f"{output}.model", 330, "text")
     models = [(folder / f"{output}.model").read_bytes() for output in "123"]
     assert models[0] == models[1] == models[2]
+    train_tokenizer([str(folder / "moved.txt")], folder / "1.model", 330, "text")
+    with pytest.raises(DataError, match=r"1.model exists and was trained .* with another --vocab-size"):
+        train_tokenizer([str(folder / "a.txt")], folder / "1.model", 331, "text")
+    assert (folder / "1.model").read_bytes() == models[0]
 
 
 @pytest.mark.parametrize(

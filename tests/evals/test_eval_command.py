@@ -14,10 +14,12 @@ from moba_train.config.load import load_config
 from moba_train.convert.hf_export import export_to_hf
 from moba_train.convert.hf_import import import_from_hf
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.errors import ConfigError
+from moba_train.data.tokenizer import TOKENIZERS, tokenizer_hash, tokenizer_hashes
+from moba_train.errors import ConfigError, DataError
 from moba_train.foreign_files import ROOTS
 from moba_train.train import main
 from moba_train.validation.checkpoints import open_checkpoint
+from moba_train.validation.evaluated import check_tokenizer
 from moba_train.validation.recipe import validate
 
 RECIPE = """
@@ -198,3 +200,22 @@ def test_imported_models_and_hugging_face_folders_give_the_run_s_loss(run: Path,
     assert direct["validation_loss"] == imported["validation_loss"]
     assert not (tmp_path / "hf" / "evaluations").exists()
     assert "give --data or --tasks" in evaluate(tmp_path / "imported", code=2)
+
+
+def test_a_corpus_is_of_either_form_of_an_export_s_tokenizer(project: Path, tmp_path: Path) -> None:
+    """An export of a run with a sentencepiece model has that, and the same tokenizer as tokenizer.json."""
+    for name in TOKENIZERS:
+        (tmp_path / name).write_text(name)
+    changes = [f"data.tokenizer={tmp_path / 'tokenizer.json'}", f"data.validation=[{{path: {tmp_path / 'one'}}}]"]
+    config = load_config(project / "recipe.yaml", changes)
+    for trained in ([], tokenizer_hashes(tmp_path)):
+        for made_with in (*TOKENIZERS, "recipe.yaml"):
+            (tmp_path / "recipe.yaml").touch()
+            info = {"tokenizer": made_with, "tokenizer_sha256": tokenizer_hash(tmp_path / made_with)}
+            with IndexedDatasetWriter(tmp_path / "one", np.uint16, info) as writer:
+                writer.add_document([1, 2, 3])
+            if made_with in TOKENIZERS:
+                check_tokenizer(config, trained)
+            else:
+                with pytest.raises(DataError, match=r"was made with the tokenizer recipe.yaml"):
+                    check_tokenizer(config, trained)

@@ -306,7 +306,7 @@ def test_scores_are_our_own_on_the_same_samples(tmp_path: Path, texts: Path, alo
     prompts = [sample["arguments"][0][0] for sample in samples]
     asked = [Question(tokens, len(tokens), [], []) for tokens in map(lm.tok_encode, prompts)]
     own = load_tokenizer(texts / "tok.model")
-    answers = generated_answers(context(config, reader), asked, 128, own.eos_id, "niah")
+    answers = generated_answers(context(config, reader), asked, 128, own, "niah")
     scores = [
         found_share(own.decode(answer), sample["doc"]["outputs"])
         for answer, sample in zip(answers, samples, strict=True)

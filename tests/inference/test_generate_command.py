@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 
 from moba_train.cli import app
 from moba_train.config.load import load_config
+from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.foreign_files import ROOTS
 from moba_train.inference.text import generate_text
+from moba_train.model.build import build_attention, build_model, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.train import main
 
@@ -91,6 +93,10 @@ def test_a_prompt_that_cannot_be_used_is_named(run: Path, tmp_path: Path) -> Non
     assert "is empty" in generated(run, "--prompt-file", "-", code=2)[1]
     for arguments in ((), ("--prompt", "x", "--prompt-file", "-")):
         assert "either --prompt TEXT or --prompt-file" in generated(run, *arguments, code=2)[1]
+    assert "--prompt: given an empty text" in generated(run, "--prompt", "", code=2)[1]
+    shown, message = generated(run, "--prompt", "x", "--top-p", "2", code=2)
+    assert "--top-p: given 2" in message
+    assert not shown
     make_tokenizer(tmp_path / "large.model", 360)
     message = generated(run, "--prompt", TEXT, "--tokenizer", "large.model", code=2)[1]
     assert "model.vocab_size is 320" in message
@@ -154,3 +160,13 @@ def test_text_is_that_of_all_tokens_decoded_together(
         found = "".join(generate_text(model, tokenizer, prompt, 1000, **options))  # type: ignore[arg-type]  # a dict
         tokens = tokenizer.encode(prompt)
         assert found == tokenizer.decode(tokens + answer)[len(tokenizer.decode(tokens)) :]
+
+
+def test_only_tokens_of_the_tokenizer_are_drawn(project: Path) -> None:
+    """A vocabulary that is padded beyond the tokenizer's has ids without a text."""
+    tokenizer = load_tokenizer(project / "data" / "tok.model")
+    config = load_config(project / "recipe.yaml", ["model.vocab_size=3200"])
+    model = build_model(config)
+    initialize_weights(model, seed=0)
+    model.set_attention(build_attention(resolve_stages(config)[0].attention, config.model.head_width))
+    assert "".join(generate_text(model, tokenizer, "Once", 20, temperature=9.0, top_p=1.0, seed=0, decode="full"))

@@ -102,6 +102,6 @@ def test_the_launcher_is_told_several_times_what_was_measured(tmp_path: Path, mo
 def test_a_run_says_how_long_it_takes_to_stop(run: Run) -> None:
     run.recipe["checkpoint"]["every"] = 2
     assert run.train_here("--stop-at-step", "6") == 0
-    (record,) = run.records("stop")
+    (record,) = run.records("stop_time")
     assert record["stop_s"] % 30 == 0
     assert f"--signal=B:USR1@{record['stop_s']}" in record["message"]

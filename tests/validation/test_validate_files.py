@@ -64,10 +64,23 @@ def test_a_corpus_of_another_tokenizer_than_the_recipes_is_refused(load, tmp_pat
     (tmp_path / "tok.model").write_bytes(b"one")
     config = load("data={train: [{path: one}], tokenizer: tok.model}")
     assert list(tokenizer_problems(config)) == []
+    for name, content in (("tokenizer.json", b"the same in another form"), ("tokenizer.model", b"one")):
+        (tmp_path / name).write_bytes(content)  # an export of a run that was trained with `one`
+    assert list(tokenizer_problems(load("data={train: [{path: one}], tokenizer: tokenizer.json}"))) == []
     (tmp_path / "tok.model").write_bytes(b"trained again")
     (found,) = tokenizer_problems(config)
     assert "data.train[0].path: the corpus one was made with the tokenizer tok.model" in found
     assert "but data.tokenizer is tok.model" in found
+
+
+def test_a_corpus_without_tokens_is_named(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, documents in (("good", [[1, 2, 3]]), ("empty", [])):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            for document in documents:
+                writer.add_document(document)
+    found = problems(load("data={train: [{path: good}], validation: [{path: empty}]}"), check_files=True)
+    assert found == ["data.validation[0].path: the corpus empty has no tokens; give another one"]
 
 
 def test_a_bad_corpus_of_a_later_stage_is_named_before_the_first_begins(load, tmp_path, monkeypatch):
