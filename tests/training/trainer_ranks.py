@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from forked import forked
 from tiny_run import Run
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from moba_train.train import main
 
@@ -111,6 +112,7 @@ def _work(pipe: Connection) -> None:
         os.environ.update(environment)
         try:
             result = program(*arguments) or 0
+            _clear_sharding_prop_cache()  # its meshes name process groups of this run, which the next one may lack
             # A rank that was waiting for one that failed leaves its process group as it is.
             pipe.send((result, not dist.is_initialized()))
         except BaseException as error:
