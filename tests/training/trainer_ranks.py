@@ -1,5 +1,6 @@
 """Training in a few processes that live on from run to run: starting Python and torch takes longer than a tiny run."""
 
+import gc
 import os
 import socket
 import time
@@ -107,6 +108,7 @@ def run_command(*command: str) -> int:
 def _work(pipe: Connection) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
+    gc.freeze()
     while True:
         program, arguments, environment = pipe.recv()
         os.environ.update(environment)
