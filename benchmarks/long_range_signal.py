@@ -4,7 +4,7 @@
     python -m benchmarks.long_range_signal --plot docs/long-range-signal.svg --output benchmarks/results/...
     python -m benchmarks.long_range_signal --quick --output ...     on a CPU, in a minute, with text of its own
 
-The corpus is a folder of `moba-data corpus`. The real trainer trains a model of 25M parameters with full attention, at
+The corpus is a folder of `moba-data corpus`. The real trainer trains a model of 10M parameters with full attention, at
 8K and then at 32K tokens; run again, it goes on where it stopped. `--model RUN` takes a trained model in its place.
 
 The loss is measured on the same tokens for every context. A place is a token of a held-out document with at least 32K
@@ -46,12 +46,12 @@ from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import joined_world
 from moba_train.validation.checkpoints import read_checkpoint
 
-MODEL = {"hidden_size": 512, "intermediate_size": 1408, "layers": 8, "heads": 8, "kv_heads": 4}
+MODEL = {"hidden_size": 384, "intermediate_size": 1024, "layers": 6, "heads": 6, "kv_heads": 3}
 STAGES: list[dict[str, Any]] = [
-    {"name": "short", "seq_len": 8192, "tokens": 120_000_000, "micro_batch_size": 4},
-    {"name": "long", "seq_len": 32768, "tokens": 60_000_000, "micro_batch_size": 1},
+    {"name": "short", "seq_len": 8192, "tokens": 100_000_000, "micro_batch_size": 4},
+    {"name": "long", "seq_len": 32768, "tokens": 40_000_000, "micro_batch_size": 1},
 ]
-BATCH_TOKENS = 1 << 18
+BATCH_TOKENS = 1 << 16
 QUICK_MODEL = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "kv_heads": 1}
 QUICK_STAGES: list[dict[str, Any]] = [
     {"name": "short", "seq_len": 256, "tokens": 16384},
@@ -126,11 +126,11 @@ def recipe(corpus: Path, run: Path, quick: bool) -> dict[str, Any]:
         "batch_tokens": batch_tokens,
         "stages": stages,
         "optim": {
-            "lr": 2e-3,
+            "lr": 1.2e-3,
             "schedule": {"kind": "cosine", "warmup_tokens": sum(stage["tokens"] for stage in stages) // 20},
         },
-        "evaluation": {"every": 100, "sequences": 8 if quick else 32},
-        "checkpoint": {"every": 50},
+        "evaluation": {"every": 50 if quick else 1000, "sequences": 8 if quick else 32},
+        "checkpoint": {"every": 50 if quick else 500},
         "telemetry": {"wandb": {"mode": "disabled"}, "console": not quick},
     }
 

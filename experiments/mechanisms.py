@@ -162,7 +162,8 @@ def _arm(name: str, length: str, seq_len: int, seed: int, quick: bool) -> Arm:
     size = "small" if quick else SIZE
     content = recipe(size, section, *shape(seq_len, TOKENS, quick))
     if mechanism.distilled:
-        content["stages"] = _distilled_stages(mechanism.kind, size, content["stages"][0])
+        *short, whole = content["stages"]
+        content["stages"] = short + _distilled_stages(mechanism.kind, size, whole)
     evaluations = {}
     if name == "full":
         window = ["attention.default=infllm", f"attention.infllm.window={128 if quick else KEYS - 512}"]

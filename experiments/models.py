@@ -9,7 +9,12 @@ from typing import Any
 
 TOKENS_PER_PARAMETER = 20
 """Training tokens for each parameter, as in Hoffmann et al. 2022 (arXiv:2203.15556) and MoBA's own scaling runs."""
-BATCH_TOKENS = 131_072
+BATCH_TOKENS = 32_768
+PEAK_RATE = 1.5e-3
+"""Learning rate at a width of 256."""
+SHORT_LENGTH = 1024
+SHORT_SHARE = 0.0
+"""Share of its tokens that a run begins with, in sequences of `SHORT_LENGTH`; 0: none."""
 
 SIZES: dict[str, dict[str, int]] = {
     "4m": {"hidden_size": 256, "intermediate_size": 704, "layers": 6, "heads": 4, "kv_heads": 2},
@@ -35,14 +40,22 @@ def parameters(size: str) -> int:
     return shape["layers"] * (attention + 3 * hidden * shape["intermediate_size"])
 
 
-def learning_rate(size: str) -> float:
-    """Peak rate: 3e-3 at a width of 256, falling with the width's root; the same for all attention kinds."""
-    return 3e-3 * float((256 / (SIZES | QUICK_SIZES)[size]["hidden_size"]) ** 0.5)
+def learning_rate(size: str, peak: float = PEAK_RATE) -> float:
+    """Peak rate: `peak` at a width of 256, falling with the width's root; the same for all attention kinds."""
+    return peak * float((256 / (SIZES | QUICK_SIZES)[size]["hidden_size"]) ** 0.5)
 
 
 def batch_tokens(seq_len: int) -> int:
     """Tokens of a batch, chosen by experiments/settings.py; at least two sequences, which two GPUs can share."""
     return max(BATCH_TOKENS, 2 * seq_len)
+
+
+def staged(seq_len: int, tokens: int, short: float = SHORT_SHARE) -> list[dict[str, Any]]:
+    """The stages of a run of `tokens` tokens: `short` of them in sequences of `SHORT_LENGTH`, of an eighth of `seq_len`
+    where that is less, then the others."""
+    before = round(short * tokens)
+    first = {"name": "short", "seq_len": min(SHORT_LENGTH, seq_len // 8), "tokens": before}
+    return [*([first] if before else []), {"name": "train", "seq_len": seq_len, "tokens": tokens - before}]
 
 
 def moba(block_size: int, topk: int, **options: Any) -> dict[str, Any]:
@@ -64,13 +77,19 @@ def recipe(
     /,
     **other: Any,
 ) -> dict[str, Any]:
-    """A recipe with one stage of `tokens` tokens in batches of `batch`, a cosine after a warm-up of 2 %, evaluated at
-    its end. `other` keys replace these."""
+    """A recipe of `tokens` tokens in batches of `batch`, a cosine after a warm-up of 2 %, evaluated at its end. `other`
+    keys replace these."""
+    shape = (SIZES | QUICK_SIZES)[size]
     return {
-        "model": dict((SIZES | QUICK_SIZES)[size]) | {"tie_embeddings": True, "rope": {"theta": 500_000.0}},
+        "model": {
+            **shape,
+            "tie_embeddings": True,
+            "rope": {"theta": 500_000.0},
+            "init_std": shape["hidden_size"] ** -0.5,
+        },
         "attention": dict(attention),
         "batch_tokens": batch,
-        "stages": [{"name": "train", "seq_len": seq_len, "tokens": tokens}],
+        "stages": staged(seq_len, tokens),
         "optim": {"lr": learning_rate(size), "schedule": {"kind": "cosine", "warmup_tokens": tokens // 50}},
         "evaluation": {"every": 10**6, **evaluation},
         **other,

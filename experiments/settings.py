@@ -1,31 +1,58 @@
 """F0: batch, learning rate and initial weights that the other figures train with, chosen with full attention alone."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from benchmarks.plotting import GREY, titled
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import validation_loss
-from experiments.models import FULL, TOKENS_PER_PARAMETER, learning_rate, parameters, recipe
+from experiments.models import FULL, TOKENS_PER_PARAMETER, learning_rate, parameters, recipe, staged
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 SIZE = "4m"
-BATCHES = {"32k": 32_768, "128k": 131_072}
-"""Tokens of a batch, by the name of the arm."""
+FIRST_RATE = 3e-3
+"""The rate that the figures began with, at a width of 256."""
+
+
+class Setting(NamedTuple):
+    """What an arm is trained with."""
+
+    batch_tokens: int
+    rate: float
+    """Peak learning rate in units of `FIRST_RATE`."""
+    init_std: float | None = None
+    """Standard deviation of initial weights; None: the trainer's default, 0.02."""
+    short: float = 0.0
+    """Share of the tokens that it begins with in sequences of 1K."""
+    tied: bool = True
+    """Whether embedding and output projection are one matrix."""
+
+    def __str__(self) -> str:
+        words = [f"{self.batch_tokens // 1024}K", f"x{self.rate:g}"]
+        words += [f"weights of {self.init_std:g}"] if self.init_std is not None else []
+        words += [f"first {self.short:.0%} at 1K"] if self.short else []
+        return ", ".join(words + ["untied"] * (not self.tied))
+
+
+WIDE = 1 / 16
+"""The root of 1 / 256, the width of the model."""
 ARMS = {
-    "32k-x0.5": ("32k", 0.5, None),
-    "32k-x0.25": ("32k", 0.25, None),
-    "32k-x0.5-init": ("32k", 0.5, 1 / 16),
-    "128k-x0.5": ("128k", 0.5, None),
-    "128k-x1": ("128k", 1.0, None),
-    "32k-x1": ("32k", 1.0, None),
+    "32k-x0.5-init": Setting(32_768, 0.5, WIDE),
+    "32k-x0.5-init-short": Setting(32_768, 0.5, WIDE, short=0.2),
+    "32k-x0.5-init-untied": Setting(32_768, 0.5, WIDE, tied=False),
+    "32k-x0.5": Setting(32_768, 0.5),
+    "32k-x1": Setting(32_768, 1.0),
+    "32k-x0.25-init": Setting(32_768, 0.25, WIDE),
+    "32k-x0.125-init": Setting(32_768, 0.125, WIDE),
+    "128k-x0.5": Setting(131_072, 0.5),
+    "128k-x1": Setting(131_072, 1.0),
 }
-"""Batch, peak learning rate in units of 3e-3 at a width of 256, and standard deviation of initial weights (None: 0.02),
-in the order in which they are worth running. 1/16 is the root of 1 / 256, the width of the model."""
-_COLOURS = {"32k": "#d9480f", "128k": GREY}
-_STYLES = {1.0: "-", 0.5: "--", 0.25: ":"}
+"""By name, in the order in which they are worth running."""
+_COLOURS = {"short": "#1c7ed6", "untied": "#2b8a3e", "32k": "#d9480f", "128k": GREY}
+"""By the first of these that an arm's name contains."""
+_STYLES = {1.0: "-", 0.5: "--", 0.25: ":", 0.125: "-."}
 
 
 class Settings(Figure):
@@ -37,9 +64,10 @@ class Settings(Figure):
     setup = (
         "A model of 4M parameters with full attention, 20 tokens for each, at 8K, one cosine; batches of 32K and 128K "
         "tokens, and once initial weights that are larger, as the model is narrow. No arm has MoBA, so that the choice "
-        "cannot favour it. A first F5 was trained with batches of 128K tokens and a rate of 3e-3 at a width of 256, in "
-        "1,486 steps: its arms fell steeply between the 500th and 700th step, one earlier than another, and were 0.08 "
-        "nats apart at the end even in the first 512 tokens, where both attentions are one function."
+        "cannot favour it. A first F5 ([file](../experiments/results/hybrid-first.json)), of 9.7M parameters, was "
+        "trained with batches of 128K tokens and a rate of 3e-3 at a width of 256, in 1,486 steps: its arms fell "
+        "steeply between the 500th and 700th step, one earlier than another, and were 0.08 nats apart at the end even "
+        "in the first 512 tokens, where both attentions are one function."
     )
     found: ClassVar[str] = (
         "One arm has ended, with batches of 128K tokens; two with batches of 32K tokens were lost with their machine "
@@ -52,12 +80,14 @@ class Settings(Figure):
         size, length = ("tiny", 256) if quick else (SIZE, 8192)
         tokens = 8192 if quick else TOKENS_PER_PARAMETER * parameters(SIZE)
         arms = []
-        for name, (batch, rate, std) in ARMS.items():
-            batch_tokens = BATCHES[batch] // (64 if quick else 1)
+        for name, setting in ARMS.items():
+            batch_tokens = setting.batch_tokens // (64 if quick else 1)
             made = recipe(size, FULL, length, tokens, batch_tokens, {"sequences": 4 if quick else 256})
-            made["optim"] = {**made["optim"], "lr": rate * learning_rate(size)}
-            if std is not None:
-                made["model"] = {**made["model"], "init_std": std}
+            made["optim"] = {**made["optim"], "lr": learning_rate(size, setting.rate * FIRST_RATE)}
+            made["stages"] = staged(length, tokens, setting.short)
+            made["model"] = {**made["model"], "tie_embeddings": setting.tied, "init_std": setting.init_std}
+            if setting.init_std is None:
+                del made["model"]["init_std"]
             arms.append(Arm(name, seed, made))
         return arms
 
@@ -67,22 +97,18 @@ class Settings(Figure):
         for result in results:
             norms = [norm for _, norm in result["gradient_norms"]]
             cells = [f"{validation_loss(result):.4f}", f"{max(norms[len(norms) // 2 :]):.2f}"]
-            rows.append([_label(result), str(result["last_step"]), *cells, str(len(result["spikes"]))])
+            rows.append([str(ARMS[result["name"]]), str(result["last_step"]), *cells, str(len(result["spikes"]))])
         return Finding([], rows)
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
         """Training loss over tokens."""
         axes = canvas.subplots()
         for result in results:
-            batch, rate, std = ARMS[result["name"]]
+            setting = ARMS[result["name"]]
             tokens = [step * result["recipe"]["batch_tokens"] / 1e6 for step, _ in result["losses"]]
             losses = [loss for _, loss in result["losses"]]
-            width = 1.2 if std is None else 2
-            axes.plot(tokens, losses, _STYLES[rate], lw=width, color=_COLOURS[batch], label=_label(result))
+            width = 1.2 if setting.init_std is None else 2
+            colour = next(colour for part, colour in _COLOURS.items() if part in result["name"])
+            axes.plot(tokens, losses, _STYLES[setting.rate], lw=width, color=colour, label=str(setting))
         titled(axes, "training loss, nats", "million tokens")
         axes.legend(frameon=False, labelcolor=GREY, fontsize=9)
-
-
-def _label(result: Result) -> str:
-    batch, rate, std = ARMS[result["name"]]
-    return f"{batch.upper()}, x{rate:g}" + (f", weights of {std:g}" if std is not None else "")

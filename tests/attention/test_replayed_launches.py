@@ -16,13 +16,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moba_train.attention.blocks.triton.launch import launch, replayed
-from moba_train.attention.blocks.triton.opt_in import VARIABLE
 from moba_train.attention.protocol import Layout, packed_layout
-
-
-@pytest.fixture(autouse=True)
-def opted_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "replay")
 
 
 class Parameter:

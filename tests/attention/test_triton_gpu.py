@@ -16,17 +16,9 @@ if not torch.cuda.is_available():
 from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, naive, run, run_in_parts  # noqa: E402
 
 from moba_train.attention.blocks.geometry import block_bound  # noqa: E402
-from moba_train.attention.blocks.triton.opt_in import VARIABLE  # noqa: E402
 from moba_train.attention.moba import moba_attention  # noqa: E402
 from moba_train.attention.moba.gate import gate_scores, pool_keys  # noqa: E402
 from moba_train.attention.protocol import BackwardState, Layout  # noqa: E402
-
-
-@pytest.fixture(autouse=True, params=["", "one_pass,replay"], ids=["default", "opt_in"])
-def opted_in(request, monkeypatch):
-    """Everything as it is, and with what has to be asked for."""
-    monkeypatch.setenv(VARIABLE, request.param)
-
 
 LONG = [1500, 0, 1, 333, 0, 700, 128]
 

@@ -22,7 +22,6 @@ gathered      rows side by side for a varlen kernel, instead of the two kinds of
 combine       joins the partial results of one query
 best          the best blocks of every query, for kernels that score them
 attention     the backend: all of it, in bounded memory
-opt_in        what of this is used only when asked for
 
 Imported only when used, so that moba_train needs no Triton.
 

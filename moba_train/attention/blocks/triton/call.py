@@ -12,7 +12,6 @@ from moba_train.attention.blocks.spans import KeySpans
 from moba_train.attention.blocks.triton import softmax
 from moba_train.attention.blocks.triton.launch import ceil_div, launch
 from moba_train.attention.blocks.triton.lists import BlockLists
-from moba_train.attention.blocks.triton.opt_in import opted_in
 from moba_train.attention.blocks.triton.tables import BlockTables, block_tables
 from moba_train.attention.blocks.triton.tile_tables import TileTable
 from moba_train.attention.blocks.triton.tiles import TileShape, TileShapes, WorkRange, tile_shapes
@@ -70,10 +69,9 @@ class BlockCall:
     @property
     def one_pass(self) -> bool:
         """Whether one pass makes all gradients of these blocks (one_pass.py): shapes that were measured to be faster
-        so, on the GPU and with the release of Triton that can do it; only when asked for (opt_in.py)."""
+        so, on the GPU and with the release of Triton that can do it."""
         return (
-            opted_in("one_pass")
-            and triton.__version__.startswith("3.6.")
+            triton.__version__.startswith("3.6.")
             and self.q_THD.is_cuda
             and torch.cuda.get_device_capability(self.q_THD.device) == (9, 0)
             and self.q_THD.dtype in (torch.bfloat16, torch.float16)

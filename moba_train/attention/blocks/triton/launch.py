@@ -2,7 +2,7 @@
 
 What a function of this backend launches, with which sizes and on which buffers, follows from its layout and from the
 shapes of its tensors; from layer to layer only addresses change. So the second call on a layout is recorded, and later
-ones allocate and launch what it did (`replayed`), where that is asked for (opt_in.py).
+ones allocate and launch what it did (`replayed`).
 
 A record holds allocations and launches alone. A function that does anything else with tensors, such as copying one that
 is not contiguous, or that launches a kernel without `launch`, is not recorded for such tensors: it always runs as
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
-from moba_train.attention.blocks.triton.opt_in import opted_in
 from moba_train.attention.protocol import Layout
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -52,8 +51,6 @@ def replayed(function: Function) -> Function:
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        if not opted_in("replay"):
-            return function(*arguments, **options)
         tensors, layout, plain = _sorted_out([*arguments, *options.values()])
         if plain is None or _recorder() is not None:  # which sees the launches, not that they are repeated
             return function(*arguments, **options)
