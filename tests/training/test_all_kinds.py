@@ -61,7 +61,7 @@ def mixed(folder: Path, corpora: Path) -> Run:
         "attention": {kind: small_options(kind).model_dump(mode="json") for kind in TRAINABLE},
         "batch_tokens": SEQ_LEN,
         "micro_batch_size": 1,
-        "checkpoint": {"every": STEPS, "keep_last": 10},
+        "checkpoint": {"every": 1, "keep_last": 10},
         "stages": [
             {
                 "name": name,
@@ -119,7 +119,7 @@ def test_parameters_change_in_the_stages_that_use_them_alone(finished: Run) -> N
 
 def test_a_run_resumes_bitwise_inside_the_second_stage(finished: Run, tmp_path: Path, corpora: Path) -> None:
     run = mixed(tmp_path / "stopped", corpora)
-    assert run.train_here("--stop-at-step", str(STEPS + 1)) == 0
+    run.take_over(finished, STEPS + 1)
     assert run.train_here() == 0
     assert run.losses() == finished.losses()
     assert_same_tensors(run.newest_checkpoint, finished.newest_checkpoint)

@@ -10,7 +10,7 @@ import torch
 from tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from trainer_ranks import Ranks, train_traced
 
-STEPS = 3
+STEPS = 2
 
 
 def stages(*trainable: Any) -> list[dict[str, Any]]:
