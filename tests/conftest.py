@@ -4,7 +4,9 @@ Where workers run the tests, the process that started them waits for it to load 
 before the first test module does.
 """
 
+import gc
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +23,18 @@ os.environ.setdefault(ROOTS, "/")  # the corpora of tests lie in temporary folde
 
 if TYPE_CHECKING:
     import torch
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Imports and collects without searching for garbage, and keeps what is there then out of all later searches: they
+    would walk a million objects of torch and pytest, in this process and in all its forks."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_pycollect_makemodule() -> None:

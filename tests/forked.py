@@ -3,8 +3,16 @@
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-IMPORTED_LATE = ["torch._dynamo", "torch.distributed.run", "moba_train.report.position_plot"]
-"""By any training run: the first by torch, the second with matplotlib."""
+IMPORTED_LATE = [
+    "torch._dynamo",
+    "torch._inductor.compile_fx",  # with 800 modules, by the first that compiles
+    "networkx",
+    "torch.distributed.run",
+    "moba_train.report.loss_plot",
+    "moba_train.report.position_plot",
+    "matplotlib.backends.backend_agg",
+]
+"""By training runs: by torch, or with matplotlib."""
 
 
 def forked() -> ForkServerContext:

@@ -3,6 +3,7 @@ starts in it as forks of that. Signals, process groups, exit codes, environments
 processes: what is spared are the imports, six seconds of processor time in each."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import runpy
@@ -105,6 +106,7 @@ def _rank(command: Sequence[str], environment: dict[str, str]) -> None:
 
 def _become(arguments: list[str], environment: dict[str, str]) -> None:
     """Run as `python *arguments` would."""
+    gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
     for stream in (sys.stdout, sys.stderr):

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.registry import KINDS
@@ -128,5 +129,7 @@ def _generator(like: Tensor, name: str, seed: int) -> torch.Generator:
 def _copy_full(parameter: Tensor, full: Tensor) -> None:
     if isinstance(parameter, DTensor):
         # Every rank drew the same numbers, so each keeps its shard without communication.
-        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        shape, offset = compute_local_shape_and_global_offset(full.shape, parameter.device_mesh, parameter.placements)
+        full = full[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+        parameter = parameter.to_local()
     parameter.copy_(full)

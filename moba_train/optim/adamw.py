@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from moba_train.config.optim import AdamWImplementation, OptimConfig
 from moba_train.optim.adamw_cpu import HostAdamW
 from moba_train.optim.adamw_fused import ApexAdamW, TransformerEngineAdamW
 from moba_train.optim.kernel_adamw import KernelAdamW
+from moba_train.optim.local import local_part
 from moba_train.optim.spec import ADAMW_STATE, NamedParameters, OptimizerSpec
 
 IMPLEMENTATIONS: dict[AdamWImplementation, type[KernelAdamW]] = {
@@ -39,10 +40,25 @@ def adamw_groups(parameters: NamedParameters, config: OptimConfig) -> list[dict[
     ]
 
 
+class TorchAdamW(AdamW):
+    """torch's AdamW, given this rank's parts of sharded tensors.
+
+    Every operation is elementwise, so the bits are those of DTensors. DTensor would first derive how the result of each
+    operation is sharded, which takes seconds of the first step on a mesh of three dimensions.
+    """
+
+    def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
+        """Fill the lists that a step works on: parameters, gradients, moments (three, one unused), step counts."""
+        has_complex: bool = super()._init_group(group, *tensors)
+        for listed in tensors:
+            listed[:] = map(local_part, listed)
+        return has_complex
+
+
 def build_torch_adamw(groups: list[dict[str, Any]], config: OptimConfig, device: torch.device) -> AdamW:
     """torch's AdamW over parameter groups."""
     fused = True if device.type == "cuda" else None
-    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    return TorchAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
 def _build(model: nn.Module, config: OptimConfig, device: torch.device, _group: dist.ProcessGroup | None) -> Optimizer:

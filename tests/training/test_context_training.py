@@ -12,6 +12,7 @@ from trainer_ranks import Ranks, train_traced
 
 from moba_train.config.run import CPLayout
 from moba_train.data.batch import collate
+from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.samples import Sample
 from moba_train.parallel.context.batch import shard_batch
 from moba_train.parallel.context.layout import SequenceLayout
@@ -43,24 +44,23 @@ def assert_same_training(got: dict[str, list[Any]], want: dict[str, list[Any]]) 
     assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-3)
 
 
+STEPS = 3
+"""One of the first stage and two of the second, of which the last one has the gradients of the other in its weights."""
+
+
 @pytest.fixture(scope="module")
-def alone_for_4_steps(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
-    run = lengthened(Run(tmp_path_factory.mktemp("alone"), corpora), 4)
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
+    run = lengthened(Run(tmp_path_factory.mktemp("alone"), corpora), STEPS)
     ranks.train(run, 1)
     return run
 
 
-@pytest.mark.slow
-def test_twelve_steps_are_the_same_where_two_pairs_of_ranks_share_sequences(run: Run, ranks: Ranks) -> None:
+def test_two_pairs_of_ranks_that_share_sequences_train_the_same(run: Run, ranks: Ranks, alone: Run) -> None:
     run.recipe["parallel"] = {"cp": 2}
-    ranks.train(lengthened(run, 12), 4)
-    shared = curves(run)
+    ranks.train(lengthened(run, STEPS), 4)
+    assert_same_training(curves(run), curves(alone))
     devices = [record["tokens_per_s"] / record["tokens_per_s_per_device"] for record in run.records()]
-    assert devices == pytest.approx([4] * 12)
-    shutil.rmtree(run.run_dir)
-    del run.recipe["parallel"]
-    ranks.train(run, 1)
-    assert_same_training(shared, curves(run))
+    assert devices == pytest.approx([4] * STEPS)
 
 
 @pytest.mark.parametrize(
@@ -74,22 +74,22 @@ def test_twelve_steps_are_the_same_where_two_pairs_of_ranks_share_sequences(run:
     ids=lambda value: value.get("cp_transport") if isinstance(value, dict) else None,
 )
 def test_every_transport_trains(
-    run: Run, ranks: Ranks, alone_for_4_steps: Run, world: int, per_node: int, parallel: dict[str, Any]
+    run: Run, ranks: Ranks, alone: Run, world: int, per_node: int, parallel: dict[str, Any]
 ) -> None:
     """Only the second stage shares its sequences: the layout of the weights stays as it is."""
     run.recipe["stages"][0]["micro_batch_size"] = 2  # four ranks have no more
     run.recipe["stages"][1]["parallel"] = {"cp": world, **parallel}
-    ranks.train(lengthened(run, 4), world, per_node=per_node)
+    ranks.train(lengthened(run, STEPS), world, per_node=per_node)
     (choice,) = run.records("parallel")
     assert parallel["cp_transport"] in choice["message"]
     assert choice["stage"] == "long"
-    assert_same_training(curves(run), curves(alone_for_4_steps))
+    assert_same_training(curves(run), curves(alone))
 
 
 def test_dispatch_trains_where_every_layer_selects_blocks(run: Run, ranks: Ranks) -> None:
     """Evaluated with full attention, too, which cannot be dispatched."""
     run.recipe["stages"][1]["attention"] = {"full_layers": "none"}
-    lengthened(run, 4)
+    lengthened(run, STEPS)
     run.recipe["evaluation"]["position_wise"] = {"bucket": 32, "sequences": 2}
     ranks.train(run, 1)
     alone, trailing = curves(run), run.records("position_wise")[-1]["trailing_loss_full"]
@@ -117,27 +117,33 @@ def test_lengths_that_three_ranks_cannot_share_evenly_train_the_same(run: Run, r
     assert trailing == pytest.approx(run.records("position_wise")[0]["trailing_loss"], rel=1e-3)
 
 
-def test_a_run_goes_on_with_another_cp_and_bitwise_with_the_same(run: Run, ranks: Ranks, tmp_path: Path) -> None:
-    """Half of it at cp = 2 on two ranks; the rest there again, at cp = 4, and with dp = 2 instead."""
-    run.recipe["parallel"] = {"cp": 2, "cp_transport": "allgather"}
-    ranks.train(run, 2)
-    undisturbed = curves(run)
-    shutil.rmtree(run.run_dir)
-    ranks.train(run, 2, "--stop-at-step", "8")
-    shutil.copytree(run.run_dir, tmp_path / "half")
-    for world, parallel in ((2, run.recipe["parallel"]), (4, {"cp": 4}), (2, {})):
+def test_a_run_goes_on_with_another_cp_and_bitwise_with_the_same(tmp_path: Path, corpora: Path, ranks: Ranks) -> None:
+    """Six steps at cp = 2 on two ranks; the last two there again, at cp = 4, and with dp = 2 instead."""
+
+    def six_steps(name: str, parallel: dict[str, Any]) -> Run:
+        run = lengthened(Run(tmp_path / name, corpora), 6)
+        run.folder.mkdir()
+        run.recipe["checkpoint"]["every"] = 4
         run.recipe["parallel"] = parallel
+        return run
+
+    shared = {"cp": 2, "cp_transport": "allgather"}
+    undisturbed = six_steps("undisturbed", shared)
+    ranks.train(undisturbed, 2)
+    for name, world, parallel in (("again", 2, shared), ("cp 4", 4, {"cp": 4}), ("dp 2", 2, {})):
+        run = six_steps(name, parallel)
+        run.take_over(undisturbed, 4)
         ranks.train(run, world)
-        assert_same_training(curves(run), undisturbed)
-        if parallel.get("cp") == 2:
-            assert curves(run) == undisturbed
-        shutil.rmtree(run.run_dir)
-        shutil.copytree(tmp_path / "half", run.run_dir)
+        assert_same_training(curves(run), curves(undisturbed))
+        assert parallel != shared or curves(run) == curves(undisturbed)
 
 
 def test_compiled_recomputed_accumulated_and_shared(run: Run, ranks: Ranks) -> None:
-    """The stage that has both kinds of layers."""
-    run.recipe["data"].pop("validation")  # its passes without gradients would be compiled as well
+    """The stage that has both kinds of layers, and one document: other numbers of them would be compiled as well, as
+    would the passes without gradients over validation data."""
+    with IndexedDatasetWriter(run.folder / "long", np.uint16) as writer:
+        writer.add_document(np.random.default_rng(0).integers(VOCAB, size=4000).astype(np.uint16))
+    run.recipe["data"] = {"train": [{"path": str(run.folder / "long")}]}
     run.recipe["stages"] = [run.recipe["stages"][1] | {"tokens": 3 * 512}]
     ranks.train(run, 1)
     alone = run.losses()

@@ -10,7 +10,7 @@ import torch
 from tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from trainer_ranks import Ranks, train_traced
 
-STEPS = 3
+STEPS = 2
 
 
 def stages(*trainable: Any) -> list[dict[str, Any]]:
@@ -63,14 +63,20 @@ def test_what_is_frozen_stays_bitwise_with_its_optimizer_state(undisturbed: Run)
     assert changed(undisturbed, 3 * STEPS) == all_names(undisturbed), "and what was frozen moves again"
 
 
-@pytest.mark.parametrize("stops", [[STEPS + 1], [STEPS, 2 * STEPS], [2 * STEPS + 1]])
+@pytest.mark.parametrize(
+    ("taken_over", "stops"), [(0, [STEPS + 1, 2 * STEPS]), (STEPS, [2 * STEPS + 1])], ids=["inside", "across"]
+)
 def test_resuming_inside_and_across_a_switch_is_bitwise_equal(
-    run: Run, undisturbed: Run, ranks: Ranks, stops: list[int]
+    run: Run, undisturbed: Run, ranks: Ranks, taken_over: int, stops: list[int]
 ) -> None:
+    """Inside a stage, at each switch, and with a switch after each of these."""
     prepared(run, "all", PATTERNS, "all", precision={"compute": "bf16"})
+    if taken_over:
+        run.take_over(undisturbed, taken_over)
     for stop in stops:
         ranks.train(run, 2, "--stop-at-step", str(stop))
     ranks.train(run, 2)
+    assert [event["step"] for event in run.records("resume")] == [taken_over, *stops][not taken_over :]
     assert run.losses() == undisturbed.losses()
     assert_same_tensors(run.newest_checkpoint, undisturbed.newest_checkpoint)
 
@@ -124,6 +130,8 @@ def test_a_spike_among_frozen_parameters_is_dumped_and_rolled_back(run: Run) -> 
 
 def test_compiled_blocks_follow_the_switch(run: Run, ranks: Ranks) -> None:
     prepared(run, "all", PATTERNS, compile=True)
+    run.recipe["attention"]["full_layers"] = "none"  # one kind, which is compiled once for both layers
+    del run.recipe["data"]["validation"]  # its passes without gradients would be compiled as well
     ranks.work(train_traced, [str(run.write_recipe())], 1)
     compiled = run.losses()
     part = {name for name in all_names(run) if name.startswith("blocks.1.attention.")} | {"norm.weight"}

@@ -29,40 +29,37 @@ KDA = (
 
 
 def with_kinds(run: Run, first: str, second: str, **parallel: Any) -> Run:
-    """Two steps with full attention, then four with these kinds in the two layers."""
+    """A step with full attention, then three with these kinds in the two layers."""
     overrides = {0: {"kind": first}, 1: {"kind": second}}
     run.recipe["stages"][1]["attention"] = {"full_layers": "none", "overrides": overrides}
-    for stage, steps in zip(run.recipe["stages"], (2, 4), strict=True):
+    for stage, steps in zip(run.recipe["stages"], (1, 3), strict=True):
         stage["tokens"] = steps * 512
     run.recipe["parallel"] = parallel
-    run.recipe["checkpoint"] = {"every": 2, "keep_last": 10}
+    run.recipe["checkpoint"] = {"every": 1, "keep_last": 10}
     return run
 
 
-def another_run(folder: Path, corpora: Path) -> Run:
-    folder.mkdir()
-    return Run(folder, corpora)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
+    """On one rank. Not to be changed."""
+    run = with_kinds(Run(tmp_path_factory.mktemp("linear"), corpora), "kda", "lightning")
+    assert run.train_here() == 0
+    return run
 
 
-def test_states_pass_between_ranks(run: Run, tmp_path: Path, corpora: Path, ranks: Ranks) -> None:
+def test_states_pass_between_ranks(run: Run, alone: Run, ranks: Ranks) -> None:
     """In the zigzag layout, whose ranks hold two ranges of tokens each."""
-    shared = with_kinds(run, "lightning", "kda", cp=2, cp_transport="ring", cp_layout="zigzag")
-    ranks.train(shared, 2)
-    alone = with_kinds(another_run(tmp_path / "alone", corpora), "lightning", "kda")
-    assert alone.train_here() == 0
-    assert shared.losses() == pytest.approx(alone.losses(), rel=1e-3)
-    assert shared.losses()[-1] < shared.losses()[0]
+    ranks.train(with_kinds(run, "kda", "lightning", cp=2, cp_transport="ring", cp_layout="zigzag"), 2)
+    assert run.losses() == pytest.approx(alone.losses(), rel=1e-3)
+    assert run.losses()[-1] < run.losses()[0]
 
 
-def test_they_train_and_resume_bitwise(run: Run, tmp_path: Path, corpora: Path) -> None:
-    whole = with_kinds(run, "kda", "lightning")
-    assert whole.train_here() == 0
-    stopped = with_kinds(another_run(tmp_path / "stopped", corpora), "kda", "lightning")
-    stopped.take_over(whole, 4)
-    assert stopped.train_here() == 0
-    assert_same_tensors(stopped.newest_checkpoint, whole.newest_checkpoint)
-    before = checkpoint_tensors(whole.run_dir / "checkpoints" / "step_00000002")
-    after = checkpoint_tensors(whole.newest_checkpoint)
+def test_they_train_and_resume_bitwise(run: Run, alone: Run) -> None:
+    with_kinds(run, "kda", "lightning").take_over(alone, 2)
+    assert run.train_here() == 0
+    assert_same_tensors(run.newest_checkpoint, alone.newest_checkpoint)
+    before = checkpoint_tensors(alone.run_dir / "checkpoints" / "step_00000001")
+    after = checkpoint_tensors(alone.newest_checkpoint)
     names = [name for name in before if name.startswith("model.") and (".kda." in name or ".lightning." in name)]
     assert len(names) == 11 + 2
     assert not any(torch.equal(before[name], after[name]) for name in names)

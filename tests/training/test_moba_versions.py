@@ -23,12 +23,12 @@ LAYERS = {
 def with_versions(run: Run, cp: int) -> Run:
     """Full attention, then a stage with a version in each layer."""
     run.recipe["model"]["layers"] = 3
-    run.recipe["stages"][0]["tokens"] = 2 * 512
-    run.recipe["stages"][1]["tokens"] = 4 * 512
+    run.recipe["stages"][0]["tokens"] = 512
+    run.recipe["stages"][1]["tokens"] = 3 * 512
     run.recipe["stages"][1]["attention"] = {"full_layers": "none", "overrides": LAYERS}
     run.recipe["parallel"] = {"cp": cp}
     run.recipe["checkpoint"]["keep_last"] = 10
-    run.recipe["checkpoint"]["every"] = 2
+    run.recipe["checkpoint"]["every"] = 1
     run.recipe["evaluation"]["gate_probe"] = {"queries": 16}
     return run
 
@@ -46,7 +46,7 @@ def test_two_ranks_train_as_one_and_what_begins_as_zeros_learns(finished: Run, r
     assert finished.losses() == pytest.approx(run.losses(), rel=1e-3)
     before, after = (
         checkpoint_tensors(path)
-        for path in (finished.run_dir / "checkpoints" / "step_00000002", finished.newest_checkpoint)
+        for path in (finished.run_dir / "checkpoints" / "step_00000001", finished.newest_checkpoint)
     )
     for name in ("0.attention.moba.weight", "1.attention.moba_v05.o_proj.weight"):
         assert not before[f"model.blocks.{name}"].any()
@@ -54,7 +54,7 @@ def test_two_ranks_train_as_one_and_what_begins_as_zeros_learns(finished: Run, r
 
 
 def test_it_resumes_bitwise(finished: Run, run: Run, ranks: Ranks) -> None:
-    with_versions(run, cp=2).take_over(finished, 4)
+    with_versions(run, cp=2).take_over(finished, 2)
     ranks.train(run, 2)
     assert run.losses() == finished.losses()
     assert_same_tensors(run.newest_checkpoint, finished.newest_checkpoint)

@@ -84,7 +84,7 @@ def test_any_layout_goes_on_from_any_other(run: Run, alone: dict[str, Any], rank
 @pytest.mark.slow
 def test_sixteen_ranks_of_two_nodes_with_all_parallelism_train_as_one_rank(run: Run, ranks: Ranks) -> None:
     """A pipeline between nodes; in each of them batches, sequences and layers are shared. A step of each stage."""
-    short(run, {}, steps=2)
+    short(run, {}, steps=2).recipe["model"]["layers"] = 2
     run.recipe |= {"evaluation": {}, "checkpoint": {"every": None}}  # slow in sixteen processes on two cores
     del run.recipe["data"]["validation"]
     ranks.train(run, 1)

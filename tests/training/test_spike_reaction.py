@@ -125,17 +125,20 @@ def test_a_fault_of_the_machine_is_told_from_one_of_the_data(skipping: tuple[Run
     assert data["repeated_loss"] > run.losses()[POISONED] + 1
 
 
-def test_looking_at_a_step_does_not_change_the_training(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_at_a_step_does_not_change_the_training(
+    run: Run, tmp_path: Path, corpora: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step after a dump computes with the weights that the step before it made."""
-    steady(run, "log", 20)
     inject(monkeypatch, {18: scaled_gradient})
-    assert run.train_here() == 0
+    assert steady(run, "log", 20).train_here() == 0
     assert dump(run, 18)["action"] == "apply"
-    losses = run.losses()
-    shutil.rmtree(run.run_dir)
+    unseen = steady(Run(tmp_path / "unseen", corpora), "log", 20)
+    unseen.take_over(run, 16)
+    shutil.rmtree(dump_folder(unseen.run_dir))
     monkeypatch.setattr("moba_train.training.recovery.write_dump", lambda *_arguments, **_named: Dump([], {}))
-    assert run.train_here() == 0
-    assert run.losses() == losses
+    assert unseen.train_here() == 0
+    assert not dump_folder(unseen.run_dir).exists()
+    assert unseen.losses() == run.losses()
 
 
 def test_a_dump_of_an_earlier_version_is_shown(skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path) -> None:
@@ -268,20 +271,23 @@ def test_what_the_guide_says_about_spikes_works(skipping: tuple[Run, list[tuple[
     assert spike == SpikeConfig(reaction="rollback")
 
 
-def rolling_back(folder: Path, corpora: Path, *stops: str) -> Run:
-    """A run that skips step 22 and goes back at step 26, stopped and resumed after these steps."""
-    run = steady(Run(folder, corpora), "rollback", 30)
-    run.recipe["checkpoint"]["keep_last"] = 20
-    for arguments in (*(["--stop-at-step", step] for step in stops), []):
-        with pytest.MonkeyPatch.context() as patch:
-            inject(patch, {22: scaled_gradient, 26: overflow})
-            assert run.train_here(*arguments) == 0
+def rolling_back(run: Run) -> Run:
+    """It skips step 22 and goes back at step 26."""
+    steady(run, "rollback", 30).recipe["checkpoint"]["keep_last"] = 20
     return run
+
+
+def train_rolling_back(run: Run, *arguments: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        inject(patch, {22: scaled_gradient, 26: overflow})
+        assert run.train_here(*arguments) == 0
 
 
 @pytest.fixture(scope="module")
 def rolled_back(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
-    return rolling_back(tmp_path_factory.mktemp("rollback"), corpora)
+    run = rolling_back(Run(tmp_path_factory.mktemp("rollback"), corpora))
+    train_rolling_back(run)
+    return run
 
 
 def test_a_rollback_returns_to_the_last_checkpoint_from_before_the_spike(rolled_back: Run) -> None:
@@ -297,8 +303,13 @@ def test_a_rollback_returns_to_the_last_checkpoint_from_before_the_spike(rolled_
     assert rolled_back.losses()[-1] < rolled_back.losses()[19]
 
 
-def test_resuming_before_and_after_a_rollback_is_bitwise_equal(rolled_back: Run, tmp_path: Path, corpora: Path) -> None:
-    resumed = rolling_back(tmp_path, corpora, "24", "26")
+def test_resuming_before_and_after_a_rollback_is_bitwise_equal(rolled_back: Run, run: Run) -> None:
+    """After a kill before the skipped step, and after stops before and at the rollback."""
+    resumed = rolling_back(run)
+    resumed.take_over(rolled_back, 20)
+    for arguments in (["--stop-at-step", "24"], ["--stop-at-step", "26"], []):
+        train_rolling_back(resumed, *arguments)
+    assert [event["step"] for event in resumed.records("resume")] == [20, 24, 26]
     assert [record["step"] for record in resumed.records()] == list(range(1, 31))
     assert [json.dumps(loss) for loss in resumed.losses()] == [json.dumps(loss) for loss in rolled_back.losses()]
     ours, theirs = resumed.newest_checkpoint, rolled_back.newest_checkpoint
@@ -306,16 +317,11 @@ def test_resuming_before_and_after_a_rollback_is_bitwise_equal(rolled_back: Run,
     assert_same_tensors(ours, theirs)
 
 
-def test_a_wrong_byte_in_an_old_meta_costs_that_checkpoint_only(
-    rolled_back: Run, tmp_path: Path, corpora: Path
-) -> None:
+def test_a_wrong_byte_in_an_old_meta_costs_that_checkpoint_only(rolled_back: Run, run: Run) -> None:
     """In step 20, which the rollback would take, and in step 4, which only retention meets, at every save."""
-    run = steady(Run(tmp_path, corpora), "rollback", 30)
-    run.recipe["checkpoint"]["keep_last"] = 20
-    folder = shutil.copytree(rolled_back.run_dir, run.run_dir) / "checkpoints"
-    for path in folder.glob("step_*"):
-        if int(path.name.removeprefix("step_")) > 24:
-            shutil.rmtree(path)
+    rolling_back(run)
+    run.take_over(rolled_back, 24)
+    folder = run.run_dir / "checkpoints"
     for step in (4, 20):
         meta = folder / f"step_{step:08d}" / "meta.json"
         meta.write_bytes(meta.read_bytes().replace(b'"progress"', b'"progresS"'))

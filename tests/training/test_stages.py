@@ -262,11 +262,11 @@ def test_every_stage_runs_compiled(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         "evaluation": {"every": 100, "sequences": 2, "position_wise": {"bucket": 16, "sequences": 2}},
         "stages": [
             {"name": f"of-{length}", "seq_len": length, "tokens": STEP, "micro_batch_size": STEP // 2 // length}
-            for length in (64, 128, 256)
+            for length in (64, 128)
         ],
     }
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch.compiler.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
         assert run.train_here() == 0
-    assert [record["stage"] for record in run.records()] == ["of-64", "of-128", "of-256"]
+    assert [record["stage"] for record in run.records()] == ["of-64", "of-128"]

@@ -203,13 +203,14 @@ def test_a_run_resumes_bitwise_inside_its_stage(finished: Run, toy_run: Run, own
     assert_same_tensors(toy_run.newest_checkpoint, finished.newest_checkpoint)
 
 
-def test_a_run_may_get_a_stage_with_it_later(run: Run, ranks: Ranks, own_ranks: Ranks) -> None:
+def test_a_run_may_get_a_stage_with_it_later(run: Run, finished_run: Run, own_ranks: Ranks) -> None:
     """Its parameters are not in the checkpoint of a run that knew nothing of it: they begin with their initial values.
     A checkpoint whose stages use it must have them."""
-    ranks.train(run, 2)
-    run.recipe["stages"].append({**run.recipe["stages"][1], "name": "toys", "attention": {"default": "toy"}})
+    run.take_over(finished_run, 12)
+    toys = {**run.recipe["stages"][1], "name": "toys", "tokens": 2 * 512, "attention": {"default": "toy"}}
+    run.recipe["stages"].append(toys)
     train(run, own_ranks, 2)
-    assert len(run.losses()) == 18
+    assert len(run.losses()) == 14
     first = run.records()[12]
     assert first["auxiliary_loss"] == pytest.approx(0.1 * 0.25**2)
 
@@ -218,7 +219,7 @@ def test_a_run_may_get_a_stage_with_it_later(run: Run, ranks: Ranks, own_ranks: 
     lost.recipe = {**run.recipe, "run_dir": str(run.folder / "run"), "stages": run.recipe["stages"][:2]}
     lost.recipe["stages"][1]["attention"] = {"default": "toy"}
     lost.recipe["stages"][1]["tokens"] += 512
-    shutil.rmtree(run.run_dir / "checkpoints" / "step_00000018")
+    shutil.rmtree(run.run_dir / "checkpoints" / "step_00000014")
     with pytest.raises(AssertionError, match="rank 0 failed"):
         train(lost, own_ranks, 2)
 

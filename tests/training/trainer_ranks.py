@@ -1,5 +1,6 @@
 """Training in a few processes that live on from run to run: starting Python and torch takes longer than a tiny run."""
 
+import gc
 import os
 import socket
 import time
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from forked import forked
 from tiny_run import Run
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from moba_train.train import main
 
@@ -106,11 +108,13 @@ def run_command(*command: str) -> int:
 def _work(pipe: Connection) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
+    gc.freeze()
     while True:
         program, arguments, environment = pipe.recv()
         os.environ.update(environment)
         try:
             result = program(*arguments) or 0
+            _clear_sharding_prop_cache()  # its meshes name process groups of this run, which the next one may lack
             # A rank that was waiting for one that failed leaves its process group as it is.
             pipe.send((result, not dist.is_initialized()))
         except BaseException as error:
