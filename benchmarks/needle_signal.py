@@ -107,7 +107,8 @@ def draw(source: Path, plot: Path) -> None:
         draw_heads(left, rows, "paper")
         draw_heads(middle, rows, "scores")
         draw_misses(right, results["summary"])
-        figure.savefig(plot, format="svg", dpi=200, transparent=True, metadata={"Description": stamp(text), "Date": None})
+        about = {"Description": stamp(text), "Date": None}
+        figure.savefig(plot, format="svg", dpi=200, transparent=True, metadata=about)
         plt.close(figure)
 
 
