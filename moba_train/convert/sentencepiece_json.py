@@ -7,6 +7,7 @@ a sample of texts, every piece of the vocabulary, and pieces of the vocabulary i
 import importlib
 import json
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,7 +85,7 @@ def _contents(tokenizers: Any, model: Any) -> dict[str, Any]:
         "version": "1.0",
         "added_tokens": added,
         "normalizer": _normalizer(tokenizers, spec),
-        "pre_tokenizer": None,
+        "pre_tokenizer": _pre_tokenizer(model),
         "post_processor": None,
         "decoder": _decoder(spec),
         "model": _model(model),
@@ -108,6 +109,19 @@ def _normalizer(tokenizers: Any, spec: Any) -> dict[str, Any]:
         steps.append({"type": "Prepend", "prepend": SPACE})
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
     return {"type": "Sequence", "normalizers": steps}
+
+
+def _pre_tokenizer(model: Any) -> dict[str, Any] | None:
+    """Characters that the vocabulary lacks by themselves, where text could otherwise become a control symbol or byte
+    that is spelt with them: `Unigram` rates an unknown character below any piece."""
+    if model.trainer_spec.model_type != _UNIGRAM or not model.trainer_spec.byte_fallback:
+        return None
+    known = {character for piece in model.pieces if piece.type == piece.NORMAL for character in piece.piece}
+    excluded = {character for piece in model.pieces if piece.type != piece.NORMAL for character in piece.piece}
+    if not (unknown := sorted(excluded - known)):
+        return None
+    pattern = {"Regex": "|".join(map(re.escape, unknown))}
+    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
 
 
 def _decoder(spec: Any) -> dict[str, Any]:

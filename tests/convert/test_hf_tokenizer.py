@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from moba_train.data.tokenizer import load_text_tokenizer
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 600
+SEED = 0
+SYLLABLES = [first + vowel for first in "bdfgklmnprstvz" for vowel in "aeiou"]
+MARKS = [".", "!", "?", ":", " <", ">", " =", "'", ' "', " #", ")", " (", "-", "_", "/", " 0", "1", "23"]
 TEXTS = [
     "Attention is all you need.\n\n  Two  spaces, a\ttab and  a trailing one ",
     " leading\n\n\n    indented = {'a': x ** 2, \"b\": [1, 2, 3]}  # comment\r\n",
@@ -30,12 +34,20 @@ LOSSLESS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": F
 """Options of `moba-data train-tokenizer`. The defaults of sentencepiece change texts and put a space first."""
 
 
+def training_lines() -> list[str]:
+    """Made-up sentences, the same for ever: whether a unigram model can be a tokenizer.json depends on its text, as
+    sentencepiece and tokenizers break ties differently."""
+    rng = random.Random(SEED)
+    words = ["".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(500)]
+    weights = [1 / rank for rank in range(1, len(words) + 1)]
+    return [" ".join(rng.choices(words, weights, k=rng.randint(3, 15))).capitalize() + rng.choice(MARKS) for _ in range(2000)]
+
+
 def train_sentencepiece(path: Path, **options: Any) -> Path:
-    """A small sentencepiece model of a text of this repository, with byte fallback."""
-    files = [ROOT / "README.md"]
+    """A small sentencepiece model with byte fallback."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for file in files for line in file.read_text().split("\n")),
+        sentence_iterator=iter(training_lines()),
         model_writer=model,
         vocab_size=VOCAB,
         minloglevel=2,
@@ -56,7 +68,7 @@ def train_json(folder: Path) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator([(ROOT / "README.md").read_text()], trainer)
+    tokenizer.train_from_iterator(training_lines(), trainer)
     tokenizer.save(str(folder / "my-tokenizer.json"))
     return folder / "my-tokenizer.json"
 
