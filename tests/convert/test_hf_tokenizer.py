@@ -40,7 +40,8 @@ def training_lines() -> list[str]:
     rng = random.Random(SEED)
     words = ["".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(500)]
     weights = [1 / rank for rank in range(1, len(words) + 1)]
-    return [" ".join(rng.choices(words, weights, k=rng.randint(3, 15))).capitalize() + rng.choice(MARKS) for _ in range(2000)]
+    sentences = (" ".join(rng.choices(words, weights, k=rng.randint(3, 15))) for _ in range(2000))
+    return [sentence.capitalize() + rng.choice(MARKS) for sentence in sentences]
 
 
 def train_sentencepiece(path: Path, **options: Any) -> Path:
