@@ -148,7 +148,7 @@ def test_two_gpus_train_as_one(run: Run, tmp_path: Path, corpora: Path, parallel
     alone = muon(Run(tmp_path / "alone", corpora))
     for one, ranks_ in ((alone, 1), (muon(run, **parallel), 2)):
         one.recipe["model"]["hidden_size"] = 256  # heads of width 64, so that the kernels of real training run
-        code, output = one.train(ranks_, gpu=True)
+        code, output = one.train_on_gpu(ranks_)
         assert code == 0, output
     shared, single = (
         {key: [record[key] for record in one.records()] for key in ("loss", "grad_norm", "loss_tokens")}
