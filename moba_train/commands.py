@@ -1,6 +1,5 @@
 """Common parts of the command-line programs. Imports nothing heavy, so that `--help` answers at once."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,10 +55,12 @@ def _parse_tokens(text: str, base: int) -> int:
 
 
 def table_console() -> Any:
-    """A console of rich for tables: as wide as the terminal; 160 columns where the output goes to a file or a pipe."""
+    """A console of rich for tables: as wide as the terminal; at least 160 columns where the output goes to a file or a
+    pipe."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=160)
+    console = Console()
+    return console if sys.stdout.isatty() else Console(width=max(160, console.width))
 
 
 def command_group(help_text: str) -> typer.Typer:
