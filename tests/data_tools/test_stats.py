@@ -44,7 +44,8 @@ def test_stats_prints_tables_and_draws_the_plot(tmp_path: Path) -> None:
                 writer.add_document([1] * length)
     prefixes = [str(tmp_path / "a"), str(tmp_path / "empty")]
     options = ["--block-size", "4", "--topk", "1", "--plot", str(tmp_path / "a.svg")]
-    result = CliRunner(env={"COLUMNS": "40"}).invoke(app, ["stats", *prefixes, *options])  # of a terminal; this is a pipe
+    narrow = {"COLUMNS": "40"}  # of a terminal; this is a pipe
+    result = CliRunner(env=narrow).invoke(app, ["stats", *prefixes, *options])
     assert result.exit_code == 0, result.output
     assert "documents <= 4" in result.output
     assert "35.7%" in result.output  # 5 of 14 tokens are in documents of up to 4
