@@ -121,7 +121,8 @@ def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSize
     if cp is None:
         cp = stage.parallel.cp if ranks % stage.parallel.cp == 0 else 1
     if ranks % cp:
-        raise UserError(f"--cp: given {cp}, which does not divide the {ranks} ranks; {divisors(ranks)}")
+        given = f"--cp: given {cp}, which does not divide the {ranks} ranks of --gpus"
+        raise UserError(f"{given}; {divisors(ranks)}, or more --gpus")
     # The recipe's transport may not work with another number of ranks or heads.
     unchanged = (cp, 1, 1) == (stage.parallel.cp, stage.parallel.tp, stage.parallel.pp)
     parallel = stage.parallel if unchanged else ParallelConfig(cp=cp)

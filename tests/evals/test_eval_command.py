@@ -160,6 +160,11 @@ def test_every_problem_names_its_option(run: Path, project: Path, tmp_path: Path
     assert "was made with the tokenizer tok (SHA-256 000000000000" in refused
 
 
+def test_sequences_over_more_ranks_than_there_are_are_refused(run: Path) -> None:
+    refused = evaluate(run, "--cp", "2", code=2)
+    assert "--cp: given 2, which does not divide the 1 ranks of --gpus; allowed: 1, or more --gpus" in refused
+
+
 def test_a_corpus_that_the_recipe_names_and_is_nowhere_is_named_with_all_places(
     run: Path, project: Path, tmp_path: Path
 ) -> None:
