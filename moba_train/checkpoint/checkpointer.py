@@ -113,6 +113,8 @@ class Checkpointer:
         max_failures: int | None = None,
     ) -> None:
         self.last_error: str | None = None
+        self.errors: list[str] = []
+        """What `last_error` has been, oldest first: a save may fail before anyone has read how the one before ended."""
         self.last_saved: Saved | None = None
         self.failed_saves = 0
         self.fatal: UserError | None = None
@@ -276,6 +278,7 @@ class Checkpointer:
     def _count_failure(self, step: int, error: Exception) -> None:
         self.failed_saves += 1
         self.last_error = f"the checkpoint of step {step} was not saved: {error}"
+        self.errors.append(self.last_error)
         if isinstance(error, LaunchError):
             self.fatal = error
         elif self.failed_saves == self._max_failures:

@@ -100,7 +100,8 @@ class RunCheckpoints:
             max_failures=keep.max_failures,
         )
         self._reported: Saved | None = None
-        self._failed: str | None = None
+        self._told = 0
+        """How many of the errors of saves are reported."""
 
     def start(self, from_scratch: bool = False) -> Progress:
         """Load the newest checkpoint that is intact and finite or, where there are no checkpoints, the weights of
@@ -271,17 +272,19 @@ class RunCheckpoints:
         return self._checkpointer.fatal is not None
 
     def report(self, telemetry: Telemetry, step: int, tokens: int) -> None:
-        """Report once how the last save ended; the run goes on in any case."""
+        """Report once how the saves so far have ended; the run goes on in any case."""
         saved = self._checkpointer.last_saved
-        error = self._checkpointer.last_error
+        errors = self._checkpointer.errors[self._told :]
+        self._told += len(errors)
         if saved is not None and saved != self._reported:
             _report_saved(telemetry, step, tokens, saved)
-        if error is not None and error != self._failed and not isinstance(self._checkpointer.fatal, LaunchError):
+        self._reported = saved
+        if not errors or isinstance(self._checkpointer.fatal, LaunchError):
+            return
+        for error in errors:
             telemetry.event(step, tokens, "warning", error)
             telemetry.alert("a checkpoint was not saved", error, "checkpoint")
-            self._report_failures_in_a_row(telemetry, step, tokens)
-        self._reported = saved
-        self._failed = error
+        self._report_failures_in_a_row(telemetry, step, tokens)
 
     def _report_failures_in_a_row(self, telemetry: Telemetry, step: int, tokens: int) -> None:
         failed = self._checkpointer.failed_saves
@@ -305,8 +308,8 @@ class RunCheckpoints:
         self._checkpointer.raise_fatal()
         if self._config.checkpoint.keep_best:
             self._checkpointer.remove_old(protect)  # the last evaluation may have come after the last save
-        if self._failed is not None:
-            raise CheckpointError(f"{self._failed}; remove the cause and run the same command again")
+        if (error := self._checkpointer.last_error) is not None:
+            raise CheckpointError(f"{error}; remove the cause and run the same command again")
 
     def _lock_problem(self) -> str | None:
         try:
