@@ -15,6 +15,7 @@ from moba_train.checkpoint import manifest
 from moba_train.checkpoint.evaluated import Evaluated
 from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
 from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.training.checkpoints import RunCheckpoints
 
 
 def train_here(run: Run, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -95,10 +96,13 @@ def test_a_shorter_stage_than_was_trained_is_refused(run: Run, capsys: pytest.Ca
     assert "stages[0].tokens" in printed
 
 
+@pytest.mark.parametrize("late", [False, True])
 def test_a_disk_that_is_full_costs_a_checkpoint_but_the_last_one_must_be_saved(
-    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    """The run goes on and says so; when it cannot save its end either, it does not pretend to be done."""
+    """The run goes on and says so; when it cannot save its end either, it does not pretend to be done. `late`: the save
+    of step 8 ends only when that of step 12 is due."""
+    report = RunCheckpoints.report
 
     def full(path: Path, content: dict[str, object]) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -107,6 +111,8 @@ def test_a_disk_that_is_full_costs_a_checkpoint_but_the_last_one_must_be_saved(
     assert train_here(run, capsys, "--stop-at-step", "4")[0] == 0
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "write_json", full)
+        if late:
+            patch.setattr(RunCheckpoints, "report", lambda *given: report(*given) if given[2] == 12 else None)
         code, printed = train_here(run, capsys)
     assert code == 2
     assert "the checkpoint of step 12 was not saved" in printed
