@@ -48,7 +48,8 @@ class Hybrid(Figure):
         "the learning rate is low and still falling at the switch. Each is evaluated with the attention it ends with."
         " The trainer's spike detector starts anew at a switch; here its code looks back across it, over the losses "
         "and gradient norms of the steps before, as if nothing had changed. The published model is 340 times as "
-        "large, and its sequences are four times as long."
+        "large, and its sequences are four times as long. A first run with larger batches and one seed decided "
+        "nothing ([file](../experiments/results/hybrid-first.json)); F0 says what was wrong with it."
     )
     seeds: ClassVar[int] = 2
 

@@ -195,7 +195,7 @@ class Machine:
             raise self.error
 
     def _take_turns(self, haste: list[int]) -> None:
-        """Of the roles that can go on, and the copies that are under way, one at a time."""
+        """Until all roles have ended, let one that can go on take a step, or end one of the copies under way."""
         while not self.error and not all(role.ended for role in self.roles):
             ready = [index for index, role in enumerate(self.roles) if not role.ended and role.ready()]
             ready += [len(self.roles)] if self.under_way else []

@@ -71,32 +71,30 @@ class BlockCall:
     @property
     def one_pass(self) -> bool:
         """Whether one pass makes all gradients of these blocks (one_pass.py): shapes that were measured to be faster
-        so, on the GPU and with the release of Triton that can do it."""
+        so."""
+        return self._suits_gluon and self.block_size in (256, 512, 1024) and self.selected > 0 and not self.partial
+
+    @property
+    def warp_specialised(self) -> bool:
+        """Whether kernels whose warps have roles attend to these blocks (forward_pass.py): from 512 keys on, of which
+        512 alone have been timed."""
+        return (
+            WARP_SPECIALISED
+            and self._suits_gluon
+            and self.block_size >= 512
+            and self.block_size % self.shapes.forward.keys == 0
+            and not self.partial
+        )
+
+    @property
+    def _suits_gluon(self) -> bool:
+        """Whether the GPU, the release of Triton, dtype and head width are those that the kernels in Gluon are for."""
         return (
             triton.__version__.startswith("3.6.")
             and self.q_THD.is_cuda
             and torch.cuda.get_device_capability(self.q_THD.device) == (9, 0)
             and self.q_THD.dtype in (torch.bfloat16, torch.float16)
             and self.head_dim == 128
-            and self.block_size in (256, 512, 1024)
-            and self.selected > 0
-            and not self.partial
-        )
-
-    @property
-    def warp_specialised(self) -> bool:
-        """Whether kernels whose warps have roles attend to these blocks (forward_pass.py): from 512 keys on, where
-        they are faster, on the GPU and with the release of Triton that can run them."""
-        return (
-            WARP_SPECIALISED
-            and triton.__version__.startswith("3.6.")
-            and self.q_THD.is_cuda
-            and torch.cuda.get_device_capability(self.q_THD.device) == (9, 0)
-            and self.q_THD.dtype in (torch.bfloat16, torch.float16)
-            and self.head_dim == 128
-            and self.block_size >= 512
-            and self.block_size % self.shapes.forward.keys == 0
-            and not self.partial
         )
 
     @property
