@@ -1,12 +1,15 @@
 """Loss in FP8 beside bf16 on real text: the real trainer, a small model, several seeds.
 
     python -m benchmarks.float8_loss --output benchmarks/results/float8-loss-h200.json
+    python -m benchmarks.float8_loss --corpus data/long --base-steps 1500 --output benchmarks/results/...
     python -m benchmarks.float8_loss --plot docs/float8-loss.svg --output benchmarks/results/float8-loss-h200.json
 
-The text is the Python source of this environment's packages, as bytes; the last files are held out. Arms: bf16, bf16
-once more, and FP8 with one scale for a tensor and for a row. Seeds change initial weights and order of data alike in
-all arms. Full attention's sums have no fixed order on a GPU, so that the second bf16 run says how much of a difference
-is chance; a low rate and a long warm-up are to keep that small. Runs share the GPU, `--at-once` of them.
+The text is a corpus of `moba-data corpus`, else the Python source of this environment's packages, as bytes, whose last
+files are held out. Arms: bf16, bf16 once more, and FP8 with one scale for a tensor and for a row. Seeds change initial
+weights and order of data alike in all arms. With `--base-steps` all arms go on from one model that was trained in bf16
+for so long, past the steep falls of the loss, which any rounding moves; then seeds change the order alone. Full
+attention's sums have no fixed order on a GPU, so that the second bf16 run says how much of a difference is chance; a
+low rate and a long warm-up are to keep that small. Runs share the GPU, `--at-once` of them.
 """
 
 import argparse
@@ -25,6 +28,7 @@ from benchmarks.options import need_gpus
 from benchmarks.plotting import GREY, STYLE, plain, stamp
 from benchmarks.record import markdown, save
 from benchmarks.trainer_run import launch, side_by_side
+from data_tools.corpus_manifest import read_manifest
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.telemetry.jsonl import read_records
 
@@ -35,6 +39,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "fp8 rowwise": {"linear": "fp8", "fp8": {"scaling": "rowwise"}},
 }
 MODEL = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1408, "layers": 8, "heads": 8, "kv_heads": 2}
+CORPUS_MODEL = {"hidden_size": 384, "intermediate_size": 1024, "layers": 4, "heads": 6, "kv_heads": 2}
+"""With the vocabulary of a corpus of `moba-data corpus`."""
+BASE = "base"
+"""The run that the arms go on from."""
 _COLOURS = {"bf16": GREY, "bf16 again": "#2b8a3e", "fp8 tensorwise": "#d9480f", "fp8 rowwise": "#1c7ed6"}
 
 
@@ -51,30 +59,34 @@ def write_text(folder: Path, tokens: int) -> None:
 
 
 def recipe(folder: Path, arm: str, seed: int, settings: argparse.Namespace) -> dict[str, Any]:
-    """One run of an arm."""
+    """One run of an arm, or of the base that all arms go on from."""
+    text = settings.corpus or folder
+    shape = CORPUS_MODEL | {"vocab_size": read_manifest(text)["tokenizer"]["vocab_size"]} if settings.corpus else MODEL
+    steps = settings.base_steps if arm == BASE else settings.steps
     return {
         "name": "float8",
         "run_dir": str(folder / f"{arm}-{seed}"),
         "seed": seed,
-        "model": MODEL,
-        "precision": {"compute": "bf16", **ARMS[arm]},
+        "model": shape,
+        "precision": {"compute": "bf16", **ARMS.get(arm, {})},
+        **({"init_from": str(folder / f"{BASE}-0")} if settings.base_steps and arm != BASE else {}),
         "compile": settings.compile,
         "attention": {"default": "moba", "full_layers": "last:1", "moba": {"block_size": 256, "topk": 3}},
-        "data": {"train": [{"path": str(folder / "train")}], "validation": [{"path": str(folder / "valid")}]},
+        "data": {"train": [{"path": str(text / "train")}], "validation": [{"path": str(text / "valid")}]},
         "batch_tokens": settings.batch_tokens,
         "stages": [
             {
                 "name": "only",
                 "seq_len": settings.seq_len,
-                "tokens": settings.steps * settings.batch_tokens,
+                "tokens": steps * settings.batch_tokens,
                 "micro_batch_size": settings.micro_batch,
             }
         ],
         "optim": {
             "lr": 5e-4,
-            "schedule": {"kind": "cosine", "warmup_tokens": settings.steps // 5 * settings.batch_tokens},
+            "schedule": {"kind": "cosine", "warmup_tokens": steps // 5 * settings.batch_tokens},
         },
-        "evaluation": {"every": settings.steps, "sequences": 64},
+        "evaluation": {"every": steps, "sequences": 64},
         "checkpoint": {"every": 10**6},
         "telemetry": {"wandb": {"mode": "disabled"}, "console": False},
     }
@@ -152,6 +164,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--corpus", type=Path, help="a folder of `moba-data corpus`; a smaller model learns it")
+    parser.add_argument("--base-steps", type=int, default=0, help="0: every arm begins with new weights")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--batch-tokens", type=int, default=32768)
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences of a forward pass")
@@ -167,12 +181,17 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_text(folder, settings.steps * settings.batch_tokens)
-        given = {key: value for key, value in vars(settings).items() if key not in ("output", "plot")}
+        if settings.corpus is None:
+            write_text(folder, max(settings.steps, settings.base_steps) * settings.batch_tokens)
+        given = {key: value for key, value in vars(settings).items() if key not in ("output", "plot", "corpus")}
+        given["model"] = recipe(folder, "bf16", 0, settings)["model"]
+        given["corpus"] = read_manifest(settings.corpus)["id"] if settings.corpus else None
+        if settings.base_steps:
+            print(f"base: validation loss {run(folder, BASE, 0, settings)['validation_loss']:.4f}", flush=True)
         jobs = [functools.partial(run, folder, arm, seed, settings) for seed in range(settings.seeds) for arm in ARMS]
         for found in side_by_side(jobs, settings.at_once):
             runs = sorted([*runs, found], key=lambda run: (run["seed"], list(ARMS).index(run["arm"])))
-            save(settings.output, given | {"model": MODEL}, {"summary": summary(runs), "runs": runs})
+            save(settings.output, given, {"summary": summary(runs), "runs": runs})
             loss = f"{found['validation_loss']:.4f}"
             print(f"{found['arm']:<16} seed {found['seed']}: validation loss {loss}", flush=True)
     print(table(runs))
