@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="ranks")
     parser.add_argument("--seq-len", type=length, default=8192)
     parser.add_argument("--sequences-per-gpu", type=int, default=2, help="sequences per rank and optimizer step")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="of each run; 0: no runs")
     parser.add_argument("--tokens", type=length, nargs="*", default=[8192, 32768, 131072], help="lengths for `kernels`")
     parser.add_argument(
         "--budget", dest="budget_s", type=float, default=1.0, help="seconds of GPU time for each kernel"
@@ -148,8 +148,9 @@ def main() -> None:
     results: dict[str, Any] = {}
     if torch.cuda.is_available():
         results["kernels"] = {tokens: kernels(tokens, settings.budget_s) for tokens in settings.tokens}
-    with tempfile.TemporaryDirectory() as temporary:
-        results["runs"] = runs(Path(temporary), settings)
+    if settings.steps:
+        with tempfile.TemporaryDirectory() as temporary:
+            results["runs"] = runs(Path(temporary), settings)
     save(settings.output, {key: value for key, value in vars(settings).items() if key != "output"}, results)
 
 

@@ -17,8 +17,8 @@ from moba_train.attention.blocks.triton.tile_tables import TileTable
 from moba_train.attention.blocks.triton.tiles import TileShape, TileShapes, WorkRange, tile_shapes
 from moba_train.attention.protocol import Layout
 
-WARP_SPECIALISED = False
-"""Whether `BlockCall.warp_specialised` may hold: off until tests/attention/test_forward_pass_gpu.py has passed."""
+WARP_SPECIALISED = True
+"""Whether `BlockCall.warp_specialised` may hold."""
 _LOG2_E = 1.4426950408889634
 _COMBINE_ROWS = 32
 _PREPARE_ROWS = 32
