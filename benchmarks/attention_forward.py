@@ -37,7 +37,7 @@ def run(case: Case, repeats: int) -> dict[str, Any]:
     selection = row.attention.select(row.q, row.attention.summarize(row.k, layout), layout)
     inputs = (row.q, row.k, row.v)
     sizes = BlockCall.from_tensors(*inputs, layout, selection[0], case.block_size, row.attention.scale)
-    if not _by("gluon", lambda: sizes.warp_specialised):
+    if not sizes.warp_specialised:
         raise ValueError(f"{case.name} given, which this GPU does by Triton alone (BlockCall.warp_specialised)")
     tflop = 4 * case.head_dim * case.block_size * int((selection[0] >= 0).sum()) / 1e12
     result: dict[str, Any] = {"row": case.name, "history_tflop": tflop}
@@ -67,9 +67,11 @@ def run(case: Case, repeats: int) -> dict[str, Any]:
 
 def _by(path: str, call: Callable[[], Any]) -> Any:
     """The result of a call by one of the paths."""
-    from moba_train.attention.blocks.triton import call as kernels  # needs Triton
+    from moba_train.attention.blocks.triton.call import BlockCall  # needs Triton
 
-    with patch.object(kernels, "WARP_SPECIALISED", path == "gluon"):
+    if path == "gluon":
+        return call()
+    with patch.object(BlockCall, "warp_specialised", False):
         return call()
 
 

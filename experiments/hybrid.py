@@ -29,6 +29,8 @@ OTHERS = {"hybrid": "90 % MoBA, 10 % full", "moba": "MoBA throughout"}
 """Arms that are compared with full attention, in words."""
 CLOSE = 0.01
 """Nats within which two losses count as equal."""
+SMOOTH = 10
+"""Steps that a point of the picture is the mean of."""
 _COLOURS = COLOURS | {"hybrid": "#1c7ed6"}
 
 
@@ -50,6 +52,13 @@ class Hybrid(Figure):
         "and gradient norms of the steps before, as if nothing had changed. The published model is 340 times as "
         "large, and its sequences are four times as long. A first run with larger batches and one seed decided "
         "nothing ([file](../experiments/results/hybrid-first.json)); F0 says what was wrong with it."
+    )
+    found: ClassVar[str] = (
+        "The shape of the published figure. MoBA throughout is equal to full attention in the first 1.5K tokens, "
+        "where it sees all keys, and falls behind from there on, to 0.12 nats in the last 512; a tenth of the tokens "
+        "with full attention takes that back: the hybrid is within 0.012 nats of full attention in all 16 buckets. Two "
+        "seeds do not suffice to say 0.01 of it. The switch is no spike: for ten steps the training loss is 0.04 lower "
+        "than without it, and the detector flags the same one step in all three arms of the second seed."
     )
     seeds: ClassVar[int] = 2
 
@@ -85,28 +94,27 @@ class Hybrid(Figure):
         return Finding(verdicts, rows, {"scores": scores})
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
-        """Left: loss by position above full attention's. Right: training loss around the switch."""
+        """Loss above full attention's with the same seed: by position at the end, and in training around the switch."""
         left, right = canvas.subplots(1, 2)
-        curves = {(result["name"], result["seed"]): _curve(result) for result in results}
-        for result in results:
-            name, seed = result["name"], result["seed"]
-            if name != "full" and ("full", seed) in curves:
-                gap = curves[name, seed] - curves["full", seed]
-                places = _position_wise(result)["bucket"] * (np.arange(len(gap)) + 0.5)
-                left.plot(places, gap, "o-", ms=3, lw=1.2, color=_COLOURS[name])
-            switch = result["switches"][-1]
-            before = len(switch["before"]["loss"])
-            losses = [*switch["before"]["loss"], *switch["after"]["loss"]]
-            right.plot(np.arange(len(losses)) - before, losses, lw=0.9, color=_COLOURS[name])
-        for name in ARMS:
-            right.plot([], [], color=_COLOURS[name], label=name)
-        left.axhline(0, color=GREY, lw=0.8)
+        full = {result["seed"]: result for result in results if result["name"] == "full"}
+        others = [result for result in results if result["name"] != "full" and result["seed"] in full]
+        for result in others:
+            colour, base = _COLOURS[result["name"]], full[result["seed"]]
+            gap = _curve(result) - _curve(base)
+            places = _position_wise(result)["bucket"] * (np.arange(len(gap)) + 0.5)
+            left.plot(places, gap, "o-", ms=3, lw=1.2, color=colour)
+            for side, first in (("before", -_around(result, "before").size), ("after", 0)):
+                gap = _smooth(_around(result, side) - _around(base, side))
+                right.plot(first + (SMOOTH - 1) / 2 + np.arange(gap.size), gap, lw=1.2, color=colour)
+        for name in OTHERS:
+            left.plot([], [], color=_COLOURS[name], label=OTHERS[name])
+        left.legend(frameon=False, labelcolor=GREY, fontsize=9)
         right.axvline(0, color=GREY, lw=0.8, ls=":")
-        right.legend(frameon=False, labelcolor=GREY, fontsize=9)
         for axes, title, label in (
             (left, "loss above full attention's, nats", "position in the context, tokens"),
-            (right, "training loss around the switch", "step"),
+            (right, f"training loss above full attention's, mean of {SMOOTH} steps", "steps from the switch"),
         ):
+            axes.axhline(0, color=GREY, lw=0.8)
             titled(axes, title, label)
 
 
@@ -157,6 +165,17 @@ def _curve(result: Result) -> npt.NDArray[np.float64]:
     """Loss by position at the end, with the attention of the last stage."""
     found = _position_wise(result)
     return np.array(found["curves"][found["attention"]]["mean"])
+
+
+def _around(result: Result, side: str) -> npt.NDArray[np.float64]:
+    """Training loss of the steps before or after the last switch of stage."""
+    return np.array(result["switches"][-1][side]["loss"])
+
+
+def _smooth(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Means of `SMOOTH` neighbours, of all values where there are fewer."""
+    windows = np.lib.stride_tricks.sliding_window_view(values, min(SMOOTH, values.size))
+    return np.asarray(windows.mean(axis=1))
 
 
 def _loss_at(bucket: int, result: Result) -> float:

@@ -1,4 +1,4 @@
-"""The forward pass of long blocks by warps that have roles, on a Hopper GPU, where it is not the default yet."""
+"""The forward pass of long blocks by warps that have roles, on a Hopper GPU."""
 
 import time
 
@@ -13,7 +13,6 @@ if not torch.cuda.is_available():
 
 from kernel_checks import build, error, exact, inputs, layout_of, naive  # noqa: E402
 
-from moba_train.attention.blocks.triton import call  # noqa: E402
 from moba_train.attention.moba import moba_attention  # noqa: E402
 from moba_train.attention.protocol import TokenRange  # noqa: E402
 
@@ -22,7 +21,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 @pytest.fixture
 def kernels_in_gluon(monkeypatch):
-    """On; a test that does not launch them fails."""
+    """A test that does not launch them fails."""
     if torch.cuda.get_device_capability() != (9, 0) or not triton.__version__.startswith("3.6."):
         pytest.skip("needs a Hopper GPU and Triton 3.6")
     from moba_train.attention.blocks.triton import forward_launches  # needs Gluon
@@ -30,7 +29,6 @@ def kernels_in_gluon(monkeypatch):
     launched = []
     plain = forward_launches.own
     monkeypatch.setattr(forward_launches, "own", lambda *given: [launched.append(True), plain(*given)])
-    monkeypatch.setattr(call, "WARP_SPECIALISED", True)
     yield
     assert launched
 

@@ -17,7 +17,7 @@ history_pass  these of long blocks' lists, from the rows of packed
 own_pass      these of long blocks' own rows
 one_pass      the launches of these, in place of dq and packed
 row_tile      attention of a tile of rows by warps that have roles, on Hopper (in Gluon, as the next)
-forward_pass  these of long blocks' lists and own rows; off by default (`call.WARP_SPECIALISED`)
+forward_pass  these of long blocks' lists and own rows
 forward_launches  the launches of these, in place of long_blocks' attention
 bulk_copies   descriptors of tensors for kernels in Gluon
 spans         attention to a span of neighbouring keys, in place of the own block

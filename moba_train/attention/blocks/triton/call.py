@@ -17,8 +17,6 @@ from moba_train.attention.blocks.triton.tile_tables import TileTable
 from moba_train.attention.blocks.triton.tiles import TileShape, TileShapes, WorkRange, tile_shapes
 from moba_train.attention.protocol import Layout
 
-WARP_SPECIALISED = True
-"""Whether `BlockCall.warp_specialised` may hold."""
 _LOG2_E = 1.4426950408889634
 _COMBINE_ROWS = 32
 _PREPARE_ROWS = 32
@@ -76,11 +74,10 @@ class BlockCall:
 
     @property
     def warp_specialised(self) -> bool:
-        """Whether kernels whose warps have roles attend to these blocks (forward_pass.py): from 512 keys on, of which
-        512 alone have been timed."""
+        """Whether kernels whose warps have roles attend to these blocks (forward_pass.py): sizes that were measured to
+        be faster so."""
         return (
-            WARP_SPECIALISED
-            and self._suits_gluon
+            self._suits_gluon
             and self.block_size >= 512
             and self.block_size % self.shapes.forward.keys == 0
             and not self.partial
