@@ -15,9 +15,7 @@ low rate and a long warm-up are to keep that small. Runs share the GPU, `--at-on
 import argparse
 import functools
 import json
-import random
 import statistics
-import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,10 +24,10 @@ import numpy as np
 
 from benchmarks.options import need_gpus
 from benchmarks.plotting import GREY, STYLE, plain, stamp
+from benchmarks.python_sources import BYTES, write_text
 from benchmarks.record import markdown, save
 from benchmarks.trainer_run import launch, side_by_side
 from data_tools.corpus_manifest import read_manifest
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.telemetry.jsonl import read_records
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -38,24 +36,12 @@ ARMS: dict[str, dict[str, Any]] = {
     "fp8 tensorwise": {"linear": "fp8"},
     "fp8 rowwise": {"linear": "fp8", "fp8": {"scaling": "rowwise"}},
 }
-MODEL = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1408, "layers": 8, "heads": 8, "kv_heads": 2}
+MODEL = {"vocab_size": BYTES, "hidden_size": 512, "intermediate_size": 1408, "layers": 8, "heads": 8, "kv_heads": 2}
 CORPUS_MODEL = {"hidden_size": 384, "intermediate_size": 1024, "layers": 4, "heads": 6, "kv_heads": 2}
 """With the vocabulary of a corpus of `moba-data corpus`."""
 BASE = "base"
 """The run that the arms go on from."""
 _COLOURS = {"bf16": GREY, "bf16 again": "#2b8a3e", "fp8 tensorwise": "#d9480f", "fp8 rowwise": "#1c7ed6"}
-
-
-def write_text(folder: Path, tokens: int) -> None:
-    """Write `train`, at least `tokens` bytes where there are as many, and `valid`, 2 % of that."""
-    files = sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
-    random.Random(0).shuffle(files)
-    for name, wanted in (("valid", tokens // 50), ("train", tokens)):
-        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
-            while files and writer.tokens < wanted:
-                text = np.frombuffer(files.pop().read_bytes(), dtype=np.uint8)
-                if text.size:
-                    writer.add_document(text.astype(np.uint16))
 
 
 def recipe(folder: Path, arm: str, seed: int, settings: argparse.Namespace) -> dict[str, Any]:

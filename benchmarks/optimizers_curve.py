@@ -18,15 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.float8_loss import MODEL, write_text
+from benchmarks.float8_loss import MODEL
 from benchmarks.options import need_gpus
 from benchmarks.plotting import GREY, STYLE, plain, stamp
+from benchmarks.python_sources import BYTES, write_text
 from benchmarks.record import markdown, save
 from benchmarks.trainer_run import launch, side_by_side
 from moba_train.telemetry.jsonl import read_records
 
 ARMS = ("adamw", "muon")
-QUICK_MODEL = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "layers": 2, "heads": 4, "kv_heads": 2}
+QUICK_MODEL = {"vocab_size": BYTES, "hidden_size": 64, "intermediate_size": 160, "layers": 2, "heads": 4, "kv_heads": 2}
 QUICK = {"steps": 40, "seeds": 1, "rates": [2e-3], "seq_len": 256, "batch_tokens": 2048, "micro_batch": 4}
 _COLOURS = {"adamw": GREY, "muon": "#d9480f"}
 

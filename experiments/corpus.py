@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.float8_loss import write_text
+from benchmarks.python_sources import BYTES, write_text
 from experiments.byte_tokenizer import write_byte_tokenizer
 from moba_train.data.indexed import IndexedDataset, corpus_file
 from moba_train.errors import DataError
 
 QUICK_TOKENS = 1 << 19
-BYTES = 256
-"""Vocabulary of the quick corpus."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from benchmarks import float8_loss
+from benchmarks.python_sources import write_text
 from benchmarks.trainer_run import side_by_side
 from moba_train.data.indexed import IndexedDataset
 from moba_train.train import main
@@ -31,7 +32,7 @@ def test_an_arm_trains_on_real_text_and_is_drawn(tmp_path: Path, monkeypatch: py
     settings = argparse.Namespace(
         steps=25, base_steps=10, batch_tokens=512, seq_len=256, micro_batch=2, compile=False, corpus=None
     )
-    float8_loss.write_text(tmp_path, 25 * 512)
+    write_text(tmp_path, 25 * 512)
     assert IndexedDataset(tmp_path / "train").tokens >= 25 * 512
     monkeypatch.setattr(float8_loss, "launch", train_here)
     base = float8_loss.run(tmp_path, float8_loss.BASE, 0, settings)

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.python_sources import BYTES
 from experiments import page, published
 from experiments.byte_tokenizer import write_byte_tokenizer
-from experiments.corpus import BYTES, Corpus
+from experiments.corpus import Corpus
 from experiments.estimate import modelled_seconds
 from experiments.figure import Figure, Result
 from experiments.models import TOKENS_PER_PARAMETER, parameters

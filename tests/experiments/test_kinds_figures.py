@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.python_sources import BYTES
 from experiments import corpus, page, run_arm
 from experiments.__main__ import main
 from experiments.byte_tokenizer import write_byte_tokenizer
 from experiments.comparison import mean_of
-from experiments.corpus import BYTES, Corpus
+from experiments.corpus import Corpus
 from experiments.figure import Result
 from experiments.forced_choices import divergence
 from experiments.needle_documents import needle_document
