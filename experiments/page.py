@@ -42,7 +42,7 @@ def section(figure: Figure, path: Path) -> str:
     where = f"../experiments/results/{path.name}"
     parts += [f"![{figure.title}](science-{figure.name}.svg)", markdown(finding.rows)]
     parts += [f"- {verdict}" for verdict in finding.verdicts]
-    if not finding.verdicts:
+    if not finding.verdicts and not figure.found:
         parts.append("The arms that are finished do not suffice for a verdict.")
     if figure.found:
         parts.append(f"**Found.** {figure.found}")
