@@ -36,9 +36,12 @@ def test_a_summary_stands_for_the_recipe_which_verbose_prints(run: Run, capsys: 
     ]
     assert "warn_sigma" not in printed
     assert "stopped as asked after step 1; the same command without --stop-at-step 1 continues from here" in printed
-    assert run.train_here("--stop-at-step", "2", "--verbose") == 0
+    assert "warning: " not in printed
+    never = ("stages.0.evaluate=false", "stages.1.evaluate=false")
+    assert run.train_here("--stop-at-step", "2", "--verbose", *never) == 0
     assert "resolved recipe:\nname: test\n" in (printed := capsys.readouterr().out)
     assert "warn_sigma: 6.0" in printed
+    assert len(lines_with(printed, "warning: data.validation: given, but no stage evaluates")) == 1
 
 
 def test_moba_train_stops_at_a_step_and_goes_on_bit_for_bit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
