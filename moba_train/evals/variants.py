@@ -13,8 +13,10 @@ Layers = tuple[LayerAttention, ...]
 
 
 def name_of(layers: Layers) -> str:
-    """The first attention kind among the layers that is not `full`; "full" where all of them are."""
-    return next((layer.kind for layer in layers if layer.kind != "full"), "full")
+    """The attention kinds of the layers but `full`, in alphabetical order: `moba`, `moba+nsa`; "full" where all layers
+    are. Layers of full attention among others, as in hybrid recipes, do not count: `full` is what these are compared
+    with."""
+    return "+".join(sorted({layer.kind for layer in layers} - {"full"})) or "full"
 
 
 def with_full(layers: Layers) -> dict[str, Layers]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from moba_train.cli import app
+from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
@@ -99,6 +101,20 @@ def test_an_evaluation_gives_what_it_declares(
     assert context.own == "moba"
     again = evaluation(config, stage).run(context)
     assert again.numbers == result.numbers
+
+
+@pytest.mark.parametrize(
+    ("attention", "name"),
+    [
+        ({"default": "full"}, "full"),
+        ({"default": "moba", "full_layers": "last:1"}, "moba"),
+        ({"default": "nsa", "full_layers": "last:1", "overrides": {1: {"kind": "moba"}}}, "moba+nsa"),
+        ({"default": "moba", "overrides": {1: {"kind": "nsa"}}}, "moba+nsa"),
+    ],
+)
+def test_an_attention_is_named_by_all_its_kinds_beside_full(attention: dict[str, Any], name: str) -> None:
+    layers = resolve_layers(AttentionConfig.model_validate(attention), 3)
+    assert [*with_full(layers)] == [*dict.fromkeys([name, "full"])]
 
 
 def test_no_two_evaluations_give_the_same_number_or_name() -> None:
