@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from forked_program import ForkedProgram
 from tiny_run import Run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 
 def _missing_data(run: Run, corpora: Path) -> str:
@@ -113,6 +114,24 @@ def test_an_error_ends_the_whole_launch_and_its_output(run: Run) -> None:
         "error: 1 problem in the configuration:",
         "  - seed: given -1; allowed: integer >= 0 and < 2147483648",
     ]
+
+
+def test_the_report_of_plain_torchrun_ends_with_the_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank that prints nothing, too: torchrun names the one that failed first."""
+    failures = {}
+    for rank in (0, 1):
+        file = run.folder / f"error{rank}.json"
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        assert run.train_here("seed=-1", "micro_batch_size=0") == 2
+        failures[rank] = ProcessFailure(rank, 100 + rank, 2, str(file))
+    report = str(ChildFailedError("moba_train.train", failures)).rstrip("=\n").splitlines()
+    assert report[-3:] == [
+        "  traceback : error: 2 problems in the configuration:",
+        "    - seed: given -1; allowed: integer >= 0 and < 2147483648",
+        "    - micro_batch_size: given 0; allowed: integer >= 1",
+    ]
+    assert not any("enable traceback" in line for line in report)
 
 
 @pytest.mark.parametrize(
