@@ -3,8 +3,8 @@
 A rank prints the message. torchrun, another process, would add two lines for each rank and a table of their exit
 codes; `moba_train.launch` leaves these out where the exit code says that a rank has told what is wrong. Plain torchrun
 cannot be quieted: there each rank leaves the message in the file from which torchrun fills its table, whose last lines
-it becomes. Where the recipe is wrong, a restart cannot help: the rank leaves a file behind, and restarted ranks end at once. Imports nothing
-heavy.
+it becomes. Where the recipe is wrong, a restart cannot help: the rank leaves a file behind, and restarted ranks end at
+once. Imports nothing heavy.
 """
 
 import json

@@ -16,7 +16,7 @@ from moba_train.validation.stage_exit import exit_data_problems
 
 def length_problems(config: RunConfig) -> Iterator[str]:
     """Ranges of document lengths that hold nothing."""
-    for key, source in _sources(config):
+    for key, source in recipe_sources(config):
         low, high = source.min_length or 0, source.below_length or math.inf
         if low >= high:
             yield f"{key}.below_length: given {high}; allowed: above min_length {low}"
@@ -45,7 +45,7 @@ def file_problems(config: RunConfig, resolvable: bool = True) -> Iterator[str]:
 def _corpus_problems(config: RunConfig) -> Iterator[str]:
     """Problems of the corpora of all stages: a later stage's are found before the first one begins."""
     opened: dict[str, LossWeights] = {}
-    for key, source in _sources(config):
+    for key, source in recipe_sources(config):
         missing = [f"{source.path}{end}" for end in (".bin", ".idx") if not Path(f"{source.path}{end}").is_file()]
         if missing:
             yield f"{key}.path: given {source.path!r}; no file {' and '.join(missing)} (from {Path.cwd()})"
@@ -80,7 +80,7 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
     tokenizer = config.data.tokenizer
     if tokenizer is not None and tokenizer_file(tokenizer).is_file():
         reference, digests = f"data.tokenizer is {tokenizer}", tokenizer_hashes(tokenizer)
-    for key, path, name, digest in recorded_tokenizers(_sources(config)):
+    for key, path, name, digest in recorded_tokenizers(recipe_sources(config)):
         if not digests:
             reference, digests = f"the corpus {path} with {name}", [digest]
         elif digest not in digests:
@@ -130,7 +130,7 @@ def _blends(config: RunConfig) -> dict[str, Sequence[SourceConfig]]:
     return blends | {f"stages[{index}].train": stage.train or [] for index, stage in enumerate(config.stages)}
 
 
-def _sources(config: RunConfig) -> Iterator[tuple[str, SourceConfig]]:
+def recipe_sources(config: RunConfig) -> Iterator[tuple[str, SourceConfig]]:
     """Every source of the recipe, with its key."""
     for key, sources in _blends(config).items():
         yield from ((f"{key}[{index}]", source) for index, source in enumerate(sources))

@@ -1,16 +1,31 @@
 """What a recipe can do but its author has hardly meant, in words; refused is only what cannot work."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 
+from moba_train.config.quantities import format_count
 from moba_train.config.run import EvaluationConfig
 from moba_train.config.schema import RunConfig
+from moba_train.data.indexed import corpus_file
+from moba_train.data.sidecar import read_sidecar
+from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file
+from moba_train.errors import DataError
 from moba_train.evals.registry import enabled_evaluations
+from moba_train.planning.parameters import count_recipe_parameters
+from moba_train.validation.data import recipe_sources
+
+ROW_MULTIPLE = 128
+"""Rows of the embedding are a multiple of this in most models, because matrix products are faster then."""
+SPARE_ROWS = 8 * ROW_MULTIPLE
+"""Rows beyond the tokenizer's that are no waste: a multiple of 128 on each of 8 tensor-parallel ranks."""
+SPARE_SHARE = 0.1
+"""And as a share of the tokenizer's: published models reserve a few percent for later tokens."""
 
 
 def recipe_warnings(config: RunConfig) -> list[str]:
     """Sentences about a validated recipe, each with the keys to change: `moba-train plan` and a run that starts print
     them."""
-    return [*_evaluation_warnings(config)]
+    return [*_evaluation_warnings(config), *_vocabulary_warnings(config)]
 
 
 def _evaluation_warnings(config: RunConfig) -> Iterator[str]:
@@ -23,3 +38,36 @@ def _evaluation_warnings(config: RunConfig) -> Iterator[str]:
         )
     if not asked and config.evaluation != EvaluationConfig():
         yield "evaluation: given, but there is nothing to evaluate on; set data.validation, or remove the section"
+
+
+def _vocabulary_warnings(config: RunConfig) -> Iterator[str]:
+    """A vocabulary much larger than the tokenizer's, as of a model file that was made for another tokenizer."""
+    model = config.model
+    known = _known_tokens(config)
+    if known is None or (rows := model.vocab_size - known) <= max(SPARE_ROWS, SPARE_SHARE * known):
+        return
+    parts = "embedding" if model.tie_embeddings else "embedding and output projection"
+    cost = format_count(rows * model.hidden_size * (1 if model.tie_embeddings else 2))
+    total = format_count(count_recipe_parameters(config).total)
+    fits = -(-known // ROW_MULTIPLE) * ROW_MULTIPLE
+    change = f"set it to {fits}, a multiple of {ROW_MULTIPLE}"
+    if config.init_from is not None:
+        change = "it is that of init_from, whose tokenizer may be another one"
+    yield (
+        f"model.vocab_size: given {model.vocab_size}, but the tokenizer has {known} tokens: rows that no token uses "
+        f"take {cost} of {total} parameters ({parts}); {change}"
+    )
+
+
+def _known_tokens(config: RunConfig) -> int | None:
+    """Size of the tokenizer that made the corpora, as their sidecars record it, else of `data.tokenizer`; None where
+    neither is there to be read."""
+    with suppress(DataError):
+        sidecars = [read_sidecar(corpus_file(source.path, "json")) or {} for _, source in recipe_sources(config)]
+        if all(sizes := [info.get("vocab_size", 0) for info in sidecars]):
+            return int(max(sizes))
+    with suppress(DataError):
+        tokenizer = config.data.tokenizer
+        if tokenizer is not None and tokenizer_file(tokenizer).is_file():
+            return load_text_tokenizer(tokenizer).vocab_size
+    return None

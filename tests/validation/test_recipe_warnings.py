@@ -1,9 +1,13 @@
 """What works but is hardly meant is said, with the keys to change; the run goes on."""
 
+import numpy as np
 import pytest
+from sentencepiece import SentencePieceTrainer
 from typer.testing import CliRunner
 
 from moba_train.cli import app
+from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.validation.recipe import validate
 from moba_train.validation.warnings import recipe_warnings
 
@@ -24,6 +28,46 @@ def test_evaluations_that_never_run_are_named(load, overrides, warning):
     config = load(*overrides)
     validate(config)
     assert [text[: len(warning or "")] for text in recipe_warnings(config)] == ([warning] if warning else [])
+
+
+def write_corpora(folder, **info):
+    for name in ("a", "b"):
+        with IndexedDatasetWriter(folder / "corpora" / name, np.uint16, info) as writer:
+            writer.add_document([1, 2, 3])
+
+
+@pytest.mark.parametrize(("vocab_size", "silent"), [(32_000, True), (35_200, True), (35_201, False)])
+def test_a_vocabulary_much_larger_than_the_tokenizers_is_named_with_its_cost(
+    load, tmp_path, monkeypatch, vocab_size, silent
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpora").mkdir()
+    config = load(f"model.vocab_size={vocab_size}")
+    write_corpora(tmp_path)
+    assert recipe_warnings(config) == []  # as Megatron's, which do not say what made them
+    write_corpora(tmp_path, vocab_size=32_000)
+    warning = (
+        "model.vocab_size: given 35201, but the tokenizer has 32000 tokens: rows that no token uses take 819K of 9.8M "
+        "parameters (embedding and output projection); set it to 32000, a multiple of 128"
+    )
+    assert recipe_warnings(config) == ([] if silent else [warning])
+
+
+def test_the_vocabulary_of_a_small_model_is_that_of_data_tokenizer_and_may_be_padded(load, tmp_path):
+    model = tmp_path / "tok.model"
+    with model.open("wb") as file:
+        text = ["a few words that are enough for so small a vocabulary"]
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(text), model_writer=file, vocab_size=64, hard_vocab_limit=False, minloglevel=2
+        )
+    size = load_text_tokenizer(model).vocab_size
+    given = [f"data.tokenizer={model}", "model.tie_embeddings=true"]
+    assert recipe_warnings(load(f"model.vocab_size={size + 1024}", *given)) == []
+    (found,) = recipe_warnings(load(f"model.vocab_size={size + 1025}", *given))
+    assert f"the tokenizer has {size} tokens: rows that no token uses take 131K of" in found
+    assert "(embedding); set it to" in found
+    (found,) = recipe_warnings(load(f"model.vocab_size={size + 1025}", "init_from=model", *given))
+    assert found.endswith("it is that of init_from, whose tokenizer may be another one")
 
 
 def test_plan_prints_them_once_and_unchanged(recipe):
