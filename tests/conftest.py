@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from forked import GARBAGE_SEARCHES
 from moba_train.foreign_files import ROOTS
 
 # HYPOTHESIS_PROFILE=deep: for a night, not for every change.
@@ -34,6 +35,7 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(*GARBAGE_SEARCHES)
         gc.enable()
 
 

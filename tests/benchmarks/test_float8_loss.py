@@ -28,12 +28,12 @@ def test_an_arm_trains_on_real_text_and_is_drawn(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(float8_loss, "ARMS", {"bf16": {}, "fp8 tensorwise": emulated})
     small = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "kv_heads": 1}
     monkeypatch.setattr(float8_loss, "MODEL", small)
-    settings = argparse.Namespace(steps=25, batch_tokens=512, seq_len=256, micro_batch=2, compile=False)
-    float8_loss.write_text(tmp_path, 25 * 512)
-    assert IndexedDataset(tmp_path / "train").tokens >= 25 * 512
+    settings = argparse.Namespace(steps=20, batch_tokens=512, seq_len=256, micro_batch=2, compile=False)
+    float8_loss.write_text(tmp_path, 20 * 512)
+    assert IndexedDataset(tmp_path / "train").tokens >= 20 * 512
     monkeypatch.setattr(float8_loss, "launch", train_here)
     runs = [float8_loss.run(tmp_path, arm, 0, settings) for arm in float8_loss.ARMS]
-    assert [len(run["losses"]) for run in runs] == [25, 25]
+    assert [len(run["losses"]) for run in runs] == [20, 20]
     assert runs[0]["losses"] != runs[1]["losses"]
     found = float8_loss.summary(runs)
     assert found["bf16"]["loss_over_bf16"] == [0.0]
