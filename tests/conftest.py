@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from forked import GARBAGE_SEARCHES
 from hypothesis import settings
 
-from forked import GARBAGE_SEARCHES
 from moba_train.foreign_files import ROOTS
 
 # HYPOTHESIS_PROFILE=deep: for a night, not for every change.
