@@ -1,4 +1,4 @@
-"""Triton's interpreter without six detours of its own, so that interpreted kernels take a quarter of the time.
+"""Triton's interpreter without six detours of its own, so that interpreted kernels take less than a third of the time.
 
 The results stay the same bits, and what it checks stays checked. What another version of Triton does not have is left
 alone: it runs at its own speed.
