@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from forked import GARBAGE_SEARCHES
 from hypothesis import settings
 
 from moba_train.foreign_files import ROOTS
@@ -34,6 +35,7 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(*GARBAGE_SEARCHES)
         gc.enable()
 
 

@@ -14,6 +14,10 @@ IMPORTED_LATE = [
 ]
 """By training runs: by torch, or with matplotlib."""
 
+GARBAGE_SEARCHES = 1_000, 20, 100
+"""For `gc.set_threshold`, after `gc.freeze`: Python searches the old objects whenever those that are not frozen have
+grown by a quarter, and with its own numbers does so for a twentieth of the tests' time."""
+
 
 def forked() -> ForkServerContext:
     """Its processes are forks of one that has imported all this once. They have the environment of that one: what a

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from forked import forked
+from forked import GARBAGE_SEARCHES, forked
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -107,6 +107,7 @@ def _rank(command: Sequence[str], environment: dict[str, str]) -> None:
 def _become(arguments: list[str], environment: dict[str, str]) -> None:
     """Run as `python *arguments` would."""
     gc.freeze()
+    gc.set_threshold(*GARBAGE_SEARCHES)
     os.environ.clear()
     os.environ.update(environment)
     for stream in (sys.stdout, sys.stderr):

@@ -98,7 +98,7 @@ def test_index_branches_select_and_learn_as_in_plain_pytorch(
     lengths, heads, kv_heads, widths, block_size, count, dtype, ranges, monkeypatch
 ):
     """Selected blocks, the divergence and its gradients: over the selected blocks, and over all of them."""
-    monkeypatch.setitem(grid._SCORES_PER_CHUNK, "cpu", 1000 * kv_heads)  # several chunks
+    monkeypatch.setitem(grid._SCORES_PER_CHUNK, "cpu", 3000 * kv_heads)  # several chunks
     layout = layout_of(lengths, "cpu")
     if ranges:
         layout = layout.part(tuple(TokenRange(*given) for given in ranges), None)

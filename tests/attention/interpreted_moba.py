@@ -10,7 +10,7 @@ from quick_interpreter import quicken
 from moba_train.attention.blocks import reference
 from moba_train.attention.blocks.geometry import block_bound
 from moba_train.attention.blocks.triton import attention, call, long_blocks, packed, short_blocks
-from moba_train.attention.blocks.triton.tiles import work_ranges
+from moba_train.attention.blocks.triton.tiles import tile_shapes, work_ranges
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.triton import select
 from moba_train.attention.protocol import BackwardState, Layout, TokenRange
@@ -136,9 +136,13 @@ def test_work_is_cut_into_work_ranges_without_a_trace(block_size, limit, monkeyp
     assert all(error(a, b) < 1e-6 for a, b in zip(got, want, strict=True))  # NumPy's products depend on the shape
 
 
-@pytest.mark.parametrize("block_size", [16, 160])
-def test_a_query_may_attend_to_127_blocks_beside_its_own(block_size):
-    """Short and long blocks; every history block, or a random part of them. Blocks of 16 are not offered, but quick."""
+@pytest.mark.parametrize("long", [False, True])
+def test_a_query_may_attend_to_127_blocks_beside_its_own(long, monkeypatch):
+    """By the kernels of short and of long blocks; every history block, or a random part of them. Blocks of 16 are not
+    offered, but quick."""
+    block_size = 16
+    if long:
+        monkeypatch.setattr(call, "tile_shapes", lambda head_dim, _block_size: tile_shapes(head_dim, 4096))
     whole = layout_of([128 * block_size], "cpu")
     layout = whole.part((TokenRange(whole.total - 8, whole.total),), None)
     (q, _, _, dout), (_, k, v, _) = (inputs([n], 1, 1, 64, torch.float32, "cpu") for n in (8, whole.total))

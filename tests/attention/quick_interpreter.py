@@ -1,4 +1,4 @@
-"""Triton's interpreter without five detours of its own, so that interpreted kernels take a third of the time.
+"""Triton's interpreter without six detours of its own, so that interpreted kernels take less than a third of the time.
 
 The results stay the same bits, and what it checks stays checked. What another version of Triton does not have is left
 alone: it runs at its own speed.
@@ -84,6 +84,26 @@ def _make_types_once(block_type: Any, tensor: Any) -> None:
     tensor.__init__ = make_tensor
 
 
+def _broadcast_by_numpy(semantic: Any) -> None:
+    """Triton compares shapes as tuples of its own, each of which makes a type, and adds axes one by one. Its rules are
+    NumPy's: a block's data have its shape, a scalar's are an array of one element."""
+
+    def widened(self: Any, x: Any, shape: tuple[int, ...]) -> Any:
+        if x.type.is_block() and x.handle.data.shape == shape:
+            return x
+        handle = interpreter.TensorHandle(np.broadcast_to(x.handle.data, shape), x.handle.dtype.scalar)
+        return self.tensor(handle, tl.block_type(x.type.scalar, [*shape]))
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        shapes = [x.handle.data.shape if x.type.is_block() else () for x in (lhs, rhs)]
+        if shapes[0] == shapes[1]:
+            return lhs, rhs
+        shape = np.broadcast_shapes(*shapes)
+        return widened(self, lhs, shape), widened(self, rhs, shape)
+
+    semantic.broadcast_impl_value = broadcast
+
+
 def _check_overflow_at_once(semantic: Any) -> None:
     """That integers fit is checked by seven more operations of the language for each sum and product."""
     operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
@@ -101,7 +121,7 @@ def _check_overflow_at_once(semantic: Any) -> None:
 
 @functools.cache
 def quicken() -> None:
-    """Apply all five to this process, which must have been started with TRITON_INTERPRET=1."""
+    """Apply all six to this process, which must have been started with TRITON_INTERPRET=1."""
     assert interpreted(), "start this through test_triton_interpreter.py"
     if "_patch_lang(self.fn)" in inspect.getsource(interpreter.InterpretedFunction.__call__):
         _patch_once(interpreter.InterpretedFunction)
@@ -111,5 +131,7 @@ def quicken() -> None:
         _reduce_xor_at_once(interpreter.ReduceOps)
     if [*inspect.signature(tl.block_type).parameters] == ["element_ty", "shape"]:
         _make_types_once(tl.block_type, tl.tensor)
+    if hasattr(TritonSemantic, "broadcast_impl_value"):
+        _broadcast_by_numpy(TritonSemantic)
     if hasattr(TritonSemantic, "binary_op_sanitize_overflow_impl"):
         _check_overflow_at_once(TritonSemantic)

@@ -14,7 +14,8 @@ HERE = Path(__file__).parent
 
 
 def run_pytest(files: list[Path], **environment: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, files)]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::DeprecationWarning"]  # of NumPy, 15,000 times
+    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
     if "PYTEST_XDIST_WORKER" not in os.environ and find_spec("xdist"):  # else other tests run beside them
         command += ["-n", str(min(4, os.cpu_count() or 1))]  # processes of one thread each
     root = HERE.parents[1]

@@ -157,7 +157,8 @@ def worker(cases: list[tuple[str, dict[str, Any]]], output: str) -> None:
             shard, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, sizes)
             if shard.engine is not None:
                 model.set_engines([shard.engine] * config.model.layers)
-            found = results(model, config, shard, repeat=2)
+            sharded = sizes.dp_replicate * sizes.dp_shard * sizes.cp > 1
+            found = results(model, config, shard, repeat=2 if sharded or world.size == 2 else 1)
             layers, ends = norms_by_module(model)
             found |= {f"norm of layer {i}": torch.tensor(norm) for i, norm in enumerate(layers)}
             found |= {f"norm of {name}": torch.tensor(norm) for name, norm in ends.items()}

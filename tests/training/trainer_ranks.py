@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from forked import forked
+from forked import GARBAGE_SEARCHES, forked
 from tiny_run import Run
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -109,6 +109,7 @@ def _work(pipe: Connection) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     gc.freeze()
+    gc.set_threshold(*GARBAGE_SEARCHES)
     while True:
         program, arguments, environment = pipe.recv()
         os.environ.update(environment)
