@@ -30,15 +30,15 @@ def test_an_arm_trains_on_real_text_and_is_drawn(tmp_path: Path, monkeypatch: py
     small = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "kv_heads": 1}
     monkeypatch.setattr(float8_loss, "MODEL", small)
     settings = argparse.Namespace(
-        steps=12, base_steps=8, batch_tokens=512, seq_len=256, micro_batch=2, compile=False, corpus=None
+        steps=20, base_steps=6, batch_tokens=512, seq_len=256, micro_batch=2, compile=False, corpus=None
     )
-    write_text(tmp_path, 12 * 512)
-    assert IndexedDataset(tmp_path / "train").tokens >= 12 * 512
+    write_text(tmp_path, 20 * 512)
+    assert IndexedDataset(tmp_path / "train").tokens >= 20 * 512
     monkeypatch.setattr(float8_loss, "launch", train_here)
     base = float8_loss.run(tmp_path, float8_loss.BASE, 0, settings)
-    assert len(base["losses"]) == 8
+    assert len(base["losses"]) == 6
     runs = [float8_loss.run(tmp_path, arm, 0, settings) for arm in float8_loss.ARMS]
-    assert [len(run["losses"]) for run in runs] == [12, 12]
+    assert [len(run["losses"]) for run in runs] == [20, 20]
     assert all(run["losses"][0] < base["losses"][0] for run in runs)
     assert runs[0]["losses"] != runs[1]["losses"]
     found = float8_loss.summary(runs)

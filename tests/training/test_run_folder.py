@@ -56,7 +56,8 @@ def test_a_run_whose_folder_was_removed_and_made_anew_by_another_stops_and_leave
     run.recipe["checkpoint"] = {"every": 2, "keep_last": 1}
     found: list[dict[str, bytes]] = []
 
-    def second_run(_trainer: Trainer) -> None:
+    def second_run(trainer: Trainer) -> None:
+        trainer.checkpoints._checkpointer.wait()  # else the save before this one may write while all is removed
         shutil.rmtree(run.run_dir)
         process = forked().Process(target=train_elsewhere, args=(str(run.folder / "recipe.yaml"),))
         process.start()
@@ -90,9 +91,14 @@ def test_a_run_whose_folder_is_gone_stops_and_does_not_make_it_again(
 def test_a_checkpoint_folder_that_vanishes_is_made_again(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before_save(monkeypatch, {8: lambda trainer: shutil.rmtree(trainer.checkpoints.folder)})
+    before_save(monkeypatch, {8: remove_checkpoints})
     assert train_here(run, capsys)[0] == 0
     assert steps(run.run_dir / "checkpoints") == ["step_00000008", "step_00000012"]
+
+
+def remove_checkpoints(trainer: Trainer) -> None:
+    trainer.checkpoints._checkpointer.wait()
+    shutil.rmtree(trainer.checkpoints.folder)
 
 
 def replace_by_file(trainer: Trainer) -> None:
