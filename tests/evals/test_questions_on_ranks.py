@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-from contextlib import ExitStack
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from moba_train.evals.variants import with_full
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.stage import ContextEngines
-from moba_train.parallel.world import joined_world
+from moba_train.parallel.world import World, joined_world
 
 LENGTH = 403
 """Odd, so that samples are padded for the ranks."""
@@ -39,7 +38,7 @@ LAYOUTS: dict[str, tuple[MeshSizes, dict[str, Any]]] = {
 }
 
 
-def evaluated(folder: Path, sizes: MeshSizes, parallel: dict[str, Any]) -> dict[str, Any]:
+def evaluated(world: World, folder: Path, sizes: MeshSizes, parallel: dict[str, Any]) -> dict[str, Any]:
     """Predicted tokens, selected blocks and scores in one layout, for an odd number of samples."""
     generate = parallel.get("cp_transport", "allgather") == "allgather" and "tp" not in parallel
     needle = {"lengths": [LENGTH], "depths": [0, 50, 100], "samples": 1, "generate": generate}
@@ -50,35 +49,32 @@ def evaluated(folder: Path, sizes: MeshSizes, parallel: dict[str, Any]) -> dict[
     sections = {"needle": needle, "ruler": ruler, "gate_probe": probe, "needle_signal": signal}
     config = recipe(folder, 1024, sections, parallel=parallel)
     (stage,) = resolve_stages(config)
-    with joined_world() as world:
-        dims = ParallelDims(sizes, world)
-        model = sharded_model(config, dims)
-        model.set_rope(stage.rope)
-        shard, _ = ContextEngines(config, dims, lambda *_: None).data_shard(stage, sizes)
-        if shard.engine is not None:
-            model.set_engines([shard.engine] * config.model.layers)
-        context = EvaluationContext(model, stage, shard, world.device, with_full(stage.attention))
-        assert config.evaluation.needle is not None
-        asked = NeedleTexts(config, config.evaluation.needle, Needle.key).questions(LENGTH)
-        found: dict[str, Any] = {"tokens": {}}
-        for name in context.each_attention():
-            found["tokens"][name] = predicted_answers(context, asked, LENGTH, "test", None)
-        found["needle"] = Needle(config, stage).run(context).data
-        found["ruler"] = Ruler(config, stage).run(context).data
-        found["probe"] = GateProbe(config, stage).run(context).data | {"seconds": 0}
-        found["signal"] = NeedleSignalEvaluation(config, stage).run(context).data["rows"] if by_head else {}
-        return found
+    dims = ParallelDims(sizes, world)
+    model = sharded_model(config, dims)
+    model.set_rope(stage.rope)
+    shard, _ = ContextEngines(config, dims, lambda *_: None).data_shard(stage, sizes)
+    if shard.engine is not None:
+        model.set_engines([shard.engine] * config.model.layers)
+    context = EvaluationContext(model, stage, shard, world.device, with_full(stage.attention))
+    assert config.evaluation.needle is not None
+    asked = NeedleTexts(config, config.evaluation.needle, Needle.key).questions(LENGTH)
+    found: dict[str, Any] = {"tokens": {}}
+    for name in context.each_attention():
+        found["tokens"][name] = predicted_answers(context, asked, LENGTH, "test", None)
+    found["needle"] = Needle(config, stage).run(context).data
+    found["ruler"] = Ruler(config, stage).run(context).data
+    found["probe"] = GateProbe(config, stage).run(context).data | {"seconds": 0}
+    found["signal"] = NeedleSignalEvaluation(config, stage).run(context).data["rows"] if by_head else {}
+    return found
 
 
-def work(rank: int, ports: list[int], folder: str, output: str) -> None:
+def work(rank: int, port: int, folder: str, output: str) -> None:
     """All layouts on two ranks."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "localhost", "CUDA_VISIBLE_DEVICES": ""}
-    results = {}
-    for port, (name, layout) in zip(ports, LAYOUTS.items(), strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        results[name] = evaluated(Path(folder), *layout)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+    with joined_world() as world:
+        results = {name: evaluated(world, Path(folder), *layout) for name, layout in LAYOUTS.items()}
     Path(f"{output}.{rank}").write_text(json.dumps(results))
 
 
@@ -86,11 +82,10 @@ def work(rank: int, ports: list[int], folder: str, output: str) -> None:
 def on_two_ranks(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of all layouts, which are the same on both ranks."""
     output = tmp_path_factory.mktemp("ranks") / "found.json"
-    with ExitStack() as probes:
-        sockets = [probes.enter_context(socket.create_server(("localhost", 0))) for _ in LAYOUTS]
-        ports = [int(probe.getsockname()[1]) for probe in sockets]
+    with socket.create_server(("localhost", 0)) as probe:
+        port = int(probe.getsockname()[1])
     processes = [
-        forked().Process(target=work, args=(rank, ports, str(texts), str(output)), daemon=True) for rank in range(2)
+        forked().Process(target=work, args=(rank, port, str(texts), str(output)), daemon=True) for rank in range(2)
     ]
     for process in processes:
         process.start()
@@ -106,7 +101,8 @@ def on_two_ranks(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 @pytest.fixture(scope="module")
 def one_device(texts: Path) -> dict[str, Any]:
     """The results of one rank."""
-    return json.loads(json.dumps(evaluated(texts, MeshSizes(), {})))
+    with joined_world() as world:
+        return json.loads(json.dumps(evaluated(world, texts, MeshSizes(), {})))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
