@@ -237,7 +237,7 @@ def test_it_begins_from_a_checkpoint_without_it(finished_run: Run, toy_run: Run)
 def test_evaluation_repeats_the_runs_own_number(finished: Run) -> None:
     code, output = invoke("eval", str(finished.run_dir))
     assert code == 0, output
-    (line,) = [line for line in output.splitlines() if line.startswith("toy")]
+    (line,) = [line for line in output.splitlines() if line.startswith("moba+toy")]
     assert float(line.split()[3]) == pytest.approx(finished.records("validation_loss")[-1]["eval_loss"], abs=1e-3)
 
 
