@@ -94,7 +94,7 @@ def plan(
     from moba_train.planning.render import print_changes, print_fit, print_plan
     from moba_train.validation.data import check_one_tokenizer
     from moba_train.validation.recipe import validate
-    from moba_train.validation.warnings import recipe_warnings
+    from moba_train.validation.warnings import print_recipe_warnings
 
     target = named_gpu(gpu) if gpu else local_gpu()
     if nodes is not None:
@@ -119,8 +119,7 @@ def plan(
     console = table_console()
     print_plan(made, console)
     print_fit(made, target, console)
-    for warning in recipe_warnings(config):
-        typer.echo(f"warning: {warning}")
+    print_recipe_warnings(config)
     if target is None:
         return
 

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
-
 from moba_train.commands import table_console
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
@@ -17,7 +15,7 @@ from moba_train.planning.render_layouts import print_layouts
 from moba_train.planning.step_time import Machine
 from moba_train.validation.data import check_one_tokenizer
 from moba_train.validation.recipe import validate
-from moba_train.validation.warnings import recipe_warnings
+from moba_train.validation.warnings import print_recipe_warnings
 
 
 def plan_nodes(
@@ -37,5 +35,4 @@ def plan_nodes(
         validate(changed, world_size=nodes * gpus_per_node, ranks_per_node=gpus_per_node)
 
     print_layouts(best_layouts(config, nodes, machine, documents, accept), nodes, machine, table_console())
-    for warning in recipe_warnings(config):
-        typer.echo(f"warning: {warning}")
+    print_recipe_warnings(config)

@@ -39,7 +39,7 @@ from moba_train.training.determinism import deterministic
 from moba_train.training.progress import describe_finished
 from moba_train.training.trainer import Trainer
 from moba_train.validation.recipe import validate
-from moba_train.validation.warnings import recipe_warnings
+from moba_train.validation.warnings import print_recipe_warnings
 
 SIGNALS_APART_S = 1.0
 """torchrun passes a signal on to one rank after the other; one that ends at once may be seen before the signal is."""
@@ -105,8 +105,7 @@ def _run(arguments: list[str] | None, stop: StopRequest) -> int:
                 if given.verbose:
                     print(f"resolved recipe:\n{dump_config(config)}", flush=True)
                 print(summarize(config, world.size, world.ranks_per_node, world.device), flush=True)
-                for warning in recipe_warnings(config):
-                    print(f"warning: {warning}", flush=True)
+                print_recipe_warnings(config)
             _train(config, world, given.stop_at_step, given.from_scratch, stop)
     except UserError as error:
         stop.ended()

@@ -22,9 +22,14 @@ SPARE_SHARE = 0.1
 """And as a share of the tokenizer's: published models reserve a few percent for later tokens."""
 
 
+def print_recipe_warnings(config: RunConfig) -> None:
+    """Print `recipe_warnings`, a line each, as `moba-train plan` does and a run that starts."""
+    for warning in recipe_warnings(config):
+        print(f"warning: {warning}", flush=True)
+
+
 def recipe_warnings(config: RunConfig) -> list[str]:
-    """Sentences about a validated recipe, each with the keys to change: `moba-train plan` and a run that starts print
-    them."""
+    """Sentences about a validated recipe, each with the keys to change; none where nothing is conspicuous."""
     return [*_evaluation_warnings(config), *_vocabulary_warnings(config)]
 
 

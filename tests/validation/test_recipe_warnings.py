@@ -31,6 +31,7 @@ def test_evaluations_that_never_run_are_named(load, overrides, warning):
 
 
 def write_corpora(folder, **info):
+    """Corpora `a` and `b` of one document, whose sidecars say `info`."""
     for name in ("a", "b"):
         with IndexedDatasetWriter(folder / "corpora" / name, np.uint16, info) as writer:
             writer.add_document([1, 2, 3])
