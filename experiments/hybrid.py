@@ -54,11 +54,11 @@ class Hybrid(Figure):
         "nothing ([file](../experiments/results/hybrid-first.json)); F0 says what was wrong with it."
     )
     found: ClassVar[str] = (
-        "The shape of the published figure. MoBA throughout is equal to full attention in the first 1.5K tokens, "
-        "where it sees all keys, and falls behind from there on, to 0.12 nats in the last 512; a tenth of the tokens "
-        "with full attention takes that back: the hybrid is within 0.012 nats of full attention in all 16 buckets. Two "
-        "seeds do not suffice to say 0.01 of it. The switch is no spike: for ten steps the training loss is 0.04 lower "
-        "than without it, and the detector flags the same one step in all three arms of the second seed."
+        "The shape of the published figure. MoBA throughout is not told apart from full attention in the first 1.5K "
+        "tokens, where it sees all keys, and falls behind from there on, to 0.12 nats in the last 512; a tenth of the "
+        "tokens with full attention takes that back: the hybrid is within 0.012 nats of full attention in all 16 "
+        "buckets. Two seeds do not suffice to say 0.01 of it. The switch is no spike: for ten steps the training loss "
+        "is 0.04 lower than without it, and the detector flags the same one step in all three arms of the second seed."
     )
     seeds: ClassVar[int] = 2
 
@@ -168,7 +168,7 @@ def _curve(result: Result) -> npt.NDArray[np.float64]:
 
 
 def _around(result: Result, side: str) -> npt.NDArray[np.float64]:
-    """Training loss of the steps before or after the last switch of stage."""
+    """Training loss, nats, of each step `before` or `after` the last switch of stage."""
     return np.array(result["switches"][-1][side]["loss"])
 
 

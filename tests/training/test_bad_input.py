@@ -117,7 +117,8 @@ def test_an_error_ends_the_whole_launch_and_its_output(run: Run) -> None:
 
 
 def test_the_report_of_plain_torchrun_ends_with_the_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a rank that prints nothing, too: torchrun names the one that failed first."""
+    """Every rank leaves the message for torchrun, also one that prints nothing itself: the report ends with the rank
+    that failed first, which may be any."""
     failures = {}
     for rank in (0, 1):
         file = run.folder / f"error{rank}.json"
