@@ -34,7 +34,7 @@ from benchmarks.trainer_run import model_shape, run_until, torchrun, trainer_com
 from benchmarks.training_rows import POLICIES, Row, parse_row
 from moba_train.config.load import load_config
 from moba_train.errors import UserError
-from moba_train.planning.devices import H200, peak_tflops
+from moba_train.planning.devices import local_gpu, local_host_bytes, peak_or_default, peak_tflops
 from moba_train.planning.plan import make_plan
 from moba_train.telemetry.jsonl import read_records
 
@@ -71,10 +71,15 @@ def measure(row: Row, folder: Path, arguments: argparse.Namespace, limit_s: floa
 
 
 def predict(row: Row, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """FLOPs of a token, and for our trainer the predicted memory: what `moba-train plan` says of the row's recipe."""
+    """FLOPs of a token, and for our trainer the predicted memory: what `moba-train plan` says of the row's recipe
+    on this machine's GPUs."""
     file = folder / "plan.yaml"
     trainer_command(_recipe(row, folder, arguments), file, arguments.gpus)
-    plan = make_plan(load_config(file, list(row.overrides)), arguments.gpus, H200.tflops or 1.0, 0.4, arguments.gpus)
+    config = load_config(file, list(row.overrides))
+    gpu = local_gpu()
+    memory = gpu.memory if gpu is not None else None
+    host = local_host_bytes(arguments.gpus)
+    plan = make_plan(config, arguments.gpus, peak_or_default(gpu), 0.4, arguments.gpus, memory, host_bytes=host)
     (stage,) = plan.stages
     flops = {"flops_per_token": stage.real_flops, "dense_flops_per_token": stage.dense_flops}
     return flops if row.by_torchtitan else flops | {"predicted_gib": stage.memory.total / GIB}

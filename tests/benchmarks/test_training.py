@@ -14,6 +14,8 @@ from benchmarks.training_rows import Row, parse_row
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.planning.activations import FILLED
+from moba_train.planning.devices import Gpu
 from moba_train.validation.recipe import validate
 
 
@@ -56,6 +58,15 @@ def test_attention_of_a_row(tmp_path: Path) -> None:
     assert stage.kinds == ("moba", "full")
     assert stage.attention[0].options.model_dump()["block_size"] == 1024
     assert (config.precision.linear, config.precision.fp8.scaling, config.parallel.cp) == ("fp8", "rowwise", 2)
+
+
+def test_memory_of_a_row_that_fills_the_gpu_is_predicted_for_this_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = parse_row("8K:full:budget", Row())
+    whole = training.predict(row, tmp_path, options(tmp_path))["predicted_gib"]
+    monkeypatch.setattr(training, "local_gpu", lambda: Gpu("small", 989.0, whole * training.GIB))
+    assert 0.5 * whole < training.predict(row, tmp_path, options(tmp_path))["predicted_gib"] <= FILLED * whole
 
 
 @pytest.mark.parametrize("text", ["8K:sparse", "8K:full:cp0", "8K:full:fast", "x:full", "8K:torchtitan:packed", "8K"])
