@@ -8,6 +8,7 @@ settings name, under the names of our metrics. Tried with torchtitan 0.2.2.
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -89,7 +90,8 @@ def job(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Train as `settings` say, on every rank."""
+    """Train as `settings` say, on every rank, with the memory settings of torchtitan's launcher."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     import torchtitan.models.llama3 as llama3
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.config import JobConfig
