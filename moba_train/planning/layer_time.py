@@ -135,6 +135,13 @@ class LayerTimes:
         logits = self._tokens / self._tp * model.vocab_size
         return logits * (8 * model.hidden_size / rates.products + rates.loss_bytes / rates.memory)
 
+    def output_tensor_bytes(self) -> float:
+        """Bytes that a rank receives from its tp group for the loss, which nothing hides: the parts of the output
+        weight, and those of its gradient."""
+        model = self._config.model
+        weight = element_bytes(self._config) * model.vocab_size * model.hidden_size
+        return 2 * weight * (1 - 1 / self._tp)
+
     def _context_seconds(self, attention_s: float) -> float:
         """What attention of `attention_s` seconds does not hide of context parallelism."""
         if self._transport is None:

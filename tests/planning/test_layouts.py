@@ -124,8 +124,10 @@ def test_the_parts_of_a_step_follow_the_layout(load) -> None:
     near = step(config, 0, MeshSizes(dp_shard=8), Machine())
     assert near.received.network == 0 < near.received.node
     tensor = step(config, 0, MeshSizes(dp_shard=4, tp=2))
-    # 8 transfers a block of half of the rows of all micro-batches of the tp group, in bf16.
-    assert tensor.traffic["tp"].node == 8 * 8 * (512 * 1024 / 4) * 4096 * 2 / 2
+    # 8 transfers a block of half of the rows of all micro-batches of the tp group, in bf16; in each of them half of the
+    # output weight, and of its gradient.
+    blocks = 8 * 8 * (512 * 1024 / 4) * 4096 * 2 / 2
+    assert tensor.traffic["tp"].node == blocks + 512 * 1024 / 4 / 2048 * 2 * 32000 * 4096 * 2 / 2
     assert tensor.time.tp == pytest.approx(tensor.traffic["tp"].node / 300e9)
 
 
@@ -138,6 +140,17 @@ def test_a_pipeline_waits_for_its_bubble(load) -> None:
     parts = ("products", "attention", "loss", "repeated", "tp", "cp")
     layers = sum(getattr(two.time, part) for part in parts) + two.time.memory
     assert two.time.pp - passed_on == pytest.approx(layers / count, rel=0.1), "(pp - 1) / m of what is computed"
+
+
+def test_a_pipeline_adds_up_the_gradients_of_whole_weights(load) -> None:
+    """Bytes that grow with the micro-batches are those of layers, and 10 a weight for each after the first."""
+    layout = ("model.vocab_size=64", "parallel.pp_layers=[4,4]")
+    few, many = (
+        step(load(*LARGE, *layout, f"batch_tokens={size}"), 0, MeshSizes(pp=2, dp_shard=4)) for size in ("64K", "128K")
+    )
+    weights = 4 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    once = 2 * few.time.memory - many.time.memory
+    assert once == pytest.approx((14 - 10 + 12 / 4) * weights / 4e12, rel=0.01)
 
 
 def test_a_slow_network_costs_layouts_that_use_it(load) -> None:
