@@ -147,10 +147,11 @@ class LayerTimes:
         if self._transport is None:
             return 0.0
         hops = _CONTEXT_TRANSFERS * (self._cp_nodes - 1)
-        return self._transport.exposed_seconds(attention_s, self._links) + hops * self._links.hop_s
+        exposed_s = self._transport.exposed_seconds(attention_s, self._links, self._rates.memory)
+        return exposed_s + hops * self._links.hop_s
 
     def _attention(self, layer: LayerAttention) -> tuple[float, float]:
         """Seconds of the forward pass, and of both."""
         rate = attention_rate(layer, self._config.model.head_width, self._stage.seq_len)
-        flops = self._flops[layer] * self._tokens / self._tp / self._rates.attention
+        flops = self._flops[layer] * self._tokens / self._tp / self._rates.attention_speed(layer)
         return flops / 3 / rate.forward, flops / rate.both
