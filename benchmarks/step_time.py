@@ -1,4 +1,4 @@
-"""Predicted beside measured time of training steps: the model behind `moba-train plan --nodes`, on one and two H200.
+"""Predicted beside measured time of training steps: the model behind `moba-train plan --nodes`, on the measured GPUs.
 
     python -m benchmarks.step_time                            # the table
     python -m benchmarks.step_time --fit                      # the fitted rates, anew
@@ -6,8 +6,9 @@
     python -m benchmarks.step_time --results FILE.json        # every row of a result of benchmarks.training
 
 Measured are the median steps of result files that were made for other purposes. Four rates of planning/rates.py are
-fitted to the rows marked so; every other row is predicted. Rows of the same files that are left out have a reason.
-Nothing is measured here, so no GPU is needed.
+fitted to the rows marked so; every other row is predicted, with the rates of the GPU that its file names. Compared are
+STEPS and each row of the files `WHOLE_FILES` that are there; rows that are left out have a reason. Nothing is measured
+here, so no GPU is needed.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from benchmarks.training_rows import Row, parse_row
 from moba_train.config.load import load_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.stages import resolve_stages
+from moba_train.planning.devices import Gpu, known_gpu
 from moba_train.planning.documents import stage_documents
 from moba_train.planning.layer_time import attention_flops
 from moba_train.planning.rates import RATES, Rates
@@ -55,6 +57,8 @@ class Measured:
     """Sequences of each GPU in a step, and in a pass unless the row says otherwise."""
     layers: int | None = None
     fit: bool = False
+    defaults: Row = field(default_factory=Row)
+    """What `row` leaves out."""
 
 
 OLD_1B = "training-1b-h200-x2.json"
@@ -78,13 +82,16 @@ STEPS = (
     Measured("checkpoint-stall-8b-h200-x4-contexts.json", (), "8K:full:eager:full:packed", "llama3-8b", 4, 1),
     Measured("checkpoint-stall-8b-h200-x4.json", (), "8K:full:eager:full:packed", "llama3-8b", 4, 1),
 )
+WHOLE_FILES = "training-8b-*.json"
+"""Results of `benchmarks.training` of which all rows are compared."""
 LEFT_OUT = {
-    "training-1b-h200-moba-reference.json and MoBA in training-1b-h200-x2.json": "MoBA's reference in plain PyTorch",
-    "kinds-before-after-h200.json": "the recipes of training-1b-h200.json, measured once more",
-    "determinism-h200.json, `deterministic`": "kernels that repeat bit by bit, which plan knows no rates of",
-    "miniatures-h200.json": "a model of 25.7M parameters, whose steps wait for the host: predicted up to 51 % shorter",
+    ("training-1b-h200-moba-reference.json", ""): "MoBA's reference in plain PyTorch",
+    (OLD_1B, "MoBA 512/3, last 3 full"): "MoBA's reference in plain PyTorch",
+    ("kinds-before-after-h200.json", ""): "the recipes of training-1b-h200.json, measured once more",
+    ("determinism-h200.json", "deterministic"): "kernels that repeat bit by bit, which plan knows no rates of",
+    ("miniatures-h200.json", ""): "25.7M parameters, whose steps wait for the host: predicted up to 51 % shorter",
 }
-"""Files with the time of training steps on H200 that are not predicted, and why."""
+"""Rows with the time of training steps that are not predicted, and why: a file, and the row or all (an empty text)."""
 
 
 @dataclass(frozen=True)
@@ -101,28 +108,35 @@ class Compared:
         return self.predicted.time.seconds / self.seconds - 1
 
 
-def compare(rates: Rates = RATES, steps: Sequence[Measured] = STEPS) -> list[Compared]:
-    """Measured steps beside those that these rates predict."""
+def compare(rates: Rates = RATES, steps: Sequence[Measured] | None = None) -> list[Compared]:
+    """Measured steps beside those that these rates of an H200 predict; None: all steps."""
     with tempfile.TemporaryDirectory() as folder:
-        return [Compared(step, measured_seconds(step), _predict(step, rates, Path(folder))) for step in steps]
+        chosen = all_steps() if steps is None else steps
+        return [Compared(step, measured_seconds(step), _predict(step, rates, Path(folder))) for step in chosen]
+
+
+def all_steps() -> list[Measured]:
+    """STEPS, and what the whole files have besides."""
+    listed = {(step.file, step.keys) for step in STEPS}
+    rows = [row for file in sorted(RESULTS.glob(WHOLE_FILES)) for row in rows_of(file)]
+    rows = [row for row in rows if not {(row.file, ""), (row.file, row.row)} & LEFT_OUT.keys()]
+    return [*STEPS, *(row for row in rows if (row.file, row.keys) not in listed)]
 
 
 def rows_of(file: Path) -> list[Measured]:
     """The rows of a result of `benchmarks.training` that our trainer ran to the end."""
-    found: dict[str, Any] = json.loads(file.read_text())
+    found = _content(file)
     settings = found["settings"]
-    defaults = [settings["policy"], *(f"{key}{settings[key]}" for key in ("tp", "cp", "pp"))]
-    defaults += [{"off": "", "tensorwise": "fp8", "rowwise": "fp8-rowwise"}[settings["fp8"]]]
     return [
         Measured(
-            str(file.absolute()),
+            file.name if file.parent == RESULTS else str(file.absolute()),
             (name,),
-            # What the row itself says comes last and wins.
-            ":".join([*name.split(":")[:2], *filter(None, defaults), *name.split(":")[2:]]),
+            name,
             settings["model"],
             settings["gpus"],
             settings["sequences_per_gpu"],
             settings["layers"],
+            defaults=Row(**{name: settings[name] for name in ("policy", "tp", "cp", "pp", "fp8")}),
         )
         for name, row in found["results"].items()
         if "step_s" in row and row["system"] == "moba_train"
@@ -131,18 +145,31 @@ def rows_of(file: Path) -> list[Measured]:
 
 def measured_seconds(step: Measured) -> float:
     """The median step of the file."""
-    found: dict[str, Any] = json.loads((RESULTS / step.file).read_text())["results"]
+    found = _content(RESULTS / step.file)["results"]
     for key in step.keys:
         found = found[key]
     if "step_s" in found:
         return float(found["step_s"]["median"])
-    row = parse_row(step.row, Row())
+    row = parse_row(step.row, step.defaults)
     tokens = row.sequences(step.gpus, step.per_gpu) * row.seq_len
     return tokens / step.gpus / float(found["tokens_per_s"]["median"])
 
 
+def measured_gpu(step: Measured) -> Gpu:
+    """The GPU that the file names. Raises ValueError for one whose rates nothing is known of."""
+    device = _content(RESULTS / step.file)["device"]
+    if (gpu := known_gpu(device)) is None:
+        raise ValueError(f"{step.file}: measured on {device!r}, which moba_train/planning/devices.py does not know")
+    return gpu
+
+
+def _content(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text())
+    return content
+
+
 def _predict(step: Measured, rates: Rates, folder: Path) -> StageStep:
-    row = parse_row(step.row, Row())
+    row = parse_row(step.row, step.defaults)
     corpus = folder / row.documents
     if row.documents == "packed" and not corpus.with_suffix(".idx").exists():
         write_corpus(corpus, 1 << 21, 1 << 15)
@@ -153,7 +180,8 @@ def _predict(step: Measured, rates: Rates, folder: Path) -> StageStep:
     (stage,) = resolve_stages(config)
     flops = attention_flops(config, stage, stage_documents(config, stage))
     sizes = mesh_sizes(stage.parallel, step.gpus)
-    return predict_step(config, stage, sizes, flops, Machine(ranks_per_node=step.gpus, rates=rates))
+    gpu = measured_gpu(step)
+    return predict_step(config, stage, sizes, flops, Machine(gpu, step.gpus, rates=rates.scaled_to(gpu)))
 
 
 def fit(rates: Rates = RATES) -> Rates:
@@ -205,18 +233,17 @@ def table(rows: Sequence[Compared]) -> str:
     lines = [["model", "row", "GPUs", "measured, s", "predicted, s", "error", "", "file"]]
     for row in rows:
         measured = row.measured
-        file = Path(measured.file).name
         model = measured.model + (f", {measured.layers} layers" if measured.layers else "")
         lines.append(
             [
                 model,
-                f"`{measured.row}`" if file == measured.file else f"`{measured.keys[0]}`",
-                str(measured.gpus),
+                f"`{measured.row}`",
+                f"{measured.gpus} {measured_gpu(measured).name}",
                 f"{row.seconds:.3f}",
                 f"{row.predicted.time.seconds:.3f}",
                 f"{row.error:+.1%}",
                 "fitted" if measured.fit else "",
-                f"`{file}`",
+                f"`{Path(measured.file).name}`",
             ]
         )
     return markdown(lines)
@@ -224,7 +251,8 @@ def table(rows: Sequence[Compared]) -> str:
 
 def left_out() -> str:
     """The files that are not compared, as a Markdown table."""
-    return markdown([["steps left out", "why"], *([files, why] for files, why in LEFT_OUT.items())])
+    rows = [[f"`{file}`" + (f", `{row}`" if row else ""), why] for (file, row), why in LEFT_OUT.items()]
+    return markdown([["steps left out", "why"], *rows])
 
 
 def main() -> None:

@@ -1,16 +1,17 @@
-"""GPUs by name: memory and peak matrix rate, from NVIDIA's data sheets.
+"""GPUs by name: memory, its bandwidth and peak matrix rate, from NVIDIA's data sheets.
 
 The rates are dense bf16 with fp32 accumulation; data sheets that only give the rate with sparsity give twice as much.
 Data sheets call a GPU's GiB "GB": CUDA reports 139.8 GiB of an H200's 141 and 79.2 of an H100's 80.
 
 Sources: the data sheets "NVIDIA H100 Tensor Core GPU", "NVIDIA H200 Tensor Core GPU", "NVIDIA GH200 Grace Hopper
-Superchip", "NVIDIA A100 Tensor Core GPU", "NVIDIA L40S", "NVIDIA DGX B200" (a system of 8 GPUs, 1,440 GB) and "NVIDIA
-GB200 NVL72" (72 GPUs). The A800 and H800 are an A100 and an H100 with slower NVLink.
+Superchip", "NVIDIA A100 Tensor Core GPU", "NVIDIA L40S", "NVIDIA DGX B200" (a system of 8 GPUs, 1,440 GB, 64 TB/s) and
+"NVIDIA GB200 NVL72" (72 GPUs, 576 TB/s). The A800 and H800 are an A100 and an H100 with slower NVLink. The A100 of 80
+GB is the SXM one; the PCIe card's memory is 5 % slower.
 """
 
 import difflib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,28 +28,30 @@ class Gpu:
     """Dense bf16 peak; None: not in the table."""
     memory: float
     """Bytes."""
+    bandwidth: float | None = None
+    """Bytes of its memory that are read or written in a second, the data sheet's peak; None: not in the table."""
 
 
-def _gpu(name: str, tflops: float, gibibytes: int) -> Gpu:
-    return Gpu(name, tflops, gibibytes * 2**30)
+def _gpu(name: str, tflops: float, gibibytes: int, gigabytes_per_s: int) -> Gpu:
+    return Gpu(name, tflops, gibibytes * 2**30, gigabytes_per_s * 1e9)
 
 
 # A device's name is that of the first entry that is a part of it, so variants are listed before their family.
 _GPUS = (
-    _gpu("H100 PCIe", 756.0, 80),
-    _gpu("H100 NVL", 835.0, 94),
-    _gpu("H200 NVL", 835.0, 141),
-    _gpu("GH200", 989.0, 96),
-    _gpu("H200", 989.0, 141),
-    _gpu("H100", 989.0, 80),
-    _gpu("H800", 989.0, 80),
-    _gpu("GB200", 2500.0, 186),
-    _gpu("B200", 2250.0, 180),
-    _gpu("A100-SXM4-40GB", 312.0, 40),
-    _gpu("A100-PCIE-40GB", 312.0, 40),
-    _gpu("A100", 312.0, 80),
-    _gpu("A800", 312.0, 80),
-    _gpu("L40S", 362.0, 48),
+    _gpu("H100 PCIe", 756.0, 80, 2000),
+    _gpu("H100 NVL", 835.0, 94, 3900),
+    _gpu("H200 NVL", 835.0, 141, 4800),
+    _gpu("GH200", 989.0, 96, 4000),
+    _gpu("H200", 989.0, 141, 4800),
+    _gpu("H100", 989.0, 80, 3350),
+    _gpu("H800", 989.0, 80, 3350),
+    _gpu("GB200", 2500.0, 186, 8000),
+    _gpu("B200", 2250.0, 180, 8000),
+    _gpu("A100-SXM4-40GB", 312.0, 40, 1555),
+    _gpu("A100-PCIE-40GB", 312.0, 40, 1555),
+    _gpu("A100", 312.0, 80, 2039),
+    _gpu("A800", 312.0, 80, 2039),
+    _gpu("L40S", 362.0, 48, 864),
 )
 _BY_NAME = {gpu.name.lower().replace(" ", "-"): gpu for gpu in _GPUS}
 
@@ -57,9 +60,15 @@ _DEFAULT_TFLOPS = 989.0
 """An H100's, where the GPU is absent or unknown."""
 
 
+def known_gpu(device: str) -> Gpu | None:
+    """The GPU of the table by the name that CUDA reports, such as `NVIDIA H100 80GB HBM3`; None if it is not there."""
+    return next((gpu for gpu in _GPUS if gpu.name.lower() in device.lower()), None)
+
+
 def peak_tflops(device: str) -> float | None:
     """Dense bf16 TFLOP/s of a device by the name that CUDA reports; None if it is not in the table."""
-    return next((gpu.tflops for gpu in _GPUS if gpu.name.lower() in device.lower()), None)
+    gpu = known_gpu(device)
+    return gpu.tflops if gpu is not None else None
 
 
 def named_gpu(name: str) -> Gpu:
@@ -81,7 +90,10 @@ def local_gpu() -> Gpu | None:
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
-    return Gpu(properties.name, peak_tflops(properties.name), properties.total_memory)
+    known = known_gpu(properties.name)
+    if known is None:
+        return Gpu(properties.name, None, properties.total_memory)
+    return replace(known, name=properties.name, memory=properties.total_memory)
 
 
 _HOST_SHARE = 0.8

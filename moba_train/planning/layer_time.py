@@ -135,15 +135,23 @@ class LayerTimes:
         logits = self._tokens / self._tp * model.vocab_size
         return logits * (8 * model.hidden_size / rates.products + rates.loss_bytes / rates.memory)
 
+    def output_tensor_bytes(self) -> float:
+        """Bytes that a rank receives from its tp group for the loss, which nothing hides: the parts of the output
+        weight, and those of its gradient."""
+        model = self._config.model
+        weight = element_bytes(self._config) * model.vocab_size * model.hidden_size
+        return 2 * weight * (1 - 1 / self._tp)
+
     def _context_seconds(self, attention_s: float) -> float:
         """What attention of `attention_s` seconds does not hide of context parallelism."""
         if self._transport is None:
             return 0.0
         hops = _CONTEXT_TRANSFERS * (self._cp_nodes - 1)
-        return self._transport.exposed_seconds(attention_s, self._links) + hops * self._links.hop_s
+        exposed_s = self._transport.exposed_seconds(attention_s, self._links, self._rates.memory)
+        return exposed_s + hops * self._links.hop_s
 
     def _attention(self, layer: LayerAttention) -> tuple[float, float]:
         """Seconds of the forward pass, and of both."""
         rate = attention_rate(layer, self._config.model.head_width, self._stage.seq_len)
-        flops = self._flops[layer] * self._tokens / self._tp / self._rates.attention
+        flops = self._flops[layer] * self._tokens / self._tp / self._rates.attention_speed(layer)
         return flops / 3 / rate.forward, flops / rate.both

@@ -209,11 +209,13 @@ def _tensor_parallel_seconds(
     tokens: tokens of the micro-batch that the group holds.
 
     Attention and SwiGLU of every block each all-gather their input and reduce-scatter their output, and do the reverse
-    for the gradients; see `repeated_transfers` for what recomputation adds.
+    for the gradients; see `repeated_transfers` for what recomputation adds. The loss gathers the output weight, and its
+    gradient is reduced.
     """
+    model, width = config.model, element_bytes(config)
     transfers = sum(8 + repeated_transfers(layer.kept) for layer in activations.layers)
-    received = tokens * (1 - 1 / tp) * config.model.hidden_size * element_bytes(config)
-    return transfers * received / links.node
+    numbers = (transfers * tokens + 2 * model.vocab_size) * model.hidden_size
+    return numbers * width * (1 - 1 / tp) / links.node
 
 
 def repeated_transfers(kept: Kept) -> int:

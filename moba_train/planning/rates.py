@@ -3,11 +3,14 @@
 `benchmarks.step_time --fit` makes the fitted ones from the measured steps that it names, and shows how well all
 others are predicted. The rest are single operations: `loss_bytes` from benchmarks/results/loss-compare-h200.json,
 `update_s` from optimizers-h200.json, `memory` from the copies of context-parallel-h200.json.
+
+Rates of another GPU are these, scaled by the data sheets: a guess until its steps are measured.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from moba_train.config.attention import LayerAttention
 from moba_train.parallel.context.costs import COPY_BANDWIDTH
 from moba_train.planning.devices import H200, Gpu
 
@@ -30,18 +33,39 @@ class Rates:
     """Bytes read and written for a logit: forward, again, and backward."""
     update_s: Mapping[str, float] = field(default_factory=lambda: {"adamw": 10.3e-12, "muon": 98.6e-12})
     """Seconds of an optimizer's step for each parameter of the rank, by `optim.kind`."""
-    attention: float = 1.0
-    """Attention's rates in units of an H200's."""
+    peak: float = 1.0
+    """Dense bf16 peak in units of an H200's."""
 
     def scaled_to(self, gpu: Gpu) -> "Rates":
-        """Those of another GPU, where products and attention are as much faster as its peak is higher: a guess."""
-        scale = (gpu.tflops or H200.tflops or 1.0) / (H200.tflops or 1.0)
+        """Those of another GPU: by its peak what multiplies matrices, by its memory's bandwidth what reads and writes.
+
+        AdamW's step only reads and writes; Muon's orthogonalises matrices, by products.
+        """
+        peak = (gpu.tflops or H200.tflops or 1.0) / (H200.tflops or 1.0)
+        bandwidth = (gpu.bandwidth or H200.bandwidth or 1.0) / (H200.bandwidth or 1.0)
         return replace(
             self,
-            products=scale * self.products,
-            float8_products=scale * self.float8_products,
-            attention=scale * self.attention,
+            products=peak * self.products,
+            float8_products=peak * self.float8_products,
+            memory=bandwidth * self.memory,
+            update_s={name: s / (bandwidth if name == "adamw" else peak) for name, s in self.update_s.items()},
+            peak=peak * self.peak,
         )
 
+    def attention_speed(self, layer: LayerAttention) -> float:
+        """How many times faster a layer's attention is than on an H200.
 
+        It is bound by matrix products, and so faster by the peak, except MoBA's in blocks below about `_BALANCED_BLOCK`
+        keys, where reading and writing rows takes longer: the longer of both counts, on this GPU and on the H200. All
+        other kinds are taken to be bound by products.
+        """
+        if layer.kind != "moba":
+            return self.peak
+        products_s = layer.options.model_dump()["block_size"] / _BALANCED_BLOCK
+        return max(products_s, 1.0) / max(products_s / self.peak, COPY_BANDWIDTH / self.memory)
+
+
+_BALANCED_BLOCK = 236
+"""Keys of a MoBA block for which an H200's products take as long as its memory: of each row of the history, forward and
+backward, 14 operations a key and element for 18 bytes an element (docs/kernels.md), at 790 TFLOP/s and 4.3 TB/s."""
 RATES = Rates()

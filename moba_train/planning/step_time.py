@@ -30,6 +30,9 @@ from moba_train.planning.weights import gathered_bytes, rank_weights
 GATHERED_COPIES = 14
 """Bytes that a GPU reads and writes for each gathered weight: bf16 twice out of the buffer of a gather, and a gradient
 into the float32 buffer of its reduction."""
+ACCUMULATED_COPIES = 10
+"""Bytes for each gathered weight of a pipeline and each micro-batch after the first: a gradient, bf16, is added to the
+sum, float32."""
 SHARD_COPIES = 12
 """Bytes for each weight of the rank's shard: float32 to bf16, for the gathers of the forward and the backward pass."""
 
@@ -178,7 +181,7 @@ class _Step:
             repeated=layers("repeated"),
             optimizer=self._machine.rates.update_s[self._config.optim.kind] * self._weights.shard,
             fsdp=self._rounds * self._waiting_for_weights(),
-            tp=layers("tp"),
+            tp=layers("tp") + self._share * self._times.output_tensor_bytes() / self._machine.links.node,
             cp=layers("cp"),
             pp=self._waiting_for_ranks(),
         )
@@ -187,9 +190,10 @@ class _Step:
         """What a rank receives, by the dimension that it comes from; transport: of one layer under context
         parallelism."""
         context = Traffic(transport.node_bytes, transport.network_bytes) if transport else Traffic()
+        blocks = map(self._times.tensor_bytes, self._kept)
         return {
             "fsdp": self._weights_traffic().times(self._rounds),
-            "tp": Traffic(node=self._share * sum(map(self._times.tensor_bytes, self._kept))),
+            "tp": Traffic(node=self._share * (sum(blocks) + self._times.output_tensor_bytes())),
             "cp": context.times(self._share * len(self._layers)),
             "pp": self._passed_on(),
         }
@@ -229,8 +233,9 @@ class _Step:
 
     def _copies(self) -> float:
         """Seconds of FSDP's copies in the GPU's own memory."""
-        copied = GATHERED_COPIES * self._weights.total + SHARD_COPIES * self._weights.shard
-        return self._rounds * copied / self._machine.rates.memory
+        copied = self._rounds * (GATHERED_COPIES * self._weights.total + SHARD_COPIES * self._weights.shard)
+        copied += (self._micro_batches - self._rounds) * ACCUMULATED_COPIES * self._weights.total
+        return copied / self._machine.rates.memory
 
     def _waiting_for_ranks(self) -> float:
         """Seconds of waiting for other ranks of the pipeline, and for what they send."""

@@ -6,18 +6,21 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from moba_train.attention.registry import KINDS
 from moba_train.cli import app
+from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.errors import PlanError
 from moba_train.parallel.links import LINKS
-from moba_train.planning.devices import H200, Gpu, named_gpu
+from moba_train.planning.devices import H200, Gpu, local_gpu, named_gpu
 from moba_train.planning.documents import Documents
 from moba_train.planning.layer_time import attention_flops
 from moba_train.planning.layouts import Layout, best_layouts
@@ -124,8 +127,10 @@ def test_the_parts_of_a_step_follow_the_layout(load) -> None:
     near = step(config, 0, MeshSizes(dp_shard=8), Machine())
     assert near.received.network == 0 < near.received.node
     tensor = step(config, 0, MeshSizes(dp_shard=4, tp=2))
-    # 8 transfers a block of half of the rows of all micro-batches of the tp group, in bf16.
-    assert tensor.traffic["tp"].node == 8 * 8 * (512 * 1024 / 4) * 4096 * 2 / 2
+    # 8 transfers a block of half of the rows of all micro-batches of the tp group, in bf16; in each of them half of the
+    # output weight, and of its gradient.
+    blocks = 8 * 8 * (512 * 1024 / 4) * 4096 * 2 / 2
+    assert tensor.traffic["tp"].node == blocks + 512 * 1024 / 4 / 2048 * 2 * 32000 * 4096 * 2 / 2
     assert tensor.time.tp == pytest.approx(tensor.traffic["tp"].node / 300e9)
 
 
@@ -138,6 +143,17 @@ def test_a_pipeline_waits_for_its_bubble(load) -> None:
     parts = ("products", "attention", "loss", "repeated", "tp", "cp")
     layers = sum(getattr(two.time, part) for part in parts) + two.time.memory
     assert two.time.pp - passed_on == pytest.approx(layers / count, rel=0.1), "(pp - 1) / m of what is computed"
+
+
+def test_a_pipeline_adds_up_the_gradients_of_whole_weights(load) -> None:
+    """Bytes that grow with the micro-batches are those of layers, and 10 a weight for each after the first."""
+    layout = ("model.vocab_size=64", "parallel.pp_layers=[4,4]")
+    few, many = (
+        step(load(*LARGE, *layout, f"batch_tokens={size}"), 0, MeshSizes(pp=2, dp_shard=4)) for size in ("64K", "128K")
+    )
+    weights = 4 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    once = 2 * few.time.memory - many.time.memory
+    assert once == pytest.approx((14 - 10 + 12 / 4) * weights / 4e12, rel=0.01)
 
 
 def test_a_slow_network_costs_layouts_that_use_it(load) -> None:
@@ -155,11 +171,31 @@ def test_a_slow_network_costs_layouts_that_use_it(load) -> None:
     )
 
 
-def test_another_gpus_products_and_attention_are_scaled_by_its_peak() -> None:
-    scaled = RATES.scaled_to(named_gpu("b200"))
-    assert scaled.products == pytest.approx(RATES.products * 2250 / 989)
-    assert scaled.attention == pytest.approx(2250 / 989)
-    assert scaled.memory == RATES.memory
+def test_another_gpus_rates_are_scaled_by_its_peak_or_by_its_memory() -> None:
+    for name, peak, bandwidth in (("b200", 2250 / 989, 8 / 4.8), ("h100", 1, 3.35 / 4.8), ("l40s", 362 / 989, 0.18)):
+        scaled = RATES.scaled_to(named_gpu(name))
+        assert scaled.products / RATES.products == pytest.approx(peak)
+        assert scaled.float8_products / RATES.float8_products == pytest.approx(peak)
+        assert scaled.memory / RATES.memory == pytest.approx(bandwidth)
+        assert RATES.update_s["adamw"] / scaled.update_s["adamw"] == pytest.approx(bandwidth)
+        assert RATES.update_s["muon"] / scaled.update_s["muon"] == pytest.approx(peak)
+        for kind, options, speed in (
+            ("full", {}, peak),
+            ("moba", {"block_size": 4096}, peak),
+            ("moba", {"block_size": 64}, bandwidth),
+        ):
+            layer = LayerAttention(kind, KINDS[kind].Options.model_validate(options))
+            assert scaled.attention_speed(layer) == pytest.approx(speed), (name, layer)
+    assert RATES.scaled_to(H200) == RATES.scaled_to(Gpu("Unknown", None, 1e9)) == RATES
+
+
+def test_this_machines_gpu_has_the_bandwidth_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * 2**30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _index: found)
+    assert local_gpu() == Gpu("NVIDIA H100 80GB HBM3", 989, 79 * 2**30, 3.35e12)
+    found.name = "NVIDIA GeForce GTX 1080"
+    assert local_gpu() == Gpu("NVIDIA GeForce GTX 1080", None, 79 * 2**30, None)
 
 
 def test_the_command_prints_five_layouts_whose_arguments_can_be_pasted(recipe: Path) -> None:

@@ -38,14 +38,16 @@ class TransportCost:
         """Seconds to receive all bytes."""
         return self.node_bytes / links.node + self.network_bytes / links.network
 
-    def seconds(self, links: Links = LINKS) -> float:
+    def seconds(self, links: Links = LINKS, copy_bandwidth: float = COPY_BANDWIDTH) -> float:
         """Seconds of communication and copies without any overlap."""
-        return self.transfer_seconds(links) + self.copied_bytes / COPY_BANDWIDTH
+        return self.transfer_seconds(links) + self.copied_bytes / copy_bandwidth
 
-    def exposed_seconds(self, attention_seconds: float, links: Links = LINKS) -> float:
+    def exposed_seconds(
+        self, attention_seconds: float, links: Links = LINKS, copy_bandwidth: float = COPY_BANDWIDTH
+    ) -> float:
         """Seconds that remain, at best, when attention of this length overlaps the transfer; copies never overlap."""
         hidden = min((1 - self.upfront_share) * self.transfer_seconds(links), attention_seconds)
-        return self.seconds(links) - hidden
+        return self.seconds(links, copy_bandwidth) - hidden
 
 
 def predict_cost(strategy: CPStrategy, shape: AttentionShape) -> TransportCost:
