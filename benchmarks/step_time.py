@@ -15,7 +15,7 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ STEPS = (
     Measured("checkpoint-stall-8b-h200-x4-contexts.json", (), "8K:full:eager:full:packed", "llama3-8b", 4, 1),
     Measured("checkpoint-stall-8b-h200-x4.json", (), "8K:full:eager:full:packed", "llama3-8b", 4, 1),
 )
+EAGER_LOSS = {"training-8b-h200-x2.json", "training-1b-h200.json", OLD_1B, "training-1b-h200-flash2.json"}
+"""Files of before `compile` compiled the loss as well."""
 WHOLE_FILES = "training-8b-*.json"
 """Results of `benchmarks.training` of which all rows are compared."""
 LEFT_OUT = {
@@ -181,6 +183,8 @@ def _predict(step: Measured, rates: Rates, folder: Path) -> StageStep:
     flops = attention_flops(config, stage, stage_documents(config, stage))
     sizes = mesh_sizes(stage.parallel, step.gpus)
     gpu = measured_gpu(step)
+    if step.file in EAGER_LOSS:
+        rates = replace(rates, compiled_loss_bytes=rates.eager_loss_bytes)
     return predict_step(config, stage, sizes, flops, Machine(gpu, step.gpus, rates=rates.scaled_to(gpu)))
 
 
@@ -193,7 +197,7 @@ def fit(rates: Rates = RATES) -> Rates:
 
 def fitted_once(rates: Rates) -> Rates:
     """One Gauss-Newton step of least squares of relative errors: products and passes by the rows in bf16, FP8's
-    products by its own row. `loss_bytes` follows from the measured loss and the products."""
+    products by its own row. The bytes of a logit follow from the measured loss and the products."""
     *bf16, float8 = FITTED
     return _nearer(_nearer(rates, bf16, in_float8=False), [float8], in_float8=True)
 
@@ -208,9 +212,13 @@ def _nearer(rates: Rates, names: Sequence[str], in_float8: bool) -> Rates:
     return _changed(rates, **found)
 
 
-def _changed(rates: Rates, **values: Any) -> Rates:
-    rates = replace(rates, **values)
-    return replace(rates, loss_bytes=loss_bytes(rates))
+def _changed(rates: Rates, **values: float) -> Rates:
+    rates = _with(rates, values)
+    return _with(rates, logit_bytes(rates))
+
+
+def _with(rates: Rates, values: Mapping[str, Any]) -> Rates:
+    return replace(rates, **values)
 
 
 def _fitted_errors(rates: Rates, in_float8: bool) -> np.ndarray:
@@ -218,14 +226,23 @@ def _fitted_errors(rates: Rates, in_float8: bool) -> np.ndarray:
     return np.array([row.error for row in compare(rates, steps)])
 
 
-def loss_bytes(rates: Rates) -> float:
-    """Bytes for each logit that the loss of loss-compare-h200.json takes besides its products: the median row's."""
-    measured = json.loads((RESULTS / "loss-compare-h200.json").read_text())
+LOSSES = {"eager_loss_bytes": "ours", "compiled_loss_bytes": "ours, compiled chunk"}
+"""Rows of loss-compare-h200.json, by the rate that follows from them."""
+
+
+def logit_bytes(rates: Rates) -> dict[str, float]:
+    """Bytes for each logit that the losses of loss-compare-h200.json take besides their products: the median rows'."""
+    measured = _content(RESULTS / "loss-compare-h200.json")
     hidden, vocabulary = (measured["settings"][key] for key in ("hidden_size", "vocab_size"))
-    seconds = {int(tokens): row["both_ms"]["median"] / 1e3 for tokens, row in measured["results"]["ours"].items()}
-    return statistics.median(
-        rates.memory * (took / (tokens * vocabulary) - 8 * hidden / rates.products) for tokens, took in seconds.items()
-    )
+
+    def besides_products(tokens: str, row: dict[str, Any]) -> float:
+        seconds = row["both_ms"]["median"] / 1e3
+        return rates.memory * (seconds / (int(tokens) * vocabulary) - 8 * hidden / rates.products)
+
+    return {
+        name: statistics.median(besides_products(*row) for row in measured["results"][loss].items())
+        for name, loss in LOSSES.items()
+    }
 
 
 def table(rows: Sequence[Compared]) -> str:
@@ -264,7 +281,7 @@ def main() -> None:
     rates = RATES
     if arguments.fit:
         rates = fit()
-        for name in (*FITTED, "loss_bytes"):
+        for name in (*FITTED, *LOSSES):
             print(f"{name} = {getattr(rates, name):.4g}")
     if arguments.results:
         print(table(compare(rates, [row for file in arguments.results for row in rows_of(file)])))

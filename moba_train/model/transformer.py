@@ -87,6 +87,8 @@ class Block(nn.Module):
         self.attention = Attention(config, kind_parameters)
         self.feed_forward_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward = FeedForward(config)
+        self.feed_forward_rows: int | None = None
+        """Rows that the feed-forward takes at once; None: all."""
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
         # Read before anything is computed: torch.compile then never takes what it made for one kind for a layer of
@@ -99,7 +101,13 @@ class Block(nn.Module):
         second_TD = self.attention.second_sublayer(x_TD, cos, sin, layout)
         if second_TD is not None:
             x_TD = x_TD + second_TD
-        return x_TD + self.feed_forward(self.feed_forward_norm(x_TD)), auxiliary_T
+        rows = self.feed_forward_rows or len(x_TD)
+        if len(x_TD) <= rows:
+            return self._with_feed_forward(x_TD), auxiliary_T
+        return torch.cat([self._with_feed_forward(part) for part in x_TD.split(rows)]), auxiliary_T
+
+    def _with_feed_forward(self, x_TD: Tensor) -> Tensor:
+        return x_TD + self.feed_forward(self.feed_forward_norm(x_TD))
 
 
 class LossSums(NamedTuple):

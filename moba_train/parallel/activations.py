@@ -26,6 +26,10 @@ from moba_train.parallel.offload import HostMemory
 
 BlockResult = tuple[Tensor, Tensor | None]
 
+FEED_FORWARD_ROWS = 32_768
+"""Rows that the feed-forward takes at once where the results of its products are not kept: with more rows, its widest
+tensors are what a step needs most memory for, and products of this many rows are as fast as larger ones."""
+
 
 class Kept(IntEnum):
     """What a block keeps for its backward pass. Each value adds to the one before; the rest is recomputed."""
@@ -48,6 +52,11 @@ class LayerActivations(NamedTuple):
     kept: Kept
     on_host: bool = False
     """Whether it waits in page-locked host memory until the backward pass."""
+
+
+def sent_to_host(layers: Sequence[LayerActivations]) -> tuple[LayerActivations, ...]:
+    """The layers with what they keep on the host, but for the last one, whose backward pass begins at once."""
+    return (*(LayerActivations(layer.kept, on_host=True) for layer in layers[:-1]), layers[-1])
 
 
 def describe_activations(layers: Sequence[LayerActivations]) -> str:
@@ -123,6 +132,7 @@ def set_activations(model: Transformer, layers: Sequence[LayerActivations], devi
         forward = block.forward
         assert isinstance(forward, BlockForward)
         forward.kept = layer.kept
+        block.feed_forward_rows = FEED_FORWARD_ROWS if layer.kept < Kept.PRODUCTS else None
         forward.host_memory = host_memory if layer.on_host else None
 
 

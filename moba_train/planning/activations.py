@@ -10,7 +10,7 @@ from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import ConfigError
-from moba_train.parallel.activations import Kept, LayerActivations, describe_activations
+from moba_train.parallel.activations import Kept, LayerActivations, describe_activations, sent_to_host
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.stage_strategy import stage_costs
 from moba_train.parallel.world import World, min_over_ranks
@@ -146,10 +146,10 @@ class _Choice:
         return self._estimate.peak(layers, self._transport).total <= self._limit
 
     def offloaded(self, layers: tuple[LayerActivations, ...]) -> tuple[LayerActivations, ...]:
-        """All layers on the host but the last, whose backward pass begins at once. Raises ConfigError."""
+        """What the layers keep on the host, if the recipe says so. Raises ConfigError."""
         if not self._config.activation_offload:
             return layers
-        found = (*(LayerActivations(layer.kept, on_host=True) for layer in layers[:-1]), layers[-1])
+        found = sent_to_host(layers)
         needed = self._estimate.host_bytes(found)
         if self._host_bytes is not None and needed > self._host_bytes:
             raise ConfigError(

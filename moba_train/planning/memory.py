@@ -20,7 +20,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
 from moba_train.model.loss import CHUNK_TOKENS, filled_rows
-from moba_train.parallel.activations import Kept, LayerActivations
+from moba_train.parallel.activations import FEED_FORWARD_ROWS, Kept, LayerActivations, sent_to_host
 from moba_train.planning.block import block_bytes, input_bytes
 from moba_train.planning.pipeline import RankWork, checkpointing_policy, rank_work
 from moba_train.planning.weights import Weights, rank_weights
@@ -201,13 +201,18 @@ class MemoryEstimate:
             ("last", work.layers[-1], kept[-1], early, 0),
             ("first", work.layers[0], sum(kept), late, reduced),
         ):
-            feed_forward, attention = map(self._on_rank, self._at_work(work, layers, index))
+            feed_forward, attention = self._at_work(work, layers, index)
+            at_once = self._fed_at_once(layers[index].kept)
             in_block = partial(at, gradients=gradients, unsharded=weights.gathered)
             moments += [
                 in_block(
                     f"{name} feed-forward",
                     activations=all_kept - gone + feed_forward,
-                    working=passing + reducing + self._on_rank(self._block.feed_forward_gradients),
+                    # In parts, a part's gradient is added to those of the parts before.
+                    working=passing
+                    + reducing
+                    + round(at_once * self._on_rank(self._block.feed_forward_gradients))
+                    + (hidden if at_once < 1 else 0),
                 ),
                 in_block(
                     f"{name} attention",
@@ -219,7 +224,7 @@ class MemoryEstimate:
         return moments
 
     def _at_work(self, work: RankWork, layers: Sequence[LayerActivations], index: int) -> tuple[int, int]:
-        """Bytes for each token of the block whose backward pass is computed: in its feed-forward, and in its attention.
+        """Bytes of the block whose backward pass is computed: in its feed-forward, and in its attention.
 
         A compiled block recomputes for its feed-forward what that needs; without torch.compile a block is recomputed
         as a whole before its backward pass.
@@ -228,11 +233,18 @@ class MemoryEstimate:
         kept = layers[index].kept
         recomputed = max((self._own[layer] for layer in work.layers if layers[layer].kept < Kept.ALL), default=0)
         kinds = self._saved[index] + (self._own[index] if kept is Kept.ALL else recomputed)
-        attention = block.attention + kinds
+        attention = self._on_rank(block.attention + kinds)
+        feed_forward = self._on_rank(block.feed_forward)
         if self._config.compile and kept < Kept.ALL:
             before = block.kept[min(kept, Kept.PROJECTIONS)] + (self._saved[index] if kept >= Kept.ATTENTION else 0)
-            return before + block.feed_forward, attention
-        return attention + block.feed_forward, attention
+            return self._on_rank(before) + round(self._fed_at_once(kept) * feed_forward), attention
+        return attention + feed_forward, attention
+
+    def _fed_at_once(self, kept: Kept) -> float:
+        """Share of a rank's rows that the feed-forward of a compiled block takes at once (parallel/activations.py)."""
+        if not self._config.compile or kept >= Kept.PRODUCTS:
+            return 1.0
+        return min(1.0, FEED_FORWARD_ROWS * self._sizes.tp / self._tokens)
 
 
 def fixed_activations(config: RunConfig, sizes: MeshSizes) -> tuple[LayerActivations, ...]:
@@ -243,7 +255,10 @@ def fixed_activations(config: RunConfig, sizes: MeshSizes) -> tuple[LayerActivat
 
 def memory_for_buffers(config: RunConfig, stage: Stage, sizes: MeshSizes, gpu_bytes: float) -> float:
     """Bytes of a GPU's memory that are left for the buffers of context parallelism in `stage`."""
-    return USABLE * gpu_bytes - MemoryEstimate(config, stage, sizes).peak(fixed_activations(config, sizes)).total
+    layers = fixed_activations(config, sizes)
+    if config.activation_offload:
+        layers = sent_to_host(layers)
+    return USABLE * gpu_bytes - MemoryEstimate(config, stage, sizes).peak(layers).total
 
 
 def buffer_memory(config: RunConfig, device: torch.device, stage: Stage, sizes: MeshSizes) -> float | None:

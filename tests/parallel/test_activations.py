@@ -16,7 +16,7 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig
 from moba_train.model.build import build_attention, initialize_weights
-from moba_train.model.transformer import Transformer
+from moba_train.model.transformer import FeedForward, Transformer
 from moba_train.parallel.activations import (
     Kept,
     LayerActivations,
@@ -128,6 +128,33 @@ def test_compiled_blocks_keep_what_the_policy_names_and_nothing_else(
         assert_same_bits(step(model), wanted)
         assert calls["attention"] == once + (2 * 2 if kept is Kept.INPUT else 0)
         assert calls["sent"] == 2 * TOKENS * sum(added[level] for level in added if level <= kept)
+
+
+def test_a_feed_forward_in_parts_is_the_whole_one_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 20, 20 and 8 rows where its products are recomputed; compiled, the same bits as uncompiled."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    wanted = step(model_of("moba", "full"))
+    monkeypatch.setattr("moba_train.parallel.activations.FEED_FORWARD_ROWS", 20)
+    sizes: list[int] = []
+    taking = FeedForward.forward
+
+    def counted(self: FeedForward, x_TD: Tensor) -> Tensor:
+        sizes.append(len(x_TD))
+        return taking(self, x_TD)
+
+    monkeypatch.setattr(FeedForward, "forward", counted)
+    found = []
+    for compiled, kept in ((False, Kept.ATTENTION), (True, Kept.ATTENTION), (False, Kept.PRODUCTS)):
+        model = model_of("moba", "full", compiled=compiled)
+        set_activations(model, [LayerActivations(kept)] * 2, CPU)
+        sizes.clear()
+        found.append(step(model))
+        if not compiled:
+            assert set(sizes) == ({8, 20} if kept is Kept.ATTENTION else {TOKENS})
+    assert_same_bits(found[0], found[1])
+    for one, other in zip(found[0], wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert_same_bits(found[2], wanted)  # its products are kept, so it takes all rows at once
 
 
 def test_a_rank_of_several_traces_its_layers_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:

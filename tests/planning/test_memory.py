@@ -47,9 +47,10 @@ def memory(*arguments, **changes) -> Memory:
 
 
 @pytest.fixture
-def uncompiled_loss(monkeypatch):
-    """These runs were measured before `compile: true` compiled the loss."""
+def before(monkeypatch):
+    """These runs were measured before `compile: true` compiled the loss, and with feed-forwards of all rows at once."""
     monkeypatch.setattr(memory_module, "bytes_per_logit", lambda _config, _width: 12)
+    monkeypatch.setattr(memory_module, "FEED_FORWARD_ROWS", 1 << 30)
 
 
 def test_a_compiled_loss_needs_four_bytes_a_logit_in_place_of_twelve():
@@ -62,6 +63,25 @@ def test_a_compiled_loss_needs_four_bytes_a_logit_in_place_of_twelve():
     saved = (12 - memory_module.bytes_per_logit(recipe, 2)) * 4096 * 128256
     assert saved / 2**30 == pytest.approx(peaks[0] - peaks[1], rel=0.02)
     assert compiled.total < plain.total
+
+
+@pytest.mark.parametrize("parallel", [{"cp": 2}, {"cp": 2, "tp": 2}])
+def test_a_feed_forward_in_parts_needs_memory_for_one_part(parallel, monkeypatch):
+    """Where the results of its products are recomputed; one part's widest tensors, and the parts' summed gradient."""
+    policies = ("full", "selective")
+
+    def peaks() -> list[int]:
+        changes = {"batch_tokens": "512K", "parallel": parallel, "compile": True, "activation_offload": True}
+        return [memory("llama3-8b", 8, "512K", FULL, activation_checkpointing=one, **changes).total for one in policies]
+
+    in_parts = peaks()
+    monkeypatch.setattr(memory_module, "FEED_FORWARD_ROWS", 1 << 30)
+    whole = peaks()
+    assert in_parts[1] == whole[1]
+    tokens, hidden, intermediate = 2**18 // parallel.get("tp", 1), 2 * 4096, 2 * 14336
+    share = 1 - 2**15 / tokens
+    assert whole[0] - in_parts[0] <= tokens * (share * (2 * hidden + 4 * intermediate) - hidden)
+    assert whole[0] - in_parts[0] > tokens * intermediate
 
 
 @pytest.mark.parametrize(
@@ -78,14 +98,14 @@ def test_a_compiled_loss_needs_four_bytes_a_logit_in_place_of_twelve():
     ],
     ids=["8K", "64K cp 2 recomputed", "128K cp 2 recomputed"],
 )
-def test_the_estimate_is_what_an_8b_model_took_on_two_h200(measured, seq_len, attention, changes, uncompiled_loss):
+def test_the_estimate_is_what_an_8b_model_took_on_two_h200(measured, seq_len, attention, changes, before):
     """Peaks of torch.cuda.max_memory_allocated, as `memory_gib` in the metrics, at 94bc9b8, compiled, in GiB."""
     total = memory("llama3-8b", 2, seq_len, attention, compile=True, **changes).total
     assert total / 2**30 == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize(("row", "linear"), [("8K:full:none", "auto"), ("8K:full:none:fp8", "fp8")])
-def test_the_estimate_is_what_an_8b_model_took_in_fp8(row, linear, uncompiled_loss):
+def test_the_estimate_is_what_an_8b_model_took_in_fp8(row, linear, before):
     """FP8 keeps the inputs of projections in one byte an element; the loss is the peak of both."""
     results = json.loads((ROOT / "benchmarks/results/training-8b-h200-x2.json").read_text())["results"]
     found = memory("llama3-8b", 2, "8K", FULL, compile=True, batch_tokens="16K", precision={"linear": linear})
@@ -104,7 +124,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_estimate_is_what_a_1b_model_took_in_the_result_file(variant, uncompiled_loss):
+def test_the_estimate_is_what_a_1b_model_took_in_the_result_file(variant, before):
     results = json.loads((ROOT / "benchmarks/results/training-1b-h200.json").read_text())
     assert set(results["results"]) == set(VARIANTS)
     assert (results["settings"]["seq_len"], results["settings"]["sequences_per_gpu"]) == (8192, 2)
