@@ -130,7 +130,7 @@ def sharded_calls(names: list[str], setting: Setting, transports: list[str]) -> 
     for name in names:
         case = Case.parse(name)
         attention = setting.attention(f"{case.block_size}/{case.topk}")
-        for strategy in strategies(setting, transports, ["zigzag"], setting.world.size, [1]):
+        for strategy in strategies(setting, transports, ["zigzag"], setting.world.size, [setting.world.size], [1]):
             engine = setting.engine(strategy)
             sequence = engine.sequence(case.tokens)
             shard = [sequence.shard(x, engine.rank) for x in setting.inputs(case.tokens)]

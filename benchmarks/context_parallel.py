@@ -8,7 +8,9 @@ call is that of its slowest rank. Its efficiency is its rate, in pairs of query 
 one rank alone with its own sequence of up to --alone-up-to tokens. Communication alone is the transport with an
 attention that computes nothing; attention alone is that of a rank's queries with all keys in its memory. Results are
 compared row by row: up to --alone-up-to tokens with those of one rank that has the unsharded sequence, beyond with
-those of the first transport. On a CPU sizes are tiny and only ratios are meaningful.
+those of the first transport. `--ring-ranks-per-node 4 1` measures the ring of four ranks twice: as inside a node,
+where it attends to all keys at once, and as if every rank were a node, where it attends to one chunk after the other.
+On a CPU sizes are tiny and only ratios are meaningful.
 """
 
 import argparse
@@ -222,6 +224,7 @@ def measure(
         "transport": strategy.transport,
         "layout": strategy.layout,
         "slices": strategy.slices if strategy.transport in GATHERING_TRANSPORTS else None,
+        "chunks_per_call": strategy.chunks_per_call if strategy.transport == "ring" else None,
         "ms": total,
         "efficiency": rate / (pairs(name, int(alone["tokens"])) / alone["ms"]),
         "communication_ms": communication,
@@ -236,10 +239,12 @@ def measure(
 def predicted(setting: Setting, strategy: CPStrategy, tokens: int) -> float:
     """Seconds of communication by the cost model of `auto`, with traffic between nodes over the links of this node."""
     shape = AttentionShape(tokens, setting.heads, setting.kv_heads, setting.head_dim, setting.dtype.itemsize)
-    if strategy.transport != "hierarchical":
+    if strategy.transport not in ("hierarchical", "ring"):
         strategy = replace(strategy, node_size=strategy.ranks)
     found = predict_cost(strategy, shape)
-    return replace(found, node_bytes=found.node_bytes + found.network_bytes, network_bytes=0).seconds()
+    # What a ring sends between nodes, it sends over the links of both.
+    across = found.network_bytes if strategy.transport == "hierarchical" else 0
+    return replace(found, node_bytes=found.node_bytes + across, network_bytes=0).seconds()
 
 
 def alone_rate(setting: Setting, name: str, tokens: int, limit: int) -> tuple[dict[str, float], list[Tensor]]:
@@ -260,13 +265,15 @@ def alone_rate(setting: Setting, name: str, tokens: int, limit: int) -> tuple[di
 
 
 def strategies(
-    setting: Setting, transports: list[str], layouts: list[str], node: int, slices: list[int]
+    setting: Setting, transports: list[str], layouts: list[str], node: int, ring_nodes: list[int], slices: list[int]
 ) -> list[CPStrategy]:
-    """The strategies that these ranks and heads allow; `slices` applies to transports that gather."""
+    """The strategies that these ranks and heads allow; `slices` applies to transports that gather, `ring_nodes` to the
+    ring in place of `node`."""
     found = []
     for transport, layout in product(transports, layouts):
-        for number in slices if transport in GATHERING_TRANSPORTS else slices[:1]:
-            strategy = CPStrategy(setting.world.size, transport, layout, node, slices=number)  # type: ignore[arg-type]
+        nodes = ring_nodes if transport == "ring" else [node]
+        for size, number in product(nodes, slices if transport in GATHERING_TRANSPORTS else slices[:1]):
+            strategy = CPStrategy(setting.world.size, transport, layout, size, slices=number)  # type: ignore[arg-type]
             try:
                 check_sizes(strategy)
                 check_heads(strategy, setting.heads, setting.kv_heads, couples_heads=False)
@@ -280,7 +287,7 @@ def strategies(
 
 def report(result: dict[str, Any]) -> None:
     """Print one result as one line."""
-    name = f"{result['transport']}:{result['slices'] or ''}".rstrip(":")
+    name = f"{result['transport']}:{result['slices'] or result['chunks_per_call'] or ''}".rstrip(":")
     print(
         f"{result['attention']:>8} {result['tokens']:>8} {name:>14} {result['layout']:>10}: "
         f"{result['ms']['median']:9.2f} ms, {100 * result['efficiency']:5.1f} % of one rank's rate; communication "
@@ -302,6 +309,9 @@ def main() -> None:
     )
     parser.add_argument("--alone-up-to", type=length, default=2**18, help="longest sequence that one rank runs alone")
     parser.add_argument("--ranks-per-node", type=int, help="ranks in a node, for hierarchical (default: all)")
+    parser.add_argument(
+        "--ring-ranks-per-node", nargs="+", type=int, help="ranks in a node, for the ring (default: all)"
+    )
     parser.add_argument("--slices", nargs="+", type=int, default=[CPStrategy.slices], help="slices of keys and values")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warm-ups", type=int, default=2)
@@ -311,11 +321,14 @@ def main() -> None:
         setting = Setting(world, arguments.repeats, arguments.warm_ups)
         lengths = arguments.tokens or ([2**16, 2**17, 2**18] if setting.is_gpu else [1024])
         node = arguments.ranks_per_node or world.size
+        ring_nodes = arguments.ring_ranks_per_node or [world.size]
         results = []
         for name in arguments.attention:
             for tokens in lengths:
                 alone, rows = alone_rate(setting, name, tokens, arguments.alone_up_to)
-                for strategy in strategies(setting, arguments.transports, arguments.layouts, node, arguments.slices):
+                for strategy in strategies(
+                    setting, arguments.transports, arguments.layouts, node, ring_nodes, arguments.slices
+                ):
                     results.append(measure(setting, strategy, name, tokens, alone, rows))
                     if world.is_main:
                         report(results[-1])

@@ -4,8 +4,9 @@
 
 Routing: with `sink` all queries select the first blocks, with `uniform` any, with `local` those just before them.
 Busy time is the time of a rank's attention, from the first to the last kernel of every call. Limits: max/mean <= 1.10
-over ranks, and sink/uniform <= 1.15 for the step time. `lockstep` is a negative control: a ring that sends a chunk on
-only after attention to it, so that every step takes as long as its busiest rank. `dispatch` is another: queries travel
+over ranks, and sink/uniform <= 1.15 for the step time. `ring:2` has two buffers: with four ranks or more it attends to
+one chunk after the other. `lockstep` is a negative control: a ring that sends a chunk on only after attention to it, so
+that every step takes as long as its busiest rank. `dispatch` is another: queries travel
 to the owners of keys, so that the owner of the first blocks has all the work under a sink, and the queries of all ranks
 in its memory.
 """
@@ -30,7 +31,7 @@ from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.base import ShardedCall
-from moba_train.parallel.context.transport.ring import Ring
+from moba_train.parallel.context.transport.ring import ArrivedChunks, Ring
 from moba_train.parallel.world import joined_world
 
 ROUTINGS = ("sink", "uniform", "local")
@@ -40,11 +41,10 @@ STRENGTH = 16.0
 class LockstepRing(Ring):
     """The negative control: sends a chunk on only after attention to it."""
 
-    def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _arriving(self, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall) -> Iterator[ArrivedChunks]:
         chunk_2LKD = torch.stack([k_LKD, v_LKD])
         for step in range(self.communicator.size):
-            owner = (self.rank - step) % self.communicator.size
-            yield owner, *chunk_2LKD[:, : call.sequence.tokens(owner)]
+            yield self._copied(range(step, step + 1), [chunk_2LKD], call)
             if step + 1 < self.communicator.size:
                 (chunk_2LKD,) = self.communicator.send_recv(chunk_2LKD, torch.empty_like(chunk_2LKD), 1).wait()
 
@@ -87,7 +87,7 @@ def measure(setting: Setting, name: str, cp_layout: str, tokens: int, block_size
     size = setting.world.size
     if name == "lockstep":
         strategy = CPStrategy(size, "ring", cp_layout, size)  # type: ignore[arg-type]  # argparse checks
-        engine = ContextParallel(strategy, LockstepRing(Communicator(setting.group, setting.device)))
+        engine = ContextParallel(strategy, LockstepRing(Communicator(setting.group, setting.device), width=1))
     else:
         transport, _, depth = name.partition(":")
         strategy = CPStrategy(size, transport, cp_layout, size, int(depth) if depth else None)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import Transport
 from moba_train.parallel.context.transport.dispatch import Dispatch
-from moba_train.parallel.context.transport.ring import Ring
+from moba_train.parallel.context.transport.ring import make_ring
 from moba_train.parallel.context.transport.ulysses import Local, Ulysses
 
 
@@ -29,6 +29,8 @@ class ThreadCommunicator:
     def all_gather(self, *shards: Tensor) -> Work:
         from_all = self._swap("all_gather", [x.clone() for x in shards])
         return Work(tuple(torch.cat([theirs[i] for theirs in from_all]) for i in range(len(shards))))
+
+    all_gather_by_ring = all_gather
 
     def all_to_all(self, *parts: Tensor) -> Work:
         from_all = self._swap("all_to_all", [x.clone().chunk(self.size) for x in parts])
@@ -84,7 +86,7 @@ def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board
     board = Board(strategy.ranks)
     communicators = [ThreadCommunicator(rank, board) for rank in range(strategy.ranks)]
     make = {
-        "ring": lambda communicator: Ring(communicator, strategy.ring_depth),
+        "ring": lambda communicator: make_ring(communicator, strategy),
         "allgather": lambda communicator: AllGather(communicator, strategy.slices),
         "ulysses": lambda communicator: Ulysses(communicator, Local()),
         "dispatch": Dispatch,

@@ -38,7 +38,11 @@ class ContextParallelConfig(Section):
         "otherwise contiguous",
     )
     cp_ring_depth: int | None = Field(
-        None, ge=2, description="ring only: number of buffers for key/value chunks; null: one for each rank"
+        None,
+        ge=2,
+        description="ring only: number of buffers for the key/value chunks of other ranks; null: one for each rank. "
+        "With more than cp / 2 of them inside a node, a rank attends to all keys in one call. With fewer, which need "
+        "less memory, and between nodes, it attends to some chunks while others arrive, which is slower",
     )
     cp_slices: int | None = Field(
         None,

@@ -131,11 +131,14 @@ def weighted_sum(outputs: list[Tensor]) -> Tensor:
     return torch.stack([(x * torch.arange(x.numel(), device=x.device).view_as(x).cos()).sum() for x in outputs]).sum()
 
 
+RING_IN_PARTS = CPStrategy(4, "ring", "zigzag", 2)
+"""A ring over two nodes, which attends to the keys of two ranks after those of the other two."""
 STRATEGIES = [
     CPStrategy(2, "allgather", "zigzag", 2),
     CPStrategy(4, "allgather", "contiguous", 4),
     CPStrategy(2, "ulysses", "contiguous", 2),
     CPStrategy(4, "ring", "zigzag", 4),
+    RING_IN_PARTS,
 ]
 
 

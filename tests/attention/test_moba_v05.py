@@ -8,6 +8,7 @@ import pytest
 import torch
 from kind_checks import (
     MODEL,
+    RING_IN_PARTS,
     STRATEGIES,
     assert_decodes_like_training,
     assert_documents_are_independent,
@@ -104,7 +105,7 @@ def test_output_and_every_gradient_equal_the_loops(backend, changes):
         assert x.any(), name
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.transport != "ring"], ids=str)
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != RING_IN_PARTS], ids=str)
 def test_ranks_that_share_a_sequence(strategy):
     assert_ranks_equal_one_device(make_layer("moba_v05", SMALL, LENGTHS), strategy)
 
@@ -114,10 +115,9 @@ def test_a_rank_without_tokens():
         assert_ranks_equal_one_device(make_layer("moba_v05", SMALL, [9]), strategy)  # 3, 3, 3 and none
 
 
-def test_a_ring_is_refused():
-    (ring,) = [s for s in STRATEGIES if s.transport == "ring"]
+def test_a_ring_that_attends_to_parts_of_the_keys_is_refused():
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'ring' .* hierarchical or dispatch"):
-        assert_ranks_equal_one_device(make_layer("moba_v05", SMALL, LENGTHS), ring)
+        assert_ranks_equal_one_device(make_layer("moba_v05", SMALL, LENGTHS), RING_IN_PARTS)
 
 
 def test_packed_documents():

@@ -8,6 +8,7 @@ from helpers import make_qkv
 from kernel_checks import build_summed, error, inputs, layout_of, run
 from kind_checks import (
     MODEL,
+    RING_IN_PARTS,
     STRATEGIES,
     assert_decodes_like_training,
     assert_documents_are_independent,
@@ -174,27 +175,28 @@ def test_auto_never_takes_dense_attention(merge):
 
 
 @merges
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.transport != "ring"], ids=str)
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != RING_IN_PARTS], ids=str)
 def test_ranks_that_share_a_sequence(merge, strategy):
     assert_ranks_equal_one_device(make_layer("moba_v1", {**SMALL, "merge": merge}, LENGTHS), strategy)
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.transport == "ring"], ids=str)
-def test_a_ring_is_refused_before_any_message(strategy):
+def test_a_ring_that_attends_to_parts_of_the_keys_is_refused_before_any_message():
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'ring' .* hierarchical or dispatch"):
-        assert_ranks_equal_one_device(make_layer("moba_v1", SMALL, LENGTHS), strategy)
-    assert_ranks_equal_one_device(make_layer("moba_v1", {**SMALL, "merge": "softmax"}, LENGTHS), strategy)
+        assert_ranks_equal_one_device(make_layer("moba_v1", SMALL, LENGTHS), RING_IN_PARTS)
+    assert_ranks_equal_one_device(make_layer("moba_v1", {**SMALL, "merge": "softmax"}, LENGTHS), RING_IN_PARTS)
 
 
-def test_auto_takes_no_ring_for_it_even_where_nothing_fits():
+def test_auto_takes_no_ring_with_few_buffers_for_it_even_where_nothing_fits():
     shape = AttentionShape(2**17, heads=28, kv_heads=4, head_dim=128, merges=False)
     arguments = {"ranks": 8, "node_size": 8, "work_grows": False}
     for memory in (None, 1000):
-        strategy, why = choose_strategy("auto", "auto", shape, memory_bytes=memory, **arguments)
+        strategy, _ = choose_strategy("auto", "auto", shape, memory_bytes=memory, **arguments)
         assert strategy.transport == "allgather"
-        assert "ring: 'ring' attends to the keys of one rank after the other" in why
+    assert choose_strategy("ring", "auto", shape, **arguments)[0].chunks_per_call == 8
+    _, why = choose_strategy("auto", "auto", shape, ring_depth=2, **arguments)
+    assert "ring: 'ring' attends to the keys of some ranks after those of others" in why
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'ring' attends"):
-        choose_strategy("ring", "auto", shape, **arguments)
+        choose_strategy("ring", "auto", shape, ring_depth=2, **arguments)
 
 
 @merges

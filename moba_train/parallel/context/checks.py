@@ -72,9 +72,11 @@ def check_merges(strategy: CPStrategy, merges: bool) -> None:
 
     `merges`: see `AttentionShape`.
     """
-    if strategy.transport == "ring" and not merges:
+    if strategy.transport == "ring" and strategy.chunks_per_call < strategy.ranks and not merges:
         raise ValueError(
-            "parallel.cp_transport: 'ring' attends to the keys of one rank after the other, but a layer adds up the "
-            "results of its blocks, which cannot be merged over parts of a block's keys (attention.moba_v1.merge: sum "
-            "or gate, kind moba_v05); use allgather, ulysses, hierarchical or dispatch"
+            "parallel.cp_transport: 'ring' attends to the keys of some ranks after those of others when it spans "
+            "several nodes or has few buffers (parallel.cp_ring_depth), but a layer adds up the results of its blocks, "
+            "which cannot be merged over parts of a block's keys (attention.moba_v1.merge: sum or gate, kind "
+            "moba_v05); inside a node leave parallel.cp_ring_depth out, or use allgather, ulysses, hierarchical or "
+            "dispatch"
         )

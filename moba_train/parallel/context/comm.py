@@ -90,6 +90,27 @@ class Communicator:
 
         return self._start("all_gather", call, shards_L, gathered)
 
+    def all_gather_by_ring(self, *shards_L: Tensor) -> Work:
+        """`all_gather` by messages between neighbours: every shard travels around the ring of ranks."""
+        if self.size == 1:
+            return Work(shards_L)
+        gathered = tuple(x.new_empty(self.size * x.shape[0], *x.shape[1:]) for x in shards_L)
+        by_rank = [gathered_RL.chunk(self.size) for gathered_RL in gathered]
+        ahead, behind = self._neighbours(1)
+
+        def call() -> None:
+            for from_ranks, shard_L in zip(by_rank, shards_L, strict=True):
+                from_ranks[self.rank].copy_(shard_L)
+            for step in range(1, self.size):
+                sent = (self.rank - step + 1) % self.size
+                received = (self.rank - step) % self.size
+                messages = []  # one launch for all tensors
+                for from_ranks in by_rank:
+                    messages += self._pair(from_ranks[sent], ahead, from_ranks[received], behind)
+                self._exchange(messages)
+
+        return self._start("all_gather_by_ring", call, shards_L, gathered)
+
     def all_to_all(self, *parts_RL: Tensor) -> Work:
         """Send the r-th L rows of each tensor [R * L, ...] to rank r; the received rows are in rank order."""
         if self.size == 1:

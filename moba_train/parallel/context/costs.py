@@ -7,7 +7,7 @@ context-parallel-h200.json); for 16K tokens, launching many small kernels takes 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moba_train.config.run import CPTransport
@@ -105,14 +105,20 @@ def _gather_copies(strategy: CPStrategy, slices: int, q_bytes: float, kv_bytes: 
 
 
 def _ring_cost(strategy: CPStrategy, shape: AttentionShape) -> TransportCost:
+    width = strategy.chunks_per_call
+    if width == strategy.ranks:  # an all-gather by other messages; its time has not been measured
+        return _allgather_cost(replace(strategy, slices=1), shape)
     received = _received_kv_bytes(strategy, shape)
     depth = min(strategy.ring_depth or strategy.ranks, strategy.ranks)
     tokens = shape.tokens / strategy.ranks
-    buffers = (2 * depth + 2) * tokens * shape.kv_bytes  # chunks, and their gradients on the way to their owners
-    # For every chunk, out and dq are merged in float32 (13 + 5 of a query's bytes) and its gradients packed and summed.
-    copied = tokens * ((18 * strategy.ranks + 8) * shape.q_bytes + (7 * strategy.ranks + 5) * shape.kv_bytes)
+    # Chunks that arrive and gradients on the way to their owners; the keys of a call and their gradients.
+    buffers = (2 * depth + 2 * width) * tokens * shape.kv_bytes
+    # For every call, out and dq are merged in float32 (13 + 5 of a query's bytes); every chunk is copied into token
+    # order in both passes, and its gradients are laid out and summed.
+    calls = -(-strategy.ranks // width)
+    copied = tokens * ((18 * calls + 8) * shape.q_bytes + (11 * strategy.ranks + 5) * shape.kv_bytes)
     network = 0 if strategy.node_size == strategy.ranks else received  # one link enters each node
-    return TransportCost(received, network, copied, buffers, upfront_share=0)
+    return TransportCost(received, network, copied, buffers, upfront_share=(width - 1) / (strategy.ranks - 1))
 
 
 def _ulysses_cost(strategy: CPStrategy, shape: AttentionShape) -> TransportCost:

@@ -20,7 +20,7 @@ from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import ShardedCall, Transport
 from moba_train.parallel.context.transport.dispatch import Dispatch
-from moba_train.parallel.context.transport.ring import Ring
+from moba_train.parallel.context.transport.ring import make_ring
 from moba_train.parallel.context.transport.ulysses import Local, Ulysses
 from moba_train.parallel.dims import hierarchical_groups
 
@@ -134,7 +134,7 @@ def context_engine(
     check_sizes(strategy)
     transport: Transport
     if strategy.transport == "ring":
-        transport = Ring(Communicator(group, device), strategy.ring_depth)
+        transport = make_ring(Communicator(group, device), strategy)
     elif strategy.transport == "allgather":
         transport = AllGather(Communicator(group, device), strategy.slices)
     elif strategy.transport == "ulysses":

@@ -4,6 +4,7 @@ Shape suffixes: T tokens of the packed sequence, L rows of a shard, R ranks.
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Self, get_args
@@ -90,8 +91,8 @@ class SequenceLayout:
     def _none_if_complete(self, ranges: TokenRanges) -> TokenRanges | None:
         return None if ranges == (TokenRange(0, self.total),) else ranges
 
-    def select_ranks(self, ranks: range) -> "SequenceLayout":
-        """The layout with the shards of these ranks only."""
+    def select_ranks(self, ranks: Sequence[int]) -> "SequenceLayout":
+        """The layout with the shards of these ranks only, in this order."""
         return SequenceLayout(self.total, self.rows, tuple(self.ranges[rank] for rank in ranks))
 
     def merge_ranks(self, size: int) -> "SequenceLayout":
@@ -156,6 +157,16 @@ class SequenceLayout:
         if self._is_packed:
             return shards_RL[: self._total_tokens]
         return torch.cat([shards_RL[row : row + stop - start] for start, stop, row in self.placed_ranges])
+
+    def copy_to_packed(self, shards_L: Sequence[Tensor]) -> Tensor:
+        """`to_packed` of the ranks' shards in separate tensors [L, ...]; always a copy."""
+        pieces: list[tuple[int, Tensor]] = []
+        for ranges, shard_L in zip(self.ranges, shards_L, strict=True):
+            first = 0
+            for start, stop in ranges:
+                pieces.append((start, shard_L[first : first + stop - start]))
+                first += stop - start
+        return torch.cat([rows for _, rows in sorted(pieces, key=lambda piece: piece[0])])
 
     def to_shards(self, *packed: Tensor) -> Tensor:
         """The inverse of `to_packed`, with zeros for padding; several tensors are concatenated along dimension 1.

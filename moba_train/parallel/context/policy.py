@@ -34,8 +34,8 @@ def choose_strategy(
     Args:
         transport: a transport, or `auto`: Ulysses inside a node where every rank gets whole key/value heads, otherwise
             the transport with the least predicted time among those that fit in memory, or, if none fits, a ring with
-            two buffers (all-gather in slices, where an attention does not merge over parts of the keys); never
-            dispatch, whose time depends on what queries select.
+            two buffers or all-gather in slices, whichever needs less memory; never dispatch, whose time depends on what
+            queries select.
         layout: a layout, or `auto`: zigzag where contiguous shards would be unequal work.
         shape: the attention of one layer.
         ranks: ranks of the context-parallel group.
@@ -104,9 +104,11 @@ class _Choice:
 
     def least_memory(self) -> CPStrategy:
         """The strategy that needs the least memory for its buffers."""
-        if self.shape.merges:
-            return replace(self, ring_depth=2).strategy("ring")
-        return self.strategy("allgather")  # in slices, as it does not fit
+        gather = self.strategy("allgather")  # in slices, as it does not fit
+        if not self.shape.merges:
+            return gather
+        ring = replace(self, ring_depth=2).strategy("ring")
+        return min(gather, ring, key=lambda strategy: self.cost(strategy).memory_bytes)
 
     def _best_layout(self, transport: CPTransport) -> CPLayout:
         # Under Ulysses every rank attends to whole sequences. With the other transports a rank's work is that of its
@@ -133,9 +135,11 @@ class _Choice:
         """One line: the strategy and its predicted cost."""
         cost = self.cost(strategy)
         gathers = strategy.transport in GATHERING_TRANSPORTS
-        slices = f", {strategy.slices} slices" if gathers and strategy.slices > 1 else ""
+        parts = f", {strategy.slices} slices" if gathers and strategy.slices > 1 else ""
+        if strategy.transport == "ring" and strategy.chunks_per_call < strategy.ranks:
+            parts = f", {strategy.chunks_per_call} of {strategy.ranks} chunks in an attention call"
         return (
-            f"{strategy.transport} over {strategy.ranks} ranks, {strategy.layout}{slices}: a layer receives "
+            f"{strategy.transport} over {strategy.ranks} ranks, {strategy.layout}{parts}: a layer receives "
             f"{cost.node_bytes / 2**20:.0f} MiB in the node and {cost.network_bytes / 2**20:.0f} MiB from other nodes "
             f"({1e3 * cost.seconds():.2f} ms without overlap), buffers {cost.memory_bytes / 2**20:.0f} MiB"
         )

@@ -19,10 +19,24 @@ class CPStrategy:
     node_size: int
     """Consecutive ranks of the group that share a node; `ranks` if all do."""
     ring_depth: int | None = None
-    """Buffers of the ring; None: one for each rank."""
+    """Buffers of the ring for the chunks of other ranks; None: one for each rank. See `chunks_per_call`."""
     slices: int = 1
     """Transfers, each with some of the key/value heads, in which allgather and hierarchical gather keys and values; at
     most one for each head. Two slices are in memory at once."""
+
+    @property
+    def chunks_per_call(self) -> int:
+        """Ranks, at most, whose keys and values one attention call of the ring takes.
+
+        Inside a node all of them, after they have arrived: transfers take little time there, while calls over a part of
+        the keys run slower kernels and their results must be merged. With buffers for half of the ranks or fewer, one
+        chunk less than there are buffers. Between nodes also no more than a node has ranks, so that the chunks of the
+        next call travel during this one; that is a choice, not measured.
+        """
+        depth = min(self.ring_depth or self.ranks, self.ranks)
+        if self.node_size == self.ranks and 2 * depth > self.ranks:
+            return self.ranks  # with more buffers than half, calls over parts would need more memory than this
+        return min(self.node_size, depth - 1)
 
 
 @dataclass(frozen=True)

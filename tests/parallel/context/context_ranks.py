@@ -52,7 +52,12 @@ STRATEGIES = {
         ("dispatch", ranks, None),
         *([("hierarchical", 2, None)] if ranks == 4 else []),
     )
-} | {"ring, zigzag, 4 ranks, 2 buffers": CPStrategy(4, "ring", "zigzag", 4, 2)}
+} | {
+    "ring, zigzag, 4 ranks, 2 buffers": CPStrategy(4, "ring", "zigzag", 4, 2),
+    "ring in parts, zigzag, 4 ranks": CPStrategy(4, "ring", "zigzag", 2),
+    "ring in parts, contiguous, 4 ranks": CPStrategy(4, "ring", "contiguous", 1),
+    "ring in parts, zigzag, 2 ranks": CPStrategy(2, "ring", "zigzag", 1),
+}
 
 
 class Member:
@@ -86,7 +91,7 @@ Call = tuple[str, int, list[int], list[tuple[int, ...]]]
 def recorded_calls():
     """Record the calls to `Communicator` in order, as far as they must agree on all ranks."""
     calls: list[Call] = []
-    names = ("all_gather", "all_to_all", "all_to_all_uneven", "all_reduce", "send_recv")
+    names = ("all_gather", "all_gather_by_ring", "all_to_all", "all_to_all_uneven", "all_reduce", "send_recv")
     methods = {name: getattr(Communicator, name) for name in names}
 
     def recording(name: str, communicator: Communicator, *args, **options):
@@ -173,7 +178,7 @@ def recomputation_sends_nothing(member: Member) -> None:
 def nothing_gathered_is_saved(member: Member) -> None:
     """For the backward pass, a rank saves only its own rows and the plan for them."""
     case = CASES["dense"]
-    for transport in ("allgather", "ring", "ulysses"):
+    for transport in ("allgather", "ring", "ring in parts", "ulysses"):
         engine = member.engine(STRATEGIES[f"{transport}, contiguous, 4 ranks"])
         shards = [engine.sequence(case.total).shard(x, engine.rank).requires_grad_() for x in case.inputs()[:3]]
         out, _ = engine(*shards, case.attention(), case.layout())
@@ -186,7 +191,13 @@ def compiles_without_graph_breaks(member: Member) -> None:
     case = CASES["moba"]
     if dist.get_rank() >= 2:  # one pair is enough: tracing takes seconds
         return
-    transports = ("allgather, zigzag", "ring, zigzag", "ulysses, contiguous", "dispatch, zigzag")
+    transports = (
+        "allgather, zigzag",
+        "ring, zigzag",
+        "ring in parts, zigzag",
+        "ulysses, contiguous",
+        "dispatch, zigzag",
+    )
     for name in (f"{transport}, 2 ranks" for transport in transports):
         strategy = STRATEGIES[name]
         engine, attention = member.engine(strategy), case.attention()
@@ -210,9 +221,14 @@ def creation_makes_all_connections(member: Member) -> None:
     """Creating the engine has made every call that a step makes: NCCL connects two ranks at their first message."""
 
     def connections(calls: list[Call]) -> set[tuple[str, int, tuple[int, ...]]]:
-        return {(name.removesuffix("_uneven"), ranks, tuple(distance)) for name, ranks, distance, _ in calls}
+        return {
+            ("send_recv", ranks, (1,))
+            if name == "all_gather_by_ring"
+            else (name.removesuffix("_uneven"), ranks, tuple(distance))
+            for name, ranks, distance, _ in calls
+        }
 
-    for transport in ("allgather", "ring", "ulysses", "hierarchical", "dispatch"):
+    for transport in ("allgather", "ring", "ring in parts", "ulysses", "hierarchical", "dispatch"):
         with recorded_calls() as created:
             engine = member.engine(STRATEGIES[f"{transport}, zigzag, 4 ranks"])
         with recorded_calls() as used:

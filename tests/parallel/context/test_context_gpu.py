@@ -44,7 +44,11 @@ STRATEGIES = {
         *([("ulysses", ranks)] if BIG.heads % ranks == 0 else []),
         *([("hierarchical", 2)] if ranks == 4 else []),
     )
-} | ({"ring, zigzag, 4 ranks, 2 buffers": CPStrategy(4, "ring", "zigzag", 4, 2)} if WORLD == 4 else {})
+}
+STRATEGIES["ring in parts, zigzag, 2 ranks"] = CPStrategy(2, "ring", "zigzag", 1)
+if WORLD == 4:
+    STRATEGIES["ring, zigzag, 4 ranks, 2 buffers"] = CPStrategy(4, "ring", "zigzag", 4, 2)
+    STRATEGIES["ring in parts, zigzag, 4 ranks"] = CPStrategy(4, "ring", "zigzag", 2)
 CHECKS: dict[str, Check] = {
     f"{name}, {how}": partial(equal_to_one_device, case, strategy)
     for how, strategy in STRATEGIES.items()

@@ -3,6 +3,7 @@
 import threading
 from functools import partial
 from itertools import product
+from typing import get_args
 
 import pytest
 import torch
@@ -19,15 +20,19 @@ from thread_ranks import ThreadCommunicator
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.protocol import Layout, TokenRanges
 from moba_train.attention.watched import WatchedEngine
+from moba_train.config.run import CPTransport
 from moba_train.parallel.context.strategy import CPStrategy
 
-TRANSPORTS = ("allgather", "ring", "ulysses", "hierarchical", "dispatch")
+TRANSPORTS = ("allgather", "ring", "ring in parts", "ulysses", "hierarchical", "dispatch")
 LAYOUTS = ("contiguous", "zigzag")
 
 
-def strategy(transport: str, layout: str, ranks: int = 4, depth: int | None = None) -> CPStrategy:
-    return CPStrategy(ranks, transport, layout, node_size=2 if transport == "hierarchical" else ranks, ring_depth=depth)
+def strategy(transport: str, layout: str, ranks: int = 4) -> CPStrategy:
+    """`ring in parts`: over two nodes, so that it attends to the chunks of two ranks at once."""
+    node_size = 2 if transport in ("hierarchical", "ring in parts") else ranks
+    return CPStrategy(ranks, transport.removesuffix(" in parts"), layout, node_size)
 
 
 def check(how: CPStrategy, case: Case) -> None:
@@ -64,8 +69,9 @@ def test_equal_to_one_device(case, transport, layout):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_equal_to_one_device_at_random_sizes(data):
-    transport = data.draw(st.sampled_from(TRANSPORTS))
-    ranks = data.draw(st.sampled_from([4, 6] if transport == "hierarchical" else [1, 2, 3, 4, 5]))
+    transport = data.draw(st.sampled_from(get_args(CPTransport)))
+    sizes = {"hierarchical": [4, 6], "ring": [1, 2, 3, 4, 6, 8]}.get(transport, [1, 2, 3, 4, 5])
+    ranks = data.draw(st.sampled_from(sizes))
     node = data.draw(st.sampled_from([n for n in (2, 3) if 1 < n < ranks and ranks % n == 0] or [ranks]))
     among = {"ulysses": ranks, "hierarchical": node}.get(transport, 1)
     kv_heads = data.draw(st.sampled_from([k for k in (1, 2, 3) if k % among == 0 or among % k == 0] or [among]))
@@ -78,7 +84,9 @@ def test_equal_to_one_device_at_random_sizes(data):
         block_size=data.draw(st.integers(1, 12)),
         topk=data.draw(st.sampled_from([None, 1, 2, 3, 9])),
     )
-    depth = data.draw(st.sampled_from([None, 2, 3])) if transport == "ring" else None
+    depth = data.draw(st.sampled_from([None, 2, 3, 4])) if transport == "ring" else None
+    if transport == "ring":
+        node = data.draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
     slices = data.draw(st.integers(1, 4))
     check(CPStrategy(ranks, transport, data.draw(st.sampled_from(LAYOUTS)), node, depth, slices), case)
 
@@ -143,9 +151,18 @@ def test_two_runs_give_the_same_bits():
         assert all(torch.equal(a, b) for a, b in zip(first.tensors, second.tensors, strict=True))
 
 
-@pytest.mark.parametrize(("depth", "before_each_attention"), [(None, [3, 3, 3, 3]), (2, [2, 2, 3, 3])])
-def test_the_ring_sends_chunks_on_before_it_attends(depth, before_each_attention, monkeypatch):
-    """On the rank that sees every chunk, as many transfers have begun before each attention as there are buffers."""
+@pytest.mark.parametrize(
+    ("ring", "before_each_attention"),
+    [
+        (CPStrategy(8, "ring", "contiguous", 8, 2), [2, 3, 4, 5, 6, 7, 7, 7]),
+        (CPStrategy(8, "ring", "contiguous", 8, 3), [4, 6, 7, 7]),
+        (CPStrategy(8, "ring", "contiguous", 4), [7, 7]),
+        (CPStrategy(8, "ring", "contiguous", 1), [7] * 8),
+    ],
+    ids=["two buffers", "three buffers", "two nodes", "eight nodes"],
+)
+def test_the_ring_sends_chunks_on_before_it_attends(ring, before_each_attention, monkeypatch):
+    """On the rank that sees every chunk, all buffers receive while attention is at work."""
     begun: dict[int, int] = {}
     counts: list[int] = []
     send_recv = ThreadCommunicator.send_recv
@@ -156,12 +173,30 @@ def test_the_ring_sends_chunks_on_before_it_attends(depth, before_each_attention
         return send_recv(communicator, *args, **options)
 
     def counted_attend(attention, q, k, v, layout, selection):
-        if layout.q_ranges == ((24, 32),):
+        if layout.q_ranges == ((28, 32),):
             counts.append(begun[threading.get_ident()])
         return attend(attention, q, k, v, layout, selection)
 
     monkeypatch.setattr(ThreadCommunicator, "send_recv", counted_send_recv)
     monkeypatch.setattr(FullAttention, "attend", counted_attend)
     case = Case((32,), topk=None)
-    on_threads(strategy("ring", "contiguous", depth=depth), case, case.inputs())
+    on_threads(ring, case, case.inputs())
     assert counts == before_each_attention
+
+
+@pytest.mark.parametrize("depth", [None, 5])
+def test_a_ring_inside_a_node_attends_to_all_keys_in_one_call(depth, monkeypatch):
+    """The kernels for all keys of a sequence are faster than those for a part of them."""
+    calls: dict[str, list[TokenRanges | None]] = {"attend": [], "attend_backward": []}
+    for name, keys in calls.items():
+        function = getattr(FullAttention, name)
+
+        def recorded(*arguments, function=function, keys=keys):
+            (layout,) = (x for x in arguments if isinstance(x, Layout))
+            keys.append(layout.k_ranges)
+            return function(*arguments)
+
+        monkeypatch.setattr(FullAttention, name, recorded)
+    case = Case((32,), topk=None)
+    on_threads(CPStrategy(8, "ring", "zigzag", 8, depth), case, case.inputs())
+    assert calls == {"attend": [None] * 8, "attend_backward": [None] * 8}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moba_train.parallel.context.checks import check_heads, check_sizes, check_units
+from moba_train.parallel.context.checks import check_heads, check_merges, check_sizes, check_units
 from moba_train.parallel.context.strategy import CPStrategy
 
 
@@ -42,3 +42,11 @@ def test_dispatch_needs_an_attention_that_selects_units():
         check_units(dispatch, None)
     check_units(dispatch, 0)
     check_units(CPStrategy(4, "ring", "zigzag", 4), None)
+
+
+@pytest.mark.parametrize("parts", [CPStrategy(4, "ring", "zigzag", 4, 2), CPStrategy(4, "ring", "zigzag", 2)], ids=str)
+def test_a_ring_over_parts_of_the_keys_needs_results_that_merge(parts):
+    with pytest.raises(ValueError, match=r"cp_transport: 'ring' attends .* leave parallel\.cp_ring_depth out"):
+        check_merges(parts, merges=False)
+    check_merges(parts, merges=True)
+    check_merges(CPStrategy(4, "ring", "zigzag", 4), merges=False)

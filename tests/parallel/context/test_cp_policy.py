@@ -45,14 +45,32 @@ def test_what_cannot_be_shared_is_not_taken():
     assert "cannot share 28 query heads among 8 ranks" in why
 
 
-def test_where_nothing_fits_a_ring_with_two_buffers_is_left():
-    strategy, why = auto(memory_bytes=1000)
+def test_where_nothing_fits_the_least_memory_is_taken():
+    """Two buffers of a ring take what a few ranks' keys do, a slice of all keys grows with the ranks."""
+    strategy, why = auto(ranks=8, memory_bytes=1000)
     assert (strategy.transport, strategy.ring_depth) == ("ring", 2)
+    assert "auto takes ring over 8 ranks, zigzag, 1 of 8 chunks in an attention call" in why
     assert why.count("does not fit in 0 MiB") == 3
-    assert (
-        predict_cost(strategy, LLAMA_8B).memory_bytes
-        < predict_cost(CPStrategy(4, "ring", "zigzag", 4), LLAMA_8B).memory_bytes
-    )
+    strategy, _ = auto(ranks=4, memory_bytes=1000)
+    assert (strategy.transport, strategy.slices) == ("allgather", 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node_size", "depth", "chunks"),
+    [
+        (8, 8, None, 8),
+        (8, 8, 5, 8),  # calls over parts would need more memory
+        (8, 8, 4, 3),
+        (8, 8, 2, 1),
+        (2, 2, 2, 2),
+        (1, 1, None, 1),
+        (16, 8, None, 8),  # those of the next call travel meanwhile
+        (16, 8, 4, 3),
+        (4, 1, None, 1),
+    ],
+)
+def test_a_ring_attends_to_as_many_chunks_as_its_buffers_allow(ranks, node_size, depth, chunks):
+    assert CPStrategy(ranks, "ring", "zigzag", node_size, depth).chunks_per_call == chunks
 
 
 @pytest.mark.parametrize(

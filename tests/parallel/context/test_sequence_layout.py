@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moba_train.parallel.context.layout import SequenceLayout, sees
@@ -52,6 +52,17 @@ def test_groups_of_ranks_hold_what_their_ranks_hold(sequence, data):
         packed = alone.to_packed(torch.cat([sequence.shard(x, rank) for rank in members]))
         assert torch.equal(groups.shard(x, group)[: groups.tokens(group)], packed)
         assert alone.all_ranges == groups.ranges_of(group)
+
+
+@given(layouts(), st.data())
+def test_shards_of_any_ranks_are_copied_into_token_order(sequence, data):
+    members = data.draw(st.lists(st.integers(0, sequence.ranks - 1), min_size=1, unique=True))
+    tokens = torch.arange(sequence.total)
+    shards = [sequence.shard(tokens, rank, padding=-1) for rank in members]
+    held = sorted(token for shard in shards for token in shard.tolist() if token >= 0)
+    assume(held)
+    some = sequence.select_ranks(members)
+    assert some.copy_to_packed(shards).tolist() == some.to_packed(torch.cat(shards)).tolist() == held
 
 
 @given(layouts())

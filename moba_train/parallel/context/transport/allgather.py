@@ -26,12 +26,13 @@ Heads = tuple[slice, slice]
 class AllGather(Transport):
     """Gathers keys and values in slices of heads; see the top of this file."""
 
-    def __init__(self, communicator: Communicator, slices: int) -> None:
+    def __init__(self, communicator: Communicator, slices: int, *, by_ring: bool = False) -> None:
         """`slices`: number of transfers, at most one for each head. Attention overlaps all but the first. More slices
-        make smaller transfers and smaller kernel launches."""
+        make smaller transfers and smaller kernel launches. `by_ring`: gather by messages between neighbours."""
         self.communicator = communicator
         self.rank = communicator.rank
         self.slices = slices
+        self.by_ring = by_ring
 
     def forward(
         self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall
@@ -87,7 +88,10 @@ class AllGather(Transport):
             else:
                 dk, dv = torch.zeros_like(k_TKD), torch.zeros_like(v_TKD)
             del k_TKD, v_TKD
-            sent = self.communicator.all_to_all(call.sequence.to_shards(dk, dv))
+            by_owner = call.sequence.to_shards(dk, dv)
+            del dk, dv  # otherwise three copies of these gradients are in memory when they are exchanged
+            sent = self.communicator.all_to_all(by_owner)
+            del by_owner
             if in_flight:  # from the previous slice; this slice's attention overlapped it
                 receive(*in_flight)
             in_flight = kv, sent
@@ -121,7 +125,8 @@ class AllGather(Transport):
 
     def _gather(self, k_LKD: Tensor, v_LKD: Tensor, heads: Heads) -> Work:
         """Start gathering the keys and values of one slice from all ranks."""
-        return self.communicator.all_gather(*(contiguous(x[:, heads[0]]) for x in (k_LKD, v_LKD)))
+        all_gather = self.communicator.all_gather_by_ring if self.by_ring else self.communicator.all_gather
+        return all_gather(*(contiguous(x[:, heads[0]]) for x in (k_LKD, v_LKD)))
 
     def _gathers(self, k_LKD: Tensor, v_LKD: Tensor, slices: list[Heads]) -> Iterator[tuple[Heads, Work]]:
         """Yield each slice with the handle of its gather; the gather of the next slice is in flight, too."""

@@ -26,11 +26,11 @@ class ShardedCall:
 
     def against_all(self, rank: int) -> AttentionCall:
         """The call for a rank's queries against the keys of all ranks."""
-        return self.unsharded.part(self.sequence.ranges_of(rank), self.sequence.all_ranges)
+        return self.against(rank, self.sequence)
 
-    def against(self, rank: int, owner: int) -> AttentionCall:
-        """The call for a rank's queries against the keys of the rank `owner`."""
-        return self.unsharded.part(self.sequence.ranges_of(rank), self.sequence.ranges_of(owner))
+    def against(self, rank: int, owners: SequenceLayout) -> AttentionCall:
+        """The call for a rank's queries against the keys of some ranks: `SequenceLayout.select_ranks`."""
+        return self.unsharded.part(self.sequence.ranges_of(rank), owners.all_ranges)
 
 
 class Transport(ABC):

@@ -1,16 +1,21 @@
-"""Ring: chunks of keys and values travel around the ring of ranks; each rank merges its partial results.
+"""Ring: chunks of keys and values, one of each rank, travel around the ring of ranks.
 
-A rank sends a chunk on when it has arrived, without waiting for its own attention to it, and receives a chunk as soon
-as a buffer is free. With a buffer for every chunk (the default), a rank that is busy for a moment delays no other rank.
-With an attention sink, ranks compute 96-98 % of the time with all buffers, 71-92 % with two and 26-45 % in lockstep (a
-model of 8 ranks; measured on 4: docs/context-parallelism.md). In the backward pass the gradients of a chunk go straight
-to its owner, which sums them in float32, in the order of the ring.
+Inside a node, a rank attends to all chunks in one call after they have arrived (`make_ring`): an all-gather by messages
+between neighbours. `Ring` is for few buffers and several nodes: it attends to some chunks while the next ones travel,
+and merges the partial results. How many one call takes: `CPStrategy.chunks_per_call`.
+
+Either way a rank sends a chunk on when it has arrived, without waiting for its own attention to it. With a buffer for
+every chunk, a rank that is busy for a moment delays no other rank. With an attention sink, ranks compute 96-98 % of the
+time with all buffers, 71-92 % with two and 26-45 % in lockstep (a model of 8 ranks that attend to one chunk in a call;
+measured on 4: docs/context-parallelism.md). In the backward pass the gradients of a chunk go straight to its owner,
+which sums them in float32, in a fixed order.
 
 Shape suffixes as in base.py.
 """
 
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +23,10 @@ from torch import Tensor
 from moba_train.attention.merge import merge_into, nothing_seen
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.parallel.context.comm import Communicator, Work
-from moba_train.parallel.context.layout import sees
+from moba_train.parallel.context.layout import SequenceLayout, sees
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.summaries import all_summaries
+from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import (
     ShardedCall,
     Transport,
@@ -30,20 +37,42 @@ from moba_train.parallel.context.transport.base import (
 )
 
 
-class Ring(Transport):
-    """Passes chunks of keys and values around the ring; see the top of this file."""
+def make_ring(communicator: Communicator, strategy: CPStrategy) -> Transport:
+    """The transport that attends to as many chunks at once as the strategy says."""
+    width = strategy.chunks_per_call
+    if width == communicator.size:
+        return AllGather(communicator, slices=1, by_ring=True)
+    return Ring(communicator, width, strategy.ring_depth)
 
-    def __init__(self, communicator: Communicator, depth: int | None = None) -> None:
-        """`depth`: number of buffers for chunks of other ranks, at least 2; None: one for each rank."""
-        assert depth is None or depth >= 2, "one buffer is sent while another is received into"
+
+class ArrivedChunks(NamedTuple):
+    """The chunks that one attention call takes."""
+
+    steps: range
+    """How many places behind this rank, in the ring, their owners are."""
+    owners: SequenceLayout
+    """The layout with the shards of the owners only, in the order of `steps`."""
+    keys: tuple[Tensor, Tensor] | None
+    """k and v [S, K, D] in ascending token order, without padding; None: no query of this rank sees any of them."""
+
+
+class Ring(Transport):
+    """Attends to some chunks while the next ones travel; see the top of this file."""
+
+    def __init__(self, communicator: Communicator, width: int, depth: int | None = None) -> None:
+        """`width`: chunks that one attention call takes, at most. `depth`: number of buffers for chunks of other ranks,
+        at least 2 and at least `width`; None: one for each rank."""
         self.communicator = communicator
         self.rank = communicator.rank
+        self.width = width
         self.depth = min(depth or communicator.size, communicator.size)
+        assert depth is None or depth >= 2, "one buffer is sent while another is received into"
+        assert 1 <= width <= self.depth, "the chunks of a call are in buffers before it begins"
 
     def forward(
         self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall
     ) -> tuple[Tensor, Tensor, Selection]:
-        """Select, attend to each chunk as it arrives, and merge the partial results by online softmax."""
+        """Select, attend to chunks as they arrive, and merge the partial results by online softmax."""
         tokens = call.sequence.tokens(self.rank)
         summaries = all_summaries(k_LKD, call.unsharded, call.sequence, self.communicator)
         q_nHD = q_LHD[:tokens]
@@ -52,10 +81,10 @@ class Ring(Transport):
         else:
             selection = self.empty_selection(q_LHD, k_LKD, call)
         merged: tuple[Tensor, Tensor] | None = None
-        for owner, k, v in self._chunks(k_LKD, v_LKD, call):
-            if not self._is_seen(owner, call):
+        for _, owners, keys in self._arriving(k_LKD, v_LKD, call):
+            if keys is None:
                 continue
-            out, lse = call.against(self.rank, owner).attend(q_nHD, k, v, selection)
+            out, lse = call.against(self.rank, owners).attend(q_nHD, *keys, selection)
             if merged is None:
                 merged = out.to(sum_dtype(q_LHD.dtype)), lse
             else:
@@ -67,36 +96,39 @@ class Ring(Transport):
     def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
         """Pass the chunks around again and send the gradients of each straight to its owner."""
         _, q_LHD, k_LKD, v_LKD, _, _ = state
-        rows = q_LHD.shape[0]
+        rows, kv_heads, head_dim = k_LKD.shape
         dtype = sum_dtype(q_LHD.dtype)
         state = state.with_queries(slice(0, call.sequence.tokens(self.rank)))
         dq_nHD: Tensor | None = None
-        dkv_2LKD = torch.empty(2, *k_LKD.shape, dtype=dtype, device=k_LKD.device)
-        received_2LKD = torch.empty_like(dkv_2LKD, dtype=k_LKD.dtype)
+        dkv_LKD = k_LKD.new_empty((rows, 2 * kv_heads, head_dim), dtype=dtype)  # dk, then dv
+        received_LKD = torch.empty_like(dkv_LKD, dtype=k_LKD.dtype)
         returning: deque[Work] = deque()
 
         def add_received() -> None:
-            dkv_2LKD.add_(received_2LKD)
+            dkv_LKD.add_(received_LKD)
 
-        for step, (owner, k, v) in enumerate(self._chunks(k_LKD, v_LKD, call)):
-            if self._is_seen(owner, call):
-                pair = call.against(self.rank, owner)
-                dq, dk, dv = pair.attend_backward(state.with_keys(k, v), selection)
+        for steps, owners, keys in self._arriving(k_LKD, v_LKD, call):
+            if keys is not None:
+                part = call.against(self.rank, owners)
+                dq, dk, dv = part.attend_backward(state.with_keys(*keys), selection)
+                del keys  # otherwise they are in memory beside two copies of their gradients
                 dq_nHD = dq.to(dtype) if dq_nHD is None else dq_nHD.add_(dq)
-                partial_2LKD = torch.stack([padded(dk, rows), padded(dv, rows)])
+                partial = owners.to_shards(dk, dv)
+                del dk, dv
             else:
-                partial_2LKD = torch.zeros_like(received_2LKD)
-            if step == 0:
-                dkv_2LKD.copy_(partial_2LKD)
-                continue
-            if len(returning) == self.depth:
-                returning.popleft().wait()
-            returning.append(self.communicator.send_recv(partial_2LKD, received_2LKD, -step, then=add_received))
+                partial = received_LKD.new_zeros((len(steps) * rows, *received_LKD.shape[1:]))
+            for step, partial_LKD in zip(steps, partial.split(rows), strict=True):
+                if step == 0:
+                    dkv_LKD.copy_(partial_LKD)
+                    continue
+                if len(returning) == self.depth:
+                    returning.popleft().wait()
+                returning.append(self.communicator.send_recv(partial_LKD, received_LKD, -step, then=add_received))
         for work in returning:
             work.wait()
-        dk_LKD, dv_LKD = (
-            x.to(k_LKD.dtype, copy=True) for x in dkv_2LKD
-        )  # operators may not return views of one tensor
+        dk_LKD = torch.empty_like(k_LKD)  # operators may not return views of one tensor
+        dv_LKD = torch.empty_like(v_LKD)
+        dk_LKD[:], dv_LKD[:] = dkv_LKD.chunk(2, dim=1)
         dq_nHD = torch.zeros_like(state.q) if dq_nHD is None else dq_nHD.to(q_LHD.dtype)
         return padded(dq_nHD, rows), dk_LKD, dv_LKD
 
@@ -114,13 +146,8 @@ class Ring(Transport):
         tokens = call.sequence.tokens(self.rank)
         return call.against_all(self.rank).empty_selection(q_LHD[:tokens], k_LKD)
 
-    def _is_seen(self, owner: int, call: ShardedCall) -> bool:
-        """Whether any of this rank's queries sees any key of rank `owner`."""
-        ranges = call.sequence.ranges
-        return sees(ranges[self.rank], ranges[owner], call.unsharded.layout.edges)
-
-    def _chunks(self, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield each rank with its keys and values, without padding: this rank first, then back around the ring."""
+    def _arriving(self, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall) -> Iterator[ArrivedChunks]:
+        """Yield the chunks of each attention call: this rank's first, then back around the ring."""
         size = self.communicator.size
         own_2LKD = torch.stack([k_LKD, v_LKD])
         buffers = [torch.empty_like(own_2LKD) for _ in range(min(self.depth, size - 1))]
@@ -133,10 +160,22 @@ class Ring(Transport):
 
         for step in range(1, len(buffers) + 1):
             start_receiving(step)
-        for step, chunk_2LKD in enumerate(chunks):
-            if step:
-                receiving.pop(step).wait()
-            owner = (self.rank - step) % size
-            yield owner, *chunk_2LKD[:, : call.sequence.tokens(owner)]
-            if step:
-                start_receiving(step + len(buffers))  # into the buffer whose chunk attention has just used
+        for first in range(0, size, self.width):
+            steps = range(first, min(first + self.width, size))
+            for step in steps:
+                if step:
+                    receiving.pop(step).wait()
+            arrived = [self._copied(steps, [chunks[step] for step in steps], call)]
+            for step in steps:
+                if step:
+                    start_receiving(step + len(buffers))  # into the buffer of a chunk that has been copied
+            yield arrived.pop()  # so that no copy is kept here
+
+    def _copied(self, steps: range, chunks_2LKD: list[Tensor], call: ShardedCall) -> ArrivedChunks:
+        """These chunks with a copy of their keys and values, in token order."""
+        owners = call.sequence.select_ranks([(self.rank - step) % self.communicator.size for step in steps])
+        queries = call.sequence.ranges[self.rank]
+        if not any(sees(queries, ranges, call.unsharded.layout.edges) for ranges in owners.ranges):
+            return ArrivedChunks(steps, owners, None)
+        k_SKD, v_SKD = (owners.copy_to_packed([chunk[side] for chunk in chunks_2LKD]) for side in (0, 1))
+        return ArrivedChunks(steps, owners, (k_SKD, v_SKD))
