@@ -47,6 +47,8 @@ CASES = [
     case([5000, 700, 65], 16, 8, 128, torch.float16, block_size=512, topk=9),
     case([2600, 1300], 8, 8, 128, torch.float16, block_size=256, topk=2),
     case([4500, 513], 8, 2, 128, block_size=1024, topk=3),
+    case([7000, 3], 6, 1, 128, block_size=2048, topk=3),
+    case([9000, 700], 4, 2, 128, block_size=4096, topk=2),
 ]
 
 
