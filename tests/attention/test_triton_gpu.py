@@ -86,6 +86,24 @@ def test_later_layers_on_a_layout_give_the_bits_of_a_first_one(lengths, heads, k
                 assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (seed, moved)
 
 
+def test_later_layers_follow_the_current_stream():
+    """Else their launches would not wait for the inputs, which come late here."""
+    ours, lengths = build("triton", 128, block_size=512, topk=3), [3000]
+    layout, stream = layout_of(lengths, "cuda"), torch.cuda.Stream()
+    given = [inputs(lengths, 4, 2, 128, torch.bfloat16, "cuda", seed) for seed in range(2)]
+    wanted = [run(ours, tensors, layout)[0] for tensors in given]
+    tensors = [torch.zeros_like(x) for x in given[0]]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for some, want in zip(given, wanted, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(10**7)
+                for x, y in zip(tensors, some, strict=True):
+                    x.copy_(y)
+                got, _ = run(ours, tensors, layout)
+                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def misaligned(x):
     """A copy whose address is no multiple of 16."""
     return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
