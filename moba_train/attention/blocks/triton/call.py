@@ -20,7 +20,7 @@ from moba_train.attention.protocol import Layout
 _LOG2_E = 1.4426950408889634
 _COMBINE_ROWS = 32
 _PREPARE_ROWS = 32
-_ONE_PASS = (256, 512, 1024)
+_ONE_PASS = (256, 512, 1024, 2048, 4096)
 """Keys of blocks whose gradients were measured to be faster in one pass."""
 
 
