@@ -4,8 +4,9 @@ import copy
 import multiprocessing
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -165,8 +166,9 @@ class Row:
         return (out, lse, selection, *self.attention.attend_backward(state, layout, selection))
 
 
-def compile_ahead(cases: Sequence[Case]) -> list[str]:
-    """Compile the kernels of all `cases` at the same time, in processes of their own; returns error messages.
+def compile_ahead(cases: Sequence[Case], call: Callable[[Row], Any] = Row.both) -> list[str]:
+    """Compile the kernels that a `call` launches, of all `cases` at the same time, in processes of their own; returns
+    error messages.
 
     One after the other it would take minutes of the GPU's time. Triton keeps the code on disk, where this process
     finds it; code depends on the sizes of heads and blocks, not on the length, so a few blocks are enough.
@@ -177,12 +179,13 @@ def compile_ahead(cases: Sequence[Case]) -> list[str]:
     }
     workers = min(len(distinct), max(1, (os.cpu_count() or 1) // 2), 8)
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        return [error for error in pool.map(_compile, sorted(distinct, key=lambda case: case.name), 1) if error]
+        compile_one = partial(_compile, call)
+        return [error for error in pool.map(compile_one, sorted(distinct, key=lambda case: case.name), 1) if error]
 
 
-def _compile(case: Case) -> str:
+def _compile(call: Callable[[Row], Any], case: Case) -> str:
     try:
-        Row(case).both()
+        call(Row(case))
         torch.cuda.synchronize()
     except Exception as error:  # the row itself will fail again, and say so in its place
         return f"{case.name}: {type(error).__name__} {str(error)[:200]}"

@@ -7,6 +7,8 @@ A role is one thread here, so what its threads do to each other is not seen; nor
 wgmma does to registers.
 """
 
+import itertools
+import math
 import random
 import threading
 from collections import deque
@@ -31,8 +33,8 @@ class Interpreter:
 
     def _run(self, grid: tuple[int, ...], arguments: tuple[Any, ...], sizes: dict[str, int]) -> None:
         sizes = {name: size for name, size in sizes.items() if name in self.kernel.arg_names}
-        for program in range(grid[0]):
-            machine = Machine(program, grid[0], self.random)
+        for program in itertools.product(*map(range, grid)):
+            machine = Machine(program, grid, self.random)
             translate(self.kernel, machine.names(), {})(*map(_argument, arguments), **sizes)
 
 
@@ -49,6 +51,16 @@ def translate(function: Any, names: dict[str, Any], done: dict[int, Any]) -> Any
     return done[id(function)]
 
 
+class Number(int):
+    """A number of a kernel."""
+
+    def __floordiv__(self, other: int) -> "Number":
+        return Number(int(self) // other)
+
+    def to(self, _dtype: torch.dtype) -> int:
+        return int(self)
+
+
 class Values(Tensor):
     """A tensor of a kernel."""
 
@@ -62,6 +74,7 @@ class Pointer:
 
     def __init__(self, memory: Tensor, at: Any = 0) -> None:
         self.memory, self.at = memory, at
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, more: Any) -> "Pointer":
         return Pointer(self.memory, self.at + more)
@@ -81,8 +94,8 @@ class Pointer:
         found[ok] = self.memory[self._inside(self.at[ok])]
         return found.as_subclass(Values)
 
-    def store(self, value: Tensor, mask: Tensor) -> None:
-        ok = mask.expand(self.at.shape)
+    def store(self, value: Tensor, mask: Any) -> None:
+        ok = torch.as_tensor(mask).expand(self.at.shape)
         assert value.shape == self.at.shape
         self.memory[self._inside(self.at[ok])] = value[ok].to(self.memory.dtype).as_subclass(Tensor)
 
@@ -93,8 +106,7 @@ class Pointer:
 
 def _argument(x: Any) -> Any:
     if isinstance(x, TensorDescriptor):
-        many, columns = x.block_shape
-        block = SimpleNamespace(shape=x.block_shape, nbytes=many * columns * x.base.element_size())
+        block = SimpleNamespace(shape=x.block_shape, nbytes=math.prod(x.block_shape) * x.base.element_size())
         memory = x.base.as_strided(x.shape, x.strides)
         return SimpleNamespace(memory=memory, block_type=block, dtype=x.base.dtype, layout=None)
     if isinstance(x, Tensor):
@@ -162,6 +174,7 @@ class Role:
         self.products: deque[Callable[[], None]] = deque()
         self.copies: list[Callable[[], None]] = []
         self.call = lambda: function(*arguments)
+        self.result: Any = None
 
 
 class Stopped(Exception):
@@ -171,15 +184,16 @@ class Stopped(Exception):
 class Machine:
     """A program's roles, its copies that are under way, and whose turn it is."""
 
-    def __init__(self, program: int, programs: int, order: random.Random) -> None:
+    def __init__(self, program: tuple[int, ...], programs: tuple[int, ...], order: random.Random) -> None:
         self.program, self.programs, self.random = program, programs, order
         self.roles: list[Role] = []
         self.under_way: list[Callable[[], None]] = []
         self.turn, self.thread = threading.Semaphore(0), threading.local()
         self.error: BaseException | None = None
+        self.polled: set[int] = set()
 
-    def run(self, roles: list[tuple[Any, ...]], _warps: list[int], _registers: list[int]) -> None:
-        """All roles, to their ends; raises the first error of one."""
+    def run(self, roles: list[tuple[Any, ...]], _warps: list[int], _registers: list[int]) -> Any:
+        """All roles, to their ends: the result of the first; raises the first error of one."""
         self.roles = [Role(*role) for role in roles]
         threads = [threading.Thread(target=self._live, args=(role,)) for role in self.roles]
         for thread in threads:
@@ -193,6 +207,7 @@ class Machine:
             thread.join()
         if self.error:
             raise self.error
+        return self.roles[0].result
 
     def _take_turns(self, haste: list[int]) -> None:
         """Until all roles have ended, let one that can go on take a step, or end one of the copies under way."""
@@ -212,7 +227,7 @@ class Machine:
         self.thread.role = role
         try:
             self._pause(role)
-            role.call()
+            role.result = role.call()
             assert not role.products
             assert not role.copies
         except Stopped:
@@ -240,8 +255,9 @@ class Machine:
         room.memory.fill_(torch.nan)
 
         def land() -> None:
-            first, column = place
-            found = desc.memory[first : first + room.memory.shape[0], column : column + room.memory.shape[1]]
+            found = desc.memory[
+                tuple(slice(first, first + size) for first, size in zip(place, room.memory.shape, strict=True))
+            ]
             room.memory.zero_()[: len(found)] = found
             bar.advance(0, -desc.block_type.nbytes)
 
@@ -290,6 +306,19 @@ class Machine:
     def arrive(self, bar: Barrier, pred: bool = True) -> None:
         bar.advance(int(pred), 0)
 
+    def assembly(self, code: str, _constraints: str, given: list[Any], **_options: Any) -> int:
+        """Turns between programs, which run here one after the other: none waits for a later one."""
+        self.wait()
+        pointer, *values = given
+        if code.startswith("ld.acquire.gpu.global.b32"):
+            assert pointer.at not in self.polled, "a turn that does not come"
+            self.polled.add(pointer.at)
+        else:
+            assert "st.relaxed.gpu.global.b32" in code
+            assert values == [pointer.load() + 1], "a turn out of order"
+            pointer.memory[pointer.at] = values[0]
+        return int(pointer.load())
+
     def names(self) -> dict[str, Any]:
         """What Gluon's names mean in a kernel."""
 
@@ -306,8 +335,9 @@ class Machine:
             allocate_shared_memory=_allocate,
             warp_specialize=self.run,
             thread_barrier=nothing,
-            program_id=lambda _axis: self.program,
-            num_programs=lambda _axis: self.programs,
+            program_id=lambda axis: Number(self.program[axis]),
+            num_programs=lambda axis: self.programs[axis],
+            inline_asm_elementwise=self.assembly,
             static_range=range,
             cdiv=lambda a, b: -(-a // b),
             arange=lambda first, stop, _layout: torch.arange(first, stop).as_subclass(Values),
@@ -321,7 +351,7 @@ class Machine:
             sum=lambda x, axis: x.sum(axis),
             exp2=torch.exp2,
             log2=torch.log2,
-            load=lambda at, mask=None, other=None: at.load(mask, other),
+            load=lambda at, mask=None, other=None, cache_modifier="": at.load(mask, other),
             store=lambda at, value, mask: at.store(value, mask),
         )
         return {
@@ -341,5 +371,5 @@ class Machine:
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     if layout is Barriers:
-        return Barriers(shape[0])
+        return Barriers(shape[0]) if len(shape) > 1 else Barrier()
     return Room(torch.full(shape, torch.nan if dtype.is_floating_point else 10**9, dtype=dtype))

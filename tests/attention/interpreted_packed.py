@@ -8,7 +8,7 @@ import torch
 from kernel_checks import PACKED, assert_results, build, exact, inputs, layout_of, list_bounds, run
 from quick_interpreter import quicken
 
-from moba_train.attention.blocks.triton import call, packed
+from moba_train.attention.blocks.triton import call, one_pass, packed
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes, work_ranges
 from moba_train.attention.protocol import BackwardState
@@ -77,20 +77,24 @@ def test_lists_are_packed_in_order_and_filled_up():
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "options", "own"),
+    ("heads", "kv_heads", "options", "own", "keys"),
     [
-        (4, 2, {"block_size": 256, "topk": 3}, True),  # work ranges by heads
-        (2, 1, {"block_size": 256, "topk": 3}, False),  # by queries
+        (4, 2, {"block_size": 256, "topk": 3}, True, 128),  # work ranges by heads
+        (2, 1, {"block_size": 256, "topk": 3}, False, 128),  # by queries
+        (2, 1, {"block_size": 512, "topk": 2}, False, 16),  # 32 tiles of keys
     ],
 )
-def test_launches_of_one_pass_add_up(heads, kv_heads, options, own, monkeypatch):
+def test_launches_of_one_pass_add_up(heads, kv_heads, options, own, keys, monkeypatch):
     """Packed rows, places, turns and sums; the two kernels' arithmetic is PyTorch's here."""
+    shape = replace(tile_shapes(64, 4096), dkdv=TileShape(one_pass.ROWS, keys, 8, 3))
+    monkeypatch.setattr(call, "tile_shapes", lambda d, b: shape)
+    monkeypatch.setattr(one_pass, "KEYS", keys)
     one_pass_model.use(monkeypatch, own=own)
     monkeypatch.setattr("moba_train.attention.blocks.triton.one_pass._SHORT_SPLIT", 128)
     lengths = [600, 1, 70]
     q, k, v, dout = tensors = inputs(lengths, heads, kv_heads, 64, torch.float32, "cpu")
     layout, ours = layout_of(lengths, "cpu"), build("triton", 64, **options)
     selection = ours.select(q, ours.summarize(k, layout), layout)
-    out, lse, *want = exact(tensors, layout, selection[0], 256, ours.scale)
+    out, lse, *want = exact(tensors, layout, selection[0], options["block_size"], ours.scale)
     got = ours.attend_backward(BackwardState(dout, q, k, v, out.float(), lse.float()), layout, selection)
     assert_results(got, want)

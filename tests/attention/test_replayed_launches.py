@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moba_train.attention.blocks.triton import launch as launches
 from moba_train.attention.blocks.triton.launch import launch, replayed
 from moba_train.attention.protocol import Layout, packed_layout
 
@@ -184,3 +186,37 @@ def test_records_keep_no_tensor_alive(add):
     del tensors, results
     gc.collect()
     assert not any(x() is not None for x in alive)
+
+
+@pytest.mark.parametrize(("version", "scratch", "direct"), [("3.6.0", 0, 3), ("3.6.0", 8, 0), ("3.7.0", 0, 0)])
+def test_known_launchers_are_called_directly_on_the_current_stream(add, version, scratch, direct, monkeypatch):
+    used, seen = [], []
+
+    def launcher(*given: Any) -> None:
+        grid, where, function, options, arguments = given[:3], given[3], given[4], given[5:13], given[13:]
+        assert (grid, function) == ((1, 1, 1), "function")
+        assert options == (False, True, None, None, "metadata", None, None, None)
+        seen.append(where)
+        Compiled()[grid](*arguments)
+
+    sizes = {"global_scratch_size": scratch, "profile_scratch_size": 0}
+    run = SimpleNamespace(launch=launcher, launch_cooperative_grid=False, launch_pdl=True, **sizes)
+    for name, value in {"run": run, "function": "function", "packed_metadata": "metadata"}.items():
+        monkeypatch.setattr(Compiled, name, value, raising=False)
+    active = SimpleNamespace(get_current_device=lambda: 5, get_current_stream=lambda device: (device, used[-1]))
+    monkeypatch.setattr(launches, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launches.triton, "__version__", version)
+
+    @replayed
+    def function(a: Tensor, layout: Layout) -> Tensor:
+        out = torch.empty(32)
+        launch(add, (1,), a, a, out, SCALE=1, N=32)
+        return out
+
+    layout = packed_layout([32])
+    for stream in range(5):
+        used.append(stream)
+        a = torch.randn(32)
+        assert torch.equal(function(a, layout), 2 * a)
+    assert add.asked == 2
+    assert seen == [(5, 2), (5, 3), (5, 4)][:direct]

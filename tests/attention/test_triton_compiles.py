@@ -192,8 +192,10 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
     assert loop.count("ttng.warp_group_dot ") == 4
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), [("history", "bf16"), ("own", "fp16")])
-def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "dq_dtype"), [("history", "bf16", "bf16"), ("history", "bf16", "fp32"), ("own", "fp16", "fp16")]
+)
+def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, dq_dtype, tmp_path):
     pytest.importorskip("triton.experimental.gluon")
     from moba_train.attention.blocks.triton import history_pass, one_pass, own_pass
 
@@ -201,7 +203,8 @@ def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, tmp_path):
     constants |= {"G": 4} if kernel == "own" else {}
     function = history_pass.gradients_history if kernel == "history" else own_pass.gradients_own
     options = {"num_warps": one_pass.WARPS, "maxnreg": one_pass.REGISTERS}
-    compiled = compile_gluon(function, constants, one_pass.ROWS, one_pass.KEYS, dtype, **options)
+    tiles = one_pass.ROWS, one_pass.KEYS
+    compiled = compile_gluon(function, constants, *tiles, dtype, {"packed_dq": f"*{dq_dtype}"}, **options)
     keeps_busy(compiled, one_pass.REGISTERS, 16, tmp_path)
 
 
@@ -212,12 +215,20 @@ def test_the_forward_pass_keeps_the_matrix_units_busy(tmp_path):
 
     shape, options = tile_shapes(128, 512).forward, forward_launches.OPTIONS
     constants = {"G": 4, "M": shape.rows, **forward_launches.STAGES}
-    compiled = compile_gluon(forward_pass.attend_own, constants, 0, shape.keys, "bf16", **options)
+    compiled = compile_gluon(forward_pass.attend_own, constants, 0, shape.keys, "bf16", {}, **options)
     keeps_busy(compiled, options["maxnreg"], 0, tmp_path)
 
 
-def compile_gluon(kernel: Any, constants: dict[str, Any], rows: int, keys: int, dtype: str, **options: int) -> Any:
-    """A compiled kernel in Gluon, for heads of 128."""
+def compile_gluon(
+    kernel: Any,
+    constants: dict[str, Any],
+    rows: int,
+    keys: int,
+    dtype: str,
+    pointers: dict[str, str],
+    **options: int,
+) -> Any:
+    """A compiled kernel in Gluon, for heads of 128; `pointers` whose kind does not follow from their name alone."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -230,7 +241,7 @@ def compile_gluon(kernel: Any, constants: dict[str, Any], rows: int, keys: int, 
     if rows:
         kinds |= dict.fromkeys(("q_desc", "dout_desc"), descriptor(rows, 128, dtype))
         kinds |= dict.fromkeys(("lse_desc", "delta_desc"), descriptor(rows, None, "fp32"))
-    kinds |= {**dict.fromkeys((*HALF, "packed_dq"), f"*{dtype}"), **dict.fromkeys(FLOATS, "*fp32")}
+    kinds |= {**dict.fromkeys(HALF, f"*{dtype}"), **dict.fromkeys(FLOATS, "*fp32"), **pointers}
     kinds |= dict.fromkeys((*INTEGERS, "done"), "*i32")
     signature = {name: kinds.get(name, SCALARS.get(name, "i32")) for name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")

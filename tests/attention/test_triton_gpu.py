@@ -47,6 +47,8 @@ CASES = [
     case([5000, 700, 65], 16, 8, 128, torch.float16, block_size=512, topk=9),
     case([2600, 1300], 8, 8, 128, torch.float16, block_size=256, topk=2),
     case([4500, 513], 8, 2, 128, block_size=1024, topk=3),
+    case([7000, 3], 6, 1, 128, block_size=2048, topk=3),
+    case([9000, 700], 4, 2, 128, block_size=4096, topk=2),
 ]
 
 
@@ -82,6 +84,24 @@ def test_later_layers_on_a_layout_give_the_bits_of_a_first_one(lengths, heads, k
             for _ in range(3 if seed == 3 else 1):
                 got, _ = run(ours, some, layout)
                 assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (seed, moved)
+
+
+def test_later_layers_follow_the_current_stream():
+    """Else their launches would not wait for the inputs, which come late here."""
+    ours, lengths = build("triton", 128, block_size=512, topk=3), [3000]
+    layout, stream = layout_of(lengths, "cuda"), torch.cuda.Stream()
+    given = [inputs(lengths, 4, 2, 128, torch.bfloat16, "cuda", seed) for seed in range(2)]
+    wanted = [run(ours, tensors, layout)[0] for tensors in given]
+    tensors = [torch.zeros_like(x) for x in given[0]]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for some, want in zip(given, wanted, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(10**7)
+                for x, y in zip(tensors, some, strict=True):
+                    x.copy_(y)
+                got, _ = run(ours, tensors, layout)
+                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def misaligned(x):

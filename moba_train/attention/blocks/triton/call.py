@@ -20,6 +20,8 @@ from moba_train.attention.protocol import Layout
 _LOG2_E = 1.4426950408889634
 _COMBINE_ROWS = 32
 _PREPARE_ROWS = 32
+_ONE_PASS = (256, 512, 1024, 2048, 4096)
+"""Keys of blocks whose gradients were measured to be faster in one pass."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,8 @@ class BlockCall:
 
     @property
     def one_pass(self) -> bool:
-        """Whether one pass makes all gradients of these blocks (one_pass.py): shapes that were measured to be faster
-        so."""
-        return self._suits_gluon and self.block_size in (256, 512, 1024) and self.selected > 0 and not self.partial
+        """Whether one pass makes all gradients of these blocks (one_pass.py)."""
+        return self._suits_gluon and self.block_size in _ONE_PASS and self.selected > 0 and not self.partial
 
     @property
     def warp_specialised(self) -> bool:

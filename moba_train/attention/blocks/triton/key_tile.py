@@ -5,8 +5,8 @@ roles: one copies tiles of rows to shared memory (history_pass.py, own_pass.py),
 in their registers. Behind the last products of a tile of rows come the scores of the next, so that the matrix units
 wait for little else than the exponentials.
 
-A row's dq is a sum over the tiles of keys of a block, kept in the dtype of q. They add to it one after the other,
-always in the same order, so gradients are reproducible.
+A row's dq is a sum over the tiles of keys of a block, kept in memory, in float32 where they are many. They add to it
+one after the other, always in the same order, so gradients are reproducible.
 
 What does not move in shared memory is taken by an index that is always 0, which the compiler cannot know. It would
 keep the addresses of all operands in registers; then these do not suffice, and the products wait for each other.
@@ -103,7 +103,9 @@ def multiply(
     keys: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
     rows: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, keys, 2)
-    whole_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
+    dq_dtype: gl.constexpr = dq_out.dtype.element_ty
+    columns: gl.constexpr = 4 if dq_dtype == gl.float32 else 8  # 16 bytes a thread
+    whole_rows: gl.constexpr = gl.BlockedLayout([1, columns], [32 * columns // D, D // columns], [8, 1], [1, 0])
 
     scale_log2 = scale * LOG2_E
     dk = gl.zeros([N, D], gl.float32, keys)
@@ -150,7 +152,7 @@ def multiply(
         dq_tile.store((dq * scale).to(dtype))
         gl.thread_barrier()
         total = dq_tile.load(whole_rows).to(gl.float32) + before.to(gl.float32)
-        gl.store(place, total.to(dtype), mask=ok)
+        gl.store(place, total.to(dq_dtype), mask=ok)
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage))
         s = warpgroup_mma_wait(0, deps=[s_token])

@@ -26,6 +26,10 @@ REGISTERS = 168
 _SHORT_SPLIT = 1024
 """Rows of a split for each tile of keys where there are fewer than `_SHORT` rows."""
 _SHORT = 2**19
+_ROUNDED = 8
+"""Tiles of keys that may add to a row's dq in the dtype of q, which rounds it each time. With random numbers in bf16 dq
+is off by 0.0047 in norm after 8 tiles and 0.0076 after 32, where two passes have 0.0029 and attention written plainly
+in bf16 0.0066; more where all keys have something in common (docs/performance-log.md)."""
 _FULL = 0.65
 """A program of `gradients_own` takes a whole block. Below this share of the multiprocessors in use, it loses what it
 gained over two kernels with a program for each tile (0.26 ms for 0.44 at 8K 512/3, where nearly all are)."""
@@ -45,6 +49,11 @@ class OnePass(PackedDkdv):
         if call.tokens * call.heads >= _SHORT:
             return super().split_tiles
         return _SHORT_SPLIT * self.key_tiles // ROWS
+
+    @property
+    def dq_dtype(self) -> torch.dtype:
+        """What the tiles of keys add up a row's dq in."""
+        return self.dq.dtype if self.key_tiles <= _ROUNDED else torch.float32
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """dq [T, H, D], dk and dv [S, K, D]."""
@@ -96,9 +105,10 @@ class OnePass(PackedDkdv):
         return sum_dk, sum_dv
 
     def own_in_one_pass(self) -> bool:
-        """Whether there are enough own blocks to keep the GPU busy with a program each; there are no spans."""
+        """Whether there are enough own blocks to keep the GPU busy with a program each; there are no spans. It adds up
+        dq in the result itself."""
         call = self.call
-        if call.spans is not None:
+        if call.spans is not None or self.dq_dtype != self.dq.dtype:
             return False
         at_once = torch.cuda.get_device_properties(self.dq.device).multi_processor_count
         return busy_share(call.tokens // call.block_size * call.kv_heads, at_once) >= _FULL
@@ -108,7 +118,7 @@ class OnePass(PackedDkdv):
         call = self.call
         place = torch.empty(work.heads, work.entries, dtype=torch.int32, device=self.stats.device)
         self.pack(work, table, room, place)
-        packed_dq = torch.empty_like(room.q)
+        packed_dq = torch.empty_like(room.q, dtype=self.dq_dtype)
         done = torch.zeros(len(room.q) // ROWS, dtype=torch.int32, device=place.device)
         splits = table.split_bound * self.key_tiles
         part_dk, part_dv = (self.stats.new_empty(splits * KEYS, call.head_dim) for _ in range(2))
