@@ -130,8 +130,7 @@ def _run(figure: Figure, given: argparse.Namespace) -> int:
 def _corpus(figure: Figure, given: argparse.Namespace, runs: Path) -> Corpus:
     """The corpus, with what the figure adds."""
     added = runs / "corpora"
-    quick = given.runs / "quick-corpus"
-    corpus = quick_corpus(quick, added) if given.quick else open_corpus(given.corpus, added)
+    corpus = quick_corpus(runs / "quick-corpus", added) if given.quick else open_corpus(given.corpus, added)
     added.mkdir(parents=True, exist_ok=True)
     figure.prepare(corpus, added, given.quick)
     return corpus
