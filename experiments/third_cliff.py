@@ -9,6 +9,7 @@ import numpy as np
 
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
+from experiments.models import FULL
 from experiments.recall_documents import (
     Recall,
     fine_tuning_documents,
@@ -64,7 +65,7 @@ class ThirdCliff(Figure):
         " to do no harm."
     )
     setup = (
-        "A model of 8 layers, MoBA 64/8 in all of them throughout, learns synthetic recall: one fact in documents of "
+        "A model of 8 layers, MoBA 64/8 in all of them, learns synthetic recall: one fact in documents of "
         "64 tokens first, then more in longer ones, with loss only on what can be recalled; at last whole documents of "
         "2K tokens with loss on every token. It has to pass: at most 0.1 nats on each recalled token of held-out "
         "documents, else nothing is fine-tuned; the last two stages go on, up to a limit, until 0.3 and 0.05 nats are "
@@ -199,6 +200,7 @@ def _base_recipe(quick: bool) -> dict[str, Any]:
     common = _common(quick)
     batch = common["batch_tokens"]
     stages = [_base_stage(stage, batch) for stage in _base_stages(quick)]
+    stages[0]["attention"] = FULL  # the same function: these documents are one block
     schedule = {"kind": "wsd", "warmup_tokens": stages[0]["tokens"] // 3, "decay_tokens": stages[-1]["tokens"]}
     return common | {
         "data": {"tokenizer": None, "train": stages[-1]["train"], "validation": [{"path": "recall-valid"}]},
