@@ -171,7 +171,7 @@ def _base_stages(quick: bool) -> list[_BaseStage]:
     return [
         _BaseStage("one", lengths[one], {one: 1.0}, *steps[0]),
         _BaseStage("short", lengths[short], {short: 1.0}, *steps[1]),
-        _BaseStage("long", lengths[long], mixed, *steps[2], 3 * BAR),
+        _BaseStage("long", lengths[long], mixed, *steps[2], 0.3),
         _BaseStage("text", lengths[text], {text: 1.0}, *steps[3], BAR / 2),
     ]
 
@@ -205,7 +205,7 @@ def _base_recipe(quick: bool) -> dict[str, Any]:
     return common | {
         "data": {"tokenizer": None, "train": stages[-1]["train"], "validation": [{"path": "recall-valid"}]},
         "stages": stages,
-        "optim": {"lr": 1.5e-3, "schedule": schedule},
+        "optim": {"lr": 1e-3, "schedule": schedule},
         "evaluation": {"every": 100, "sequences": 4 if quick else 256},
         "deterministic": True,  # the same weights wherever the base is trained again
     }
