@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="what there is, with GPU minutes; with NAME: its arms")
     parser.add_argument("--plot", action="store_true", help="draw the result file and fill in docs/science.md")
     parser.add_argument("--quick", action="store_true", help="the smallest form: tiny models, text of this environment")
-    parser.add_argument("--arms", nargs="+", metavar="PATTERN", help="only arms of these names; * matches any text")
+    parser.add_argument(
+        "--arms", nargs="+", metavar="PATTERN", help="only these arms, in this order; * matches any text"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the complete figure, 0 1 ...")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="default: all of this machine")
     parser.add_argument("--arms-per-gpu", type=int, default=1, help="arms that share a GPU; times then say little; 1")
@@ -85,9 +87,11 @@ def _trained(figure: Figure) -> Figure:
 
 
 def _arms(figure: Figure, given: argparse.Namespace) -> list[Arm]:
-    """All arms of the seeds asked for."""
+    """All arms of the seeds asked for; those that differ by their seed alone behind one another, as arms are compared
+    within a seed."""
     seeds = given.seeds if given.seeds is not None else range(1 if given.quick else _trained(figure).seeds)
-    return [arm for seed in seeds for arm in _trained(figure).arms(seed, given.quick)]
+    by_seed = [_trained(figure).arms(seed, given.quick) for seed in seeds]
+    return [arm for alike in zip(*by_seed, strict=True) for arm in alike]
 
 
 def _run(figure: Figure, given: argparse.Namespace) -> int:
@@ -99,7 +103,7 @@ def _run(figure: Figure, given: argparse.Namespace) -> int:
     settings: dict[str, Any] = {"figure": trained.name, "quick": given.quick, "corpus": corpus.identity()}
     arms = _arms(figure, given)
     done = held(output, settings, arms)
-    wanted = [arm for arm in arms if _matches(arm, given.arms) and arm.key not in done]
+    wanted = [arm for arm in _asked_for(arms, given.arms) if arm.key not in done]
     needed = _with_parents(wanted, arms, runs)
     parents = {f"{arm.parent}-seed{arm.seed}" for arm in arms if arm.parent}
 
@@ -111,8 +115,8 @@ def _run(figure: Figure, given: argparse.Namespace) -> int:
         add_result(output, settings, result)
         print(f"{arm.key}: ended after {result['seconds']:.0f} s, {result['tokens_per_s']:,} tokens/s", flush=True)
 
-    def seconds(arm: Arm, gpus: int) -> float:
-        return modelled_seconds(arm, gpus, given.arms_per_gpu) * correction(arm, read_results(output), arms)
+    def seconds(arm: Arm, gpus: int, sharing: int) -> float:
+        return modelled_seconds(arm, gpus, sharing) * correction(arm, read_results(output), arms)
 
     def ready(arm: Arm) -> bool:
         return arm.parent is None or _finished_mark(runs, _parent(arm, arms)).exists()
@@ -126,15 +130,18 @@ def _run(figure: Figure, given: argparse.Namespace) -> int:
 def _corpus(figure: Figure, given: argparse.Namespace, runs: Path) -> Corpus:
     """The corpus, with what the figure adds."""
     added = runs / "corpora"
-    quick = given.runs / "quick-corpus"
-    corpus = quick_corpus(quick, added) if given.quick else open_corpus(given.corpus, added)
+    corpus = quick_corpus(runs / "quick-corpus", added) if given.quick else open_corpus(given.corpus, added)
     added.mkdir(parents=True, exist_ok=True)
     figure.prepare(corpus, added, given.quick)
     return corpus
 
 
-def _matches(arm: Arm, patterns: Sequence[str] | None) -> bool:
-    return patterns is None or any(fnmatch.fnmatchcase(arm.name, pattern) for pattern in patterns)
+def _asked_for(arms: Sequence[Arm], patterns: Sequence[str] | None) -> list[Arm]:
+    """Arms whose names match any of the patterns, in the order of these; without patterns all."""
+    if patterns is None:
+        return list(arms)
+    found = {arm.key: arm for one in patterns for arm in arms if fnmatch.fnmatchcase(arm.name, one)}
+    return list(found.values())
 
 
 def _parent(arm: Arm, arms: Sequence[Arm]) -> Arm:
@@ -173,7 +180,7 @@ def _report(figure: Figure, given: argparse.Namespace, output: Path, outcome: Ou
     for arm in outcome.left:
         never = gpus_for(arm, given.gpus, given.seconds, seconds) is None
         why = f"it would not end within --seconds {given.seconds:.0f}" if never else "the same command goes on with it"
-        print(f"not begun: {arm.key}, about {seconds(arm, min(given.gpus, 1)):.0f} s on one device; {why}")
+        print(f"not begun: {arm.key}, about {seconds(arm, min(given.gpus, 1), 1):.0f} s on one device; {why}")
     print(f"{len(results)} arms in {_shown(output)}")
 
 

@@ -1,8 +1,11 @@
 """How long an arm takes: before any was measured by a model of one H200, then by the arms that are finished.
 
 A training token takes its real FLOPs (those of `moba-train plan`), a time for each channel of each layer (norms,
-launches, optimizer), and, where attention is sparse, a time for each query head and block that it selects. The
+launches, optimizer), and, where attention is sparse, a time for each query head and block that it selects. These
 constants are a fit to the rates of the 25M model at 2K to 32K tokens in benchmarks/results/miniatures-h200.json.
+
+A step takes the host a time for each layer, however few its tokens. Arms that share a GPU wait for each other only
+where the GPU is full: an arm takes the longer of its host's time and the GPU's time for all of them.
 """
 
 import functools
@@ -29,6 +32,9 @@ CHANNEL_S = 0.26e-9
 """Per token, layer and hidden channel."""
 SELECTED_S = 2.7e-9
 """Per token, query head and selected block."""
+LAYER_STEP_S = 0.0125
+"""Of the host, for each layer of a step. Models of 6 layers took 71 to 77 ms a step alone and with three on an H200
+(results/hybrid.json, settings.json: 32k-x0.5-init-short); hosts differ, 50 to 92 ms."""
 SELECTED = 8
 """Blocks of a sparse kind that has no `topk`."""
 CPU_FLOPS = 2e10
@@ -65,10 +71,11 @@ def modelled_seconds(arm: Arm, gpus: int = 1, sharing: int = 1) -> float:
     0."""
     config = config_of(arm)
     stages = resolve_stages(config)
-    total = sum(_token_seconds(config, stage, gpus) * (stage.end_token - stage.first_token) for stage in stages)
+    device = sum(_token_seconds(config, stage, gpus) * (stage.end_token - stage.first_token) for stage in stages)
     if gpus > 1:
-        total /= gpus * _EFFICIENCY
-    return total * sharing + START_S + EVALUATION_S * len(arm.evaluations)
+        device /= gpus * _EFFICIENCY
+    host = LAYER_STEP_S * config.model.layers * stages[-1].end_step if gpus else 0.0
+    return max(host, device * sharing) + START_S + EVALUATION_S * len(arm.evaluations)
 
 
 def _token_seconds(config: RunConfig, stage: Stage, gpus: int) -> float:

@@ -150,8 +150,9 @@ class Scaling(ScalingFigure):
     setup = (
         "Five models of 4M to 21M parameters outside embeddings, 20 tokens for each, at 8K, with the same blocks and "
         "sparsity; equal seeds give both attentions equal weights and data. The plan asked for sizes up to 60M: "
-        "that model takes more than an hour of an H200, and an arm here has to end within nine minutes, the largest on "
-        "two GPUs, because none is lent for longer. Text and tokenizer are others than the published ones: gaps and "
+        "that model takes more than an hour of an H200. The largest one here takes about 19 minutes, as a host needs "
+        "about 12 ms for each layer of a step, which more GPUs do not shorten, and has to be given that by "
+        "`--seconds`. Text and tokenizer are others than the published ones: gaps and "
         "exponents can be compared, levels cannot."
     )
     sizes = ("4m", "6m", "10m", "15m", "21m")

@@ -10,8 +10,8 @@ from experiments.figure import Arm
 
 Run = Callable[[Arm, Sequence[int]], None]
 """Runs an arm on these GPUs, to its end, and keeps its result."""
-Seconds = Callable[[Arm, int], float]
-"""How long an arm takes on a number of GPUs; 0: on the CPU."""
+Seconds = Callable[[Arm, int, int], float]
+"""How long an arm takes on a number of GPUs (0: on the CPU), each of which so many arms share."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,20 @@ def run_arms(
     outcome = Outcome([], [], {})
     with ThreadPoolExecutor(max(1, len(free))) as pool:
         while True:
-            for arm in [*waiting]:
-                if not ready(arm) or (not gpus and running):
-                    continue
-                count = gpus_for(arm, gpus if arms_per_gpu == 1 else min(gpus, 1), deadline - time.monotonic(), seconds)
+            candidates = [arm for arm in waiting if ready(arm)]
+            sharing = min(arms_per_gpu, -(-(len(candidates) + len(running)) // max(1, gpus)))
+            for arm in candidates:
+                if not gpus and running:
+                    break
+                left = deadline - time.monotonic()
+                count = gpus_for(arm, gpus if arms_per_gpu == 1 else min(gpus, 1), left, seconds, sharing)
                 if count is None or count > len(free):
                     continue
-                mine = [free.pop(0) for _ in range(count)]
+                mine = _emptiest(free, count)
+                for gpu in mine:
+                    free.remove(gpu)
                 waiting.remove(arm)
-                print(f"{arm.key}: begins on {_places(mine)}, about {seconds(arm, count):.0f} s", flush=True)
+                print(f"{arm.key}: begins on {_places(mine)}, about {seconds(arm, count, sharing):.0f} s", flush=True)
                 running[pool.submit(run, arm, mine)] = arm, mine
             if not running:
                 break
@@ -70,11 +75,16 @@ def run_arms(
     return outcome
 
 
-def gpus_for(arm: Arm, gpus: int, left: float, seconds: Seconds) -> int | None:
-    """The smallest number of GPUs, a power of 2, on which the arm ends within `left` seconds; 0 on a machine without;
-    None: it does not end in time."""
+def _emptiest(free: Sequence[int], count: int) -> list[int]:
+    """`count` GPUs, those with the most places in `free`."""
+    return sorted(sorted(set(free)), key=lambda gpu: -free.count(gpu))[:count]
+
+
+def gpus_for(arm: Arm, gpus: int, left: float, seconds: Seconds, sharing: int = 1) -> int | None:
+    """The smallest number of GPUs, a power of 2, on which the arm ends within `left` seconds where `sharing` arms have
+    each; 0 on a machine without; None: it does not end in time."""
     counts = [0] if not gpus else list(_powers(gpus, _sequences(arm)))
-    return next((count for count in counts if seconds(arm, count) <= left), None)
+    return next((count for count in counts if seconds(arm, count, sharing) <= left), None)
 
 
 def _powers(gpus: int, sequences: int) -> Iterator[int]:

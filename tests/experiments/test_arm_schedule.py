@@ -1,12 +1,15 @@
 """Arms side by side: GPUs are shared out, time is kept, what another arm needs comes first, failures stay alone."""
 
+import argparse
 import threading
 import time
 from collections.abc import Sequence
 
 import pytest
 
+from experiments.__main__ import _arms, _asked_for
 from experiments.figure import Arm
+from experiments.scaling import Scaling
 from experiments.schedule import gpus_for, run_arms
 
 
@@ -33,7 +36,7 @@ def test_no_gpu_has_two_arms_and_all_are_used() -> None:
             for gpu in gpus:
                 busy.remove(gpu)
 
-    outcome = run_arms([arm(name) for name in "abcd"], 2, time.monotonic() + 60, run, lambda one, gpus: 1.0)
+    outcome = run_arms([arm(name) for name in "abcd"], 2, time.monotonic() + 60, run, lambda one, gpus, sharing: 1.0)
     assert sorted(one.name for one in outcome.finished) == list("abcd")
     assert most == 2
 
@@ -46,14 +49,38 @@ def test_arms_share_a_gpu_where_they_may() -> None:
         places.append(tuple(gpus))
         together.wait()  # passes only when all four run at the same time
 
-    run_arms([arm(name) for name in "abcd"], 2, time.monotonic() + 60, run, lambda one, gpus: 1.0, arms_per_gpu=2)
+    run_arms(
+        [arm(name) for name in "abcd"], 2, time.monotonic() + 60, run, lambda one, gpus, sharing: 1.0, arms_per_gpu=2
+    )
     assert sorted(places) == [(0,), (0,), (1,), (1,)]
+
+
+def test_the_emptiest_gpu_is_next_and_an_arm_shares_it_only_with_those_that_can_run() -> None:
+    asked: list[int] = []
+    places: dict[str, Sequence[int]] = {}
+    together = threading.Barrier(2, timeout=5)
+
+    def seconds(one: Arm, gpus: int, sharing: int) -> float:
+        asked.append(sharing)
+        return 1.0
+
+    def run(one: Arm, gpus: Sequence[int]) -> None:
+        places[one.name] = tuple(gpus)
+        if one.name != "child":
+            together.wait()  # passes only when both run at the same time
+
+    def ready(one: Arm) -> bool:
+        return one.name != "child" or len(places) == 2
+
+    run_arms([arm("child"), arm("a"), arm("b")], 2, time.monotonic() + 60, run, seconds, ready, arms_per_gpu=6)
+    assert {places["a"], places["b"]} == {(0,), (1,)}
+    assert set(asked) == {1}  # six could share a GPU, but only one on each is there to run
 
 
 def test_an_arm_that_would_not_end_in_time_is_left_or_gets_more_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     used: dict[str, int] = {}
 
-    def seconds(one: Arm, gpus: int) -> float:
+    def seconds(one: Arm, gpus: int, sharing: int) -> float:
         return {"short": 10.0, "long": 100.0, "endless": 1e6}[one.name] / max(1, gpus)
 
     def run(one: Arm, gpus: Sequence[int]) -> None:
@@ -83,9 +110,17 @@ def test_an_arm_waits_for_the_weights_that_it_needs_and_a_failure_stays_alone() 
         0,
         time.monotonic() + 60,
         run,
-        lambda one, gpus: 1.0,
+        lambda one, gpus, sharing: 1.0,
         lambda one: one.name not in ready or ready[one.name] in order,
     )
     assert order == ["parent", "child"]
     assert str(outcome.failed["broken-seed0"]) == "no memory"
     assert [one.name for one in outcome.left] == ["orphan"]
+
+
+def test_arms_run_in_the_order_of_the_patterns_and_seeds_side_by_side() -> None:
+    arms = _arms(Scaling(), argparse.Namespace(seeds=[0, 1], quick=True))
+    assert _asked_for(arms, None) == arms
+    found = [one.key for one in _asked_for(arms, ["*-large", "full-*"])]
+    assert found[:4] == ["full-large-seed0", "full-large-seed1", "moba-large-seed0", "moba-large-seed1"]
+    assert found[4:] == [f"full-{size}-seed{seed}" for size in ("tiny", "small") for seed in (0, 1)]

@@ -58,10 +58,20 @@ def test_every_arm_is_a_valid_recipe_of_its_own_name(
 
 
 @pytest.mark.parametrize("figure", TRAINED, ids=lambda figure: figure.name)
-def test_every_arm_ends_within_nine_minutes_on_two_gpus(figure: Figure) -> None:
+def test_every_arm_ends_within_nine_minutes_on_two_gpus_and_the_largest_of_scaling_within_twenty(
+    figure: Figure,
+) -> None:
+    limit = 1200 if figure.name == "scaling" else 540
     assert {
-        arm.key: modelled_seconds(arm, 2) for arm in figure.arms(0, quick=False) if modelled_seconds(arm, 2) > 540
+        arm.key: modelled_seconds(arm, 2) for arm in figure.arms(0, quick=False) if modelled_seconds(arm, 2) > limit
     } == {}
+
+
+def test_arms_that_share_a_gpu_take_longer_only_where_it_is_full() -> None:
+    small = next(arm for arm in Scaling().arms(0, quick=False) if arm.name == "full-4m")
+    alone, three, twelve = (modelled_seconds(small, 1, sharing) for sharing in (1, 3, 12))
+    assert alone == three == pytest.approx(250, rel=0.05)  # as measured: results/settings.json, hybrid.json
+    assert twelve > 2 * alone
 
 
 def test_sizes_are_those_of_the_trainer(corpus: Corpus) -> None:
