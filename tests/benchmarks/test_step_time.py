@@ -95,8 +95,15 @@ def test_every_way_to_divide_a_step_is_predicted(tmp_path: Path) -> None:
     tensor = "8K:full:none:tp2:batch2"
     rows = [plain, tensor, f"{tensor}:parallel.tp_overlap=true", pipeline]
     rows += [f"{pipeline}:parallel.pp_schedule=interleaved_1f1b", f"{pipeline}:eager"]
-    rows += [f"{pipeline}:eager:parallel.pp_schedule=zero_bubble", "64K:full:full:cp2", "64K:full:budget:cp2"]
-    rows += ["64K:full:full:offload:cp2", "8K:full:selective", "8K:full:full", "8K:full:budget"]
+    rows += [f"{pipeline}:eager:parallel.pp_schedule=zero_bubble", "64K:full:full:cp2:parallel.cp_transport=ulysses"]
+    rows += [
+        "64K:full:full:cp2",
+        "64K:full:budget:cp2",
+        "64K:full:full:offload:cp2",
+        "8K:full:selective",
+        "8K:full:full",
+        "8K:full:budget",
+    ]
     steps = predicted(result_file(tmp_path / "h100.json", "NVIDIA H100 80GB HBM3", *rows))
     of = {row: step.time for row, step in steps.items()}
 
