@@ -3,7 +3,8 @@
     python -m benchmarks.training_plot
     python -m benchmarks.training_plot --write README.md   # also the table between its markers
 
-Of rows that differ only in recomputation or layout, the fastest of a length is a point.
+Of rows that differ only in recomputation or layout, the fastest of a length is a point. Rows with more sequences in a
+step than others of their length are left out: their optimizer counts for less.
 """
 
 import argparse
@@ -32,8 +33,13 @@ Points = dict[int, dict[str, Any]]
 def series(results: dict[str, dict[str, Any]]) -> dict[tuple[str, bool], Points]:
     """Points of each line, by what trains (a key of COLORS) and whether in FP8."""
     found: dict[tuple[str, bool], Points] = defaultdict(dict)
-    for name, result in results.items():
-        if "error" in result:
+    measured = {name: result for name, result in results.items() if "error" not in result}
+    fewest: dict[int, int] = {}
+    for result in measured.values():
+        length, sequences = result["seq_len"], result["sequences"]
+        fewest[length] = min(sequences, fewest.get(length, sequences))
+    for name, result in measured.items():
+        if result["sequences"] > fewest[result["seq_len"]]:
             continue
         line = (next(key for key in COLORS if result["attention"].startswith(key)), result["fp8"] != "off")
         best = found[line].get(result["seq_len"])

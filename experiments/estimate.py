@@ -33,7 +33,7 @@ CHANNEL_S = 0.26e-9
 SELECTED_S = 2.7e-9
 """Per token, query head and selected block."""
 LAYER_STEP_S = 0.0125
-"""Of the host, for each layer of a step. Models of 6 layers took 71 to 77 ms a step alone and with three on an H200
+"""The host's time for each layer of a step. Models of 6 layers took 71 to 77 ms a step alone and with three on an H200
 (results/hybrid.json, settings.json: 32k-x0.5-init-short); hosts differ, 50 to 92 ms."""
 SELECTED = 8
 """Blocks of a sparse kind that has no `topk`."""

@@ -154,7 +154,7 @@ class _BaseStage(NamedTuple):
     name: str
     seq_len: int
     shares: Mapping[str, float]
-    """Of the corpora that it learns from, which add up to 1."""
+    """Shares of the corpora in what it learns from; they add up to 1."""
     steps: int
     most: int
     learned: float | None = None

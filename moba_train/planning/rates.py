@@ -32,7 +32,7 @@ class Rates:
     compiled_loss_bytes: float = 25.0
     """Bytes read and written for a logit: forward, again, and backward, where the loss is compiled."""
     eager_loss_bytes: float = 74.0
-    """The same where it is not compiled."""
+    """Bytes read and written for a logit where the loss is not compiled."""
     update_s: Mapping[str, float] = field(default_factory=lambda: {"adamw": 10.3e-12, "muon": 98.6e-12})
     """Seconds of an optimizer's step for each parameter of the rank, by `optim.kind`."""
     peak: float = 1.0

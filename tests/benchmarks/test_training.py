@@ -135,12 +135,13 @@ def test_torchtitan_gets_the_shape_and_the_tokens_of_our_recipe(tmp_path: Path) 
 
 def test_the_plot_has_the_fastest_row_of_each_length(tmp_path: Path) -> None:
     def result(seq_len: int, attention: str, rate: float, fp8: str = "off") -> dict[str, Any]:
-        rates = {"tokens_per_s_per_device": {"median": rate}}
+        rates = {"tokens_per_s_per_device": {"median": rate}, "sequences": 2}
         return {"seq_len": seq_len, "attention": attention, "fp8": fp8, "system": "moba_train"} | rates
 
     rows = {
         "8K:full": result(8192, "full attention", 10.0),
         "8K:full:full": result(8192, "full attention", 8.0),
+        "8K:full:batch8": result(8192, "full attention", 11.0) | {"sequences": 8},
         "8K:full:fp8": result(8192, "full attention", 12.0, "tensorwise"),
         "128K:moba-512-8": result(131072, "MoBA 512/8", 9.0),
         "8K:torchtitan": result(8192, "torchtitan", 9.5) | {"system": "torchtitan 0.2.2"},
