@@ -22,9 +22,6 @@ T = TypeVar("T")
 
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 """Records the last collectives of each rank; NCCL writes its own to a file when a collective times out."""
-_ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""Lets torch's allocator grow and shrink its segments. With fixed ones a pipeline of 67 GiB ended out of memory on a
-GPU of 79 GiB, as 7.5 GiB were free in pieces (benchmarks/results/training-8b-16-layers-h100-x2.json)."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +52,11 @@ def joined_world(timeout: timedelta = timedelta(minutes=10), stalls: Path | None
     collective that takes longer than `timeout` ends the run, and an exception that leaves the context carries a note
     about ranks that ended before or do not answer. On CUDA, NCCL's watchdog ends the process or, where CUDA
     blocks the watchdog too, NCCL's monitor of it, after half of `timeout` twice. `stalls`: folder for flight records,
-    /tmp by default. Torch's settings of CUDA memory are the user's where its environment variables have any. Raises
-    LaunchError when this node has fewer GPUs than ranks.
+    /tmp by default. Raises LaunchError when this node has fewer GPUs than ranks.
     """
     nccl = _FLIGHT_RECORDER | {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, int(timeout.total_seconds() / 2)))}
     nccl |= {"TORCH_FR_DUMP_TEMP_FILE": str(flight_records(stalls))} if stalls else {}
-    allocator = {} if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else _ALLOCATOR
-    with environment_defaults(nccl | allocator), _joined(timeout) as world:
+    with environment_defaults(nccl), _joined(timeout) as world:
         yield world
 
 
