@@ -28,7 +28,8 @@ BlockResult = tuple[Tensor, Tensor | None]
 
 FEED_FORWARD_ROWS = 32_768
 """Rows that the feed-forward takes at once where the results of its products are not kept: with more rows, its widest
-tensors are what a step needs most memory for, and products of this many rows are as fast as larger ones."""
+tensors are what a step needs most memory for. So many rows fill a GPU; whether products of more are faster has not
+been measured."""
 
 
 class Kept(IntEnum):
