@@ -1,138 +1,98 @@
-"""Where the time of a training step goes: kernels of the real trainer, in groups.
+"""Where the time of a training step goes: kernels of the real trainer, in groups, and what its host did meanwhile.
 
     torchrun --nproc-per-node 2 -m benchmarks.training_profile --model llama3-8b --row 8K:full \\
         --output benchmarks/results/training-profile-8b-h200-x2.json
 
-It trains the recipe of a row of `benchmarks.training` with torch.profiler around a few steps of rank 0. Every moment of
-these steps counts once: for the group of a kernel that computes, else for communication that nothing hides, else as
-idle. Matrix products of the loss are in `matrix products`; `loss` is its softmax.
+It trains the recipe of a row of `benchmarks.training` with torch.profiler around a few steps of every rank. Every
+moment of these steps counts once: for the group of a kernel that computes, else for communication that nothing hides,
+else as idle. Matrix products of the loss are in `matrix products`; `loss` is its softmax. Beside that: what the host
+did while its GPU was idle, how long collectives waited for the last rank, and, in the profiled steps, allocations of
+GPU memory and Python's garbage collection. The profiler itself slows the host down.
 """
 
 import argparse
+import gc
 import json
 import os
-import re
 import shutil
 import tempfile
-from bisect import bisect_right
-from collections.abc import Iterable
-from itertools import islice
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import step_trace
 from benchmarks.options import need_gpus
 from benchmarks.record import markdown, save
+from benchmarks.step_trace import Kernel
 from benchmarks.timing import kernel_names
 from benchmarks.trainer_run import model_shape, write_corpus
 from benchmarks.training_rows import Row, parse_row
 from moba_train import train
 from moba_train.training.trainer import Trainer
 
-COMMUNICATION = "communication, exposed"
-IDLE = "idle"
-_GROUPS = {
-    COMMUNICATION: r"nccl",
-    "attention": r"flash|fmha|cudnn_generated|cudnn.*attn|sdpa",
-    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitk|_scaled_mm",
-    "optimizer and gradient norm": r"multi_tensor|adam|foreach",
-    "loss": r"softmax|nll_loss|cross_entropy|logsumexp",
-    "copies": r"memcpy|memset|copy|cat|split|chunk|index",
-}
-"""Groups by what names of kernels contain, in the order in which they are tried."""
-_OTHER = "norms, rotary, elementwise"
+_ALLOCATOR = ("num_device_alloc", "num_device_free", "num_alloc_retries", "num_sync_all_streams")
+_WAIT_S = 120.0
+"""For the other ranks' summaries, once a rank has its own."""
 
 
-class Kernel(NamedTuple):
-    """A kernel, or a copy, on the GPU; microseconds."""
+@dataclass
+class Recorder:
+    """Profiles `row.steps` steps of the trainer of this process, after `row.warm`."""
 
-    name: str
-    start: float
-    stop: float
+    row: Row
+    trace: Path
+    """File that the trace is written to."""
+    step_s: list[float] = field(default_factory=list)
+    """Seconds of each profiled step, on the host; a step waits for its loss, not for its update."""
+    collected_s: float = 0.0
+    """Seconds of Python's garbage collection."""
+    allocator: dict[str, int] = field(default_factory=dict)
+    """Calls of the caching allocator."""
 
+    def install(self) -> None:
+        """Let every `Trainer` of this process be profiled."""
+        take_step = Trainer._step
+        recorder = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
 
-def group_of(name: str, ours: Iterable[str] = ()) -> str:
-    """The group of a kernel; `ours`: names of the Triton kernels of our attention."""
-    if name in ours:
-        return "attention"
-    lower = name.lower()
-    if lower.startswith("triton_"):  # compiled blocks: torch names a kernel after the operators that it fuses
-        return _OTHER
-    return next((group for group, pattern in _GROUPS.items() if re.search(pattern, lower)), _OTHER)
+        def step(trainer: Trainer, *arguments: Any) -> bool:
+            done = trainer.progress.step
+            if done == self.row.warm:
+                self._begin()
+                recorder.start()
+            began = time.perf_counter()
+            went_on = take_step(trainer, *arguments)
+            if trainer.progress.step > done >= self.row.warm and not self.trace.exists():
+                self.step_s.append(time.perf_counter() - began)
+            if trainer.progress.step == self.row.warm + self.row.steps > done:
+                self._end()
+                recorder.stop()
+                recorder.export_chrome_trace(str(self.trace))
+            return went_on
 
+        Trainer._step = step  # type: ignore[method-assign, assignment]  # only in this program
 
-def kernels(trace: dict[str, Any]) -> list[Kernel]:
-    """Everything that ran on the GPU in a profiler's trace, by start."""
-    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    events = [event for event in trace["traceEvents"] if event.get("cat") in kinds]
-    return sorted(
-        (Kernel(event["name"], event["ts"], event["ts"] + event["dur"]) for event in events), key=lambda k: k.start
-    )
+    def _begin(self) -> None:
+        _synchronize()
+        self.allocator = {name: -count for name, count in _allocator().items()}
+        gc.callbacks.append(self._collecting)
 
+    def _end(self) -> None:
+        _synchronize()
+        gc.callbacks.remove(self._collecting)
+        self.allocator = {name: count + self.allocator[name] for name, count in _allocator().items()}
 
-def shares(found: list[Kernel], ours: Iterable[str] = ()) -> dict[str, float]:
-    """Seconds of each group from the first kernel's start to the last one's end; they add up to that time.
-
-    found: kernels by start. Where several compute at once, a moment counts for the one that began first.
-    """
-    names = set(ours)
-    groups = [group_of(kernel.name, names) for kernel in found]
-    seconds: dict[str, float] = {}
-    busy: list[Kernel] = []  # what computes, without overlap
-    for kernel, group in zip(found, groups, strict=True):
-        start = max(kernel.start, busy[-1].stop) if busy else kernel.start
-        if group != COMMUNICATION and kernel.stop > start:
-            seconds[group] = seconds.get(group, 0.0) + (kernel.stop - start) / 1e6
-            busy.append(Kernel(kernel.name, start, kernel.stop))
-    ends = [kernel.stop for kernel in busy]
-    told = found[0].start
-    for kernel, group in zip(found, groups, strict=True):
-        start = max(kernel.start, told)
-        if group != COMMUNICATION or kernel.stop <= start:
-            continue
-        hidden = 0.0
-        for other in islice(busy, bisect_right(ends, start), None):
-            if other.start >= kernel.stop:
-                break
-            hidden += min(other.stop, kernel.stop) - max(other.start, start)
-        seconds[group] = seconds.get(group, 0.0) + (kernel.stop - start - hidden) / 1e6
-        told = kernel.stop
-    span = (max(kernel.stop for kernel in found) - found[0].start) / 1e6
-    idle = span - sum(seconds.values())
-    return dict(sorted(seconds.items(), key=lambda item: -item[1])) | {IDLE: idle}
+    def _collecting(self, phase: str, _: dict[str, int]) -> None:
+        now = time.perf_counter()
+        self.collected_s += -now if phase == "start" else now
 
 
-def longest(found: list[Kernel], ours: Iterable[str], count: int = 40) -> list[dict[str, Any]]:
-    """The kernels that take most, summed up by name."""
-    total: dict[str, list[float]] = {}
-    for kernel in found:
-        total.setdefault(kernel.name, []).append((kernel.stop - kernel.start) / 1e6)
-    first = sorted(total.items(), key=lambda item: -sum(item[1]))[:count]
-    return [{"kernel": n[:120], "group": group_of(n, ours), "seconds": sum(t), "calls": len(t)} for n, t in first]
-
-
-def profiled_steps(row: Row, traces: list[Path], folder: Path) -> None:
-    """Let the trainer of this process profile `row.steps` steps, after `row.warm`, and write the trace; rank 0 only."""
-    take_step = Trainer._step
-    recorder = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
-
-    def step(self: Trainer, *arguments: Any) -> bool:
-        done = self.progress.step
-        if done == row.warm:
-            _synchronize()
-            recorder.start()
-        went_on = take_step(self, *arguments)
-        if self.progress.step == row.warm + row.steps > done:
-            _synchronize()
-            recorder.stop()
-            traces.append(folder / "trace.json")
-            recorder.export_chrome_trace(str(traces[-1]))
-        return went_on
-
-    Trainer._step = step  # type: ignore[method-assign, assignment]  # only in this program
+def _allocator() -> dict[str, int]:
+    return {name: torch.cuda.memory_stats().get(name, 0) if torch.cuda.is_available() else 0 for name in _ALLOCATOR}
 
 
 def _synchronize() -> None:
@@ -153,48 +113,95 @@ def main() -> None:
 
 
 def measure(row: Row, arguments: argparse.Namespace) -> None:
-    """Train on this rank; rank 0 profiles, prints the table and saves it."""
-    is_main = int(os.environ.get("RANK", 0)) == 0
-    traces: list[Path] = []
+    """Train on this rank and profile it; rank 0 prints the tables of all ranks and saves them."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     # Every rank has the same corpus in a folder of its own; rank 0's run folder holds for all.
     folder = Path(tempfile.gettempdir()) / f"training-profile-{os.environ.get('TORCHELASTIC_RUN_ID', 'alone')}"
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    own = folder / os.environ.get("RANK", "0")
+    own = folder / str(rank)
     own.mkdir(parents=True)
     tokens = 2 * (row.warm + row.steps + 2) * row.sequences(world, arguments.sequences_per_gpu) * row.seq_len
     write_corpus(own / "corpus", tokens, model_shape(arguments.model)["vocab_size"], row.documents)
-    run_dir = folder / "run"
     sizes = (arguments.sequences_per_gpu, arguments.layers)
-    recipe = row.recipe(arguments.model, own / "corpus", run_dir, world, *sizes)
+    recipe = row.recipe(arguments.model, own / "corpus", folder / "run", world, *sizes)
     (own / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    if is_main:
-        profiled_steps(row, traces, own)
+    recorder = Recorder(row, own / "trace.json")
+    recorder.install()
     code = train.main([str(own / "recipe.yaml"), *row.overrides])
     if code:
         raise SystemExit(code)
-    if is_main:
-        report(traces[0], row, arguments)
-        shutil.rmtree(run_dir)
-    shutil.rmtree(own)
-
-
-def report(trace: Path, row: Row, arguments: argparse.Namespace) -> None:
-    """Print the table of a trace and save it."""
-    found = kernels(json.loads(trace.read_text()))
     ours = kernel_names() if torch.cuda.is_available() else set()
-    groups = shares(found, ours) if found else {}
-    whole = sum(groups.values())
-    settings = {key: value for key, value in vars(arguments).items() if key != "output"}
-    results = {
-        "step_s": whole / row.steps,
-        "groups_s": {group: seconds / row.steps for group, seconds in groups.items()},
-        "longest": longest(found, ours),
+    _write(own / "summary.json", summary(recorder, ours))
+    if rank == 0:
+        report([_read(folder / str(one) / "summary.json") for one in range(world)], row, arguments)
+        shutil.rmtree(folder)
+
+
+def summary(recorder: Recorder, ours: set[str]) -> dict[str, Any]:
+    """What is kept of a rank's trace; `ours`: names of the Triton kernels of our attention."""
+    trace = json.loads(recorder.trace.read_text())
+    found = step_trace.kernels(trace)
+    gaps = step_trace.gaps(trace) if found else []
+    steps = recorder.row.steps
+    return {
+        "groups_s": {k: seconds / steps for k, seconds in step_trace.shares(found, ours).items()} if found else {},
+        "longest": step_trace.longest(found, ours),
+        "idle_by_cause_s": {cause: s / steps for cause, s in list(step_trace.idle_by_cause(gaps).items())[:20]},
+        "longest_gaps": [gap._asdict() for gap in gaps[:20]],
+        "step_s": recorder.step_s,
+        "garbage_collection_s": recorder.collected_s / steps,
+        "allocator_calls": recorder.allocator,
+        "communication": step_trace.communication(trace),
     }
-    save(arguments.output, settings, results)
-    print(f"\n{arguments.row}, rank 0, {row.steps} steps profiled: {1000 * whole / row.steps:.0f} ms a step\n")
-    rows = [["group", "ms a step", "share"]]
-    rows += [[name, f"{1000 * value / row.steps:.1f}", f"{value / whole:.1%}"] for name, value in groups.items()]
-    print(markdown(rows), flush=True)
+
+
+def report(ranks: list[dict[str, Any]], row: Row, arguments: argparse.Namespace) -> None:
+    """Print the summaries of all ranks, and save them."""
+    waits = step_trace.waits([[Kernel(*kernel) for kernel in one.pop("communication")] for one in ranks])
+    for one, waited in zip(ranks, waits, strict=True):
+        one["waited_for_last_rank_s"] = {name: seconds / row.steps for name, seconds in waited.items()}
+    settings = {key: value for key, value in vars(arguments).items() if key != "output"}
+    save(arguments.output, settings, {"ranks": ranks})
+    print(f"\n{arguments.row}, {row.steps} steps profiled\n")
+    print(markdown(_table(ranks)))
+    for rank, one in enumerate(ranks):
+        print(f"\nrank {rank}: the host while its GPU was idle, ms a step")
+        print(markdown([["cause", "ms"], *_milliseconds(one["idle_by_cause_s"], 8)]), flush=True)
+
+
+def _table(ranks: list[dict[str, Any]]) -> list[list[str]]:
+    """Milliseconds of a step, one column a rank."""
+    groups = {group: None for one in ranks for group in one["groups_s"]}  # in the order of the first rank
+    rows = [["ms a step", *(f"rank {rank}" for rank in range(len(ranks)))]]
+    rows += [[group, *(f"{1000 * one['groups_s'].get(group, 0.0):.1f}" for one in ranks)] for group in groups]
+    rows.append(["all", *(f"{1000 * sum(one['groups_s'].values()):.1f}" for one in ranks)])
+    waited = (sum(one["waited_for_last_rank_s"].values()) for one in ranks)
+    rows.append(["collectives waited for the last rank", *(f"{1000 * seconds:.1f}" for seconds in waited)])
+    rows.append(["garbage collection", *(f"{1000 * one['garbage_collection_s']:.1f}" for one in ranks)])
+    rows += [[name, *(str(one["allocator_calls"].get(name, 0)) for one in ranks)] for name in _ALLOCATOR]
+    rows.append(["steps, s", *(", ".join(f"{s:.2f}" for s in one["step_s"]) for one in ranks)])
+    return rows
+
+
+def _milliseconds(seconds: dict[str, float], count: int) -> list[list[str]]:
+    return [[name, f"{1000 * value:.1f}"] for name, value in list(seconds.items())[:count]]
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    """Write the file so that it is complete as soon as it is there."""
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(content))
+    part.rename(file)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The content of a file that another rank writes. Raises TimeoutError."""
+    end = time.monotonic() + _WAIT_S
+    while not file.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{file} is not there after {_WAIT_S:.0f} s")
+        time.sleep(0.1)
+    content: dict[str, Any] = json.loads(file.read_text())
+    return content
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every moment of a profiled step counts once, and kernels fall into the groups that their names tell."""
+"""The program that profiles training steps: a trainer's steps in, a summary for each rank and one report out."""
 
 import argparse
 import json
@@ -7,54 +7,52 @@ from pathlib import Path
 import pytest
 
 from benchmarks import training_profile
-from benchmarks.training_profile import COMMUNICATION, IDLE, Kernel, group_of, kernels, shares
+from benchmarks.step_trace import IDLE
+from benchmarks.training_profile import Recorder, measure, report, summary
 from benchmarks.training_rows import Row, parse_row
+from moba_train.training.trainer import Trainer
 
 
-@pytest.mark.parametrize(
-    ("name", "group"),
-    [
-        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096>)", COMMUNICATION),
-        ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTN", "matrix products"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
-        ("dkdv_history", "attention"),
-        (
-            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...FusedAdam...>",
-            "optimizer and gradient norm",
-        ),
-        ("void (anonymous namespace)::cunn_SoftMaxForward<4, float, float>", "loss"),
-        ("triton_red_fused__to_copy_add_mul_pow_rsqrt_0", "norms, rotary, elementwise"),
-        ("Memcpy DtoD (Device -> Device)", "copies"),
-        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", "norms, rotary, elementwise"),
-    ],
-)
-def test_groups(name: str, group: str) -> None:
-    assert group_of(name, {"dkdv_history"}) == group
-
-
-def test_communication_counts_where_nothing_computes_and_the_rest_is_idle() -> None:
-    found = [
-        Kernel("nccl_a", 0, 10e6),  # 2 s before anything computes
-        Kernel("gemm", 2e6, 5e6),
-        Kernel("flash", 4e6, 6e6),  # 1 s beside the product
-        Kernel("nccl_b", 5e6, 12e6),  # beside attention, then beside the other transfer
-        Kernel("gemm", 13e6, 14e6),
-        Kernel("nccl_c", 13.5e6, 16e6),
-    ]
-    assert shares(found) == {COMMUNICATION: 10.0, "matrix products": 4.0, "attention": 1.0, IDLE: 1.0}
-
-
-def test_the_report_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def _rank(folder: Path, start: float) -> dict[str, object]:
+    """The summary of a rank whose only collective began at `start` microseconds."""
     events = [
-        {"cat": "kernel", "name": "gemm", "ts": 5.0, "dur": 15.0},
-        {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 2.0},
-        {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 0.0, "dur": 5.0},
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 0.0, "dur": 50.0},
+        {"cat": "kernel", "name": "gemm", "ts": 50.0, "dur": 150.0},
+        {"cat": "kernel", "name": "nccl_all_gather", "ts": start, "dur": 400.0 - start},
+        {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": 180.0, "dur": 500.0},
     ]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    assert [kernel.name for kernel in kernels({"traceEvents": events})] == ["Memcpy HtoD", "gemm"]
+    trace = folder / f"{start}.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    recorder = Recorder(parse_row("8K:full:steps2", Row()), trace, [1.0, 2.0], 0.5, {"num_device_alloc": 3})
+    return summary(recorder, set())
+
+
+def test_the_report_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = argparse.Namespace(row="8K:full:steps2", output=tmp_path / "result.json")
-    training_profile.report(tmp_path / "trace.json", parse_row(arguments.row, Row()), arguments)
-    results = json.loads(arguments.output.read_text())["results"]
-    assert results["groups_s"] == pytest.approx({"matrix products": 7.5e-6, "copies": 2.5e-6, IDLE: 0.0}, abs=1e-12)
-    assert results["longest"][0] == {"kernel": "gemm", "group": "matrix products", "seconds": 15e-6, "calls": 1}
-    assert "| matrix products | 0.0 | 75.0% |" in capsys.readouterr().out
+    report([_rank(tmp_path, 200.0), _rank(tmp_path, 300.0)], parse_row(arguments.row, Row()), arguments)
+    first, second = json.loads(arguments.output.read_text())["results"]["ranks"]
+    assert first["groups_s"] == pytest.approx(
+        {"communication, exposed": 100e-6, "matrix products": 75e-6, "copies": 25e-6, IDLE: 0.0}, abs=1e-12
+    )
+    assert first["waited_for_last_rank_s"] == {"nccl_all_gather": pytest.approx(50e-6)}
+    assert second["waited_for_last_rank_s"] == {"nccl_all_gather": 0.0}
+    assert second["groups_s"][IDLE] == pytest.approx(50e-6)
+    assert second["idle_by_cause_s"] == {"cudaStreamSynchronize in Python, between operators": pytest.approx(50e-6)}
+    printed = capsys.readouterr().out
+    assert "| collectives waited for the last rank | 0.1 | 0.0 |" in printed
+    assert "| num_device_alloc | 3 | 3 |" in printed
+    assert "| garbage collection | 250.0 | 250.0 |" in printed
+
+
+def test_the_trainer_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_profile.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(Trainer, "_step", Trainer._step)  # what the recorder puts in its place is taken back
+    row = parse_row("1K:full:eager:warm1:steps2", Row())
+    arguments = argparse.Namespace(
+        model="tiny", layers=1, row=row.name, sequences_per_gpu=1, output=tmp_path / "out.json"
+    )
+    measure(row, arguments)
+    (rank,) = json.loads(arguments.output.read_text())["results"]["ranks"]
+    assert len(rank["step_s"]) == 2
+    assert min(rank["step_s"]) > 0
+    assert not list(tmp_path.glob("training-profile-*"))
