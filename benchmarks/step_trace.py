@@ -6,7 +6,6 @@ Times in a trace are microseconds; results are seconds.
 
 import re
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -157,10 +156,11 @@ class _Host:
 
 def idle_by_cause(found: Sequence[Gap]) -> dict[str, float]:
     """Seconds of the gaps by what the host did, the most first."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = {}
     for gap in found:
-        seconds[f"{gap.call} in {gap.operator}" if gap.call else gap.operator] += gap.seconds
-    return dict(seconds.most_common())
+        cause = f"{gap.call} in {gap.operator}" if gap.call else gap.operator
+        seconds[cause] = seconds.get(cause, 0.0) + gap.seconds
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def waits(ranks: Sequence[Sequence[Kernel]]) -> list[dict[str, float]]:
