@@ -8,7 +8,6 @@ settings name, under the names of our metrics. Tried with torchtitan 0.2.2.
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moba_train.data.indexed import IndexedDataset
+from moba_train.parallel.gpu_memory import grow_segments
 
 
 class Sequences:
@@ -91,7 +91,7 @@ def job(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def train(settings: dict[str, Any]) -> None:
     """Train as `settings` say, on every rank, with the memory settings of torchtitan's launcher."""
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    grow_segments()
     import torchtitan.models.llama3 as llama3
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.config import JobConfig

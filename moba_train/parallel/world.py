@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from moba_train.errors import EndedElsewhereError, LaunchError, UserError
 from moba_train.parallel.failures import FailureReports, was_waiting
+from moba_train.parallel.gpu_memory import grow_segments
 from moba_train.parallel.restart import attempt_store
 
 T = TypeVar("T")
@@ -52,7 +53,8 @@ def joined_world(timeout: timedelta = timedelta(minutes=10), stalls: Path | None
     collective that takes longer than `timeout` ends the run, and an exception that leaves the context carries a note
     about ranks that ended before or do not answer. On CUDA, NCCL's watchdog ends the process or, where CUDA
     blocks the watchdog too, NCCL's monitor of it, after half of `timeout` twice. `stalls`: folder for flight records,
-    /tmp by default. Raises LaunchError when this node has fewer GPUs than ranks.
+    /tmp by default. GPU memory grows in segments (`grow_segments`). Raises LaunchError when this node has fewer GPUs
+    than ranks.
     """
     nccl = _FLIGHT_RECORDER | {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, int(timeout.total_seconds() / 2)))}
     nccl |= {"TORCH_FR_DUMP_TEMP_FILE": str(flight_records(stalls))} if stalls else {}
@@ -117,6 +119,7 @@ def _device(local_rank: int, local_size: int) -> torch.device:
             "give at most one rank per GPU"
         )
     torch.cuda.set_device(local_rank)
+    grow_segments()
     return torch.device("cuda", local_rank)
 
 
