@@ -26,9 +26,9 @@ def throughput(model: ModelConfig, stage: Stage, world: World, step_s: float, st
     """Metrics of a step of `stage` that took `step_s` seconds and `step_flops` operations over all ranks.
 
     `mfu` counts the keys that each layer's queries really attend to, document by document; `mfu_dense` what full
-    attention over whole sequences would cost, the formula behind published numbers. `memory_gib` is this rank's peak so
-    far; `allocator_retries`, how often so far it found no memory for a tensor, waited for the GPU and gave back all that
-    was free in pieces: each costs time, and says that memory is nearly used up. A CPU has none of these.
+    attention over whole sequences would cost, the formula behind published numbers. `memory_gib` is this rank's peak
+    so far. `allocator_retries` counts how often so far torch found no memory for a tensor, waited for the GPU and gave
+    back what was free in pieces: it costs time, and memory is nearly used up. A CPU has none of these.
     """
     rate = stage.batch_tokens / step_s
     metrics = {"tokens_per_s": rate, "tokens_per_s_per_device": rate / world.size}

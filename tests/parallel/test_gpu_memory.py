@@ -39,7 +39,8 @@ def test_a_rank_that_trains_has_them() -> None:
         "import torch; from moba_train.parallel.world import joined_world\n"
         "with joined_world() as world:\n"
         "    x = torch.zeros(2**25, device=world.device)\n"
-        "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'],\n"
-        "      {segment['is_expandable'] for segment in torch.cuda.memory_snapshot() if segment['total_size'] > 2**25})\n"
+        "large = [segment for segment in torch.cuda.memory_snapshot() if segment['total_size'] > 2**25]\n"
+        "settings = torch.cuda.memory._snapshot()['allocator_settings']\n"
+        "print(settings['expandable_segments'], {segment['is_expandable'] for segment in large})\n"
     )
     assert _printed(program) == "True {True}"
