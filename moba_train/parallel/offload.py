@@ -106,7 +106,9 @@ class HostMemory:
     def _settle(self, unsettled: int) -> None:
         """Free the tensors that were sent, but for the last `unsettled` blocks, once their copies are complete."""
         while len(self._sending) > unsettled:
-            self.wait_for(self._sending.popleft()[0])
+            copied, sent = self._sending.popleft()
+            self.wait_for(copied)
+            sent.clear()  # autograd holds the hook that filled the list, and so the list, until the backward pass
 
     def _travels(self, tensor: Tensor, rows: int) -> bool:
         if type(tensor) is not Tensor or tensor.device.type != self._device.type or tensor.numel() < rows:

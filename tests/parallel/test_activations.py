@@ -1,6 +1,8 @@
 """What blocks keep changes memory and time, never a bit of the loss or of a gradient."""
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from thread_ranks import thread_transports
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, packed_layout
@@ -205,6 +208,41 @@ def test_a_saved_tensor_comes_back_as_it_was_as_often_as_it_is_asked_for(dtype: 
         assert (again.dtype, again.stride()) == (dtype, saved.stride())
         assert again.data_ptr() != saved.data_ptr()
         assert (same.data_ptr(), view.data_ptr()) == (weight.data_ptr(), part.data_ptr()), "these stay where they are"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kept", [Kept.ALL, Kept.ATTENTION])
+def test_what_was_sent_is_freed_but_for_the_last_block(
+    compiled: bool, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a block computes, of all tensors on their way to the host those of the block before exist at most."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    model = model_of("moba", "moba", "moba", "moba", compiled=compiled)
+    set_activations(model, [LayerActivations(kept, on_host=True)] * 4, CPU)
+    step(model)
+    sent: list[list[StorageWeakRef]] = []  # by block
+    alive: list[list[int]] = []
+    copy_out, holding_rows = HostMemory.copy_out, HostMemory.holding_rows
+
+    def noted_copy(memory: HostMemory, tensor: Tensor) -> Any:
+        sent[-1].append(StorageWeakRef(tensor.untyped_storage()))
+        return copy_out(memory, tensor)
+
+    @contextmanager
+    def noted_block(memory: HostMemory, rows: int, others: Iterable[Tensor]) -> Iterator[None]:
+        sent.append([])
+        with holding_rows(memory, rows, others):
+            alive.append([sum(not reference.expired() for reference in block) for block in sent[:-1]])
+            yield
+
+    monkeypatch.setattr(HostMemory, "copy_out", noted_copy)
+    monkeypatch.setattr(HostMemory, "holding_rows", noted_block)
+    tokens = torch.arange(TOKENS)
+    loss = model.loss(tokens, tokens, packed_layout([20, TOKENS - 20]), (tokens, tokens, torch.ones(TOKENS))).total
+    assert [len(counts) for counts in alive] == [0, 1, 2, 3]
+    assert all(counts[-1] for counts in alive[1:]), "the copies of the block before may be under way"
+    assert not any(any(counts[:-1]) for counts in alive[1:])
+    loss.backward()
 
 
 def test_hooks_around_a_model_see_what_its_blocks_do_not_send() -> None:
