@@ -16,11 +16,8 @@ from moba_train.parallel.stage_strategy import stage_costs
 from moba_train.parallel.world import World, min_over_ranks
 from moba_train.planning.devices import local_host_bytes
 from moba_train.planning.flops import kept_flops
-from moba_train.planning.memory import Memory, MemoryEstimate, element_bytes, fixed_activations
+from moba_train.planning.memory import USABLE, Memory, MemoryEstimate, element_bytes, fixed_activations
 from moba_train.planning.pipeline import checkpointing_policy
-
-FILLED = 0.85
-"""Part of a GPU that `budget` fills: less than `USABLE`, because an estimate that is too low must not end the run."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,11 @@ def stage_activations(
         known, as much as it takes
     transport: bytes of the buffers of context parallelism
 
-    `budget` begins with the blocks' inputs and takes further tensors for as long as they fit: attention's results
-    first, then what spares most FLOPs for its bytes, in late layers before early ones. With `activation_offload`,
-    layers that keep no more than attention's result send it to the host. In a pipeline, what all layers take is decided
-    by the rank that needs most, whose time the others would wait for; a zero-bubble pipeline keeps everything.
+    `budget` begins with the blocks' inputs and takes further tensors for as long as they fit beside all gradients
+    (`MemoryEstimate.reserved`): attention's results first, then what spares most FLOPs for its bytes, in late layers
+    before early ones. With `activation_offload`, layers that keep no more than attention's result send it to the host.
+    In a pipeline, what all layers take is decided by the rank that needs most, whose time the others would wait for; a
+    zero-bubble pipeline keeps everything.
 
     Raises ConfigError where a policy that decides by itself what to keep needs more host memory than there is.
     """
@@ -76,7 +74,7 @@ def stage_activations(
         host_bytes = config.memory.host_gib * 2**30
     elif host_bytes is not None:
         host_bytes = max(0.0, host_bytes - MemoryEstimate(config, stage, sizes).host_optimizer)
-    limit = FILLED * gpu_bytes if gpu_bytes is not None else None
+    limit = USABLE * gpu_bytes if gpu_bytes is not None else None
     if config.memory.gpu_gib is not None:
         limit = config.memory.gpu_gib * 2**30
     choice = _Choice(config, stage, sizes, limit, host_bytes, transport)
@@ -143,7 +141,7 @@ class _Choice:
 
     def fits(self, layers: Sequence[LayerActivations]) -> bool:
         assert self._limit is not None
-        return self._estimate.peak(layers, self._transport).total <= self._limit
+        return self._estimate.reserved(layers, self._transport) <= self._limit
 
     def offloaded(self, layers: tuple[LayerActivations, ...]) -> tuple[LayerActivations, ...]:
         """What the layers keep on the host, if the recipe says so. Raises ConfigError."""

@@ -126,8 +126,24 @@ class MemoryEstimate:
 
     def by_rank(self, layers: Sequence[LayerActivations], transport: float = 0) -> list[Memory]:
         """`peak` of each rank of a pipeline, first layers first; of the only one without pipeline parallelism."""
-        moments = [self._moments(work, weights, layers, round(transport)) for work, weights in self._ranks]
+        moments = self._moments_by_rank(layers, transport)
         return [max(of_rank, key=lambda memory: memory.total) for of_rank in moments]
+
+    def reserved(self, layers: Sequence[LayerActivations], transport: float = 0) -> int:
+        """GPU memory with which a step never waits for more, on the rank of a pipeline that needs most: all gradients,
+        and beside them what else the moment takes that takes most.
+
+        FSDP reduces gradients on a stream of its own, and torch keeps the memory of each stream for it. Where that
+        leaves too little, torch waits for the GPU and gives back what is free, in each step again.
+        """
+        moments = self._moments_by_rank(layers, transport)
+        return max(
+            max(memory.gradients for memory in of_rank) + max(memory.total - memory.gradients for memory in of_rank)
+            for of_rank in moments
+        )
+
+    def _moments_by_rank(self, layers: Sequence[LayerActivations], transport: float) -> list[list[Memory]]:
+        return [self._moments(work, weights, layers, round(transport)) for work, weights in self._ranks]
 
     def _on_rank(self, bytes_per_token: int) -> int:
         return bytes_per_token * self._tokens // self._sizes.tp
