@@ -273,15 +273,13 @@ def test_offloaded_activations_leave_room_on_the_host_for_the_optimizer():
 
 
 def test_budget_leaves_room_for_gradients_that_come_later():
-    """128K tokens, 16 layers of the 8B shape on two H100: with less room, torch waited for the GPU 8 times in 5 steps
-    (benchmarks/results/training-8b-16-layers-h100-x2.json). The peak itself is below by the gradients, which only
-    come as activations go."""
-    shape = yaml.safe_load((ROOT / "configs/models/llama3-8b.yaml").read_text())["model"] | {"layers": 16}
+    """Where it left less, torch waited for the GPU 8 times in 5 steps (128K in
+    benchmarks/results/training-8b-16-layers-h100-x2.json). The peak is below by the gradients: they come as activations
+    go."""
     recipe = config(
         "llama3-8b",
         "128K",
         FULL,
-        model=shape,
         batch_tokens="128K",
         parallel={"cp": 2},
         compile=True,
@@ -290,9 +288,9 @@ def test_budget_leaves_room_for_gradients_that_come_later():
     (stage,) = resolve_stages(recipe)
     sizes = mesh_sizes(stage.parallel, 2)
     estimate = MemoryEstimate(recipe, stage, sizes)
-    limit = 70 * 2**30
+    limit = 115 * 2**30
     found = stage_activations(recipe, stage, sizes, limit / USABLE, None)
-    gradients = found.memory.parameters  # both are float32
     assert found.memory.gradients == 0
+    gradients = found.memory.parameters  # both are float32
     assert estimate.reserved(found.layers) == found.memory.total + gradients
     assert limit - 2**30 < estimate.reserved(found.layers) <= limit
