@@ -216,6 +216,15 @@ class AttentionKind(ABC):
         """
         return None if self.attentions else 0
 
+    def workspace_bytes(self, model: ModelConfig, width: int) -> int:
+        """Bytes for each token, `width` an element, that the kernels of the backward pass take while they run, besides
+        their inputs and results.
+
+        The default, for kinds that make engine calls, is the bound of the block kernels: packed queries, packed
+        gradients of the output and partial gradients of queries, each as large as the queries.
+        """
+        return 3 * width * model.heads * model.head_width if self.attentions else 0
+
     def generation_problem(self) -> str:
         """Why tokens cannot be generated one by one through a key/value cache; empty when they can."""
         return ""

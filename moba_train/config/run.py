@@ -138,7 +138,7 @@ class MemoryConfig(Section):
         None,
         gt=0,
         description="GiB of each GPU that `activation_checkpointing: budget` fills, weights and everything else "
-        "included; null: 90 % of the GPU",
+        "included; null: 85 % of the GPU",
     )
     host_gib: float | None = Field(
         None,

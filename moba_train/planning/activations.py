@@ -16,8 +16,13 @@ from moba_train.parallel.stage_strategy import stage_costs
 from moba_train.parallel.world import World, min_over_ranks
 from moba_train.planning.devices import local_host_bytes
 from moba_train.planning.flops import kept_flops
-from moba_train.planning.memory import USABLE, Memory, MemoryEstimate, element_bytes, fixed_activations
+from moba_train.planning.memory import Memory, MemoryEstimate, element_bytes, fixed_activations
 from moba_train.planning.pipeline import checkpointing_policy
+
+FILLED = 0.85
+"""Part of a GPU that `budget` fills: less than `USABLE`, because torch waits for the GPU in every step where it finds no
+memory. At 0.9 of an H100 of 80 GB it did in one of three steps (128K in
+benchmarks/results/training-8b-16-layers-h100-x2.json)."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def stage_activations(
         host_bytes = config.memory.host_gib * 2**30
     elif host_bytes is not None:
         host_bytes = max(0.0, host_bytes - MemoryEstimate(config, stage, sizes).host_optimizer)
-    limit = USABLE * gpu_bytes if gpu_bytes is not None else None
+    limit = FILLED * gpu_bytes if gpu_bytes is not None else None
     if config.memory.gpu_gib is not None:
         limit = config.memory.gpu_gib * 2**30
     choice = _Choice(config, stage, sizes, limit, host_bytes, transport)

@@ -5,8 +5,7 @@ activations go, and logits are gone before the blocks' gradients begin. Each mom
 A rank of a pipeline keeps its weights gathered and its gradients whole for all micro-batches of a step.
 
 Assumed: FSDP2 with one unit a block, fp32 master weights and gradients, all parameters trained. Left out: the CUDA
-context (about 1 GiB), fragmentation, NCCL's buffers and workspaces of attention kernels, for which `USABLE`
-leaves room.
+context (about 1 GiB), fragmentation and NCCL's buffers, for which `USABLE` leaves room.
 """
 
 from collections.abc import Sequence
@@ -50,7 +49,8 @@ class Memory:
     """Tensors of one micro-batch that the forward pass, or a block's recomputation, keeps for the backward pass; in a
     pipeline of several, and its buffers."""
     working: int
-    """Logits of one chunk and their gradient, or gradients on their way through one block."""
+    """Logits of one chunk and their gradient, or gradients on their way through one block and the workspace of its
+    attention kernels."""
     transport: int = 0
     """Buffers of context parallelism, of one layer at a time."""
     host_optimizer: int = 0
@@ -95,6 +95,7 @@ class MemoryEstimate:
         self._block = block_bytes(config.model, self._width, sizes.tp, config.compile, input_bytes(config, self._width))
         kinds = build_attention(stage.attention, config.model.head_width)
         self._saved = [kind.saved_bytes(config.model, stage.seq_len) for kind in kinds]
+        self._workspace = [kind.workspace_bytes(config.model, self._width) for kind in kinds]
         # What a kind gathers of other ranks' tokens is kept like its own activations, for each of this rank's tokens.
         others = sizes.cp - 1
         self._own = [
@@ -233,7 +234,11 @@ class MemoryEstimate:
                 in_block(
                     f"{name} attention",
                     activations=all_kept - gone + attention,
-                    working=passing + reducing + self._on_rank(self._block.attention_gradients),
+                    # A compiled block's upstream gradient exists until its backward pass ends.
+                    working=passing
+                    + reducing
+                    + (hidden if config.compile else 0)
+                    + self._on_rank(self._block.attention_gradients + self._workspace[index]),
                     transport=transport,
                 ),
             ]

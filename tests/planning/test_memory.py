@@ -13,10 +13,10 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.parallel.activations import Kept
 from moba_train.planning import memory as memory_module
-from moba_train.planning.activations import stage_activations
+from moba_train.planning.activations import FILLED, stage_activations
 from moba_train.planning.devices import Gpu
 from moba_train.planning.fit import local_shortage
-from moba_train.planning.memory import MEMORY_PARTS, USABLE, Memory, MemoryEstimate
+from moba_train.planning.memory import MEMORY_PARTS, Memory, MemoryEstimate
 from moba_train.planning.plan import StagePlan, make_plan
 
 ROOT = Path(__file__).parents[2]
@@ -289,7 +289,7 @@ def test_budget_leaves_room_for_gradients_that_come_later():
     sizes = mesh_sizes(stage.parallel, 2)
     estimate = MemoryEstimate(recipe, stage, sizes)
     limit = 115 * 2**30
-    found = stage_activations(recipe, stage, sizes, limit / USABLE, None)
+    found = stage_activations(recipe, stage, sizes, limit / FILLED, None)
     assert found.memory.gradients == 0
     gradients = found.memory.parameters  # both are float32
     assert estimate.reserved(found.layers) == found.memory.total + gradients

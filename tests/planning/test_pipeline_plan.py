@@ -11,8 +11,8 @@ from moba_train.config.run import ParallelConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.parallel.pipeline.split import balanced_split, model_parts, rank_part
-from moba_train.planning.activations import stage_activations
-from moba_train.planning.memory import USABLE, MemoryEstimate
+from moba_train.planning.activations import FILLED, stage_activations
+from moba_train.planning.memory import MemoryEstimate
 from moba_train.planning.pipeline import best_layers, kept_micro_batches, plan_pipeline
 from moba_train.planning.plan import make_plan
 from moba_train.planning.render import print_plan
@@ -114,7 +114,7 @@ def test_budget_fits_the_rank_that_needs_most_and_reckons_all_its_micro_batches(
     everything = [memory.total for memory in estimate.by_rank(EVERYTHING)]
     limit = (recomputed + estimate.reserved(EVERYTHING)) / 2
     assert everything[0] == max(everything) > limit > everything[3]
-    found = stage_activations(config, stage, sizes, limit / USABLE, None)
+    found = stage_activations(config, stage, sizes, limit / FILLED, None)
     assert recomputed < estimate.reserved(found.layers) <= limit
     assert found.rank_memory == tuple(estimate.by_rank(found.layers))
     kept = [layer.kept for layer in found.layers]

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kind import AttentionKind, StageContext
 from moba_train.config.base import Section
+from moba_train.config.model import ModelConfig
 
 _DEVICES = {"flash4": "cuda", "cudnn": "cuda", "flash": "cuda", "flash2": "cuda", "sdpa": "cpu"}
 """The device that a backend needs."""
@@ -35,6 +36,10 @@ class FullKind(AttentionKind):
                 f"backend: given {options.backend!r} {context.layers}, which runs on {needs} only; the run trains on "
                 f"{context.device}; set auto"
             )
+
+    def workspace_bytes(self, model: ModelConfig, width: int) -> int:
+        """Flash kernels sum the gradients of queries in float32."""
+        return 4 * model.heads * model.head_width
 
     def attended_pairs(self, lengths: Sequence[int]) -> float:
         """Half of each document's square."""

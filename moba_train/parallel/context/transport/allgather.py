@@ -17,7 +17,14 @@ from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.parallel.context.comm import Communicator, Work
 from moba_train.parallel.context.copies import contiguous, copy_into
 from moba_train.parallel.context.summaries import all_summaries
-from moba_train.parallel.context.transport.base import ShardedCall, Transport, padded_lse, sum_dtype, sum_over_ranks
+from moba_train.parallel.context.transport.base import (
+    ShardedCall,
+    Transport,
+    padded,
+    padded_lse,
+    sum_dtype,
+    sum_over_ranks,
+)
 
 Heads = tuple[slice, slice]
 """A slice of the key/value heads, and the query heads that share them."""
@@ -42,7 +49,7 @@ class AllGather(Transport):
         part = call.against_all(self.rank)
         slices = self._slices(q_LHD, k_LKD)
         summaries = all_summaries(k_LKD, call.unsharded, call.sequence, self.communicator)
-        out_LHD = _zero_behind(q_LHD, tokens)
+        results = list[tuple[slice, Tensor]]()
         selections = list[Tensor]()
         lse_Hn = q_LHD.new_empty((q_LHD.shape[1], tokens), dtype=sum_dtype(q_LHD.dtype))
         for (kv, of), gather in self._gathers(k_LKD, v_LKD, slices):
@@ -54,10 +61,10 @@ class AllGather(Transport):
             k_TKD, v_TKD = (call.sequence.to_packed(x) for x in gather.wait())
             if tokens:
                 out_nHD, lse_Hn[of] = part.attend(q_nHD, k_TKD, v_TKD, selection)
-                copy_into(out_LHD[:tokens, of], out_nHD)
+                results.append((of, out_nHD))
             selections += selection
             del k_TKD, v_TKD  # otherwise three slices are in memory when the next but one is gathered
-        return out_LHD, padded_lse(lse_Hn, q_LHD.shape[0]), tuple(selections)
+        return _side_by_side(results, q_LHD), padded_lse(lse_Hn, q_LHD.shape[0]), tuple(selections)
 
     def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
         """Gather again, slice by slice, and send the gradients of keys and values to their owners."""
@@ -67,7 +74,7 @@ class AllGather(Transport):
         slices = self._slices(q_LHD, k_LKD)
         length = len(selection) // len(slices)
         selections = [selection[i * length : (i + 1) * length] for i in range(len(slices))]
-        dq_LHD = _zero_behind(q_LHD, tokens)
+        results = list[tuple[slice, Tensor]]()
         dk_LKD = torch.empty_like(k_LKD)
         dv_LKD = torch.empty_like(v_LKD)
         in_flight: tuple[slice, Work] | None = None
@@ -84,7 +91,7 @@ class AllGather(Transport):
             if tokens:
                 lse = lse_HL[of, :tokens].contiguous()
                 dq, dk, dv = part.attend_backward(BackwardState(dout, q, k_TKD, v_TKD, out, lse), own)
-                copy_into(dq_LHD[:tokens, of], dq)
+                results.append((of, dq))
             else:
                 dk, dv = torch.zeros_like(k_TKD), torch.zeros_like(v_TKD)
             del k_TKD, v_TKD
@@ -97,7 +104,7 @@ class AllGather(Transport):
             in_flight = kv, sent
         assert in_flight
         receive(*in_flight)
-        return dq_LHD, dk_LKD, dv_LKD
+        return _side_by_side(results, q_LHD), dk_LKD, dv_LKD
 
     def gather(self, x_LHD: Tensor) -> Tensor:
         """One all-gather."""
@@ -137,8 +144,14 @@ class AllGather(Transport):
             gather = next_gather
 
 
-def _zero_behind(x_LHD: Tensor, tokens: int) -> Tensor:
-    """A tensor like `x`, zero in the rows of padding and undefined in those of tokens."""
-    empty_LHD = torch.empty_like(x_LHD)
-    empty_LHD[tokens:] = 0
-    return empty_LHD
+def _side_by_side(results: list[tuple[slice, Tensor]], like_LHD: Tensor) -> Tensor:
+    """The results of all slices of the heads, [n, h, D] each, in one tensor like `like`, zero in the rows of padding. A
+    single slice's is not copied: both would be in memory at once. No results: no tokens."""
+    if len(results) == 1:
+        return padded(results[0][1], like_LHD.shape[0])
+    all_LHD = torch.empty_like(like_LHD)
+    tokens = len(results[0][1]) if results else 0
+    all_LHD[tokens:] = 0
+    for of, part_nHD in results:
+        copy_into(all_LHD[:tokens, of], part_nHD)
+    return all_LHD
