@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moba_train.model.transformer import Transformer
+from moba_train.optim.local import local_part
 
 
 def gradient_norm(module: nn.Module) -> Tensor:
@@ -40,7 +41,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None, norm: Tensor) -> No
         return
     # Each rank scales what it holds, as `torch.nn.utils.clip_grads_with_norm_` would. That one leaves it to DTensor,
     # which spends seconds of the first step on how the product of a list is sharded over a mesh of three dimensions.
-    torch._foreach_mul_([_here(gradient) for gradient in gradients], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    torch._foreach_mul_([local_part(gradient) for gradient in gradients], (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def norms_by_kind(model: Transformer, kinds: Sequence[str]) -> dict[str, Tensor]:
@@ -91,14 +92,9 @@ def _square_here(gradients: Sequence[Tensor], module: nn.Module) -> Tensor:
         return torch.zeros((), device=next(module.parameters()).device)
     by_copies: dict[int, list[Tensor]] = {}
     for gradient in gradients:
-        by_copies.setdefault(_copies(gradient), []).append(_here(gradient))
+        by_copies.setdefault(_copies(gradient), []).append(local_part(gradient))
     squares = [torch.nn.utils.get_total_norm(parts).square() / copies for copies, parts in by_copies.items()]
     return torch.stack(squares).sum()
-
-
-def _here(gradient: Tensor) -> Tensor:
-    """What this rank holds of `gradient`."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _copies(gradient: Tensor) -> int:
