@@ -26,8 +26,15 @@ def gradient_norm(module: nn.Module) -> Tensor:
         square = _square_here(gradients, module)
         dist.all_reduce(square)
         return square.sqrt()
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if not gradients:
+        return torch.zeros(())
+    # What `torch.nn.utils.get_total_norm` computes of DTensors, whose dispatch takes the host three times as long.
+    norms = torch.stack(torch._foreach_norm([local_part(gradient) for gradient in gradients]))
+    for group in _shard_groups(gradients[0]):
+        squares = norms.square()
+        dist.all_reduce(squares, group=group)
+        norms = squares.sqrt()
+    return torch.linalg.vector_norm(norms)
 
 
 @torch.no_grad()
@@ -95,6 +102,15 @@ def _square_here(gradients: Sequence[Tensor], module: nn.Module) -> Tensor:
         by_copies.setdefault(_copies(gradient), []).append(local_part(gradient))
     squares = [torch.nn.utils.get_total_norm(parts).square() / copies for copies, parts in by_copies.items()]
     return torch.stack(squares).sum()
+
+
+def _shard_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
+    """The groups of ranks that hold the other parts of `gradient`, if any."""
+    if not isinstance(gradient, DTensor):
+        return []
+    mesh = gradient.device_mesh
+    sharded = [dim for dim, placement in enumerate(gradient.placements) if placement.is_shard()]
+    return [mesh.get_group(dim) for dim in sharded if mesh.size(dim) > 1]
 
 
 def _copies(gradient: Tensor) -> int:
