@@ -85,10 +85,11 @@ class ParallelDims:
 
     @property
     def weight_mesh(self) -> DeviceMesh:
-        """The mesh (dp_replicate, dp_shard_cp) for FSDP2: copies of the parameters, and the ranks that share one."""
-        assert self.mesh.mesh_dim_names is not None
-        weights = ("dp_replicate", SHARD)
-        return self.mesh if self.mesh.mesh_dim_names == weights else self.mesh[weights]
+        """The mesh (dp_replicate, dp_shard_cp) for FSDP2: copies of the parameters, and the ranks that share one; with
+        one copy the mesh (dp_shard_cp,)."""
+        names = self.mesh.mesh_dim_names
+        weights = ("dp_replicate", SHARD) if self.sizes.dp_replicate > 1 else (SHARD,)
+        return self.mesh if names == weights else self.mesh[weights]
 
     @property
     def tp_mesh(self) -> DeviceMesh | None:
@@ -111,9 +112,10 @@ class ParallelDims:
         return StageDims(sizes, self.world.rank, self._cp_groups[sizes.cp] if sizes.cp > 1 else None)
 
     def _build_mesh(self) -> DeviceMesh:
-        """The DeviceMesh (pp, dp_replicate, dp_shard_cp, tp), where pp and tp are left out when they have one rank."""
+        """The DeviceMesh (pp, dp_replicate, dp_shard_cp, tp), where all but dp_shard_cp are left out when they have one
+        rank: over dp_replicate, FSDP2 would all-reduce the gradients of each layer, with one copy too."""
         groups = {name: rank_groups(self.sizes, *dimensions) for name, dimensions in _MESH.items()}
-        kept = {name: found for name, found in groups.items() if name not in ("pp", "tp") or len(found[0]) > 1}
+        kept = {name: found for name, found in groups.items() if name == SHARD or len(found[0]) > 1}
         ranks = torch.arange(self.world.size).view([len(found[0]) for found in kept.values()])
         # Not init_device_mesh, whose groups would have torch's default timeout.
         own = [self._new_group(found) if len(found) > 1 else _default_group() for found in kept.values()]

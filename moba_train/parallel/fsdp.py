@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.model.build import build_model, initialize_weights, kind_parameters
 from moba_train.model.loss import CompiledChunkLoss
@@ -21,6 +22,16 @@ COMPILED_FORMS = 64
 """How often torch may compile the blocks' code in one stage: for each attention kind and sequence length, with
 gradients and without. Beyond its own limit, 8, it runs the code uncompiled, with only a warning."""
 
+ONE_UNIT_PARAMETERS = 100_000_000
+"""Up to so many parameters, a model on one rank is one unit of FSDP. Where there is nothing to overlap, units of one
+block each only bound what is gathered at once, 0.4 GB of bf16 weights and gradients here. They cost host time: 17 % of
+a step of a tiny model of 6 layers."""
+
+
+def is_one_unit(parameters: int, sizes: MeshSizes) -> bool:
+    """Whether FSDP gathers a model of so many parameters, and reduces its gradients, at once and not block by block."""
+    return sizes.ranks == 1 and parameters <= ONE_UNIT_PARAMETERS
+
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     """The dtype of the layers' computation: `precision.compute`, where auto is bf16 on a GPU and float32 on a CPU."""
@@ -34,6 +45,8 @@ def sharded_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int] =
     """The recipe's model with its initial weights, sharded over the ranks of `dims`.
 
     layers: with pipeline parallelism, the number of layers in each part of the model (planning/pipeline.py).
+
+    Each block is a unit of FSDP, but for a small model on one rank (`is_one_unit`).
 
     Its blocks keep all activations until `set_activations` (parallel/activations.py) says otherwise.
 
@@ -62,7 +75,8 @@ def sharded_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int] =
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(config, device), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for module in (*model.blocks, model):
+    units = () if is_one_unit(sum(p.numel() for p in model.parameters()), dims.sizes) else model.blocks
+    for module in (*units, model):
         fully_shard(module, mesh=dims.weight_mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo can only sum

@@ -20,7 +20,7 @@ from moba_train.planning.memory import Memory, MemoryEstimate, element_bytes, fi
 from moba_train.planning.pipeline import checkpointing_policy
 
 FILLED = 0.85
-"""Part of a GPU that `budget` fills: less than `USABLE`, because torch waits for the GPU in every step where it finds no
+"""Part of a GPU that `budget` fills: less than `USABLE`, because torch waits for the GPU in each step where it finds no
 memory. At 0.9 of an H100 of 80 GB it did in one of three steps (128K in
 benchmarks/results/training-8b-16-layers-h100-x2.json)."""
 

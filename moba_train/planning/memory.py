@@ -175,19 +175,27 @@ class MemoryEstimate:
         late = 4 * weights.shard if several else 4 * (weights.shard - weights.ends // sizes.shards)
         in_the_end = 4 * weights.shard
         held = weights.gathered_ends
+        in_blocks = weights.block  # whose gradients FSDP reduces at once
+        at_end = weights.ends
         if sizes.pp > 1:
             early = late = 4 * weights.total
             in_the_end += 4 * weights.total
             held = weights.gathered
+        elif weights.is_one_unit:
+            late = early
+            held = weights.gathered
+            in_blocks = weights.total - weights.ends
+            at_end = weights.total
         rows = min(CHUNK_TOKENS, tokens // tp)
         rows = filled_rows(rows) if config.compile else rows
         # The rows of all chunks, their gradient and, from the chunk before, the weight's.
         logits = bytes_per_logit(config, width) * rows * config.model.vocab_size
         loss = logits + 2 * hidden + (weights.head if tokens // tp > CHUNK_TOKENS else 0)
         # In the blocks: the gradients of the output weight, the residual stream and the block's own weights. FSDP
-        # reduces the first at the very end, with the embedding's, as both belong to its outermost unit.
-        passing = weights.head + hidden + width * weights.block
-        reduced = 4 * weights.block  # float32, a whole block
+        # reduces the first at the very end, with the embedding's, as both belong to its outermost unit; and so it does
+        # with those of all blocks where they belong to it, too.
+        passing = weights.head + hidden + width * in_blocks
+        reduced = 0 if weights.is_one_unit else 4 * weights.block  # float32, a whole block
 
         at = partial(
             Memory,
@@ -201,7 +209,7 @@ class MemoryEstimate:
                 gradients=in_the_end,
                 unsharded=held,
                 activations=buffers,
-                working=(width + 4) * weights.ends + (weights.head if tp > 1 else 0),
+                working=(width + 4) * at_end + (weights.head if tp > 1 else 0),
             ),
         ]
         if work.part.has_output:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.optim.registry import OPTIMIZERS
+from moba_train.parallel.fsdp import is_one_unit
 from moba_train.planning.parameters import count_block_matrices, count_recipe_parameters
 from moba_train.planning.pipeline import RankWork
 
@@ -27,7 +28,9 @@ class Weights:
     gathered_ends: int
     """Bytes of the gathered ends in the compute dtype."""
     gathered: int
-    """Bytes of the gathered ends and of two blocks; in a pipeline, of all the rank's blocks."""
+    """Bytes of the gathered ends and of two blocks; in a pipeline and as one unit of FSDP, of all the rank's blocks."""
+    is_one_unit: bool
+    """Whether FSDP gathers and reduces all weights at once, not block by block."""
     optimizer: int
     """Bytes of the optimizer's state, on the GPU or its host."""
 
@@ -41,7 +44,8 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
     block = counts.without_embeddings // config.model.layers // sizes.tp
     head = width * config.model.vocab_size * config.model.hidden_size if work.part.has_output else 0
     gathered_ends = width * ends + (head if sizes.tp > 1 else 0)
-    at_once = min(2, config.model.layers) if sizes.pp == 1 else len(work.layers)
+    one_unit = is_one_unit(counts.total, sizes)
+    at_once = len(work.layers) if sizes.pp > 1 or one_unit else min(2, config.model.layers)
     return Weights(
         shard=-(-(blocks + ends * sizes.tp) // (sizes.shards * sizes.tp)),
         total=total,
@@ -50,6 +54,7 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
         head=head,
         gathered_ends=gathered_ends,
         gathered=gathered_ends + gathered_bytes(config, width) * at_once * block,
+        is_one_unit=one_unit,
         optimizer=_optimizer_state(config, sizes, work),
     )
 

@@ -140,7 +140,7 @@ def test_dimensions_of_one_rank_take_no_group_of_their_own() -> None:
     world = enter(1, sizes)
     try:
         dims = ParallelDims(sizes, world)
-        assert dims.mesh.mesh_dim_names == ("dp_replicate", "dp_shard_cp")
+        assert dims.mesh.mesh_dim_names == ("dp_shard_cp",)
         assert dims.weight_mesh is dims.mesh
         assert dims.tp_mesh is None
     finally:

@@ -8,15 +8,17 @@ import torch
 import yaml
 
 from moba_train.attention.full.kind import FullKind
-from moba_train.config.mesh import mesh_sizes
+from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
-from moba_train.parallel.activations import Kept
+from moba_train.parallel import fsdp
+from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.planning import memory as memory_module
 from moba_train.planning.activations import FILLED, stage_activations
 from moba_train.planning.devices import Gpu
 from moba_train.planning.fit import local_shortage
 from moba_train.planning.memory import MEMORY_PARTS, Memory, MemoryEstimate
+from moba_train.planning.parameters import count_recipe_parameters
 from moba_train.planning.plan import StagePlan, make_plan
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +146,22 @@ def test_master_weights_gradients_and_adamw_are_sixteen_bytes_a_parameter_over_t
     assert (single.moment, single.gradients) == ("loss", 0), "no gradients exist before the backward pass"
     replicated = memory("llama3-8b", 8, "8K", FULL, batch_tokens="1M", parallel={"dp_replicate": 4})
     assert replicated.parameters == pytest.approx(4 * LLAMA_8B / 2)
+
+
+def test_a_small_model_on_one_gpu_has_all_its_weights_gathered_at_once(monkeypatch):
+    def peaks() -> list[Memory]:
+        recipe = config("mini", "8K", FULL, batch_tokens="8K")
+        stage = resolve_stages(recipe)[0]
+        estimate = MemoryEstimate(recipe, stage, MeshSizes())
+        return [estimate.peak([LayerActivations(kept)] * recipe.model.layers) for kept in (Kept.INPUT, Kept.ALL)]
+
+    at_once = peaks()
+    monkeypatch.setattr(fsdp, "ONE_UNIT_PARAMETERS", 0)
+    by_block = peaks()
+    blocks = count_recipe_parameters(config("mini", "8K", FULL, batch_tokens="8K")).without_embeddings
+    for small, large in zip(by_block, at_once, strict=True):
+        assert 0 < large.unsharded - small.unsharded <= 2 * blocks
+        assert large.total - small.total < 10 * blocks, "bf16 weights and gradients, and a float32 copy to reduce"
 
 
 def test_activation_checkpointing_keeps_each_blocks_input_and_attention():

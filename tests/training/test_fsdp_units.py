@@ -1,0 +1,43 @@
+"""A small model on one rank is one unit of FSDP, which changes host time and memory, never a bit."""
+
+import pytest
+from tiny_run import Run, assert_same_tensors
+from torch.distributed.fsdp import FSDPModule
+
+from moba_train.config.mesh import MeshSizes
+from moba_train.model.transformer import Transformer
+from moba_train.parallel import fsdp
+from moba_train.training import trainer
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_one_unit_and_units_of_one_block_give_the_same_bits(
+    compute: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and optimizer after two stages, of which the first trains blocks only, with evaluations between."""
+    models: list[Transformer] = []
+    build = trainer.sharded_model
+
+    def noted(*arguments: object) -> Transformer:
+        models.append(build(*arguments))
+        return models[-1]
+
+    monkeypatch.setattr(trainer, "sharded_model", noted)
+    run.recipe["precision"] = {"compute": compute}
+    run.recipe["stages"][0]["trainable"] = ["blocks.*"]
+    saved = []
+    for least in (fsdp.ONE_UNIT_PARAMETERS, 0):
+        monkeypatch.setattr(fsdp, "ONE_UNIT_PARAMETERS", least)
+        run.recipe["run_dir"] = str(run.folder / f"up to {least}")
+        assert run.train_here() == 0
+        saved.append(run.newest_checkpoint)
+    units = [[module for module in model.modules() if isinstance(module, FSDPModule)] for model in models]
+    assert [len(of_model) for of_model in units] == [1, 1 + run.recipe["model"]["layers"]]
+    assert_same_tensors(*saved)
+
+
+def test_larger_models_and_several_ranks_have_units_of_one_block() -> None:
+    most = fsdp.ONE_UNIT_PARAMETERS
+    assert fsdp.is_one_unit(most, MeshSizes())
+    assert not fsdp.is_one_unit(most + 1, MeshSizes())
+    assert not any(fsdp.is_one_unit(1, MeshSizes(**{name: 2})) for name in MeshSizes._fields)
