@@ -88,6 +88,7 @@ ULYSSES = {"training-8b-16-layers-h100-x2.json"}
 """Files of before `parallel.cp_transport: auto` took all-gather between two ranks of a node."""
 WHOLE_FILES = "training-8b-*.json"
 """Results of `benchmarks.training` of which all rows are compared."""
+WAITED = "ranks waited for each other on that machine; measured again (`training-8b-16-layers-long-h100-x2.json`)"
 LEFT_OUT = {
     ("training-1b-h200-moba-reference.json", ""): "MoBA's reference in plain PyTorch",
     (OLD_1B, "MoBA 512/3, last 3 full"): "MoBA's reference in plain PyTorch",
@@ -97,6 +98,11 @@ LEFT_OUT = {
         "training-8b-16-layers-h100-x2.json",
         "8K:full:none:batch8:micro1:pp2:eager:parallel.pp_schedule=zero_bubble",
     ): "the split backward pass of a zero-bubble pipeline takes longer than plan knows: predicted 18 % shorter",
+    ("training-8b-16-layers-h100-x2.json", "64K:moba-512-8:full:cp2:parallel.cp_transport=ulysses"): WAITED,
+    (
+        "training-8b-16-layers-h100-x2.json",
+        "128K:moba-512-8:budget:cp2:warm2:steps3:parallel.cp_transport=ulysses",
+    ): WAITED,
     ("miniatures-h200.json", ""): "25.7M parameters, whose steps wait for the host: predicted up to 51 % shorter",
 }
 """Rows with the time of training steps that are not predicted, and why: a file, and the row or all (an empty text)."""

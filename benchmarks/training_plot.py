@@ -3,13 +3,15 @@
     python -m benchmarks.training_plot
     python -m benchmarks.training_plot --write README.md   # also the table between its markers
 
-Of rows that differ only in recomputation or layout, the fastest of a length is a point. Rows with more sequences in a
-step than others of their length are left out: their optimizer counts for less.
+Rows of several files are drawn together; of rows with one name, the last file's is. Of rows that differ only in
+recomputation or layout, the fastest of a length is a point. Rows with more sequences in a step than others of their
+length are left out: their optimizer counts for less.
 """
 
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,10 @@ from benchmarks.plotting import GREY, STYLE, plain, stamp
 from benchmarks.record import insert_tables
 from benchmarks.training import table
 
-RESULT = Path(__file__).parent / "results" / "training-8b-16-layers-h100-x2.json"
+RESULTS = [
+    Path(__file__).parent / "results" / f"training-8b-16-layers-{name}h100-x2.json"
+    for name in ("", "long-", "offload-")
+]
 PLOT = Path(__file__).parent.parent / "docs" / "training.svg"
 MARKER = "<!-- training table: python -m benchmarks.training_plot --write FILE -->"
 COLORS = {"torchtitan": "#9c6b00", "full attention": "#1c7ed6", "MoBA": "#d9480f"}
@@ -48,9 +53,18 @@ def series(results: dict[str, dict[str, Any]]) -> dict[tuple[str, bool], Points]
     return {line: dict(sorted(found[line].items())) for line in sorted(found)}
 
 
-def draw(text: str, plot: Path) -> None:
-    """Plot the rows of a result file's `text`."""
-    lines = series(json.loads(text)["results"])
+def rows_of(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The rows of result files with these texts, by name; what was not measured does not replace what was."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        rows = json.loads(text)["results"]
+        found |= {name: row for name, row in rows.items() if "error" not in row or name not in found}
+    return found
+
+
+def draw(texts: Sequence[str], plot: Path) -> None:
+    """Plot the rows of result files with these texts."""
+    lines = series(rows_of(texts))
     lengths = sorted({length for points in lines.values() for length in points})
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.5, 4.2), layout="constrained")
@@ -73,7 +87,9 @@ def draw(text: str, plot: Path) -> None:
         axes.set_ylabel("tokens/s/GPU", color=GREY)
         plain(axes)
         figure.legend(frameon=False, labelcolor=GREY, loc="outside upper left", ncols=2)
-        figure.savefig(plot, format="svg", transparent=True, metadata={"Date": None, "Description": stamp(text)})
+        figure.savefig(
+            plot, format="svg", transparent=True, metadata={"Date": None, "Description": stamp("".join(texts))}
+        )
 
 
 def _rate(result: dict[str, Any]) -> float:
@@ -83,15 +99,15 @@ def _rate(result: dict[str, Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=RESULT)
+    parser.add_argument("--json", type=Path, nargs="+", default=RESULTS)
     parser.add_argument("--output", type=Path, default=PLOT)
     parser.add_argument("--write", type=Path, help="Markdown file with the marker")
     arguments = parser.parse_args()
-    text = arguments.json.read_text()
-    rows = table(json.loads(text)["results"])
+    texts = [file.read_text() for file in arguments.json]
+    rows = table(rows_of(texts))
     if arguments.write:
         arguments.write.write_text(insert_tables(arguments.write.read_text(), {MARKER: rows}))
-    draw(text, arguments.output)
+    draw(texts, arguments.output)
     print(rows)
 
 

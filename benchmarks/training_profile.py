@@ -13,25 +13,20 @@ GPU memory and Python's garbage collection. The profiler itself slows the host d
 import argparse
 import gc
 import json
-import os
-import shutil
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import step_trace
-from benchmarks.options import need_gpus
+from benchmarks.own_rank import own_rank, parse
 from benchmarks.record import markdown, save
 from benchmarks.step_trace import Kernel
 from benchmarks.timing import kernel_names
-from benchmarks.trainer_run import model_shape, write_corpus
-from benchmarks.training_rows import Row, parse_row
+from benchmarks.training_rows import Row
 from moba_train import train
 from moba_train.training.trainer import Trainer
 
@@ -101,39 +96,21 @@ def _synchronize() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-1b", help="a file of configs/models")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--row", default="8K:full", help="as in benchmarks.training; stepsN: steps that are profiled")
-    parser.add_argument("--sequences-per-gpu", type=int, default=1)
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
-    need_gpus(parser)
-    measure(parse_row(arguments.row, Row(steps=3)), arguments)
+    measure(*parse(__doc__, Row(steps=3)))
 
 
 def measure(row: Row, arguments: argparse.Namespace) -> None:
     """Train on this rank and profile it; rank 0 prints the tables of all ranks and saves them."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    # Every rank has the same corpus in a folder of its own; rank 0's run folder holds for all.
-    folder = Path(tempfile.gettempdir()) / f"training-profile-{os.environ.get('TORCHELASTIC_RUN_ID', 'alone')}"
-    own = folder / str(rank)
-    own.mkdir(parents=True)
-    tokens = 2 * (row.warm + row.steps + 2) * row.sequences(world, arguments.sequences_per_gpu) * row.seq_len
-    write_corpus(own / "corpus", tokens, model_shape(arguments.model)["vocab_size"], row.documents)
-    sizes = (arguments.sequences_per_gpu, arguments.layers)
-    recipe = row.recipe(arguments.model, own / "corpus", folder / "run", world, *sizes)
-    (own / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    recorder = Recorder(row, own / "trace.json")
-    recorder.install()
-    code = train.main([str(own / "recipe.yaml"), *row.overrides])
-    if code:
-        raise SystemExit(code)
-    ours = kernel_names() if torch.cuda.is_available() else set()
-    _write(own / "summary.json", summary(recorder, ours))
-    if rank == 0:
-        report([_read(folder / str(one) / "summary.json") for one in range(world)], row, arguments)
-        shutil.rmtree(folder)
+    with own_rank(row, arguments) as here:
+        recorder = Recorder(row, here.own / "trace.json")
+        recorder.install()
+        if code := train.main([str(here.recipe), *row.overrides]):
+            raise SystemExit(code)
+        ours = kernel_names() if torch.cuda.is_available() else set()
+        _write(here.own / "summary.json", summary(recorder, ours))
+        if here.rank == 0:
+            every = [_read(here.folder / str(rank) / "summary.json") for rank in range(here.world)]
+            report(every, row, arguments)
 
 
 def summary(recorder: Recorder, ours: set[str]) -> dict[str, Any]:

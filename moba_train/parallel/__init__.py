@@ -14,6 +14,7 @@ float8_nvidia   the same by NVIDIA's Transformer Engine
 norms           RMS norms by NVIDIA apex
 activations     what each block keeps for its backward pass, and the compilation of the blocks
 offload         saved tensors in page-locked host memory
+gpu_memory      how torch takes memory from a GPU
 fsdp            sharding and mixed precision of the model
 stage           a rank's data shard in a stage: its sequences, its tokens of them, the engine of its attention
 stage_strategy  the context-parallel strategy of a stage, from the recipe

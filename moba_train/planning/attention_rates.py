@@ -5,8 +5,9 @@ heads, bf16, one document, one GPU. A layer's rate is that of the measured rows 
 nearest, between two lengths interpolated over log(tokens), beyond them that of the nearest length.
 
 Sources, in benchmarks/results: `full` from full-attention-h200.json and attention-h200.json (`auto` stands for
-flash-attn-4, which it takes where that is installed), `moba` from attention-h200.json, all other kinds from
-mechanisms-h200.json, whose times include the rotary embedding and the kind's own matrices. A test compares them.
+flash-attn-4, which it takes where that is installed), `moba` from attention-h200.json and, as far as it has the row,
+from attention-long-blocks-h200.json, of later kernels, all other kinds from mechanisms-h200.json, whose times include
+the rotary embedding and the kind's own matrices. A test compares them.
 """
 
 import math
@@ -72,8 +73,9 @@ MEASURED = (
     _full(65536, 128, "flash", 98.74, 372.0),
     _full(65536, 64, "flash", 58.91, 210.3),
     _blocks("moba", 8192, 512, 3, 1.15, 2.923, head_dim=128),
-    _blocks("moba", 32768, 512, 3, 3.253, 10.54, head_dim=128),
-    _blocks("moba", 131072, 512, 8, 30.38, 106.8, head_dim=128),
+    _blocks("moba", 32768, 512, 3, 2.569, 7.152, head_dim=128),
+    _blocks("moba", 131072, 512, 8, 30.2, 82.72, head_dim=128),
+    _blocks("moba", 32768, 256, 4, 2.888, 7.006, head_dim=128),
     _blocks("moba", 32768, 128, 8, 4.694, 11.2, head_dim=128),
     _blocks("moba", 65536, 128, 8, 9.102, 21.27, head_dim=128),
     _blocks("moba", 131072, 128, 8, 19.55, 43.81, head_dim=128),

@@ -155,5 +155,8 @@ def test_the_plot_has_the_fastest_row_of_each_length(tmp_path: Path) -> None:
         ("torchtitan", False): [8192],
     }
     assert lines["full attention", False][8192]["row"] == "8K:full"
-    training_plot.draw(json.dumps({"results": rows}), tmp_path / "plot.svg")
+    later = {"8K:full": result(8192, "full attention", 9.0), "128K:moba-512-8": {"error": "out of memory"}}
+    texts = [json.dumps({"results": of}) for of in (rows, later)]
+    assert training_plot.rows_of(texts) == rows | {"8K:full": later["8K:full"]}
+    training_plot.draw(texts, tmp_path / "plot.svg")
     assert "torchtitan 0.2.2" in (tmp_path / "plot.svg").read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import training_profile
+from benchmarks import own_rank
 from benchmarks.step_trace import IDLE
 from benchmarks.training_profile import Recorder, measure, report, summary
 from benchmarks.training_rows import Row, parse_row
@@ -45,7 +45,7 @@ def test_the_report_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_the_trainer_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_profile.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(own_rank.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(Trainer, "_step", Trainer._step)  # what the recorder puts in its place is taken back
     row = parse_row("1K:full:eager:warm1:steps2", Row())
     arguments = argparse.Namespace(
@@ -55,4 +55,4 @@ def test_the_trainer_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (rank,) = json.loads(arguments.output.read_text())["results"]["ranks"]
     assert len(rank["step_s"]) == 2
     assert min(rank["step_s"]) > 0
-    assert not list(tmp_path.glob("training-profile-*"))
+    assert not list(tmp_path.glob("own-rank-*"))

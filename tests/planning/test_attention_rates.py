@@ -32,7 +32,7 @@ def measured() -> Iterator[MeasuredLayer]:
         for backend, (kernel, _) in KERNELS.items():
             if len(row["lengths"]) == 1:
                 yield timed("full", {"backend": backend}, 128, row["lengths"][0], row["kernels"][kernel])
-    for row in results("attention"):
+    for row in [*results("attention"), *results("attention-long-blocks")]:
         if row["heads"] == 32 and row["documents"] == "" and row["routing"] in ("random", "uniform"):
             options = {"block_size": row["block_size"], "topk": row["topk"]}
             yield timed("moba", options, row["head_dim"], row["tokens"], row["columns"]["auto"])
