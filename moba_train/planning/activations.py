@@ -11,12 +11,13 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import ConfigError
 from moba_train.parallel.activations import Kept, LayerActivations, describe_activations, sent_to_host
+from moba_train.parallel.context.costs import TransportMemory
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.stage_strategy import stage_costs
 from moba_train.parallel.world import World, min_over_ranks
 from moba_train.planning.devices import local_host_bytes
 from moba_train.planning.flops import kept_flops
-from moba_train.planning.memory import Memory, MemoryEstimate, element_bytes, fixed_activations
+from moba_train.planning.memory import NO_TRANSPORT, Memory, MemoryEstimate, element_bytes, fixed_activations
 from moba_train.planning.pipeline import checkpointing_policy
 
 FILLED = 0.85
@@ -58,14 +59,14 @@ def stage_activations(
     sizes: MeshSizes,
     gpu_bytes: float | None,
     host_bytes: float | None,
-    transport: float = 0,
+    transport: TransportMemory = NO_TRANSPORT,
 ) -> StageActivations:
     """What the layers keep in `stage`, by the recipe's policy.
 
     gpu_bytes: memory of one GPU; None: not known, then `budget` keeps everything unless memory.gpu_gib is given
     host_bytes: host memory for the activations of one GPU, and for its optimizer's state where that is there; None: not
         known, as much as it takes
-    transport: bytes of the buffers of context parallelism
+    transport: of context parallelism, in the layer that needs most
 
     `budget` begins with the blocks' inputs and takes further tensors for as long as they fit beside all gradients
     (`MemoryEstimate.reserved`): attention's results first, then what spares most FLOPs for its bytes, in late layers
@@ -104,10 +105,10 @@ def local_activations(
     host_bytes = None
     if config.activation_offload:
         host_bytes = min_over_ranks(local_host_bytes(world.ranks_per_node))
-    transport = 0.0
+    transport = NO_TRANSPORT
     if strategy is not None:
         costs = stage_costs(config, stage, strategy, element_bytes(config))
-        transport = max(cost.memory_bytes for cost in costs.values())
+        transport = max(cost.memory for cost in costs.values())
     return stage_activations(config, stage, sizes, gpu_bytes, host_bytes, transport)
 
 
@@ -130,7 +131,7 @@ class _Choice:
         sizes: MeshSizes,
         limit: float | None,
         host_bytes: float | None,
-        transport: float,
+        transport: TransportMemory,
     ) -> None:
         self._config = config
         self._stage = stage

@@ -20,10 +20,12 @@ from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
 from moba_train.model.loss import CHUNK_TOKENS, filled_rows
 from moba_train.parallel.activations import FEED_FORWARD_ROWS, Kept, LayerActivations, sent_to_host
+from moba_train.parallel.context.costs import TransportMemory
 from moba_train.planning.block import block_bytes, input_bytes
 from moba_train.planning.pipeline import RankWork, checkpointing_policy, rank_work
 from moba_train.planning.weights import Weights, rank_weights
 
+NO_TRANSPORT = TransportMemory()
 USABLE = 0.9
 """Fraction of a GPU's memory that a run can use; the CUDA context, NCCL and fragmentation take the rest."""
 
@@ -118,19 +120,19 @@ class MemoryEstimate:
         """Bytes of host memory that the optimizer's state takes for each GPU."""
         return max(weights.optimizer for _, weights in self._ranks) if self._optimizer_on_host else 0
 
-    def peak(self, layers: Sequence[LayerActivations], transport: float = 0) -> Memory:
+    def peak(self, layers: Sequence[LayerActivations], transport: TransportMemory = NO_TRANSPORT) -> Memory:
         """GPU memory at the moment of a step that needs most, on the rank of a pipeline that needs most.
 
-        layers: of the whole model. transport: bytes of the rank's buffers for context parallelism.
+        layers: of the whole model. transport: of context parallelism, in the layer that needs most.
         """
         return max(self.by_rank(layers, transport), key=lambda memory: memory.total)
 
-    def by_rank(self, layers: Sequence[LayerActivations], transport: float = 0) -> list[Memory]:
+    def by_rank(self, layers: Sequence[LayerActivations], transport: TransportMemory = NO_TRANSPORT) -> list[Memory]:
         """`peak` of each rank of a pipeline, first layers first; of the only one without pipeline parallelism."""
         moments = self._moments_by_rank(layers, transport)
         return [max(of_rank, key=lambda memory: memory.total) for of_rank in moments]
 
-    def reserved(self, layers: Sequence[LayerActivations], transport: float = 0) -> int:
+    def reserved(self, layers: Sequence[LayerActivations], transport: TransportMemory = NO_TRANSPORT) -> int:
         """GPU memory with which a step never waits for more, on the rank of a pipeline that needs most: all gradients,
         and beside them what else the moment takes that takes most.
 
@@ -143,8 +145,8 @@ class MemoryEstimate:
             for of_rank in moments
         )
 
-    def _moments_by_rank(self, layers: Sequence[LayerActivations], transport: float) -> list[list[Memory]]:
-        return [self._moments(work, weights, layers, round(transport)) for work, weights in self._ranks]
+    def _moments_by_rank(self, layers: Sequence[LayerActivations], transport: TransportMemory) -> list[list[Memory]]:
+        return [self._moments(work, weights, layers, transport) for work, weights in self._ranks]
 
     def _on_rank(self, bytes_per_token: int) -> int:
         return bytes_per_token * self._tokens // self._sizes.tp
@@ -156,7 +158,7 @@ class MemoryEstimate:
         return self.kept_bytes(index, in_sight) if layer.on_host else 0
 
     def _moments(
-        self, work: RankWork, weights: Weights, layers: Sequence[LayerActivations], transport: int
+        self, work: RankWork, weights: Weights, layers: Sequence[LayerActivations], transport: TransportMemory
     ) -> list[Memory]:
         """Memory of a rank at each moment of a step that can be its peak."""
         config, stage, sizes, width = self._config, self._stage, self._sizes, self._width
@@ -227,6 +229,7 @@ class MemoryEstimate:
             ("first", work.layers[0], sum(kept), late, reduced),
         ):
             feed_forward, attention = self._at_work(work, layers, index)
+            workspace = round(transport.heads_at_once * self._workspace[index])
             at_once = self._fed_at_once(layers[index].kept)
             in_block = partial(at, gradients=gradients, unsharded=weights.gathered)
             moments += [
@@ -246,8 +249,8 @@ class MemoryEstimate:
                     working=passing
                     + reducing
                     + (hidden if config.compile else 0)
-                    + self._on_rank(self._block.attention_gradients + self._workspace[index]),
-                    transport=transport,
+                    + self._on_rank(self._block.attention_gradients + workspace),
+                    transport=round(transport.buffers),
                 ),
             ]
         return moments

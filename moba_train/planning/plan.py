@@ -8,7 +8,7 @@ from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.parallel.activations import Kept
-from moba_train.parallel.context.costs import TransportCost, predict_cost
+from moba_train.parallel.context.costs import TransportCost, TransportMemory, predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.links import LINKS, Links
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_costs, stage_strategy
@@ -16,7 +16,7 @@ from moba_train.planning.activations import StageActivations, stage_activations
 from moba_train.planning.devices import H200
 from moba_train.planning.documents import Documents, stage_documents
 from moba_train.planning.flops import dense_flops, layer_flops, real_flops, recomputed_flops
-from moba_train.planning.memory import Memory, element_bytes, memory_for_buffers
+from moba_train.planning.memory import NO_TRANSPORT, Memory, element_bytes, memory_for_buffers
 from moba_train.planning.parameters import ParameterCounts, count_recipe_parameters
 from moba_train.planning.pipeline import PipelinePlan, plan_pipeline
 
@@ -46,9 +46,9 @@ class ContextPlan:
         return self.layer_costs[layer].exposed_seconds(self.attention_seconds[layer], self.links)
 
     @property
-    def memory_bytes(self) -> float:
-        """Bytes of the buffers of the layer that needs most."""
-        return max(cost.memory_bytes for cost in self.layer_costs.values())
+    def memory(self) -> TransportMemory:
+        """Of the layer that needs most."""
+        return max(cost.memory for cost in self.layer_costs.values())
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _stage_plan(
         context = _context_plan(config, stage, documents, rate, ranks_per_node, for_buffers, links)
         exposed = sum(map(context.exposed_seconds, stage.attention)) / mesh.pp
         seconds += stage.steps * accumulation * exposed
-    transport = context.memory_bytes if context else 0
+    transport = context.memory if context else NO_TRANSPORT
     activations = stage_activations(config, stage, mesh, gpu_bytes, host_bytes, transport)
     tensor_seconds = accumulation * _tensor_parallel_seconds(config, tokens, mesh.tp, activations, links)
     seconds += stage.steps * tensor_seconds / mesh.pp  # of a rank's layers

@@ -22,7 +22,7 @@ from moba_train.parallel.stage_strategy import stage_attention_shape, stage_stra
 from moba_train.planning.activations import StageActivations, stage_activations
 from moba_train.planning.devices import H200, Gpu
 from moba_train.planning.layer_time import AttentionFlops, LayerTimes
-from moba_train.planning.memory import element_bytes, memory_for_buffers
+from moba_train.planning.memory import NO_TRANSPORT, element_bytes, memory_for_buffers
 from moba_train.planning.pipeline import pipeline_layers, rank_costs, rank_work, step_length
 from moba_train.planning.rates import RATES, Rates
 from moba_train.planning.weights import gathered_bytes, rank_weights
@@ -120,7 +120,7 @@ def predict_step(
     if config.precision.compute == "fp32":
         raise PlanError("precision.compute: given fp32, whose steps were never measured; allowed: auto or bf16")
     transport = _transport(config, stage, sizes, machine)
-    buffers = transport.memory_bytes if transport else 0.0
+    buffers = transport.memory if transport else NO_TRANSPORT
     activations = stage_activations(config, stage, sizes, machine.gpu.memory, machine.host_bytes, buffers)
     cp_nodes = linked_group(sizes, machine.ranks_per_node, "cp").nodes
     times = LayerTimes(config, stage, sizes, flops, transport, cp_nodes, machine.links, machine.rates)

@@ -213,6 +213,22 @@ def test_buffers_of_context_parallelism_count_in_attention_and_nowhere_else():
     assert stage.memory.total == sum(getattr(stage.memory, part) for part in MEMORY_PARTS)
 
 
+def test_the_workspace_of_kernels_counts_in_attention_and_slices_divide_it():
+    """Blocks: packed queries, packed gradients and partial gradients of queries, in bf16, of the heads of a slice."""
+    heads = {"heads": 32, "kv_heads": 32, "head_dim": 128}
+    narrow = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 64, "layers": 1, **heads}
+    found = {}
+    for slices in (1, 4):
+        parallel = {"cp": 8, "cp_transport": "allgather", "cp_slices": slices}
+        moba = {"default": "moba", "moba": {"block_size": 512, "topk": 8}}
+        recipe = config("tiny", "64K", moba, batch_tokens="64K", parallel=parallel)
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=narrow)})
+        found[slices] = make_plan(recipe, 8, 989, 0.4).stages[0].memory
+        assert found[slices].moment == "first attention"
+    queries = 2 * 32 * 128 * (65536 // 8)
+    assert found[1].working - found[4].working == round(0.75 * 3 * queries)
+
+
 def test_layers_without_a_transport_count_what_they_gather():
     """Two ranks of 32K tokens: `msa` keeps the other rank's keys, values and index keys, `lightning` exchanges states
     alone."""
@@ -223,9 +239,9 @@ def test_layers_without_a_transport_count_what_they_gather():
             found[kind, cp] = planned("llama-1b", cp, "64K", {"default": kind}, **changes)
     row = 2 * 2 * 8 * 64  # bf16 keys and values of a token
     index = 2 * 64
-    assert found["full", 2].context.memory_bytes == found["full", 2].context.cost.memory_bytes > 0
-    assert found["msa", 2].context.memory_bytes == 65536 * (row + index)
-    assert found["lightning", 2].context.memory_bytes == 0
+    assert found["full", 2].context.memory.buffers == found["full", 2].context.cost.memory_bytes > 0
+    assert found["msa", 2].context.memory.buffers == 65536 * (row + index)
+    assert found["lightning", 2].context.memory.buffers == 0
     (layer,) = set(found["lightning", 2].stage.attention)
     assert found["lightning", 2].context.exposed_seconds(layer) == 0
     stage, config_of_run = found["msa", 2].stage, config("llama-1b", "64K", {"default": "msa"}, batch_tokens="64K")

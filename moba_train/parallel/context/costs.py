@@ -19,6 +19,15 @@ COPY_BANDWIDTH = 4000e9
 the transfers measured on H200 (see above)."""
 
 
+class TransportMemory(NamedTuple):
+    """What a transport makes of a rank's memory in one layer."""
+
+    buffers: float = 0.0
+    """Bytes of its buffers."""
+    heads_at_once: float = 1.0
+    """Share of the rank's heads that attention's kernels work on at once."""
+
+
 @dataclass(frozen=True)
 class TransportCost:
     """The predicted cost of a transport for one layer, forward and backward."""
@@ -33,6 +42,13 @@ class TransportCost:
     """Bytes of the buffers, in the pass that needs more."""
     upfront_share: float
     """Share of the transfer that must arrive before attention can start."""
+    heads_at_once: float = 1.0
+    """See `TransportMemory`."""
+
+    @property
+    def memory(self) -> TransportMemory:
+        """Its part of a rank's memory."""
+        return TransportMemory(self.memory_bytes, self.heads_at_once)
 
     def transfer_seconds(self, links: Links = LINKS) -> float:
         """Seconds to receive all bytes."""
@@ -75,7 +91,8 @@ def _allgather_cost(strategy: CPStrategy, shape: AttentionShape) -> TransportCos
     # NCCL's rings enter a node through all of its adapters.
     network = 0 if strategy.node_size == strategy.ranks else received / strategy.node_size
     copied = _gather_copies(strategy, slices, q_bytes, kv_bytes)
-    return TransportCost(received, network, copied, _gather_buffers(slices, kv_bytes), upfront_share=1 / slices)
+    buffers = _gather_buffers(slices, kv_bytes)
+    return TransportCost(received, network, copied, buffers, upfront_share=1 / slices, heads_at_once=1 / slices)
 
 
 def _slice_count(strategy: CPStrategy, kv_heads: int) -> int:
@@ -97,8 +114,8 @@ def _gather_copies(strategy: CPStrategy, slices: int, q_bytes: float, kv_bytes: 
 
     `q_bytes`: bytes of a rank's queries. `kv_bytes`: bytes of all gathered keys and values.
     """
-    # Results are written to their rows; with several slices, the inputs are copied head by head, too.
-    q_copies, kv_copies = (4, 5) if slices == 1 else (12, 9)
+    # With several slices, the inputs are copied head by head and results are written to their rows.
+    q_copies, kv_copies = (0, 5) if slices == 1 else (12, 9)
     own = q_copies * q_bytes + kv_copies * kv_bytes / strategy.ranks
     # The gradients of all keys are laid out for their owners and summed there; zigzag shards are also reordered.
     return own + (8 if strategy.layout == "zigzag" else 4) * kv_bytes
@@ -141,7 +158,7 @@ def _hierarchical_cost(strategy: CPStrategy, shape: AttentionShape) -> Transport
     within = exchange.received / LINKS.node
     across = gathered / LINKS.network
     upfront_share = (within + across / slices) / (within + across)
-    return TransportCost(exchange.received, gathered, copied, buffers, upfront_share)
+    return TransportCost(exchange.received, gathered, copied, buffers, upfront_share, heads_at_once=1 / slices)
 
 
 def _dispatch_cost(strategy: CPStrategy, shape: AttentionShape) -> TransportCost:
