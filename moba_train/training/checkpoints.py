@@ -248,8 +248,9 @@ class RunCheckpoints:
         return waited
 
     def evaluated(self, step: int, numbers: Numbers) -> None:
-        """Note what the evaluations after `step` have found, if its checkpoint was saved before them."""
-        if step == self.saved_step and self._saved_id and self._is_main:
+        """Note what the evaluations after `step` have found, if its checkpoint was saved before them, in a run folder
+        that is still this run's."""
+        if step == self.saved_step and self._saved_id and self._is_main and self._lock_problem() is None:
             self._evaluated.add(step, self._saved_id, numbers)
             self._evaluated.write(self.folder)
 

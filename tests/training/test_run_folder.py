@@ -20,6 +20,7 @@ from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
 from moba_train.errors import ReproducibleFaultError
 from moba_train.optim.local import local_part
 from moba_train.train import main
+from moba_train.training.checkpoints import RunCheckpoints
 from moba_train.training.trainer import Trainer
 
 
@@ -49,10 +50,13 @@ def train_elsewhere(recipe: str) -> None:
     assert main([recipe, "--stop-at-step", "2"]) == 0
 
 
+@pytest.mark.parametrize("noticed", ["while it evaluates", "by the next save"])
 def test_a_run_whose_folder_was_removed_and_made_anew_by_another_stops_and_leaves_that_one_alone(
-    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    noticed: str, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has higher steps than the other, so its retention would delete the other's checkpoints."""
+    if noticed == "by the next save":  # so the evaluations after this one are complete, and would be written down
+        monkeypatch.setattr(RunCheckpoints, "wants_to_stop", False)
     run.recipe["checkpoint"] = {"every": 2, "keep_last": 1}
     found: list[dict[str, bytes]] = []
 
