@@ -56,11 +56,13 @@ def own_rank(row: Row, arguments: argparse.Namespace) -> Iterator[OwnRank]:
     folder = Path(tempfile.gettempdir()) / f"own-rank-{os.environ.get('TORCHELASTIC_RUN_ID', 'alone')}"
     own = folder / str(rank)
     own.mkdir(parents=True)
-    tokens = 2 * (row.warm + row.steps + 2) * row.sequences(world, arguments.sequences_per_gpu) * row.seq_len
-    write_corpus(own / "corpus", tokens, model_shape(arguments.model)["vocab_size"], row.documents)
-    sizes = (arguments.sequences_per_gpu, arguments.layers)
-    recipe = row.recipe(arguments.model, own / "corpus", folder / "run", world, *sizes)
-    (own / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    yield OwnRank(rank, world, folder, own / "recipe.yaml")
-    if rank == 0:
-        shutil.rmtree(folder)
+    try:
+        tokens = 2 * (row.warm + row.steps + 2) * row.sequences(world, arguments.sequences_per_gpu) * row.seq_len
+        write_corpus(own / "corpus", tokens, model_shape(arguments.model)["vocab_size"], row.documents)
+        sizes = (arguments.sequences_per_gpu, arguments.layers)
+        recipe = row.recipe(arguments.model, own / "corpus", folder / "run", world, *sizes)
+        (own / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        yield OwnRank(rank, world, folder, own / "recipe.yaml")
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
