@@ -2,6 +2,7 @@
 
     python -m experiments --list                                            figures, arms, GPU minutes
     python -m experiments scaling --corpus data/long --gpus 2            a call; run it again to go on
+    python -m experiments scaling needles --longest-first --arms-per-gpu 6  arms of several figures, mixed
     python -m experiments scaling --plot                                    docs/science-scaling.svg and docs/science.md
     python -m experiments scaling --quick                                   its smallest form, on any machine
 
@@ -10,25 +11,23 @@ would not end within --seconds, so that a figure grows over several calls, sessi
 """
 
 import argparse
-import fnmatch
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.record import markdown
 from experiments import page
 from experiments.corpus import Corpus, open_corpus, quick_corpus
-from experiments.estimate import correction, modelled_seconds, size_of
+from experiments.estimate import modelled_seconds, size_of
 from experiments.figure import Arm, Figure
 from experiments.registry import FIGURES
-from experiments.results import add_result, held, read_results
-from experiments.run_arm import run_arm
-from experiments.schedule import Outcome, Seconds, gpus_for, run_arms
+from experiments.results import read_results
+from experiments.schedule import Outcome, gpus_for, run_arms
+from experiments.work import Work
 from moba_train.errors import UserError
 
 
@@ -36,20 +35,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, draw or list figures. Returns the exit code: 1 where an arm failed."""
     parser = _parser()
     given = parser.parse_args(arguments)
+    if unknown := [name for name in given.names if name not in FIGURES]:
+        parser.error(f"NAME: given {', '.join(unknown)}; allowed: {', '.join(FIGURES)}")
+    figures = [FIGURES[name] for name in dict.fromkeys(given.names)]
     if given.list:
-        print("\n".join(_listed(FIGURES[given.name]) if given.name else map(_headline, FIGURES.values())))
+        lists = [_listed(figure) for figure in figures] or [list(map(_headline, FIGURES.values()))]
+        print("\n\n".join("\n".join(lines) for lines in lists))
         return 0
-    if given.name is None:
+    if not figures:
         parser.error(f"NAME is needed; allowed: {', '.join(FIGURES)}")
-    figure = FIGURES[given.name]
+    if given.output is not None and len(figures) > 1:
+        parser.error(f"--output: one file, but figures {', '.join(given.names)} were given; allowed: one figure")
     if given.plot:
-        return _plot(figure, given)
+        return max(_plot(figure, given) for figure in figures)
     if given.arms_per_gpu < 1:
         parser.error(f"--arms-per-gpu: given {given.arms_per_gpu}, allowed: at least 1")
     if given.gpus > torch.cuda.device_count():
         parser.error(f"--gpus: given {given.gpus}, torch {torch.__version__} finds {torch.cuda.device_count()}")
     try:
-        return _run(figure, given)
+        return _run(figures, given)
     except UserError as error:
         parser.error(str(error))
 
@@ -58,12 +62,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m experiments", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", choices=FIGURES, help=f"one of {', '.join(FIGURES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"figures: {', '.join(FIGURES)}")
     parser.add_argument("--list", action="store_true", help="what there is, with GPU minutes; with NAME: its arms")
     parser.add_argument("--plot", action="store_true", help="draw the result file and fill in docs/science.md")
     parser.add_argument("--quick", action="store_true", help="the smallest form: tiny models, text of this environment")
     parser.add_argument(
         "--arms", nargs="+", metavar="PATTERN", help="only these arms, in this order; * matches any text"
+    )
+    parser.add_argument(
+        "--longest-first", action="store_true", help="begin with the arms that take longest, so that all end together"
     )
     parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the complete figure, 0 1 ...")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="default: all of this machine")
@@ -86,45 +93,35 @@ def _trained(figure: Figure) -> Figure:
     return FIGURES[figure.source] if figure.source else figure
 
 
-def _arms(figure: Figure, given: argparse.Namespace) -> list[Arm]:
-    """All arms of the seeds asked for; those that differ by their seed alone behind one another, as arms are compared
-    within a seed."""
-    seeds = given.seeds if given.seeds is not None else range(1 if given.quick else _trained(figure).seeds)
-    by_seed = [_trained(figure).arms(seed, given.quick) for seed in seeds]
-    return [arm for alike in zip(*by_seed, strict=True) for arm in alike]
-
-
-def _run(figure: Figure, given: argparse.Namespace) -> int:
+def _run(figures: Sequence[Figure], given: argparse.Namespace) -> int:
     deadline = time.monotonic() + given.seconds
-    trained = _trained(figure)
-    runs = given.runs / (f"{trained.name}-quick" if given.quick else trained.name)
-    corpus = _corpus(trained, given, runs)
-    output = _output(figure, given)
-    settings: dict[str, Any] = {"figure": trained.name, "quick": given.quick, "corpus": corpus.identity()}
-    arms = _arms(figure, given)
-    done = held(output, settings, arms)
-    wanted = [arm for arm in _asked_for(arms, given.arms) if arm.key not in done]
-    needed = _with_parents(wanted, arms, runs)
-    parents = {f"{arm.parent}-seed{arm.seed}" for arm in arms if arm.parent}
-
-    def run(arm: Arm, devices: Sequence[int]) -> None:
-        if arm.parent is not None:
-            _check_parent(figure, _parent(arm, arms), output, given.quick)
-        result = run_arm(arm, corpus, runs, devices, arm.key in parents, given.arms_per_gpu)
-        _finished_mark(runs, arm).touch()
-        add_result(output, settings, result)
-        print(f"{arm.key}: ended after {result['seconds']:.0f} s, {result['tokens_per_s']:,} tokens/s", flush=True)
-
-    def seconds(arm: Arm, gpus: int, sharing: int) -> float:
-        return modelled_seconds(arm, gpus, sharing) * correction(arm, read_results(output), arms)
-
-    def ready(arm: Arm) -> bool:
-        return arm.parent is None or _finished_mark(runs, _parent(arm, arms)).exists()
-
-    print(f"{figure.title}: {len(done)} arms held, {len(needed)} to run", flush=True)
-    outcome = run_arms(needed, given.gpus, deadline, run, seconds, ready, given.arms_per_gpu)
-    _report(figure, given, output, outcome, seconds)
+    works = {trained.name: _work(trained, given) for trained in dict.fromkeys(map(_trained, figures))}
+    owners = {id(arm): work for work in works.values() for arm in work.needed}
+    arms = [arm for work in works.values() for arm in work.needed]
+    if given.longest_first:
+        arms.sort(key=lambda arm: -owners[id(arm)].chain_seconds(arm, min(given.gpus, 1)))
+    outcome = run_arms(
+        arms,
+        given.gpus,
+        deadline,
+        run=lambda arm, devices: owners[id(arm)].run(arm, devices, given.arms_per_gpu),
+        seconds=lambda arm, gpus, sharing: owners[id(arm)].seconds(arm, gpus, sharing),
+        ready=lambda arm: owners[id(arm)].is_ready(arm),
+        arms_per_gpu=given.arms_per_gpu,
+        label=lambda arm: owners[id(arm)].label(arm),
+    )
+    for figure in figures:
+        _report(figure, works[_trained(figure).name], given, outcome)
     return 1 if outcome.failed else 0
+
+
+def _work(figure: Figure, given: argparse.Namespace) -> Work:
+    runs = given.runs / (f"{figure.name}-quick" if given.quick else figure.name)
+    seeds = given.seeds if given.seeds is not None else range(1 if given.quick else figure.seeds)
+    corpus = _corpus(figure, given, runs)
+    work = Work.of(figure, corpus, runs, _output(figure, given), given.quick, seeds, given.arms)
+    print(f"{figure.title}: {work.held} arms held, {len(work.needed)} to run", flush=True)
+    return work
 
 
 def _corpus(figure: Figure, given: argparse.Namespace, runs: Path) -> Corpus:
@@ -136,52 +133,21 @@ def _corpus(figure: Figure, given: argparse.Namespace, runs: Path) -> Corpus:
     return corpus
 
 
-def _asked_for(arms: Sequence[Arm], patterns: Sequence[str] | None) -> list[Arm]:
-    """Arms whose names match any of the patterns, in the order of these; without patterns all."""
-    if patterns is None:
-        return list(arms)
-    found = {arm.key: arm for one in patterns for arm in arms if fnmatch.fnmatchcase(arm.name, one)}
-    return list(found.values())
-
-
-def _parent(arm: Arm, arms: Sequence[Arm]) -> Arm:
-    return next(other for other in arms if (other.name, other.seed) == (arm.parent, arm.seed))
-
-
-def _check_parent(figure: Figure, parent: Arm, output: Path, quick: bool) -> None:
-    """Raises UserError where the figure refuses to go on from what `parent` came to."""
-    found = (one for one in read_results(output) if (one["name"], one["seed"]) == (parent.name, parent.seed))
-    if reason := figure.refuses(next(found), quick):
-        raise UserError(reason)
-
-
-def _finished_mark(runs: Path, arm: Arm) -> Path:
-    """A file of the run folder, which is made anew with every attempt."""
-    return runs / arm.key / "arm-finished"
-
-
-def _with_parents(wanted: Sequence[Arm], arms: Sequence[Arm], runs: Path) -> list[Arm]:
-    """These arms behind those whose weights they need and which are not on this machine."""
-    needed: dict[str, Arm] = {}
-    for arm in wanted:
-        line = [arm]
-        while line[0].parent is not None and not _finished_mark(runs, parent := _parent(line[0], arms)).exists():
-            line.insert(0, parent)
-        needed |= {one.key: one for one in line if one.key not in needed}
-    return list(needed.values())
-
-
-def _report(figure: Figure, given: argparse.Namespace, output: Path, outcome: Outcome, seconds: Seconds) -> None:
-    results = read_results(output)
+def _report(figure: Figure, work: Work, given: argparse.Namespace, outcome: Outcome) -> None:
+    results = read_results(work.output)
     if results:
         print("\n".join(page.summary_lines(figure, results)))
-    for key, error in outcome.failed.items():
-        print(f"failed: {key}: {str(error).splitlines()[0]}")
+    own = set(map(id, work.needed))
+    for arm, error in outcome.failed:
+        if id(arm) in own:
+            print(f"failed: {arm.key}: {str(error).splitlines()[0]}")
     for arm in outcome.left:
-        never = gpus_for(arm, given.gpus, given.seconds, seconds) is None
+        if id(arm) not in own:
+            continue
+        never = gpus_for(arm, given.gpus, given.seconds, work.seconds) is None
         why = f"it would not end within --seconds {given.seconds:.0f}" if never else "the same command goes on with it"
-        print(f"not begun: {arm.key}, about {seconds(arm, min(given.gpus, 1), 1):.0f} s on one device; {why}")
-    print(f"{len(results)} arms in {_shown(output)}")
+        print(f"not begun: {arm.key}, about {work.seconds(arm, min(given.gpus, 1), 1):.0f} s on one device; {why}")
+    print(f"{len(results)} arms in {_shown(work.output)}")
 
 
 def _shown(path: Path) -> str:

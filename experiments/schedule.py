@@ -21,8 +21,7 @@ class Outcome:
     finished: list[Arm]
     left: list[Arm]
     """Arms that there was no time for, or that lack another one's weights."""
-    failed: dict[str, BaseException]
-    """By the arm's key."""
+    failed: list[tuple[Arm, BaseException]]
 
 
 def run_arms(
@@ -33,16 +32,18 @@ def run_arms(
     seconds: Seconds,
     ready: Callable[[Arm], bool] = lambda arm: True,
     arms_per_gpu: int = 1,
+    label: Callable[[Arm], str] = lambda arm: arm.key,
 ) -> Outcome:
     """Run `arms` until none is left that would end before `deadline` (of `time.monotonic`).
 
     ready         whether an arm that needs another one's weights has them; asked again whenever an arm has ended
     arms_per_gpu  how many share a GPU; with more than one, no arm has several GPUs
+    label         how an arm is called in what is printed
     """
     waiting = list(arms)
     free = [*range(gpus)] * arms_per_gpu
     running: dict[Future[None], tuple[Arm, list[int]]] = {}
-    outcome = Outcome([], [], {})
+    outcome = Outcome([], [], [])
     with ThreadPoolExecutor(max(1, len(free))) as pool:
         while True:
             candidates = [arm for arm in waiting if ready(arm)]
@@ -57,8 +58,10 @@ def run_arms(
                 mine = _emptiest(free, count)
                 for gpu in mine:
                     free.remove(gpu)
-                waiting.remove(arm)
-                print(f"{arm.key}: begins on {_places(mine)}, about {seconds(arm, count, sharing):.0f} s", flush=True)
+                waiting = [other for other in waiting if other is not arm]  # arms of two figures may be equal
+                print(
+                    f"{label(arm)}: begins on {_places(mine)}, about {seconds(arm, count, sharing):.0f} s", flush=True
+                )
                 running[pool.submit(run, arm, mine)] = arm, mine
             if not running:
                 break
@@ -67,8 +70,8 @@ def run_arms(
                 arm, mine = running.pop(future)
                 free = sorted([*free, *mine])
                 if (error := future.exception()) is not None:
-                    outcome.failed[arm.key] = error
-                    print(f"{arm.key}: failed: {error}", flush=True)
+                    outcome.failed.append((arm, error))
+                    print(f"{label(arm)}: failed: {error}", flush=True)
                 else:
                     outcome.finished.append(arm)
     outcome.left.extend(waiting)

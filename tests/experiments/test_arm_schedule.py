@@ -1,16 +1,15 @@
 """Arms side by side: GPUs are shared out, time is kept, what another arm needs comes first, failures stay alone."""
 
-import argparse
 import threading
 import time
 from collections.abc import Sequence
 
 import pytest
 
-from experiments.__main__ import _arms, _asked_for
 from experiments.figure import Arm
 from experiments.scaling import Scaling
 from experiments.schedule import gpus_for, run_arms
+from experiments.work import arms_of, asked_for
 
 
 def arm(name: str, sequences: int = 8) -> Arm:
@@ -114,13 +113,23 @@ def test_an_arm_waits_for_the_weights_that_it_needs_and_a_failure_stays_alone() 
         lambda one: one.name not in ready or ready[one.name] in order,
     )
     assert order == ["parent", "child"]
-    assert str(outcome.failed["broken-seed0"]) == "no memory"
+    assert [(one.name, str(error)) for one, error in outcome.failed] == [("broken", "no memory")]
     assert [one.name for one in outcome.left] == ["orphan"]
 
 
 def test_arms_run_in_the_order_of_the_patterns_and_seeds_side_by_side() -> None:
-    arms = _arms(Scaling(), argparse.Namespace(seeds=[0, 1], quick=True))
-    assert _asked_for(arms, None) == arms
-    found = [one.key for one in _asked_for(arms, ["*-large", "full-*"])]
+    arms = arms_of(Scaling(), [0, 1], quick=True)
+    assert asked_for(arms, None) == arms
+    found = [one.key for one in asked_for(arms, ["*-large", "full-*"])]
     assert found[:4] == ["full-large-seed0", "full-large-seed1", "moba-large-seed0", "moba-large-seed1"]
     assert found[4:] == [f"full-{size}-seed{seed}" for size in ("tiny", "small") for seed in (0, 1)]
+
+
+def test_equal_arms_of_two_figures_both_run() -> None:
+    ran: list[Arm] = []
+    arms = [arm("a"), arm("a")]
+    outcome = run_arms(
+        arms, 0, time.monotonic() + 60, lambda one, gpus: ran.append(one), lambda one, gpus, sharing: 1.0
+    )
+    assert list(map(id, ran)) == list(map(id, arms))
+    assert len(outcome.finished) == 2

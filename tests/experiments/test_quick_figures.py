@@ -18,11 +18,21 @@ def test_figures_train_their_smallest_form_and_grow(
     assert main(["trailing", *quick, "--arms", "full-tiny"]) == 0
     assert main(["trained-with", *quick, "--arms", "*-tiny"]) == 0  # the same arms, in the same file
     assert "1 arms held, 1 to run" in capsys.readouterr().out
-    assert main(["granularity", *quick, "--arms", "keys-*"]) == 0
+    mixed = ["granularity", "trained-with", "trailing", *quick]
+    assert main([*mixed, "--arms", "keys-*", "full-small", "--longest-first"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 arms held, 1 to run" in printed
+    begun = [line.partition(":")[0] for line in printed.splitlines() if ": begins on the CPU" in line]
+    assert sorted(begun) == [
+        "granularity/keys-32-conv-3-seed0",
+        "trailing/full-small-seed0",
+    ]
+    assert printed.count("3 arms in runs/experiments/trailing-quick.json") == 2, "the figure and the one that shows it"
 
     trailing = json.loads(Path("runs/experiments/trailing-quick.json").read_text())
-    full, moba = trailing["results"]["arms"]
-    assert (full["name"], moba["name"]) == ("full-tiny", "moba-tiny")
+    arms = {arm["name"]: arm for arm in trailing["results"]["arms"]}
+    assert arms.keys() == {"full-small", "full-tiny", "moba-tiny"}
+    full, moba = arms["full-tiny"], arms["moba-tiny"]
     assert full["losses"][-1][1] < full["losses"][0][1]
     assert full["documents"] == "documents of the corpora"
     assert full["compute"]["6ND"] == moba["compute"]["6ND"]
@@ -45,8 +55,28 @@ def test_figures_train_their_smallest_form_and_grow(
         main(["trailing", *quick, "--output", "other.json"])
     assert "holds results of other settings" in capsys.readouterr().err
     trailing = json.loads(Path("runs/experiments/trailing-quick.json").read_text())
-    del trailing["results"]["arms"][0]["evaluations"]["both"]
+    (tiny,) = (arm for arm in trailing["results"]["arms"] if arm["name"] == "full-tiny")
+    del tiny["evaluations"]["both"]
     Path("other.json").write_text(json.dumps(trailing))
     with pytest.raises(SystemExit):
         main(["trailing", *quick, "--output", "other.json"])
     assert "full-tiny-seed0 was run with another recipe, or evaluated otherwise" in capsys.readouterr().err
+
+
+def test_names_and_options_that_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        (["trailing", "f13"], "NAME: given f13; allowed: settings, scaling,"),
+        ([], "NAME is needed; allowed: settings, scaling,"),
+        (["trailing", "scaling", "--output", "x.json"], "--output: one file, but figures trailing, scaling were given"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+def test_the_arms_of_several_figures_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "trailing", "third-cliff"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| arm | parameters | tokens | minutes on one H200 |") == 2
+    assert "| base |" in printed
