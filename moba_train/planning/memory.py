@@ -4,8 +4,8 @@ A step needs most memory at one of a few moments, and the parts never all exist 
 activations go, and logits are gone before the blocks' gradients begin. Each moment is added up, and the largest counts.
 A rank of a pipeline keeps its weights gathered and its gradients whole for all micro-batches of a step.
 
-Assumed: FSDP2 with one unit a block, fp32 master weights and gradients, all parameters trained. Left out: the CUDA
-context (about 1 GiB), fragmentation and NCCL's buffers, for which `USABLE` leaves room.
+Assumed: FSDP2 with the units of parallel/fsdp.py, fp32 master weights and gradients, all parameters trained. Left out:
+the CUDA context (about 1 GiB), fragmentation and NCCL's buffers, for which `USABLE` leaves room.
 """
 
 from collections.abc import Sequence
