@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -243,6 +243,37 @@ def test_what_was_sent_is_freed_but_for_the_last_block(
     assert all(counts[-1] for counts in alive[1:]), "the copies of the block before may be under way"
     assert not any(any(counts[:-1]) for counts in alive[1:])
     loss.backward()
+
+
+@pytest.mark.parametrize(("device", "width"), [("cpu", 64), pytest.param("cuda", 4096, marks=pytest.mark.gpu)])
+def test_memory_that_was_sent_is_used_again_while_its_copies_travel(device: str, width: int) -> None:
+    """Twelve layers, three passes: the host is ahead of the GPU, and each layer's memory may be the next but one's."""
+    generator = torch.Generator(device).manual_seed(0)
+    scale = width**-0.5
+    weights = [torch.randn(width, width, generator=generator, device=device) * scale for _ in range(12)]
+    x_TD = torch.randn(width, width, generator=generator, device=device)
+
+    def gradients(memory: HostMemory | None) -> tuple[list[Tensor], int]:
+        """Of all weights, and the bytes of the GPU that were added at the peak."""
+        found: list[Tensor] = []
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            trained = [weight.clone().requires_grad_() for weight in weights]
+            y_TD = x_TD
+            for weight in trained:
+                with nullcontext() if memory is None else memory.holding_rows(width, [weight]):
+                    y_TD = torch.tanh(y_TD @ weight)
+            y_TD.square().sum().backward()
+            found += [weight.grad for weight in trained if weight.grad is not None]
+        return found, torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+
+    (sent, less), (kept, more) = gradients(HostMemory(torch.device(device))), gradients(None)
+    assert len(sent) == 3 * len(weights)
+    assert_same_bits(sent, kept)
+    if device == "cuda":
+        assert more - less > 6 * x_TD.nbytes
 
 
 def test_hooks_around_a_model_see_what_its_blocks_do_not_send() -> None:
