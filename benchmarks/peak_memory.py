@@ -22,7 +22,7 @@ from benchmarks.training_rows import Row
 from moba_train import train
 from moba_train.config.load import load_config
 from moba_train.planning.devices import local_gpu, local_host_bytes, peak_or_default
-from moba_train.planning.memory import MEMORY_PARTS
+from moba_train.planning.moments import MEMORY_PARTS
 from moba_train.planning.plan import make_plan
 
 _ENTRIES = 2_000_000

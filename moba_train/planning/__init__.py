@@ -6,6 +6,8 @@ flops        per token, as dense causal attention and as what each layer really 
 pipeline     layers of each rank of a pipeline, and how long ranks wait for each other
 block        bytes of a block's activations
 weights      weights, gradients and optimizer state of a rank
+layer_memory  bytes of a rank's layers: what they keep, and what a block at work takes
+moments      the moments of a step at which a rank can need most
 memory       bytes per GPU by part at the peak of a step, an estimate
 devices      memory and peak rates of known GPUs
 activations  what each layer keeps for its backward pass, by the recipe's policy

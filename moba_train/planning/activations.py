@@ -17,7 +17,8 @@ from moba_train.parallel.stage_strategy import stage_costs
 from moba_train.parallel.world import World, min_over_ranks
 from moba_train.planning.devices import local_host_bytes
 from moba_train.planning.flops import kept_flops
-from moba_train.planning.memory import NO_TRANSPORT, Memory, MemoryEstimate, element_bytes, fixed_activations
+from moba_train.planning.memory import NO_TRANSPORT, MemoryEstimate, element_bytes, fixed_activations
+from moba_train.planning.moments import Memory
 from moba_train.planning.pipeline import checkpointing_policy
 
 FILLED = 0.85

@@ -10,7 +10,8 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import ConfigError
 from moba_train.planning.devices import Gpu, local_gpu
-from moba_train.planning.memory import USABLE, Memory
+from moba_train.planning.memory import USABLE
+from moba_train.planning.moments import Memory
 from moba_train.planning.plan import Plan, StagePlan
 
 Replan = Callable[[Sequence[str], int], Plan]

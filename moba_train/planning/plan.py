@@ -16,7 +16,8 @@ from moba_train.planning.activations import StageActivations, stage_activations
 from moba_train.planning.devices import H200
 from moba_train.planning.documents import Documents, stage_documents
 from moba_train.planning.flops import dense_flops, layer_flops, real_flops, recomputed_flops
-from moba_train.planning.memory import NO_TRANSPORT, Memory, element_bytes, memory_for_buffers
+from moba_train.planning.memory import NO_TRANSPORT, element_bytes, memory_for_buffers
+from moba_train.planning.moments import Memory
 from moba_train.planning.parameters import ParameterCounts, count_recipe_parameters
 from moba_train.planning.pipeline import PipelinePlan, plan_pipeline
 

@@ -12,7 +12,7 @@ from moba_train.config.attention import LayerAttention
 from moba_train.config.quantities import format_count
 from moba_train.planning.devices import Gpu
 from moba_train.planning.fit import Change, Changes, format_gib, largest_stage, usable_bytes
-from moba_train.planning.memory import MEMORY_PARTS
+from moba_train.planning.moments import MEMORY_PARTS
 from moba_train.planning.pipeline import PipelinePlan
 from moba_train.planning.plan import ContextPlan, Plan, StagePlan
 

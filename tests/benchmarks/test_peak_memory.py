@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.peak_memory import GIB, Site, at_peak, predicted, report
 from benchmarks.training_rows import Row, parse_row
-from moba_train.planning.memory import MEMORY_PARTS
+from moba_train.planning.moments import MEMORY_PARTS
 
 
 def frame(filename: str, line: int, name: str) -> dict[str, Any]:

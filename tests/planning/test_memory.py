@@ -13,11 +13,12 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.parallel import fsdp
 from moba_train.parallel.activations import Kept, LayerActivations
-from moba_train.planning import memory as memory_module
+from moba_train.planning import layer_memory, moments
 from moba_train.planning.activations import FILLED, stage_activations
 from moba_train.planning.devices import Gpu
 from moba_train.planning.fit import local_shortage
-from moba_train.planning.memory import MEMORY_PARTS, Memory, MemoryEstimate
+from moba_train.planning.memory import MemoryEstimate
+from moba_train.planning.moments import MEMORY_PARTS, Memory
 from moba_train.planning.parameters import count_recipe_parameters
 from moba_train.planning.plan import StagePlan, make_plan
 
@@ -53,8 +54,8 @@ def memory(*arguments, **changes) -> Memory:
 @pytest.fixture
 def before(monkeypatch):
     """These runs were measured before `compile: true` compiled the loss, and with feed-forwards of all rows at once."""
-    monkeypatch.setattr(memory_module, "bytes_per_logit", lambda _config, _width: 12)
-    monkeypatch.setattr(memory_module, "FEED_FORWARD_ROWS", 1 << 30)
+    monkeypatch.setattr(moments, "bytes_per_logit", lambda _config, _width: 12)
+    monkeypatch.setattr(layer_memory, "FEED_FORWARD_ROWS", 1 << 30)
 
 
 def test_a_compiled_loss_needs_four_bytes_a_logit_in_place_of_twelve():
@@ -64,7 +65,7 @@ def test_a_compiled_loss_needs_four_bytes_a_logit_in_place_of_twelve():
     results = json.loads((ROOT / "benchmarks/results/loss-compare-h200.json").read_text())["results"]
     peaks = [results[name]["8192"]["peak_gib"] for name in ("ours", "ours, compiled chunk")]
     recipe = config("llama3-8b", "8K", FULL, compile=True, batch_tokens="16K")
-    saved = (12 - memory_module.bytes_per_logit(recipe, 2)) * 4096 * 128256
+    saved = (12 - moments.bytes_per_logit(recipe, 2)) * 4096 * 128256
     assert saved / 2**30 == pytest.approx(peaks[0] - peaks[1], rel=0.02)
     assert compiled.total < plain.total
 
@@ -79,7 +80,7 @@ def test_a_feed_forward_in_parts_needs_memory_for_one_part(parallel, monkeypatch
         return [memory("llama3-8b", 8, "512K", FULL, activation_checkpointing=one, **changes).total for one in policies]
 
     in_parts = peaks()
-    monkeypatch.setattr(memory_module, "FEED_FORWARD_ROWS", 1 << 30)
+    monkeypatch.setattr(layer_memory, "FEED_FORWARD_ROWS", 1 << 30)
     whole = peaks()
     assert in_parts[1] == whole[1]
     tokens, hidden, intermediate = 2**18 // parallel.get("tp", 1), 2 * 4096, 2 * 14336

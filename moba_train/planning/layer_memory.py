@@ -1,0 +1,86 @@
+"""Bytes of a rank's layers for one micro-batch: what stays while other blocks work, and what a block at work takes."""
+
+from collections.abc import Sequence
+
+from moba_train.config.mesh import MeshSizes
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
+from moba_train.model.build import build_attention
+from moba_train.parallel.activations import FEED_FORWARD_ROWS, Kept, LayerActivations
+from moba_train.planning.block import block_bytes, input_bytes
+from moba_train.planning.pipeline import RankWork
+
+
+class LayerMemory:
+    """The layers of a stage on one rank. Layers are numbered as in the whole model."""
+
+    def __init__(self, config: RunConfig, stage: Stage, sizes: MeshSizes, width: int) -> None:
+        """width: bytes of an element in the compute dtype."""
+        self._compiled = config.compile
+        self._tp = sizes.tp
+        self.tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)
+        """Of a micro-batch, in the rank's tp group."""
+        self.hidden = width * config.model.hidden_size * self.tokens // sizes.tp
+        """The residual stream."""
+        self._block = block_bytes(config.model, width, sizes.tp, config.compile, input_bytes(config, width))
+        kinds = build_attention(stage.attention, config.model.head_width)
+        self._saved = [kind.saved_bytes(config.model, stage.seq_len) for kind in kinds]
+        self._workspace = [kind.workspace_bytes(config.model, width) for kind in kinds]
+        # What a kind gathers of other ranks' tokens is kept like its own activations, for each of this rank's tokens.
+        others = sizes.cp - 1
+        self._own = [
+            kind.activation_bytes(config.model, width, self.tokens, sizes.cp)
+            + others * (kind.gathered_bytes(config.model, width) or 0)
+            for kind in kinds
+        ]
+
+    def kept(self, layer: int, kept: Kept) -> int:
+        """What a layer keeps from its forward pass to its backward pass, wherever that is."""
+        found = self._block.kept[kept] + (self._saved[layer] if kept >= Kept.ATTENTION else 0)
+        return self._on_rank(found + (self._own[layer] if kept is Kept.ALL else 0))
+
+    def sent(self, layer: int, activations: LayerActivations) -> int:
+        """What a layer sends to the host. Without torch.compile, what a recomputed block keeps besides its input is out
+        of the offload's sight."""
+        in_sight = activations.kept if self._compiled or activations.kept is Kept.ALL else Kept.INPUT
+        return self.kept(layer, in_sight) if activations.on_host else 0
+
+    def at_work(self, work: RankWork, layers: Sequence[LayerActivations], layer: int) -> tuple[int, int]:
+        """What is there of the block whose backward pass is computed: in its feed-forward, and in its attention.
+
+        A compiled block recomputes for its feed-forward what that needs; without torch.compile a block is recomputed
+        as a whole before its backward pass.
+        """
+        block = self._block
+        kept = layers[layer].kept
+        recomputed = max((self._own[one] for one in work.layers if layers[one].kept < Kept.ALL), default=0)
+        kinds = self._saved[layer] + (self._own[layer] if kept is Kept.ALL else recomputed)
+        attention = self._on_rank(block.attention + kinds)
+        feed_forward = self._on_rank(block.feed_forward)
+        if self._compiled and kept < Kept.ALL:
+            before = block.kept[min(kept, Kept.PROJECTIONS)] + (self._saved[layer] if kept >= Kept.ATTENTION else 0)
+            return self._on_rank(before) + round(self._fed_at_once(kept) * feed_forward), attention
+        return attention + feed_forward, attention
+
+    def feed_forward_gradients(self, kept: Kept) -> int:
+        """Gradients inside the feed-forward of a layer that keeps this; in parts, a part's gradient of its input is
+        added to those of the parts before."""
+        at_once = self._fed_at_once(kept)
+        inside = round(at_once * self._on_rank(self._block.feed_forward_gradients))
+        return inside + (self.hidden if at_once < 1 else 0)
+
+    def attention_gradients(self, layer: int, heads_at_once: float) -> int:
+        """Gradients inside a layer's attention and the workspace of its kernels, which work on this share of the heads
+        at once; and a compiled block's upstream gradient, which exists until its backward pass ends."""
+        workspace = round(heads_at_once * self._workspace[layer])
+        upstream = self.hidden if self._compiled else 0
+        return upstream + self._on_rank(self._block.attention_gradients + workspace)
+
+    def _on_rank(self, bytes_per_token: int) -> int:
+        return bytes_per_token * self.tokens // self._tp
+
+    def _fed_at_once(self, kept: Kept) -> float:
+        """Share of a rank's rows that the feed-forward of a compiled block takes at once (parallel/activations.py)."""
+        if not self._compiled or kept >= Kept.PRODUCTS:
+            return 1.0
+        return min(1.0, FEED_FORWARD_ROWS * self._tp / self.tokens)
