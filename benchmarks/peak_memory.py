@@ -18,12 +18,10 @@ import torch
 
 from benchmarks.own_rank import own_rank, parse
 from benchmarks.record import markdown, save
+from benchmarks.trainer_run import planned_here
 from benchmarks.training_rows import Row
 from moba_train import train
-from moba_train.config.load import load_config
-from moba_train.planning.devices import local_gpu, local_host_bytes, peak_or_default
 from moba_train.planning.moments import MEMORY_PARTS
-from moba_train.planning.plan import make_plan
 
 _ENTRIES = 2_000_000
 """Allocations that torch keeps; a step of 32 layers has some 30,000."""
@@ -105,17 +103,8 @@ def measure(row: Row, arguments: argparse.Namespace) -> None:
             ended = str(error)
         if here.rank == 0:
             trace = torch.cuda.memory._snapshot()["device_traces"][0]
-            report(trace, predicted(here.recipe, row, here.world), ended, arguments)
-
-
-def predicted(file: Path, row: Row, world: int) -> dict[str, Any]:
-    """The plan's memory of the recipe in `file`: bytes by part, at its `moment`."""
-    config = load_config(file, list(row.overrides))
-    gpu = local_gpu()
-    host = local_host_bytes(world)
-    memory = gpu.memory if gpu is not None else None
-    plan = make_plan(config, world, peak_or_default(gpu), 0.4, world, memory, host_bytes=host)
-    return asdict(plan.stages[0].memory)
+            planned = planned_here(here.recipe, row.overrides, here.world).memory
+            report(trace, asdict(planned), ended, arguments)
 
 
 def report(

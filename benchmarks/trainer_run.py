@@ -15,7 +15,10 @@ from typing import IO, Any, Literal, TypeVar
 import numpy as np
 import yaml
 
+from moba_train.config.load import load_config
 from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.planning.devices import local_gpu, local_host_bytes, peak_or_default
+from moba_train.planning.plan import StagePlan, make_plan
 
 Found = TypeVar("Found")
 MODELS = Path(__file__).parent.parent / "configs" / "models"
@@ -55,6 +58,17 @@ def recipe(
         "telemetry": {"wandb": {"mode": "disabled"}, "console": False},
         **other,
     }
+
+
+def planned_here(file: Path, overrides: Sequence[str], ranks: int) -> StagePlan:
+    """What `moba-train plan` says of a recipe with one stage on `ranks` GPUs of this machine; where it has none, with no
+    limit of memory. overrides: `key.path=value`."""
+    gpu = local_gpu()
+    memory = gpu.memory if gpu is not None else None
+    config = load_config(file, list(overrides))
+    plan = make_plan(config, ranks, peak_or_default(gpu), 0.4, ranks, memory, host_bytes=local_host_bytes(ranks))
+    (stage,) = plan.stages
+    return stage
 
 
 def launch(content: dict[str, Any], file: Path, ranks: int, **how: Any) -> subprocess.CompletedProcess[str]:

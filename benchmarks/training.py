@@ -30,12 +30,10 @@ import torch
 from benchmarks import training_rows
 from benchmarks.options import need_gpus
 from benchmarks.record import markdown, save, spread
-from benchmarks.trainer_run import model_shape, run_until, torchrun, trainer_command, write_corpus
+from benchmarks.trainer_run import model_shape, planned_here, run_until, torchrun, trainer_command, write_corpus
 from benchmarks.training_rows import POLICIES, Row, parse_row
-from moba_train.config.load import load_config
 from moba_train.errors import UserError
-from moba_train.planning.devices import local_gpu, local_host_bytes, peak_or_default, peak_tflops
-from moba_train.planning.plan import make_plan
+from moba_train.planning.devices import peak_tflops
 from moba_train.telemetry.jsonl import read_records
 
 _SPREAD = ("tokens_per_s_per_device", "step_s", "data_s", "mfu", "mfu_dense")
@@ -75,12 +73,7 @@ def predict(row: Row, folder: Path, arguments: argparse.Namespace) -> dict[str, 
     on this machine's GPUs."""
     file = folder / "plan.yaml"
     trainer_command(_recipe(row, folder, arguments), file, arguments.gpus)
-    config = load_config(file, list(row.overrides))
-    gpu = local_gpu()
-    memory = gpu.memory if gpu is not None else None
-    host = local_host_bytes(arguments.gpus)
-    plan = make_plan(config, arguments.gpus, peak_or_default(gpu), 0.4, arguments.gpus, memory, host_bytes=host)
-    (stage,) = plan.stages
+    stage = planned_here(file, row.overrides, arguments.gpus)
     flops = {"flops_per_token": stage.real_flops, "dense_flops_per_token": stage.dense_flops}
     return flops if row.by_torchtitan else flops | {"predicted_gib": stage.memory.total / GIB}
 

@@ -11,7 +11,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import ConfigError
 from moba_train.parallel.activations import Kept, LayerActivations, describe_activations, sent_to_host
-from moba_train.parallel.context.costs import TransportMemory
+from moba_train.parallel.context.costs import TransportMemory, most_memory
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.stage_strategy import stage_costs
 from moba_train.parallel.world import World, min_over_ranks
@@ -23,8 +23,8 @@ from moba_train.planning.pipeline import checkpointing_policy
 
 FILLED = 0.85
 """Part of a GPU that `budget` fills: less than `USABLE`, because torch waits for the GPU in each step where it finds no
-memory. At 0.9 of an H100 of 80 GB it did in one of three steps (128K in
-benchmarks/results/training-8b-16-layers-h100-x2.json)."""
+memory. At 0.9 of an H100 of 80 GB it did 4 times in 5 steps (`allocator_retries` of 128K in
+benchmarks/results/training-8b-16-layers-offload-h100-x2.json)."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def local_activations(
     transport = NO_TRANSPORT
     if strategy is not None:
         costs = stage_costs(config, stage, strategy, element_bytes(config))
-        transport = max(cost.memory for cost in costs.values())
+        transport = most_memory(costs.values())
     return stage_activations(config, stage, sizes, gpu_bytes, host_bytes, transport)
 
 

@@ -8,7 +8,7 @@ from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.parallel.activations import Kept
-from moba_train.parallel.context.costs import TransportCost, TransportMemory, predict_cost
+from moba_train.parallel.context.costs import TransportCost, TransportMemory, most_memory, predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.links import LINKS, Links
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_costs, stage_strategy
@@ -48,8 +48,8 @@ class ContextPlan:
 
     @property
     def memory(self) -> TransportMemory:
-        """Of the layer that needs most."""
-        return max(cost.memory for cost in self.layer_costs.values())
+        """What it makes of the rank's memory, in the layer that needs most."""
+        return most_memory(self.layer_costs.values())
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peak_memory import GIB, Site, at_peak, predicted, report
-from benchmarks.training_rows import Row, parse_row
+from benchmarks.peak_memory import GIB, Site, at_peak, report
 from moba_train.planning.moments import MEMORY_PARTS
 
 
@@ -65,12 +64,3 @@ def test_the_report_has_the_plan_beside_it(tmp_path: Path, capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert f"predicted: {len(MEMORY_PARTS)}.00 (loss: parameters 1.00" in printed
     assert "| 0.00 | 2 | compiled/:40 call < model/transformer.py:7 forward |" in printed
-
-
-def test_the_plan_of_a_row(tmp_path: Path) -> None:
-    row = parse_row("1K:full:eager", Row())
-    file = tmp_path / "recipe.yaml"
-    file.write_text(json.dumps(row.recipe("tiny", tmp_path / "corpus", tmp_path / "run", 1, 1)))
-    planned = predicted(file, row, 1)
-    assert planned["parameters"] > 0
-    assert {*MEMORY_PARTS, "moment"} <= planned.keys()

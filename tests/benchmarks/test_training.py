@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import torchtitan_peer, training, training_plot
+from benchmarks import torchtitan_peer, trainer_run, training, training_plot
 from benchmarks.trainer_run import model_shape, run_until
 from benchmarks.training_rows import Row, parse_row
 from moba_train.config.load import load_config
@@ -65,7 +65,7 @@ def test_memory_of_a_row_that_fills_the_gpu_is_predicted_for_this_gpu(
 ) -> None:
     row = parse_row("8K:full:budget", Row())
     whole = training.predict(row, tmp_path, options(tmp_path))["predicted_gib"]
-    monkeypatch.setattr(training, "local_gpu", lambda: Gpu("small", 989.0, whole * training.GIB))
+    monkeypatch.setattr(trainer_run, "local_gpu", lambda: Gpu("small", 989.0, whole * training.GIB))
     assert 0.5 * whole < training.predict(row, tmp_path, options(tmp_path))["predicted_gib"] <= FILLED * whole
 
 

@@ -6,7 +6,7 @@ For 64K tokens per GPU on 4 x H200 the predicted seconds are within 20 % of the 
 context-parallel-h200.json); for 16K tokens, launching many small kernels takes up to 8 ms longer than predicted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class TransportCost:
     upfront_share: float
     """Share of the transfer that must arrive before attention can start."""
     heads_at_once: float = 1.0
-    """See `TransportMemory`."""
+    """Share of the rank's heads that attention's kernels work on at once: 1 / slices."""
 
     @property
     def memory(self) -> TransportMemory:
@@ -64,6 +64,12 @@ class TransportCost:
         """Seconds that remain, at best, when attention of this length overlaps the transfer; copies never overlap."""
         hidden = min((1 - self.upfront_share) * self.transfer_seconds(links), attention_seconds)
         return self.seconds(links, copy_bandwidth) - hidden
+
+
+def most_memory(costs: Iterable[TransportCost]) -> TransportMemory:
+    """What the layers with these costs make of a rank's memory at most."""
+    found = [cost.memory for cost in costs]
+    return TransportMemory(max(one.buffers for one in found), max(one.heads_at_once for one in found))
 
 
 def predict_cost(strategy: CPStrategy, shape: AttentionShape) -> TransportCost:
