@@ -38,7 +38,7 @@ class OwnRank:
     rank: int
     world: int
     folder: Path
-    """Of all ranks, each of which has a folder in it, named by its number."""
+    """Temporary folder that all ranks share: a folder for each, named by its rank, and `run`, the run's own."""
     recipe: Path
     """The recipe's file; the row's overrides come on top."""
 

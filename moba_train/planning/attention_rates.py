@@ -5,9 +5,9 @@ heads, bf16, one document, one GPU. A layer's rate is that of the measured rows 
 nearest, between two lengths interpolated over log(tokens), beyond them that of the nearest length.
 
 Sources, in benchmarks/results: `full` from full-attention-h200.json and attention-h200.json (`auto` stands for
-flash-attn-4, which it takes where that is installed), `moba` from attention-h200.json and, as far as it has the row,
-from attention-long-blocks-h200.json, of later kernels, all other kinds from mechanisms-h200.json, whose times include
-the rotary embedding and the kind's own matrices. A test compares them.
+flash-attn-4, which it takes where that is installed), `moba` from attention-h200.json, but 32K 512/3, 32K 256/4 and
+128K 512/8 from attention-long-blocks-h200.json, of later kernels, all other kinds from mechanisms-h200.json, whose
+times include the rotary embedding and the kind's own matrices. A test compares them.
 """
 
 import math

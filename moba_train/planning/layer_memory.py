@@ -12,16 +12,16 @@ from moba_train.planning.pipeline import RankWork
 
 
 class LayerMemory:
-    """The layers of a stage on one rank. Layers are numbered as in the whole model."""
+    """The layers of a stage on one rank; results are bytes. Layers are numbered as in the whole model."""
 
     def __init__(self, config: RunConfig, stage: Stage, sizes: MeshSizes, width: int) -> None:
         """width: bytes of an element in the compute dtype."""
         self._compiled = config.compile
         self._tp = sizes.tp
         self.tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)
-        """Of a micro-batch, in the rank's tp group."""
+        """Tokens of a micro-batch that the rank, or the tp group that it is in, works on."""
         self.hidden = width * config.model.hidden_size * self.tokens // sizes.tp
-        """The residual stream."""
+        """Bytes of the residual stream of one micro-batch on the rank."""
         self._block = block_bytes(config.model, width, sizes.tp, config.compile, input_bytes(config, width))
         kinds = build_attention(stage.attention, config.model.head_width)
         self._saved = [kind.saved_bytes(config.model, stage.seq_len) for kind in kinds]

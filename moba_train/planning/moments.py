@@ -198,7 +198,7 @@ class RankMoments:
         layers: Sequence[LayerActivations],
         kept: int,
         transport: TransportMemory,
-        at: "partial[Memory]",
+        at: partial[Memory],
         reduced: int,
     ) -> Iterator[Memory]:
         """The backward pass of a block, while other blocks keep `kept` bytes and gradients of `reduced` are on their

@@ -254,7 +254,7 @@ def test_memory_that_was_sent_is_used_again_while_its_copies_travel(device: str,
     x_TD = torch.randn(width, width, generator=generator, device=device)
 
     def gradients(memory: HostMemory | None) -> tuple[list[Tensor], int]:
-        """Of all weights, and the bytes of the GPU that were added at the peak."""
+        """The weights' gradients of three passes, and the bytes of GPU memory that these took at their peak."""
         found: list[Tensor] = []
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
         if device == "cuda":

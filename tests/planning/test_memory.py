@@ -309,8 +309,8 @@ def test_offloaded_activations_leave_room_on_the_host_for_the_optimizer():
 
 def test_budget_leaves_room_for_gradients_that_come_later():
     """Where it left less, torch waited for the GPU 8 times in 5 steps (128K in
-    benchmarks/results/training-8b-16-layers-h100-x2.json). The peak is below by the gradients: they come as activations
-    go."""
+    benchmarks/results/training-8b-16-layers-long-h100-x2.json). The peak is below by the gradients: they come as
+    activations go."""
     recipe = config(
         "llama3-8b",
         "128K",
