@@ -61,8 +61,10 @@ def recipe(
 
 
 def planned_here(file: Path, overrides: Sequence[str], ranks: int) -> StagePlan:
-    """What `moba-train plan` says of a recipe with one stage on `ranks` GPUs of this machine; where it has none, with no
-    limit of memory. overrides: `key.path=value`."""
+    """What `moba-train plan` says of a recipe with one stage on `ranks` GPUs of this machine.
+
+    Without GPUs, nothing limits memory. overrides: `key.path=value`.
+    """
     gpu = local_gpu()
     memory = gpu.memory if gpu is not None else None
     config = load_config(file, list(overrides))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from thread_ranks import Board, ThreadCommunicator
 
-from moba_train.parallel.context.costs import predict_cost
+from moba_train.parallel.context.costs import TransportCost, TransportMemory, most_memory, predict_cost
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 
@@ -93,3 +93,10 @@ def test_predicted_seconds_agree_with_those_measured_inside_a_node():
         found = predict_cost(how, AttentionShape(row["tokens"], 32, 8, 128))
         found = replace(found, node_bytes=found.node_bytes + found.network_bytes, network_bytes=0)
         assert 1000 * found.seconds() == pytest.approx(row["communication_ms"]["median"], rel=0.25), how
+
+
+def test_the_most_that_layers_of_different_kinds_take_is_of_each_part():
+    """One layer has the larger buffers, another one attends to all heads at once."""
+    sliced = TransportCost(0, 0, 0, memory_bytes=10, upfront_share=1, heads_at_once=0.25)
+    whole = TransportCost(0, 0, 0, memory_bytes=5, upfront_share=1)
+    assert most_memory([sliced, whole]) == TransportMemory(buffers=10, heads_at_once=1.0)
