@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.record import save
-from moba_train.model.loss import CHUNK_TOKENS, weighted_loss_sum
+from moba_train.model.loss import chunk_tokens, weighted_loss_sum
 
 DENSITIES = (0.001, 0.01, 0.1, 1.0)
 _BF16 = 2
@@ -37,10 +37,11 @@ def predicted_bytes(tokens: int, rows: int, vocab_size: int, hidden_size: int) -
     It consists of the logits of one chunk and, from the chunks before it, the gradients of the weight and of the hidden
     states; the rows of all chunks are kept for the backward pass.
     """
-    chunks = -(-rows // CHUNK_TOKENS)
+    at_once = chunk_tokens(vocab_size)
+    chunks = -(-rows // at_once)
     kept = _BF16 * rows * hidden_size
     gradients = _BF16 * (vocab_size + tokens) * hidden_size
-    logits = logits_bytes(min(rows, CHUNK_TOKENS), vocab_size)
+    logits = logits_bytes(min(rows, at_once), vocab_size)
     if chunks == 1:
         # The float32 tensors are freed before the weight's gradient is allocated, and all logits before the gradient of
         # the hidden states.
@@ -116,7 +117,8 @@ def main() -> None:
         results.append(result)
         shown = [result[key] / 2**20 for key in ("measured", "predicted", "all_logits")]
         print(f"{density:>8.1%} {rows:>8} {shown[0]:>10.1f} {shown[1]:>10.1f} {shown[2]:>11.1f}", flush=True)
-    settings = {"tokens": tokens, "vocab_size": vocab_size, "hidden_size": hidden_size, "chunk_tokens": CHUNK_TOKENS}
+    sizes = {"tokens": tokens, "vocab_size": vocab_size, "hidden_size": hidden_size}
+    settings = sizes | {"chunk_tokens": chunk_tokens(vocab_size)}
     save(arguments.output, settings, results)
 
 

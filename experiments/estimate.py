@@ -1,8 +1,9 @@
-"""How long an arm takes: before any was measured by a model of one H200, then by the arms that are finished.
+"""How long an arm takes: before any was measured by a model of one H100, then by the arms that are finished.
 
 A training token takes its real FLOPs (those of `moba-train plan`), a time for each channel of each layer (norms,
-launches, optimizer), and, where attention is sparse, a time for each query head and block that it selects. These
-constants are a fit to the rates of the 25M model at 2K to 32K tokens in benchmarks/results/miniatures-h200.json.
+rotary, copies, optimizer), and, where attention is sparse, a time for each query head and block that it selects. These
+constants are those of the kernels of 10M models at 8K tokens, full attention and MoBA 512/3 (docs/performance-log.md,
+"small models on a GPU").
 
 A step takes the host a time for each layer, however few its tokens. Arms that share a GPU wait for each other only
 where the GPU is full: an arm takes the longer of its host's time and the GPU's time for all of them.
@@ -26,15 +27,14 @@ START_S = 45.0
 """Start, compilation and evaluation at the end."""
 EVALUATION_S = 30.0
 """Each call of `moba-train eval`."""
-FLOPS = 560e12
+FLOPS = 400e12
 """Per second, of matrix products and attention."""
-CHANNEL_S = 0.26e-9
+CHANNEL_S = 0.1e-9
 """Per token, layer and hidden channel."""
-SELECTED_S = 2.7e-9
+SELECTED_S = 1.3e-9
 """Per token, query head and selected block."""
-LAYER_STEP_S = 0.0125
-"""The host's time for each layer of a step. Models of 6 layers took 71 to 77 ms a step alone and with three on an H200
-(results/hybrid.json, settings.json: 32k-x0.5-init-short); hosts differ, 50 to 92 ms."""
+LAYER_STEP_S = 0.008
+"""The host's time for each layer of a step: 39 to 57 ms a step of models of 6 layers on an H100's host, alone."""
 SELECTED = 8
 """Blocks of a sparse kind that has no `topk`."""
 CPU_FLOPS = 2e10

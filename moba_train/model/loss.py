@@ -9,7 +9,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_TOKENS = 4096
-"""Tokens whose logits exist at once: 2 GiB in float32 at a vocabulary of 128K."""
+"""Tokens whose logits exist at once, or more (`chunk_tokens`): 2 GiB in float32 at a vocabulary of 128K."""
+CHUNK_LOGITS = 1 << 28
+"""Logits that may exist at once where more than `CHUNK_TOKENS` are taken: 1 GiB in float32."""
+MOST_CHUNK_TOKENS = 1 << 15
+"""Tokens of a chunk at most, however small the vocabulary."""
 
 ChunkLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Weighted sum of the losses of hidden states [n, D] by a weight [V, D], labels int64 [n] and weights float32 [n]."""
@@ -41,9 +45,16 @@ class CompiledChunkLoss:
         return self._compiled(hidden_nD, weight_VD, labels_n, weights_n)
 
 
+def chunk_tokens(vocab_size: int) -> int:
+    """Tokens whose logits exist at once: a power of two, more for a small vocabulary, as each chunk costs the host 3 ms
+    of a step, on an H100's host."""
+    fitting = 1 << (CHUNK_LOGITS // vocab_size).bit_length() >> 1
+    return min(max(CHUNK_TOKENS, fitting), MOST_CHUNK_TOKENS)
+
+
 def filled_rows(rows: int) -> int:
-    """Rows of a chunk of `rows` that is filled up: an eighth, a quarter or a half of a complete chunk, or all of it."""
-    return next(size for size in (CHUNK_TOKENS // part for part in (8, 4, 2, 1)) if rows <= size)
+    """Rows of a chunk of `rows` that is filled up: a power of two, and at least an eighth of `CHUNK_TOKENS`."""
+    return max(CHUNK_TOKENS // 8, 1 << (rows - 1).bit_length())
 
 
 def weighted_loss_sum(
@@ -60,11 +71,12 @@ def weighted_loss_sum(
     float32 [n] belong to those rows. Logits are recomputed in the backward pass, so they never exist for all tokens.
     """
     total = hidden_TD.new_zeros((), dtype=torch.float32)
-    for index, labels, weights in zip(
-        index_n.split(CHUNK_TOKENS), labels_n.split(CHUNK_TOKENS), weights_n.split(CHUNK_TOKENS), strict=True
-    ):
+    rows = chunk_tokens(len(weight_VD))
+    for index, *loss_on in zip(index_n.split(rows), labels_n.split(rows), weights_n.split(rows), strict=True):
         hidden = hidden_TD.index_select(0, index)
-        total = total + checkpoint(of_chunk, hidden, weight_VD, labels, weights, use_reentrant=False)
+        total = total + checkpoint(
+            of_chunk, hidden, weight_VD, *loss_on, use_reentrant=False, preserve_rng_state=False
+        )
     return total
 
 
@@ -74,7 +86,8 @@ def token_losses(hidden_TD: Tensor, weight_VD: Tensor, labels_n: Tensor, index_n
 
     hidden [T, D]; weight [V, D]; index int64 [n]: rows of `hidden`; labels int64 [n] belong to those rows.
     """
-    chunks = zip(index_n.split(CHUNK_TOKENS), labels_n.split(CHUNK_TOKENS), strict=True)
+    rows = chunk_tokens(len(weight_VD))
+    chunks = zip(index_n.split(rows), labels_n.split(rows), strict=True)
     return torch.cat([_cross_entropy(hidden_TD[index], weight_VD, labels) for index, labels in chunks])
 
 

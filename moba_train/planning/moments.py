@@ -13,7 +13,7 @@ from typing import NamedTuple
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
-from moba_train.model.loss import CHUNK_TOKENS, filled_rows
+from moba_train.model.loss import chunk_tokens, filled_rows
 from moba_train.parallel.activations import LayerActivations
 from moba_train.parallel.context.costs import TransportMemory
 from moba_train.planning.layer_memory import LayerMemory
@@ -178,11 +178,12 @@ class RankMoments:
 
     def _loss(self, all_kept: int) -> Memory:
         rows_here = self._memory.tokens // self._sizes.tp
-        rows = min(CHUNK_TOKENS, rows_here)
+        complete = chunk_tokens(self._config.model.vocab_size)
+        rows = min(complete, rows_here)
         rows = filled_rows(rows) if self._config.compile else rows
         # The rows of all chunks, their gradient and, from the chunk before, the weight's.
         logits = bytes_per_logit(self._config, self._width) * rows * self._config.model.vocab_size
-        head = self._weights.head if rows_here > CHUNK_TOKENS else 0
+        head = self._weights.head if rows_here > complete else 0
         return self._at(
             "loss",
             gradients=self._gradients.early,

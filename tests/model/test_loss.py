@@ -6,7 +6,14 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moba_train.model import loss as loss_module
-from moba_train.model.loss import CompiledChunkLoss, weighted_loss_sum
+from moba_train.model.loss import (
+    CHUNK_LOGITS,
+    CHUNK_TOKENS,
+    MOST_CHUNK_TOKENS,
+    CompiledChunkLoss,
+    chunk_tokens,
+    weighted_loss_sum,
+)
 
 T, D, V = 23, 8, 31
 
@@ -27,16 +34,25 @@ def plain(hidden, weight, labels, index, weights):
     return (F.cross_entropy((hidden @ weight.T)[index], labels, reduction="none") * weights).sum()
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 10, 11, 12, 4096])
-def test_loss_and_gradients_equal_cross_entropy_whatever_the_chunk(case, chunk_tokens, monkeypatch):
+@pytest.mark.parametrize("rows", [1, 3, 10, 11, 12, 4096])
+def test_loss_and_gradients_equal_cross_entropy_whatever_the_chunk(case, rows, monkeypatch):
     """Chunks that end one before, at and one behind the last row included."""
-    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr(loss_module, "chunk_tokens", lambda _: rows)
     got, want = weighted_loss_sum(*case), plain(*case)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(
         torch.autograd.grad(got, case[:2]), torch.autograd.grad(want, case[:2]), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "tokens"),
+    [(256, 32_768), (8192, 32_768), (8193, 16_384), (16_384, 16_384), (32_000, 8192), (65_536, 4096), (151_936, 4096)],
+)
+def test_a_chunk_has_more_tokens_where_the_vocabulary_is_small(vocab_size, tokens):
+    assert chunk_tokens(vocab_size) == tokens
+    assert tokens in {CHUNK_TOKENS, MOST_CHUNK_TOKENS} or tokens * vocab_size <= CHUNK_LOGITS < 2 * tokens * vocab_size
 
 
 def test_bf16_logits_are_reduced_in_float32(case):
@@ -66,8 +82,9 @@ def test_no_weight_gives_zero_loss_and_zero_gradients(case, rows):
 
 
 def test_the_compiled_loss_is_the_same_and_compiled_for_few_sizes(device, monkeypatch):
-    """Rows are filled up to an eighth, a quarter or a half of a chunk, or to all of it; none at all, too."""
+    """Rows are filled up to a power of two, and to an eighth of the smallest chunk; none at all, too."""
     monkeypatch.setattr(loss_module, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(loss_module, "chunk_tokens", lambda _: 16)
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(rows, D, generator=generator).to(device).requires_grad_() for rows in (T, V)]
     labels, weights = torch.randint(V, (T,), generator=generator).to(device), torch.rand(T).to(device)

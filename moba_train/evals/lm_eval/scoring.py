@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moba_train.attention.protocol import packed_layout
-from moba_train.model.loss import CHUNK_TOKENS
+from moba_train.model.loss import chunk_tokens
 from moba_train.model.transformer import Transformer
 
 Document = tuple[int, ...]
@@ -104,7 +104,8 @@ def _predict(
     rows_n = torch.tensor(rows, dtype=torch.int64, device=device)
     log_likelihoods: list[Tensor] = []
     greedy: list[Tensor] = []
-    for own_rows, own_labels in zip(rows_n.split(CHUNK_TOKENS), labels_n.split(CHUNK_TOKENS), strict=True):
+    at_once = chunk_tokens(model.config.vocab_size)
+    for own_rows, own_labels in zip(rows_n.split(at_once), labels_n.split(at_once), strict=True):
         logits_nV = F.linear(hidden_TD[own_rows], model.output_weight)
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
         log_likelihoods.append(-F.cross_entropy(logits_nV, own_labels, reduction="none").double().cpu())
