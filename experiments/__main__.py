@@ -162,8 +162,11 @@ def _plot(figure: Figure, given: argparse.Namespace) -> int:
         page.write_section(figure)
     if source.exists():
         plot = source.with_suffix(".svg") if given.output else page.PAGE.parent / f"science-{figure.name}.svg"
-        page.draw(figure, source, plot)
-        print("\n".join([*page.summary_lines(figure, read_results(source)), f"drawn: {_shown(plot)}"]))
+        results = read_results(source)
+        print("\n".join(page.summary_lines(figure, results)))
+        if figure.find(results).is_begun:
+            page.draw(figure, source, plot)
+            print(f"drawn: {_shown(plot)}")
     else:
         print(f"{_shown(source)} does not exist yet: {page.command(figure)}")
     return 0 if source.exists() or given.output is None else 1
@@ -179,8 +182,8 @@ def _headline(figure: Figure) -> str:
 
 
 def _listed(figure: Figure) -> list[str]:
-    """The arms of one seed, with what they cost on one H200."""
-    rows = [["arm", "parameters", "tokens", "minutes on one H200"]]
+    """The arms of one seed, with what they cost on one H100."""
+    rows = [["arm", "parameters", "tokens", "minutes on one H100"]]
     for arm in _trained(figure).arms(0, quick=False):
         parameters, tokens = size_of(arm)
         rows.append(
@@ -190,7 +193,7 @@ def _listed(figure: Figure) -> list[str]:
 
 
 def modelled_seconds_on_one(arm: Arm) -> float:
-    """Seconds on one H200."""
+    """Seconds on one H100."""
     return modelled_seconds(arm, 1)
 
 

@@ -67,7 +67,7 @@ def size_of(arm: Arm) -> tuple[int, int]:
 
 
 def modelled_seconds(arm: Arm, gpus: int = 1, sharing: int = 1) -> float:
-    """Seconds of an arm by the model, on `gpus` H200, each with `sharing` arms; on this machine's CPU where `gpus` is
+    """Seconds of an arm by the model, on `gpus` H100, each with `sharing` arms; on this machine's CPU where `gpus` is
     0."""
     config = config_of(arm)
     stages = resolve_stages(config)

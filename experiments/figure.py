@@ -61,6 +61,11 @@ class Finding:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     """Fits and whatever else is worth keeping, as JSON values."""
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is anything to show: some figures compare arms, and have nothing before there are two."""
+        return len(self.rows) > 1
+
 
 class Figure(ABC):
     """One figure. Its class docstring says what it is about; `python -m experiments --list` prints the first line."""

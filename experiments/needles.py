@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.needle_signal import by_gate, draw_heads, draw_misses, retrieving, summary
 from benchmarks.plotting import plain
@@ -49,6 +49,14 @@ class Needles(Figure):
         "assumption is dropped. Heads that give the needle's key a tenth of their attention or more count as heads "
         "that retrieve. A published model, SmolLM2-135M, is [measured](retrieval.md#why-a-gate-finds-a-needle) the "
         "same way."
+    )
+    found: ClassVar[str] = (
+        "One seed. The formula is too pessimistic: in heads that retrieve, another block is scored above the needle's "
+        "less often than it says, by 0.11. A normal distribution with mean and spread of the scores as measured is "
+        "within 0.02, so the error is in how the formula arrives at these. At 1,536 keys, blocks of 32 miss the needle "
+        "in a third of the cases and blocks of 512 in three quarters, also in the model that was trained with full "
+        "attention. Full attention finds 98 % of the answers, MoBA 59 % with blocks of 128, 53 % with `key_conv` and "
+        "37 % with blocks of 512."
     )
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:

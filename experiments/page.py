@@ -40,7 +40,8 @@ def section(figure: Figure, path: Path) -> str:
     content = json.loads(path.read_text())
     finding = figure.find(content["results"]["arms"])
     where = f"../experiments/results/{path.name}"
-    parts += [f"![{figure.title}](science-{figure.name}.svg)", markdown(finding.rows)]
+    if finding.is_begun:
+        parts += [f"![{figure.title}](science-{figure.name}.svg)", markdown(finding.rows)]
     parts += [f"- {verdict}" for verdict in finding.verdicts]
     if not finding.verdicts and not figure.found:
         parts.append("The arms that are finished do not suffice for a verdict.")

@@ -91,7 +91,6 @@ class ScalingFigure(Figure):
             axes.set_xlabel("PFLOP/s-days", color=GREY)
             plain(axes)
         left.legend(frameon=False, labelcolor=GREY, fontsize=9)
-        right.legend(frameon=False, labelcolor=GREY, fontsize=8)
 
 
 def _mean_text(results: Sequence[Result], name: str, loss: Callable[[Result], float]) -> str:
@@ -134,6 +133,7 @@ def _draw_gaps(
         axes.plot(line[inside], gap[inside], color=GREY, lw=1.4, label="published fit")
         axes.plot(line, gap, color=GREY, lw=0.9, ls=":", label="the same, extrapolated")
         axes.axhline(0, color=GREY, lw=0.8)
+        axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
     axes.set_xscale("log")
 
 
@@ -150,8 +150,7 @@ class Scaling(ScalingFigure):
     setup = (
         "Five models of 4M to 21M parameters outside embeddings, 20 tokens for each, at 8K, with the same blocks and "
         "sparsity; equal seeds give both attentions equal weights and data. The plan asked for sizes up to 60M: "
-        "that model takes more than an hour of an H200. The largest one here takes about 19 minutes, as a host needs "
-        "about 12 ms for each layer of a step, which more GPUs do not shorten, and has to be given that by "
+        "that model takes about 50 minutes of an H100. The largest one here takes 13, and has to be given that by "
         "`--seconds`. Text and tokenizer are others than the published ones: gaps and "
         "exponents can be compared, levels cannot."
     )

@@ -36,8 +36,8 @@ class Trailing(ScalingFigure):
     )
     setup = (
         "Four models of 4M to 15M parameters, 20 tokens for each, at 32K, blocks of 512, 3 of 64 selected. The "
-        "largest model of F1 is left out for time: with full attention at 32K it takes 19 minutes of an H200, and an "
-        "arm has to end within nine on two. Samples of the trailing loss lie inside one document. Every model is "
+        "largest model of F1 is left out for time: with full attention at 32K it takes 16 minutes of an H100. "
+        "Samples of the trailing loss lie inside one document. Every model is "
         "evaluated with both attentions, which F3 and F9 use."
     )
     sizes = ("4m", "6m", "10m", "15m")

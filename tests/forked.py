@@ -1,7 +1,9 @@
 """Processes that begin with torch and the trainer imported, which takes longer than what most tests have them do."""
 
 import multiprocessing
+from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
+from typing import Any
 
 IMPORTED_LATE = [
     "torch._dynamo",
@@ -25,3 +27,16 @@ def forked() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["moba_train.train", "moba_train.cli", *IMPORTED_LATE])
     return context
+
+
+def run_processes(function: Callable[..., None], arguments: tuple[Any, ...], ranks: int, device: str = "cpu") -> None:
+    """Run `function(rank, *arguments)` in a process for each of the ranks, and wait for all. On the CPU they are forks.
+    For GPUs they are new ones: a fork cannot use a GPU that anything imported before it has asked for.
+
+    Raises ProcessRaisedException with the first error.
+    """
+    import torch.multiprocessing as mp  # late: conftest.py imports this file
+
+    forked()
+    method = "forkserver" if device == "cpu" else "spawn"
+    mp.start_processes(function, arguments, ranks, start_method=method)

@@ -74,9 +74,7 @@ def weighted_loss_sum(
     rows = chunk_tokens(len(weight_VD))
     for index, *loss_on in zip(index_n.split(rows), labels_n.split(rows), weights_n.split(rows), strict=True):
         hidden = hidden_TD.index_select(0, index)
-        total = total + checkpoint(
-            of_chunk, hidden, weight_VD, *loss_on, use_reentrant=False, preserve_rng_state=False
-        )
+        total = total + checkpoint(of_chunk, hidden, weight_VD, *loss_on, use_reentrant=False, preserve_rng_state=False)
     return total
 
 

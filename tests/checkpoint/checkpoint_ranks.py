@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from forked import forked
+from forked import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,8 +29,7 @@ def process_group(store: Path, rank: int = 0, world_size: int = 1, device: str =
 
 def run_ranks(world_size: int, function: Callable[..., None], store: Path, *args: Any, device: str = "cpu") -> None:
     """Runs `function(*args)` on `world_size` ranks in processes of their own; the first failure is raised."""
-    forked()
-    mp.start_processes(_run_rank, (world_size, function, store, device, args), world_size, start_method="forkserver")
+    run_processes(_run_rank, (world_size, function, store, device, args), world_size, device)
 
 
 def _run_rank(rank: int, world_size: int, function: Callable[..., None], store: Path, device: str, args: tuple) -> None:

@@ -245,6 +245,19 @@ def test_what_was_sent_is_freed_but_for_the_last_block(
     loss.backward()
 
 
+def _allocated(device: str) -> int:
+    """Bytes of GPU memory that are allocated, of which `_peak` is the most from here on; 0 on the CPU."""
+    if device == "cpu":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _peak(device: str) -> int:
+    """The most bytes of GPU memory that were allocated since `_allocated`; 0 on the CPU."""
+    return 0 if device == "cpu" else torch.cuda.max_memory_allocated()
+
+
 @pytest.mark.parametrize(("device", "width"), [("cpu", 64), pytest.param("cuda", 4096, marks=pytest.mark.gpu)])
 def test_memory_that_was_sent_is_used_again_while_its_copies_travel(device: str, width: int) -> None:
     """Twelve layers, three passes: the host is ahead of the GPU, and each layer's memory may be the next but one's."""
@@ -254,20 +267,21 @@ def test_memory_that_was_sent_is_used_again_while_its_copies_travel(device: str,
     x_TD = torch.randn(width, width, generator=generator, device=device)
 
     def gradients(memory: HostMemory | None) -> tuple[list[Tensor], int]:
-        """The weights' gradients of three passes, and the bytes of GPU memory that these took at their peak."""
+        """The weights' gradients of three passes, and the most GPU memory that a forward pass added, in bytes: in a
+        backward pass gradients take the place of activations."""
         found: list[Tensor] = []
-        before = torch.cuda.memory_allocated() if device == "cuda" else 0
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        most = 0
         for _ in range(3):
+            before = _allocated(device)
             trained = [weight.clone().requires_grad_() for weight in weights]
             y_TD = x_TD
             for weight in trained:
                 with nullcontext() if memory is None else memory.holding_rows(width, [weight]):
                     y_TD = torch.tanh(y_TD @ weight)
+            most = max(most, _peak(device) - before)
             y_TD.square().sum().backward()
             found += [weight.grad for weight in trained if weight.grad is not None]
-        return found, torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+        return found, most
 
     (sent, less), (kept, more) = gradients(HostMemory(torch.device(device))), gradients(None)
     assert len(sent) == 3 * len(weights)

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from forked import forked
+from forked import run_processes
 
 from moba_train.errors import LaunchError
 from moba_train.parallel.run_lock import run_folder_lock
@@ -95,10 +94,7 @@ def test_every_rank_is_told_who_trains_there_whatever_the_timeout_of_collectives
     lock = tmp_path / "lock"
     lock.write_text("process 1 on elsewhere")
     with held(lock):
-        forked()
-        mp.start_processes(
-            wait_longer_than_a_collective_may, (tmp_path / "store", tmp_path), 2, start_method="forkserver"
-        )
+        run_processes(wait_longer_than_a_collective_may, (tmp_path / "store", tmp_path), 2)
 
 
 def test_a_folder_that_was_removed_is_not_this_run_s_any_more(tmp_path: Path, world: World) -> None:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from forked import forked
+from forked import run_processes
 from safetensors.torch import save_file
 from torch import Tensor
 from trainer_ranks import Ranks, free_port
@@ -208,8 +207,7 @@ def gpu_rank(rank: int, port: int, output: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_are_as_exact_as_one(tmp_path: Path) -> None:
     """NCCL, bf16: gradients are as far from those in float32 as one GPU's, which rounds partial sums once less."""
-    forked()
-    mp.start_processes(gpu_rank, (free_port(), str(tmp_path / "results.pt")), 2, start_method="forkserver")
+    run_processes(gpu_rank, (free_port(), str(tmp_path / "results.pt")), 2, "cuda")
     device = torch.device("cuda")
     for options, got in zip(MODELS.values(), torch.load(tmp_path / "results.pt", weights_only=True), strict=True):
         truth, one = (on_one_device(options, device, dtype) for dtype in (torch.float32, torch.bfloat16))

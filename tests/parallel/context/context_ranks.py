@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from context_cases import (
     NAMES,
     Case,
@@ -24,7 +23,7 @@ from context_cases import (
     padded_shards,
     selected_by_ranks,
 )
-from forked import forked
+from forked import run_processes
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -266,8 +265,7 @@ CHECKS: dict[str, Check] = {
 
 def run_checks(world: int, checks: dict[str, Check], folder: Path, device: str = "cpu") -> dict[str, str]:
     """Run the checks on `world` ranks and return the errors of each check that failed on any of them."""
-    forked()
-    mp.start_processes(_rank, (world, checks, str(folder), device), world, start_method="forkserver")
+    run_processes(_rank, (world, checks, str(folder), device), world, device)
     errors: dict[str, str] = {}
     for rank in range(world):
         for name, text in json.loads((folder / f"errors{rank}.json").read_text()).items():
