@@ -24,7 +24,7 @@ from benchmarks.training import table
 
 RESULTS = [
     Path(__file__).parent / "results" / f"training-8b-16-layers-{name}h100-x2.json"
-    for name in ("", "long-", "offload-")
+    for name in ("", "long-", "offload-", "512k-")
 ]
 PLOT = Path(__file__).parent.parent / "docs" / "training.svg"
 MARKER = "<!-- training table: python -m benchmarks.training_plot --write FILE -->"

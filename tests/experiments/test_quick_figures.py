@@ -78,5 +78,5 @@ def test_names_and_options_that_do_not_go_together(capsys: pytest.CaptureFixture
 def test_the_arms_of_several_figures_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "trailing", "third-cliff"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("| arm | parameters | tokens | minutes on one H200 |") == 2
+    assert printed.count("| arm | parameters | tokens | minutes on one H100 |") == 2
     assert "| base |" in printed
