@@ -117,8 +117,8 @@ def main() -> None:
         results.append(result)
         shown = [result[key] / 2**20 for key in ("measured", "predicted", "all_logits")]
         print(f"{density:>8.1%} {rows:>8} {shown[0]:>10.1f} {shown[1]:>10.1f} {shown[2]:>11.1f}", flush=True)
-    sizes = {"tokens": tokens, "vocab_size": vocab_size, "hidden_size": hidden_size}
-    settings = sizes | {"chunk_tokens": chunk_tokens(vocab_size)}
+    chunk = chunk_tokens(vocab_size)
+    settings = {"tokens": tokens, "vocab_size": vocab_size, "hidden_size": hidden_size, "chunk_tokens": chunk}
     save(arguments.output, settings, results)
 
 
