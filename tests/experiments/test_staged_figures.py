@@ -130,6 +130,9 @@ def test_variants_of_a_base_are_evaluated_as_they_are_and_as_moba_and_as_full(ru
     finding = figure.find([base, tuned, other, full])
     assert "FAILS" in " ".join(cell for row in finding.rows for cell in row)
     assert [verdict.estimate.value for verdict in finding.verdicts] == pytest.approx([0.0] * 3, abs=1e-12)
+    assert {verdict.word for verdict in finding.verdicts} == {"cannot be told"}, (
+        "one seed, whatever the number of masks"
+    )
     assert len(drawn(figure, [base, tuned, other, full])) == 3
     other["history"][0]["eval_loss"] += 0.1
     with pytest.raises(ValueError, match="not with the same weights"):
