@@ -53,9 +53,9 @@ class ForcedChoices(Figure):
     )
     found: ClassVar[str] = (
         "One seed, so gains and losses of 0.02 to 0.04 may be chance: runs of F0 and F5 that differ by their seed "
-        "alone are up to 0.1 apart. Forcing previous and first block at once leaves one choice, and the needle is "
-        "lost: 3 % of the answers for 24 %. Heads of one layer do choose at distances of their own, by 0.11 bits "
-        "where sampling gives 0.001, and by less where a block is forced."
+        "alone are up to 0.1 apart. Forcing previous and first block at once leaves one choice; the needle is then "
+        "found in 3 % of the cases, for 24 %. Heads of one layer do choose at distances of their own, by 0.11 bits "
+        "where sampling gives 0.001, and by less in the other arms."
     )
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:

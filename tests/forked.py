@@ -37,6 +37,5 @@ def run_processes(function: Callable[..., None], arguments: tuple[Any, ...], ran
     """
     import torch.multiprocessing as mp  # late: conftest.py imports this file
 
-    forked()
-    method = "forkserver" if device == "cpu" else "spawn"
+    method = forked().get_start_method() if device == "cpu" else "spawn"
     mp.start_processes(function, arguments, ranks, start_method=method)
