@@ -6,9 +6,9 @@
     python -m benchmarks.step_time --results FILE.json        # every row of a result of benchmarks.training
 
 Measured are the median steps of result files that were made for other purposes. Four rates of planning/rates.py are
-fitted to the rows marked so; every other row is predicted, with the rates of the GPU that its file names. Compared are
-STEPS and each row of the files `WHOLE_FILES` that are there; rows that are left out have a reason. Nothing is measured
-here, so no GPU is needed.
+fitted to the rows marked so; every other row is predicted. Rows of another GPU than an H200 count with its rates.
+Compared are STEPS and each row of the files `WHOLE_FILES` that are there; rows that are left out have a reason.
+Nothing is measured here, so no GPU is needed.
 """
 
 import argparse
@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parent / "results"
 COMPARED = "docs/planning.md"
 """The document with the tables."""
 FITTED = ("products", "compiled_passes", "eager_passes", "float8_products")
-"""Rates that are fitted, the last one to the only step in FP8."""
+"""Rates that are fitted, the last one to the steps in FP8."""
 FLASH2 = "attention.full.backend=flash"
 """FlashAttention-2, which full attention ran on before flash-attn-4 was used."""
 
@@ -62,12 +62,27 @@ class Measured:
 
 
 OLD_1B = "training-1b-h200-x2.json"
+LENGTHS = "training-8b-16-layers-lengths-h100-x2.json"
+
+
+def half_8b(file: str, row: str) -> Measured:
+    """A row of 16 layers of the 8B model on two GPUs, which rates are fitted to."""
+    return Measured(file, (row,), row, "llama3-8b", 2, 1, 16, fit=True)
+
+
 STEPS = (
     Measured("training-8b-h200-x2.json", ("8K:full:none",), "8K:full:none", "llama3-8b", 2, 1, fit=True),
     Measured("training-1b-h200.json", ("full, compiled",), "8K:full:packed", fit=True),
     Measured("training-1b-h200.json", ("full",), "8K:full:eager:packed", fit=True),
     Measured("checkpoint-stall-8b-h200-x2-thread.json", (), "8K:full:eager:full:packed", "llama3-8b", 2, 2, fit=True),
     Measured("training-8b-h200-x2.json", ("8K:full:none:fp8",), "8K:full:none:fp8", "llama3-8b", 2, 1, fit=True),
+    half_8b(LENGTHS, "8K:full:none"),
+    half_8b(LENGTHS, "64K:full:full:cp2"),
+    half_8b(LENGTHS, "64K:moba-512-8:full:cp2"),
+    half_8b(LENGTHS, "128K:full:full:cp2:warm1:steps2"),
+    half_8b(LENGTHS, "128K:moba-512-8:budget:cp2:warm2:steps3"),
+    half_8b("training-8b-16-layers-h100-x2.json", "8K:full:none:fp8"),
+    half_8b("training-8b-16-layers-512k-h100-x2.json", "128K:moba-512-8:budget:cp2:fp8:warm2:steps3"),
     Measured("training-1b-h200.json", ("full, recomputed",), "8K:full:eager:full:packed"),
     Measured("training-1b-h200.json", ("MoBA 512/3, last 3 full",), "8K:moba-512-3-last3:eager:packed"),
     Measured("training-1b-h200.json", ("MoBA 512/3, last 3 full, compiled",), "8K:moba-512-3-last3:packed"),
@@ -84,11 +99,9 @@ STEPS = (
 )
 EAGER_LOSS = {"training-8b-h200-x2.json", "training-1b-h200.json", OLD_1B, "training-1b-h200-flash2.json"}
 """Files of before `compile` compiled the loss as well."""
-ULYSSES = {"training-8b-16-layers-h100-x2.json"}
-"""Files of before `parallel.cp_transport: auto` took all-gather between two ranks of a node."""
 WHOLE_FILES = "training-8b-*.json"
 """Results of `benchmarks.training` of which all rows are compared."""
-WAITED = "ranks waited for each other on that machine; measured again (`training-8b-16-layers-long-h100-x2.json`)"
+WAITED = f"Ulysses, before `auto` took all-gather, and ranks waited for memory; measured again (`{LENGTHS}`)"
 LEFT_OUT = {
     ("training-1b-h200-moba-reference.json", ""): "MoBA's reference in plain PyTorch",
     (OLD_1B, "MoBA 512/3, last 3 full"): "MoBA's reference in plain PyTorch",
@@ -98,12 +111,10 @@ LEFT_OUT = {
         "training-8b-16-layers-h100-x2.json",
         "8K:full:none:batch8:micro1:pp2:eager:parallel.pp_schedule=zero_bubble",
     ): "the split backward pass of a zero-bubble pipeline takes longer than plan knows: predicted 18 % shorter",
+    ("training-8b-16-layers-h100-x2.json", "64K:full:full:cp2"): WAITED,
     ("training-8b-16-layers-h100-x2.json", "64K:moba-512-8:full:cp2"): WAITED,
+    ("training-8b-16-layers-h100-x2.json", "128K:full:full:cp2:warm1:steps2"): WAITED,
     ("training-8b-16-layers-h100-x2.json", "128K:moba-512-8:budget:cp2:warm2:steps3"): WAITED,
-    (
-        "training-8b-16-layers-512k-h100-x2.json",
-        "128K:moba-512-8:budget:cp2:fp8:warm2:steps3",
-    ): "plan has FP8's rate at 8K tokens a GPU; with 64K its products are faster: predicted 22 % longer",
     ("miniatures-h200.json", ""): "25.7M parameters, whose steps wait for the host: predicted up to 51 % shorter",
 }
 """Rows with the time of training steps that are not predicted, and why: a file, and the row or all (an empty text)."""
@@ -146,7 +157,7 @@ def rows_of(file: Path) -> list[Measured]:
         Measured(
             file.name if file.parent == RESULTS else str(file.absolute()),
             (name,),
-            name + (":parallel.cp_transport=ulysses" if file.name in ULYSSES and row["cp"] > 1 else ""),
+            name,
             settings["model"],
             settings["gpus"],
             settings["sequences_per_gpu"],
@@ -210,12 +221,13 @@ def fit(rates: Rates = RATES) -> Rates:
 
 def fitted_once(rates: Rates) -> Rates:
     """One Gauss-Newton step of least squares of relative errors: products and passes by the rows in bf16, FP8's
-    products by its own row. The bytes of a logit follow from the measured loss and the products."""
+    products by those in FP8. The bytes of a logit follow from the measured loss and the products."""
     *bf16, float8 = FITTED
     return _nearer(_nearer(rates, bf16, in_float8=False), [float8], in_float8=True)
 
 
 def _nearer(rates: Rates, names: Sequence[str], in_float8: bool) -> Rates:
+    rates = _changed(rates)  # else the slopes would hold what RATES round of a logit's bytes
     errors = _fitted_errors(rates, in_float8)
     step = 1e-3
     changed = [_changed(rates, **{name: getattr(rates, name) * (1 + step)}) for name in names]

@@ -24,7 +24,7 @@ from benchmarks.training import table
 
 RESULTS = [
     Path(__file__).parent / "results" / f"training-8b-16-layers-{name}h100-x2.json"
-    for name in ("", "long-", "offload-", "512k-")
+    for name in ("", "offload-", "512k-", "lengths-")
 ]
 PLOT = Path(__file__).parent.parent / "docs" / "training.svg"
 MARKER = "<!-- training table: python -m benchmarks.training_plot --write FILE -->"

@@ -19,19 +19,19 @@ from moba_train.planning.devices import H200, Gpu
 class Rates:
     """What one GPU does in a second, and what takes it so long."""
 
-    products: float = 711e12
+    products: float = 717e12
     """Operations of bf16 matrix products with weights in a second. Fitted."""
-    compiled_passes: float = 11.5
+    compiled_passes: float = 8.62
     """How often compiled blocks read or write the bytes of their activations, forward and backward. Fitted."""
-    eager_passes: float = 15.5
+    eager_passes: float = 15.7
     """The same of blocks that are not compiled. Fitted."""
-    float8_products: float = 970e12
-    """Operations of FP8 matrix products, with the scaling and casting around them. From the only measured FP8 step."""
+    float8_products: float = 1061e12
+    """Operations of FP8 matrix products, with the scaling and casting around them. Fitted."""
     memory: float = COPY_BANDWIDTH
     """Bytes that are read and written in a second."""
-    compiled_loss_bytes: float = 25.0
+    compiled_loss_bytes: float = 26.5
     """Bytes read and written for a logit: forward, again, and backward, where the loss is compiled."""
-    eager_loss_bytes: float = 74.0
+    eager_loss_bytes: float = 75.6
     """Bytes read and written for a logit where the loss is not compiled."""
     update_s: Mapping[str, float] = field(default_factory=lambda: {"adamw": 10.3e-12, "muon": 98.6e-12})
     """Seconds of an optimizer's step for each parameter of the rank, by `optim.kind`."""

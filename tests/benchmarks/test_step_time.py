@@ -26,12 +26,12 @@ from moba_train.planning.rates import RATES
 from moba_train.planning.step_time import StageStep
 
 
-def test_every_measured_step_is_predicted_within_15_percent() -> None:
+def test_every_measured_step_is_predicted_within_12_percent() -> None:
     rows = compare()
     assert len(rows) >= len(STEPS)
     assert sum(not row.measured.fit for row in rows) > 2 * sum(row.measured.fit for row in rows)
     assert {row.measured.gpus for row in rows} >= {1, 2}
-    far = {f"{row.measured.file} {row.measured.row}": f"{row.error:+.1%}" for row in rows if abs(row.error) > 0.15}
+    far = {f"{row.measured.file} {row.measured.row}": f"{row.error:+.1%}" for row in rows if abs(row.error) > 0.12}
     assert far == {}
     for shown in (table(rows), left_out()):
         assert shown in (ROOT / COMPARED).read_text(), f"python -m benchmarks.step_time --write {COMPARED}"
@@ -127,7 +127,7 @@ def test_every_way_to_divide_a_step_is_predicted(tmp_path: Path) -> None:
     repeated = [of[row].repeated for row in (plain, "8K:full:budget", "8K:full:selective", "8K:full:full")]
     assert repeated[0] == repeated[1] == 0 < repeated[2] < repeated[3]
     # Of 6 operations a weight, full repeats 2 of the projections' and of two thirds of the feed-forward's.
-    products = 16 * 2 * 8192 * (41.9e6 + 2 / 3 * 176.2e6) / 711e12
+    products = 16 * 2 * 8192 * (41.9e6 + 2 / 3 * 176.2e6) / RATES.products
     assert repeated[3] - repeated[2] == pytest.approx(products, rel=0.01)
     assert 0 < of["64K:full:budget:cp2"].repeated < of["64K:full:full:cp2"].repeated
     assert of["64K:full:full:offload:cp2"] == of["64K:full:full:cp2"]

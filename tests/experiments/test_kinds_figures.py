@@ -89,8 +89,11 @@ def test_needles_measures_every_head_and_gate(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("in_this_process")
 def test_forced_choices_keeps_what_each_head_selects(monkeypatch: pytest.MonkeyPatch) -> None:
     results = quick("forced", monkeypatch, ["free"])
-    rows = {row[0]: row for row in FIGURES["forced"].find(results).rows}
-    assert list(rows) == ["", "free"]
+    finding = FIGURES["forced"].find(results)
+    assert [row[0] for row in finding.rows] == ["", "free"]
+    assert finding.verdicts == [], "two layers of one seed are one value"
+    (verdict,) = FIGURES["forced"].find([*results, *({**result, "seed": 1} for result in results)]).verdicts
+    assert verdict.estimate.low == verdict.estimate.high, "equal seeds have no spread"
     shares = {
         result["name"]: np.array(
             [layer["head_distance_share"] for layer in result["stages"]["train"]["gate_probe"]["gate_probe"]["layers"]]
