@@ -3,8 +3,9 @@
     python -m benchmarks.attention_gradients --output benchmarks/results/attention-gradients-h200.json
 
 Shape of Llama-3-8B's attention unless a row says otherwise. All paths are taken by turns, in calls that are queued,
-whatever `BlockCall.one_pass` says of the block size; blocks up to 128 keys are one tile of keys, so they have one pass
-only. `rounded`: one pass that adds up dq in 16 bits where it takes float32, for blocks of more than 1024 keys. A sample
+whatever `BlockCall.one_pass` and `gathered` say of the block size; blocks up to 128 keys are one tile of keys, so they
+have no two passes. `gathered`: one pass that gathers its rows. `rounded`: one pass that adds up dq in 16 bits where it
+takes float32, for blocks of more than 1024 keys. A sample
 of results and gradients is compared with float64 first; exit status 1 where one is wrong, or where a path does not
 repeat its bits. `both` is forward and backward with selection; its peak memory counts inputs, too.
 """
@@ -27,9 +28,9 @@ from benchmarks.timing import kernel_times, queued
 from moba_train.attention.protocol import BackwardState
 
 ROWS = ["32K:512/3", "32K:1024/2", "32K:4096/3", "64K:2048/6", "128K:4096/12", "32K:128/8", "64K:128/8", "128K:128/8"]
-PATHS = ("two passes", "one pass", "rounded")
+PATHS = ("two passes", "one pass", "gathered", "rounded")
 KERNELS = {
-    "history": ("dkdv_history", "dq_history", "gradients_history"),
+    "history": ("dkdv_history", "dq_history", "gradients_history", "gradients_gathered"),
     "own blocks": ("dkdv_own", "dq_own", "gradients_own"),
 }
 """Kernels that multiply matrices, of all paths."""
@@ -72,8 +73,8 @@ def run(case: Case, repeats: int) -> dict[str, Any]:
 
 def _paths(case: Case) -> tuple[str, ...]:
     if case.block_size <= 128:
-        return ("one pass",)
-    return PATHS if case.block_size > 1024 else PATHS[:2]
+        return PATHS[1:3] if case.block_size == 128 else PATHS[1:2]
+    return PATHS if case.block_size > 1024 else PATHS[:3]
 
 
 def _by(path: str, call: Callable[[], Any]) -> Any:
@@ -82,7 +83,11 @@ def _by(path: str, call: Callable[[], Any]) -> Any:
     from moba_train.attention.blocks.triton.one_pass import OnePass  # needs Gluon
 
     rounded = property(lambda launches: launches.dq.dtype) if path == "rounded" else OnePass.dq_dtype
-    with patch.object(BlockCall, "one_pass", path != "two passes"), patch.object(OnePass, "dq_dtype", rounded):
+    with (
+        patch.object(BlockCall, "one_pass", path != "two passes"),
+        patch.object(BlockCall, "gathered", path == "gathered"),
+        patch.object(OnePass, "dq_dtype", rounded),
+    ):
         return call()
 
 

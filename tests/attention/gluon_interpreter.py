@@ -88,7 +88,7 @@ class Pointer:
     def load(self, mask: Any = None, other: Any = None) -> Any:
         if not isinstance(self.at, Tensor):
             return other if mask is not None and not mask else self.memory[self._inside(self.at)].item()
-        ok = torch.ones_like(self.at, dtype=torch.bool) if mask is None else mask.expand(self.at.shape)
+        ok = torch.ones_like(self.at, dtype=torch.bool) if mask is None else torch.as_tensor(mask).expand(self.at.shape)
         unknown = torch.nan if self.memory.is_floating_point() else 10**9
         found = torch.full(self.at.shape, unknown if other is None else other, dtype=self.memory.dtype)
         found[ok] = self.memory[self._inside(self.at[ok])]
@@ -264,10 +264,10 @@ class Machine:
         self.under_way.append(land)
 
     def gather(self, room: Room, pointer: Pointer, mask: Tensor) -> None:
-        ok = mask.expand(room.memory.shape)
-        room.memory[ok] = torch.nan
+        """An asynchronous copy; what is masked is zero."""
+        room.memory.fill_(torch.nan)
         found = pointer.load(mask, 0)
-        self.thread.role.copies.append(lambda: room.memory.copy_(torch.where(ok, found, room.memory)))
+        self.thread.role.copies.append(lambda: room.memory.copy_(found))
 
     def end_copies(self, _left: int) -> None:
         role = self.wait()

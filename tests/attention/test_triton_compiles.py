@@ -193,18 +193,29 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
 
 
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "dq_dtype"), [("history", "bf16", "bf16"), ("history", "bf16", "fp32"), ("own", "fp16", "fp16")]
+    ("kernel", "dtype", "dq_dtype"),
+    [
+        ("history", "bf16", "bf16"),
+        ("history", "bf16", "fp32"),
+        ("gathered", "fp16", "fp16"),
+        ("gathered", "bf16", "fp32"),
+        ("own", "fp16", "fp16"),
+    ],
 )
 def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, dq_dtype, tmp_path):
     pytest.importorskip("triton.experimental.gluon")
-    from moba_train.attention.blocks.triton import history_pass, one_pass, own_pass
+    from moba_train.attention.blocks.triton import gathered_pass, history_pass, one_pass, own_pass
 
-    constants = {"D": 128, "M": one_pass.ROWS, "N": one_pass.KEYS, "STAGES": one_pass.STAGES}
-    constants |= {"G": 4} if kernel == "own" else {}
-    function = history_pass.gradients_history if kernel == "history" else own_pass.gradients_own
+    function, more = {
+        "history": (history_pass.gradients_history, {}),
+        "gathered": (gathered_pass.gradients_gathered, {"G": 4, "C": 7}),
+        "own": (own_pass.gradients_own, {"G": 4}),
+    }[kernel]
+    constants = {"D": 128, "M": one_pass.ROWS, "N": one_pass.KEYS, "STAGES": one_pass.STAGES, **more}
     options = {"num_warps": one_pass.WARPS, "maxnreg": one_pass.REGISTERS}
     tiles = one_pass.ROWS, one_pass.KEYS
-    compiled = compile_gluon(function, constants, *tiles, dtype, {"packed_dq": f"*{dq_dtype}"}, **options)
+    results = dict.fromkeys(("packed_dq", "part_dq"), f"*{dq_dtype}")
+    compiled = compile_gluon(function, constants, *tiles, dtype, results, **options)
     keeps_busy(compiled, one_pass.REGISTERS, 16, tmp_path)
 
 

@@ -77,6 +77,10 @@ def attend_backward(
         return torch.empty_like(state.q), torch.zeros_like(state.k), torch.zeros_like(state.v)
     dout_THD = heads_side_by_side(state.dout.contiguous())
     stats_TH2 = call.stats(dout_THD, state.out, state.lse)
+    if call.gathered:
+        from moba_train.attention.blocks.triton.one_pass import GatheredPass  # needs Gluon
+
+        return GatheredPass(call, dout_THD, stats_TH2, _lists(call, lists), call.like_q()).gradients()
     launches = ShortBlocks if call.shapes.short_backward else LongBlocks
     return launches(call, _lists(call, lists)).attend_backward(dout_THD, stats_TH2)
 

@@ -22,6 +22,8 @@ _COMBINE_ROWS = 32
 _PREPARE_ROWS = 32
 _ONE_PASS = (256, 512, 1024, 2048, 4096)
 """Keys of blocks whose gradients were measured to be faster in one pass."""
+_GATHERED: tuple[int, ...] = ()
+"""Keys of blocks whose gradients were measured to be faster in one pass over gathered rows: it has not run on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class BlockCall:
     def one_pass(self) -> bool:
         """Whether one pass makes all gradients of these blocks (one_pass.py)."""
         return self._suits_gluon and self.block_size in _ONE_PASS and self.selected > 0 and not self.partial
+
+    @property
+    def gathered(self) -> bool:
+        """Whether one pass makes all gradients of these blocks and gathers its rows (gathered_pass.py)."""
+        return self._suits_gluon and self.block_size in _GATHERED and self.selected > 0 and not self.partial
 
     @property
     def warp_specialised(self) -> bool:

@@ -13,7 +13,7 @@ from moba_train.attention.blocks.triton.key_tile import copy_keys, multiply, roo
 
 
 @gluon.jit
-def _wait_for_turn(done, key_tile):
+def wait_for_turn(done, key_tile):
     """Until the tiles of keys before this one have added their parts of a row tile's dq."""
     seen = key_tile * 0
     while seen < key_tile:
@@ -23,7 +23,7 @@ def _wait_for_turn(done, key_tile):
 
 
 @gluon.jit
-def _pass_turn(done, key_tile):
+def pass_turn(done, key_tile):
     """Let the next tile of keys add its part: what this program has written is there for the program that has it."""
     gl.inline_asm_elementwise(
         "fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0;",
@@ -35,7 +35,7 @@ def _pass_turn(done, key_tile):
 def _copy_packed(descriptors, done, room, bars, first, tiles, key_tile, first_key, column):
     """One warp: the keys, then tile after tile of rows, as soon as there is room and their dq may be added to."""
     q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc = descriptors
-    _k_room, _v_room, q_room, dout_room, lse_room, delta_room, _ds_room, _dq_room = room
+    _k_room, _v_room, q_room, dout_room, lse_room, delta_room, _place_room, _ds_room, _dq_room = room
     ready, free, keys_ready, _keys_free = bars
     stages: gl.constexpr = q_room.type.shape[0]
     M: gl.constexpr = q_desc.block_type.shape[0]
@@ -44,7 +44,7 @@ def _copy_packed(descriptors, done, room, bars, first, tiles, key_tile, first_ke
         stage = i % stages
         mbarrier.wait(free.index(stage), (i // stages & 1) ^ 1)
         if i >= stages:
-            _pass_turn(done + i - stages, key_tile)
+            pass_turn(done + i - stages, key_tile)
         bar = ready.index(stage)
         row = first + i * M
         mbarrier.expect(bar, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 8 * M)
@@ -52,11 +52,11 @@ def _copy_packed(descriptors, done, room, bars, first, tiles, key_tile, first_ke
         tma.async_copy_global_to_shared(lse_desc, [row], bar, lse_room.index(stage))
         tma.async_copy_global_to_shared(dout_desc, [row, 0], bar, dout_room.index(stage))
         tma.async_copy_global_to_shared(delta_desc, [row], bar, delta_room.index(stage))
-        _wait_for_turn(done + i, key_tile)
+        wait_for_turn(done + i, key_tile)
         mbarrier.arrive(bar)
     for i in range(gl.maximum(tiles - stages, 0), tiles):
         mbarrier.wait(free.index(i % stages), i // stages & 1)
-        _pass_turn(done + i, key_tile)
+        pass_turn(done + i, key_tile)
 
 
 @gluon.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "key_tiles", "split"])
@@ -102,7 +102,7 @@ def gradients_history(
     last = gl.minimum(first + split, gl.load(last_tile + which))
     # Leaving early would leave the warps behind that copy.
     tiles = gl.where(exists, gl.maximum(last - first, 0), 0)
-    room, bars = rooms(q_desc, k_desc, STAGES)
+    room, bars = rooms(k_desc, M, STAGES, 2)
     descriptors = (q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc)
     column = (first_kv_head + part) * D
     row, end = first * M, (first + tiles) * M
@@ -110,7 +110,7 @@ def gradients_history(
         [
             (
                 multiply,
-                (packed_dq, room, bars, row, end, tiles, tiles, 0, key_tile, 0, 0, 1, scale, N, D, False),
+                (packed_dq, room, bars, row, end, tiles, tiles, 0, key_tile, 0, 0, 1, scale, N, D, False, False),
             ),
             (_copy_packed, (descriptors, done + first, room, bars, row, tiles, key_tile, first_key, column)),
         ],

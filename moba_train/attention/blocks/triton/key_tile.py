@@ -1,9 +1,9 @@
 """One tile of keys and the rows that attend to it: all gradients in one pass, on Hopper.
 
 Five matrix products where two passes take seven. Written in Gluon, the lower level of Triton, in which warps can have
-roles: one copies tiles of rows to shared memory (history_pass.py, own_pass.py), two warpgroups multiply. dk and dv stay
-in their registers. Behind the last products of a tile of rows come the scores of the next, so that the matrix units
-wait for little else than the exponentials.
+roles: some copy tiles of rows to shared memory (history_pass.py, gathered_pass.py, own_pass.py), two warpgroups
+multiply. dk and dv stay in their registers. Behind the last products of a tile of rows come the scores of the next, so
+that the matrix units wait for little else than the exponentials.
 
 A row's dq is a sum over the tiles of keys of a block, kept in memory, in float32 where they are many. They add to it
 one after the other, always in the same order, so gradients are reproducible.
@@ -34,32 +34,33 @@ def copy_keys(k_desc, v_desc, room, keys_ready, first_key, column):
 
 
 @gluon.jit
-def rooms(q_desc, k_desc, STAGES: gl.constexpr):
-    """(shared memory of the operands, barriers): tiles of rows have STAGES places, each ready after two arrivals."""
-    dtype: gl.constexpr = q_desc.dtype
-    M: gl.constexpr = q_desc.block_type.shape[0]
+def rooms(k_desc, M: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """(shared memory of the operands, barriers): tiles of M rows have STAGES places, each ready after ARRIVALS."""
+    dtype: gl.constexpr = k_desc.dtype
     N: gl.constexpr = k_desc.block_type.shape[0]
     D: gl.constexpr = k_desc.block_type.shape[1]
     flat: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    q_room = gl.allocate_shared_memory(dtype, [STAGES, M, D], q_desc.layout)
-    dout_room = gl.allocate_shared_memory(dtype, [STAGES, M, D], q_desc.layout)
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
+    q_room = gl.allocate_shared_memory(dtype, [STAGES, M, D], tile)
+    dout_room = gl.allocate_shared_memory(dtype, [STAGES, M, D], tile)
     lse_room = gl.allocate_shared_memory(gl.float32, [STAGES, M], flat)
     delta_room = gl.allocate_shared_memory(gl.float32, [STAGES, M], flat)
+    place_room = gl.allocate_shared_memory(gl.int32, [STAGES, M], flat)
     k_room = gl.allocate_shared_memory(dtype, [1, N, D], k_desc.layout)
     v_room = gl.allocate_shared_memory(dtype, [1, N, D], k_desc.layout)
     ds_room = gl.allocate_shared_memory(dtype, [1, N, M], gl.NVMMASharedLayout(128, 16, 2))
-    dq_room = gl.allocate_shared_memory(dtype, [1, M, D], q_desc.layout)
+    dq_room = gl.allocate_shared_memory(dtype, [1, M, D], tile)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     keys_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=2)
+        mbarrier.init(ready.index(stage), count=ARRIVALS)
         mbarrier.init(free.index(stage), count=1)
     mbarrier.init(keys_ready, count=1)
     mbarrier.init(keys_free, count=1)
     fence_async_shared()
-    room = (k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room, dq_room)
+    room = (k_room, v_room, q_room, dout_room, lse_room, delta_room, place_room, ds_room, dq_room)
     return room, (ready, free, keys_ready, keys_free)
 
 
@@ -86,15 +87,16 @@ def row_tile(turn, first, tiles, M: gl.constexpr, CAUSAL: gl.constexpr):
 @gluon.jit
 def multiply(
     dq_out, room, bars, first, end, tiles, turns, turns_before, key_tile, first_key, first_head, heads, scale,
-    N: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, PLACED: gl.constexpr,
 ):  # fmt: skip
     """Two warpgroups: (dk, dv [N, D], dk not yet scaled) of one tile of keys, from `turns` tiles of rows (`row_tile`).
 
     Their dq goes to dq_out [rows, heads, D], for rows before `end`, added to what is there unless this is the block's
-    first tile of keys. CAUSAL: a row sees the keys up to its own number; `first_key` is the first of the tile, counted
-    as rows are. `turns_before`: turns since the barriers were made.
+    first tile of keys. PLACED: to the places that came with the rows, whatever `end` is. CAUSAL: a row sees the keys up
+    to its own number; `first_key` is the first of the tile, counted as rows are. `turns_before`: turns since the
+    barriers were made.
     """
-    k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room, dq_room = room
+    k_room, v_room, q_room, dout_room, lse_room, delta_room, place_room, ds_room, dq_room = room
     ready, free, keys_ready, _keys_free = bars
     stages: gl.constexpr = q_room.type.shape[0]
     M: gl.constexpr = q_room.type.shape[1]
@@ -143,11 +145,16 @@ def multiply(
         mbarrier.wait(ready.index(following), (step + 1) // stages & 1, pred=i + 1 < turns)
         s_token = warpgroup_mma(k_tile, q_room.index(following).permute([1, 0]), no_score, use_acc=False, is_async=True)
         # Whole rows at once: stored as the product leaves them, 4 bytes a thread, they would take longer than it.
-        row_M = at + gl.arange(0, M, gl.SliceLayout(1, whole_rows))
-        place = dq_out + ((row_M.to(gl.int64) * heads + first_head + head) * D)[:, None]
+        if PLACED:
+            row_M = place_room.index(stage).load(gl.SliceLayout(1, whole_rows))
+            ok = True  # one more register for each row would not fit
+            place = dq_out + (row_M.to(gl.int64) * D)[:, None]
+        else:
+            row_M = at + gl.arange(0, M, gl.SliceLayout(1, whole_rows))
+            ok = (row_M < end)[:, None]
+            place = dq_out + ((row_M.to(gl.int64) * heads + first_head + head) * D)[:, None]
         place = place + gl.arange(0, D, gl.SliceLayout(0, whole_rows))[None, :]
-        ok = (row_M < end)[:, None]
-        before = gl.load(place, mask=ok & (key_tile > 0), other=0.0, cache_modifier=".cg")
+        before = gl.load(place, mask=(key_tile > 0) & ok, other=0.0, cache_modifier=".cg")
         dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
         dq_tile.store((dq * scale).to(dtype))
         gl.thread_barrier()

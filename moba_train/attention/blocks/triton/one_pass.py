@@ -4,6 +4,7 @@ Rows are packed as for `dkdv_history`. Their dq is summed beside them, row by ro
 blocks' part.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from moba_train.attention.blocks.triton import combine
 from moba_train.attention.blocks.triton.bulk_copies import descriptor
 from moba_train.attention.blocks.triton.dq import own_dq
+from moba_train.attention.blocks.triton.gathered_pass import gradients_gathered
 from moba_train.attention.blocks.triton.history_pass import gradients_history
 from moba_train.attention.blocks.triton.launch import ceil_div, launch
 from moba_train.attention.blocks.triton.own_pass import gradients_own
@@ -61,16 +63,24 @@ class OnePass(PackedDkdv):
 
     def run(self) -> tuple[Tensor, Tensor]:
         """dk and dv [S, K, D]; dq too is written."""
-        call = self.call
         parts = self.work_ranges()
-        dk, dv = call.like_k(), call.like_k()
-        own = self.own(slice(0, call.kv_heads))
+        own = self.own(slice(0, self.call.kv_heads))
         room = self.room(parts)
+        return self.summed(parts, own, lambda work, table: self.history(work, table, room))
+
+    def summed(
+        self,
+        parts: list[WorkRange],
+        own: tuple[Tensor, Tensor],
+        history: Callable[[WorkRange, TileTable], SplitSums],
+    ) -> tuple[Tensor, Tensor]:
+        """dk and dv [S, K, D]: those of the `own` blocks, and of all work ranges by `history`."""
+        dk, dv = self.call.like_k(), self.call.like_k()
         for heads, several in groupby(zip(parts, self.tables(parts), strict=True), lambda part: part[0].kv_heads):
             mine = list(several)
             for work, table in mine[:-1]:
-                self.add(self.history(work, table, room), heads.start, own, own)
-            self.add(self.history(*mine[-1], room), heads.start, (dk, dv), own)
+                self.add(history(work, table), heads.start, own, own)
+            self.add(history(*mine[-1]), heads.start, (dk, dv), own)
         return dk, dv
 
     def work_ranges(self) -> list[WorkRange]:
@@ -151,6 +161,62 @@ class OnePass(PackedDkdv):
         """Compile-time sizes of both kernels."""
         tile = {"D": self.call.head_dim, "M": ROWS, "N": KEYS, "STAGES": STAGES}
         return {**tile, "num_warps": WARPS, "maxnreg": REGISTERS}
+
+
+@dataclass(frozen=True)
+class GatheredPass(OnePass):
+    """The launches of one call whose rows are gathered (`BlockCall.gathered`): only their dq takes memory."""
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """dk and dv [S, K, D]; dq too is written."""
+        return self.summed(self.work_ranges(), self.own(slice(0, self.call.kv_heads)), self.gathered)
+
+    def work_ranges(self) -> list[WorkRange]:
+        """Work ranges whose dq is at most twice the size of q, as the partial results of the forward pass."""
+        call = self.call
+        return list(work_ranges(self.lists, call.kv_heads, call.limit * self.dq.itemsize // self.dq_dtype.itemsize))
+
+    def gathered(self, work: WorkRange, table: TileTable) -> SplitSums:
+        """dk and dv of the rows of a work range, split by split; their dq is added."""
+        call = self.call
+        part_dq = self.stats.new_empty(1 + work.heads * work.entries, call.head_dim, dtype=self.dq_dtype)
+        done = torch.zeros(table.bound, dtype=torch.int32, device=part_dq.device)
+        splits = table.split_bound * self.key_tiles
+        part_dk, part_dv = (self.stats.new_empty(splits * KEYS, call.head_dim) for _ in range(2))
+        launch(
+            gradients_gathered,
+            (splits,),
+            call.q_THD,
+            self.dout,
+            self.stats,
+            *(descriptor(x, KEYS) for x in (call.k_SKD, call.v_SKD)),
+            part_dq,
+            done,
+            part_dk,
+            part_dv,
+            self.lists.entries,
+            table.list_of_split,
+            table.first_split,
+            table.last_tile,
+            table.begin,
+            table.end,
+            call.tables.bounds,
+            table.lists,
+            call.tables.blocks,
+            call.heads,
+            work.kv_heads.start,
+            self.key_tiles,
+            self.split_tiles,
+            work.first_entry,
+            work.entries,
+            call.q_THD.stride(0),
+            call.scale,
+            G=call.group,
+            C=call.selected,
+            **self.sizes,
+        )
+        call.combine(combine.combine_dq, work, self.dq, part_dq[1:])
+        return SplitSums(table, part_dk, part_dv)
 
 
 def busy_share(programs: int, at_once: int) -> float:

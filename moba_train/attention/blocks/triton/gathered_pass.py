@@ -1,0 +1,162 @@
+"""All gradients of the lists in one pass over rows that are gathered as they are needed (key_tile.py): one kernel.
+
+In place of packed rows (history_pass.py): four warps gather a tile of rows of q and dout, with what the backward pass
+needs of each, while two warpgroups multiply the tile before. So nothing is copied beforehand, nothing but dq is held in
+memory, and a row's dq goes to the place of its entry.
+
+The tiles of keys of a block take turns at the dq of a tile of rows, as there.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from moba_train.attention.blocks.triton.history_pass import pass_turn, wait_for_turn
+from moba_train.attention.blocks.triton.key_tile import copy_keys, multiply, rooms
+
+_WARPS = gl.constexpr(4)
+_ROWS = gl.constexpr(16)
+"""Rows whose addresses are in registers at a time, of which the warps that gather have 24."""
+
+
+@gluon.jit
+def _gather(
+    rows, strides, entries, left, shift, descriptors, column, first_key, done, room, bars, tiles, key_tile, later,
+    G: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """The keys, then tile after tile of rows, as soon as there is room and their dq may be added to.
+
+    `rows`: q, dout and stats of token 0 and the group's first head, and `strides` from token to token; `entries`: the
+    `left` entries of these rows and those behind them; `shift`: from an entry to the place of its dq. `later`: whether
+    a later tile of keys waits for its turn.
+
+    Rows past the end are zeros, and so are their gradients, with place 0, which nobody reads.
+    """
+    q, dout, stats = rows
+    q_stride, heads = strides
+    k_desc, v_desc = descriptors
+    _k_room, _v_room, q_room, dout_room, lse_room, delta_room, place_room, _ds_room, _dq_room = room
+    ready, free, keys_ready, _keys_free = bars
+    stages: gl.constexpr = q_room.type.shape[0]
+    M: gl.constexpr = q_room.type.shape[1]
+    D: gl.constexpr = q_room.type.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
+    i_M = gl.arange(0, M, flat)
+    i_R = gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
+    copy_keys(k_desc, v_desc, room, keys_ready, first_key, column)
+    for i in range(tiles):
+        stage = i % stages
+        mbarrier.wait(free.index(stage), (i // stages & 1) ^ 1)
+        if later & (i >= stages):
+            pass_turn(done + i - stages, key_tile)
+        ok = i_M < left
+        entry = gl.load(entries + i_M, mask=ok, other=0)
+        place_room.index(stage).store(gl.where(ok, entry + shift, 0))
+        stat = stats + (entry // C // G).to(gl.int64) * heads * 2 + entry // C % G * 2
+        async_copy.async_copy_global_to_shared(lse_room.index(stage), stat, mask=ok)
+        async_copy.async_copy_global_to_shared(delta_room.index(stage), stat + 1, mask=ok)
+        for part in gl.static_range(M // _ROWS):
+            ok = part * _ROWS + i_R < left
+            row = gl.load(entries + part * _ROWS + i_R, mask=ok, other=0) // C
+            from_q = q + ((row // G).to(gl.int64) * q_stride + row % G * D)[:, None] + columns[None, :]
+            to_q = q_room.index(stage).slice(part * _ROWS, _ROWS)
+            async_copy.async_copy_global_to_shared(to_q, from_q, mask=ok[:, None])
+            from_dout = dout + ((row // G).to(gl.int64) * heads + row % G)[:, None] * D + columns[None, :]
+            to_dout = dout_room.index(stage).slice(part * _ROWS, _ROWS)
+            async_copy.async_copy_global_to_shared(to_dout, from_dout, mask=ok[:, None])
+        async_copy.commit_group()
+        entries += M
+        left -= M
+        async_copy.wait_group(0)
+        fence_async_shared()
+        wait_for_turn(done + i, key_tile)
+        gl.thread_barrier()
+        mbarrier.arrive(ready.index(stage))
+    if later:
+        for i in range(gl.maximum(tiles - stages, 0), tiles):
+            mbarrier.wait(free.index(i % stages), i // stages & 1)
+            pass_turn(done + i, key_tile)
+
+
+@gluon.jit(
+    do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "key_tiles", "split", "first_entry", "head_entries"]
+)
+def gradients_gathered(
+    q,
+    dout,
+    stats,
+    k_desc,
+    v_desc,
+    part_dq,
+    done,
+    part_dk,
+    part_dv,
+    entries,
+    list_of_split,
+    first_split,
+    last_tile,
+    begin,
+    end,
+    bounds,
+    lists,
+    blocks,
+    heads,
+    first_kv_head,
+    key_tiles,
+    split,
+    first_entry,
+    head_entries,
+    stride_t,
+    scale,
+    G: gl.constexpr,
+    C: gl.constexpr,
+    D: gl.constexpr,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """float32 dk and dv of one tile of a block's keys from a split of the rows of its list, to their place in part_dk
+    and part_dv [splits, key tiles, N, D]; the rows' dq from these keys, added to part_dq [1 + entries, D].
+
+    `done` int32 [row tiles], 0 before: how many tiles of keys have added their part.
+    """
+    pid, key_tile = gl.program_id(0) // key_tiles, gl.program_id(0) % key_tiles
+    which = gl.load(list_of_split + pid)
+    exists = which < lists
+    which = gl.minimum(which, lists - 1)
+    part, block = which // blocks, which % blocks
+    first_key = gl.load(bounds + block * 6 + 3) + key_tile * N
+    before = (pid - gl.load(first_split + which)) * split
+    first = gl.load(last_tile + which - 1, mask=which > 0, other=0) + before
+    last = gl.minimum(first + split, gl.load(last_tile + which))
+    # Leaving early would leave the warps behind that copy.
+    tiles = gl.where(exists, gl.maximum(last - first, 0), 0)
+    position = gl.load(begin + which) + before * M
+    kv_head = first_kv_head + part
+    rows = (q + kv_head * G * D, dout + kv_head * G * D, stats + kv_head * G * 2)
+    room, bars = rooms(k_desc, M, STAGES, 1)
+    dk_ND, dv_ND = gl.warp_specialize(
+        [
+            (
+                multiply,
+                (part_dq, room, bars, 0, 0, tiles, tiles, 0, key_tile, 0, 0, 1, scale, N, D, False, True),
+            ),
+            (
+                _gather,
+                (rows, (stride_t, heads), entries + position, gl.load(end + which) - position,
+                 part * head_entries - first_entry + 1, (k_desc, v_desc), kv_head * D, first_key, done + first, room,
+                 bars, tiles, key_tile, key_tile + 1 < key_tiles, G, C),
+            ),
+        ],
+        [_WARPS],
+        [24],
+    )  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
+    key = gl.arange(0, N, gl.SliceLayout(1, layout))
+    at = key[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
+    place = (pid.to(gl.int64) * key_tiles + key_tile) * N * D
+    gl.store(part_dk + place + at, dk_ND * scale, mask=exists)
+    gl.store(part_dv + place + at, dv_ND, mask=exists)

@@ -1,0 +1,63 @@
+"""All gradients in one pass over gathered rows, on a Hopper GPU: the checks of test_triton_gpu.py by that path."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gathered_rows")]
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+import test_triton_gpu as checks  # noqa: E402
+from test_triton_gpu import LONG, case  # noqa: E402
+
+from moba_train.attention.blocks.triton import call  # noqa: E402
+
+
+@pytest.fixture
+def gathered_rows(monkeypatch):
+    """A test that does not launch the kernel fails."""
+    if torch.cuda.get_device_capability() != (9, 0) or not triton.__version__.startswith("3.6."):
+        pytest.skip("needs a Hopper GPU and Triton 3.6")
+    from moba_train.attention.blocks.triton import one_pass  # needs Gluon
+
+    launched = []
+    plain = one_pass.GatheredPass.gathered
+    monkeypatch.setattr(call, "_GATHERED", (128, 256, 512, 1024, 2048, 4096))
+    monkeypatch.setattr(one_pass.GatheredPass, "gathered", lambda *given: [launched.append(True), plain(*given)][1])
+    yield
+    assert launched
+
+
+CASES = [
+    case(LONG, 8, 2, 128, block_size=128, topk=8),
+    case(LONG, 8, 8, 128, torch.float16, block_size=128, topk=2),
+    case(LONG, 8, 2, 128, block_size=128, topk=5, select="group"),
+    case([2600, 1, 1300, 0, 700], 12, 6, 128, block_size=256, topk=4),
+    case([5000, 700, 65], 16, 8, 128, torch.float16, block_size=512, topk=9),
+    case([4500, 513], 8, 2, 128, block_size=1024, topk=3),
+    case([7000, 3], 6, 1, 128, block_size=2048, topk=3),
+    case([9000, 700], 4, 2, 128, block_size=4096, topk=2),
+]
+
+
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES)
+def test_gradients_are_as_exact_as_attention_written_plainly(lengths, heads, kv_heads, head_dim, dtype, options):
+    checks.test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_heads, head_dim, dtype, options)
+
+
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES[:1])
+def test_later_layers_repeat_the_launches(lengths, heads, kv_heads, head_dim, dtype, options):
+    checks.test_later_layers_on_a_layout_give_the_bits_of_a_first_one(
+        lengths, heads, kv_heads, head_dim, dtype, options
+    )
+
+
+@pytest.mark.parametrize("cut", [1500, 77])
+def test_shards_of_queries(cut):
+    checks.test_shards_of_queries_that_meet_all_keys_have_the_gradients_of_the_whole(cut)
+
+
+@pytest.mark.parametrize(("block_size", "topk"), [(128, 2), (512, 5)])
+def test_bits_repeat_beside_another_process(block_size, topk):
+    checks.test_results_repeat_bit_by_bit_beside_another_process(block_size, topk)
