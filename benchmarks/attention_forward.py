@@ -3,8 +3,9 @@
     python -m benchmarks.attention_forward --output benchmarks/results/attention-forward-h200.json
 
 Shape of Llama-3-8B's attention unless a row says otherwise. The selection is made once; both paths attend to it by
-turns, in calls that are queued. A sample of results and gradients is compared with float64 first; exit status 1 where
-one is wrong, or where a path does not repeat its bits. `attend_history` and `attend_own` are kernels of both paths.
+turns, in calls that are queued, whatever `BlockCall.warp_specialised` says. A sample of results and gradients is
+compared with float64 first; exit status 1 where one is wrong, or where a path does not repeat its bits.
+`attend_history` and `attend_own` are kernels of both paths.
 """
 
 import argparse
@@ -37,8 +38,8 @@ def run(case: Case, repeats: int) -> dict[str, Any]:
     selection = row.attention.select(row.q, row.attention.summarize(row.k, layout), layout)
     inputs = (row.q, row.k, row.v)
     sizes = BlockCall.from_tensors(*inputs, layout, selection[0], case.block_size, row.attention.scale)
-    if not sizes.warp_specialised:
-        raise ValueError(f"{case.name} given, which this GPU does by Triton alone (BlockCall.warp_specialised)")
+    if case.block_size % (keys := sizes.shapes.forward.keys):
+        raise ValueError(f"{case.name} given, blocks of whole tiles of {keys} keys needed")
     tflop = 4 * case.head_dim * case.block_size * int((selection[0] >= 0).sum()) / 1e12
     result: dict[str, Any] = {"row": case.name, "history_tflop": tflop}
     # Each on a layout of its own: launches on a layout are repeated from a record.
@@ -69,9 +70,7 @@ def _by(path: str, call: Callable[[], Any]) -> Any:
     """The result of a call by one of the paths."""
     from moba_train.attention.blocks.triton.call import BlockCall  # needs Triton
 
-    if path == "gluon":
-        return call()
-    with patch.object(BlockCall, "warp_specialised", False):
+    with patch.object(BlockCall, "warp_specialised", path == "gluon"):
         return call()
 
 

@@ -202,7 +202,8 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
         ("own", "fp16", "fp16"),
     ],
 )
-def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, dq_dtype, tmp_path):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, dq_dtype, head_dim, tmp_path):
     pytest.importorskip("triton.experimental.gluon")
     from moba_train.attention.blocks.triton import gathered_pass, history_pass, one_pass, own_pass
 
@@ -211,35 +212,38 @@ def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, dq_dtype, tmp_path)
         "gathered": (gathered_pass.gradients_gathered, {"G": 4, "C": 7}),
         "own": (own_pass.gradients_own, {"G": 4}),
     }[kernel]
-    constants = {"D": 128, "M": one_pass.ROWS, "N": one_pass.KEYS, "STAGES": one_pass.STAGES, **more}
+    constants = {"D": head_dim, "M": one_pass.ROWS, "N": one_pass.KEYS, "STAGES": one_pass.STAGES, **more}
     options = {"num_warps": one_pass.WARPS, "maxnreg": one_pass.REGISTERS}
-    tiles = one_pass.ROWS, one_pass.KEYS
+    sizes = head_dim, one_pass.ROWS, one_pass.KEYS
     results = dict.fromkeys(("packed_dq", "part_dq"), f"*{dq_dtype}")
-    compiled = compile_gluon(function, constants, *tiles, dtype, results, **options)
+    compiled = compile_gluon(function, constants, *sizes, dtype, results, **options)
     keeps_busy(compiled, one_pass.REGISTERS, 16, tmp_path)
 
 
-def test_the_forward_pass_keeps_the_matrix_units_busy(tmp_path):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_forward_pass_keeps_the_matrix_units_busy(head_dim, tmp_path):
     """The own blocks' kernel, which has all that the lists' has, and masks."""
     pytest.importorskip("triton.experimental.gluon")
     from moba_train.attention.blocks.triton import forward_launches, forward_pass
 
-    shape, options = tile_shapes(128, 512).forward, forward_launches.OPTIONS
+    shape, options = tile_shapes(head_dim, 512).forward, forward_launches.OPTIONS
     constants = {"G": 4, "M": shape.rows, **forward_launches.STAGES}
-    compiled = compile_gluon(forward_pass.attend_own, constants, 0, shape.keys, "bf16", {}, **options)
+    sizes = head_dim, 0, shape.keys
+    compiled = compile_gluon(forward_pass.attend_own, constants, *sizes, "bf16", {}, **options)
     keeps_busy(compiled, options["maxnreg"], 0, tmp_path)
 
 
 def compile_gluon(
     kernel: Any,
     constants: dict[str, Any],
+    head_dim: int,
     rows: int,
     keys: int,
     dtype: str,
     pointers: dict[str, str],
     **options: int,
 ) -> Any:
-    """A compiled kernel in Gluon, for heads of 128; `pointers` whose kind does not follow from their name alone."""
+    """A compiled kernel in Gluon; `pointers` whose kind does not follow from their name alone."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -248,9 +252,9 @@ def compile_gluon(
         scalar = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}[kind]
         return f"tensordesc<{kind}{block},{gl.NVMMASharedLayout.get_default_for(block, scalar)!r}>"
 
-    kinds = dict.fromkeys(("k_desc", "v_desc"), descriptor(keys, 128, dtype))
+    kinds = dict.fromkeys(("k_desc", "v_desc"), descriptor(keys, head_dim, dtype))
     if rows:
-        kinds |= dict.fromkeys(("q_desc", "dout_desc"), descriptor(rows, 128, dtype))
+        kinds |= dict.fromkeys(("q_desc", "dout_desc"), descriptor(rows, head_dim, dtype))
         kinds |= dict.fromkeys(("lse_desc", "delta_desc"), descriptor(rows, None, "fp32"))
     kinds |= {**dict.fromkeys(HALF, f"*{dtype}"), **dict.fromkeys(FLOATS, "*fp32"), **pointers}
     kinds |= dict.fromkeys((*INTEGERS, "done"), "*i32")

@@ -22,6 +22,8 @@ _COMBINE_ROWS = 32
 _PREPARE_ROWS = 32
 _ONE_PASS = (256, 512, 1024, 2048, 4096)
 """Keys of blocks whose gradients were measured to be faster in one pass."""
+_HEAD_DIMS = (128,)
+"""Head widths that the kernels in Gluon were measured with."""
 _GATHERED: tuple[int, ...] = ()
 """Keys of blocks whose gradients were measured to be faster in one pass over gathered rows: it has not run on a GPU."""
 
@@ -99,7 +101,7 @@ class BlockCall:
             and self.q_THD.is_cuda
             and torch.cuda.get_device_capability(self.q_THD.device) == (9, 0)
             and self.q_THD.dtype in (torch.bfloat16, torch.float16)
-            and self.head_dim == 128
+            and self.head_dim in _HEAD_DIMS
         )
 
     @property

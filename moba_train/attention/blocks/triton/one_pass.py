@@ -180,7 +180,9 @@ class GatheredPass(OnePass):
         """dk and dv of the rows of a work range, split by split; their dq is added."""
         call = self.call
         part_dq = self.stats.new_empty(1 + work.heads * work.entries, call.head_dim, dtype=self.dq_dtype)
-        done = torch.zeros(table.bound, dtype=torch.int32, device=part_dq.device)
+        # One tile of keys waits for nobody.
+        several = self.key_tiles > 1
+        done = torch.zeros(table.bound, dtype=torch.int32, device=part_dq.device) if several else table.last_tile
         splits = table.split_bound * self.key_tiles
         part_dk, part_dv = (self.stats.new_empty(splits * KEYS, call.head_dim) for _ in range(2))
         launch(
