@@ -78,7 +78,8 @@ def sharded_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int] =
     units = () if is_one_unit(sum(p.numel() for p in model.parameters()), dims.sizes) else model.blocks
     for module in (*units, model):
         fully_shard(module, mesh=dims.weight_mesh, mp_policy=policy)
-        module.set_gradient_divide_factor(1.0)
+        if dims.weight_mesh.size() > 1:  # one rank would divide by 1, a pass over all gradients
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo can only sum
     for method in ("loss", "token_losses") + (("run_part",) if isinstance(model, PipelineModel) else ()):
         register_fsdp_forward_method(model, method)

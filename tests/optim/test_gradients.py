@@ -22,6 +22,8 @@ def test_gradients_are_scaled_to_the_largest_norm_that_is_allowed(share: float |
     norm = gradient_norm(ours)
     most = share and share * norm.item()
     clip_gradients(ours, most, norm)
+    written = [p.grad._version for p in ours.parameters() if p.grad is not None]
+    assert any(written) == (share == 0.25), "gradients that need no scaling are not touched"
     if most is not None:
         torch.nn.utils.clip_grad_norm_(torchs.parameters(), most)
         assert gradient_norm(ours).item() == pytest.approx(min(most, norm.item()), rel=1e-4)
