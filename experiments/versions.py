@@ -70,17 +70,22 @@ class Versions(Figure):
     seeds = 1
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
-        """The middle rate first, then what is inserted, then the other rates."""
+        """The middle rate first, then what is inserted, then the other rates, of the smallest size first."""
         sizes = {"tiny": 4096} if quick else SIZES
         rates = (1,) if quick else RATES
         inserted = "tiny" if quick else INSERTED_SIZE
         trained = {
-            rate: [_trained(kind, size, rate, tokens, seed, quick) for size, tokens in sizes.items() for kind in KINDS]
+            (size, rate): [_trained(kind, size, rate, tokens, seed, quick) for kind in KINDS]
+            for size, tokens in sizes.items()
             for rate in rates
         }
         kinds = ("moba_v05", "moba_v1-sum", "moba") if quick else KINDS
         later = [_inserted(kind, inserted, sizes[inserted], seed, quick) for kind in kinds]
-        return [*trained[1], *later, *(arm for rate in rates if rate != 1 for arm in trained[rate])]
+        middle, others = (
+            [arm for key, arms in trained.items() if (key[1] == 1) == is_one for arm in arms]
+            for is_one in (True, False)
+        )
+        return [*middle, *later, *others]
 
     def find(self, results: Sequence[Result]) -> Finding:
         """For each version and size its best rate, spikes over all rates; then what insertion costs."""
