@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from moba_train.attention.blocks.triton.history_pass import pass_turn, wait_for_turn
-from moba_train.attention.blocks.triton.key_tile import copy_keys, multiply, rooms
+from moba_train.attention.blocks.triton.key_tile import copy_keys, multiply, rooms, store_parts
 
 _WARPS = gl.constexpr(4)
 _ROWS = gl.constexpr(16)
@@ -154,9 +154,4 @@ def gradients_gathered(
         [_WARPS],
         [24],
     )  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
-    key = gl.arange(0, N, gl.SliceLayout(1, layout))
-    at = key[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
-    place = (pid.to(gl.int64) * key_tiles + key_tile) * N * D
-    gl.store(part_dk + place + at, dk_ND * scale, mask=exists)
-    gl.store(part_dv + place + at, dv_ND, mask=exists)
+    store_parts(part_dk, part_dv, dk_ND * scale, dv_ND, pid.to(gl.int64) * key_tiles + key_tile, exists)

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from moba_train.attention.blocks.triton.key_tile import copy_keys, multiply, rooms
+from moba_train.attention.blocks.triton.key_tile import copy_keys, multiply, rooms, store_parts
 
 
 @gluon.jit
@@ -117,9 +117,4 @@ def gradients_history(
         [1],
         [24],
     )
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
-    key = gl.arange(0, N, gl.SliceLayout(1, layout))
-    at = key[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
-    place = (pid.to(gl.int64) * key_tiles + key_tile) * N * D
-    gl.store(part_dk + place + at, dk_ND * scale, mask=exists)
-    gl.store(part_dv + place + at, dv_ND, mask=exists)
+    store_parts(part_dk, part_dv, dk_ND * scale, dv_ND, pid.to(gl.int64) * key_tiles + key_tile, exists)

@@ -166,3 +166,15 @@ def multiply(
         at, head = row_tile(i + 1, first, tiles, M, CAUSAL)
         exponent = _exponent(s, lse_room.index(following), key_N, at + i_M, scale_log2, CAUSAL)
     return dk, dv
+
+
+@gluon.jit
+def store_parts(part_dk, part_dv, dk_ND, dv_ND, tile, exists):
+    """What `multiply` returned to a tile's place in part_dk and part_dv [tiles, N, D], float32, if it `exists`."""
+    N: gl.constexpr = dk_ND.type.shape[0]
+    D: gl.constexpr = dk_ND.type.shape[1]
+    layout: gl.constexpr = dk_ND.type.layout
+    key = gl.arange(0, N, gl.SliceLayout(1, layout))
+    at = key[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
+    gl.store(part_dk + tile * N * D + at, dk_ND, mask=exists)
+    gl.store(part_dv + tile * N * D + at, dv_ND, mask=exists)
