@@ -26,7 +26,7 @@ TIMES = {"step_s", "data_s", "attention_s", "tokens_per_s", "tokens_per_s_per_de
 def read_wandb_file(path: Path) -> list[Any]:
     """The protobuf records of a .wandb file: LevelDB's log format, 32 KiB blocks of (crc u32, length u16, type u8,
     data), after 7 bytes of header; a record that spans blocks comes in parts of type 2, 3, ..., 3, 4, a whole one has
-    type 1."""
+    type 1. A record that is still being written is left out."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, position, parts, records = path.read_bytes(), 7, b"", []
@@ -35,6 +35,8 @@ def read_wandb_file(path: Path) -> list[Any]:
             position += 32768 - position % 32768
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
+        if position + 7 + length > len(data):
+            break
         parts += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):
@@ -82,6 +84,13 @@ def records(crashed_run: Run) -> list[Any]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     return [record for file in files for record in read_wandb_file(file)]
+
+
+def test_a_file_is_read_while_wandb_writes_it(crashed_run: Run, records: list[Any], tmp_path: Path) -> None:
+    assert records  # all files are whole
+    (file, *_) = crashed_run.run_dir.glob("wandb/offline-run-*/*.wandb")
+    (tmp_path / "part.wandb").write_bytes(file.read_bytes()[:-3])
+    assert read_wandb_file(tmp_path / "part.wandb") == read_wandb_file(file)[:-1]
 
 
 def test_it_is_one_run_that_holds_each_step_of_metrics_jsonl_once(crashed_run: Run, records: list[Any]) -> None:
