@@ -44,11 +44,11 @@ def clip_gradients(model: nn.Module, max_norm: float | None, norm: Tensor) -> No
     A `norm` that is not finite leaves the gradients useless: the caller must not step then.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if max_norm is None or not gradients or norm.item() <= max_norm:
+    if max_norm is None or not gradients or (scale := max_norm / (norm + 1e-6)).item() >= 1:
         return
     # Each rank scales what it holds, as `torch.nn.utils.clip_grads_with_norm_` would. That one leaves it to DTensor,
     # which spends seconds of the first step on how the product of a list is sharded over a mesh of three dimensions.
-    torch._foreach_mul_([local_part(gradient) for gradient in gradients], max_norm / (norm + 1e-6))
+    torch._foreach_mul_([local_part(gradient) for gradient in gradients], scale)
 
 
 def norms_by_kind(model: Transformer, kinds: Sequence[str]) -> dict[str, Tensor]:

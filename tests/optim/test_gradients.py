@@ -16,14 +16,14 @@ def layers() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("share", [0.25, 2.0, None])
+@pytest.mark.parametrize("share", [0.25, 1.0, 2.0, None])
 def test_gradients_are_scaled_to_the_largest_norm_that_is_allowed(share: float | None) -> None:
     ours, torchs = layers(), layers()
     norm = gradient_norm(ours)
     most = share and share * norm.item()
     clip_gradients(ours, most, norm)
     written = [p.grad._version for p in ours.parameters() if p.grad is not None]
-    assert any(written) == (share == 0.25), "gradients that need no scaling are not touched"
+    assert any(written) == (share in (0.25, 1.0)), "gradients that need no scaling are not touched"
     if most is not None:
         torch.nn.utils.clip_grad_norm_(torchs.parameters(), most)
         assert gradient_norm(ours).item() == pytest.approx(min(most, norm.item()), rel=1e-4)
