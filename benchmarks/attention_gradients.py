@@ -5,9 +5,9 @@
 Shape of Llama-3-8B's attention unless a row says otherwise. All paths are taken by turns, in calls that are queued,
 whatever `BlockCall.one_pass` and `gathered` say of the block size; blocks up to 128 keys are one tile of keys, so they
 have no two passes. `gathered`: one pass that gathers its rows. `rounded`: one pass that adds up dq in 16 bits where it
-takes float32, for blocks of more than 1024 keys. A sample
-of results and gradients is compared with float64 first; exit status 1 where one is wrong, or where a path does not
-repeat its bits. `both` is forward and backward with selection; its peak memory counts inputs, too.
+takes float32, for blocks of more than 1024 keys. A sample of results and gradients is compared with float64 first; exit
+status 1 where one is wrong, or where a path does not repeat its bits. `both` is forward and backward with selection;
+its peak memory counts inputs, too.
 """
 
 import argparse

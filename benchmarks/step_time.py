@@ -101,7 +101,7 @@ EAGER_LOSS = {"training-8b-h200-x2.json", "training-1b-h200.json", OLD_1B, "trai
 """Files of before `compile` compiled the loss as well."""
 WHOLE_FILES = "training-8b-*.json"
 """Results of `benchmarks.training` of which all rows are compared."""
-WAITED = f"Ulysses, before `auto` took all-gather, and ranks waited for memory; measured again (`{LENGTHS}`)"
+WAITED = f"Ulysses, before `auto` took all-gather, and ranks waited for each other; measured again (`{LENGTHS}`)"
 LEFT_OUT = {
     ("training-1b-h200-moba-reference.json", ""): "MoBA's reference in plain PyTorch",
     (OLD_1B, "MoBA 512/3, last 3 full"): "MoBA's reference in plain PyTorch",

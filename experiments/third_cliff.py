@@ -85,10 +85,9 @@ class ThirdCliff(Figure):
         "0.75 at 10 % between: that it grows as the mask thins is not shown. Switched back to MoBA, models with "
         "3, 4 or 8 full layers lose what they learned, 3 to 4.5 nats; those with one full layer do not change. The "
         "other way round, fine-tuning with MoBA and evaluation with full attention is better than MoBA throughout, at "
-        "every mask. MoBA and full attention do not begin "
-        "alike, 0.35 apart of 13 nats, probably as the base is sure of the value that is not asked for. At 0.3 % the "
-        "gradient of the context, by that of the loss tokens, is 1.4 to 3.4 times as large with full attention, but "
-        "for the last layer, and as large with the last 3 full."
+        "every mask. MoBA and full attention do not begin alike, 0.35 apart of 13 nats, probably as the base is sure "
+        "of the value that is not asked for. At 0.3 % the gradient of the context, by that of the loss tokens, is 1.4 "
+        "to 3.4 times as large with full attention, but for the last layer, and as large with the last 3 full."
     )
     seeds: ClassVar[int] = 2
 

@@ -98,8 +98,8 @@ class Position(Figure):
     setup = "The largest models of F2 that both attentions have, on samples that lie inside one document, 2K a bucket."
     found: ClassVar[str] = (
         "One seed of 6.5M parameters, so no verdict. The shape is the published one: no gap in the first 2K tokens, "
-        "of which MoBA sees three quarters at once, and one that grows to the last. In the last bucket the "
-        "gap, in per cent of the loss, is five times the published one."
+        "of which MoBA sees three quarters at once, and one that grows to the last. In the last bucket the gap, in "
+        "per cent of the loss, is five times the published one."
     )
 
     def find(self, results: Sequence[Result]) -> Finding:

@@ -81,10 +81,8 @@ class Versions(Figure):
         }
         kinds = ("moba_v05", "moba_v1-sum", "moba") if quick else KINDS
         later = [_inserted(kind, inserted, sizes[inserted], seed, quick) for kind in kinds]
-        middle, others = (
-            [arm for key, arms in trained.items() if (key[1] == 1) == is_one for arm in arms]
-            for is_one in (True, False)
-        )
+        middle = [arm for (_, rate), arms in trained.items() if rate == 1 for arm in arms]
+        others = [arm for (_, rate), arms in trained.items() if rate != 1 for arm in arms]
         return [*middle, *later, *others]
 
     def find(self, results: Sequence[Result]) -> Finding:

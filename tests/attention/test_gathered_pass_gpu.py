@@ -9,9 +9,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 import test_triton_gpu as checks  # noqa: E402
-from test_triton_gpu import LONG, case  # noqa: E402
 
 from moba_train.attention.blocks.triton import call  # noqa: E402
+
+SIZES = (128, 256, 512, 1024, 2048, 4096)
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def gathered_rows(monkeypatch):
 
     launched = []
     plain = one_pass.GatheredPass.gathered
-    monkeypatch.setattr(call, "_GATHERED", (128, 256, 512, 1024, 2048, 4096))
+    monkeypatch.setattr(call, "_GATHERED", SIZES)
     monkeypatch.setattr(call, "_HEAD_DIMS", (64, 128))
     monkeypatch.setattr(one_pass.GatheredPass, "gathered", lambda *given: [launched.append(True), plain(*given)][1])
     yield
@@ -31,17 +32,11 @@ def gathered_rows(monkeypatch):
 
 
 CASES = [
-    case(LONG, 8, 2, 128, block_size=128, topk=8),
-    case(LONG, 8, 8, 128, torch.float16, block_size=128, topk=2),
-    case(LONG, 8, 2, 128, block_size=128, topk=5, select="group"),
-    case([2600, 1, 1300, 0, 700], 12, 6, 128, block_size=256, topk=4),
-    case([5000, 700, 65], 16, 8, 128, torch.float16, block_size=512, topk=9),
-    case(LONG, 6, 3, 64, block_size=128, topk=6),
-    case([3000, 1100], 4, 1, 64, torch.float16, block_size=512, topk=3),
-    case([4500, 513], 8, 2, 128, block_size=1024, topk=3),
-    case([7000, 3], 6, 1, 128, block_size=2048, topk=3),
-    case([9000, 700], 4, 2, 128, block_size=4096, topk=2),
+    one
+    for one in checks.CASES
+    if sum(one.values[0]) and one.values[-1]["block_size"] in SIZES and one.values[-1]["topk"] > 1
 ]
+"""Those that select blocks of these sizes."""
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES)

@@ -22,21 +22,22 @@ _ROWS = gl.constexpr(16)
 
 @gluon.jit
 def _gather(
-    rows, strides, entries, left, shift, descriptors, column, first_key, done, room, bars, tiles, key_tile, later,
+    rows, strides, entries, left, shift, descriptors, column, first_key, done, place_room, room, bars, tiles, key_tile,
+    later,
     G: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """The keys, then tile after tile of rows, as soon as there is room and their dq may be added to.
 
     `rows`: q, dout and stats of token 0 and the group's first head, and `strides` from token to token; `entries`: the
     `left` entries of these rows and those behind them; `shift`: from an entry to the place of its dq. `later`: whether
-    a later tile of keys waits for its turn.
+    a later tile of keys waits for its turn. `place_room`: where `multiply` finds the places.
 
     Rows past the end are zeros, and so are their gradients, with place 0, which nobody reads.
     """
     q, dout, stats = rows
     q_stride, heads = strides
     k_desc, v_desc = descriptors
-    _k_room, _v_room, q_room, dout_room, lse_room, delta_room, place_room, _ds_room, _dq_room = room
+    _k_room, _v_room, q_room, dout_room, lse_room, delta_room, _ds_room, _dq_room = room
     ready, free, keys_ready, _keys_free = bars
     stages: gl.constexpr = q_room.type.shape[0]
     M: gl.constexpr = q_room.type.shape[1]
@@ -138,20 +139,21 @@ def gradients_gathered(
     kv_head = first_kv_head + part
     rows = (q + kv_head * G * D, dout + kv_head * G * D, stats + kv_head * G * 2)
     room, bars = rooms(k_desc, M, STAGES, 1)
+    place_room = gl.allocate_shared_memory(gl.int32, [STAGES, M], gl.NVMMASharedLayout(0, 32, 1))
     dk_ND, dv_ND = gl.warp_specialize(
         [
             (
                 multiply,
-                (part_dq, room, bars, 0, 0, tiles, tiles, 0, key_tile, 0, 0, 1, scale, N, D, False, True),
+                (part_dq, place_room, room, bars, 0, 0, tiles, tiles, 0, key_tile, 0, 0, 1, scale, N, D, False, True),
             ),
             (
                 _gather,
                 (rows, (stride_t, heads), entries + position, gl.load(end + which) - position,
-                 part * head_entries - first_entry + 1, (k_desc, v_desc), kv_head * D, first_key, done + first, room,
-                 bars, tiles, key_tile, key_tile + 1 < key_tiles, G, C),
+                 part * head_entries - first_entry + 1, (k_desc, v_desc), kv_head * D, first_key, done + first,
+                 place_room, room, bars, tiles, key_tile, key_tile + 1 < key_tiles, G, C),
             ),
         ],
         [_WARPS],
         [24],
     )  # fmt: skip
-    store_parts(part_dk, part_dv, dk_ND * scale, dv_ND, pid.to(gl.int64) * key_tiles + key_tile, exists)
+    store_parts(part_dk, part_dv, dk_ND, dv_ND, scale, pid.to(gl.int64) * key_tiles + key_tile, exists)

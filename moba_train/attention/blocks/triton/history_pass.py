@@ -35,7 +35,7 @@ def pass_turn(done, key_tile):
 def _copy_packed(descriptors, done, room, bars, first, tiles, key_tile, first_key, column):
     """One warp: the keys, then tile after tile of rows, as soon as there is room and their dq may be added to."""
     q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc = descriptors
-    _k_room, _v_room, q_room, dout_room, lse_room, delta_room, _place_room, _ds_room, _dq_room = room
+    _k_room, _v_room, q_room, dout_room, lse_room, delta_room, _ds_room, _dq_room = room
     ready, free, keys_ready, _keys_free = bars
     stages: gl.constexpr = q_room.type.shape[0]
     M: gl.constexpr = q_desc.block_type.shape[0]
@@ -110,11 +110,11 @@ def gradients_history(
         [
             (
                 multiply,
-                (packed_dq, room, bars, row, end, tiles, tiles, 0, key_tile, 0, 0, 1, scale, N, D, False, False),
+                (packed_dq, 0, room, bars, row, end, tiles, tiles, 0, key_tile, 0, 0, 1, scale, N, D, False, False),
             ),
             (_copy_packed, (descriptors, done + first, room, bars, row, tiles, key_tile, first_key, column)),
         ],
         [1],
         [24],
     )
-    store_parts(part_dk, part_dv, dk_ND * scale, dv_ND, pid.to(gl.int64) * key_tiles + key_tile, exists)
+    store_parts(part_dk, part_dv, dk_ND, dv_ND, scale, pid.to(gl.int64) * key_tiles + key_tile, exists)

@@ -45,7 +45,6 @@ def rooms(k_desc, M: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr)
     dout_room = gl.allocate_shared_memory(dtype, [STAGES, M, D], tile)
     lse_room = gl.allocate_shared_memory(gl.float32, [STAGES, M], flat)
     delta_room = gl.allocate_shared_memory(gl.float32, [STAGES, M], flat)
-    place_room = gl.allocate_shared_memory(gl.int32, [STAGES, M], flat)
     k_room = gl.allocate_shared_memory(dtype, [1, N, D], k_desc.layout)
     v_room = gl.allocate_shared_memory(dtype, [1, N, D], k_desc.layout)
     ds_room = gl.allocate_shared_memory(dtype, [1, N, M], gl.NVMMASharedLayout(128, 16, 2))
@@ -60,7 +59,7 @@ def rooms(k_desc, M: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr)
     mbarrier.init(keys_ready, count=1)
     mbarrier.init(keys_free, count=1)
     fence_async_shared()
-    room = (k_room, v_room, q_room, dout_room, lse_room, delta_room, place_room, ds_room, dq_room)
+    room = (k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room, dq_room)
     return room, (ready, free, keys_ready, keys_free)
 
 
@@ -86,17 +85,17 @@ def row_tile(turn, first, tiles, M: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    dq_out, room, bars, first, end, tiles, turns, turns_before, key_tile, first_key, first_head, heads, scale,
-    N: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, PLACED: gl.constexpr,
+    dq_out, place_room, room, bars, first, end, tiles, turns, turns_before, key_tile, first_key, first_head, heads,
+    scale, N: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, PLACED: gl.constexpr,
 ):  # fmt: skip
     """Two warpgroups: (dk, dv [N, D], dk not yet scaled) of one tile of keys, from `turns` tiles of rows (`row_tile`).
 
     Their dq goes to dq_out [rows, heads, D], for rows before `end`, added to what is there unless this is the block's
-    first tile of keys. PLACED: to the places that came with the rows, whatever `end` is. CAUSAL: a row sees the keys up
-    to its own number; `first_key` is the first of the tile, counted as rows are. `turns_before`: turns since the
-    barriers were made.
+    first tile of keys. PLACED: to the places in `place_room`, which come with the rows, whatever `end` is. CAUSAL: a
+    row sees the keys up to its own number; `first_key` is the first of the tile, counted as rows are. `turns_before`:
+    turns since the barriers were made.
     """
-    k_room, v_room, q_room, dout_room, lse_room, delta_room, place_room, ds_room, dq_room = room
+    k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room, dq_room = room
     ready, free, keys_ready, _keys_free = bars
     stages: gl.constexpr = q_room.type.shape[0]
     M: gl.constexpr = q_room.type.shape[1]
@@ -147,14 +146,17 @@ def multiply(
         # Whole rows at once: stored as the product leaves them, 4 bytes a thread, they would take longer than it.
         if PLACED:
             row_M = place_room.index(stage).load(gl.SliceLayout(1, whole_rows))
-            ok = True  # one more register for each row would not fit
-            place = dq_out + (row_M.to(gl.int64) * D)[:, None]
         else:
             row_M = at + gl.arange(0, M, gl.SliceLayout(1, whole_rows))
-            ok = (row_M < end)[:, None]
-            place = dq_out + ((row_M.to(gl.int64) * heads + first_head + head) * D)[:, None]
+        place = dq_out + ((row_M.to(gl.int64) * heads + first_head + head) * D)[:, None]
         place = place + gl.arange(0, D, gl.SliceLayout(0, whole_rows))[None, :]
-        before = gl.load(place, mask=(key_tile > 0) & ok, other=0.0, cache_modifier=".cg")
+        if PLACED:
+            ok = True  # one more register for each row would not fit
+            added = key_tile > 0
+        else:
+            ok = (row_M < end)[:, None]
+            added = ok & (key_tile > 0)
+        before = gl.load(place, mask=added, other=0.0, cache_modifier=".cg")
         dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
         dq_tile.store((dq * scale).to(dtype))
         gl.thread_barrier()
@@ -169,12 +171,14 @@ def multiply(
 
 
 @gluon.jit
-def store_parts(part_dk, part_dv, dk_ND, dv_ND, tile, exists):
-    """What `multiply` returned to a tile's place in part_dk and part_dv [tiles, N, D], float32, if it `exists`."""
+def store_parts(part_dk, part_dv, dk_ND, dv_ND, scale, tile, exists):
+    """What `multiply` returned, dk scaled, to a tile's place in part_dk and part_dv [tiles, N, D], float32, if it
+    `exists`."""
     N: gl.constexpr = dk_ND.type.shape[0]
     D: gl.constexpr = dk_ND.type.shape[1]
     layout: gl.constexpr = dk_ND.type.layout
     key = gl.arange(0, N, gl.SliceLayout(1, layout))
     at = key[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
-    gl.store(part_dk + tile * N * D + at, dk_ND, mask=exists)
-    gl.store(part_dv + tile * N * D + at, dv_ND, mask=exists)
+    place = tile * N * D
+    gl.store(part_dk + place + at, dk_ND * scale, mask=exists)
+    gl.store(part_dv + place + at, dv_ND, mask=exists)

@@ -1,7 +1,7 @@
-"""The launches of history_pass.py and own_pass.py: all gradients of long blocks in one pass, on Hopper.
+"""The launches of history_pass.py, gathered_pass.py and own_pass.py: all gradients in one pass, on Hopper.
 
-Rows are packed as for `dkdv_history`. Their dq is summed beside them, row by row, and `combine_dq` adds it to the own
-blocks' part.
+`OnePass` packs rows as for `dkdv_history`; `GatheredPass`, also for short blocks, does not. The rows' dq is summed row
+by row, and `combine_dq` adds it to the own blocks' part.
 """
 
 from collections.abc import Callable

@@ -22,7 +22,7 @@ def _first_row(first_row, first_key, shift, M: gl.constexpr):
 def _copy_own(descriptors, stats, room, bars, rows, start, key_tiles, kv_head, heads, G: gl.constexpr, D: gl.constexpr):
     """One warp: for every tile of keys, these and the rows that see them, head by head."""
     q_desc, dout_desc, k_desc, v_desc = descriptors
-    _k_room, _v_room, q_room, dout_room, lse_room, delta_room, _place_room, _ds_room, _dq_room = room
+    _k_room, _v_room, q_room, dout_room, lse_room, delta_room, _ds_room, _dq_room = room
     ready, free, keys_ready, keys_free = bars
     first_row, last_row, shift = rows
     stages: gl.constexpr = q_room.type.shape[0]
@@ -71,8 +71,8 @@ def _own_key_tiles(
         first = _first_row(first_row, first_key, shift, M)
         tiles = gl.maximum(gl.cdiv(last_row - first, M), 0)
         dk_ND, dv_ND = multiply(
-            dq, room, bars, first, last_row, tiles, tiles * G, turns_before, key_tile, first_key - shift, kv_head * G,
-            heads, scale, N, D, True, False,
+            dq, 0, room, bars, first, last_row, tiles, tiles * G, turns_before, key_tile, first_key - shift,
+            kv_head * G, heads, scale, N, D, True, False,
         )  # fmt: skip
         turns_before += tiles * G
         mbarrier.arrive(bars[3])
