@@ -22,10 +22,7 @@ from benchmarks.plotting import GREY, STYLE, plain, stamp
 from benchmarks.record import insert_tables
 from benchmarks.training import table
 
-RESULTS = [
-    Path(__file__).parent / "results" / f"training-8b-16-layers-{name}h100-x2.json"
-    for name in ("", "offload-", "512k-", "lengths-")
-]
+RESULTS = [Path(__file__).parent / "results" / "training-8b-h200-x2.json"]
 PLOT = Path(__file__).parent.parent / "docs" / "training.svg"
 MARKER = "<!-- training table: python -m benchmarks.training_plot --write FILE -->"
 COLORS = {"torchtitan": "#9c6b00", "full attention": "#1c7ed6", "MoBA": "#d9480f"}

@@ -28,9 +28,13 @@ def input_bytes(config: RunConfig, width: int) -> int:
     """Bytes of each element of what a projection keeps of its input.
 
     Compiled, a layer in FP8 keeps the input in FP8 where forward and backward pass round it alike: with tensorwise
-    scaling. Uncompiled it keeps the input itself, and with a scale for each row the backward pass rounds that anew.
+    scaling. With a scale for each row the backward pass rounds the input anew, and a compiled block computes that again
+    from what it keeps anyway. Uncompiled, a layer keeps the input itself.
     """
-    return 1 if config.precision.gathers_fp8 and config.compile else width
+    precision = config.precision
+    if not config.compile or precision.linear != "fp8" or precision.implementation != "torchao":
+        return width
+    return 1 if precision.gathers_fp8 else 0
 
 
 def block_bytes(model: ModelConfig, width: int, tp: int, compiled: bool, input_width: int) -> BlockBytes:
@@ -41,8 +45,8 @@ def block_bytes(model: ModelConfig, width: int, tp: int, compiled: bool, input_w
     output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of the SwiGLU. A compiled block
     recomputes one of these four: 4.00 GiB less were measured on 16 layers (benchmarks/results/training-1b-h200.json).
     Inputs of projections take `input_width` bytes an element; that of the output projection, which attention keeps for
-    itself, `width`. In FP8 5.5 GiB less are predicted on 32 layers, 5.8 were measured
-    (benchmarks/results/training-8b-h200-x2.json).
+    itself, `width`. In FP8 5.5 GiB less are predicted on 32 layers, 5.8 were measured; with a scale for each row 11.0
+    and 10.9 (benchmarks/results/training-8b-h200-x2.json).
     """
     queries = model.heads * model.head_width
     keys = model.kv_heads * model.head_width

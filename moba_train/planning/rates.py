@@ -19,19 +19,21 @@ from moba_train.planning.devices import H200, Gpu
 class Rates:
     """What one GPU does in a second, and what takes it so long."""
 
-    products: float = 717e12
+    products: float = 705e12
     """Operations of bf16 matrix products with weights in a second. Fitted."""
-    compiled_passes: float = 8.62
+    compiled_passes: float = 8.19
     """How often compiled blocks read or write the bytes of their activations, forward and backward. Fitted."""
-    eager_passes: float = 15.7
+    eager_passes: float = 15.24
     """The same of blocks that are not compiled. Fitted."""
-    float8_products: float = 1061e12
-    """Operations of FP8 matrix products, with the scaling and casting around them. Fitted."""
+    float8_products: float = 1293e12
+    """Operations of FP8 matrix products, with the scaling and casting of their inputs. Fitted."""
+    float8_weight_bytes: float = 55.4
+    """Bytes read and written for each weight of a block that is scaled, cast and gathered in FP8. Fitted."""
     memory: float = COPY_BANDWIDTH
     """Bytes that are read and written in a second."""
-    compiled_loss_bytes: float = 26.5
+    compiled_loss_bytes: float = 23.3
     """Bytes read and written for a logit: forward, again, and backward, where the loss is compiled."""
-    eager_loss_bytes: float = 75.6
+    eager_loss_bytes: float = 72.4
     """Bytes read and written for a logit where the loss is not compiled."""
     update_s: Mapping[str, float] = field(default_factory=lambda: {"adamw": 10.3e-12, "muon": 98.6e-12})
     """Seconds of an optimizer's step for each parameter of the rank, by `optim.kind`."""

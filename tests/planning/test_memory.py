@@ -109,11 +109,18 @@ def test_the_estimate_is_what_an_8b_model_took_on_two_h200(measured, seq_len, at
     assert total / 2**30 == pytest.approx(measured, rel=0.02)
 
 
-@pytest.mark.parametrize(("row", "linear"), [("8K:full:none", "auto"), ("8K:full:none:fp8", "fp8")])
-def test_the_estimate_is_what_an_8b_model_took_in_fp8(row, linear, before):
-    """FP8 keeps the inputs of projections in one byte an element; the loss is the peak of both."""
+@pytest.mark.parametrize(
+    ("row", "precision"),
+    [
+        ("8K:full:none", {}),
+        ("8K:full:none:fp8", {"linear": "fp8"}),
+        ("8K:full:none:fp8-rowwise", {"linear": "fp8", "fp8": {"scaling": "rowwise"}}),
+    ],
+)
+def test_the_estimate_is_what_an_8b_model_took_in_fp8(row, precision):
+    """FP8 keeps the inputs of projections in one byte an element, or not at all; the loss is the peak of all."""
     results = json.loads((ROOT / "benchmarks/results/training-8b-h200-x2.json").read_text())["results"]
-    found = memory("llama3-8b", 2, "8K", FULL, compile=True, batch_tokens="16K", precision={"linear": linear})
+    found = memory("llama3-8b", 2, "8K", FULL, compile=True, batch_tokens="16K", precision=precision)
     assert found.moment == "loss"
     assert found.total / 2**30 == pytest.approx(results[row]["memory_gib"], rel=0.01)
 
