@@ -4,10 +4,10 @@
 
 Shape of Llama-3-8B's attention unless a row says otherwise. All paths are taken by turns, in calls that are queued,
 whatever `BlockCall.one_pass` and `gathered` say of the block size; blocks up to 128 keys are one tile of keys, so they
-have no two passes. `gathered`: one pass that gathers its rows. `rounded`: one pass that adds up dq in 16 bits where it
-takes float32, for blocks of more than 1024 keys. A sample of results and gradients is compared with float64 first; exit
-status 1 where one is wrong, or where a path does not repeat its bits. `both` is forward and backward with selection;
-its peak memory counts inputs, too.
+have no two passes. `gathered`: one pass that gathers its rows, for blocks of 128. `rounded`: one pass that adds up dq
+in 16 bits where it takes float32, for blocks of more than 1024 keys. A sample of results and gradients is compared with
+float64 first; exit status 1 where one is wrong, or where a path does not repeat its bits. `both` is forward and
+backward with selection; its peak memory counts inputs, too.
 """
 
 import argparse
@@ -73,8 +73,8 @@ def run(case: Case, repeats: int) -> dict[str, Any]:
 
 def _paths(case: Case) -> tuple[str, ...]:
     if case.block_size <= 128:
-        return PATHS[1:3] if case.block_size == 128 else PATHS[1:2]
-    return PATHS if case.block_size > 1024 else PATHS[:3]
+        return ("one pass", "gathered") if case.block_size == 128 else ("one pass",)
+    return ("two passes", "one pass", "rounded") if case.block_size > 1024 else ("two passes", "one pass")
 
 
 def _by(path: str, call: Callable[[], Any]) -> Any:
@@ -103,12 +103,23 @@ def table(results: list[dict[str, Any]]) -> str:
         [f"ms: {' / '.join(PATHS)}", "gradients", "both", *KERNELS, "TFLOP/s of the gradients", "peak GiB of both"]
     ]
     for result in results:
-        found = [result[path] for path in PATHS if path in result]
-        kernels = [[sum(x["kernels_ms"].get(name, 0.0) for name in names) for x in found] for names in KERNELS.values()]
-        columns = [[x[name]["median"] for x in found] for name in ("backward_ms", "both_ms")] + kernels
-        cells = [" / ".join(f"{ms:.2f}" for ms in pair) if any(pair) else "–" for pair in columns]
-        rates = " / ".join(f"{1000 * result['tflop'] / x['backward_ms']['median']:.0f}" for x in found)
-        lines.append([result["row"], *cells, rates, " / ".join(f"{x['peak_gib']:.2f}" for x in found)])
+        found = [result.get(path) for path in PATHS]
+
+        def cell(value: Callable[[dict[str, Any]], float], digits: int = 2, of: list[Any] = found) -> str:
+            return " / ".join("–" if x is None else f"{value(x):.{digits}f}" for x in of)
+
+        lines.append(
+            [
+                result["row"],
+                *(cell(lambda x, name=name: x[name]["median"]) for name in ("backward_ms", "both_ms")),
+                *(
+                    cell(lambda x, names=names: sum(x["kernels_ms"].get(n, 0) for n in names))
+                    for names in KERNELS.values()
+                ),
+                cell(lambda x, tflop=result["tflop"]: 1000 * tflop / x["backward_ms"]["median"], 0),
+                cell(lambda x: x["peak_gib"]),
+            ]
+        )
     return markdown(lines)
 
 

@@ -221,7 +221,8 @@ class AttentionKind(ABC):
         their inputs and results.
 
         The default, for kinds that make engine calls, is the bound of the block kernels: packed queries, packed
-        gradients of the output and partial gradients of queries, each as large as the queries.
+        gradients of the output and partial gradients of queries, each as large as the queries. Of few tokens they
+        take more, up to 384 MiB in all, which is not counted.
         """
         return 3 * width * model.heads * model.head_width if self.attentions else 0
 

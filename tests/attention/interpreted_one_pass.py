@@ -39,7 +39,6 @@ def gradients(lengths, heads, kv_heads, dtype, options):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("gathered", [False, True], ids=["packed", "gathered"])
 @pytest.mark.parametrize(
     ("lengths", "heads", "kv_heads", "options", "split", "own"),
     [
@@ -48,21 +47,19 @@ def gradients(lengths, heads, kv_heads, dtype, options):
         ([600], 2, 2, {"block_size": 512, "topk": 2}, 16, True),  # 32, as many as 4096 keys have
     ],
 )
-def test_gradients_in_one_pass_equal_the_reference(
-    lengths, heads, kv_heads, options, split, own, gathered, monkeypatch
-):
+def test_gradients_in_one_pass_equal_the_reference(lengths, heads, kv_heads, options, split, own, monkeypatch):
     monkeypatch.setattr(one_pass, "_SHORT_SPLIT", split)
     monkeypatch.setattr(one_pass.OnePass, "own_in_one_pass", lambda self: own)
-    monkeypatch.setattr(BlockCall, "gathered", gathered)
     got, want = gradients(lengths, heads, kv_heads, torch.float32, options)
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
         assert error(a, b) < 2e-6, name
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("limit", [10**6, 500])
-def test_short_blocks_gather_the_rows_of_all_heads_at_once_or_of_parts(limit, monkeypatch):
-    """One tile of keys; `limit`: entries of a work range, here cut by heads and queries."""
+@pytest.mark.parametrize(("limit", "split"), [(10**6, 1024), (500, 1024), (10**6, 32)])
+def test_short_blocks_gather_the_rows_of_all_heads_at_once_or_of_parts(limit, split, monkeypatch):
+    """One tile of keys; `limit`: entries of a work range, here cut by heads and queries; `split`: rows of a split."""
+    monkeypatch.setattr(one_pass, "_SHORT_SPLIT", split)
     shape = TileShape(16, 64, 4, 2)
     monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, b), dkdv=shape, dkdv_own=shape))
     monkeypatch.setattr(one_pass, "KEYS", 64)
@@ -75,9 +72,7 @@ def test_short_blocks_gather_the_rows_of_all_heads_at_once_or_of_parts(limit, mo
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("gathered", [False, True], ids=["packed", "gathered"])
-def test_dq_of_many_tiles_of_keys_is_as_exact_as_in_two_passes(gathered, monkeypatch):
+def test_dq_of_many_tiles_of_keys_is_as_exact_as_in_two_passes():
     """These have an error of 0.00037; added up in float16, 32 times, it is 0.00086."""
-    monkeypatch.setattr(BlockCall, "gathered", gathered)
     (dq, *_), (want, *_) = gradients([800], 1, 1, torch.float16, {"block_size": 512, "topk": 2})
     assert error(dq[512:], want[512:]) < 0.0005

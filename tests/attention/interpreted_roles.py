@@ -19,6 +19,7 @@ quicken()
         ([530, 1], 4, 2, {"block_size": 256, "topk": 3}, [None]),
         ([0, 300, 129], 3, 1, {"block_size": 384, "topk": 1}, [None]),
         ([600], 2, 1, {"block_size": 256, "topk": 2}, [((0, 77), (400, 600)), ((77, 400),)]),
+        ([530, 1, 140], 4, 2, {"block_size": 128, "topk": 4}, [None]),  # one tile of keys
     ],
 )
 def test_attention_by_warps_with_roles_equals_the_reference(lengths, heads, kv_heads, options, shards, monkeypatch):

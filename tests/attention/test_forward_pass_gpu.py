@@ -53,6 +53,16 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("topk", [2, 8])
+def test_blocks_of_one_tile_of_keys(topk, monkeypatch):
+    """Not the default: benchmarks.attention_forward compares both paths."""
+    from moba_train.attention.blocks.triton.call import BlockCall
+
+    monkeypatch.setattr(BlockCall, "warp_specialised", True)
+    lengths, options = [3001, 127, 0, 128, 900], {"block_size": 128, "topk": topk}
+    test_outputs_are_as_near_to_float64_as_attention_written_plainly_and_repeat((lengths, 8, 2, BF16, options))
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_outputs_are_as_near_to_float64_as_attention_written_plainly_and_repeat(case):
     lengths, heads, kv_heads, dtype, options = case

@@ -12,7 +12,7 @@ import test_triton_gpu as checks  # noqa: E402
 
 from moba_train.attention.blocks.triton import call  # noqa: E402
 
-SIZES = (128, 256, 512, 1024, 2048, 4096)
+SIZES = (128,)
 
 
 @pytest.fixture
@@ -56,6 +56,6 @@ def test_shards_of_queries(cut):
     checks.test_shards_of_queries_that_meet_all_keys_have_the_gradients_of_the_whole(cut)
 
 
-@pytest.mark.parametrize(("block_size", "topk"), [(128, 2), (512, 5)])
-def test_bits_repeat_beside_another_process(block_size, topk):
-    checks.test_results_repeat_bit_by_bit_beside_another_process(block_size, topk)
+@pytest.mark.parametrize("topk", [2, 8])
+def test_bits_repeat_beside_another_process(topk):
+    checks.test_results_repeat_bit_by_bit_beside_another_process(128, topk)

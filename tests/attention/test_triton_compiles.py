@@ -115,6 +115,38 @@ def test_what_threads_share_is_found():
     assert shared_in_place(compiled.asm["ttgir"]) == {"cursors"}
 
 
+def unused_barriers(ttgir: str) -> set[str]:
+    """Barriers that are made and never waited for. Their shared memory goes to something else, which is damaged where
+    the hardware still takes it for a barrier."""
+    uses: dict[str, list[str]] = {}
+    for line in ttgir.replace(" loc(", " ").splitlines():
+        name, _, rest = line.strip().rpartition(" = ")
+        for used in set(re.findall(r"%\w+", rest)):
+            uses.setdefault(used, []).append(f"{name} = {rest}")
+
+    def only_made(barrier: str) -> bool:
+        others = [use for use in uses[barrier] if "ttng.init_barrier" not in use]
+        parts = [use.split(" = ")[0] for use in others if "ttg.memdesc_index" in use]
+        return len(parts) == len(others) and all(map(only_made, parts))
+
+    made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*i64", ttgir)
+    return {barrier for barrier in made if only_made(barrier)}
+
+
+def test_a_barrier_that_nobody_waits_for_is_found():
+    ttgir = """
+        %a = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared, #smem, mutable> loc(#loc1)
+        %0 = ttg.memdesc_index %a[%c0] : !ttg.memdesc<2x1xi64> loc(#loc2)
+        ttng.init_barrier %0, 1 : !ttg.memdesc<1xi64> loc(#loc3)
+        %b = ttg.local_alloc : () -> !ttg.memdesc<1xi64, #shared, #smem, mutable> loc(#loc4)
+        ttng.init_barrier %b, 1 : !ttg.memdesc<1xi64> loc(#loc5)
+    """
+    assert unused_barriers(ttgir) == {"%a", "%b"}
+    assert (
+        unused_barriers(ttgir + "ttng.wait_barrier %b, %c0 : x\n%1 = ttg.memdesc_index %a[%c1]\nttng.wait %1") == set()
+    )
+
+
 def spilled_bytes(compiled: Any, folder: Path) -> int:
     """Stack per thread, which is where spilled registers go."""
     cubin = folder / "kernel.cubin"
@@ -198,7 +230,7 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
         ("history", "bf16", "bf16"),
         ("history", "bf16", "fp32"),
         ("gathered", "fp16", "fp16"),
-        ("gathered", "bf16", "fp32"),
+        ("gathered", "bf16", "bf16"),
         ("own", "fp16", "fp16"),
     ],
 )
@@ -217,7 +249,7 @@ def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, dq_dtype, head_dim,
     sizes = head_dim, one_pass.ROWS, one_pass.KEYS
     results = dict.fromkeys(("packed_dq", "part_dq"), f"*{dq_dtype}")
     compiled = compile_gluon(function, constants, *sizes, dtype, results, **options)
-    keeps_busy(compiled, one_pass.REGISTERS, 16, tmp_path)
+    keeps_busy(compiled, one_pass.REGISTERS, 24, tmp_path)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -275,6 +307,7 @@ def keeps_busy(compiled: Any, registers: int, allowed: int, folder: Path) -> Non
     They would take twice as long.
     """
     assert compiled.metadata.shared <= SHARED_LIMIT
+    assert unused_barriers(compiled.asm["ttgir"]) == set()
     assert spilled_bytes(compiled, folder) <= allowed
     assert spills_in_the_loop(compiled, folder) == 0
     code = folder / "kernel.ptx"

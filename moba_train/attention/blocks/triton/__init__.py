@@ -14,7 +14,7 @@ dq            dq of longer blocks, over these row tiles
 packed        dk and dv of longer blocks, from rows copied side by side
 key_tile      all gradients of a tile of keys in one pass, on Hopper (in Gluon, as the next three)
 history_pass  these of long blocks' lists, from the rows of packed
-gathered_pass  these of the lists of long and short blocks, from rows gathered as they are needed
+gathered_pass  these of the lists of blocks of one tile of keys, from rows gathered as they are needed
 own_pass      these of long blocks' own rows
 one_pass      the launches of these, in place of dq and packed
 row_tile      attention of a tile of rows by warps that have roles, on Hopper (in Gluon, as the next)

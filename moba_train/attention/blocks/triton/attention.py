@@ -55,7 +55,7 @@ def attend(
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     lse_HT = torch.empty(call.heads, call.tokens, dtype=torch.float32, device=q_THD.device)
     if call.tokens:
-        launches = ShortBlocks if call.shapes.short_forward else LongBlocks
+        launches = ShortBlocks if call.shapes.short_forward and not call.warp_specialised else LongBlocks
         launches(call, _lists(call, lists)).attend(out_THD, lse_HT)
     return out_THD, lse_HT
 

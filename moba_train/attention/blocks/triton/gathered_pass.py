@@ -1,10 +1,9 @@
-"""All gradients of the lists in one pass over rows that are gathered as they are needed (key_tile.py): one kernel.
+"""All gradients of the lists of blocks of one tile of keys, in one pass over gathered rows (key_tile.py): one kernel.
 
-In place of packed rows (history_pass.py): four warps gather a tile of rows of q and dout, with what the backward pass
-needs of each, while two warpgroups multiply the tile before. So nothing is copied beforehand, nothing but dq is held in
-memory, and a row's dq goes to the place of its entry.
-
-The tiles of keys of a block take turns at the dq of a tile of rows, as there.
+Four warps gather a tile of rows of q and dout, with what the backward pass needs of each, while two warpgroups multiply
+the tile before. So rows are not packed beforehand (history_pass.py), nothing but dq is held in memory, and a row's dq
+goes to the place of its entry. For longer blocks, of which each tile of keys would gather the rows anew, packing is
+faster (docs/performance-log.md).
 """
 
 from triton.experimental import gluon
@@ -12,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from moba_train.attention.blocks.triton.history_pass import pass_turn, wait_for_turn
 from moba_train.attention.blocks.triton.key_tile import copy_keys, multiply, rooms, store_parts
 
 _WARPS = gl.constexpr(4)
@@ -22,15 +20,14 @@ _ROWS = gl.constexpr(16)
 
 @gluon.jit
 def _gather(
-    rows, strides, entries, left, shift, descriptors, column, first_key, done, place_room, room, bars, tiles, key_tile,
-    later,
+    rows, strides, entries, left, shift, descriptors, column, first_key, place_room, room, bars, tiles,
     G: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """The keys, then tile after tile of rows, as soon as there is room and their dq may be added to.
+    """The keys, then tile after tile of rows, as soon as there is room.
 
     `rows`: q, dout and stats of token 0 and the group's first head, and `strides` from token to token; `entries`: the
-    `left` entries of these rows and those behind them; `shift`: from an entry to the place of its dq. `later`: whether
-    a later tile of keys waits for its turn. `place_room`: where `multiply` finds the places.
+    `left` entries of these rows and those behind them; `shift`: from an entry to the place of its dq. `place_room`:
+    where `multiply` finds the places.
 
     Rows past the end are zeros, and so are their gradients, with place 0, which nobody reads.
     """
@@ -38,7 +35,7 @@ def _gather(
     q_stride, heads = strides
     k_desc, v_desc = descriptors
     _k_room, _v_room, q_room, dout_room, lse_room, delta_room, _ds_room, _dq_room = room
-    ready, free, keys_ready, _keys_free = bars
+    ready, free, keys_ready = bars
     stages: gl.constexpr = q_room.type.shape[0]
     M: gl.constexpr = q_room.type.shape[1]
     D: gl.constexpr = q_room.type.shape[2]
@@ -51,8 +48,6 @@ def _gather(
     for i in range(tiles):
         stage = i % stages
         mbarrier.wait(free.index(stage), (i // stages & 1) ^ 1)
-        if later & (i >= stages):
-            pass_turn(done + i - stages, key_tile)
         ok = i_M < left
         entry = gl.load(entries + i_M, mask=ok, other=0)
         place_room.index(stage).store(gl.where(ok, entry + shift, 0))
@@ -73,18 +68,11 @@ def _gather(
         left -= M
         async_copy.wait_group(0)
         fence_async_shared()
-        wait_for_turn(done + i, key_tile)
         gl.thread_barrier()
         mbarrier.arrive(ready.index(stage))
-    if later:
-        for i in range(gl.maximum(tiles - stages, 0), tiles):
-            mbarrier.wait(free.index(i % stages), i // stages & 1)
-            pass_turn(done + i, key_tile)
 
 
-@gluon.jit(
-    do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "key_tiles", "split", "first_entry", "head_entries"]
-)
+@gluon.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "split", "first_entry", "head_entries"])
 def gradients_gathered(
     q,
     dout,
@@ -92,7 +80,6 @@ def gradients_gathered(
     k_desc,
     v_desc,
     part_dq,
-    done,
     part_dk,
     part_dv,
     entries,
@@ -106,7 +93,6 @@ def gradients_gathered(
     blocks,
     heads,
     first_kv_head,
-    key_tiles,
     split,
     first_entry,
     head_entries,
@@ -119,17 +105,14 @@ def gradients_gathered(
     N: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """float32 dk and dv of one tile of a block's keys from a split of the rows of its list, to their place in part_dk
-    and part_dv [splits, key tiles, N, D]; the rows' dq from these keys, added to part_dq [1 + entries, D].
-
-    `done` int32 [row tiles], 0 before: how many tiles of keys have added their part.
-    """
-    pid, key_tile = gl.program_id(0) // key_tiles, gl.program_id(0) % key_tiles
+    """float32 dk and dv of a block's keys from a split of the rows of its list, to their place in part_dk and part_dv
+    [splits, N, D]; the rows' dq from these keys, to part_dq [1 + entries, D]."""
+    pid = gl.program_id(0)
     which = gl.load(list_of_split + pid)
     exists = which < lists
     which = gl.minimum(which, lists - 1)
     part, block = which // blocks, which % blocks
-    first_key = gl.load(bounds + block * 6 + 3) + key_tile * N
+    first_key = gl.load(bounds + block * 6 + 3)
     before = (pid - gl.load(first_split + which)) * split
     first = gl.load(last_tile + which - 1, mask=which > 0, other=0) + before
     last = gl.minimum(first + split, gl.load(last_tile + which))
@@ -144,16 +127,16 @@ def gradients_gathered(
         [
             (
                 multiply,
-                (part_dq, place_room, room, bars, 0, 0, tiles, tiles, 0, key_tile, 0, 0, 1, scale, N, D, False, True),
+                (part_dq, place_room, room, bars, 0, 0, tiles, tiles, 0, 0, 0, 0, 1, scale, N, D, False, True),
             ),
             (
                 _gather,
                 (rows, (stride_t, heads), entries + position, gl.load(end + which) - position,
-                 part * head_entries - first_entry + 1, (k_desc, v_desc), kv_head * D, first_key, done + first,
-                 place_room, room, bars, tiles, key_tile, key_tile + 1 < key_tiles, G, C),
+                 part * head_entries - first_entry + 1, (k_desc, v_desc), kv_head * D, first_key, place_room, room,
+                 bars, tiles, G, C),
             ),
         ],
         [_WARPS],
         [24],
     )  # fmt: skip
-    store_parts(part_dk, part_dv, dk_ND, dv_ND, scale, pid.to(gl.int64) * key_tiles + key_tile, exists)
+    store_parts(part_dk, part_dv, dk_ND, dv_ND, scale, pid.to(gl.int64), exists)

@@ -36,7 +36,7 @@ def _copy_packed(descriptors, done, room, bars, first, tiles, key_tile, first_ke
     """One warp: the keys, then tile after tile of rows, as soon as there is room and their dq may be added to."""
     q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc = descriptors
     _k_room, _v_room, q_room, dout_room, lse_room, delta_room, _ds_room, _dq_room = room
-    ready, free, keys_ready, _keys_free = bars
+    ready, free, keys_ready = bars
     stages: gl.constexpr = q_room.type.shape[0]
     M: gl.constexpr = q_desc.block_type.shape[0]
     copy_keys(k_desc, v_desc, room, keys_ready, first_key, column)

@@ -35,7 +35,10 @@ def copy_keys(k_desc, v_desc, room, keys_ready, first_key, column):
 
 @gluon.jit
 def rooms(k_desc, M: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
-    """(shared memory of the operands, barriers): tiles of M rows have STAGES places, each ready after ARRIVALS."""
+    """(shared memory of the operands, barriers): tiles of M rows have STAGES places, each ready after ARRIVALS.
+
+    A kernel must wait for every barrier that it makes: else the compiler gives the barrier's memory to something else.
+    """
     dtype: gl.constexpr = k_desc.dtype
     N: gl.constexpr = k_desc.block_type.shape[0]
     D: gl.constexpr = k_desc.block_type.shape[1]
@@ -52,15 +55,13 @@ def rooms(k_desc, M: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    keys_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=ARRIVALS)
         mbarrier.init(free.index(stage), count=1)
     mbarrier.init(keys_ready, count=1)
-    mbarrier.init(keys_free, count=1)
     fence_async_shared()
     room = (k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room, dq_room)
-    return room, (ready, free, keys_ready, keys_free)
+    return room, (ready, free, keys_ready)
 
 
 @gluon.jit
@@ -96,7 +97,7 @@ def multiply(
     turns since the barriers were made.
     """
     k_room, v_room, q_room, dout_room, lse_room, delta_room, ds_room, dq_room = room
-    ready, free, keys_ready, _keys_free = bars
+    ready, free, keys_ready = bars
     stages: gl.constexpr = q_room.type.shape[0]
     M: gl.constexpr = q_room.type.shape[1]
     dtype: gl.constexpr = q_room.dtype

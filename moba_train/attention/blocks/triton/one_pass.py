@@ -1,7 +1,7 @@
 """The launches of history_pass.py, gathered_pass.py and own_pass.py: all gradients in one pass, on Hopper.
 
-`OnePass` packs rows as for `dkdv_history`; `GatheredPass`, also for short blocks, does not. The rows' dq is summed row
-by row, and `combine_dq` adds it to the own blocks' part.
+`OnePass` packs rows as for `dkdv_history`; `GatheredPass`, for blocks of one tile of keys, does not. The rows' dq is
+summed row by row, and `combine_dq` adds it to the own blocks' part.
 """
 
 from collections.abc import Callable
@@ -83,11 +83,6 @@ class OnePass(PackedDkdv):
             self.add(history(*mine[-1]), heads.start, (dk, dv), own)
         return dk, dv
 
-    def work_ranges(self) -> list[WorkRange]:
-        """Work ranges of as many rows as q has: packed q and dout, and their dq, are three times the size of q."""
-        call = self.call
-        return list(work_ranges(self.lists, call.kv_heads, call.tokens * call.heads))
-
     def own(self, heads: slice, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """dk and dv [S, K, D] of the own blocks, or of the spans in their place, all `heads` at once; their dq is
         written."""
@@ -165,7 +160,8 @@ class OnePass(PackedDkdv):
 
 @dataclass(frozen=True)
 class GatheredPass(OnePass):
-    """The launches of one call whose rows are gathered (`BlockCall.gathered`): only their dq takes memory."""
+    """The launches of one call whose rows are gathered (`BlockCall.gathered`), to blocks of one tile of keys: only the
+    rows' dq takes memory."""
 
     def run(self) -> tuple[Tensor, Tensor]:
         """dk and dv [S, K, D]; dq too is written."""
@@ -173,27 +169,21 @@ class GatheredPass(OnePass):
 
     def work_ranges(self) -> list[WorkRange]:
         """Work ranges whose dq is at most twice the size of q, as the partial results of the forward pass."""
-        call = self.call
-        return list(work_ranges(self.lists, call.kv_heads, call.limit * self.dq.itemsize // self.dq_dtype.itemsize))
+        return list(work_ranges(self.lists, self.call.kv_heads, self.call.limit))
 
     def gathered(self, work: WorkRange, table: TileTable) -> SplitSums:
         """dk and dv of the rows of a work range, split by split; their dq is added."""
         call = self.call
-        part_dq = self.stats.new_empty(1 + work.heads * work.entries, call.head_dim, dtype=self.dq_dtype)
-        # One tile of keys waits for nobody.
-        several = self.key_tiles > 1
-        done = torch.zeros(table.bound, dtype=torch.int32, device=part_dq.device) if several else table.last_tile
-        splits = table.split_bound * self.key_tiles
-        part_dk, part_dv = (self.stats.new_empty(splits * KEYS, call.head_dim) for _ in range(2))
+        part_dq = self.dq.new_empty(1 + work.heads * work.entries, call.head_dim)
+        part_dk, part_dv = (self.stats.new_empty(table.split_bound * KEYS, call.head_dim) for _ in range(2))
         launch(
             gradients_gathered,
-            (splits,),
+            (table.split_bound,),
             call.q_THD,
             self.dout,
             self.stats,
             *(descriptor(x, KEYS) for x in (call.k_SKD, call.v_SKD)),
             part_dq,
-            done,
             part_dk,
             part_dv,
             self.lists.entries,
@@ -207,7 +197,6 @@ class GatheredPass(OnePass):
             call.tables.blocks,
             call.heads,
             work.kv_heads.start,
-            self.key_tiles,
             self.split_tiles,
             work.first_entry,
             work.entries,

@@ -6,7 +6,7 @@ dq that it has written before.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moba_train.attention.blocks.triton.key_tile import copy_keys, multiply, rooms, row_tile
 
@@ -19,11 +19,13 @@ def _first_row(first_row, first_key, shift, M: gl.constexpr):
 
 
 @gluon.jit
-def _copy_own(descriptors, stats, room, bars, rows, start, key_tiles, kv_head, heads, G: gl.constexpr, D: gl.constexpr):
+def _copy_own(
+    descriptors, stats, room, bars, keys_free, rows, start, key_tiles, kv_head, heads, G: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
     """One warp: for every tile of keys, these and the rows that see them, head by head."""
     q_desc, dout_desc, k_desc, v_desc = descriptors
     _k_room, _v_room, q_room, dout_room, lse_room, delta_room, _ds_room, _dq_room = room
-    ready, free, keys_ready, keys_free = bars
+    ready, free, keys_ready = bars
     first_row, last_row, shift = rows
     stages: gl.constexpr = q_room.type.shape[0]
     M: gl.constexpr = q_desc.block_type.shape[0]
@@ -57,7 +59,7 @@ def _copy_own(descriptors, stats, room, bars, rows, start, key_tiles, kv_head, h
 
 @gluon.jit
 def _own_key_tiles(
-    out, room, bars, rows, start, stop, key_tiles, kv_head, heads, scale, G: gl.constexpr, N: gl.constexpr,
+    out, room, bars, keys_free, rows, start, stop, key_tiles, kv_head, heads, scale, G: gl.constexpr, N: gl.constexpr,
     D: gl.constexpr,
 ):  # fmt: skip
     """Two warpgroups: dq of a block's own rows, dk and dv of its keys, one tile of keys after the other."""
@@ -75,7 +77,7 @@ def _own_key_tiles(
             kv_head * G, heads, scale, N, D, True, False,
         )  # fmt: skip
         turns_before += tiles * G
-        mbarrier.arrive(bars[3])
+        mbarrier.arrive(keys_free)
         key = first_key + gl.arange(0, N, gl.SliceLayout(1, layout))
         at_ND = ((key.to(gl.int64) * (heads // G) + kv_head) * D)[:, None]
         at_ND = at_ND + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
@@ -111,15 +113,18 @@ def gradients_own(
     rows = (gl.load(at), gl.load(at + 1), gl.load(at + 2) - gl.load(at + 5))
     key_tiles = gl.minimum(key_tiles, gl.cdiv(stop - start, N))
     room, bars = rooms(k_desc, M, STAGES, 2)
+    keys_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(keys_free, count=1)
+    fence_async_shared()
     descriptors = (q_desc, dout_desc, k_desc, v_desc)
     out = (dq, sum_dk, sum_dv)
     gl.warp_specialize(
         [
             (
                 _own_key_tiles,
-                (out, room, bars, rows, start, stop, key_tiles, kv_head, heads, scale, G, N, D),
+                (out, room, bars, keys_free, rows, start, stop, key_tiles, kv_head, heads, scale, G, N, D),
             ),
-            (_copy_own, (descriptors, stats, room, bars, rows, start, key_tiles, kv_head, heads, G, D)),
+            (_copy_own, (descriptors, stats, room, bars, keys_free, rows, start, key_tiles, kv_head, heads, G, D)),
         ],
         [1],
         [24],

@@ -292,7 +292,7 @@ class PackedDkdv:
         return dk, dv
 
     def work_ranges(self) -> list[WorkRange]:
-        """Work ranges that fit into one room, for as many rows as q has: twice the size of q.
+        """Work ranges that fit into one room, for as many rows as q has: twice its size, three times with their dq.
 
         Short sequences have room for some more, as fewer launches are faster.
         """
