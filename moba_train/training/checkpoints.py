@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,8 @@ class RunCheckpoints:
         self._start_id = broadcast(uuid.uuid4().hex[:8])
         self._saved_id = ""
         self._evaluated = Evaluated({})
+        self.load_s = 0.0
+        """Seconds that it took to find, verify and load the checkpoint from which the run resumes."""
         self.resumed_numbers: Numbers | None = None
         """What the evaluations found that were due at the checkpoint from which the run resumes; None where they must
         be run."""
@@ -111,9 +114,12 @@ class RunCheckpoints:
         when all are damaged or not finite, and, unless `from_scratch`, when there are none though there were;
         TrainingError when too many starts have made no progress.
         """
+        began = time.monotonic()
         path = self._choose()
         try:
-            return self._start_from(path, from_scratch)
+            progress = self._start_from(path, from_scratch)
+            self.load_s = time.monotonic() - began
+            return progress
         except UserError:
             if self.restarts is not None:
                 self.restarts.end_in_order()  # a recipe that does not fit: the run has not been tried

@@ -58,7 +58,8 @@ class RunReports:
         if checkpoints.loaded_weights is not None:
             self.event("init_from", checkpoints.loaded_weights)
         if progress.step:
-            self.event("resume", f"resumed from the checkpoint of step {progress.step}, in stage {stage.name}")
+            text = f"resumed from the checkpoint of step {progress.step}, in stage {stage.name}"
+            self.event("resume", text, checkpoint_load_s=checkpoints.load_s)
             self._recipe(checkpoints.resumed_recipe, recipe_before)
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
