@@ -104,22 +104,14 @@ def table(results: list[dict[str, Any]]) -> str:
     ]
     for result in results:
         found = [result.get(path) for path in PATHS]
-
-        def cell(value: Callable[[dict[str, Any]], float], digits: int = 2, of: list[Any] = found) -> str:
-            return " / ".join("–" if x is None else f"{value(x):.{digits}f}" for x in of)
-
-        lines.append(
-            [
-                result["row"],
-                *(cell(lambda x, name=name: x[name]["median"]) for name in ("backward_ms", "both_ms")),
-                *(
-                    cell(lambda x, names=names: sum(x["kernels_ms"].get(n, 0) for n in names))
-                    for names in KERNELS.values()
-                ),
-                cell(lambda x, tflop=result["tflop"]: 1000 * tflop / x["backward_ms"]["median"], 0),
-                cell(lambda x: x["peak_gib"]),
-            ]
-        )
+        columns = [[x and x[name]["median"] for x in found] for name in ("backward_ms", "both_ms")]
+        columns += [
+            [x and sum(x["kernels_ms"].get(name, 0.0) for name in names) for x in found] for names in KERNELS.values()
+        ]
+        columns.append([x and 1000 * result["tflop"] / x["backward_ms"]["median"] for x in found])
+        columns.append([x and x["peak_gib"] for x in found])
+        cells = [" / ".join("–" if x is None else f"{x:.3g}" for x in numbers) for numbers in columns]
+        lines.append([result["row"], *cells])
     return markdown(lines)
 
 

@@ -233,9 +233,10 @@ class _Step:
 
     def _copies(self) -> float:
         """Seconds of FSDP's copies in the GPU's own memory, and of what it casts to FP8."""
-        copied = self._rounds * (GATHERED_COPIES * self._weights.total + SHARD_COPIES * self._weights.shard)
-        if self._config.precision.linear == "fp8":
-            copied += self._rounds * self._machine.rates.float8_weight_bytes * self._blocks * self._weights.block
+        in_blocks = self._blocks * self._weights.block
+        cast = self._machine.rates.float8_weight_bytes if self._config.precision.linear == "fp8" else 0.0
+        copied = GATHERED_COPIES * self._weights.total + SHARD_COPIES * self._weights.shard + cast * in_blocks
+        copied *= self._rounds
         copied += (self._micro_batches - self._rounds) * ACCUMULATED_COPIES * self._weights.total
         return copied / self._machine.rates.memory
 
