@@ -37,7 +37,7 @@ from moba_train.planning.step_time import Machine, StageStep, predict_step
 RESULTS = Path(__file__).parent / "results"
 COMPARED = "docs/planning.md"
 """The document with the tables."""
-FITTED = ("products", "compiled_passes", "eager_passes")
+FITTED = ("products", "compiled_passes", "eager_passes", "attention")
 """Rates that are fitted to steps in bf16."""
 FITTED_FLOAT8 = ("float8_products", "float8_weight_bytes")
 """Rates that are fitted to steps in FP8."""
@@ -88,6 +88,9 @@ STEPS = (
     half_8b(LENGTHS, "64K:moba-512-8:full:cp2"),
     half_8b(LENGTHS, "128K:full:full:cp2:warm1:steps2"),
     half_8b(LENGTHS, "128K:moba-512-8:budget:cp2:warm2:steps3"),
+    whole_8b("128K:full:full:cp2:warm1:steps2"),
+    whole_8b("128K:moba-512-8:budget:cp2:warm1:steps3"),
+    whole_8b("512K:moba-4096-12-last3:budget:offload:cp2:warm1:steps1:memory.host_gib=110"),
     half_8b("training-8b-16-layers-h100-x2.json", "8K:full:none:fp8"),
     half_8b("training-8b-16-layers-512k-h100-x2.json", "128K:moba-512-8:budget:cp2:fp8:warm2:steps3"),
     whole_8b("128K:moba-512-8:budget:cp2:fp8:warm1:steps3"),

@@ -19,21 +19,24 @@ from moba_train.planning.devices import H200, Gpu
 class Rates:
     """What one GPU does in a second, and what takes it so long."""
 
-    products: float = 705e12
+    products: float = 710e12
     """Operations of bf16 matrix products with weights in a second. Fitted."""
-    compiled_passes: float = 8.19
+    compiled_passes: float = 6.5
     """How often compiled blocks read or write the bytes of their activations, forward and backward. Fitted."""
-    eager_passes: float = 15.24
+    eager_passes: float = 14.56
     """The same of blocks that are not compiled. Fitted."""
-    float8_products: float = 1293e12
+    float8_products: float = 1279e12
     """Operations of FP8 matrix products, with the scaling and casting of their inputs. Fitted."""
-    float8_weight_bytes: float = 55.4
+    float8_weight_bytes: float = 57.1
     """Bytes read and written for each weight of a block that is scaled, cast and gathered in FP8. Fitted."""
+    attention: float = 0.892
+    """How fast attention is in a step, where the GPU is at its power limit, relative to its rates measured alone.
+    Fitted."""
     memory: float = COPY_BANDWIDTH
     """Bytes that are read and written in a second."""
-    compiled_loss_bytes: float = 23.3
+    compiled_loss_bytes: float = 24.7
     """Bytes read and written for a logit: forward, again, and backward, where the loss is compiled."""
-    eager_loss_bytes: float = 72.4
+    eager_loss_bytes: float = 73.8
     """Bytes read and written for a logit where the loss is not compiled."""
     update_s: Mapping[str, float] = field(default_factory=lambda: {"adamw": 10.3e-12, "muon": 98.6e-12})
     """Seconds of an optimizer's step for each parameter of the rank, by `optim.kind`."""
@@ -57,16 +60,16 @@ class Rates:
         )
 
     def attention_speed(self, layer: LayerAttention) -> float:
-        """How many times faster a layer's attention is than on an H200.
+        """How many times faster a layer's attention is in a step than alone on an H200.
 
         It is bound by matrix products, and so faster by the peak, except MoBA's in blocks below about `_BALANCED_BLOCK`
         keys, where reading and writing rows takes longer: the longer of both counts, on this GPU and on the H200. All
         other kinds are taken to be bound by products.
         """
         if layer.kind != "moba":
-            return self.peak
+            return self.attention * self.peak
         products_s = layer.options.model_dump()["block_size"] / _BALANCED_BLOCK
-        return max(products_s, 1.0) / max(products_s / self.peak, COPY_BANDWIDTH / self.memory)
+        return self.attention * max(products_s, 1.0) / max(products_s / self.peak, COPY_BANDWIDTH / self.memory)
 
 
 _BALANCED_BLOCK = 236

@@ -27,12 +27,12 @@ from moba_train.planning.rates import RATES
 from moba_train.planning.step_time import StageStep
 
 
-def test_every_measured_step_is_predicted_within_12_percent() -> None:
+def test_every_measured_step_is_predicted_within_10_percent() -> None:
     rows = compare()
     assert len(rows) >= len(STEPS)
     assert sum(not row.measured.fit for row in rows) > 2 * sum(row.measured.fit for row in rows)
     assert {row.measured.gpus for row in rows} >= {1, 2}
-    far = {f"{row.measured.file} {row.measured.row}": f"{row.error:+.1%}" for row in rows if abs(row.error) > 0.12}
+    far = {f"{row.measured.file} {row.measured.row}": f"{row.error:+.1%}" for row in rows if abs(row.error) > 0.1}
     assert far == {}
     for shown in (table(rows), left_out()):
         assert shown in (ROOT / COMPARED).read_text(), f"python -m benchmarks.step_time --write {COMPARED}"

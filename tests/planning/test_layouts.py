@@ -185,7 +185,7 @@ def test_another_gpus_rates_are_scaled_by_its_peak_or_by_its_memory() -> None:
             ("moba", {"block_size": 64}, bandwidth),
         ):
             layer = LayerAttention(kind, KINDS[kind].Options.model_validate(options))
-            assert scaled.attention_speed(layer) == pytest.approx(speed), (name, layer)
+            assert scaled.attention_speed(layer) == pytest.approx(speed * RATES.attention), (name, layer)
     assert RATES.scaled_to(H200) == RATES.scaled_to(Gpu("Unknown", None, 1e9)) == RATES
 
 
