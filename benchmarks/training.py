@@ -86,7 +86,7 @@ def _summary(steady: Sequence[dict[str, Any]], planned: dict[str, Any]) -> dict[
     if peak is not None and "mfu" not in found:
         for key, flops in (("mfu", "flops_per_token"), ("mfu_dense", "dense_flops_per_token")):
             found[key] = {"median": rate * planned[flops] / (peak * 1e12)}
-    for key in ("memory_gib", "allocator_retries"):
+    for key in ("memory_gib", "reserved_gib", "allocator_retries"):
         if key in steady[0]:
             found[key] = max(record[key] for record in steady)
     return found | {"steps": len(steady), "last_loss": steady[-1]["loss"]}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ def gradient_norm(module: nn.Module) -> Tensor:
         dist.all_reduce(square)
         return square.sqrt()
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros((), device=next(module.parameters()).device)
     # What `torch.nn.utils.get_total_norm` computes of DTensors, whose dispatch takes the host three times as long.
     norms = torch.stack(torch._foreach_norm([local_part(gradient) for gradient in gradients]))
     for group in _shard_groups(gradients[0]):
@@ -38,17 +39,23 @@ def gradient_norm(module: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, max_norm: float | None, norm: Tensor) -> None:
-    """Scale all gradients down so that their norm is `max_norm`, if `norm`, their present norm, is larger.
+def clip_gradients(model: nn.Module, max_norm: float | None, norm: float) -> None:
+    """Scale all gradients down so that their norm is `max_norm`, if `norm`, their present norm in float32, is larger.
 
-    A `norm` that is not finite leaves the gradients useless: the caller must not step then.
+    A `norm` that is not finite leaves the gradients useless: the caller must not step then. Nothing waits for the GPU.
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if max_norm is None or not gradients or (scale := max_norm / (norm + 1e-6)).item() >= 1:
+    if max_norm is None:
         return
-    # Each rank scales what it holds, as `torch.nn.utils.clip_grads_with_norm_` would. That one leaves it to DTensor,
-    # which spends seconds of the first step on how the product of a list is sharded over a mesh of three dimensions.
-    torch._foreach_mul_([local_part(gradient) for gradient in gradients], scale)
+    # In float32, as torch.nn.utils.clip_grads_with_norm_ divides on the GPU.
+    scale = float(np.float32(max_norm) * (np.float32(1) / (np.float32(norm) + np.float32(1e-6))))
+    if scale >= 1:
+        return
+    gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
+    if not gradients:
+        return
+    # Each rank scales what it holds. torch's function leaves it to DTensor, which spends seconds of the first step on
+    # how the product of a list is sharded over a mesh of three dimensions.
+    torch._foreach_mul_(gradients, scale)
 
 
 def norms_by_kind(model: Transformer, kinds: Sequence[str]) -> dict[str, Tensor]:

@@ -52,33 +52,44 @@ class StepLosses:
         if self.auxiliary is not None:
             dist.all_reduce(self.auxiliary)
 
-    def auxiliary_metrics(self) -> dict[str, float]:
-        """For the log: `auxiliary_loss`, and of each layer that has one `auxiliary_loss_layer_I`; waits for the GPU."""
-        if self.auxiliary is None:
-            return {}
-        values = self.auxiliary.tolist()
-        by_layer = {f"auxiliary_loss_layer_{layer}": value for layer, value in enumerate(values) if value}
-        return {"auxiliary_loss": sum(values), **by_layer}
-
 
 @dataclass(frozen=True)
 class StepResult:
     """What forward and backward pass of a step gave, over all ranks; the gradients are in the model."""
 
-    losses: StepLosses
     own_loss_sum: Tensor
     """Sum of this rank's weighted token losses, a scalar."""
-    grad_norm: Tensor
-    """L2 norm of all gradients before clipping, a scalar."""
-    norms_by_kind: dict[str, Tensor]
-    """The norm of the gradients of each attention kind's layers; empty in a step that is not logged."""
     numbers: dict[str, float]
-    """`loss` and `grad_norm`, on the host."""
+    """`loss`, and `grad_norm`, the L2 norm of all gradients before clipping; on the host."""
+    further: dict[str, float]
+    """For the log, on the host: the norm of the gradients of each attention kind's layers, and auxiliary losses."""
+
+    @staticmethod
+    def read(losses: StepLosses, own_loss_sum: Tensor, grad_norm: Tensor, norms: dict[str, Tensor]) -> "StepResult":
+        """Waits once for the GPU, for all numbers together. `losses` and norms: over all ranks, float32 scalars.
+
+        What was read later would wait for the update as well, and the GPU then for the host.
+        """
+        found = {"loss": losses.loss, "grad_norm": grad_norm} | norms
+        scalars = torch.stack([*found.values()])
+        auxiliary = losses.auxiliary if losses.auxiliary is not None else scalars[:0]
+        values = torch.cat([scalars, auxiliary]).tolist()
+        named = dict(zip(found, values, strict=False))
+        numbers = {name: named.pop(name) for name in ("loss", "grad_norm")}
+        return StepResult(own_loss_sum, numbers, named | _auxiliary_metrics(values[len(found) :]))
 
     @property
     def is_finite(self) -> bool:
         """Whether loss and gradient norm are; equal on all ranks."""
         return all(map(math.isfinite, self.numbers.values()))
+
+
+def _auxiliary_metrics(values: Sequence[float]) -> dict[str, float]:
+    """`auxiliary_loss`, and of each layer that has one `auxiliary_loss_layer_I`; nothing where no kind has one."""
+    if not values:
+        return {}
+    by_layer = {f"auxiliary_loss_layer_{layer}": value for layer, value in enumerate(values) if value}
+    return {"auxiliary_loss": sum(values), **by_layer}
 
 
 class StepCounts(NamedTuple):

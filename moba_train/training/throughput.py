@@ -27,14 +27,16 @@ def throughput(model: ModelConfig, stage: Stage, world: World, step_s: float, st
 
     `mfu` counts the keys that each layer's queries really attend to, document by document; `mfu_dense` what full
     attention over whole sequences would cost, the formula behind published numbers. `memory_gib` is this rank's peak
-    so far. `allocator_retries` counts how often so far torch found no memory for a tensor, waited for the GPU and gave
-    back what was free in pieces: it costs time, and memory is nearly used up. A CPU has none of these.
+    so far, `reserved_gib` what torch has taken of the GPU for it at most, free pieces included. `allocator_retries`
+    counts how often so far torch found no memory for a tensor, waited for the GPU and gave back what was free in
+    pieces: it costs time, and memory is nearly used up. A CPU has none of these.
     """
     rate = stage.batch_tokens / step_s
     metrics = {"tokens_per_s": rate, "tokens_per_s_per_device": rate / world.size}
     if world.device.type != "cuda":
         return metrics
     metrics["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    metrics["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
     metrics["allocator_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     peak = peak_tflops(torch.cuda.get_device_name())
     if peak is not None:

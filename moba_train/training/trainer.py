@@ -283,7 +283,7 @@ class Trainer:
                 )
         if action == "apply":
             self.reports.boundary(stage, self.progress.boundary.observe(metrics["loss"]))
-            clip_gradients(self.model, self.config.optim.clip_norm, result.grad_norm)
+            clip_gradients(self.model, self.config.optim.clip_norm, metrics["grad_norm"])
             set_learning_rate(self.optimizer, metrics["lr"])
             self.checkpoints.before_update()
             self.optimizer.step()
@@ -295,8 +295,7 @@ class Trainer:
         if self._is_logged(step):
             step_s = time.perf_counter() - data.began
             metrics |= {"step_s": step_s, "data_s": data.waited_s, **counts.metrics(stage.batch_tokens)}
-            metrics |= {key: norm.item() for key, norm in result.norms_by_kind.items()}
-            metrics |= result.losses.auxiliary_metrics()
+            metrics |= result.further
             metrics |= throughput(self.config.model, stage, self.world, step_s, counts.flops)
             metrics |= self.stragglers.metrics(step)
             metrics["padding_fraction"] = data.padding_fraction
@@ -307,9 +306,7 @@ class Trainer:
         own_loss_sum = losses.loss * counts.loss_weight
         losses.all_reduce()
         by_kind = norms_by_kind(self.model, stage.kinds) if self._is_logged(self.progress.step) else {}
-        grad_norm = gradient_norm(self.model)
-        loss, norm = torch.stack([losses.loss, grad_norm]).tolist()
-        return StepResult(losses, own_loss_sum, grad_norm, by_kind, {"loss": loss, "grad_norm": norm})
+        return StepResult.read(losses, own_loss_sum, gradient_norm(self.model), by_kind)
 
     def _run_again(self, stage: Stage, data: StepData, counts: StepCounts, first: StepResult) -> StepResult:
         """The result of a second run of the step on the same batch with the same weights; called where the `first` is

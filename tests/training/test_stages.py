@@ -52,7 +52,7 @@ def history(run: Run) -> list[dict[str, Any]]:
     """All that is logged of steps and evaluations, but for times and memory."""
     types = ("metrics", "validation_loss", "position_wise", "stage_exit", "boundary")
     times = {"time", "step_s", "data_s", "tokens_per_s", "tokens_per_s_per_device", "attention_s"}
-    times |= {"mfu", "mfu_dense", "memory_gib", "allocator_retries"}
+    times |= {"mfu", "mfu_dense", "memory_gib", "reserved_gib", "allocator_retries"}
     records = [record for record_type in types for record in run.records(record_type)]
     return [{key: value for key, value in record.items() if key not in times} for record in records]
 

@@ -1,0 +1,75 @@
+"""How often a step waits for the GPU: once, before the update. A later wait would be one for the update."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import Run
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from moba_train.telemetry.telemetry import Telemetry
+from moba_train.training.recovery import Recovery
+from moba_train.training.step import StepLosses, StepResult
+
+READS = ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy")
+
+
+class Reads(TorchFunctionMode):
+    """Counts by name what makes the host wait for a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in READS:
+            self.counts[function.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_between_the_update_and_the_log(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With norms of two attention kinds. Comparing ranks reads numbers, but none of the GPU's."""
+    run.recipe["health"] = {"watch": {"compare_every": 0}}
+    seen: list[Counter[str]] = []
+    reads = Reads()
+    applied, log = Recovery.applied, Telemetry.log
+
+    def applied_and_count(self: Any, *given: Any) -> None:
+        reads.__enter__()
+        applied(self, *given)
+
+    def log_and_end(self: Any, *given: Any) -> None:
+        reads.__exit__(None, None, None)
+        seen.append(reads.counts.copy())
+        log(self, *given)
+
+    monkeypatch.setattr(Recovery, "applied", applied_and_count)
+    monkeypatch.setattr(Telemetry, "log", log_and_end)
+    assert run.train_here() == 0
+    records = run.records("metrics")
+    assert len(seen) == len(records) == 12
+    assert any("grad_norm_moba" in record for record in records)
+    assert seen == [Counter()] * 12
+
+
+def test_all_numbers_of_a_step_are_read_at_once() -> None:
+    losses = StepLosses(torch.device("cpu"))
+    losses.loss += 2.5
+    losses.auxiliary = torch.tensor([0.0, 0.25, 0.5])
+    own: Tensor = torch.tensor(7.0)
+    reads = Reads()
+    with reads:
+        result = StepResult.read(losses, own, torch.tensor(1.5), {"grad_norm_moba": torch.tensor(0.5)})
+    assert reads.counts == {"tolist": 1}
+    assert result.numbers == {"loss": 2.5, "grad_norm": 1.5}
+    assert result.further == {
+        "grad_norm_moba": 0.5,
+        "auxiliary_loss": 0.75,
+        "auxiliary_loss_layer_1": 0.25,
+        "auxiliary_loss_layer_2": 0.5,
+    }
+    losses.auxiliary = None
+    assert StepResult.read(losses, own, torch.tensor(float("nan")), {}).further == {}
+    assert not StepResult.read(losses, own, torch.tensor(float("nan")), {}).is_finite
