@@ -10,6 +10,7 @@ pipeline        layers over ranks: parts of the model, and the schedules of thei
 tensor          heads and columns of the layers over the ranks of a node
 forward         the only calls of the model, one function for each use
 float8          linear layers in FP8, by torchao
+float8_weights  weights that are gathered in FP8, cast once a step
 float8_nvidia   the same by NVIDIA's Transformer Engine
 norms           RMS norms by NVIDIA apex
 activations     what each block keeps for its backward pass, and the compilation of the blocks

@@ -4,7 +4,7 @@ Master weights, gradients, norms, embeddings, the output projection and attentio
 products of a linear layer are computed in FP8 (e4m3 for inputs and weights, e5m2 for gradients under tensorwise
 scaling). Scales are functions of the tensors of the same step, so there is no state to save. By torchao, with
 tensorwise scaling, FSDP gathers weights in FP8, half the bytes of bf16; their scales take one all-reduce for all
-weights (`update_weight_scales`), instead of one for each.
+weights (`update_weight_scales`), instead of one for each, and they are cast once a step (float8_weights.py).
 """
 
 from dataclasses import replace
@@ -87,15 +87,16 @@ def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]
 
 
 def update_weight_scales(model: nn.Module) -> None:
-    """Compute the scales of all weights that are gathered in FP8, with one all-reduce.
+    """Compute the scales of all weights that are gathered in FP8, with one all-reduce; their next gather casts them.
 
-    Called before every use of the model, on all ranks together: nothing tells reliably whether a weight has changed, as
-    the versions of these tensors do not count the optimizer's steps.
+    Called before every use of the model with new weights, on all ranks together: nothing tells reliably whether a
+    weight has changed, as the versions of these tensors do not count the optimizer's steps.
     """
-    if any(_wrapper(parameter) is not None for parameter in model.parameters()):
-        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+    weights = [weight for parameter in model.parameters() if (weight := _wrapper(parameter)) is not None]
+    if weights:
+        from moba_train.parallel import float8_weights
 
-        precompute_float8_dynamic_scale_for_fsdp(model)
+        float8_weights.begin(model, weights)
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -18,12 +18,12 @@ def accumulate_gradients(model: Transformer, batches: Sequence[Batch], loss_weig
     Yields sums that add up to those of this rank's part of the step: one for each micro-batch, from a pipeline one for
     all.
     """
+    update_weight_scales(model)  # for all micro-batches
     if isinstance(model, PipelineModel):
-        update_weight_scales(model)
         yield schedule.accumulate_gradients(model, batches, loss_weight)
         return
     for batch in batches:
-        sums = training_loss(model, batch)
+        sums = _loss(model, batch)
         (sums.total / loss_weight).backward()
         yield sums
 
@@ -35,6 +35,10 @@ def training_loss(model: Transformer, batch: Batch) -> LossSums:
     The loss on validation data is this sum, too.
     """
     update_weight_scales(model)
+    return _loss(model, batch)
+
+
+def _loss(model: Transformer, batch: Batch) -> LossSums:
     return model.loss(batch.tokens, batch.positions, batch.layout, batch.loss_on)
 
 

@@ -137,7 +137,7 @@ class RankMoments:
         on_host = config.optim.implementation == "deepspeed_cpu"
         self._at = partial(
             Memory,
-            parameters=4 * weights.shard,
+            parameters=4 * weights.shard + weights.cast,
             optimizer=0 if on_host else weights.optimizer,
             host_optimizer=weights.optimizer if on_host else 0,
         )

@@ -31,6 +31,8 @@ class Weights:
     """Bytes of the gathered ends and of two blocks; in a pipeline and as one unit of FSDP, of all the rank's blocks."""
     is_one_unit: bool
     """Whether FSDP gathers and reduces all weights at once, not block by block."""
+    cast: int
+    """Bytes of the rank's part of the blocks' weights in FP8, which stay for all gathers of a step."""
     optimizer: int
     """Bytes of the optimizer's state, on the GPU or its host."""
 
@@ -55,6 +57,7 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
         gathered_ends=gathered_ends,
         gathered=gathered_ends + gathered_bytes(config, width) * at_once * block,
         is_one_unit=one_unit,
+        cast=-(-blocks // (sizes.shards * sizes.tp)) if config.precision.gathers_fp8 else 0,
         optimizer=_optimizer_state(config, sizes, work),
     )
 

@@ -1,5 +1,6 @@
 """Linear layers in FP8, rounded as on a GPU and multiplied on the CPU: training, layouts, resume, checkpoints."""
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def test_a_run_goes_on_without_it(finished: Run, run: Run, ranks: Ranks, in_bf16
 
 
 def test_every_use_of_the_model_has_the_scales_of_its_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in evaluations, between micro-batches and after an optimizer step."""
+    """Also in evaluations and after an optimizer step."""
     from moba_train.parallel import float8
 
     errors: list[float] = []
@@ -102,8 +103,36 @@ def test_every_use_of_the_model_has_the_scales_of_its_weights(run: Run, monkeypa
 
     monkeypatch.setattr(forward, "update_weight_scales", checked)
     assert prepared(run, FP8).train_here("--stop-at-step", "3") == 0
-    assert len(errors) >= 3 * 2 * 14
+    assert len(errors) >= 3 * 14
     assert max(errors) < 1e-6
+
+
+def test_weights_are_cast_once_a_step_and_give_the_bits_of_a_cast_for_each_gather(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-batches, each with a forward and a backward pass."""
+    from moba_train.parallel import float8_weights
+
+    plain, casts = float8_weights.Float8Weight.fsdp_pre_all_gather, [0]
+
+    def counted(self: Any, mesh: Any) -> Any:
+        casts[0] += 1
+        return plain(self, mesh)
+
+    monkeypatch.setattr(float8_weights.Float8Weight, "fsdp_pre_all_gather", counted)
+    never = {f"stages.{stage}.evaluate": "false" for stage in range(len(run.recipe["stages"]))}
+    overrides = [f"{key}={value}" for key, value in never.items()]
+    assert prepared(run, FP8).train_here("--stop-at-step", "3", *overrides) == 0
+    assert casts == [3 * 14]
+    losses = run.losses()
+
+    def anew(self: Any, mesh: Any) -> Any:
+        return plain(self, mesh)
+
+    monkeypatch.setattr(float8_weights.CastOnce, "fsdp_pre_all_gather", anew)
+    shutil.rmtree(run.run_dir)
+    assert run.train_here("--stop-at-step", "3", *overrides) == 0
+    assert run.losses() == losses
 
 
 def test_its_export_is_a_plain_model(finished: Run, tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""Weights that FSDP gathers in FP8 by torchao, cast once for all gathers of a step.
+
+torchao casts a rank's part of a weight, three passes over float32 numbers, for each gather: for the forward pass, for
+the backward pass, and so for every micro-batch. Here the cast stays until the next scales, one byte for each of the
+rank's numbers. Needs torchao.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Float8Weight
+
+
+class CastOnce(Float8Weight):
+    """A rank's part of a weight. FSDP makes these parts as torchao's class, so that they are turned into this one
+    later (`begin`)."""
+
+    kept: Any
+    """What the first gather returned; None: there was none since the last scales."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        """The cast numbers, and their scale, for a gather over `mesh`."""
+        if self.kept is None:
+            self.kept = super().fsdp_pre_all_gather(mesh)
+        return self.kept
+
+
+def begin(model: nn.Module, weights: list[Float8Weight]) -> None:
+    """Compute the scales of all weights that are gathered in FP8, with one all-reduce; `weights`: this rank's parts of
+    them, whose next gather casts them anew. A collective."""
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    for weight in weights:
+        weight.__class__ = CastOnce
+        weight.kept = None
