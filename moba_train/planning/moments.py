@@ -29,7 +29,7 @@ class Memory:
     """What is computed then: the loss, or the backward pass of a part of the last or first block, or of the
     embedding."""
     parameters: int
-    """fp32 master weights, sharded."""
+    """fp32 master weights, sharded; and those that are gathered in FP8 once more, in FP8."""
     optimizer: int
     """State of the optimizer, sharded: for AdamW two fp32 moments, none where they are in host memory; for Muon one of
     the matrices."""
