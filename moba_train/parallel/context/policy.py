@@ -147,12 +147,12 @@ class _Choice:
 
 def _is_ulysses_with_whole_heads(strategy: CPStrategy, shape: AttentionShape) -> bool:
     """Whether this is Ulysses among more than two ranks of a node, without repeated key/value heads: the fastest
-    strategy measured.
+    strategy measured, but for MoBA's short blocks.
 
-    No other strategy was more than 1 % faster from 64K tokens per GPU on. Ranks attend to whole sequences with some of
-    the heads, in larger kernel launches and with less memory. On 4 x H200 at 256K tokens it takes 1 % less time than
-    all-gather for dense attention, 9 % less for MoBA 4096/12 and the same for MoBA 512/8 (benchmarks/results/
-    context-slices-dense-h200.json, context-parallel-h200.json). Two ranks have half of all keys already, and it would
+    Ranks attend to whole sequences with some of the heads, in larger kernel launches and with less memory. On 4 x H200
+    at 256K tokens it takes 1 % less time than all-gather for dense attention and 9 % less for MoBA 4096/12 (benchmarks/
+    results/context-slices-dense-h200.json, context-parallel-h200.json). For MoBA 512/8 it takes 6 % more since the
+    kernels became faster (context-parallel-512-8-h200.json), which was not tried in training. Two ranks have half of all keys already, and it would
     send half of the queries and outputs as well: on 2 x H100 it takes 17 % more time for MoBA 512/8 at 64K and 256K
     tokens, and the same for dense attention (context-parallel-h100-x2.json).
     """
