@@ -90,6 +90,14 @@ class ParallelConfig(ContextParallelConfig):
         description="transfers of tensor parallelism in parts, each hidden behind the matrix products of the part "
         "before, by torch.compile and symmetric memory: needs compile: true, and GPUs that reach each other's memory",
     )
+    fsdp_max_ctas: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="multiprocessors at most that NCCL takes for a gather of weights or a reduction of gradients (its "
+        "max_ctas): fewer leave more to the layers that are computed meanwhile, as long as they hide the transfer; "
+        "null: NCCL's choice",
+    )
     timeout: int = Field(600, ge=1, description="seconds a rank waits for others before it ends the run")
 
 

@@ -79,7 +79,8 @@ class Trainer:
 
         refuse_broken_gpus(config.health.node, world)
         torch.manual_seed(config.seed + world.rank)
-        dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
+        sizes = mesh_sizes(resolve_stages(config)[0].parallel, world.size)
+        dims = ParallelDims(sizes, world, config.parallel.fsdp_max_ctas)
         self.model = sharded_model(config, dims, pipeline_layers(config))
         self.optimizer = build_optimizer(self.model, config.optim, world.device, dims.stage_group)
         self.context_engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
