@@ -6,7 +6,8 @@ this machine.
 
 Each row is a recipe, launched by torchrun and killed after --warm and --steps steps; the numbers are read from its
 metrics.jsonl, the first steps left out, which compile and allocate. Nothing is saved. Tokens are random (never zeros),
-in one document that is longer than the sequences unless a row says `packed`. Every row is saved as soon as it is done;
+in one document that is longer than the sequences unless a row says `packed`. `host_gib` is what the machine's programs
+took of its memory during the row, at most, with those of other jobs. Every row is saved as soon as it is done;
 `--append` keeps the rows that the file has. Compiled code is reused between rows by torch's own cache.
 
 Rows:
@@ -47,18 +48,24 @@ def measure(row: Row, folder: Path, arguments: argparse.Namespace, limit_s: floa
     metrics = run_dir / "metrics.jsonl"
     steps = row.warm + row.steps
     began = time.monotonic()
+    before, host = host_bytes_in_use(), [0]
     result: dict[str, Any] = {"seq_len": row.seq_len, "attention": row.label, "fp8": row.fp8}
     result |= {"policy": row.policy, "cp": row.cp, "tp": row.tp, "pp": row.pp, "sequences": _sequences(row, arguments)}
 
     def records() -> list[dict[str, Any]]:
         return [record for record in read_records(metrics) if "loss" in record] if metrics.exists() else []
 
+    def enough() -> bool:
+        host[0] = max(host[0], host_bytes_in_use() - before)
+        return len(records()) >= steps
+
     with (folder / "log").open("w+") as log:
         try:
             planned = predict(row, folder, arguments)
             command = _command(row, folder, arguments)
-            run_until(lambda: len(records()) >= steps, command, limit_s, log)
+            run_until(enough, command, limit_s, log)
             result |= {"system": _system(row)} | planned | _summary(records()[row.warm : steps], planned)
+            result["host_gib"] = host[0] / GIB
         except (RuntimeError, TimeoutError, ValueError, ImportError, UserError) as error:
             log.seek(0)
             text = log.read()
@@ -66,6 +73,13 @@ def measure(row: Row, folder: Path, arguments: argparse.Namespace, limit_s: floa
             result |= {"error": f"{error}" + (f": {cause[-1].strip()}" if cause else ""), "log": text[-4000:]}
     shutil.rmtree(run_dir)
     return result | {"wall_s": time.monotonic() - began}
+
+
+def host_bytes_in_use() -> int:
+    """Memory of this machine that programs have, page-locked memory included; what files are cached in is not."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    kibibytes = {name: int(number) for name, number, *_unit in lines}
+    return 1024 * (kibibytes["MemTotal:"] - kibibytes["MemAvailable:"])
 
 
 def predict(row: Row, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -100,6 +100,7 @@ def test_rows_are_killed_when_measured_and_saved_one_by_one(
     first = results["1K:full:steps2"]
     assert first["step_s"] == {"median": 3.75, "min": 3.0, "max": 4.5, "count": 2}
     assert first["memory_gib"] == 3
+    assert 0 <= first["host_gib"] < 64
     assert 0 < first["predicted_gib"] < 1
     assert first["flops_per_token"] == pytest.approx(first["dense_flops_per_token"], rel=0.01)
     assert "ValueError: broken" in results["2K:full"]["error"]
