@@ -90,6 +90,12 @@ class ParallelConfig(ContextParallelConfig):
         description="transfers of tensor parallelism in parts, each hidden behind the matrix products of the part "
         "before, by torch.compile and symmetric memory: needs compile: true, and GPUs that reach each other's memory",
     )
+    reshard_after_forward: bool = Field(
+        True,
+        description="a block's weights, gathered for its forward pass, are gathered again for its backward pass; "
+        "false: they stay until then, which saves a third of what FSDP sends and takes the memory of all blocks' "
+        "weights in the compute dtype; a pipeline keeps them in any case",
+    )
     fsdp_max_ctas: int | None = Field(
         None,
         ge=1,

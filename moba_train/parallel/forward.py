@@ -1,9 +1,11 @@
 """The only places that call the model, one function for each use."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from moba_train.data.batch import Batch
 from moba_train.model.transformer import LossSums, Transformer
@@ -12,8 +14,12 @@ from moba_train.parallel.pipeline import schedule
 from moba_train.parallel.pipeline.model import PipelineModel
 
 
-def accumulate_gradients(model: Transformer, batches: Sequence[Batch], loss_weight: float) -> Iterator[LossSums]:
+def accumulate_gradients(
+    model: Transformer, batches: Sequence[Batch], loss_weight: float, reshard_after_forward: bool = True
+) -> Iterator[LossSums]:
     """Add the gradients of (loss sums / `loss_weight`) of a step's micro-batches to those of the parameters.
+
+    reshard_after_forward: whether FSDP frees a block's gathered weights between its forward and its backward pass.
 
     Yields sums that add up to those of this rank's part of the step: one for each micro-batch, from a pipeline one for
     all.
@@ -23,9 +29,22 @@ def accumulate_gradients(model: Transformer, batches: Sequence[Batch], loss_weig
         yield schedule.accumulate_gradients(model, batches, loss_weight)
         return
     for batch in batches:
-        sums = _loss(model, batch)
-        (sums.total / loss_weight).backward()
+        with nullcontext() if reshard_after_forward else _gathered_until_backward(model):
+            sums = _loss(model, batch)
+            (sums.total / loss_weight).backward()
         yield sums
+
+
+@contextmanager
+def _gathered_until_backward(model: Transformer) -> Iterator[None]:
+    """Inside, blocks keep the weights that their forward pass has gathered. Outside they do not: the next pass after
+    one without a backward pass would compute with the weights of before the update."""
+    units = [block for block in model.blocks if isinstance(block, FSDPModule)]
+    for block in units:
+        block.set_reshard_after_forward(False, recurse=False)
+    yield
+    for block in units:
+        block.set_reshard_after_forward(True, recurse=False)
 
 
 def training_loss(model: Transformer, batch: Batch) -> LossSums:

@@ -159,7 +159,8 @@ class RankMoments:
         if work.part.has_output:
             moments.append(self._loss(all_kept))
         last, first = work.layers[-1], work.layers[0]
-        in_last = partial(self._at, gradients=self._gradients.early, unsharded=self._weights.gathered)
+        unsharded = max(self._weights.gathered, self._gradients.gathered + self._weights.held)
+        in_last = partial(self._at, gradients=self._gradients.early, unsharded=unsharded)
         in_first = partial(self._at, gradients=self._gradients.late, unsharded=self._weights.gathered)
         moments += self._in_block("last", last, layers, all_kept - kept[-1], transport, in_last, 0)
         reduced = self._gradients.reduced
@@ -187,7 +188,7 @@ class RankMoments:
         return self._at(
             "loss",
             gradients=self._gradients.early,
-            unsharded=self._gradients.gathered,
+            unsharded=self._gradients.gathered + self._weights.held,
             activations=all_kept + 2 * self._memory.hidden,  # the last block's output, before and after the norm
             working=logits + 2 * self._memory.hidden + head,
         )

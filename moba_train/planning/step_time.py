@@ -27,14 +27,15 @@ from moba_train.planning.pipeline import pipeline_layers, rank_costs, rank_work,
 from moba_train.planning.rates import RATES, Rates
 from moba_train.planning.weights import gathered_bytes, rank_weights
 
-GATHERED_COPIES = 14
-"""Bytes that a GPU reads and writes for each gathered weight: bf16 twice out of the buffer of a gather, and a gradient
-into the float32 buffer of its reduction."""
+GATHERED_COPIES = 4
+"""Bytes that a GPU reads and writes for each weight and gather: bf16, out of the buffer of the gather."""
+REDUCED_COPIES = 6
+"""Bytes for each gathered weight: its gradient, bf16, into the float32 buffer of its reduction."""
 ACCUMULATED_COPIES = 10
 """Bytes for each gathered weight of a pipeline and each micro-batch after the first: a gradient, bf16, is added to the
 sum, float32."""
-SHARD_COPIES = 12
-"""Bytes for each weight of the rank's shard: float32 to bf16, for the gathers of the forward and the backward pass."""
+SHARD_COPIES = 6
+"""Bytes for each weight of the rank's shard and gather: float32 to bf16."""
 
 
 class Machine(NamedTuple):
@@ -166,6 +167,8 @@ class _Step:
         self._weights = rank_weights(config, sizes, element_bytes(config), last)  # of the rank with the output
         # A pipeline holds its weights and gradients for the whole step (parallel/pipeline/schedule.py).
         self._rounds = self._micro_batches if sizes.pp == 1 else 1
+        self._gathers = 2 if sizes.pp == 1 and config.parallel.reshard_after_forward else 1
+        """Of a weight in a round."""
 
     def time(self) -> StepTime:
         """Seconds by part."""
@@ -216,7 +219,7 @@ class _Step:
         )
         forward_s = sum(layer.forward for layer in self._layers) / self._sizes.pp
         backward_s = sum(layer.backward for layer in self._layers) / self._sizes.pp
-        again_s = gather_s if self._sizes.pp == 1 else 0.0
+        again_s = (self._gathers - 1) * gather_s
         longer_s = max(0.0, (blocks - 1) * gather_s - forward_s)
         longer_s += max(0.0, blocks * again_s + (blocks - 1) * reduce_s - backward_s)
         return ends_gather_s + gather_s + longer_s + reduce_s + ends_reduce_s
@@ -226,8 +229,7 @@ class _Step:
         shards, copies = self._group("dp_shard", "cp"), self._group("dp_replicate")
         in_blocks, ends = self._blocks * self._weights.block, self._weights.ends
         width = element_bytes(self._config)
-        gathers = 2 if self._sizes.pp == 1 else 1
-        gathered = gathers * gathered_bytes(self._config, width) * in_blocks + width * ends
+        gathered = self._gathers * gathered_bytes(self._config, width) * in_blocks + width * ends
         reduced = 4 * (in_blocks + ends)
         return shards.gather(gathered + reduced) + copies.gather(reduced / shards.ranks).times(2)
 
@@ -235,8 +237,8 @@ class _Step:
         """Seconds of FSDP's copies in the GPU's own memory, and of what it casts to FP8."""
         in_blocks = self._blocks * self._weights.block
         cast = self._machine.rates.float8_weight_bytes if self._config.precision.linear == "fp8" else 0.0
-        copied = GATHERED_COPIES * self._weights.total + SHARD_COPIES * self._weights.shard + cast * in_blocks
-        copied *= self._rounds
+        gathered = GATHERED_COPIES * self._weights.total + SHARD_COPIES * self._weights.shard
+        copied = self._rounds * (self._gathers * gathered + REDUCED_COPIES * self._weights.total + cast * in_blocks)
         copied += (self._micro_batches - self._rounds) * ACCUMULATED_COPIES * self._weights.total
         return copied / self._machine.rates.memory
 

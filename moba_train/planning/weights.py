@@ -29,6 +29,8 @@ class Weights:
     """Bytes of the gathered ends in the compute dtype."""
     gathered: int
     """Bytes of the gathered ends and of two blocks; in a pipeline and as one unit of FSDP, of all the rank's blocks."""
+    held: int
+    """Bytes of the gathered blocks that stay between their forward and their backward pass, together."""
     is_one_unit: bool
     """Whether FSDP gathers and reduces all weights at once, not block by block."""
     cast: int
@@ -47,7 +49,9 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
     head = width * config.model.vocab_size * config.model.hidden_size if work.part.has_output else 0
     gathered_ends = width * ends + (head if sizes.tp > 1 else 0)
     one_unit = is_one_unit(counts.total, sizes)
-    at_once = len(work.layers) if sizes.pp > 1 or one_unit else min(2, config.model.layers)
+    all_stay = sizes.pp > 1 or one_unit
+    at_once = len(work.layers) if all_stay else min(2, config.model.layers)
+    stay = not (all_stay or config.parallel.reshard_after_forward)
     return Weights(
         shard=-(-(blocks + ends * sizes.tp) // (sizes.shards * sizes.tp)),
         total=total,
@@ -56,6 +60,7 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
         head=head,
         gathered_ends=gathered_ends,
         gathered=gathered_ends + gathered_bytes(config, width) * at_once * block,
+        held=gathered_bytes(config, width) * len(work.layers) * block if stay else 0,
         is_one_unit=one_unit,
         cast=-(-blocks // (sizes.shards * sizes.tp)) if config.precision.gathers_fp8 else 0,
         optimizer=_optimizer_state(config, sizes, work),

@@ -256,7 +256,8 @@ class Trainer:
         """Accumulate the gradients of the micro-batches; this rank's part of the step's losses."""
         losses = StepLosses(self.world.device)
         with self.stragglers.attention(self.progress.step, self.data_shard.engine or LOCAL_ENGINE):
-            for sums in accumulate_gradients(self.model, data.batches, counts.loss_weight):
+            resharded = self.config.parallel.reshard_after_forward
+            for sums in accumulate_gradients(self.model, data.batches, counts.loss_weight, resharded):
                 losses.add(sums, counts.loss_weight)
         return losses
 

@@ -128,6 +128,25 @@ def test_the_estimate_is_what_an_8b_model_took_in_fp8(row, precision):
     assert (found.total - cast) / 2**30 == pytest.approx(results[row]["memory_gib"], rel=0.01)
 
 
+def test_weights_that_stay_gathered_take_the_memory_of_all_blocks():
+    """In bf16; those of a pipeline stay in any case."""
+    for pp, more in ((1, 2 * 6_979_588_096), (2, 0)):
+        again, once = (
+            memory(
+                "llama3-8b",
+                2,
+                "8K",
+                FULL,
+                compile=True,
+                batch_tokens="16K",
+                parallel={"pp": pp, "reshard_after_forward": resharded},
+            )
+            for resharded in (True, False)
+        )
+        assert once.moment == again.moment
+        assert once.total - again.total == more
+
+
 MOBA = {"full_layers": "last:3", "moba": {"block_size": 512, "topk": 3}}
 VARIANTS = {
     "full": {"attention": FULL},

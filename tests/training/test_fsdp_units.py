@@ -3,6 +3,8 @@
 import pytest
 from tiny_run import Run, assert_same_tensors
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from trainer_ranks import Ranks
 
 from moba_train.config.mesh import MeshSizes
 from moba_train.model.transformer import Transformer
@@ -41,3 +43,45 @@ def test_larger_models_and_several_ranks_have_units_of_one_block() -> None:
     assert fsdp.is_one_unit(most, MeshSizes())
     assert not fsdp.is_one_unit(most + 1, MeshSizes())
     assert not any(fsdp.is_one_unit(1, MeshSizes(**{name: 2})) for name in MeshSizes._fields)
+
+
+def test_weights_that_stay_gathered_until_the_backward_pass_give_the_same_bits(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-batches a step, with evaluations between, which gather each block once and free it."""
+    monkeypatch.setattr(fsdp, "ONE_UNIT_PARAMETERS", 0)
+    for stage in run.recipe["stages"]:
+        stage["micro_batch_size"] = 2
+    plain, gathers = FSDPParamGroup.unshard, [0]
+
+    def counted(self: FSDPParamGroup, *given: bool) -> None:
+        gathers[0] += not self.is_unsharded and self._all_gather_result is None
+        plain(self, *given)
+
+    monkeypatch.setattr(FSDPParamGroup, "unshard", counted)
+    saved, losses, counts = [], [], []
+    for resharded in (True, False):
+        run.recipe["run_dir"] = str(run.folder / f"resharded {resharded}")
+        run.recipe["parallel"] = {"reshard_after_forward": resharded}
+        gathers[0] = 0
+        assert run.train_here() == 0
+        saved.append(run.newest_checkpoint)
+        losses.append((run.losses(), [record["eval_loss"] for record in run.records("validation_loss")]))
+        counts.append(gathers[0])
+    assert_same_tensors(*saved)
+    assert losses[0] == losses[1]
+    passes = 6 * 512 // (2 * 64) + 6 * 512 // (2 * 128)  # of the stages' six steps each
+    assert counts[0] - counts[1] == passes * run.recipe["model"]["layers"]
+
+
+def test_two_ranks_that_keep_gathered_weights_train_the_same_bits(run: Run, ranks: Ranks) -> None:
+    """In bf16, with context parallelism in the second stage."""
+    run.recipe["precision"] = {"compute": "bf16"}
+    run.recipe["stages"][1]["parallel"] = {"cp": 2}
+    saved = []
+    for resharded in (True, False):
+        run.recipe["run_dir"] = str(run.folder / f"resharded {resharded}")
+        run.recipe["parallel"] = {"reshard_after_forward": resharded}
+        ranks.train(run, 2)
+        saved.append(run.newest_checkpoint)
+    assert_same_tensors(*saved)
