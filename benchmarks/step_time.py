@@ -129,8 +129,8 @@ LEFT_OUT = {
     ("training-8b-16-layers-h100-x2.json", "128K:moba-512-8:budget:cp2:warm2:steps3"): WAITED,
     ("training-8b-h200-x2.json", "8K:full:none:fp8-rowwise"): "the rates of FP8 are those of one scale a tensor; "
     "casting with one a row takes longer: predicted 20 % shorter",
-    ("training-8b-h200-x4.json", "8K:full:none:tp2:cp2"): "one sequence for four GPUs, whose host decides: predicted "
-    "36 % shorter",
+    ("training-8b-h200-x4.json", "8K:full:none:tp2:cp2"): "one sequence at a time on four GPUs: the step waits for the "
+    "host; predicted 36 % shorter",
     ("training-8b-h200-x4.json", "128K:moba-512-8:budget:cp4:warm1:steps3"): RETRIED,
     ("training-8b-h200-x4.json", "128K:moba-512-8:budget:cp4:fp8:warm1:steps3"): RETRIED,
     ("miniatures-h200.json", ""): "25.7M parameters, whose steps wait for the host: predicted up to 51 % shorter",

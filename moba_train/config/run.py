@@ -93,7 +93,7 @@ class ParallelConfig(ContextParallelConfig):
     reshard_after_forward: bool = Field(
         True,
         description="a block's weights, gathered for its forward pass, are gathered again for its backward pass; "
-        "false: they stay until then, which saves a third of what FSDP sends and takes the memory of all blocks' "
+        "false: they stay until then, which saves one of FSDP's three transfers and takes the memory of all blocks' "
         "weights in the compute dtype; a pipeline keeps them in any case",
     )
     fsdp_max_ctas: int | None = Field(
