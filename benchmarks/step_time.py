@@ -5,7 +5,7 @@
     python -m benchmarks.step_time --write docs/planning.md   # both tables, into the document
     python -m benchmarks.step_time --results FILE.json        # every row of a result of benchmarks.training
 
-Measured are the median steps of result files that were made for other purposes. Five rates of planning/rates.py are
+Measured are the median steps of result files that were made for other purposes. Six rates of planning/rates.py are
 fitted to the rows marked so; every other row is predicted. Rows of another GPU than an H200 count with its rates.
 Compared are STEPS and each row of the files `WHOLE_FILES` that are there; rows that are left out have a reason.
 Nothing is measured here, so no GPU is needed.
@@ -238,8 +238,8 @@ def fit(rates: Rates = RATES) -> Rates:
 
 
 def fitted_once(rates: Rates) -> Rates:
-    """One Gauss-Newton step of least squares of relative errors: products and passes by the rows in bf16, FP8's
-    rates by those in FP8. The bytes of a logit follow from the measured loss and the products."""
+    """One Gauss-Newton step of least squares of relative errors: `FITTED` by the rows in bf16, `FITTED_FLOAT8` by
+    those in FP8. The bytes of a logit follow from the measured loss and the products."""
     return _nearer(_nearer(rates, FITTED, in_float8=False), FITTED_FLOAT8, in_float8=True)
 
 

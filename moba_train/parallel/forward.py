@@ -37,8 +37,11 @@ def accumulate_gradients(
 
 @contextmanager
 def _gathered_until_backward(model: Transformer) -> Iterator[None]:
-    """Inside, blocks keep the weights that their forward pass has gathered. Outside they do not: the next pass after
-    one without a backward pass would compute with the weights of before the update."""
+    """Inside, blocks keep the weights that their forward pass has gathered until their backward pass frees them.
+
+    Only here: after a forward pass alone, as in an evaluation, they would stay, and the pass after the next update
+    would compute with them.
+    """
     units = [block for block in model.blocks if isinstance(block, FSDPModule)]
     for block in units:
         block.set_reshard_after_forward(False, recurse=False)

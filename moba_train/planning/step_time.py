@@ -168,7 +168,10 @@ class _Step:
         # A pipeline holds its weights and gradients for the whole step (parallel/pipeline/schedule.py).
         self._rounds = self._micro_batches if sizes.pp == 1 else 1
         self._gathers = 2 if sizes.pp == 1 and config.parallel.reshard_after_forward else 1
-        """Of a weight in a round."""
+        """How often FSDP gathers a block's weights for one micro-batch, or a pipeline for all of them.
+
+        Once for the forward pass, and again for the backward pass where they were freed between.
+        """
 
     def time(self) -> StepTime:
         """Seconds by part."""

@@ -1,4 +1,5 @@
-"""A small model on one rank is one unit of FSDP, which changes host time and memory, never a bit."""
+"""How FSDP gathers weights changes time and memory, never a bit: a small model on one rank as one unit, others block by
+block, and these once or twice a micro-batch."""
 
 import pytest
 from tiny_run import Run, assert_same_tensors

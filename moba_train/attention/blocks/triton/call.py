@@ -25,8 +25,9 @@ _ONE_PASS = (256, 512, 1024, 2048, 4096)
 _HEAD_DIMS = (128,)
 """Head widths that the kernels in Gluon were measured with."""
 _GATHERED: tuple[int, ...] = ()
-"""Keys of blocks whose gradients one pass over gathered rows makes: none, though it is 10 % faster for 128, as a run
-beside another process ended with an illegal address, of which a cause was removed since (docs/performance-log.md)."""
+"""Keys of blocks whose gradients one pass over gathered rows makes: none, though it is 10 % faster for 128. Beside
+another process it ended with an illegal address; since a likely cause was removed it has not run on a GPU
+(docs/performance-log.md)."""
 
 
 @dataclass(frozen=True)
