@@ -20,7 +20,8 @@ class StepData:
 
     batches: list[Batch]
     began: float
-    """`time.perf_counter()` when the rank began to wait for them: the beginning of the step."""
+    """`time.perf_counter()` at the beginning of the step: where the step before was measured, so that its logging and
+    what the GPU still had to do count; after anything else, as a save, when the rank began to wait for the data."""
     waited_s: float
     """Seconds until they were there."""
 

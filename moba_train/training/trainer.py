@@ -76,6 +76,9 @@ class Trainer:
         self.stop_at_step = stop_at_step
         self.stop = stop or StopRequest()
         self.stop_time = StopTime(self.stop, world.timeout.total_seconds())
+        self._measured_at: float | None = None
+        """When the last step was measured, where the next one begins; None after anything that is not part of one: the
+        beginning of a stage, a save, an evaluation, a batch without loss."""
 
         refuse_broken_gpus(config.health.node, world)
         torch.manual_seed(config.seed + world.rank)
@@ -214,6 +217,8 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Run the evaluations that are due after the current step; whether they end the stage."""
+        if self.progress.evaluation_due:
+            self._measured_at = None
         exits = self.evaluations.run_due(self.tokens)
         if exits:  # later stages begin earlier than planned
             self.stages = resolve_stages(self.config, self.progress.exited_steps)
@@ -222,12 +227,13 @@ class Trainer:
     def _wait_for_each(self, steps: Prefetcher) -> Iterator[StepData]:
         """The data of each step, as soon as it is there."""
         while True:
-            began = time.perf_counter()
+            asked = time.perf_counter()
             with self.watch.phase("waiting for data", self.progress.step):
                 batches = next(steps, None)
             if batches is None:
                 return
-            yield StepData(batches, began, time.perf_counter() - began)
+            began = asked if self._measured_at is None else self._measured_at
+            yield StepData(batches, began, time.perf_counter() - asked)
 
     def _step(self, stage: Stage, data: StepData) -> bool:
         """One optimizer step; False, with nothing done, when any rank is asked to stop."""
@@ -243,6 +249,7 @@ class Trainer:
             self.progress.step += 1
             self.progress.evaluation_due = self.evaluations.due(self.progress.step)
             if counts.loss_weight == 0:
+                self._measured_at = None
                 self.progress.steps_without_loss += 1
                 self.reports.event("warning", "no token of this batch carries loss: step skipped")
                 return True
@@ -294,8 +301,9 @@ class Trainer:
         if action == "rollback":
             self._save()  # a run that resumes now must not go on from a checkpoint of the spike
 
+        self._measured_at = time.perf_counter()
         if self._is_logged(step):
-            step_s = time.perf_counter() - data.began
+            step_s = self._measured_at - data.began
             metrics |= {"step_s": step_s, "data_s": data.waited_s, **counts.metrics(stage.batch_tokens)}
             metrics |= result.further
             metrics |= throughput(self.config.model, stage, self.world, step_s, counts.flops)
@@ -334,6 +342,7 @@ class Trainer:
         """Give the model the stage's attention, engine and RoPE, and open its data and evaluations."""
         config = self.config
         progress = self.progress
+        self._measured_at = None
         if stage.index > progress.stage:
             self.reports.boundary(self.stage, progress.boundary.compare())
             progress.boundary.begin_stage()
@@ -374,6 +383,7 @@ class Trainer:
         step = self.progress.step
         if step == self.checkpoints.saved_step or self.config.checkpoint.every is None:
             return
+        self._measured_at = None
         with self.watch.phase("checkpoint", step):
             began = time.perf_counter()
             self.progress.spike_detector = self.spikes.state_dict()

@@ -1,5 +1,7 @@
-"""How often a step waits for the GPU: once, before the update. A later wait would be one for the update."""
+"""How often a step waits for the GPU: once, before the update. A later wait would be one for the update. And how long a
+step is: nothing between two steps is left out."""
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -11,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.recovery import Recovery
-from moba_train.training.step import StepLosses, StepResult
+from moba_train.training.step import StepData, StepLosses, StepResult
+from moba_train.training.trainer import Trainer
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy")
 
@@ -52,6 +55,29 @@ def test_nothing_waits_between_the_update_and_the_log(run: Run, monkeypatch: pyt
     assert len(seen) == len(records) == 12
     assert any("grad_norm_moba" in record for record in records)
     assert seen == [Counter()] * 12
+
+
+def test_a_step_begins_where_the_one_before_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its time counts what the GPU still had to do for the update before, and the log. Saves and evaluations and the
+    beginning of a stage are no part of a step."""
+    began: list[float] = []
+    logged: list[float] = []
+    step, log = Trainer._step, Telemetry.log
+
+    def step_and_note(self: Any, stage: Any, data: StepData) -> bool:
+        began.append(data.began)
+        return step(self, stage, data)
+
+    def log_and_note(self: Any, *given: Any) -> None:
+        log(self, *given)
+        logged.append(time.perf_counter())
+
+    monkeypatch.setattr(Trainer, "_step", step_and_note)
+    monkeypatch.setattr(Telemetry, "log", log_and_note)
+    assert run.train_here() == 0
+    assert len(began) == len(logged) == 12
+    anew = [number for number in range(2, 13) if began[number - 1] > logged[number - 2]]
+    assert anew == [5, 7, 9]  # after the saves of steps 4 and 8, and the evaluation and the end of the stage in step 6
 
 
 def test_all_numbers_of_a_step_are_read_at_once() -> None:
