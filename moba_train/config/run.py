@@ -96,13 +96,11 @@ class ParallelConfig(ContextParallelConfig):
         "false: they stay until then, which saves one of FSDP's three transfers and takes the memory of all blocks' "
         "weights in the compute dtype; a pipeline keeps them in any case",
     )
-    fsdp_max_ctas: int | None = Field(
-        None,
-        ge=1,
-        le=64,
-        description="multiprocessors at most that NCCL takes for a gather of weights or a reduction of gradients (its "
-        "max_ctas): fewer leave more to the layers that are computed meanwhile, as long as they hide the transfer; "
-        "null: NCCL's choice",
+    fsdp_copy_engines: bool = Field(
+        False,
+        description="blocks' weights are gathered by the GPUs' copy engines, not by NCCL's kernels, which take "
+        "multiprocessors from the layers computed meanwhile: among GPUs of one node that reach each other's memory, "
+        "in buffers for three blocks; on a CPU nothing changes",
     )
     timeout: int = Field(600, ge=1, description="seconds a rank waits for others before it ends the run")
 

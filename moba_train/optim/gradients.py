@@ -13,29 +13,97 @@ from moba_train.model.transformer import Transformer
 from moba_train.optim.local import local_part
 
 
-def gradient_norm(module: nn.Module) -> Tensor:
-    """L2 norm of all gradients of a module over all ranks, a float32 scalar; 0 if all its parameters are frozen. A
-    collective."""
-    copied = module.copied_parameters if isinstance(module, Transformer) else ()
-    gradients = [p.grad for name, p in module.named_parameters() if p.grad is not None and name not in copied]
-    shared = [g for g in gradients if isinstance(g, DTensor) and "tp" in (g.device_mesh.mesh_dim_names or ())]
-    is_part = isinstance(module, Transformer) and not module.is_whole
-    if shared or is_part:
-        # On a mesh with tp, torch sums over one dimension after the other, and the result may differ in the last bit
-        # between ranks that hold copies of a norm weight. They must clip alike, so the sum is one all-reduce. So it is
-        # where a rank has a part of the layers, which no mesh knows.
-        square = _square_here(gradients, module)
-        dist.all_reduce(square)
-        return square.sqrt()
-    if not gradients:
-        return torch.zeros((), device=next(module.parameters()).device)
-    # What `torch.nn.utils.get_total_norm` computes of DTensors, whose dispatch takes the host three times as long.
-    norms = torch.stack(torch._foreach_norm([local_part(gradient) for gradient in gradients]))
-    for group in _shard_groups(gradients[0]):
-        squares = norms.square()
-        dist.all_reduce(squares, group=group)
-        norms = squares.sqrt()
-    return torch.linalg.vector_norm(norms)
+class GradientNorms:
+    """L2 norms of the present gradients of a module over all ranks; each gradient is read once, for all of them.
+
+    Every method is a collective over all ranks.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        weights = [weight for weight in module.parameters() if weight.grad is not None]
+        parts = [local_part(weight.grad) for weight in weights if weight.grad is not None]
+        self._norms = dict(zip(map(id, weights), torch._foreach_norm(parts) if parts else (), strict=True))
+        """Of this rank's part of each weight's gradient, by the weight's id; float32 scalars."""
+
+    def total(self) -> Tensor:
+        """Norm of all gradients, a float32 scalar; 0 if all parameters are frozen."""
+        module = self._module
+        copied = module.copied_parameters if isinstance(module, Transformer) else ()
+        weights = [
+            weight for name, weight in module.named_parameters() if weight.grad is not None and name not in copied
+        ]
+        shared = [
+            g for w in weights if isinstance(g := w.grad, DTensor) and "tp" in (g.device_mesh.mesh_dim_names or ())
+        ]
+        is_part = isinstance(module, Transformer) and not module.is_whole
+        if shared or is_part:
+            # On a mesh with tp, torch sums over one dimension after the other, and the result may differ in the last
+            # bit between ranks that hold copies of a norm weight. They must clip alike, so the sum is one all-reduce.
+            # So it is where a rank has a part of the layers, which no mesh knows.
+            return self._of_groups([weights])[0]
+        if not weights:
+            return self._zero()
+        # What `torch.nn.utils.get_total_norm` computes of DTensors, whose dispatch takes the host three times as long.
+        norms = torch.stack([self._norms[id(weight)] for weight in weights])
+        for group in _shard_groups(weights[0].grad):
+            squares = norms.square()
+            dist.all_reduce(squares, group=group)
+            norms = squares.sqrt()
+        return torch.linalg.vector_norm(norms)
+
+    def by_kind(self, kinds: Sequence[str]) -> dict[str, Tensor]:
+        """Norm of the gradients of all layers of one attention kind, a float32 scalar for each `grad_norm_KIND`.
+
+        kinds: attention kind of each layer of the whole model, first to last
+        """
+        model = self._transformer()
+        weights: dict[str, list[nn.Parameter]] = {name: [] for name in sorted(set(kinds))}
+        for layer, block in zip(model.part.layers, model.blocks, strict=True):
+            weights[kinds[layer]] += block.parameters()
+        norms = self._of_groups([*weights.values()])
+        return {f"grad_norm_{name}": norm for name, norm in zip(weights, norms, strict=True)}
+
+    def by_module(self) -> tuple[list[float], dict[str, float]]:
+        """Norms of the gradients of each layer of the whole model, and of each module besides the layers, by its name;
+        on the host."""
+        model = self._transformer()
+        by_layer: list[list[nn.Parameter]] = [[] for _ in range(model.config.layers)]
+        for layer, block in zip(model.part.layers, model.blocks, strict=True):
+            by_layer[layer] += block.parameters()
+        ends = ["embedding", "norm"] + ([] if model.config.tie_embeddings else ["output"])
+        copied = {name.partition(".")[0] for name in model.copied_parameters}
+        modules = {name: module for name, module in model.named_children() if name not in copied}
+        here = [[*modules[name].parameters()] if name in modules else [] for name in ends]
+        norms = self._of_groups([*by_layer, *here]).tolist()
+        layers = model.config.layers
+        return norms[:layers], dict(zip(ends, norms[layers:], strict=True))
+
+    def _transformer(self) -> Transformer:
+        assert isinstance(self._module, Transformer)
+        return self._module
+
+    def _of_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> Tensor:
+        """Norm of the gradients of each group of weights, of which a rank may have none, by one all-reduce; float32."""
+        squares = torch.stack([self._square_here(weights) for weights in groups])
+        dist.all_reduce(squares)
+        return squares.sqrt()
+
+    def _square_here(self, weights: Sequence[nn.Parameter]) -> Tensor:
+        """This rank's contribution to the squared norm of the weights' gradients: those of all ranks add up to it."""
+        by_copies: dict[int, list[Tensor]] = {}
+        for weight in weights:
+            if weight.grad is not None:
+                by_copies.setdefault(_copies(weight.grad), []).append(self._norms[id(weight)])
+        if not by_copies:
+            return self._zero()
+        squares = [
+            torch.linalg.vector_norm(torch.stack(norms)).square() / copies for copies, norms in by_copies.items()
+        ]
+        return torch.stack(squares).sum()
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), device=next(self._module.parameters()).device)
 
 
 @torch.no_grad()
@@ -58,60 +126,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None, norm: float) -> Non
     torch._foreach_mul_(gradients, scale)
 
 
-def norms_by_kind(model: Transformer, kinds: Sequence[str]) -> dict[str, Tensor]:
-    """L2 norm of the gradients of all layers of one attention kind, a float32 scalar for each `grad_norm_KIND`.
-
-    kinds: attention kind of each layer of the whole model, first to last
-
-    One collective over all ranks, whatever the number of layers and kinds.
-    """
-    modules: dict[str, list[nn.Module]] = {name: [] for name in sorted(set(kinds))}
-    for layer, block in zip(model.part.layers, model.blocks, strict=True):
-        modules[kinds[layer]].append(block)
-    norms = _norms_of(list(modules.values()), model)
-    return {f"grad_norm_{name}": norm for name, norm in zip(modules, norms, strict=True)}
-
-
-def norms_by_module(model: Transformer) -> tuple[list[float], dict[str, float]]:
-    """L2 norms of the gradients of each layer of the whole model, and of each module besides the layers, by its name.
-
-    A collective over all ranks.
-    """
-    by_layer: list[list[nn.Module]] = [[] for _ in range(model.config.layers)]
-    for layer, block in zip(model.part.layers, model.blocks, strict=True):
-        by_layer[layer].append(block)
-    ends = ["embedding", "norm"] + ([] if model.config.tie_embeddings else ["output"])
-    copied = {name.partition(".")[0] for name in model.copied_parameters}
-    modules = {name: module for name, module in model.named_children() if name not in copied}
-    here = [[modules[name]] if name in modules else [] for name in ends]
-    norms = _norms_of([*by_layer, *here], model).tolist()
-    layers = model.config.layers
-    return norms[:layers], dict(zip(ends, norms[layers:], strict=True))
-
-
-def _norms_of(groups: Sequence[Sequence[nn.Module]], model: Transformer) -> Tensor:
-    """L2 norm of the gradients of each group of modules over all ranks, which may have none of a group, float32."""
-    squares = [
-        _square_here([p.grad for module in group for p in module.parameters() if p.grad is not None], model)
-        for group in groups
-    ]
-    total = torch.stack(squares)
-    dist.all_reduce(total)
-    return total.sqrt()
-
-
-def _square_here(gradients: Sequence[Tensor], module: nn.Module) -> Tensor:
-    """This rank's contribution to the squared norm of `gradients`: those of all ranks add up to it."""
-    if not gradients:
-        return torch.zeros((), device=next(module.parameters()).device)
-    by_copies: dict[int, list[Tensor]] = {}
-    for gradient in gradients:
-        by_copies.setdefault(_copies(gradient), []).append(local_part(gradient))
-    squares = [torch.nn.utils.get_total_norm(parts).square() / copies for copies, parts in by_copies.items()]
-    return torch.stack(squares).sum()
-
-
-def _shard_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
+def _shard_groups(gradient: Tensor | None) -> list[dist.ProcessGroup]:
     """The groups of ranks that hold the other parts of `gradient`, if any."""
     if not isinstance(gradient, DTensor):
         return []

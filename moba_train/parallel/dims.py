@@ -6,7 +6,6 @@ of a tp group are neighbours, and a cp group spans as few nodes as it can.
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,12 +73,10 @@ class ParallelDims:
     one stage. All groups have the run's timeout and are kept.
     """
 
-    def __init__(self, sizes: MeshSizes, world: World, max_ctas: int | None = None) -> None:
-        """max_ctas: multiprocessors that NCCL may take for transfers of weights and gradients; None: its choice."""
+    def __init__(self, sizes: MeshSizes, world: World) -> None:
         assert sizes.ranks == world.size, "config.mesh fits the sizes to the world"
         self.sizes = sizes
         self.world = world
-        self._max_ctas = max_ctas if world.device.type == "cuda" else None
         self.mesh = self._build_mesh()
         stages = rank_groups(sizes, "dp_replicate", "dp_shard", "cp", "tp")
         self.stage_group = self._new_group(stages) if len(stages) > 1 else _default_group()
@@ -121,25 +118,12 @@ class ParallelDims:
         kept = {name: found for name, found in groups.items() if name == SHARD or len(found[0]) > 1}
         ranks = torch.arange(self.world.size).view([len(found[0]) for found in kept.values()])
         # Not init_device_mesh, whose groups would have torch's default timeout.
-        own = [self._mesh_group(name, found) for name, found in kept.items()]
+        own = [self._new_group(found) if len(found) > 1 else _default_group() for found in kept.values()]
         return DeviceMesh.from_group(own, self.world.device.type, ranks, mesh_dim_names=tuple(kept))
 
-    def _mesh_group(self, name: str, groups: list[list[int]]) -> dist.ProcessGroup:
-        """The group of this rank along a dimension of the mesh: the default group where it has all ranks."""
-        options = self._weight_options() if name in ("dp_replicate", SHARD) else None
-        return self._new_group(groups, options) if len(groups) > 1 or options is not None else _default_group()
-
-    def _weight_options(self) -> Any:
-        """Options of the groups that FSDP uses; None: torch's."""
-        if self._max_ctas is None:
-            return None
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = self._max_ctas
-        return options
-
-    def _new_group(self, groups: list[list[int]], options: Any = None) -> dist.ProcessGroup:
+    def _new_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
         """Creates all `groups` and returns the one that this rank is in."""
-        group, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.world.timeout, pg_options=options)
+        group, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.world.timeout)
         assert group is not None
         return group
 

@@ -11,12 +11,13 @@ from moba_train.model.build import build_model, initialize_weights, kind_paramet
 from moba_train.model.loss import CompiledChunkLoss
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import wrap_blocks
-from moba_train.parallel.dims import ParallelDims
+from moba_train.parallel.dims import SHARD, ParallelDims
 from moba_train.parallel.float8 import convert_linears
 from moba_train.parallel.norms import use_apex_norms
 from moba_train.parallel.pipeline.model import PipelineModel, PipelinePlace
 from moba_train.parallel.pipeline.split import model_parts
 from moba_train.parallel.tensor import apply_tensor_parallel, overlap_transfers
+from moba_train.parallel.weight_gather import CopyEngineGather, unit_bytes
 
 COMPILED_FORMS = 64
 """How often torch may compile the blocks' code in one stage: for each attention kind and sequence length, with
@@ -72,20 +73,30 @@ def sharded_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int] =
             overlap_transfers(dims.tp_mesh)
     # Inputs are not cast, so that cos and sin stay float32 when the layers compute in bf16.
     device = dims.world.device
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype(config, device), reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    dtype = compute_dtype(config, device)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     units = () if is_one_unit(sum(p.numel() for p in model.parameters()), dims.sizes) else model.blocks
+    by_copy_engines = config.parallel.fsdp_copy_engines and device.type == "cuda" and dims.sizes.shards > 1 and units
+    gather = _copy_engine_gather(model, dims, dtype) if by_copy_engines else None
     for module in (*units, model):
         fully_shard(module, mesh=dims.weight_mesh, mp_policy=policy)
         if dims.weight_mesh.size() > 1:  # one rank would divide by 1, a pass over all gradients
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo can only sum
+        if gather is not None and module is not model:  # the ends are gathered once a step, in eight times the memory
+            module.set_custom_all_gather(gather)
     for method in ("loss", "token_losses") + (("run_part",) if isinstance(model, PipelineModel) else ()):
         register_fsdp_forward_method(model, method)
     model.to_empty(device=device)
     initialize_weights(model, config.seed)
     return model
+
+
+def _copy_engine_gather(model: Transformer, dims: ParallelDims, dtype: torch.dtype) -> CopyEngineGather:
+    """The gather of all blocks, which are not sharded yet. A collective."""
+    shards = dims.sizes.shards
+    size = max(unit_bytes(block, shards, dtype) for block in model.blocks)
+    return CopyEngineGather(dims.mesh.get_group(SHARD), dims.world.device, size)
 
 
 def _pipeline_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int]) -> PipelineModel:

@@ -29,7 +29,7 @@ class Memory:
     """What is computed then: the loss, or the backward pass of a part of the last or first block, or of the
     embedding."""
     parameters: int
-    """fp32 master weights, sharded; and those that are gathered in FP8 once more, in FP8."""
+    """fp32 master weights, sharded; those that are gathered in FP8 once more, in FP8; buffers of copy engines."""
     optimizer: int
     """State of the optimizer, sharded: for AdamW two fp32 moments, none where they are in host memory; for Muon one of
     the matrices."""
@@ -137,7 +137,7 @@ class RankMoments:
         on_host = config.optim.implementation == "deepspeed_cpu"
         self._at = partial(
             Memory,
-            parameters=4 * weights.shard + weights.cast,
+            parameters=4 * weights.shard + weights.cast + weights.buffers,
             optimizer=0 if on_host else weights.optimizer,
             host_optimizer=weights.optimizer if on_host else 0,
         )

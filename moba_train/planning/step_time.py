@@ -34,6 +34,8 @@ REDUCED_COPIES = 6
 ACCUMULATED_COPIES = 10
 """Bytes for each gathered weight of a pipeline and each micro-batch after the first: a gradient, bf16, is added to the
 sum, float32."""
+NORM_BYTES = 4
+"""Bytes for each weight of the rank's shard: its gradient, float32, is read for the norms."""
 SHARD_COPIES = 6
 """Bytes for each weight of the rank's shard and gather: float32 to bf16."""
 
@@ -179,13 +181,14 @@ class _Step:
         def layers(part: str) -> float:
             return self._share * sum(getattr(layer, part) for layer in self._layers)
 
+        rates = self._machine.rates
         return StepTime(
             products=layers("products"),
             attention=layers("attention"),
             memory=layers("memory") + self._copies(),
             loss=self._share * self._times.output_seconds(),
             repeated=layers("repeated"),
-            optimizer=self._machine.rates.update_s[self._config.optim.kind] * self._weights.shard,
+            optimizer=(rates.update_s[self._config.optim.kind] + NORM_BYTES / rates.memory) * self._weights.shard,
             fsdp=self._rounds * self._waiting_for_weights(),
             tp=layers("tp") + self._share * self._times.output_tensor_bytes() / self._machine.links.node,
             cp=layers("cp"),

@@ -23,7 +23,7 @@ from moba_train.health.spike import SpikeDetector
 from moba_train.health.stragglers import Stragglers
 from moba_train.health.watch import Watch, stalls_folder
 from moba_train.model.build import build_attention
-from moba_train.optim.gradients import clip_gradients, gradient_norm, norms_by_kind
+from moba_train.optim.gradients import GradientNorms, clip_gradients
 from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.optim.trainable import set_trainable
@@ -82,8 +82,7 @@ class Trainer:
 
         refuse_broken_gpus(config.health.node, world)
         torch.manual_seed(config.seed + world.rank)
-        sizes = mesh_sizes(resolve_stages(config)[0].parallel, world.size)
-        dims = ParallelDims(sizes, world, config.parallel.fsdp_max_ctas)
+        dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
         self.model = sharded_model(config, dims, pipeline_layers(config))
         self.optimizer = build_optimizer(self.model, config.optim, world.device, dims.stage_group)
         self.context_engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
@@ -315,8 +314,9 @@ class Trainer:
         """Loss and gradient norms of the step over all ranks; `losses`: this rank's part, which is summed in place."""
         own_loss_sum = losses.loss * counts.loss_weight
         losses.all_reduce()
-        by_kind = norms_by_kind(self.model, stage.kinds) if self._is_logged(self.progress.step) else {}
-        return StepResult.read(losses, own_loss_sum, gradient_norm(self.model), by_kind)
+        norms = GradientNorms(self.model)
+        by_kind = norms.by_kind(stage.kinds) if self._is_logged(self.progress.step) else {}
+        return StepResult.read(losses, own_loss_sum, norms.total(), by_kind)
 
     def _run_again(self, stage: Stage, data: StepData, counts: StepCounts, first: StepResult) -> StepResult:
         """The result of a second run of the step on the same batch with the same weights; called where the `first` is

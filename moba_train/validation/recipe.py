@@ -71,6 +71,7 @@ def validate(
         if stage.rope is not None:
             problems += _rope_problems(merge_rope(config.model.rope, stage.rope), f"stages[{index}].rope", allow_idle)
         problems += _batch_problems(config, index, meshes[index])
+    problems += _gather_problems(config, meshes[0], ranks_per_node)
     if training and not problems:
         for resolved, mesh in zip(resolve_stages(config), meshes, strict=True):
             problems += micro_batch_problems(config, resolved, mesh) if mesh is not None else ()
@@ -227,6 +228,18 @@ def _context_problems(config: RunConfig, ranks_per_node: int | None, device: str
         except ValueError as error:
             key, _, problem = str(error).partition(": ")
             yield f"{_cp_key(config, index, key.removeprefix('parallel.'))}: {where}: {problem}"
+
+
+def _gather_problems(config: RunConfig, mesh: MeshSizes | None, ranks_per_node: int | None) -> Iterator[str]:
+    """Copy engines that would have to reach other nodes."""
+    if not config.parallel.fsdp_copy_engines or mesh is None or ranks_per_node is None:
+        return
+    if mesh.shards > 1 and mesh.shards * mesh.tp > ranks_per_node:
+        each = f" with tp {mesh.tp}" if mesh.tp > 1 else ""
+        yield (
+            f"parallel.fsdp_copy_engines: given true, but {mesh.shards} ranks share the weights{each}, and a node has "
+            f"{ranks_per_node}; set false, or parallel.dp_replicate and dp_shard so that one node's ranks share them"
+        )
 
 
 def _dispatch_problems(config: RunConfig, stage: Stage, device: str | None) -> Iterator[str]:

@@ -53,7 +53,7 @@ def test_later_layers_repeat_the_launches(lengths, heads, kv_heads, head_dim, dt
 
 @pytest.mark.parametrize("cut", [1500, 77])
 def test_shards_of_queries(cut):
-    checks.test_shards_of_queries_that_meet_all_keys_have_the_gradients_of_the_whole(cut)
+    checks.test_shards_of_queries_that_meet_all_keys_have_the_gradients_of_the_whole(cut, *SIZES)
 
 
 @pytest.mark.parametrize("topk", [2, 8])

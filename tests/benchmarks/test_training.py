@@ -159,5 +159,11 @@ def test_the_plot_has_the_fastest_row_of_each_length(tmp_path: Path) -> None:
     later = {"8K:full": result(8192, "full attention", 9.0), "128K:moba-512-8": {"error": "out of memory"}}
     texts = [json.dumps({"results": of}) for of in (rows, later)]
     assert training_plot.rows_of(texts) == rows | {"8K:full": later["8K:full"]}
+    lacking = {"8K:full": 2.0, "128K:full": 3.5, "8K:torchtitan": 2.0}
+    rows = {name: {"step_s": {"median": step}, "seq_len": 1} for name, step in lacking.items()}
+    for name, row in rows.items():
+        row["system"] = "torchtitan 0.2.2" if "titan" in name else "moba_train"
+    text = json.dumps({"results": rows, "lacks_update": "of our short steps too much"})
+    assert [*training_plot.rows_of([text])] == ["128K:full", "8K:torchtitan"]
     training_plot.draw(texts, tmp_path / "plot.svg")
     assert "torchtitan 0.2.2" in (tmp_path / "plot.svg").read_text()

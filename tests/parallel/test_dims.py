@@ -1,16 +1,12 @@
 """Every rank number and group of a layout, against brute force; and the groups that torch is given."""
 
 import itertools
-from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moba_train.config.mesh import MeshSizes
@@ -70,9 +66,8 @@ def test_each_rank_is_in_the_groups_of_its_coordinates(rank: int, monkeypatch: p
     made: list[tuple[int, timedelta]] = []
     create = dist.new_subgroups_by_enumeration
 
-    def noting(groups: list[list[int]], timeout: timedelta, pg_options: Any) -> Any:
+    def noting(groups: list[list[int]], timeout: timedelta) -> Any:
         made.append((len(groups[0]), timeout))
-        assert pg_options is None
         return create(groups, timeout=timeout)
 
     monkeypatch.setattr(dist, "new_subgroups_by_enumeration", noting)
@@ -148,33 +143,5 @@ def test_dimensions_of_one_rank_take_no_group_of_their_own() -> None:
         assert dims.mesh.mesh_dim_names == ("dp_shard_cp",)
         assert dims.weight_mesh is dims.mesh
         assert dims.tp_mesh is None
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("sizes", [MeshSizes(dp_shard=4), MeshSizes(dp_replicate=2, tp=2)])
-def test_groups_of_weights_take_as_many_multiprocessors_as_asked(
-    sizes: MeshSizes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU, where the group of all ranks is then another one than the default, whose transfers may take more."""
-    made: list[int | None] = []
-    create = dist.new_subgroups_by_enumeration
-
-    def noting(groups: list[list[int]], timeout: timedelta, pg_options: Any) -> Any:
-        made.append(pg_options and pg_options.config.max_ctas)
-        return create(groups, timeout=timeout)
-
-    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", noting)
-    options = partial(SimpleNamespace, config=SimpleNamespace(max_ctas=None))
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    world = enter(1, sizes)
-    try:
-        ParallelDims(sizes, world, 8)
-        assert set(made) <= {None}, "a CPU has none"
-        made.clear()
-        on_gpu = replace(world, device=torch.device("cuda"))
-        monkeypatch.setattr(DeviceMesh, "from_group", lambda *given, **names: SimpleNamespace(**names))
-        ParallelDims(sizes, on_gpu, 8)
-        assert made == ([8] if sizes.dp_shard == 4 else [8, 8, None])
     finally:
         dist.destroy_process_group()

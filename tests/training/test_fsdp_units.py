@@ -2,6 +2,7 @@
 block, and these once or twice a micro-batch."""
 
 import pytest
+import torch
 from tiny_run import Run, assert_same_tensors
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -84,5 +85,22 @@ def test_two_ranks_that_keep_gathered_weights_train_the_same_bits(run: Run, rank
         run.recipe["run_dir"] = str(run.folder / f"resharded {resharded}")
         run.recipe["parallel"] = {"reshard_after_forward": resharded}
         ranks.train(run, 2)
+        saved.append(run.newest_checkpoint)
+    assert_same_tensors(*saved)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("linear", ["bf16", "fp8"])
+def test_two_gpus_whose_weights_copy_engines_gather_train_the_same_bits(linear: str, run: Run) -> None:
+    """With compiled blocks of a width at which copies and products overlap, several micro-batches and evaluations."""
+    run.recipe |= {"deterministic": True, "compile": True, "precision": {"linear": linear}}
+    run.recipe["model"] |= {"hidden_size": 1024, "intermediate_size": 4096, "layers": 6, "heads": 16, "kv_heads": 8}
+    saved = []
+    for by_copy_engines in (False, True):
+        run.recipe["run_dir"] = str(run.folder / f"copy engines {by_copy_engines}")
+        run.recipe["parallel"] = {"fsdp_copy_engines": by_copy_engines}
+        code, output = run.train_on_gpu(2)
+        assert code == 0, output
         saved.append(run.newest_checkpoint)
     assert_same_tensors(*saved)

@@ -20,7 +20,7 @@ from moba_train.data.loss_mask import LossNorm, mask_prefix
 from moba_train.data.samples import StageData
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
-from moba_train.optim.gradients import norms_by_kind
+from moba_train.optim.gradients import GradientNorms
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
@@ -106,7 +106,13 @@ def one_step(case: dict[str, int], norm: LossNorm, prefix: str, world: World) ->
     dist.all_reduce(loss)
     kinds = [layer.kind for layer in stage.attention]
     gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-    return {"loss": loss, "tokens": tokens, "without": without, "norms": norms_by_kind(model, kinds), **gradients}
+    return {
+        "loss": loss,
+        "tokens": tokens,
+        "without": without,
+        "norms": GradientNorms(model).by_kind(kinds),
+        **gradients,
+    }
 
 
 def all_steps(prefix: str, output: str) -> None:

@@ -57,6 +57,21 @@ def test_nothing_waits_between_the_update_and_the_log(run: Run, monkeypatch: pyt
     assert seen == [Counter()] * 12
 
 
+def test_gradients_are_read_once_for_all_norms(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    norm = torch._foreach_norm
+
+    def norm_and_count(tensors: Any, *given: Any) -> Any:
+        read.append(len(tensors))
+        return norm(tensors, *given)
+
+    monkeypatch.setattr(torch, "_foreach_norm", norm_and_count)
+    assert run.train_here() == 0
+    weights = 3 + 9 * run.recipe["model"]["layers"]  # embedding, norm, output; in a block seven products and two norms
+    assert read == [weights] * 12
+    assert all("grad_norm_full" in record for record in run.records("metrics"))
+
+
 def test_a_step_begins_where_the_one_before_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """So its time counts what the GPU still had to do for the update before, and the log. Saves and evaluations and the
     beginning of a stage are no part of a step."""

@@ -146,6 +146,11 @@ def test_stages_may_share_sequences_among_different_numbers_of_ranks(load):
         (["parallel.tp=2", "parallel.tp_overlap=true"], 2, "parallel.tp_overlap: given true, but compile is false"),
         (["parallel.tp=2"], 5, "parallel.tp: given 2, which does not divide the 5 ranks; allowed: 1, 5"),
         (
+            ["parallel={tp: 2, fsdp_copy_engines: true}"],
+            16,
+            "parallel.fsdp_copy_engines: given true, but 8 ranks share the weights with tp 2, and a node has 8; set",
+        ),
+        (
             ["parallel={tp: 2, cp: 2}"],
             6,
             "parallel.cp: given 2, which does not divide the 6 ranks in groups of 2 (parallel.tp); allowed: 1, 3",

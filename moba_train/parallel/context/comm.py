@@ -3,9 +3,9 @@
 On CUDA all communication runs on streams of its own, concurrently with computation: collectives on one high-priority
 stream, point-to-point messages on NCCL's stream, each ordered after the other as issued. A call waits for the work that
 the current stream was given before it, not for later work; `Work.wait` makes the current stream wait for the call.
-`Work` keeps every tensor of the call alive until then, so no memory is reused too early. None of them needs
-`record_stream`, which would hold memory back until the host checks the stream again. On the CPU every call is finished
-when it returns.
+`Work` keeps every tensor of the call alive until then, so no memory is reused too early. Collectives need no
+`record_stream`, which holds memory back until the host checks the stream again; for point-to-point messages torch calls
+it all the same. On the CPU every call is finished when it returns.
 
 All ranks of a group make the same calls in the same order. A call that fails raises CommunicationError with its name,
 the ranks and the time; on a CPU, so does a call that waits longer than the group's timeout. On CUDA a call that waits
@@ -118,15 +118,10 @@ class Communicator:
         received = tuple(torch.empty_like(x) for x in parts_RL)
 
         def call() -> None:
-            messages = []  # one launch for all tensors, and faster than NCCL's all-to-all for each
+            # Not messages, though one launch for all would be faster: torch keeps the memory of a message back until
+            # the host sees that it has arrived, long after the tensor is freed.
             for received_RL, sent_RL in zip(received, parts_RL, strict=True):
-                from_ranks = received_RL.chunk(self.size)
-                to_ranks = sent_RL.chunk(self.size)
-                from_ranks[self.rank].copy_(to_ranks[self.rank])
-                for distance in range(1, self.size):
-                    ahead, behind = self._neighbours(distance)
-                    messages += self._pair(to_ranks[ahead], ahead, from_ranks[behind], behind)
-            self._exchange(messages)
+                dist.all_to_all_single(received_RL, sent_RL, group=self.group)
 
         return self._start("all_to_all", call, parts_RL, received)
 

@@ -1,0 +1,113 @@
+"""Weights gathered by the GPUs' copy engines, which leave all multiprocessors to the layers computed meanwhile.
+
+NCCL gathers by kernels, on multiprocessors that matrix products then lack. Here the ranks of a group copy their parts
+into each other's memory: torch's symmetric memory, without NVLink multicast. Two barriers for each gather, kernels of
+one thread block, settle which rank may write when. From torch 2.13 on FSDP has `set_symm_mem_for_comm`, by NCCL; its
+buffers come from a pool that may pair them wrongly between ranks (pytorch issue 190977), so these ones take turns.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moba_train.optim.local import local_part
+
+BUFFERS = 3
+"""Results that there is room for. FSDP keeps one until the next one is copied out; a third may be on its way."""
+
+
+@dataclass(frozen=True)
+class SharedBuffer:
+    """Memory of this rank that the others of its group write into, and theirs; uint8 [bytes] each."""
+
+    own: Tensor
+    theirs: Mapping[int, Tensor]
+    """By rank in the group, without this rank's."""
+    barrier: Callable[[int], object]
+    """Make the current stream wait for those of all ranks of the group; its argument, 0 or 1, tells barriers apart."""
+
+
+def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> SharedBuffer:
+    """A buffer of `size` bytes on each rank's GPU. A collective. Raises RuntimeError where the GPUs do not reach each
+    other's memory."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 needs no such call, 2.11 does
+        symmetric.enable_symm_mem_for_group(group.group_name)
+    own = symmetric.empty(size, dtype=torch.uint8, device=device)
+    memory = symmetric.rendezvous(own, group.group_name)
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    theirs = {rank: memory.get_buffer(rank, (size,), torch.uint8) for rank in others}
+    return SharedBuffer(own, theirs, memory.barrier)
+
+
+class CopyEngineGather:
+    """FSDP's all-gather for units that take turns, as the blocks of one model: all ranks gather the same ones in the
+    same order. The buffers are no part of torch's count of allocated memory."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        size: int,
+        make_buffer: Callable[[dist.ProcessGroup, torch.device, int], SharedBuffer] = symmetric_memory,
+    ) -> None:
+        """A collective. group: the ranks that share the weights, all on one node; size: bytes of the largest unit."""
+        self._rank = group.rank()
+        self._buffers = [make_buffer(group, device, size) for _ in range(BUFFERS)]
+        self._turn = 0
+        peers = range(group.size() - 1) if device.type == "cuda" else ()
+        # A stream for each copy: on one stream they would wait for each other.
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in peers]
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The result [size] of the next gather, of which FSDP fills this rank's part: the buffer used the longest ago,
+        whose result FSDP has copied out, in the order of the streams that it gathers on."""
+        self._turn = (self._turn + 1) % BUFFERS
+        lengths = [int(length) for length in size]
+        own = self._buffers[self._turn].own
+        needed = prod(lengths) * dtype.itemsize
+        assert needed <= own.numel(), f"a unit of {needed} bytes, room for {own.numel()}"
+        return own[:needed].view(dtype).view(lengths)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Copy this rank's part, `input_tensor`, to all other ranks; `output_tensor` is what was allocated last and has
+        that part already. Complete on the current stream."""
+        assert not async_op, "asked for only where a user unshards by hand"
+        buffer = self._buffers[self._turn]
+        assert output_tensor.data_ptr() == buffer.own.data_ptr(), "one allocation for one gather"
+        part = input_tensor.view(torch.uint8)
+        place = slice(self._rank * part.numel(), (self._rank + 1) * part.numel())
+        buffer.barrier(0)  # the buffers of all ranks are free
+        self._copy(part, [theirs[place] for theirs in buffer.theirs.values()])
+        buffer.barrier(1)  # all parts have arrived
+
+    def _copy(self, part: Tensor, places: Sequence[Tensor]) -> None:
+        """Copy `part` to all `places` at once, in the order of the current stream."""
+        if not self._streams:  # a CPU
+            for place in places:
+                place.copy_(part)
+            return
+        current = torch.cuda.current_stream()
+        for stream, place in zip(self._streams, places, strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                place.copy_(part)
+        for stream in self._streams:
+            current.wait_stream(stream)
+
+
+def unit_bytes(unit: nn.Module, ranks: int, dtype: torch.dtype) -> int:
+    """Bytes at most of what `ranks` ranks gather for a unit of FSDP that is not sharded yet, in `dtype`: each weight in
+    equal parts, the last ones filled up."""
+    shapes = [local_part(weight).shape for weight in unit.parameters()]
+    return sum(-(-shape[0] // ranks) * prod(shape[1:]) for shape in shapes) * ranks * dtype.itemsize
