@@ -6,8 +6,8 @@
     python -m benchmarks.step_time --results FILE.json        # every row of a result of benchmarks.training
 
 Measured are the median steps of result files that were made for other purposes; where a file says that they leave out
-the optimizer's update (`lacks_update`), it is added as plan predicts it. Six rates of planning/rates.py are fitted to the
-rows marked so; every other row is predicted. Rows of another GPU than an H200 count with its rates.
+the optimizer's update (`lacks_update`), it is added as plan predicts it. Six rates of planning/rates.py are fitted to
+the rows marked so; every other row is predicted. Rows of another GPU than an H200 count with its rates.
 Compared are STEPS and each row of the files `WHOLE_FILES` that are there; rows that are left out have a reason.
 Nothing is measured here, so no GPU is needed.
 """

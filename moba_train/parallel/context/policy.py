@@ -150,9 +150,9 @@ def _is_ulysses_with_whole_heads(strategy: CPStrategy, shape: AttentionShape) ->
     strategy measured in training.
 
     Ranks attend to whole sequences with some of the heads, in larger kernel launches and with less memory. On 4 x H200
-    at 256K tokens it takes 9 % less time than all-gather for MoBA 4096/12, but 4 % more for dense attention and 5 % more
-    for MoBA 512/8 (benchmarks/results/context-parallel-h200.json, context-parallel-dense-h200.json). In training at
-    128K tokens with MoBA 512/8 and the same GPU memory it is 2 % faster: smaller buffers leave more for activations
+    at 256K tokens it takes 9 % less time than all-gather for MoBA 4096/12, but 4 % more for dense attention and 5 %
+    more for MoBA 512/8 (benchmarks/results/context-parallel-h200.json, context-parallel-dense-h200.json). In training
+    at 128K tokens with MoBA 512/8 and the same GPU memory it is 2 % faster: smaller buffers leave more for activations
     (training-8b-h200-x4-again.json). Two ranks have half of all keys already, and it would send half of the queries
     and outputs as well: on 2 x H100 it takes 17 % more time for MoBA 512/8 at 64K and 256K tokens, and the same for
     dense attention (context-parallel-h100-x2.json).
