@@ -106,13 +106,20 @@ def test_beginning_short_has_the_tokens_or_the_flops_of_beginning_long(run: Run)
     (result,) = run(figure, [SHORT])
     assert list(result["stages"]) == ["short", "train"]
     found = figure.find([result, result | {"name": "full"}])
-    assert [verdict.claim.partition(",")[0] for verdict in found.verdicts] == ["At equal tokens"]
-    assert len(drawn(figure, [result])) == 2
+    assert [verdict.claim.partition(",")[0] for verdict in found.verdicts] == ["At 32K and equal tokens"]
+    shorter = [result | {"name": f"4k-{name}"} for name in (SHORT, "moba")]
+    found = figure.find([result, *shorter])
+    assert [verdict.claim.partition(",")[0] for verdict in found.verdicts] == ["At 4K and equal tokens"]
+    assert len(drawn(figure, [result, *shorter])) == 2
 
     arms = {arm.name: arm.recipe for arm in figure.arms(0, quick=False)}
     tokens = {name: sum(stage["tokens"] for stage in recipe["stages"]) for name, recipe in arms.items()}
     flops = {name: tokens[name] * flops_per_token(recipe) for name, recipe in arms.items()}
-    assert tokens["full"] == tokens["moba"] == tokens[SHORT]
+    for length, seq_len in (("", 32 * 1024), ("4k-", 4096)):
+        assert tokens[length + "full"] == tokens[length + "moba"] == tokens[length + SHORT]
+        lengths = {name: [stage["seq_len"] for stage in arms[length + name]["stages"]] for name in ("moba", SHORT)}
+        assert lengths == {"moba": [seq_len], SHORT: [2048, seq_len]}
+    assert arms["4k-moba"]["attention"]["moba"] == {"block_size": 256, "topk": 3}
     for name in ("moba", SHORT):
         assert flops[name] < flops["full"] == pytest.approx(flops[name + EQUAL_FLOPS], rel=1e-3)
 
