@@ -86,6 +86,17 @@ def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]
     return converted
 
 
+def separate_reductions() -> None:
+    """Keep torch.compile from computing a norm's two gradients in one kernel, from now on.
+
+    In FP8 that kernel also writes the norm's output, cast and transposed for the gradient of the next weight. It takes
+    a row at a time, so each byte of a column is a write of its own: 1.9 ms for 8K rows of 4096, where a kernel of one
+    reduction, whose tiles torch chooses by measuring, takes 0.2 (benchmarks/results/
+    training-profile-8b-fp8-h200-x2.json).
+    """
+    torch._inductor.config.triton.mix_order_reduction = False
+
+
 def update_weight_scales(model: nn.Module) -> None:
     """Compute the scales of all weights that are gathered in FP8, with one all-reduce; their next gather casts them.
 

@@ -12,7 +12,7 @@ from moba_train.model.loss import CompiledChunkLoss
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import wrap_blocks
 from moba_train.parallel.dims import SHARD, ParallelDims
-from moba_train.parallel.float8 import convert_linears
+from moba_train.parallel.float8 import convert_linears, separate_reductions
 from moba_train.parallel.norms import use_apex_norms
 from moba_train.parallel.pipeline.model import PipelineModel, PipelinePlace
 from moba_train.parallel.pipeline.split import model_parts
@@ -64,6 +64,8 @@ def sharded_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int] =
             model.chunk_loss = CompiledChunkLoss()
     if config.precision.linear == "fp8":
         convert_linears(model, config.precision)
+        if config.compile:
+            separate_reductions()
     if config.norm_implementation == "apex":
         use_apex_norms(model)
     wrap_blocks(model, config.compile)

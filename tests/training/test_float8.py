@@ -16,7 +16,8 @@ from moba_train.config.load import load_config
 from moba_train.config.run import PrecisionConfig
 from moba_train.errors import ConfigError
 from moba_train.model.build import build_model
-from moba_train.parallel import forward
+from moba_train.model.transformer import Transformer
+from moba_train.parallel import forward, fsdp
 from moba_train.parallel.float8 import convert_linears, float8_problem, update_weight_scales
 from moba_train.validation.recipe import validate
 
@@ -156,6 +157,25 @@ def test_which_layers_are_converted(run: Run) -> None:
     assert [name for name, _ in model.named_parameters()] == names
 
 
+@pytest.mark.parametrize("precision", [{"compute": "bf16"}, FP8], ids=["bf16", "fp8"])
+def test_compiled_blocks_in_fp8_have_no_kernel_of_two_reductions(
+    precision: dict[str, Any], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would write transposed inputs byte by byte; in bf16 it saves a pass."""
+    wrap, seen = fsdp.wrap_blocks, []
+
+    def wrap_and_look(model: Transformer, _compiled: bool) -> None:
+        seen.append(torch._inductor.config.triton.mix_order_reduction)
+        wrap(model, False)
+
+    monkeypatch.setattr(fsdp, "wrap_blocks", wrap_and_look)
+    with torch._inductor.config.patch({"triton.mix_order_reduction": True}):
+        for compiled in (False, True):
+            run.recipe |= {"run_dir": str(run.folder / f"compiled {compiled}"), "compile": compiled}
+            assert prepared(run, precision).train_here("--stop-at-step", "1") == 0
+    assert seen == [True, precision is not FP8]
+
+
 def test_what_cannot_run_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(prepared(run, {"linear": "fp8"}).write_recipe())
     validate(config, device=None)
@@ -212,6 +232,32 @@ def test_transformer_engine_trains_as_torchao_does(run: Run) -> None:
     assert run.losses() == pytest.approx(other.losses(), rel=0.01)
     names, expected = (set(checkpoint_tensors(one.newest_checkpoint)) for one in (run, other))
     assert names == expected
+
+
+def casts_like_torchao(in_one_pass: bool, dtype: torch.dtype, device: str) -> bool:
+    """Whether bits are the same for numbers of every size, beyond both ends, between two numbers of FP8, and zero."""
+    from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+
+    from moba_train.parallel.float8_weights import _cast_in_one_pass, cast
+
+    sizes = torch.randn(70_001, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(70_001).remainder(40)
+    halves = torch.arange(-500, 500) / 16
+    numbers = torch.cat([sizes * 2**-20, sizes, halves, torch.tensor([0.0, -0.0, 448.0, 464.0, 1e30])]).to(device)
+    scale = torch.tensor(0.7, device=device)
+    ours = (_cast_in_one_pass if in_one_pass else cast)(numbers, scale, dtype)
+    theirs = hp_tensor_and_scale_to_float8(numbers, scale, dtype)._data
+    return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_are_cast_as_torchao_does(dtype: torch.dtype) -> None:
+    assert casts_like_torchao(False, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_gpu_casts_weights_in_one_pass_to_the_same_bits(dtype: torch.dtype) -> None:
+    assert casts_like_torchao(True, dtype, "cuda")
 
 
 @pytest.mark.gpu
