@@ -143,9 +143,15 @@ def test_the_fallback_takes_checkpoints_and_the_run_resumes_from_the_newest_of_b
 def test_failed_saves_in_a_row_are_an_alert_and_end_the_run_if_the_recipe_says_so(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def put_back_once_told(trainer: Trainer) -> None:
+        """A failure that is told only after a later save has ended well is none in a row."""
+        trainer.checkpoints._checkpointer.wait()
+        trainer._report_last_save()
+        put_back(trainer)
+
     run.recipe["checkpoint"] = {"every": 1, "alert_after_failures": 2}
     with monkeypatch.context() as patch:
-        before_save(patch, {3: replace_by_file, 6: put_back})
+        before_save(patch, {3: replace_by_file, 6: put_back_once_told})
         assert train_here(run, capsys, "--stop-at-step", "6")[0] == 0
     alerts = [alert["text"] for alert in run.records("alert") if alert["alert"] == "failed_saves"]
     assert [text.split(":")[0] for text in alerts] == ["2 saves in a row have failed", "3 saves in a row have failed"]
