@@ -101,7 +101,7 @@ class ShortFirst(Figure):
             found = _last(result)["position_wise"]["position_wise"]
             losses = found["curves"][found["attention"]]["mean"]
             places = [found["bucket"] * (bucket + 0.5) for bucket in range(len(losses))]
-            right.plot(places, losses, "-" if equal_tokens else "--", color=colour, lw=1.2)
+            right.plot(places, losses, ":" if length else "-" if equal_tokens else "--", color=colour, lw=1.2)
         for name, words in WORDS.items():
             left.plot([], [], "o", color=_COLOURS[name], label=words)
         left.plot([], [], "o", color=GREY, mfc="none", label="with the FLOPs of full attention")
@@ -109,7 +109,7 @@ class ShortFirst(Figure):
         left.legend(frameon=False, labelcolor=GREY, fontsize=8)
         for axes, title, label in (
             (left, "trailing loss over real FLOPs", "PFLOP/s-days"),
-            (right, "loss by position (dashed: equal FLOPs)", "position in the context, tokens"),
+            (right, "loss by position (dashed: equal FLOPs; dotted: 4K)", "position in the context, tokens"),
         ):
             titled(axes, title, label)
 

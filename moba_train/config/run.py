@@ -1,9 +1,9 @@
 """The sections about running: parallel layout, precision, checkpoints, evaluation, logging, health."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moba_train.config.base import Section
 from moba_train.config.quantities import Length, TokenBudget
@@ -100,9 +100,17 @@ class ParallelConfig(ContextParallelConfig):
         False,
         description="blocks' weights are gathered by the GPUs' copy engines, not by NCCL's kernels, which take "
         "multiprocessors from the layers computed meanwhile: among GPUs of one node that reach each other's memory, "
-        "in buffers for three blocks; on a CPU nothing changes",
+        "in buffers for two blocks; on a CPU nothing changes",
     )
     timeout: int = Field(600, ge=1, description="seconds a rank waits for others before it ends the run")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_a_removed_key(cls, value: Any) -> Any:
+        """Recipes in checkpoints of some hours of 26 November 2026 have `fsdp_max_ctas`, mostly null: no limit."""
+        if isinstance(value, dict) and value.get("fsdp_max_ctas", 0) is None:
+            return {key: given for key, given in value.items() if key != "fsdp_max_ctas"}
+        return value
 
 
 class Float8Config(Section):

@@ -86,15 +86,20 @@ def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]
     return converted
 
 
-def separate_reductions() -> None:
-    """Keep torch.compile from computing a norm's two gradients in one kernel, from now on.
+def compile_for_float8(precision: PrecisionConfig) -> None:
+    """Settle how torch.compile treats layers in FP8, from now on: weights are cast in one compiled pass, and a norm's
+    two gradients are not computed in one kernel.
 
-    In FP8 that kernel also writes the norm's output, cast and transposed for the gradient of the next weight. It takes
+    That kernel would also write the norm's output, cast and transposed for the gradient of the next weight. It takes
     a row at a time, so each byte of a column is a write of its own: 1.9 ms for 8K rows of 4096, where a kernel of one
     reduction, whose tiles torch chooses by measuring, takes 0.2 (benchmarks/results/
     training-profile-8b-fp8-h200-x2.json).
     """
     torch._inductor.config.triton.mix_order_reduction = False
+    if precision.implementation == "torchao":
+        from moba_train.parallel import float8_weights
+
+        float8_weights.compile_cast()
 
 
 def update_weight_scales(model: nn.Module) -> None:

@@ -2,9 +2,10 @@
 
 torchao casts a rank's part of a weight, three passes over float32 numbers, for each gather: for the forward pass, for
 the backward pass, and so for every micro-batch. Here the cast stays until the next scales, one byte for each of the
-rank's numbers, and on a GPU it is one pass, compiled. Needs torchao.
+rank's numbers, and one pass if it is compiled. Needs torchao.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class CastOnce(Float8Weight):
         """The cast numbers, and their scale, for a gather over `mesh`."""
         if self.kept is None:
             weight, scale = self._tensor, self._precomputed_scale
-            if weight.is_cuda and scale is not None:
+            if _cast_in_one_pass is not None and weight.is_cuda and scale is not None:
                 flat = weight.reshape(-1)  # one compiled form does for all shapes
                 self.kept = (_cast_in_one_pass(flat, scale, self._dtype).view(weight.shape),), (scale,)
             else:
@@ -39,7 +40,14 @@ def cast(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (weight.to(torch.float32) * scale).clamp(-most, most).to(dtype)
 
 
-_cast_in_one_pass = torch.compile(cast, dynamic=True)
+_cast_in_one_pass: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None
+
+
+def compile_cast() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
+    """Cast weights on GPUs by a compiled `cast` from now on; returns it."""
+    global _cast_in_one_pass
+    _cast_in_one_pass = _cast_in_one_pass or torch.compile(cast, dynamic=True)
+    return _cast_in_one_pass
 
 
 def begin(model: nn.Module, weights: list[Float8Weight]) -> None:

@@ -12,7 +12,7 @@ from moba_train.model.loss import CompiledChunkLoss
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import wrap_blocks
 from moba_train.parallel.dims import SHARD, ParallelDims
-from moba_train.parallel.float8 import convert_linears, separate_reductions
+from moba_train.parallel.float8 import compile_for_float8, convert_linears
 from moba_train.parallel.norms import use_apex_norms
 from moba_train.parallel.pipeline.model import PipelineModel, PipelinePlace
 from moba_train.parallel.pipeline.split import model_parts
@@ -42,10 +42,13 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if compute == "bf16" else torch.float32
 
 
-def sharded_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int] = ()) -> Transformer:
+def sharded_model(
+    config: RunConfig, dims: ParallelDims, layers: Sequence[int] = (), copy_engines: bool = False
+) -> Transformer:
     """The recipe's model with its initial weights, sharded over the ranks of `dims`.
 
     layers: with pipeline parallelism, the number of layers in each part of the model (planning/pipeline.py).
+    copy_engines: on GPUs, gather the blocks' weights by them, among ranks of one node.
 
     Each block is a unit of FSDP, but for a small model on one rank (`is_one_unit`).
 
@@ -65,7 +68,7 @@ def sharded_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int] =
     if config.precision.linear == "fp8":
         convert_linears(model, config.precision)
         if config.compile:
-            separate_reductions()
+            compile_for_float8(config.precision)
     if config.norm_implementation == "apex":
         use_apex_norms(model)
     wrap_blocks(model, config.compile)
@@ -78,8 +81,8 @@ def sharded_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int] =
     dtype = compute_dtype(config, device)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     units = () if is_one_unit(sum(p.numel() for p in model.parameters()), dims.sizes) else model.blocks
-    by_copy_engines = config.parallel.fsdp_copy_engines and device.type == "cuda" and dims.sizes.shards > 1 and units
-    gather = _copy_engine_gather(model, dims, dtype) if by_copy_engines else None
+    copy_engines = copy_engines and device.type == "cuda" and dims.sizes.shards > 1
+    gather = _copy_engine_gather(model, dims, dtype) if copy_engines and units else None
     for module in (*units, model):
         fully_shard(module, mesh=dims.weight_mesh, mp_policy=policy)
         if dims.weight_mesh.size() > 1:  # one rank would divide by 1, a pass over all gradients
@@ -98,7 +101,7 @@ def _copy_engine_gather(model: Transformer, dims: ParallelDims, dtype: torch.dty
     """The gather of all blocks, which are not sharded yet. A collective."""
     shards = dims.sizes.shards
     size = max(unit_bytes(block, shards, dtype) for block in model.blocks)
-    return CopyEngineGather(dims.mesh.get_group(SHARD), dims.world.device, size)
+    return CopyEngineGather(dims.mesh.get_group(SHARD), dims.world.device, size, dims.world.timeout)
 
 
 def _pipeline_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int]) -> PipelineModel:

@@ -10,16 +10,17 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from moba_train.optim.local import local_part
-
-BUFFERS = 3
-"""Results that there is room for. FSDP keeps one until the next one is copied out; a third may be on its way."""
+BUFFERS = 2
+"""Results that there is room for: FSDP keeps one until the next one is there, and begins no third one before the first
+is copied out."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,13 @@ class SharedBuffer:
     """Make the current stream wait for those of all ranks of the group; its argument, 0 or 1, tells barriers apart."""
 
 
-def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> SharedBuffer:
-    """A buffer of `size` bytes on each rank's GPU. A collective. Raises RuntimeError where the GPUs do not reach each
-    other's memory."""
+MakeBuffer = Callable[[dist.ProcessGroup, torch.device, int, timedelta], SharedBuffer]
+"""From a group, a device, bytes, and how long a barrier may wait; a collective."""
+
+
+def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int, timeout: timedelta) -> SharedBuffer:
+    """A buffer of `size` bytes on each rank's GPU, as `MakeBuffer` says. A barrier that waits too long ends the process
+    by a CUDA error. Raises RuntimeError where the GPUs do not reach each other's memory."""
     from torch.distributed import _symmetric_memory as symmetric
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -45,7 +50,8 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int) 
     memory = symmetric.rendezvous(own, group.group_name)
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     theirs = {rank: memory.get_buffer(rank, (size,), torch.uint8) for rank in others}
-    return SharedBuffer(own, theirs, memory.barrier)
+    limit_ms = int(1000 * timeout.total_seconds())
+    return SharedBuffer(own, theirs, lambda which: memory.barrier(which, limit_ms))
 
 
 class CopyEngineGather:
@@ -57,11 +63,13 @@ class CopyEngineGather:
         group: dist.ProcessGroup,
         device: torch.device,
         size: int,
-        make_buffer: Callable[[dist.ProcessGroup, torch.device, int], SharedBuffer] = symmetric_memory,
+        timeout: timedelta,
+        make_buffer: MakeBuffer = symmetric_memory,
     ) -> None:
-        """A collective. group: the ranks that share the weights, all on one node; size: bytes of the largest unit."""
+        """A collective. group: the ranks that share the weights, all on one node; size: bytes of the largest unit;
+        timeout: how long a gather may wait for another rank."""
         self._rank = group.rank()
-        self._buffers = [make_buffer(group, device, size) for _ in range(BUFFERS)]
+        self._buffers = [make_buffer(group, device, size, timeout) for _ in range(BUFFERS)]
         self._turn = 0
         peers = range(group.size() - 1) if device.type == "cuda" else ()
         # A stream for each copy: on one stream they would wait for each other.
@@ -107,7 +115,12 @@ class CopyEngineGather:
 
 
 def unit_bytes(unit: nn.Module, ranks: int, dtype: torch.dtype) -> int:
-    """Bytes at most of what `ranks` ranks gather for a unit of FSDP that is not sharded yet, in `dtype`: each weight in
-    equal parts, the last ones filled up."""
-    shapes = [local_part(weight).shape for weight in unit.parameters()]
-    return sum(-(-shape[0] // ranks) * prod(shape[1:]) for shape in shapes) * ranks * dtype.itemsize
+    """Bytes of what `ranks` ranks gather for a unit of FSDP that is not sharded yet: each weight in equal parts, the
+    last ones filled up, in `dtype` or, those that torchao wraps, in FP8."""
+    return ranks * sum(_part_bytes(weight, ranks, dtype) for weight in unit.parameters())
+
+
+def _part_bytes(weight: Tensor, ranks: int, dtype: torch.dtype) -> int:
+    here = weight._local_tensor if isinstance(weight, DTensor) else weight
+    width = 1 if hasattr(here, "fsdp_pre_all_gather") else dtype.itemsize
+    return -(-here.shape[0] // ranks) * prod(here.shape[1:]) * width

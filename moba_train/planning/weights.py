@@ -65,7 +65,7 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
         gathered_ends=gathered_ends,
         gathered=gathered_ends + gathered_bytes(config, width) * at_once * block,
         held=gathered_bytes(config, width) * stay * block,
-        buffers=width * buffers * block,
+        buffers=gathered_bytes(config, width) * buffers * block,
         is_one_unit=one_unit,
         cast=-(-blocks // (sizes.shards * sizes.tp)) if config.precision.gathers_fp8 else 0,
         optimizer=_optimizer_state(config, sizes, work),

@@ -83,7 +83,7 @@ class Trainer:
         refuse_broken_gpus(config.health.node, world)
         torch.manual_seed(config.seed + world.rank)
         dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
-        self.model = sharded_model(config, dims, pipeline_layers(config))
+        self.model = sharded_model(config, dims, pipeline_layers(config), config.parallel.fsdp_copy_engines)
         self.optimizer = build_optimizer(self.model, config.optim, world.device, dims.stage_group)
         self.context_engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
         if any_rank(self.stop.requested):

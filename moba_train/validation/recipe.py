@@ -18,6 +18,7 @@ from moba_train.model.build import build_attention
 from moba_train.optim.adamw import implementation_problem
 from moba_train.parallel.context.strategy import GATHERING_TRANSPORTS
 from moba_train.parallel.float8 import float8_problem
+from moba_train.parallel.links import linked_group
 from moba_train.parallel.norms import norm_problem
 from moba_train.parallel.stage_strategy import stage_strategy
 from moba_train.validation.attention import attention_problems, layer_ranges
@@ -71,7 +72,7 @@ def validate(
         if stage.rope is not None:
             problems += _rope_problems(merge_rope(config.model.rope, stage.rope), f"stages[{index}].rope", allow_idle)
         problems += _batch_problems(config, index, meshes[index])
-    problems += _gather_problems(config, meshes[0], ranks_per_node)
+    problems += _gather_problems(config, meshes[0], ranks_per_node, device)
     if training and not problems:
         for resolved, mesh in zip(resolve_stages(config), meshes, strict=True):
             problems += micro_batch_problems(config, resolved, mesh) if mesh is not None else ()
@@ -230,16 +231,36 @@ def _context_problems(config: RunConfig, ranks_per_node: int | None, device: str
             yield f"{_cp_key(config, index, key.removeprefix('parallel.'))}: {where}: {problem}"
 
 
-def _gather_problems(config: RunConfig, mesh: MeshSizes | None, ranks_per_node: int | None) -> Iterator[str]:
-    """Copy engines that would have to reach other nodes."""
-    if not config.parallel.fsdp_copy_engines or mesh is None or ranks_per_node is None:
+def _gather_problems(
+    config: RunConfig, mesh: MeshSizes | None, ranks_per_node: int | None, device: str | None
+) -> Iterator[str]:
+    """Weights that cannot be gathered as asked: by copy engines on other nodes, in FP8 in parts of unequal rows."""
+    if mesh is None or mesh.shards == 1:
         return
-    if mesh.shards > 1 and mesh.shards * mesh.tp > ranks_per_node:
+    by_copy_engines = config.parallel.fsdp_copy_engines and device != "cpu" and ranks_per_node is not None
+    if by_copy_engines and linked_group(mesh, ranks_per_node or 1, "dp_shard", "cp").nodes > 1:
         each = f" with tp {mesh.tp}" if mesh.tp > 1 else ""
         yield (
-            f"parallel.fsdp_copy_engines: given true, but {mesh.shards} ranks share the weights{each}, and a node has "
-            f"{ranks_per_node}; set false, or parallel.dp_replicate and dp_shard so that one node's ranks share them"
+            f"parallel.fsdp_copy_engines: given true, but the {mesh.shards} ranks that share the weights{each} are on "
+            f"several nodes of {ranks_per_node}; set false, or parallel.dp_replicate and dp_shard so that one has them"
         )
+    if config.precision.gathers_fp8 and (uneven := _uneven_rows(config.model, mesh)):
+        each = f", each with 1/{mesh.tp} of them (parallel.tp)" if mesh.tp > 1 else ""
+        yield (
+            f"precision.linear: given 'fp8', whose weights {mesh.shards} ranks share in parts of equal rows{each}: "
+            f"{', '.join(uneven)} cannot be; set precision.fp8.scaling: rowwise, or another parallel.dp_shard"
+        )
+
+
+def _uneven_rows(model: ModelConfig, mesh: MeshSizes) -> list[str]:
+    """Numbers of rows of the blocks' weights that the ranks of a shard do not divide."""
+    shared = {
+        "model.heads x width": model.heads * model.head_width,
+        "model.kv_heads x width": model.kv_heads * model.head_width,
+        "model.intermediate_size": model.intermediate_size,
+    }
+    rows = {name: size // mesh.tp for name, size in shared.items()} | {"model.hidden_size": model.hidden_size}
+    return [f"{name} {size}" for name, size in rows.items() if size % mesh.shards]
 
 
 def _dispatch_problems(config: RunConfig, stage: Stage, device: str | None) -> Iterator[str]:

@@ -5,6 +5,7 @@ Files in shared memory stand in for the memory of GPUs that reach each other; st
 """
 
 import os
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class SharedFiles:
         self.sizes: list[int] = []
         self.barriers: list[int] = []
 
-    def __call__(self, group: dist.ProcessGroup, _device: torch.device, size: int) -> SharedBuffer:
+    def __call__(self, group: dist.ProcessGroup, _device: torch.device, size: int, _: timedelta) -> SharedBuffer:
         """A buffer, filled with ones, which are no sensible weights."""
         number = next(self._numbers)
         files = [str(self._folder / f"{number} of {rank}") for rank in range(group.size())]
@@ -56,7 +57,7 @@ def train(folder: Path | None, dtype: torch.dtype, reshard: bool) -> tuple[list[
     assert group is not None
     files = SharedFiles(folder) if folder else None
     size = max(unit_bytes(layer, group.size(), dtype) for layer in layers)
-    gather = CopyEngineGather(group, torch.device("cpu"), size, files) if files else None
+    gather = CopyEngineGather(group, torch.device("cpu"), size, timedelta(minutes=1), files) if files else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for unit in (*layers, model):
         fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard)
@@ -109,3 +110,12 @@ def test_units_have_equal_parts_on_all_ranks() -> None:
     assert unit_bytes(unit, 2, torch.bfloat16) == (8 * 4 + 8) * 2
     assert unit_bytes(unit, 3, torch.float32) == (9 * 4 + 9) * 4
     assert unit_bytes(unit, 1, torch.float32) == (7 * 4 + 7) * 4
+
+
+def test_weights_that_are_gathered_in_fp8_take_a_byte() -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    unit = nn.Sequential(nn.Linear(16, 32, bias=False), nn.LayerNorm(16, bias=False))
+    float8.convert_to_float8_training(
+        unit, config=float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    )
+    assert unit_bytes(unit, 2, torch.bfloat16) == 32 * 16 + 16 * 2

@@ -238,13 +238,13 @@ def casts_like_torchao(in_one_pass: bool, dtype: torch.dtype, device: str) -> bo
     """Whether bits are the same for numbers of every size, beyond both ends, between two numbers of FP8, and zero."""
     from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 
-    from moba_train.parallel.float8_weights import _cast_in_one_pass, cast
+    from moba_train.parallel.float8_weights import cast, compile_cast
 
     sizes = torch.randn(70_001, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(70_001).remainder(40)
     halves = torch.arange(-500, 500) / 16
     numbers = torch.cat([sizes * 2**-20, sizes, halves, torch.tensor([0.0, -0.0, 448.0, 464.0, 1e30])]).to(device)
     scale = torch.tensor(0.7, device=device)
-    ours = (_cast_in_one_pass if in_one_pass else cast)(numbers, scale, dtype)
+    ours = (compile_cast() if in_one_pass else cast)(numbers, scale, dtype)
     theirs = hp_tensor_and_scale_to_float8(numbers, scale, dtype)._data
     return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 

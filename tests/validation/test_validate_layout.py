@@ -148,7 +148,17 @@ def test_stages_may_share_sequences_among_different_numbers_of_ranks(load):
         (
             ["parallel={tp: 2, fsdp_copy_engines: true}"],
             16,
-            "parallel.fsdp_copy_engines: given true, but 8 ranks share the weights with tp 2, and a node has 8; set",
+            "parallel.fsdp_copy_engines: given true, but the 8 ranks that share the weights with tp 2 are on several",
+        ),
+        (
+            ["parallel={dp_replicate: 4, dp_shard: 3, tp: 2, fsdp_copy_engines: true}", "batch_tokens=24K"],
+            24,
+            "parallel.fsdp_copy_engines: given true, but the 3 ranks that share the weights with tp 2 are on several",
+        ),
+        (
+            ["precision={linear: fp8, fp8: {emulate: true}}", "parallel={dp_shard: 5}", "batch_tokens=10K"],
+            5,
+            "precision.linear: given 'fp8', whose weights 5 ranks share in parts of equal rows: ",
         ),
         (
             ["parallel={tp: 2, cp: 2}"],
