@@ -18,8 +18,8 @@ All ways must gather the same bits. Times in ms are of the slowest rank.
 import argparse
 import os
 import statistics
-import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from benchmarks.record import markdown, save
 from moba_train.attention.local import LocalEngine
 from moba_train.attention.protocol import packed_layout
 from moba_train.parallel.context.comm import Work
+from moba_train.parallel.weight_gather import symmetric_memory
 from moba_train.parallel.world import joined_world
 
 TRANSFERS = 3
@@ -45,26 +46,25 @@ class CopyEngines:
 
     def __init__(self, group: dist.ProcessGroup, shard: Tensor, push: bool) -> None:
         """A collective. push: ranks write into the others' memory; else they read from it."""
-        from torch.distributed import _symmetric_memory as symmetric
-
-        self._rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._rank, ranks = group.rank(), group.size()
         self._push = push
-        self._gathered = symmetric.empty(ranks, *shard.shape, dtype=shard.dtype, device=shard.device)
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 needs no such call
-            symmetric.enable_symm_mem_for_group(group.group_name)
-        self._memory = symmetric.rendezvous(self._gathered, group.group_name)
-        peers = [(self._rank + distance) % ranks for distance in range(1, ranks)]
-        shape = list(self._gathered.shape)
-        self._theirs = {peer: self._memory.get_buffer(peer, shape, shard.dtype) for peer in peers}
+        size = ranks * shard.numel() * shard.element_size()
+        buffer = symmetric_memory(group, shard.device, size, timedelta(minutes=1))
+        self._gathered, *theirs = (
+            memory.view(shard.dtype).view(ranks, *shard.shape) for memory in (buffer.own, *buffer.theirs.values())
+        )
+        self._theirs = dict(zip(buffer.theirs, theirs, strict=True))
+        self._barrier = buffer.barrier
         self._main = torch.cuda.Stream(priority=-1)
-        self._streams = [torch.cuda.Stream(priority=-1) for _ in peers]
+        self._streams = [torch.cuda.Stream(priority=-1) for _ in theirs]
 
     def __call__(self, shard: Tensor) -> Work:
+        """Begin to gather; all ranks' rows [R, ...] are there when the work is waited for."""
         self._main.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._main):
             if not self._push:
                 self._gathered[self._rank].copy_(shard)
-            self._memory.barrier(channel=0)  # all ranks have read the last result, and what is pulled is there
+            self._barrier(0)  # all ranks have read the last result, and what is pulled is there
             if self._push:
                 self._gathered[self._rank].copy_(shard)
         for stream, (peer, theirs) in zip(self._streams, self._theirs.items(), strict=True):
@@ -77,7 +77,7 @@ class CopyEngines:
         with torch.cuda.stream(self._main):
             for stream in self._streams:
                 self._main.wait_stream(stream)
-            self._memory.barrier(channel=1)
+            self._barrier(1)
             return Work((self._gathered,), self._main.record_event(), (shard,))
 
 
@@ -123,7 +123,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     need_gpus(parser, int(os.environ.get("LOCAL_WORLD_SIZE", "2")))
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     with joined_world() as world:
         setting = Setting(world, arguments.repeats)
         tokens = arguments.tokens // world.size

@@ -14,17 +14,16 @@ from moba_train.optim.local import local_part
 
 
 class GradientNorms:
-    """L2 norms of the present gradients of a module over all ranks; each gradient is read once, for all of them.
+    """L2 norms over all ranks of the gradients that a module has when this is made; each is read once, for all norms.
 
     Every method is a collective over all ranks.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        weights = [weight for weight in module.parameters() if weight.grad is not None]
-        parts = [local_part(weight.grad) for weight in weights if weight.grad is not None]
-        self._norms = dict(zip(map(id, weights), torch._foreach_norm(parts) if parts else (), strict=True))
-        """Of this rank's part of each weight's gradient, by the weight's id; float32 scalars."""
+        parts = {id(weight): local_part(weight.grad) for weight in module.parameters() if weight.grad is not None}
+        self._norms = dict(zip(parts, torch._foreach_norm([*parts.values()]) if parts else (), strict=True))
+        """L2 norm of this rank's part of each gradient, a float32 scalar, by the id of its weight."""
 
     def total(self) -> Tensor:
         """Norm of all gradients, a float32 scalar; 0 if all parameters are frozen."""
