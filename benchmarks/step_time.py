@@ -43,8 +43,8 @@ FITTED = ("products", "compiled_passes", "eager_passes", "attention")
 FITTED_FLOAT8 = ("float8_products", "float8_weight_bytes")
 """Rates that are fitted to steps in FP8."""
 MISSING_SHARE = 0.8
-"""Of an update's time, what such steps leave out: the host launches it in the rest. By the 8B model at 8K, measured
-again: 28 to 38 ms of 45."""
+"""Share of the optimizer's predicted time that the steps of a file with `lacks_update` leave out; the host launches the
+update in the rest. By the 8B model at 8K on two H200, measured without and with it: 28 to 38 ms of 45."""
 FLASH2 = "attention.full.backend=flash"
 """FlashAttention-2, which full attention ran on before flash-attn-4 was used."""
 
@@ -82,7 +82,7 @@ def whole_8b(row: str) -> Measured:
 
 
 def at_8k(row: str) -> Measured:
-    """A row of the 8B model on two GPUs at 8K, measured later, which rates are fitted to."""
+    """A row of the 8B model on two GPUs at 8K, measured with its update, which rates are fitted to."""
     return Measured("training-8b-8k-h200-x2.json", (row,), row, "llama3-8b", 2, 1, fit=True)
 
 
@@ -143,7 +143,7 @@ LEFT_OUT = {
     (
         "training-8b-h200-x4-again.json",
         "8K:full:none:tp2:cp2:batch4:micro2",
-    ): "the same with two: predicted 20 % shorter",
+    ): "two sequences at a time on four GPUs; not profiled: predicted 20 % shorter",
     ("training-8b-h200-x4.json", "128K:moba-512-8:budget:cp4:warm1:steps3"): RETRIED,
     ("training-8b-h200-x4.json", "128K:moba-512-8:budget:cp4:fp8:warm1:steps3"): RETRIED,
     ("miniatures-h200.json", ""): "25.7M parameters, whose steps wait for the host: predicted up to 51 % shorter",

@@ -88,7 +88,7 @@ def sharded_model(
         if dims.weight_mesh.size() > 1:  # one rank would divide by 1, a pass over all gradients
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo can only sum
-        if gather is not None and module is not model:  # the ends are gathered once a step, in eight times the memory
+        if gather is not None and module is not model:  # the ends would need far larger buffers
             module.set_custom_all_gather(gather)
     for method in ("loss", "token_losses") + (("run_part",) if isinstance(model, PipelineModel) else ()):
         register_fsdp_forward_method(model, method)

@@ -2,9 +2,9 @@
 
 It predicts the bytes that a rank receives over the links of its node and from other nodes, the bytes that it copies and
 sums in its own memory for the exchange, the seconds that both take at measured rates, and the memory of the buffers.
-For 64K tokens per GPU on 4 x H200 the predicted seconds are within 20 % of the measured ones, but for a ring's
-messages, which take 1.5 times as long (benchmarks/results/context-parallel-h200.json); for 16K tokens, launching many
-small kernels takes up to 4 ms longer than predicted.
+For 64K tokens per GPU on 4 x H200 the predicted seconds are within 20 % of those measured when exchanges were messages,
+but for a ring, whose messages take 1.5 times as long (benchmarks/results/context-parallel-h200.json); for 16K tokens,
+launching many small kernels takes up to 4 ms longer than predicted.
 """
 
 from collections.abc import Callable, Iterable
