@@ -11,13 +11,13 @@ from moba_train.model.build import build_model, initialize_weights, kind_paramet
 from moba_train.model.loss import CompiledChunkLoss
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import wrap_blocks
+from moba_train.parallel.copy_engines import CopyEngineGather, CopyEngineReduceScatter, gathered_bytes
 from moba_train.parallel.dims import SHARD, ParallelDims
 from moba_train.parallel.float8 import compile_for_float8, convert_linears
 from moba_train.parallel.norms import use_apex_norms
 from moba_train.parallel.pipeline.model import PipelineModel, PipelinePlace
 from moba_train.parallel.pipeline.split import model_parts
 from moba_train.parallel.tensor import apply_tensor_parallel, overlap_transfers
-from moba_train.parallel.weight_gather import CopyEngineGather, unit_bytes
 
 COMPILED_FORMS = 64
 """How often torch may compile the blocks' code in one stage: for each attention kind and sequence length, with
@@ -48,7 +48,7 @@ def sharded_model(
     """The recipe's model with its initial weights, sharded over the ranks of `dims`.
 
     layers: with pipeline parallelism, the number of layers in each part of the model (planning/pipeline.py).
-    copy_engines: on GPUs, gather the blocks' weights by them, among ranks of one node.
+    copy_engines: on GPUs, FSDP's transfers by them, among ranks of one node.
 
     Each block is a unit of FSDP, but for a small model on one rank (`is_one_unit`).
 
@@ -81,15 +81,18 @@ def sharded_model(
     dtype = compute_dtype(config, device)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     units = () if is_one_unit(sum(p.numel() for p in model.parameters()), dims.sizes) else model.blocks
-    copy_engines = copy_engines and device.type == "cuda" and dims.sizes.shards > 1
-    gather = _copy_engine_gather(model, dims, dtype) if copy_engines and units else None
+    by_copy_engines = copy_engines and bool(units) and device.type == "cuda" and dims.sizes.shards > 1
+    if by_copy_engines:
+        gather, reduce_scatter = _copy_engine_transfers(model, dims, dtype)
     for module in (*units, model):
         fully_shard(module, mesh=dims.weight_mesh, mp_policy=policy)
         if dims.weight_mesh.size() > 1:  # one rank would divide by 1, a pass over all gradients
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo can only sum
-        if gather is not None and module is not model:  # the ends would need far larger buffers
-            module.set_custom_all_gather(gather)
+        if by_copy_engines:
+            module.set_custom_reduce_scatter(reduce_scatter)
+            if module is not model:  # the ends would need far larger buffers, for one gather a step
+                module.set_custom_all_gather(gather)
     for method in ("loss", "token_losses") + (("run_part",) if isinstance(model, PipelineModel) else ()):
         register_fsdp_forward_method(model, method)
     model.to_empty(device=device)
@@ -97,11 +100,14 @@ def sharded_model(
     return model
 
 
-def _copy_engine_gather(model: Transformer, dims: ParallelDims, dtype: torch.dtype) -> CopyEngineGather:
-    """The gather of all blocks, which are not sharded yet. A collective."""
-    shards = dims.sizes.shards
-    size = max(unit_bytes(block, shards, dtype) for block in model.blocks)
-    return CopyEngineGather(dims.mesh.get_group(SHARD), dims.world.device, size, dims.world.timeout)
+def _copy_engine_transfers(
+    model: Transformer, dims: ParallelDims, dtype: torch.dtype
+) -> tuple[CopyEngineGather, CopyEngineReduceScatter]:
+    """The gather of all blocks, which are not sharded yet, and the reduction of all gradients. A collective."""
+    group, device, timeout = dims.mesh.get_group(SHARD), dims.world.device, dims.world.timeout
+    size = max(gathered_bytes(block, dims.sizes.shards, dtype) for block in model.blocks)
+    gradients = torch.float32 if dims.sizes.pp > 1 else dtype  # a pipeline adds up those of its micro-batches first
+    return CopyEngineGather(group, device, size, timeout), CopyEngineReduceScatter(group, device, gradients, timeout)
 
 
 def _pipeline_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int]) -> PipelineModel:

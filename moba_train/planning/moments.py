@@ -78,7 +78,7 @@ class _Gradients(NamedTuple):
     in_the_end: int
     """float32, all."""
     reduced: int
-    """float32, of a whole block on their way to its ranks."""
+    """Of a whole block on their way to its ranks."""
     in_blocks: int
     """Elements whose gradients FSDP reduces together, of the blocks."""
     at_the_end: int
@@ -94,7 +94,7 @@ def _gradients(stage: Stage, sizes: MeshSizes, weights: Weights) -> _Gradients:
         early=shard if several else 0,
         late=shard if several else 4 * (weights.shard - weights.ends // sizes.shards),
         in_the_end=shard,
-        reduced=4 * weights.block,
+        reduced=weights.gradient * weights.block,
         in_blocks=weights.block,
         at_the_end=weights.ends,
         gathered=weights.gathered_ends,
@@ -174,7 +174,7 @@ class RankMoments:
             gradients=self._gradients.in_the_end,
             unsharded=self._gradients.gathered,
             activations=self._buffers,
-            working=(self._width + 4) * self._gradients.at_the_end + head,
+            working=(self._width + self._weights.gradient) * self._gradients.at_the_end + head,
         )
 
     def _loss(self, all_kept: int) -> Memory:

@@ -29,8 +29,6 @@ from moba_train.planning.weights import gathered_bytes, rank_weights
 
 GATHERED_COPIES = 4
 """Bytes that a GPU reads and writes for each weight and gather: bf16, out of the buffer of the gather."""
-REDUCED_COPIES = 6
-"""Bytes for each gathered weight: its gradient, bf16, into the float32 buffer of its reduction."""
 ACCUMULATED_COPIES = 10
 """Bytes for each gathered weight of a pipeline and each micro-batch after the first: a gradient, bf16, is added to the
 sum, float32."""
@@ -220,7 +218,8 @@ class _Step:
         gather_s = shards.gather_seconds(gathered_bytes(self._config, width) * block, links)
         ends_gather_s = shards.gather_seconds(width * ends, links)
         reduce_s, ends_reduce_s = (
-            shards.gather_seconds(4 * count, links) + 2 * copies.gather_seconds(4 * count / shards.ranks, links)
+            shards.gather_seconds(self._weights.gradient * count, links)
+            + 2 * copies.gather_seconds(4 * count / shards.ranks, links)
             for count in (block, ends)
         )
         forward_s = sum(layer.forward for layer in self._layers) / self._sizes.pp
@@ -236,15 +235,20 @@ class _Step:
         in_blocks, ends = self._blocks * self._weights.block, self._weights.ends
         width = element_bytes(self._config)
         gathered = self._gathers * gathered_bytes(self._config, width) * in_blocks + width * ends
-        reduced = 4 * (in_blocks + ends)
-        return shards.gather(gathered + reduced) + copies.gather(reduced / shards.ranks).times(2)
+        reduced = in_blocks + ends
+        own = 4 * reduced / shards.ranks
+        return shards.gather(gathered + self._weights.gradient * reduced) + copies.gather(own).times(2)
 
     def _copies(self) -> float:
         """Seconds of FSDP's copies in the GPU's own memory, and of what it casts to FP8."""
         in_blocks = self._blocks * self._weights.block
         cast = self._machine.rates.float8_weight_bytes if self._config.precision.linear == "fp8" else 0.0
         gathered = GATHERED_COPIES * self._weights.total + SHARD_COPIES * self._weights.shard
-        copied = self._rounds * (self._gathers * gathered + REDUCED_COPIES * self._weights.total + cast * in_blocks)
+        # Gradients, bf16, into the buffer of their reduction; what copy engines bring is then added up.
+        reduced = (2 + self._weights.gradient) * self._weights.total
+        if self._config.parallel.fsdp_copy_engines:
+            reduced += self._weights.gradient * self._weights.total + 4 * self._weights.shard
+        copied = self._rounds * (self._gathers * gathered + reduced + cast * in_blocks)
         copied += (self._micro_batches - self._rounds) * ACCUMULATED_COPIES * self._weights.total
         return copied / self._machine.rates.memory
 

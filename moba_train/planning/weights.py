@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.optim.registry import OPTIMIZERS
+from moba_train.parallel.copy_engines import GATHER_BUFFERS, REDUCTION_BUFFER
 from moba_train.parallel.fsdp import is_one_unit
-from moba_train.parallel.weight_gather import BUFFERS
 from moba_train.planning.parameters import count_block_matrices, count_recipe_parameters
 from moba_train.planning.pipeline import RankWork
 
@@ -32,8 +32,10 @@ class Weights:
     """Bytes of the gathered ends and of two blocks; in a pipeline and as one unit of FSDP, of all the rank's blocks."""
     held: int
     """Bytes of the gathered blocks that stay between their forward and their backward pass, together."""
+    gradient: int
+    """Bytes of a gradient on its way to its rank: in float32, or by copy engines in the compute dtype."""
     buffers: int
-    """Bytes of the buffers that copy engines gather into."""
+    """Bytes of the buffers that copy engines write into."""
     is_one_unit: bool
     """Whether FSDP gathers and reduces all weights at once, not block by block."""
     cast: int
@@ -55,7 +57,9 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
     all_stay = sizes.pp > 1 or one_unit
     at_once = len(work.layers) if all_stay else min(2, config.model.layers)
     stay = 0 if all_stay or config.parallel.reshard_after_forward else len(work.layers)
-    buffers = BUFFERS if config.parallel.fsdp_copy_engines and sizes.shards > 1 and not one_unit else 0
+    copy_engines = config.parallel.fsdp_copy_engines and sizes.shards > 1
+    gradient = width if copy_engines and sizes.pp == 1 else 4
+    buffers = GATHER_BUFFERS * gathered_bytes(config, width) * block + REDUCTION_BUFFER
     return Weights(
         shard=-(-(blocks + ends * sizes.tp) // (sizes.shards * sizes.tp)),
         total=total,
@@ -65,7 +69,8 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
         gathered_ends=gathered_ends,
         gathered=gathered_ends + gathered_bytes(config, width) * at_once * block,
         held=gathered_bytes(config, width) * stay * block,
-        buffers=gathered_bytes(config, width) * buffers * block,
+        gradient=gradient,
+        buffers=buffers if copy_engines else 0,
         is_one_unit=one_unit,
         cast=-(-blocks // (sizes.shards * sizes.tp)) if config.precision.gathers_fp8 else 0,
         optimizer=_optimizer_state(config, sizes, work),
