@@ -90,17 +90,19 @@ class ParallelConfig(ContextParallelConfig):
         description="transfers of tensor parallelism in parts, each hidden behind the matrix products of the part "
         "before, by torch.compile and symmetric memory: needs compile: true, and GPUs that reach each other's memory",
     )
-    reshard_after_forward: bool = Field(
+    reshard_after_forward: bool | Literal["budget"] = Field(
         True,
         description="a block's weights, gathered for its forward pass, are gathered again for its backward pass; "
         "false: they stay until then, which saves one of FSDP's three transfers and takes the memory of all blocks' "
-        "weights in the compute dtype; a pipeline keeps them in any case",
+        "weights in the compute dtype; budget: those of as many blocks stay, last ones first, as memory.gpu_gib holds "
+        "beside the activations; a pipeline keeps them in any case",
     )
     fsdp_copy_engines: bool = Field(
         False,
         description="blocks' weights are gathered by the GPUs' copy engines, not by NCCL's kernels, which take "
         "multiprocessors from the layers computed meanwhile: among GPUs of one node that reach each other's memory, "
-        "in buffers for two blocks; on a CPU nothing changes",
+        "in buffers for two blocks; gradients, too, in the compute dtype, which are added up in float32; on a CPU "
+        "nothing changes",
     )
     timeout: int = Field(600, ge=1, description="seconds a rank waits for others before it ends the run")
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -48,16 +48,18 @@ class Kept(IntEnum):
 
 
 class LayerActivations(NamedTuple):
-    """What one layer keeps, and where."""
+    """What one layer keeps from its forward to its backward pass, and where."""
 
     kept: Kept
     on_host: bool = False
-    """Whether it waits in page-locked host memory until the backward pass."""
+    """Whether that waits in page-locked host memory until the backward pass."""
+    weights: bool = False
+    """Whether the weights that FSDP has gathered stay, too."""
 
 
 def sent_to_host(layers: Sequence[LayerActivations]) -> tuple[LayerActivations, ...]:
     """The layers with what they keep on the host, but for the last one, whose backward pass begins at once."""
-    return (*(LayerActivations(layer.kept, on_host=True) for layer in layers[:-1]), layers[-1])
+    return (*(layer._replace(on_host=True) for layer in layers[:-1]), layers[-1])
 
 
 def describe_activations(layers: Sequence[LayerActivations]) -> str:
@@ -67,7 +69,8 @@ def describe_activations(layers: Sequence[LayerActivations]) -> str:
     for layer, group in groupby(layers):
         last = first + len(list(group)) - 1
         where = f"layers {first}-{last}" if last > first else f"layer {first}"
-        parts.append(f"{where}: {_DESCRIPTIONS[layer.kept]}{' (in host memory)' if layer.on_host else ''}")
+        where += f": {_DESCRIPTIONS[layer.kept]}{' (in host memory)' if layer.on_host else ''}"
+        parts.append(f"{where}, with gathered weights" if layer.weights else where)
         first = last + 1
     return "; ".join(parts)
 
@@ -91,6 +94,8 @@ class BlockForward:
         self.kept = Kept.ALL
         self.host_memory: HostMemory | None = None
         """Where the kept tensors wait for the backward pass; None: on the device."""
+        self.weights = False
+        """Whether gathered weights stay until the backward pass (forward.py)."""
 
     def __call__(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> BlockResult:
         inputs = (x_TD, cos, sin, layout)
@@ -135,6 +140,12 @@ def set_activations(model: Transformer, layers: Sequence[LayerActivations], devi
         forward.kept = layer.kept
         block.feed_forward_rows = FEED_FORWARD_ROWS if layer.kept < Kept.PRODUCTS else None
         forward.host_memory = host_memory if layer.on_host else None
+        forward.weights = layer.weights
+
+
+def keeps_weights(block: nn.Module) -> bool:
+    """Whether the block's gathered weights stay until its backward pass."""
+    return isinstance(block.forward, BlockForward) and block.forward.weights
 
 
 def _blocks(model: Transformer) -> Iterable[Block]:

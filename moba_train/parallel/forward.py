@@ -1,7 +1,7 @@
 """The only places that call the model, one function for each use."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -9,17 +9,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from moba_train.data.batch import Batch
 from moba_train.model.transformer import LossSums, Transformer
+from moba_train.parallel.activations import keeps_weights
 from moba_train.parallel.float8 import update_weight_scales
 from moba_train.parallel.pipeline import schedule
 from moba_train.parallel.pipeline.model import PipelineModel
 
 
-def accumulate_gradients(
-    model: Transformer, batches: Sequence[Batch], loss_weight: float, reshard_after_forward: bool = True
-) -> Iterator[LossSums]:
+def accumulate_gradients(model: Transformer, batches: Sequence[Batch], loss_weight: float) -> Iterator[LossSums]:
     """Add the gradients of (loss sums / `loss_weight`) of a step's micro-batches to those of the parameters.
-
-    reshard_after_forward: whether FSDP frees a block's gathered weights between its forward and its backward pass.
 
     Yields sums that add up to those of this rank's part of the step: one for each micro-batch, from a pipeline one for
     all.
@@ -29,7 +26,7 @@ def accumulate_gradients(
         yield schedule.accumulate_gradients(model, batches, loss_weight)
         return
     for batch in batches:
-        with nullcontext() if reshard_after_forward else _gathered_until_backward(model):
+        with _gathered_until_backward(model):
             sums = _loss(model, batch)
             (sums.total / loss_weight).backward()
         yield sums
@@ -37,12 +34,13 @@ def accumulate_gradients(
 
 @contextmanager
 def _gathered_until_backward(model: Transformer) -> Iterator[None]:
-    """Inside, blocks keep the weights that their forward pass has gathered until their backward pass frees them.
+    """Inside, the blocks that `set_activations` told so keep the weights that their forward pass has gathered, until
+    their backward pass frees them.
 
     Only here: after a forward pass alone, as in an evaluation, they would stay, and the pass after the next update
     would compute with them.
     """
-    units = [block for block in model.blocks if isinstance(block, FSDPModule)]
+    units = [block for block in model.blocks if isinstance(block, FSDPModule) and keeps_weights(block)]
     for block in units:
         block.set_reshard_after_forward(False, recurse=False)
     yield

@@ -17,7 +17,7 @@ from moba_train.parallel.stage_strategy import stage_costs
 from moba_train.parallel.world import World, min_over_ranks
 from moba_train.planning.devices import local_host_bytes
 from moba_train.planning.flops import kept_flops
-from moba_train.planning.memory import NO_TRANSPORT, MemoryEstimate, element_bytes, fixed_activations
+from moba_train.planning.memory import NO_TRANSPORT, MemoryEstimate, all_weights_stay, element_bytes, fixed_activations
 from moba_train.planning.moments import Memory
 from moba_train.planning.pipeline import checkpointing_policy
 
@@ -45,7 +45,7 @@ class StageActivations:
     @property
     def keeps_everything(self) -> bool:
         """Whether nothing is recomputed and nothing waits on the host."""
-        return all(layer == LayerActivations(Kept.ALL) for layer in self.layers)
+        return all(layer.kept is Kept.ALL and not layer.on_host for layer in self.layers)
 
     def describe(self) -> str:
         """What is kept and the prediction, in one line."""
@@ -73,7 +73,8 @@ def stage_activations(
     (`MemoryEstimate.reserved`): attention's results first, then what spares most FLOPs for its bytes, in late layers
     before early ones. With `activation_offload`, layers that keep no more than attention's result send it to the host.
     In a pipeline, what all layers take is decided by the rank that needs most, whose time the others would wait for; a
-    zero-bubble pipeline keeps everything.
+    zero-bubble pipeline keeps everything. `reshard_after_forward: budget` comes after that: of the memory that is left,
+    the weights of late layers, which wait least, before early ones.
 
     Raises ConfigError where a policy that decides by itself what to keep needs more host memory than there is.
     """
@@ -85,13 +86,15 @@ def stage_activations(
     if config.memory.gpu_gib is not None:
         limit = config.memory.gpu_gib * 2**30
     choice = _Choice(config, stage, sizes, limit, host_bytes, transport)
-    everything = (LayerActivations(Kept.ALL),) * config.model.layers
+    everything = (LayerActivations(Kept.ALL, weights=all_weights_stay(config, sizes)),) * config.model.layers
     if checkpointing_policy(config, sizes) != "budget":
         layers = choice.offloaded(fixed_activations(config, sizes))
-    elif limit is None or choice.fits(everything):
+    elif choice.fits(everything):
         layers = everything
     else:
         layers = choice.most()
+    if config.parallel.reshard_after_forward == "budget" and sizes.pp == 1:
+        layers = choice.with_weights(layers)
     return choice.result(layers)
 
 
@@ -141,14 +144,24 @@ class _Choice:
         self._limit = limit
         self._host_bytes = host_bytes
         self._transport = transport
+        self._weights = all_weights_stay(config, sizes)
 
     def result(self, layers: tuple[LayerActivations, ...]) -> StageActivations:
         memory = tuple(self._estimate.by_rank(layers, self._transport))
         return StageActivations(layers, memory, self._estimate.host_bytes(layers))
 
     def fits(self, layers: Sequence[LayerActivations]) -> bool:
-        assert self._limit is not None
-        return self._estimate.reserved(layers, self._transport) <= self._limit
+        return self._limit is None or self._estimate.reserved(layers, self._transport) <= self._limit
+
+    def with_weights(self, layers: tuple[LayerActivations, ...]) -> tuple[LayerActivations, ...]:
+        """The layers with the gathered weights of as many last ones as fit."""
+
+        def last(count: int) -> tuple[LayerActivations, ...]:
+            first = len(layers) - count
+            return (*layers[:first], *(layer._replace(weights=True) for layer in layers[first:]))
+
+        counts = range(1, len(layers) + 1)
+        return last(bisect_left(counts, True, key=lambda count: not self.fits(last(count))))
 
     def offloaded(self, layers: tuple[LayerActivations, ...]) -> tuple[LayerActivations, ...]:
         """What the layers keep on the host, if the recipe says so. Raises ConfigError."""
@@ -187,7 +200,7 @@ class _Choice:
             size = self._estimate.kept_bytes(index, level)
             on_host = on_host and size <= room
             room -= size if on_host else 0
-            layers.append(LayerActivations(level, on_host))
+            layers.append(LayerActivations(level, on_host, self._weights))
         return tuple(layers)
 
     def _to_attention(self) -> Iterator[_Step]:

@@ -84,7 +84,12 @@ class MemoryEstimate:
 def fixed_activations(config: RunConfig, sizes: MeshSizes) -> tuple[LayerActivations, ...]:
     """What the layers keep on the GPU by a policy that knows no sizes; `budget` counts as `full`."""
     kept = {"none": Kept.ALL, "selective": Kept.PRODUCTS}.get(checkpointing_policy(config, sizes), Kept.ATTENTION)
-    return (LayerActivations(kept),) * config.model.layers
+    return (LayerActivations(kept, weights=all_weights_stay(config, sizes)),) * config.model.layers
+
+
+def all_weights_stay(config: RunConfig, sizes: MeshSizes) -> bool:
+    """Whether the recipe keeps the gathered weights of all layers; a pipeline does so in any case."""
+    return config.parallel.reshard_after_forward is False and sizes.pp == 1
 
 
 def memory_for_buffers(config: RunConfig, stage: Stage, sizes: MeshSizes, gpu_bytes: float) -> float:

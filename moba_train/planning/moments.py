@@ -155,11 +155,12 @@ class RankMoments:
         kept = [here - away for here, away in zip(whole, sent, strict=True)]
         travelling = 2 * max(sent)  # a layer's activations on their way, and those of the layer at work
         all_kept = round(work.kept * sum(kept)) + travelling + self._buffers
+        held = self._weights.held * sum(layers[layer].weights for layer in work.layers)
         moments = [self._embedding()]
         if work.part.has_output:
-            moments.append(self._loss(all_kept))
+            moments.append(self._loss(all_kept, held))
         last, first = work.layers[-1], work.layers[0]
-        unsharded = max(self._weights.gathered, self._gradients.gathered + self._weights.held)
+        unsharded = max(self._weights.gathered, self._gradients.gathered + held)
         in_last = partial(self._at, gradients=self._gradients.early, unsharded=unsharded)
         in_first = partial(self._at, gradients=self._gradients.late, unsharded=self._weights.gathered)
         moments += self._in_block("last", last, layers, all_kept - kept[-1], transport, in_last, 0)
@@ -177,7 +178,7 @@ class RankMoments:
             working=(self._width + self._weights.gradient) * self._gradients.at_the_end + head,
         )
 
-    def _loss(self, all_kept: int) -> Memory:
+    def _loss(self, all_kept: int, held: int) -> Memory:
         rows_here = self._memory.tokens // self._sizes.tp
         complete = chunk_tokens(self._config.model.vocab_size)
         rows = min(complete, rows_here)
@@ -188,7 +189,7 @@ class RankMoments:
         return self._at(
             "loss",
             gradients=self._gradients.early,
-            unsharded=self._gradients.gathered + self._weights.held,
+            unsharded=self._gradients.gathered + held,
             activations=all_kept + 2 * self._memory.hidden,  # the last block's output, before and after the norm
             working=logits + 2 * self._memory.hidden + head,
         )

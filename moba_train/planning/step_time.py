@@ -167,8 +167,9 @@ class _Step:
         self._weights = rank_weights(config, sizes, element_bytes(config), last)  # of the rank with the output
         # A pipeline holds its weights and gradients for the whole step (parallel/pipeline/schedule.py).
         self._rounds = self._micro_batches if sizes.pp == 1 else 1
-        self._gathers = 2 if sizes.pp == 1 and config.parallel.reshard_after_forward else 1
-        """How often FSDP gathers a block's weights for one micro-batch, or a pipeline for all of them.
+        stay = sum(layer.weights for layer in activations.layers)
+        self._gathers = 2 - stay / len(activations.layers) if sizes.pp == 1 else 1.0
+        """How often FSDP gathers a block's weights for one micro-batch, or a pipeline for all of them; on average.
 
         Once for the forward pass, and again for the backward pass where they were freed between.
         """

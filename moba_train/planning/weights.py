@@ -31,7 +31,7 @@ class Weights:
     gathered: int
     """Bytes of the gathered ends and of two blocks; in a pipeline and as one unit of FSDP, of all the rank's blocks."""
     held: int
-    """Bytes of the gathered blocks that stay between their forward and their backward pass, together."""
+    """Bytes of a gathered block that stays between its forward and its backward pass; 0 where all stay in any case."""
     gradient: int
     """Bytes of a gradient on its way to its rank: in float32, or by copy engines in the compute dtype."""
     buffers: int
@@ -56,7 +56,6 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
     one_unit = is_one_unit(counts.total, sizes)
     all_stay = sizes.pp > 1 or one_unit
     at_once = len(work.layers) if all_stay else min(2, config.model.layers)
-    stay = 0 if all_stay or config.parallel.reshard_after_forward else len(work.layers)
     copy_engines = config.parallel.fsdp_copy_engines and sizes.shards > 1
     gradient = width if copy_engines and sizes.pp == 1 else 4
     buffers = GATHER_BUFFERS * gathered_bytes(config, width) * block + REDUCTION_BUFFER
@@ -68,7 +67,7 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
         head=head,
         gathered_ends=gathered_ends,
         gathered=gathered_ends + gathered_bytes(config, width) * at_once * block,
-        held=gathered_bytes(config, width) * stay * block,
+        held=0 if all_stay else gathered_bytes(config, width) * block,
         gradient=gradient,
         buffers=buffers if copy_engines else 0,
         is_one_unit=one_unit,

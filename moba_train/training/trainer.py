@@ -262,8 +262,7 @@ class Trainer:
         """Accumulate the gradients of the micro-batches; this rank's part of the step's losses."""
         losses = StepLosses(self.world.device)
         with self.stragglers.attention(self.progress.step, self.data_shard.engine or LOCAL_ENGINE):
-            resharded = self.config.parallel.reshard_after_forward
-            for sums in accumulate_gradients(self.model, data.batches, counts.loss_weight, resharded):
+            for sums in accumulate_gradients(self.model, data.batches, counts.loss_weight):
                 losses.add(sums, counts.loss_weight)
         return losses
 

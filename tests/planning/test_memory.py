@@ -148,6 +148,32 @@ def test_weights_that_stay_gathered_take_the_memory_of_all_blocks():
         assert once.total - again.total == more
 
 
+@pytest.mark.parametrize("policy", ["none", "budget"])
+def test_budget_keeps_the_weights_of_the_last_blocks_that_fit_beside_the_activations(policy: str) -> None:
+    """And of none where even the activations do not fit."""
+    recipe = config(
+        "llama3-8b",
+        "8K",
+        FULL,
+        batch_tokens="16K",
+        activation_checkpointing=policy,
+        parallel={"reshard_after_forward": "budget"},
+    )
+    (stage,) = resolve_stages(recipe)
+    sizes = mesh_sizes(stage.parallel, 2)
+    estimate = MemoryEstimate(recipe, stage, sizes)
+    everything = [LayerActivations(Kept.ALL)] * 32
+    limit = estimate.reserved(everything) + 7.5 * 2 * 6_979_588_096 / 32
+    found = stage_activations(recipe, stage, sizes, limit / FILLED, None)
+    assert [layer.weights for layer in found.layers] == [False] * 25 + [True] * 7
+    assert found.keeps_everything
+    assert "layers 25-31: nothing recomputed, with gathered weights" in found.describe()
+    assert estimate.peak(found.layers).total - estimate.peak(everything).total == 7 * 2 * 6_979_588_096 // 32
+    for gpu_bytes, stay in ((None, True), (2**30, False)):
+        found = stage_activations(recipe, stage, sizes, gpu_bytes, None)
+        assert {layer.weights for layer in found.layers} == {stay}
+
+
 def test_copy_engines_take_the_memory_of_two_gathered_blocks_and_of_gradients():
     """On one GPU nothing travels."""
     for gpus, more in ((2, 2 * 2 * 6_979_588_096 // 32 + REDUCTION_BUFFER), (1, 0)):

@@ -11,6 +11,7 @@ from trainer_ranks import Ranks
 from moba_train.config.mesh import MeshSizes
 from moba_train.model.transformer import Transformer
 from moba_train.parallel import fsdp
+from moba_train.planning.activations import _Choice
 from moba_train.training import trainer
 
 
@@ -61,19 +62,23 @@ def test_weights_that_stay_gathered_until_the_backward_pass_give_the_same_bits(
         plain(self, *given)
 
     monkeypatch.setattr(FSDPParamGroup, "unshard", counted)
+    layers = run.recipe["model"]["layers"]
     saved, losses, counts = [], [], []
-    for resharded in (True, False):
+    for resharded in (True, False, "budget"):
         run.recipe["run_dir"] = str(run.folder / f"resharded {resharded}")
         run.recipe["parallel"] = {"reshard_after_forward": resharded}
+        if resharded == "budget":
+            monkeypatch.setattr(_Choice, "fits", lambda _, found: sum(layer.weights for layer in found) <= 1)
         gathers[0] = 0
         assert run.train_here() == 0
         saved.append(run.newest_checkpoint)
         losses.append((run.losses(), [record["eval_loss"] for record in run.records("validation_loss")]))
         counts.append(gathers[0])
-    assert_same_tensors(*saved)
-    assert losses[0] == losses[1]
+    assert_same_tensors(*saved[:2])
+    assert_same_tensors(*saved[1:])
+    assert losses[0] == losses[1] == losses[2]
     passes = 6 * 512 // (2 * 64) + 6 * 512 // (2 * 128)  # of the stages' six steps each
-    assert counts[0] - counts[1] == passes * run.recipe["model"]["layers"]
+    assert [counts[0] - few for few in counts[1:]] == [passes * layers, passes]
 
 
 def test_two_ranks_that_keep_gathered_weights_train_the_same_bits(run: Run, ranks: Ranks) -> None:
