@@ -15,7 +15,7 @@ import numpy as np
 COMMUNICATION = "communication, exposed"
 IDLE = "idle"
 _GROUPS = {
-    COMMUNICATION: r"nccl",
+    COMMUNICATION: r"nccl|symmetric_memory|memcpy ptop",
     "attention": r"flash|fmha|cudnn_generated|cudnn.*attn|sdpa",
     "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitk|_scaled_mm",
     "optimizer and gradient norm": r"multi_tensor|adam|foreach",

@@ -159,8 +159,8 @@ class MemoryConfig(Section):
     gpu_gib: float | None = Field(
         None,
         gt=0,
-        description="GiB of each GPU that `activation_checkpointing: budget` fills, weights and everything else "
-        "included; null: 85 % of the GPU",
+        description="GiB of each GPU that `budget` of `activation_checkpointing` and `parallel.reshard_after_forward` "
+        "fill, weights and everything else included; null: 85 % of the GPU",
     )
     host_gib: float | None = Field(
         None,

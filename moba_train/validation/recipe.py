@@ -134,11 +134,12 @@ def _optimizer_problems(optim: OptimConfig, device: str | None) -> Iterator[str]
 
 def _memory_problems(config: RunConfig) -> Iterator[str]:
     """Keys that limit what the recipe does not do."""
-    if config.memory.gpu_gib is not None and config.activation_checkpointing != "budget":
+    fills = config.activation_checkpointing == "budget" or config.parallel.reshard_after_forward == "budget"
+    if config.memory.gpu_gib is not None and not fills:
         yield (
             f"memory.gpu_gib: given {config.memory.gpu_gib:g} with activation_checkpointing: "
-            f"{config.activation_checkpointing}, which it does not change; allowed: null, or activation_checkpointing: "
-            "budget"
+            f"{config.activation_checkpointing}, which it does not change; allowed: null, or activation_checkpointing "
+            "or parallel.reshard_after_forward: budget"
         )
     if config.memory.host_gib is not None and not config.activation_offload:
         yield (

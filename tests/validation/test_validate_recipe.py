@@ -57,7 +57,8 @@ def test_an_implementation_that_cannot_run_where_the_run_trains_is_refused(load)
         ),
         (
             ["memory.gpu_gib=80", "activation_checkpointing=full"],
-            "memory.gpu_gib: given 80 with activation_checkpointing: full, which it does not change; allowed: null",
+            "memory.gpu_gib: given 80 with activation_checkpointing: full, which it does not change; allowed: null, "
+            "or activation_checkpointing or parallel.reshard_after_forward: budget",
         ),
         (
             ["memory.host_gib=80"],
