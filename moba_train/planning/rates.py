@@ -25,9 +25,9 @@ class Rates:
     """How often compiled blocks read or write the bytes of their activations, forward and backward. Fitted."""
     eager_passes: float = 16.46
     """The same of blocks that are not compiled. Fitted."""
-    float8_products: float = 1403e12
+    float8_products: float = 1517e12
     """Operations of FP8 matrix products, with the scaling and casting of their inputs. Fitted."""
-    float8_weight_bytes: float = 70.0
+    float8_weight_bytes: float = 59.0
     """Bytes read and written for each weight of a block that is scaled, cast and gathered in FP8. Fitted."""
     attention: float = 0.900
     """How fast attention is in a step, where the GPU is at its power limit, relative to its rates measured alone.
