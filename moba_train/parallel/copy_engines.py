@@ -22,8 +22,7 @@ GATHER_BUFFERS = 2
 """Gathered units that there is room for: FSDP keeps one until the next one is there, and begins no third one before the
 first is copied out."""
 REDUCTION_BUFFER = 2**28
-"""Bytes of gradients that travel at once. A block of the 8B in bf16 takes two rounds; a round's two barriers take some
-10 of its 500 us."""
+"""Bytes of gradients that travel at once: half of those of a block of the 8B in bf16."""
 
 
 @dataclass(frozen=True)
