@@ -125,6 +125,17 @@ class LossSums(NamedTuple):
         return self.loss if self.auxiliary is None else self.loss + self.auxiliary.sum()
 
 
+class OutputProjection(nn.Linear):
+    """The last matrix [V, D], for losses that take a chunk of tokens at a time: a call hands the weight over.
+
+    FSDP has it gathered within a call and its backward pass (parallel/fsdp.py).
+    """
+
+    def forward(self, use: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+        """`use` of the weight."""
+        return use(self.weight)
+
+
 class ModelPart(NamedTuple):
     """Which modules of the model a rank of a pipeline has."""
 
@@ -169,7 +180,7 @@ class Transformer(nn.Module):
         if self.part.has_output:
             self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         has_linear = self.part.has_output and not tied
-        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if has_linear else None
+        self.output = OutputProjection(config.hidden_size, config.vocab_size, bias=False) if has_linear else None
         self.gather_output_weight: Callable[[Tensor], Tensor] | None = None
         self.chunk_loss: ChunkLoss = chunk_loss
 
@@ -239,18 +250,33 @@ class Transformer(nn.Module):
 
     def loss_sum(self, hidden_TD: Tensor, loss_tokens: LossTokens) -> Tensor:
         """Weighted sum of the losses of the rows in `loss_tokens`, from the normalised residual stream."""
-        return weighted_loss_sum(hidden_TD, self.output_weight, *loss_tokens, of_chunk=self.chunk_loss)
+        return self.with_output_weight(
+            lambda weight_VD: weighted_loss_sum(hidden_TD, weight_VD, *loss_tokens, of_chunk=self.chunk_loss)
+        )
 
-    @property
-    def output_weight(self) -> Tensor:
-        """Weight of the output projection, [V, D]; the embedding's own when tied."""
-        weight_VD = self.embedding.weight if self.output is None else self.output.weight
-        return weight_VD if self.gather_output_weight is None else self.gather_output_weight(weight_VD)
+    def with_output_weight(self, use: Callable[[Tensor], Tensor]) -> Tensor:
+        """`use` of the weight of the output projection, [V, D], the embedding's own when tied; after the last norm."""
+        gather = self.gather_output_weight
+        use_whole = use if gather is None else lambda weight_VD: use(gather(weight_VD))
+        if self.output is None:
+            return use_whole(self.embedding.weight)
+        found: Tensor = self.output(use_whole)
+        return found
+
+    def logits(self, hidden_TD: Tensor, rows_n: Tensor | None = None) -> Tensor:
+        """Logits [n, V] of the rows `rows_n` (all when None), from the normalised residual stream."""
+        hidden_nD = hidden_TD if rows_n is None else hidden_TD[rows_n]
+        return self.with_output_weight(partial(F.linear, hidden_nD))
+
+    def losses(self, hidden_TD: Tensor, loss_tokens: LossTokens) -> Tensor:
+        """Loss (nats) of each row in `loss_tokens`, float32 [n], unweighted, without gradient, from the same."""
+        labels_n, index_n, _ = loss_tokens
+        return self.with_output_weight(lambda weight_VD: token_losses(hidden_TD, weight_VD, labels_n, index_n))
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, rows_n: Tensor | None = None) -> Tensor:
         """Logits [n, V] of the rows `rows_n` (all when None), in the compute dtype. tokens, positions int64 [T]."""
         hidden_TD, _ = self.hidden(tokens_T, positions_T, layout)
-        return F.linear(hidden_TD if rows_n is None else hidden_TD[rows_n], self.output_weight)
+        return self.logits(hidden_TD, rows_n)
 
     def loss(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> LossSums:
         """Weighted sums of the losses of the rows in `loss_tokens`, with gradient."""
@@ -261,8 +287,7 @@ class Transformer(nn.Module):
     def token_losses(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> Tensor:
         """Loss (nats) of each row in `loss_tokens`, float32 [n], unweighted, without gradient."""
         hidden_TD, _ = self.hidden(tokens_T, positions_T, layout)
-        labels_n, index_n, _ = loss_tokens
-        return token_losses(hidden_TD, self.output_weight, labels_n, index_n)
+        return self.losses(hidden_TD, loss_tokens)
 
 
 def auxiliary_sums(auxiliary: Sequence[Tensor | None], loss_tokens: LossTokens) -> Tensor | None:

@@ -146,7 +146,7 @@ class CopyEngineReduceScatter:
         self._dtype = dtype
         self._room = size // (self._ranks * dtype.itemsize)
         self._buffer = make_buffer(group, device, size, timeout)
-        self._copy = _Copies(device, self._ranks)
+        self._copy = _Copies(device, self._ranks - 1)
         self._has_input = False
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -175,14 +175,17 @@ class CopyEngineReduceScatter:
 
     def _sum(self, parts: Tensor, result: Tensor) -> None:
         """As a whole, for parts [ranks, n] that the buffer has room for."""
-        buffers = [self._buffer.theirs.get(rank, self._buffer.own) for rank in range(self._ranks)]
         length = parts[0].nbytes
         place = slice(self._rank * length, (self._rank + 1) * length)
+        places = [theirs[place].view(self._dtype) for theirs in self._buffer.theirs.values()]
         self._buffer.barrier(0)  # the buffers of all ranks are free
-        self._copy([*parts], [buffer[place].view(self._dtype) for buffer in buffers])
+        self._copy([parts[rank] for rank in self._buffer.theirs], places)
         self._buffer.barrier(1)  # all parts have arrived
         arrived = self._buffer.own[: parts.nbytes].view(self._dtype).view(parts.shape)
-        torch.sum(arrived, dim=0, dtype=result.dtype, out=result)
+        addends = [parts[rank] if rank == self._rank else arrived[rank] for rank in range(self._ranks)]
+        result.copy_(addends[0])
+        for addend in addends[1:]:  # torch.sum runs at a quarter of the memory's rate
+            result.add_(addend)
 
 
 def gathered_bytes(unit: nn.Module, ranks: int, dtype: torch.dtype) -> int:

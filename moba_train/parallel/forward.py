@@ -34,13 +34,14 @@ def accumulate_gradients(model: Transformer, batches: Sequence[Batch], loss_weig
 
 @contextmanager
 def _gathered_until_backward(model: Transformer) -> Iterator[None]:
-    """Inside, the blocks that `set_activations` told so keep the weights that their forward pass has gathered, until
-    their backward pass frees them.
+    """Inside, the blocks that `set_activations` told so, and the head, whose backward pass comes at once, keep the
+    weights that their forward pass has gathered, until their backward pass frees them.
 
     Only here: after a forward pass alone, as in an evaluation, they would stay, and the pass after the next update
     would compute with them.
     """
-    units = [block for block in model.blocks if isinstance(block, FSDPModule) and keeps_weights(block)]
+    blocks = [block for block in model.blocks if keeps_weights(block)]
+    units = [unit for unit in (*blocks, model.norm) if isinstance(unit, FSDPModule)]
     for block in units:
         block.set_reshard_after_forward(False, recurse=False)
     yield

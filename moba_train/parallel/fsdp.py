@@ -1,15 +1,17 @@
 """FSDP2: float32 master weights in shards, gathered in the compute dtype; gradients are reduced in float32."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.model.build import build_model, initialize_weights, kind_parameters
 from moba_train.model.loss import CompiledChunkLoss
-from moba_train.model.transformer import Transformer
+from moba_train.model.transformer import Block, Transformer
 from moba_train.parallel.activations import wrap_blocks
 from moba_train.parallel.copy_engines import CopyEngineGather, CopyEngineReduceScatter, gathered_bytes
 from moba_train.parallel.dims import SHARD, ParallelDims
@@ -34,6 +36,12 @@ def is_one_unit(parameters: int, sizes: MeshSizes) -> bool:
     return sizes.ranks == 1 and parameters <= ONE_UNIT_PARAMETERS
 
 
+def has_head_unit(tied: bool, sizes: MeshSizes) -> bool:
+    """Whether the last norm and the output projection are a unit of FSDP of a model that is not one unit itself; with
+    tied embeddings the projection belongs to the embedding."""
+    return not tied and sizes.pp == 1
+
+
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     """The dtype of the layers' computation: `precision.compute`, where auto is bf16 on a GPU and float32 on a CPU."""
     compute = config.precision.compute
@@ -50,7 +58,7 @@ def sharded_model(
     layers: with pipeline parallelism, the number of layers in each part of the model (planning/pipeline.py).
     copy_engines: on GPUs, FSDP's transfers by them, among ranks of one node.
 
-    Each block is a unit of FSDP, but for a small model on one rank (`is_one_unit`).
+    Each block is a unit of FSDP, but for a small model on one rank (`is_one_unit`), and so is the head.
 
     Its blocks keep all activations until `set_activations` (parallel/activations.py) says otherwise.
 
@@ -80,24 +88,40 @@ def sharded_model(
     device = dims.world.device
     dtype = compute_dtype(config, device)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    units = () if is_one_unit(sum(p.numel() for p in model.parameters()), dims.sizes) else model.blocks
-    by_copy_engines = copy_engines and bool(units) and device.type == "cuda" and dims.sizes.shards > 1
+    units = _units(model, dims.sizes)
+    by_copy_engines = copy_engines and len(units) > 1 and device.type == "cuda" and dims.sizes.shards > 1
     if by_copy_engines:
         gather, reduce_scatter = _copy_engine_transfers(model, dims, dtype)
-    for module in (*units, model):
-        fully_shard(module, mesh=dims.weight_mesh, mp_policy=policy)
+    for modules in units:
+        fully_shard(modules, mesh=dims.weight_mesh, mp_policy=policy)
+        unit: Any = modules[0]
         if dims.weight_mesh.size() > 1:  # one rank would divide by 1, a pass over all gradients
-            module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo can only sum
+            unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo can only sum
         if by_copy_engines:
-            module.set_custom_reduce_scatter(reduce_scatter)
-            if module is not model:  # the ends would need far larger buffers, for one gather a step
-                module.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(reduce_scatter)
+            if isinstance(modules[0], Block):  # the ends would need far larger buffers, for one gather a step
+                unit.set_custom_all_gather(gather)
     for method in ("loss", "token_losses") + (("run_part",) if isinstance(model, PipelineModel) else ()):
         register_fsdp_forward_method(model, method)
     model.to_empty(device=device)
     initialize_weights(model, config.seed)
     return model
+
+
+def _units(model: Transformer, sizes: MeshSizes) -> list[list[nn.Module]]:
+    """What FSDP gathers and reduces together, the whole model last, which has what no other unit has.
+
+    The last norm and the output projection are a unit, so that its transfers are hidden behind the blocks. A pipeline
+    has none: its weights and gradients stay for the whole step.
+    """
+    if is_one_unit(sum(weight.numel() for weight in model.parameters()), sizes):
+        return [[model]]
+    units: list[list[nn.Module]] = [[block] for block in model.blocks]
+    if has_head_unit(model.config.tie_embeddings, sizes):
+        assert model.output is not None
+        units.append([model.norm, model.output])
+    return [*units, [model]]
 
 
 def _copy_engine_transfers(

@@ -62,7 +62,7 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     if model.part.has_output:
         ends["norm"] = SequenceParallel(sequence_dim=0, use_local_output=True)
     if model.output is not None:
-        ends["output"] = ColwiseParallel()
+        ends["output"] = _ShardedRows()
     in_blocks = {f"blocks.*.{name}": style for name, style in {**attention, **feed_forward}.items()}
     parallelize_module(model, mesh, ends | in_blocks, src_data_rank=None)
     model.set_gather_output_weight(_gather_weight)
@@ -83,7 +83,19 @@ def overlap_transfers(mesh: DeviceMesh) -> None:
         enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-class _VocabularyParallel(ParallelStyle):
+class _ShardedRows(ParallelStyle):
+    """Style for a module with one matrix, whose rows the ranks share out; its calls stay as they are."""
+
+    def _shard(self, _name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, weight in list(module.named_parameters(recurse=False)):
+            part = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(part))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._shard)
+
+
+class _VocabularyParallel(_ShardedRows):
     """Style for an embedding that is sharded by vocabulary and returns this rank's rows.
 
     Not RowwiseParallel: it returns an asynchronous collective's tensor, and a compiled block (torch 2.13) gives such an
@@ -91,18 +103,13 @@ class _VocabularyParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def shard_by_vocabulary(_name: str, embedding: nn.Module, mesh: DeviceMesh) -> None:
-            for name, weight in list(embedding.named_parameters(recurse=False)):
-                part = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-                embedding.register_parameter(name, nn.Parameter(part))
-
         def all_tokens(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
             return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
 
         def own_rows(_module: nn.Module, sums: DTensor, _mesh: DeviceMesh) -> Any:
             return sums.redistribute(placements=[Shard(0)]).to_local()
 
-        return distribute_module(module, device_mesh, shard_by_vocabulary, all_tokens, own_rows)
+        return distribute_module(module, device_mesh, self._shard, all_tokens, own_rows)
 
 
 def _gather_weight(weight_VD: Tensor) -> Tensor:

@@ -92,12 +92,12 @@ def _gradients(stage: Stage, sizes: MeshSizes, weights: Weights) -> _Gradients:
     shard = 4 * weights.shard
     block_by_block = _Gradients(
         early=shard if several else 0,
-        late=shard if several else 4 * (weights.shard - weights.ends // sizes.shards),
+        late=shard if several else 4 * (weights.shard - weights.outer // sizes.shards),
         in_the_end=shard,
         reduced=weights.gradient * weights.block,
         in_blocks=weights.block,
-        at_the_end=weights.ends,
-        gathered=weights.gathered_ends,
+        at_the_end=weights.outer,
+        gathered=weights.gathered_outer,
     )
     if sizes.pp > 1:
         whole = 4 * weights.total
@@ -142,10 +142,11 @@ class RankMoments:
             host_optimizer=weights.optimizer if on_host else 0,
         )
         self._buffers = work.received * memory.hidden
-        # In the blocks: the gradients of the output weight, the residual stream and the block's own weights. FSDP
-        # reduces the first at the very end, with the embedding's, as both belong to its outermost unit; and so it does
-        # with those of all blocks where they belong to it, too.
-        self._passing = weights.head + memory.hidden + width * self._gradients.in_blocks
+        # In the blocks: the gradients of the residual stream and the block's own weights, and of the output weight
+        # where FSDP's outermost unit has it, which is reduced at the very end; and so are those of all blocks where
+        # they belong to it, too.
+        in_outer = weights.head if weights.outer == weights.ends else 0
+        self._passing = in_outer + memory.hidden + width * self._gradients.in_blocks
 
     def every(self, layers: Sequence[LayerActivations], transport: TransportMemory) -> list[Memory]:
         """All of them. layers: what the layers of the whole model keep; transport: of context parallelism."""
@@ -161,9 +162,12 @@ class RankMoments:
             moments.append(self._loss(all_kept, held))
         last, first = work.layers[-1], work.layers[0]
         unsharded = max(self._weights.gathered, self._gradients.gathered + held)
-        in_last = partial(self._at, gradients=self._gradients.early, unsharded=unsharded)
+        head = self._weights.ends - self._weights.outer
+        head_shard = 4 * head // self._sizes.shards
+        in_last = partial(self._at, gradients=max(self._gradients.early, head_shard), unsharded=unsharded)
         in_first = partial(self._at, gradients=self._gradients.late, unsharded=self._weights.gathered)
-        moments += self._in_block("last", last, layers, all_kept - kept[-1], transport, in_last, 0)
+        reduced = self._weights.gradient * head
+        moments += self._in_block("last", last, layers, all_kept - kept[-1], transport, in_last, reduced)
         reduced = self._gradients.reduced
         moments += self._in_block("first", first, layers, all_kept - sum(kept), transport, in_first, reduced)
         return moments
@@ -189,7 +193,7 @@ class RankMoments:
         return self._at(
             "loss",
             gradients=self._gradients.early,
-            unsharded=self._gradients.gathered + held,
+            unsharded=self._gradients.gathered + self._weights.gathered_ends - self._weights.gathered_outer + held,
             activations=all_kept + 2 * self._memory.hidden,  # the last block's output, before and after the norm
             working=logits + 2 * self._memory.hidden + head,
         )

@@ -19,24 +19,24 @@ from moba_train.planning.devices import H200, Gpu
 class Rates:
     """What one GPU does in a second, and what takes it so long."""
 
-    products: float = 721e12
+    products: float = 715e12
     """Operations of bf16 matrix products with weights in a second. Fitted."""
-    compiled_passes: float = 8.46
+    compiled_passes: float = 8.44
     """How often compiled blocks read or write the bytes of their activations, forward and backward. Fitted."""
-    eager_passes: float = 16.46
+    eager_passes: float = 16.34
     """The same of blocks that are not compiled. Fitted."""
-    float8_products: float = 1517e12
+    float8_products: float = 1507e12
     """Operations of FP8 matrix products, with the scaling and casting of their inputs. Fitted."""
-    float8_weight_bytes: float = 59.0
+    float8_weight_bytes: float = 61.4
     """Bytes read and written for each weight of a block that is scaled, cast and gathered in FP8. Fitted."""
-    attention: float = 0.900
+    attention: float = 0.902
     """How fast attention is in a step, where the GPU is at its power limit, relative to its rates measured alone.
     Fitted."""
     memory: float = COPY_BANDWIDTH
     """Bytes that are read and written in a second."""
-    compiled_loss_bytes: float = 27.6
+    compiled_loss_bytes: float = 26.1
     """Bytes read and written for a logit: forward, again, and backward, where the loss is compiled."""
-    eager_loss_bytes: float = 76.7
+    eager_loss_bytes: float = 75.2
     """Bytes read and written for a logit where the loss is not compiled."""
     update_s: Mapping[str, float] = field(default_factory=lambda: {"adamw": 10.3e-12, "muon": 98.6e-12})
     """Seconds of an optimizer's step for each parameter of the rank, by `optim.kind`."""

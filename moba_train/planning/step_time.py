@@ -211,24 +211,24 @@ class _Step:
 
     def _waiting_for_weights(self) -> float:
         """Seconds of a round of FSDP that no block's computation hides: the first gather and the last reduction, those
-        of embedding and output projection, and what takes longer than the passes of the other blocks."""
+        of its outermost unit, and what takes longer than the passes of the other blocks."""
         links, blocks = self._machine.links, self._blocks
         shards, copies = self._group("dp_shard", "cp"), self._group("dp_replicate")
-        block, ends = self._weights.block, self._weights.ends
+        block, outer = self._weights.block, self._weights.outer
         width = element_bytes(self._config)
         gather_s = shards.gather_seconds(gathered_bytes(self._config, width) * block, links)
-        ends_gather_s = shards.gather_seconds(width * ends, links)
-        reduce_s, ends_reduce_s = (
+        outer_gather_s = shards.gather_seconds(width * outer, links)
+        reduce_s, outer_reduce_s = (
             shards.gather_seconds(self._weights.gradient * count, links)
             + 2 * copies.gather_seconds(4 * count / shards.ranks, links)
-            for count in (block, ends)
+            for count in (block, outer)
         )
         forward_s = sum(layer.forward for layer in self._layers) / self._sizes.pp
         backward_s = sum(layer.backward for layer in self._layers) / self._sizes.pp
         again_s = (self._gathers - 1) * gather_s
         longer_s = max(0.0, (blocks - 1) * gather_s - forward_s)
         longer_s += max(0.0, blocks * again_s + (blocks - 1) * reduce_s - backward_s)
-        return ends_gather_s + gather_s + longer_s + reduce_s + ends_reduce_s
+        return outer_gather_s + gather_s + longer_s + reduce_s + outer_reduce_s
 
     def _weights_traffic(self) -> Traffic:
         """What a rank receives in a round of FSDP."""

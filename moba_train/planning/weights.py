@@ -6,7 +6,7 @@ from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel.copy_engines import GATHER_BUFFERS, REDUCTION_BUFFER
-from moba_train.parallel.fsdp import is_one_unit
+from moba_train.parallel.fsdp import has_head_unit, is_one_unit
 from moba_train.planning.parameters import count_block_matrices, count_recipe_parameters
 from moba_train.planning.pipeline import RankWork
 
@@ -22,14 +22,19 @@ class Weights:
     """Parameters of the rank's tp part, not sharded."""
     ends: int
     """Parameters of the ends in the rank's tp part."""
+    outer: int
+    """Those of them in FSDP's outermost unit: without the output projection where that is in a unit of its own."""
     block: int
     """Parameters of one block in the rank's tp part."""
     head: int
     """Bytes of the output weight in the compute dtype, gathered over the tp group for the loss."""
     gathered_ends: int
     """Bytes of the gathered ends in the compute dtype."""
+    gathered_outer: int
+    """Bytes of those in FSDP's outermost unit."""
     gathered: int
-    """Bytes of the gathered ends and of two blocks; in a pipeline and as one unit of FSDP, of all the rank's blocks."""
+    """Bytes of the gathered outermost unit and of two blocks; in a pipeline and as one unit of FSDP, of all the rank's
+    blocks."""
     held: int
     """Bytes of a gathered block that stays between its forward and its backward pass; 0 where all stay in any case."""
     gradient: int
@@ -52,8 +57,11 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
     ends //= sizes.tp
     block = counts.without_embeddings // config.model.layers // sizes.tp
     head = width * config.model.vocab_size * config.model.hidden_size if work.part.has_output else 0
-    gathered_ends = width * ends + (head if sizes.tp > 1 else 0)
     one_unit = is_one_unit(counts.total, sizes)
+    head_unit = has_head_unit(config.model.tie_embeddings, sizes) and not one_unit
+    outer = ends - counts.output // sizes.tp if head_unit else ends
+    gathered_ends = width * ends + (head if sizes.tp > 1 else 0)
+    gathered_outer = width * outer if head_unit else gathered_ends
     all_stay = sizes.pp > 1 or one_unit
     at_once = len(work.layers) if all_stay else min(2, config.model.layers)
     copy_engines = config.parallel.fsdp_copy_engines and sizes.shards > 1
@@ -63,10 +71,12 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
         shard=-(-(blocks + ends * sizes.tp) // (sizes.shards * sizes.tp)),
         total=total,
         ends=ends,
+        outer=outer,
         block=block,
         head=head,
         gathered_ends=gathered_ends,
-        gathered=gathered_ends + gathered_bytes(config, width) * at_once * block,
+        gathered_outer=gathered_outer,
+        gathered=gathered_outer + gathered_bytes(config, width) * at_once * block,
         held=0 if all_stay else gathered_bytes(config, width) * block,
         gradient=gradient,
         buffers=buffers if copy_engines else 0,

@@ -90,7 +90,7 @@ def plain_loss(model: Transformer, x_TD: Tensor, first: int, batch: Batch) -> Te
         out = torch.einsum("hts,shd->thd", scores_HTT.masked_fill(~seen_HTT, -torch.inf).softmax(-1), v)
         x_TD = x_TD + layer.o_proj(out.flatten(1))
         x_TD = x_TD + block.feed_forward(block.feed_forward_norm(x_TD))
-    logits = F.linear(model.norm(x_TD)[batch.loss_index], model.output_weight)
+    logits = model.logits(model.norm(x_TD), batch.loss_index)
     return F.cross_entropy(logits, batch.labels[batch.loss_index])
 
 

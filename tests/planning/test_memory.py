@@ -119,19 +119,18 @@ def test_the_estimate_is_what_an_8b_model_took_on_two_h200(measured, seq_len, at
     ],
 )
 def test_the_estimate_is_what_an_8b_model_took_in_fp8(row, precision):
-    """FP8 keeps the inputs of projections in one byte an element, or not at all; the loss is the peak of all. Measured
-    before weights stayed in FP8 for a whole step."""
+    """FP8 keeps the inputs of projections in one byte an element, or not at all. Measured before weights stayed in FP8
+    for a whole step, and before the output projection was a unit of FSDP of its own."""
     results = json.loads((ROOT / "benchmarks/results/training-8b-h200-x2.json").read_text())["results"]
     found = memory("llama3-8b", 2, "8K", FULL, compile=True, batch_tokens="16K", precision=precision)
-    assert found.moment == "loss"
     cast = found.parameters - memory("llama3-8b", 2, "8K", FULL, compile=True, batch_tokens="16K").parameters
     assert cast == (6_979_588_096 // 2 if row.endswith("fp8") else 0)  # one byte for each weight of the blocks
     assert (found.total - cast) / 2**30 == pytest.approx(results[row]["memory_gib"], rel=0.01)
 
 
 def test_weights_that_stay_gathered_take_the_memory_of_all_blocks():
-    """In bf16; those of a pipeline stay in any case."""
-    for pp, more in ((1, 2 * 6_979_588_096), (2, 0)):
+    """In FP8, whose peak is the loss with them and without; those of a pipeline stay in any case."""
+    for pp, more in ((1, 6_979_588_096), (2, 0)):
         again, once = (
             memory(
                 "llama3-8b",
@@ -140,6 +139,7 @@ def test_weights_that_stay_gathered_take_the_memory_of_all_blocks():
                 FULL,
                 compile=True,
                 batch_tokens="16K",
+                precision={"linear": "fp8"},
                 parallel={"pp": pp, "reshard_after_forward": resharded},
             )
             for resharded in (True, False)
@@ -392,7 +392,7 @@ def test_budget_leaves_room_for_gradients_that_come_later():
     estimate = MemoryEstimate(recipe, stage, sizes)
     limit = 115 * 2**30
     found = stage_activations(recipe, stage, sizes, limit / FILLED, None)
-    assert found.memory.gradients == 0
-    gradients = found.memory.parameters  # both are float32
-    assert estimate.reserved(found.layers) == found.memory.total + gradients
+    later = found.memory.parameters - found.memory.gradients  # both are float32
+    assert 0 < later < found.memory.parameters
+    assert estimate.reserved(found.layers) >= found.memory.total + later
     assert limit - 2**30 < estimate.reserved(found.layers) <= limit

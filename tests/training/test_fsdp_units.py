@@ -1,6 +1,8 @@
 """How FSDP gathers weights changes time and memory, never a bit: a small model on one rank as one unit, others block by
 block, and these once or twice a micro-batch."""
 
+from collections import Counter
+
 import pytest
 import torch
 from tiny_run import Run, assert_same_tensors
@@ -37,7 +39,8 @@ def test_one_unit_and_units_of_one_block_give_the_same_bits(
         assert run.train_here() == 0
         saved.append(run.newest_checkpoint)
     units = [[module for module in model.modules() if isinstance(module, FSDPModule)] for model in models]
-    assert [len(of_model) for of_model in units] == [1, 1 + run.recipe["model"]["layers"]]
+    in_head = 2  # the last norm and the output projection, one unit
+    assert [len(of_model) for of_model in units] == [1, 1 + run.recipe["model"]["layers"] + in_head]
     assert_same_tensors(*saved)
 
 
@@ -51,14 +54,16 @@ def test_larger_models_and_several_ranks_have_units_of_one_block() -> None:
 def test_weights_that_stay_gathered_until_the_backward_pass_give_the_same_bits(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two micro-batches a step, with evaluations between, which gather each block once and free it."""
+    """Two micro-batches a step, with evaluations between, which gather each block once and free it. The head's weights
+    stay in any case."""
     monkeypatch.setattr(fsdp, "ONE_UNIT_PARAMETERS", 0)
     for stage in run.recipe["stages"]:
         stage["micro_batch_size"] = 2
-    plain, gathers = FSDPParamGroup.unshard, [0]
+    plain, gathers = FSDPParamGroup.unshard, Counter[str]()
 
     def counted(self: FSDPParamGroup, *given: bool) -> None:
-        gathers[0] += not self.is_unsharded and self._all_gather_result is None
+        if not self.is_unsharded and self._all_gather_result is None:
+            gathers[str(self._module_fqn)] += 1
         plain(self, *given)
 
     monkeypatch.setattr(FSDPParamGroup, "unshard", counted)
@@ -69,16 +74,17 @@ def test_weights_that_stay_gathered_until_the_backward_pass_give_the_same_bits(
         run.recipe["parallel"] = {"reshard_after_forward": resharded}
         if resharded == "budget":
             monkeypatch.setattr(_Choice, "fits", lambda _, found: sum(layer.weights for layer in found) <= 1)
-        gathers[0] = 0
+        gathers.clear()
         assert run.train_here() == 0
         saved.append(run.newest_checkpoint)
         losses.append((run.losses(), [record["eval_loss"] for record in run.records("validation_loss")]))
-        counts.append(gathers[0])
+        counts.append(gathers.copy())
     assert_same_tensors(*saved[:2])
     assert_same_tensors(*saved[1:])
     assert losses[0] == losses[1] == losses[2]
     passes = 6 * 512 // (2 * 64) + 6 * 512 // (2 * 128)  # of the stages' six steps each
-    assert [counts[0] - few for few in counts[1:]] == [passes * layers, passes]
+    assert [counts[0].total() - few.total() for few in counts[1:]] == [passes * layers, passes]
+    assert {count["norm, output"] for count in counts} == {counts[1]["blocks.0"]} == {counts[0]["blocks.0"] - passes}
 
 
 def test_two_ranks_that_keep_gathered_weights_train_the_same_bits(run: Run, ranks: Ranks) -> None:

@@ -106,7 +106,7 @@ def _predict(
     greedy: list[Tensor] = []
     at_once = chunk_tokens(model.config.vocab_size)
     for own_rows, own_labels in zip(rows_n.split(at_once), labels_n.split(at_once), strict=True):
-        logits_nV = F.linear(hidden_TD[own_rows], model.output_weight)
+        logits_nV = model.logits(hidden_TD, own_rows)
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
         log_likelihoods.append(-F.cross_entropy(logits_nV, own_labels, reduction="none").double().cpu())
         greedy.append((logits_nV.argmax(-1) == own_labels).cpu())

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from moba_train.attention.protocol import Layout
 from moba_train.config.model import ModelConfig
 from moba_train.config.run import PipelineSchedule
-from moba_train.model.loss import token_losses
 from moba_train.model.transformer import LossSums, LossTokens, ModelPart, Transformer, auxiliary_sums
 from moba_train.parallel.pipeline.split import rank_part
 
@@ -104,7 +103,7 @@ class PipelineModel(Transformer):
         if hidden_TD is None:
             rows = self.rows(tokens_T) if rows_n is None else len(rows_n)
             return torch.zeros(rows, 1, dtype=self.place.dtype, device=tokens_T.device)
-        return nn.functional.linear(hidden_TD if rows_n is None else hidden_TD[rows_n], self.output_weight)
+        return self.logits(hidden_TD, rows_n)
 
     @torch.no_grad()
     def loss(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> LossSums:
@@ -118,10 +117,9 @@ class PipelineModel(Transformer):
     def token_losses(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> Tensor:
         """Loss (nats) of each row in `loss_tokens`, float32 [n], unweighted, without gradient."""
         hidden_TD = self.last_hidden(tokens_T, positions_T, layout)
-        labels_n, index_n, _ = loss_tokens
         if hidden_TD is None:
-            return torch.zeros(len(index_n), device=tokens_T.device)
-        return token_losses(hidden_TD, self.output_weight, labels_n, index_n)
+            return torch.zeros(len(loss_tokens[1]), device=tokens_T.device)
+        return self.losses(hidden_TD, loss_tokens)
 
     def run_part(
         self, part: int, x_TD: Tensor, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens
