@@ -17,6 +17,7 @@ activations     what each block keeps for its backward pass, and the compilation
 offload         saved tensors in page-locked host memory
 gpu_memory      how torch takes memory from a GPU
 fsdp            sharding and mixed precision of the model
+reduction       FSDP's sums of gradients that travel in the compute dtype
 copy_engines    FSDP's transfers by the copy engines of GPUs
 stage           a rank's data shard in a stage: its sequences, its tokens of them, the engine of its attention
 stage_strategy  the context-parallel strategy of a stage, from the recipe

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moba_train.parallel.reduction import ExchangedGradients, add_up
+
 GATHER_BUFFERS = 2
 """Gathered units that there is room for: FSDP keeps one until the next one is there, and begins no third one before the
 first is copied out."""
@@ -123,12 +125,8 @@ class CopyEngineGather:
         buffer.barrier(1)  # all parts have arrived
 
 
-class CopyEngineReduceScatter:
-    """FSDP's sum of gradients over ranks, of which each rank keeps its part: they travel in their own dtype and are
-    added up in float32, in the order of ranks.
-
-    NCCL adds on the way, so what travels must be float32 already: twice the bytes, written and read once more.
-    """
+class CopyEngineReduceScatter(ExchangedGradients):
+    """FSDP's sum of gradients over ranks."""
 
     def __init__(
         self,
@@ -141,40 +139,18 @@ class CopyEngineReduceScatter:
     ) -> None:
         """A collective. group: the ranks that share the weights, all on one node; dtype: of the gradients; timeout: how
         long a sum may wait for another rank; size: bytes of the buffer."""
-        self._rank = group.rank()
-        self._ranks = group.size()
-        self._dtype = dtype
+        super().__init__(group, dtype)
         self._room = size // (self._ranks * dtype.itemsize)
         self._buffer = make_buffer(group, device, size, timeout)
         self._copy = _Copies(device, self._ranks - 1)
-        self._has_input = False
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP asks first for what it copies the gradients into, all ranks' parts one after the other, then for this
-        rank's part of the sum; `dtype` is that of the sum, float32."""
-        self._has_input = not self._has_input
-        return torch.empty(*size, dtype=self._dtype if self._has_input else dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
-        """`output_tensor` [n] becomes the sum of this rank's parts of all ranks' `input_tensor` [ranks * n]. Complete
-        on the current stream."""
-        assert not async_op, "FSDP never asks for it"
-        assert op == dist.ReduceOp.SUM, f"gradients are summed, never {op}"
-        assert input_tensor.dtype == self._dtype
-        parts = input_tensor.view(self._ranks, -1)
-        for first in range(0, output_tensor.numel(), self._room):
+    def reduce(self, parts: Tensor, result: Tensor) -> None:
+        """See reduction.py; as many numbers at a time as the buffer has room for."""
+        for first in range(0, result.numel(), self._room):
             piece = slice(first, first + self._room)
-            self._sum(parts[:, piece], output_tensor[piece])
+            self._reduce_piece(parts[:, piece], result[piece])
 
-    def _sum(self, parts: Tensor, result: Tensor) -> None:
-        """As a whole, for parts [ranks, n] that the buffer has room for."""
+    def _reduce_piece(self, parts: Tensor, result: Tensor) -> None:
         length = parts[0].nbytes
         place = slice(self._rank * length, (self._rank + 1) * length)
         places = [theirs[place].view(self._dtype) for theirs in self._buffer.theirs.values()]
@@ -182,10 +158,7 @@ class CopyEngineReduceScatter:
         self._copy([parts[rank] for rank in self._buffer.theirs], places)
         self._buffer.barrier(1)  # all parts have arrived
         arrived = self._buffer.own[: parts.nbytes].view(self._dtype).view(parts.shape)
-        addends = [parts[rank] if rank == self._rank else arrived[rank] for rank in range(self._ranks)]
-        result.copy_(addends[0])
-        for addend in addends[1:]:  # torch.sum runs at a quarter of the memory's rate
-            result.add_(addend)
+        add_up([parts[rank] if rank == self._rank else arrived[rank] for rank in range(self._ranks)], result)
 
 
 def gathered_bytes(unit: nn.Module, ranks: int, dtype: torch.dtype) -> int:

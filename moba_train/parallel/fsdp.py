@@ -19,6 +19,7 @@ from moba_train.parallel.float8 import compile_for_float8, convert_linears
 from moba_train.parallel.norms import use_apex_norms
 from moba_train.parallel.pipeline.model import PipelineModel, PipelinePlace
 from moba_train.parallel.pipeline.split import model_parts
+from moba_train.parallel.reduction import AllToAllReduceScatter, ExchangedGradients
 from moba_train.parallel.tensor import apply_tensor_parallel, overlap_transfers
 
 COMPILED_FORMS = 64
@@ -89,19 +90,24 @@ def sharded_model(
     dtype = compute_dtype(config, device)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     units = _units(model, dims.sizes)
-    by_copy_engines = copy_engines and len(units) > 1 and device.type == "cuda" and dims.sizes.shards > 1
-    if by_copy_engines:
-        gather, reduce_scatter = _copy_engine_transfers(model, dims, dtype)
+    gather: CopyEngineGather | None = None
+    reduce_scatter: ExchangedGradients | None = None
+    if dims.sizes.shards > 1:
+        gradients = torch.float32 if dims.sizes.pp > 1 else dtype  # a pipeline adds up those of its micro-batches first
+        if copy_engines and device.type == "cuda":
+            gather, reduce_scatter = _copy_engine_transfers(model, dims, dtype, gradients)
+        elif config.parallel.gradient_transport == "all_to_all":
+            reduce_scatter = AllToAllReduceScatter(dims.mesh.get_group(SHARD), gradients)
     for modules in units:
         fully_shard(modules, mesh=dims.weight_mesh, mp_policy=policy)
         unit: Any = modules[0]
         if dims.weight_mesh.size() > 1:  # one rank would divide by 1, a pass over all gradients
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo can only sum
-        if by_copy_engines:
+        if reduce_scatter is not None:
             unit.set_custom_reduce_scatter(reduce_scatter)
-            if isinstance(modules[0], Block):  # the ends would need far larger buffers, for one gather a step
-                unit.set_custom_all_gather(gather)
+        if gather is not None and isinstance(modules[0], Block):  # the ends would need far larger buffers
+            unit.set_custom_all_gather(gather)
     for method in ("loss", "token_losses") + (("run_part",) if isinstance(model, PipelineModel) else ()):
         register_fsdp_forward_method(model, method)
     model.to_empty(device=device)
@@ -125,12 +131,11 @@ def _units(model: Transformer, sizes: MeshSizes) -> list[list[nn.Module]]:
 
 
 def _copy_engine_transfers(
-    model: Transformer, dims: ParallelDims, dtype: torch.dtype
+    model: Transformer, dims: ParallelDims, dtype: torch.dtype, gradients: torch.dtype
 ) -> tuple[CopyEngineGather, CopyEngineReduceScatter]:
     """The gather of all blocks, which are not sharded yet, and the reduction of all gradients. A collective."""
     group, device, timeout = dims.mesh.get_group(SHARD), dims.world.device, dims.world.timeout
     size = max(gathered_bytes(block, dims.sizes.shards, dtype) for block in model.blocks)
-    gradients = torch.float32 if dims.sizes.pp > 1 else dtype  # a pipeline adds up those of its micro-batches first
     return CopyEngineGather(group, device, size, timeout), CopyEngineReduceScatter(group, device, gradients, timeout)
 
 

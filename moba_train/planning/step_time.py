@@ -219,7 +219,7 @@ class _Step:
         gather_s = shards.gather_seconds(gathered_bytes(self._config, width) * block, links)
         outer_gather_s = shards.gather_seconds(width * outer, links)
         reduce_s, outer_reduce_s = (
-            shards.gather_seconds(self._weights.gradient * count, links)
+            shards.gather_seconds(self._weights.gradient_sent * count, links)
             + 2 * copies.gather_seconds(4 * count / shards.ranks, links)
             for count in (block, outer)
         )
@@ -238,17 +238,18 @@ class _Step:
         gathered = self._gathers * gathered_bytes(self._config, width) * in_blocks + width * ends
         reduced = in_blocks + ends
         own = 4 * reduced / shards.ranks
-        return shards.gather(gathered + self._weights.gradient * reduced) + copies.gather(own).times(2)
+        return shards.gather(gathered + self._weights.gradient_sent * reduced) + copies.gather(own).times(2)
 
     def _copies(self) -> float:
         """Seconds of FSDP's copies in the GPU's own memory, and of what it casts to FP8."""
         in_blocks = self._blocks * self._weights.block
         cast = self._machine.rates.float8_weight_bytes if self._config.precision.linear == "fp8" else 0.0
         gathered = GATHERED_COPIES * self._weights.total + SHARD_COPIES * self._weights.shard
-        # Gradients, bf16, into the buffer of their reduction; what copy engines bring is then added up.
-        reduced = (2 + self._weights.gradient) * self._weights.total
-        if self._config.parallel.fsdp_copy_engines:
-            reduced += self._weights.gradient * self._weights.total + 4 * self._weights.shard
+        # Gradients, bf16, into the buffer of their reduction; those that are exchanged are then added up, one by one.
+        sent = self._weights.gradient_sent
+        reduced = (2 + sent) * self._weights.total
+        if self._config.parallel.fsdp_copy_engines or self._config.parallel.gradient_transport == "all_to_all":
+            reduced += (sent + 8) * self._weights.total - 4 * self._weights.shard
         copied = self._rounds * (self._gathers * gathered + reduced + cast * in_blocks)
         copied += (self._micro_batches - self._rounds) * ACCUMULATED_COPIES * self._weights.total
         return copied / self._machine.rates.memory

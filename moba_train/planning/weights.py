@@ -37,8 +37,10 @@ class Weights:
     blocks."""
     held: int
     """Bytes of a gathered block that stays between its forward and its backward pass; 0 where all stay in any case."""
+    gradient_sent: int
+    """Bytes of a gradient that is sent to its rank: in float32, or exchanged in the compute dtype."""
     gradient: int
-    """Bytes of a gradient on its way to its rank: in float32, or by copy engines in the compute dtype."""
+    """Bytes of a gradient in the buffers on its way."""
     buffers: int
     """Bytes of the buffers that copy engines write into."""
     is_one_unit: bool
@@ -65,7 +67,9 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
     all_stay = sizes.pp > 1 or one_unit
     at_once = len(work.layers) if all_stay else min(2, config.model.layers)
     copy_engines = config.parallel.fsdp_copy_engines and sizes.shards > 1
-    gradient = width if copy_engines and sizes.pp == 1 else 4
+    by_all_to_all = config.parallel.gradient_transport == "all_to_all" and sizes.shards > 1
+    sent = width if (copy_engines or by_all_to_all) and sizes.pp == 1 else 4
+    gradient = sent if copy_engines or not by_all_to_all else 2 * sent  # what is sent, and what has arrived
     buffers = GATHER_BUFFERS * gathered_bytes(config, width) * block + REDUCTION_BUFFER
     return Weights(
         shard=-(-(blocks + ends * sizes.tp) // (sizes.shards * sizes.tp)),
@@ -78,6 +82,7 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
         gathered_outer=gathered_outer,
         gathered=gathered_outer + gathered_bytes(config, width) * at_once * block,
         held=0 if all_stay else gathered_bytes(config, width) * block,
+        gradient_sent=sent,
         gradient=gradient,
         buffers=buffers if copy_engines else 0,
         is_one_unit=one_unit,

@@ -23,6 +23,7 @@ from moba_train.parallel.copy_engines import (
     SharedBuffer,
     gathered_bytes,
 )
+from moba_train.parallel.reduction import AllToAllReduceScatter
 
 WIDTHS = [5, 7, 4, 9, 6, 8]
 BUFFER = 128
@@ -133,30 +134,33 @@ def test_fsdp_trains_the_same_bits(ranks: int, dtype: torch.dtype, reshard: bool
     run_processes(compare, (ranks, tmp_path, dtype, reshard, sums), ranks)
 
 
-def add_up(rank: int, ranks: int, folder: Path) -> None:
-    """Called on every rank: more gradients than there is room for at once, and fewer."""
+def add_up(rank: int, ranks: int, folder: Path, dtype: torch.dtype) -> None:
+    """Called on every rank: more gradients than the buffer has room for at once, and fewer."""
     join(rank, ranks, folder)
     group = dist.group.WORLD
     assert group is not None
     files = SharedFiles(folder)
     cpu = torch.device("cpu")
-    reduce_scatter = CopyEngineReduceScatter(group, cpu, torch.bfloat16, timedelta(minutes=1), files, size=BUFFER)
-    for length in (50, 7):
-        torch.manual_seed(length)
-        gradients = torch.randn(ranks, ranks * length).bfloat16()
-        sent = reduce_scatter.allocate((ranks * length,), dtype=torch.float32, device=cpu).copy_(gradients[rank])
-        result = reduce_scatter.allocate((length,), dtype=torch.float32, device=cpu)
-        reduce_scatter(result, sent, group, dist.ReduceOp.SUM)
-        expected = torch.zeros(length)
-        for gradient in gradients[:, rank * length : (rank + 1) * length]:
-            expected += gradient.float()
-        assert sent.dtype == torch.bfloat16
-        assert torch.equal(result, expected)
+    by_copies = CopyEngineReduceScatter(group, cpu, dtype, timedelta(minutes=1), files, size=BUFFER)
+    for reduce_scatter in (by_copies, AllToAllReduceScatter(group, dtype)):
+        for length in (50, 7):
+            torch.manual_seed(length)
+            gradients = torch.randn(ranks, ranks * length).to(dtype)
+            sent = reduce_scatter.allocate((ranks * length,), dtype=torch.float32, device=cpu).copy_(gradients[rank])
+            result = reduce_scatter.allocate((length,), dtype=torch.float32, device=cpu)
+            reduce_scatter(result, sent, group, dist.ReduceOp.SUM)
+            expected = torch.zeros(length)
+            for gradient in gradients[:, rank * length : (rank + 1) * length]:
+                expected += gradient.float()
+            assert sent.dtype == dtype
+            assert torch.equal(result, expected)
     dist.destroy_process_group()
 
 
-def test_gradients_travel_in_bf16_and_are_added_up_in_float32(tmp_path: Path) -> None:
-    run_processes(add_up, (3, tmp_path), 3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_travel_in_their_dtype_and_are_added_up_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    """By copies and by an all-to-all, in the order of ranks."""
+    run_processes(add_up, (3, tmp_path, dtype), 3)
 
 
 def test_units_have_equal_parts_on_all_ranks() -> None:

@@ -216,3 +216,15 @@ def test_the_command_prints_five_layouts_whose_arguments_can_be_pasted(recipe: P
     both = plan("--nodes", "2", "--gpus", "8")
     assert both.exit_code == 2
     assert "--nodes and --gpus: given both" in both.stderr
+
+
+def test_exchanged_gradients_are_half_the_bytes(load) -> None:
+    """Beside one gather of the ends and two of the blocks, in bf16."""
+    sizes = MeshSizes(dp_shard=8)
+    summed, exchanged = (
+        step(load(*LARGE, f"parallel.gradient_transport={given}"), 1, sizes)
+        for given in ("reduce_scatter", "all_to_all")
+    )
+    saved = summed.traffic["fsdp"].network - exchanged.traffic["fsdp"].network
+    gathers_of_all = summed.traffic["fsdp"].network - 2 * saved
+    assert 0 < saved < gathers_of_all < 2 * saved

@@ -10,9 +10,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from trainer_ranks import Ranks
 
+from moba_train.config.load import load_config
 from moba_train.config.mesh import MeshSizes
 from moba_train.model.transformer import Transformer
 from moba_train.parallel import fsdp
+from moba_train.parallel.dims import ParallelDims
+from moba_train.parallel.reduction import AllToAllReduceScatter
+from moba_train.parallel.world import joined_world
 from moba_train.planning.activations import _Choice
 from moba_train.training import trainer
 
@@ -87,17 +91,40 @@ def test_weights_that_stay_gathered_until_the_backward_pass_give_the_same_bits(
     assert {count["norm, output"] for count in counts} == {counts[1]["blocks.0"]} == {counts[0]["blocks.0"] - passes}
 
 
-def test_two_ranks_that_keep_gathered_weights_train_the_same_bits(run: Run, ranks: Ranks) -> None:
+CHANGES = [{"reshard_after_forward": False}, {"gradient_transport": "all_to_all"}]
+
+
+def test_two_ranks_that_keep_gathered_weights_or_exchange_gradients_train_the_same_bits(run: Run, ranks: Ranks) -> None:
     """In bf16, with context parallelism in the second stage."""
     run.recipe["precision"] = {"compute": "bf16"}
     run.recipe["stages"][1]["parallel"] = {"cp": 2}
     saved = []
-    for resharded in (True, False):
-        run.recipe["run_dir"] = str(run.folder / f"resharded {resharded}")
-        run.recipe["parallel"] = {"reshard_after_forward": resharded}
+    for number, changes in enumerate([{}, *CHANGES]):
+        run.recipe["run_dir"] = str(run.folder / f"changes {number}")
+        run.recipe["parallel"] = changes
         ranks.train(run, 2)
         saved.append(run.newest_checkpoint)
-    assert_same_tensors(*saved)
+    for changed in saved[1:]:
+        assert_same_tensors(saved[0], changed)
+
+
+def exchanged_units(recipe: str) -> None:
+    """Called on every rank: all units of FSDP exchange their gradients in bf16."""
+    config = load_config(recipe)
+    with joined_world() as world:
+        model = fsdp.sharded_model(config, ParallelDims(MeshSizes(dp_shard=world.size), world))
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        group = unit._get_fsdp_state()._fsdp_param_group
+        assert isinstance(group._reduce_scatter_comm, AllToAllReduceScatter)
+        assert group._reduce_scatter_comm._dtype == torch.bfloat16
+    assert len(units) > config.model.layers
+
+
+def test_all_gradients_are_exchanged_in_the_compute_dtype(run: Run, ranks: Ranks) -> None:
+    run.recipe["precision"] = {"compute": "bf16"}
+    run.recipe["parallel"] = {"gradient_transport": "all_to_all"}
+    ranks.work(exchanged_units, [str(run.write_recipe())], 2)
 
 
 @pytest.mark.gpu
