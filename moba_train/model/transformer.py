@@ -255,7 +255,10 @@ class Transformer(nn.Module):
         )
 
     def with_output_weight(self, use: Callable[[Tensor], Tensor]) -> Tensor:
-        """`use` of the weight of the output projection, [V, D], the embedding's own when tied; after the last norm."""
+        """`use` of the weight of the output projection, [V, D], the embedding's own when tied.
+
+        Under FSDP, once after each call of the last norm, which gathers the weight, too.
+        """
         gather = self.gather_output_weight
         use_whole = use if gather is None else lambda weight_VD: use(gather(weight_VD))
         if self.output is None:

@@ -42,11 +42,14 @@ def _gathered_until_backward(model: Transformer) -> Iterator[None]:
     """
     blocks = [block for block in model.blocks if keeps_weights(block)]
     units = [unit for unit in (*blocks, model.norm) if isinstance(unit, FSDPModule)]
-    for block in units:
-        block.set_reshard_after_forward(False, recurse=False)
-    yield
-    for block in units:
-        block.set_reshard_after_forward(True, recurse=False)
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.reshard()  # all have done so, unless an error came between
 
 
 def training_loss(model: Transformer, batch: Batch) -> LossSums:

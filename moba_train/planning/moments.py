@@ -162,11 +162,10 @@ class RankMoments:
             moments.append(self._loss(all_kept, held))
         last, first = work.layers[-1], work.layers[0]
         unsharded = max(self._weights.gathered, self._gradients.gathered + held)
-        head = self._weights.ends - self._weights.outer
-        head_shard = 4 * head // self._sizes.shards
-        in_last = partial(self._at, gradients=max(self._gradients.early, head_shard), unsharded=unsharded)
+        in_last = partial(self._at, gradients=self._gradients.early, unsharded=unsharded)
         in_first = partial(self._at, gradients=self._gradients.late, unsharded=self._weights.gathered)
-        reduced = self._weights.gradient * head
+        head = self._weights.ends - self._weights.outer
+        reduced = self._weights.gradient * head + 4 * head // self._sizes.shards
         moments += self._in_block("last", last, layers, all_kept - kept[-1], transport, in_last, reduced)
         reduced = self._gradients.reduced
         moments += self._in_block("first", first, layers, all_kept - sum(kept), transport, in_first, reduced)

@@ -215,19 +215,20 @@ class _Step:
         links, blocks = self._machine.links, self._blocks
         shards, copies = self._group("dp_shard", "cp"), self._group("dp_replicate")
         block, outer = self._weights.block, self._weights.outer
+        head = self._weights.ends - outer
         width = element_bytes(self._config)
         gather_s = shards.gather_seconds(gathered_bytes(self._config, width) * block, links)
-        outer_gather_s = shards.gather_seconds(width * outer, links)
-        reduce_s, outer_reduce_s = (
+        outer_gather_s, head_gather_s = (shards.gather_seconds(width * count, links) for count in (outer, head))
+        reduce_s, outer_reduce_s, head_reduce_s = (
             shards.gather_seconds(self._weights.gradient_sent * count, links)
             + 2 * copies.gather_seconds(4 * count / shards.ranks, links)
-            for count in (block, outer)
+            for count in (block, outer, head)
         )
         forward_s = sum(layer.forward for layer in self._layers) / self._sizes.pp
         backward_s = sum(layer.backward for layer in self._layers) / self._sizes.pp
         again_s = (self._gathers - 1) * gather_s
-        longer_s = max(0.0, (blocks - 1) * gather_s - forward_s)
-        longer_s += max(0.0, blocks * again_s + (blocks - 1) * reduce_s - backward_s)
+        longer_s = max(0.0, (blocks - 1) * gather_s + head_gather_s - forward_s)
+        longer_s += max(0.0, blocks * again_s + head_reduce_s + (blocks - 1) * reduce_s - backward_s)
         return outer_gather_s + gather_s + longer_s + reduce_s + outer_reduce_s
 
     def _weights_traffic(self) -> Traffic:
@@ -248,7 +249,7 @@ class _Step:
         # Gradients, bf16, into the buffer of their reduction; those that are exchanged are then added up, one by one.
         sent = self._weights.gradient_sent
         reduced = (2 + sent) * self._weights.total
-        if self._config.parallel.fsdp_copy_engines or self._config.parallel.gradient_transport == "all_to_all":
+        if self._weights.exchanged:
             reduced += (sent + 8) * self._weights.total - 4 * self._weights.shard
         copied = self._rounds * (self._gathers * gathered + reduced + cast * in_blocks)
         copied += (self._micro_batches - self._rounds) * ACCUMULATED_COPIES * self._weights.total

@@ -37,6 +37,8 @@ class Weights:
     blocks."""
     held: int
     """Bytes of a gathered block that stays between its forward and its backward pass; 0 where all stay in any case."""
+    exchanged: bool
+    """Whether gradients are sent as they are and added up on arrival."""
     gradient_sent: int
     """Bytes of a gradient that is sent to its rank: in float32, or exchanged in the compute dtype."""
     gradient: int
@@ -67,9 +69,9 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
     all_stay = sizes.pp > 1 or one_unit
     at_once = len(work.layers) if all_stay else min(2, config.model.layers)
     copy_engines = config.parallel.fsdp_copy_engines and sizes.shards > 1
-    by_all_to_all = config.parallel.gradient_transport == "all_to_all" and sizes.shards > 1
-    sent = width if (copy_engines or by_all_to_all) and sizes.pp == 1 else 4
-    gradient = sent if copy_engines or not by_all_to_all else 2 * sent  # what is sent, and what has arrived
+    exchanged = copy_engines or (config.parallel.gradient_transport == "all_to_all" and sizes.shards > 1)
+    sent = width if exchanged and sizes.pp == 1 else 4
+    gradient = 2 * sent if exchanged and not copy_engines else sent  # what is sent, and what has arrived
     buffers = GATHER_BUFFERS * gathered_bytes(config, width) * block + REDUCTION_BUFFER
     return Weights(
         shard=-(-(blocks + ends * sizes.tp) // (sizes.shards * sizes.tp)),
@@ -82,6 +84,7 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
         gathered_outer=gathered_outer,
         gathered=gathered_outer + gathered_bytes(config, width) * at_once * block,
         held=0 if all_stay else gathered_bytes(config, width) * block,
+        exchanged=exchanged,
         gradient_sent=sent,
         gradient=gradient,
         buffers=buffers if copy_engines else 0,

@@ -134,7 +134,9 @@ def _optimizer_problems(optim: OptimConfig, device: str | None) -> Iterator[str]
 
 def _memory_problems(config: RunConfig) -> Iterator[str]:
     """Keys that limit what the recipe does not do."""
-    fills = config.activation_checkpointing == "budget" or config.parallel.reshard_after_forward == "budget"
+    parallel = config.parallel
+    keeps_weights = parallel.reshard_after_forward == "budget" and parallel.pp == 1
+    fills = config.activation_checkpointing == "budget" or keeps_weights
     if config.memory.gpu_gib is not None and not fills:
         yield (
             f"memory.gpu_gib: given {config.memory.gpu_gib:g} with activation_checkpointing: "
