@@ -126,13 +126,15 @@ class LossSums(NamedTuple):
 
 
 class OutputProjection(nn.Linear):
-    """The last matrix [V, D], for losses that take a chunk of tokens at a time: a call hands the weight over.
+    """The output projection's weight [V, D], handed to a function in each call, as losses take a chunk of tokens at a
+    time.
 
-    FSDP has it gathered within a call and its backward pass (parallel/fsdp.py).
+    The weight is used inside a call, so that FSDP's hooks gather it before and free it after the call and its backward
+    pass (parallel/fsdp.py).
     """
 
     def forward(self, use: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
-        """`use` of the weight."""
+        """What `use` returns for the weight [V, D]."""
         return use(self.weight)
 
 
@@ -255,7 +257,7 @@ class Transformer(nn.Module):
         )
 
     def with_output_weight(self, use: Callable[[Tensor], Tensor]) -> Tensor:
-        """`use` of the weight of the output projection, [V, D], the embedding's own when tied.
+        """What `use` returns for the weight of the output projection, [V, D]; it is the embedding's own when tied.
 
         Under FSDP, once after each call of the last norm, which gathers the weight, too.
         """
@@ -267,12 +269,14 @@ class Transformer(nn.Module):
         return found
 
     def logits(self, hidden_TD: Tensor, rows_n: Tensor | None = None) -> Tensor:
-        """Logits [n, V] of the rows `rows_n` (all when None), from the normalised residual stream."""
+        """Logits [n, V] of the rows `rows_n` (all when None), in the compute dtype, from the normalised residual stream
+        [T, D]."""
         hidden_nD = hidden_TD if rows_n is None else hidden_TD[rows_n]
         return self.with_output_weight(partial(F.linear, hidden_nD))
 
     def losses(self, hidden_TD: Tensor, loss_tokens: LossTokens) -> Tensor:
-        """Loss (nats) of each row in `loss_tokens`, float32 [n], unweighted, without gradient, from the same."""
+        """Loss (nats) of each row in `loss_tokens`, float32 [n], unweighted, without gradient, from the normalised
+        residual stream [T, D]."""
         labels_n, index_n, _ = loss_tokens
         return self.with_output_weight(lambda weight_VD: token_losses(hidden_TD, weight_VD, labels_n, index_n))
 

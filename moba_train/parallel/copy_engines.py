@@ -126,7 +126,7 @@ class CopyEngineGather:
 
 
 class CopyEngineReduceScatter(ExchangedGradients):
-    """FSDP's sum of gradients over ranks."""
+    """FSDP's reduce-scatter of gradients, which the ranks copy into each other's buffers, a piece at a time."""
 
     def __init__(
         self,
@@ -145,12 +145,14 @@ class CopyEngineReduceScatter(ExchangedGradients):
         self._copy = _Copies(device, self._ranks - 1)
 
     def reduce(self, parts: Tensor, result: Tensor) -> None:
-        """See reduction.py; as many numbers at a time as the buffer has room for."""
+        """`result` [n] becomes the sum of row `rank` of all ranks' `parts` [ranks, n], in pieces that the buffer has
+        room for."""
         for first in range(0, result.numel(), self._room):
             piece = slice(first, first + self._room)
             self._reduce_piece(parts[:, piece], result[piece])
 
     def _reduce_piece(self, parts: Tensor, result: Tensor) -> None:
+        """`reduce` for parts that fit into the buffer together."""
         length = parts[0].nbytes
         place = slice(self._rank * length, (self._rank + 1) * length)
         places = [theirs[place].view(self._dtype) for theirs in self._buffer.theirs.values()]

@@ -59,7 +59,8 @@ def sharded_model(
     layers: with pipeline parallelism, the number of layers in each part of the model (planning/pipeline.py).
     copy_engines: on GPUs, FSDP's transfers by them, among ranks of one node.
 
-    Each block is a unit of FSDP, but for a small model on one rank (`is_one_unit`), and so is the head.
+    Each block is a unit of FSDP, and so are the last norm and the output projection together; a small model on one rank
+    is one unit (`is_one_unit`).
 
     Its blocks keep all activations until `set_activations` (parallel/activations.py) says otherwise.
 

@@ -54,7 +54,7 @@ class AllToAllReduceScatter(ExchangedGradients):
     """By one all-to-all."""
 
     def reduce(self, parts: Tensor, result: Tensor) -> None:
-        """See above."""
+        """`result` [n] becomes the sum of row `rank` of all ranks' `parts` [ranks, n]; on the current stream."""
         arrived = torch.empty_like(parts)
         dist.all_to_all_single(arrived, parts, group=self._group)
         add_up([*arrived], result)

@@ -78,7 +78,7 @@ class _Gradients(NamedTuple):
     in_the_end: int
     """float32, all."""
     reduced: int
-    """Of a whole block on their way to its ranks."""
+    """Bytes of the buffers in which a whole block's gradients travel to the ranks that keep them."""
     in_blocks: int
     """Elements whose gradients FSDP reduces together, of the blocks."""
     at_the_end: int

@@ -22,6 +22,8 @@ from benchmarks.step_trace import (
     ("name", "group"),
     [
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096>)", COMMUNICATION),
+        ("c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)", COMMUNICATION),
+        ("Memcpy PtoP (Device -> Device)", COMMUNICATION),
         ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTN", "matrix products"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
         ("dkdv_history", "attention"),

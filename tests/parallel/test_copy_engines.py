@@ -37,7 +37,7 @@ class SharedFiles:
         self._folder = folder
         self._numbers = count()
         self.barriers: list[list[int]] = []
-        """Of each buffer, what its barriers were told apart by."""
+        """For each buffer made, the arguments of all calls of its `barrier`, in order."""
 
     def __call__(self, group: dist.ProcessGroup, _device: torch.device, size: int, _: timedelta) -> SharedBuffer:
         """A buffer, filled with ones, which are no sensible weights."""

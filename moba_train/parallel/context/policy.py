@@ -152,11 +152,10 @@ def _is_ulysses_with_whole_heads(strategy: CPStrategy, shape: AttentionShape) ->
     Ranks attend to whole sequences with some of the heads, in larger kernel launches and with less memory. On 4 x H200
     at 256K tokens it takes 9 % less time than all-gather for MoBA 4096/12, but 4 % more for dense attention and 5 %
     more for MoBA 512/8 (benchmarks/results/context-parallel-h200.json, context-parallel-dense-h200.json). In training
-    at 128K tokens with MoBA 512/8, both in 100 GiB, it is 2 % faster: smaller buffers leave more for activations
-    (training-8b-h200-x4-again.json). With all of the GPU's memory all-gather was faster, as Ulysses' messages held
-    memory back; without messages it was not measured. Two ranks have half of all keys already, and Ulysses would send
-    half of the queries and outputs as well: on 2 x H100 it takes 17 % more time for MoBA 512/8 at 64K and 256K tokens,
-    and the same for dense attention (context-parallel-h100-x2.json).
+    at 128K tokens with MoBA 512/8 it is 2.6 % faster in bf16, as smaller buffers leave more for activations, and 1.6 %
+    slower in FP8 (training-8b-128k-h200-x4.json). Two ranks have half of all keys already, and Ulysses would send half
+    of the queries and outputs as well: on 2 x H100 it takes 17 % more time for MoBA 512/8 at 64K and 256K tokens, and
+    the same for dense attention (context-parallel-h100-x2.json).
     """
     in_one_node = 2 < strategy.ranks == strategy.node_size
     return strategy.transport == "ulysses" and in_one_node and shape.kv_heads % strategy.ranks == 0

@@ -12,7 +12,7 @@ from moba_train.parallel.context.comm import Communicator
 
 @pytest.fixture
 def communicator() -> Iterator[Communicator]:
-    """Of two ranks of which only this one exists."""
+    """A communicator of rank 0 of 2, over torch's fake process group: its calls return at once, and nothing travels."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     assert dist.group.WORLD is not None
     yield Communicator(dist.group.WORLD, torch.device("cpu"))
