@@ -67,7 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", action="store_true", help="draw the result file and fill in docs/science.md")
     parser.add_argument("--quick", action="store_true", help="the smallest form: tiny models, text of this environment")
     parser.add_argument(
-        "--arms", nargs="+", metavar="PATTERN", help="only these arms, in this order; * matches any text"
+        "--arms",
+        nargs="+",
+        metavar="PATTERN",
+        help="only these arms, in this order, or those of one seed: NAME-seed1; * matches any text",
     )
     parser.add_argument(
         "--longest-first", action="store_true", help="begin with the arms that take longest, so that all end together"

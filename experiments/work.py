@@ -96,10 +96,12 @@ def arms_of(figure: Figure, seeds: Sequence[int], quick: bool) -> list[Arm]:
 
 
 def asked_for(arms: Sequence[Arm], patterns: Sequence[str] | None) -> list[Arm]:
-    """Arms whose names match any of the patterns, in the order of these; without patterns all."""
+    """Arms whose names, alone or with their seeds (`moba-seed1`), match any of the patterns, in the order of these;
+    without patterns all."""
     if patterns is None:
         return list(arms)
-    found = {arm.key: arm for one in patterns for arm in arms if fnmatch.fnmatchcase(arm.name, one)}
+    names = [(arm, (arm.name, arm.key)) for arm in arms]
+    found = {arm.key: arm for one in patterns for arm, both in names if fnmatch.filter(both, one)}
     return list(found.values())
 
 

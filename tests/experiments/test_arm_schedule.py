@@ -123,6 +123,8 @@ def test_arms_run_in_the_order_of_the_patterns_and_seeds_side_by_side() -> None:
     found = [one.key for one in asked_for(arms, ["*-large", "full-*"])]
     assert found[:4] == ["full-large-seed0", "full-large-seed1", "moba-large-seed0", "moba-large-seed1"]
     assert found[4:] == [f"full-{size}-seed{seed}" for size in ("tiny", "small") for seed in (0, 1)]
+    found = [one.key for one in asked_for(arms, ["moba-large-seed1", "full-t*"])]
+    assert found == ["moba-large-seed1", "full-tiny-seed0", "full-tiny-seed1"]
 
 
 def test_equal_arms_of_two_figures_both_run() -> None:
