@@ -108,9 +108,10 @@ def train(settings: dict[str, Any]) -> None:
             memory = torch.cuda.max_memory_allocated() / 2**30
             super().log(step, *losses, **further)
             if torch.distributed.get_rank() == 0:
-                record = {"step": step, "type": "metrics", "loss": losses[0], "step_s": seconds, "memory_gib": memory}
+                record = {"step": step, "type": "metrics", "time": time.time(), "loss": losses[0], "step_s": seconds}
+                record |= {"memory_gib": memory, "tokens_per_s_per_device": tokens / seconds}
                 with Path(settings["metrics"]).open("a") as file:
-                    file.write(json.dumps(record | {"tokens_per_s_per_device": tokens / seconds}) + "\n")
+                    file.write(json.dumps(record) + "\n")
 
     init_logger()
     spec = llama3.get_train_spec()

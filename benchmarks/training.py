@@ -7,7 +7,8 @@ this machine.
 Each row is a recipe, launched by torchrun and killed after --warm and --steps steps; the numbers are read from its
 metrics.jsonl, the first steps left out, which compile and allocate. Nothing is saved. Tokens are random (never zeros),
 in one document that is longer than the sequences unless a row says `packed`. `host_gib` is what the machine's programs
-took of its memory during the row, at most, with those of other jobs. Every row is saved as soon as it is done;
+took of its memory during the row, at most, with those of other jobs; `sm_clock_mhz`, `power_w` and `power_capped` say
+whether the GPUs' power limit set the rate (`gpu_clocks.py`). Every row is saved as soon as it is done;
 `--append` keeps the rows that the file has. Compiled code is reused between rows by torch's own cache.
 
 Rows:
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import training_rows
+from benchmarks.gpu_clocks import sampled
 from benchmarks.options import need_gpus
 from benchmarks.record import markdown, save, spread
 from benchmarks.trainer_run import model_shape, planned_here, run_until, torchrun, trainer_command, write_corpus
@@ -63,8 +65,11 @@ def measure(row: Row, folder: Path, arguments: argparse.Namespace, limit_s: floa
         try:
             planned = predict(row, folder, arguments)
             command = _command(row, folder, arguments)
-            run_until(enough, command, limit_s, log)
-            result |= {"system": _system(row)} | planned | _summary(records()[row.warm : steps], planned)
+            with sampled(arguments.gpus, folder / "clocks") as clocks:
+                run_until(enough, command, limit_s, log)
+            steady = records()[row.warm : steps]
+            result |= {"system": _system(row)} | planned | _summary(steady, planned)
+            result |= clocks.summary(steady[0]["time"] - steady[0]["step_s"], steady[-1]["time"])
             result["host_gib"] = host[0] / GIB
         except (RuntimeError, TimeoutError, ValueError, ImportError, UserError) as error:
             log.seek(0)

@@ -90,7 +90,8 @@ def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved:
     ranks = max(1, len(devices))
     began = time.monotonic()
     recipe = complete_recipe(arm, corpus, runs, ranks, saved or bool(arm.evaluations))
-    environment = {**os.environ, ROOTS: os.pathsep.join(map(str, _roots(corpus, runs)))}
+    roots = _roots(corpus, runs)
+    environment = {**os.environ, ROOTS: os.pathsep.join(map(str, roots))}
     if devices:
         environment["CUDA_VISIBLE_DEVICES"] = _visible(devices)
     start(trainer_command(recipe, runs / f"{arm.key}.yaml", ranks), environment, runs / f"{arm.key}.log")
@@ -101,7 +102,7 @@ def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved:
         command = [sys.executable, "-m", "moba_train.cli", "eval", str(folder), "--output", str(output)]
         start([*command, *_with_corpora(arguments, corpus)], environment, runs / f"{arm.key}.log")
         evaluated[name] = _kept(json.loads((output / "evaluation.json").read_text()))
-    found = arm_result(arm, folder, evaluated)
+    found = arm_result(arm, folder, evaluated, roots)
     seconds = round(time.monotonic() - began, 1)
     return found | {"gpus": len(devices), "arms_per_gpu": sharing, "seconds": seconds}
 
@@ -132,8 +133,8 @@ def start(command: list[str], environment: Mapping[str, str], log: Path) -> None
         raise RuntimeError(f"{' '.join(command[1:5])} ended with status {status.returncode}; {log.name} ends:\n{last}")
 
 
-def arm_result(arm: Arm, folder: Path, evaluated: Mapping[str, Any]) -> Result:
-    """What is kept of a finished run: enough to draw and to judge it, and small.
+def arm_result(arm: Arm, folder: Path, evaluated: Mapping[str, Any], data_roots: Sequence[Path]) -> Result:
+    """What is kept of a finished run, whose corpora are below `data_roots`: enough to draw and to judge it, and small.
 
     `parameters` without embeddings, `compute` in PFLOP/s-days by 6ND and by real FLOPs (report/scaling_runs.py), median
     `tokens_per_s`; `losses` and `gradient_norms`, the mean and the maximum of equal parts of the steps; by stage, the
@@ -142,7 +143,7 @@ def arm_result(arm: Arm, folder: Path, evaluated: Mapping[str, Any]) -> Result:
     stage; `evaluations`, by name, of `moba-train eval`.
     """
     records = read_records(folder / "metrics.jsonl")
-    (run,) = read_runs([folder], ["loss"])
+    (run,) = read_runs([folder], ["loss"], data_roots=data_roots)
     steps = [record for record in records if record["type"] == "metrics"]
     evaluations = [record for record in records if record["type"] in _EVALUATIONS]
     stages: dict[str, dict[str, Any]] = {record["stage"]: {} for record in steps}

@@ -59,7 +59,8 @@ class ScalingFigure(Figure):
     def find(self, results: Sequence[Result]) -> Finding:
         """Means by size, fits over both computes, and what follows."""
         rows: list[list[str]] = [["", "full", "MoBA"]]
-        for size in dict.fromkeys(split(result["name"])[1] for result in results):
+        small_first = sorted(results, key=lambda result: result["compute"]["6ND"])
+        for size in dict.fromkeys(split(result["name"])[1] for result in small_first):
             cells = [_mean_text(results, f"{attention}-{size}", self.loss) for attention in ("full", "moba")]
             rows.append([f"{self.loss_name}, {size}", *cells])
         numbers = {}
@@ -99,6 +100,8 @@ def _mean_text(results: Sequence[Result], name: str, loss: Callable[[Result], fl
 
 
 def _draw_losses(axes: "Axes", results: Sequence[Result], loss: Callable[[Result], float], axis: str) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     fits = fit(results, loss, axis)
     for attention in ("full", "moba"):
         own = [result for result in results if split(result["name"])[0] == attention]
@@ -112,6 +115,10 @@ def _draw_losses(axes: "Axes", results: Sequence[Result], loss: Callable[[Result
             axes.fill_between(line, *bands, alpha=0.15, lw=0, color=COLOURS[attention])
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:.0e}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_formatter("{x:.2f}")
 
 
 def _draw_gaps(
@@ -153,6 +160,15 @@ class Scaling(ScalingFigure):
         "that model takes about 50 minutes of an H100. The largest one here takes 13, and has to be given that by "
         "`--seconds`. Text and tokenizer are others than the published ones: gaps and "
         "exponents can be compared, levels cannot."
+    )
+    found: ClassVar[str] = (
+        "At two sizes and two seeds each MoBA is 0.07 (10M) and 0.06 nats (15M) behind, more than 5 %; published are "
+        "0.1 %. The gap is not from the short stage, in which the training losses are alike, and F5 has it by "
+        "position: none in the first 1.5K tokens, where MoBA sees all keys, 0.12 nats at the end of 8K. Most of this "
+        "corpus is source code, which repeats what stands further back, and models this small may select blocks "
+        "badly; whether either is the cause was not tested. 4M and 21M have not run, and the 6M models are one of "
+        "each seed, so that they count for no gap. MoBA's exponent is the flatter one, but not beyond chance. For "
+        "equal real FLOPs, of which MoBA takes fewer for each token, the two fits cross within these sizes."
     )
     sizes = ("4m", "6m", "10m", "15m", "21m")
     seq_len = 8192

@@ -1,5 +1,6 @@
 """The throughput that a run was planned to have, to compare the measured one with."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -44,9 +45,10 @@ def planned_rates(history: History) -> tuple[dict[str, float], str]:
     return {stage.stage.name: stage.tokens / stage.seconds for stage in plan.stages}, ""
 
 
-def check_corpus_roots(config: RunConfig) -> None:
-    """Raises ForeignFileError for a training corpus that is not below the working folder or $MOBA_TRAIN_DATA_ROOTS."""
+def check_corpus_roots(config: RunConfig, further: Sequence[Path] = ()) -> None:
+    """Raises ForeignFileError for a training corpus that is not below the working folder, $MOBA_TRAIN_DATA_ROOTS or
+    `further` folders."""
     sources = [*config.data.train, *(source for stage in config.stages for source in stage.train or ())]
     for source in sources:
         for end in ("idx", "bin"):
-            check_below(Path(corpus_file(source.path, end)), working_roots())
+            check_below(Path(corpus_file(source.path, end)), [*working_roots(), *further])

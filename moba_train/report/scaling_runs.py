@@ -51,7 +51,11 @@ class ScalingRun:
 
 
 def read_runs(
-    folders: Sequence[Path], metrics: Sequence[str], group_by: str = "attention", last_steps: int = 100
+    folders: Sequence[Path],
+    metrics: Sequence[str],
+    group_by: str = "attention",
+    last_steps: int = 100,
+    data_roots: Sequence[Path] = (),
 ) -> list[ScalingRun]:
     """The runs in `folders`, in their order.
 
@@ -59,6 +63,8 @@ def read_runs(
                 the last evaluation, which must be of the run's last step
     group_by    `attention`: the attention kinds of the stages; otherwise a key of the recipe, such as
                 `attention.moba.topk`
+    data_roots  folders whose corpora are read for the lengths of their documents, besides those below the working
+                folder and $MOBA_TRAIN_DATA_ROOTS; without their corpora, real FLOPs count one document per sequence
 
     Raises UserError for a folder that is no run, or given twice, an unfinished run, and a metric that it does not have.
     """
@@ -67,17 +73,19 @@ def read_runs(
         if folder.resolve() in known:
             raise UserError(f"{folder}: given twice; every run counts once")
         known.add(folder.resolve())
-    return [_read_run(folder, metrics, group_by, last_steps) for folder in folders]
+    return [_read_run(folder, metrics, group_by, last_steps, data_roots) for folder in folders]
 
 
-def _read_run(folder: Path, metrics: Sequence[str], group_by: str, last_steps: int) -> ScalingRun:
+def _read_run(
+    folder: Path, metrics: Sequence[str], group_by: str, last_steps: int, data_roots: Sequence[Path]
+) -> ScalingRun:
     history = read_history(folder)
     config = _config(history)
     stages = resolve_stages(config, _exited_steps(history, config))
     _check_finished(history, stages[-1])
     parameters = count_recipe_parameters(config).without_embeddings
     tokens = stages[-1].end_token
-    flops, documents = _real_flops(config, stages)
+    flops, documents = _real_flops(config, stages, data_roots)
     compute = {"6ND": 6.0 * parameters * tokens / PFLOPS_DAY, "real": flops / PFLOPS_DAY}
     losses = {metric: _loss(history, metric, stages[-1].end_step, last_steps) for metric in metrics}
     group = _kinds(stages) if group_by == "attention" else _value(folder, config, group_by)
@@ -117,12 +125,12 @@ def _check_finished(history: History, last: Stage) -> None:
         )
 
 
-def _real_flops(config: RunConfig, stages: Sequence[Stage]) -> tuple[float, str]:
+def _real_flops(config: RunConfig, stages: Sequence[Stage], data_roots: Sequence[Path]) -> tuple[float, str]:
     """FLOPs of all stages, and the origin of the document lengths."""
     total = 0.0
     sources = []
     try:
-        check_corpus_roots(config)  # the recipe may come from elsewhere
+        check_corpus_roots(config, data_roots)  # the recipe may come from elsewhere
         readable = True
     except ForeignFileError:
         readable = False

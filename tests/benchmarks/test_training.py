@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.planning.activations import FILLED
 from moba_train.planning.devices import Gpu
 from moba_train.validation.recipe import validate
+
+BEGAN = datetime(2026, 11, 26, 15, 30).timestamp()
 
 
 def options(tmp_path: Path, **other: Any) -> argparse.Namespace:
@@ -77,7 +81,10 @@ def test_an_unknown_row_is_refused(text: str) -> None:
 
 def fake_trainer(folder: Path, steps: int) -> list[str]:
     """A command that writes the metrics of some steps, as the trainer does, and then goes on for ever."""
-    records = [{"step": n, "type": "metrics", "loss": 1.0, "step_s": 9.0 / n, "memory_gib": n} for n in range(1, 9)]
+    records = [
+        {"step": n, "type": "metrics", "time": BEGAN + n, "loss": 1.0, "step_s": 9.0 / n, "memory_gib": n}
+        for n in range(1, 9)
+    ]
     lines = "".join(json.dumps(record | {"tokens_per_s_per_device": 10 * record["step"]}) + "\n" for record in records)
     short = "".join(line + "\n" for line in lines.splitlines()[:steps])
     code = f"import time; open({str(folder / 'run/metrics.jsonl')!r}, 'w').write({short!r}); time.sleep(99)"
@@ -110,6 +117,39 @@ def test_rows_are_killed_when_measured_and_saved_one_by_one(
     training.run([parse_row("8K:full", Row())], options(tmp_path, append=True, budget_seconds=0.0))
     assert json.loads(arguments.output.read_text())["results"].keys() == results.keys()
     assert "not run" in capsys.readouterr().out
+
+
+def test_clock_and_power_of_a_rows_gpus_are_those_of_the_measured_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what stands for nvidia-smi: sees one sample before the steps, three in them, one after, and one cut short."""
+    lines = [
+        "2026/11/26 15:29:00.000, 2, 345, 79.96, Not Active",
+        "2026/11/26 15:30:02.250, 2, 1500, 690.50, Active",
+        "2026/11/26 15:30:02.750, 3, 1980, 400.50, Not Active",
+        "2026/11/26 15:30:03.000, 2, 1600, 700.00, Active",
+        "2026/11/26 15:30:09.000, 2, 1980, 130.00, Not Active",
+        "2026/11/26 15:30:09.200, 2, 19",
+    ]
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    code = f"import sys, time; open(sys.argv[-1], 'w').write({chr(10).join(lines)!r}); time.sleep(99)"
+    tool.write_text(f'#!/bin/sh\n[ "$2" = 2,3 ] && exec {sys.executable} -c "{code}" "$@"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+
+    def command(row: Row, folder: Path, arguments: argparse.Namespace) -> list[str]:
+        trainer = fake_trainer(folder, 3)
+        return [*trainer[:-1], f"import time; time.sleep(1); {trainer[-1]}"]
+
+    monkeypatch.setattr(training, "_command", command)
+    arguments = options(tmp_path)
+    training.run([parse_row("1K:full:warm2:steps1", Row())], arguments)
+    (result,) = json.loads(arguments.output.read_text())["results"].values()
+    assert result["sm_clock_mhz"] == {"median": 1600.0, "min": 1500.0, "max": 1980.0, "count": 3}
+    assert result["power_w"]["median"] == 690.5
+    assert result["power_capped"] == pytest.approx(2 / 3)
 
 
 def test_a_run_that_ends_early_is_told(tmp_path: Path) -> None:

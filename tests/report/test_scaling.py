@@ -256,6 +256,8 @@ def test_corpora_elsewhere_are_not_read(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("MOBA_TRAIN_DATA_ROOTS", str(tmp_path / "run"))
     (read,) = read_runs([run], ["eval_loss"])
     assert read.documents.startswith("one document per sequence: corpora are not below the working folder")
+    with pytest.raises(DataError, match="corpus"):
+        read_runs([run], ["eval_loss"], data_roots=[tmp_path])
 
 
 def test_real_runs_through_the_command_line(tmp_path: Path) -> None:
