@@ -36,7 +36,7 @@ from moba_train.attention.watched import WatchedEngine
 from moba_train.data.batch import Batch
 from moba_train.model.transformer import Transformer
 from moba_train.model.watch import watched_layers
-from moba_train.optim.gradients import GradientNorms
+from moba_train.optim.gradients import Gradients
 from moba_train.parallel.forward import token_losses
 from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import broadcast, gather_over_ranks
@@ -104,7 +104,7 @@ def _write(path: Path, dump: dict[str, Any]) -> bool:
 
 
 def _gradient_norms(model: Transformer, kinds: Sequence[str]) -> dict[str, Any]:
-    norms, others = GradientNorms(model).by_module()
+    norms, others = Gradients(model).norms_by_module()
     by_kind = {
         kind: math.hypot(*[norm for norm, other in zip(norms, kinds, strict=True) if other == kind])
         for kind in dict.fromkeys(kinds)

@@ -1,4 +1,4 @@
-"""Gradient norms over all ranks, and clipping."""
+"""Gradients: norms over all ranks, and clipping."""
 
 import math
 from collections.abc import Sequence
@@ -13,19 +13,22 @@ from moba_train.model.transformer import Transformer
 from moba_train.optim.local import local_part
 
 
-class GradientNorms:
-    """L2 norms over all ranks of the gradients that a module has when this is made; each is read once, for all norms.
+class Gradients:
+    """The gradients that a module has when this is made: L2 norms over all ranks, for which each is read once, and
+    clipping. Keeps them in memory.
 
-    Every method is a collective over all ranks.
+    Every norm is a collective over all ranks.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         parts = {id(weight): local_part(weight.grad) for weight in module.parameters() if weight.grad is not None}
-        self._norms = dict(zip(parts, torch._foreach_norm([*parts.values()]) if parts else (), strict=True))
+        self._parts = [*parts.values()]
+        """This rank's part of each. Found here, while a GPU computes: in `clip` it would wait for the host."""
+        self._norms = dict(zip(parts, torch._foreach_norm(self._parts) if parts else (), strict=True))
         """L2 norm of this rank's part of each gradient, a float32 scalar, by the id of its weight."""
 
-    def total(self) -> Tensor:
+    def norm(self) -> Tensor:
         """Norm of all gradients, a float32 scalar; 0 if all parameters are frozen."""
         module = self._module
         copied = module.copied_parameters if isinstance(module, Transformer) else ()
@@ -51,7 +54,7 @@ class GradientNorms:
             norms = squares.sqrt()
         return torch.linalg.vector_norm(norms)
 
-    def by_kind(self, kinds: Sequence[str]) -> dict[str, Tensor]:
+    def norms_by_kind(self, kinds: Sequence[str]) -> dict[str, Tensor]:
         """Norm of the gradients of all layers of one attention kind, a float32 scalar for each `grad_norm_KIND`.
 
         kinds: attention kind of each layer of the whole model, first to last
@@ -63,7 +66,7 @@ class GradientNorms:
         norms = self._of_groups([*weights.values()])
         return {f"grad_norm_{name}": norm for name, norm in zip(weights, norms, strict=True)}
 
-    def by_module(self) -> tuple[list[float], dict[str, float]]:
+    def norms_by_module(self) -> tuple[list[float], dict[str, float]]:
         """Norms of the gradients of each layer of the whole model, and of each module besides the layers, by its name;
         on the host."""
         model = self._transformer()
@@ -77,6 +80,24 @@ class GradientNorms:
         norms = self._of_groups([*by_layer, *here]).tolist()
         layers = model.config.layers
         return norms[:layers], dict(zip(ends, norms[layers:], strict=True))
+
+    @torch.no_grad()
+    def clip(self, max_norm: float | None, norm: float) -> None:
+        """Scale all gradients down so that their norm is `max_norm`, if `norm`, their present norm in float32, is
+        larger.
+
+        A `norm` that is not finite leaves the gradients useless: the caller must not step then. Nothing waits for the
+        GPU.
+        """
+        if max_norm is None or not self._parts:
+            return
+        # In float32, as torch.nn.utils.clip_grads_with_norm_ divides on the GPU.
+        scale = float(np.float32(max_norm) * (np.float32(1) / (np.float32(norm) + np.float32(1e-6))))
+        if scale >= 1:
+            return
+        # Each rank scales what it holds. torch's function leaves it to DTensor, which spends seconds of the first step
+        # on how the product of a list is sharded over a mesh of three dimensions.
+        torch._foreach_mul_(self._parts, scale)
 
     def _transformer(self) -> Transformer:
         assert isinstance(self._module, Transformer)
@@ -103,26 +124,6 @@ class GradientNorms:
 
     def _zero(self) -> Tensor:
         return torch.zeros((), device=next(self._module.parameters()).device)
-
-
-@torch.no_grad()
-def clip_gradients(model: nn.Module, max_norm: float | None, norm: float) -> None:
-    """Scale all gradients down so that their norm is `max_norm`, if `norm`, their present norm in float32, is larger.
-
-    A `norm` that is not finite leaves the gradients useless: the caller must not step then. Nothing waits for the GPU.
-    """
-    if max_norm is None:
-        return
-    # In float32, as torch.nn.utils.clip_grads_with_norm_ divides on the GPU.
-    scale = float(np.float32(max_norm) * (np.float32(1) / (np.float32(norm) + np.float32(1e-6))))
-    if scale >= 1:
-        return
-    gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    if not gradients:
-        return
-    # Each rank scales what it holds. torch's function leaves it to DTensor, which spends seconds of the first step on
-    # how the product of a list is sharded over a mesh of three dimensions.
-    torch._foreach_mul_(gradients, scale)
 
 
 def _shard_groups(gradient: Tensor | None) -> list[dist.ProcessGroup]:

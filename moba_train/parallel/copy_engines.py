@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moba_train.parallel.reduction import ExchangedGradients, add_up
+from moba_train.parallel.reduction import ExchangedGradients
 
 GATHER_BUFFERS = 2
 """Gathered units that there is room for: FSDP keeps one until the next one is there, and begins no third one before the
@@ -136,10 +136,11 @@ class CopyEngineReduceScatter(ExchangedGradients):
         timeout: timedelta,
         make_buffer: MakeBuffer = symmetric_memory,
         size: int = REDUCTION_BUFFER,
+        compiled: bool = False,
     ) -> None:
         """A collective. group: the ranks that share the weights, all on one node; dtype: of the gradients; timeout: how
-        long a sum may wait for another rank; size: bytes of the buffer."""
-        super().__init__(group, dtype)
+        long a sum may wait for another rank; size: bytes of the buffer; compiled: as for `ExchangedGradients`."""
+        super().__init__(group, dtype, compiled)
         self._room = size // (self._ranks * dtype.itemsize)
         self._buffer = make_buffer(group, device, size, timeout)
         self._copy = _Copies(device, self._ranks - 1)
@@ -160,7 +161,7 @@ class CopyEngineReduceScatter(ExchangedGradients):
         self._copy([parts[rank] for rank in self._buffer.theirs], places)
         self._buffer.barrier(1)  # all parts have arrived
         arrived = self._buffer.own[: parts.nbytes].view(self._dtype).view(parts.shape)
-        add_up([parts[rank] if rank == self._rank else arrived[rank] for rank in range(self._ranks)], result)
+        self._add_up([parts[rank] if rank == self._rank else arrived[rank] for rank in range(self._ranks)], result)
 
 
 def gathered_bytes(unit: nn.Module, ranks: int, dtype: torch.dtype) -> int:

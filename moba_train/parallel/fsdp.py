@@ -96,9 +96,10 @@ def sharded_model(
     if dims.sizes.shards > 1:
         gradients = torch.float32 if dims.sizes.pp > 1 else dtype  # a pipeline adds up those of its micro-batches first
         if copy_engines and device.type == "cuda":
-            gather, reduce_scatter = _copy_engine_transfers(model, dims, dtype, gradients)
+            gather, reduce_scatter = _copy_engine_transfers(model, dims, dtype, gradients, config.compile)
         elif config.parallel.gradient_transport == "all_to_all":
-            reduce_scatter = AllToAllReduceScatter(dims.mesh.get_group(SHARD), gradients)
+            compiled = config.compile and device.type == "cuda"
+            reduce_scatter = AllToAllReduceScatter(dims.mesh.get_group(SHARD), gradients, compiled)
     for modules in units:
         fully_shard(modules, mesh=dims.weight_mesh, mp_policy=policy)
         unit: Any = modules[0]
@@ -132,12 +133,13 @@ def _units(model: Transformer, sizes: MeshSizes) -> list[list[nn.Module]]:
 
 
 def _copy_engine_transfers(
-    model: Transformer, dims: ParallelDims, dtype: torch.dtype, gradients: torch.dtype
+    model: Transformer, dims: ParallelDims, dtype: torch.dtype, gradients: torch.dtype, compiled: bool
 ) -> tuple[CopyEngineGather, CopyEngineReduceScatter]:
     """The gather of all blocks, which are not sharded yet, and the reduction of all gradients. A collective."""
     group, device, timeout = dims.mesh.get_group(SHARD), dims.world.device, dims.world.timeout
     size = max(gathered_bytes(block, dims.sizes.shards, dtype) for block in model.blocks)
-    return CopyEngineGather(group, device, size, timeout), CopyEngineReduceScatter(group, device, gradients, timeout)
+    reduction = CopyEngineReduceScatter(group, device, gradients, timeout, compiled=compiled)
+    return CopyEngineGather(group, device, size, timeout), reduction
 
 
 def _pipeline_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int]) -> PipelineModel:

@@ -246,11 +246,13 @@ class _Step:
         in_blocks = self._blocks * self._weights.block
         cast = self._machine.rates.float8_weight_bytes if self._config.precision.linear == "fp8" else 0.0
         gathered = GATHERED_COPIES * self._weights.total + SHARD_COPIES * self._weights.shard
-        # Gradients, bf16, into the buffer of their reduction; those that are exchanged are then added up, one by one.
+        # Gradients, bf16, into the buffer of their reduction; those that are exchanged are then added up, by compiled
+        # code in one pass, else one by one.
         sent = self._weights.gradient_sent
         reduced = (2 + sent) * self._weights.total
         if self._weights.exchanged:
-            reduced += (sent + 8) * self._weights.total - 4 * self._weights.shard
+            again = 0 if self._config.compile else 8
+            reduced += (sent + again) * self._weights.total + (4 - again) * self._weights.shard
         copied = self._rounds * (self._gathers * gathered + reduced + cast * in_blocks)
         copied += (self._micro_batches - self._rounds) * ACCUMULATED_COPIES * self._weights.total
         return copied / self._machine.rates.memory

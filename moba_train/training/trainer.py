@@ -23,7 +23,7 @@ from moba_train.health.spike import SpikeDetector
 from moba_train.health.stragglers import Stragglers
 from moba_train.health.watch import Watch, stalls_folder
 from moba_train.model.build import build_attention
-from moba_train.optim.gradients import GradientNorms, clip_gradients
+from moba_train.optim.gradients import Gradients
 from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.optim.trainable import set_trainable
@@ -269,9 +269,10 @@ class Trainer:
     def _update(self, stage: Stage, data: StepData, counts: StepCounts, losses: StepLosses) -> None:
         """Judge the step by its loss and gradient norm, apply it unless they are a spike, and log it."""
         step = self.progress.step
-        result = self._result(stage, counts, losses)
+        result, gradients = self._result(stage, counts, losses)
         if not result.is_finite:
-            result = self._run_again(stage, data, counts, result)
+            del gradients  # the second run has its own
+            result, gradients = self._run_again(stage, data, counts, result)
         metrics = dict(result.numbers)
         metrics["lr"] = stage_learning_rate(self.stages, stage.index, self.config.optim.schedule, self.tokens)
 
@@ -290,11 +291,12 @@ class Trainer:
                 )
         if action == "apply":
             self.reports.boundary(stage, self.progress.boundary.observe(metrics["loss"]))
-            clip_gradients(self.model, self.config.optim.clip_norm, metrics["grad_norm"])
+            gradients.clip(self.config.optim.clip_norm, metrics["grad_norm"])
             set_learning_rate(self.optimizer, metrics["lr"])
             self.checkpoints.before_update()
             self.optimizer.step()
             self.recovery.applied(step)
+        del gradients
         self.optimizer.zero_grad()
         if action == "rollback":
             self._save()  # a run that resumes now must not go on from a checkpoint of the spike
@@ -309,24 +311,26 @@ class Trainer:
             metrics["padding_fraction"] = data.padding_fraction
             self.telemetry.log(step, self.tokens, metrics)
 
-    def _result(self, stage: Stage, counts: StepCounts, losses: StepLosses) -> StepResult:
+    def _result(self, stage: Stage, counts: StepCounts, losses: StepLosses) -> tuple[StepResult, Gradients]:
         """Loss and gradient norms of the step over all ranks; `losses`: this rank's part, which is summed in place."""
         own_loss_sum = losses.loss * counts.loss_weight
         losses.all_reduce()
-        norms = GradientNorms(self.model)
-        by_kind = norms.by_kind(stage.kinds) if self._is_logged(self.progress.step) else {}
-        return StepResult.read(losses, own_loss_sum, norms.total(), by_kind)
+        gradients = Gradients(self.model)
+        by_kind = gradients.norms_by_kind(stage.kinds) if self._is_logged(self.progress.step) else {}
+        return StepResult.read(losses, own_loss_sum, gradients.norm(), by_kind), gradients
 
-    def _run_again(self, stage: Stage, data: StepData, counts: StepCounts, first: StepResult) -> StepResult:
+    def _run_again(
+        self, stage: Stage, data: StepData, counts: StepCounts, first: StepResult
+    ) -> tuple[StepResult, Gradients]:
         """The result of a second run of the step on the same batch with the same weights; called where the `first` is
         not finite. A second one that is finite is what an undisturbed step would have given."""
         with self.watch.phase("rerun", self.progress.step - 1):
             evidence = gather_evidence(self.model, first.own_loss_sum)
             self.optimizer.zero_grad()
-            second = self._result(stage, counts, self._forward_and_backward(data, counts))
+            second, gradients = self._result(stage, counts, self._forward_and_backward(data, counts))
         if second.is_finite:
             self.recovery.record_transient(transient_fault(first.numbers, second.numbers, evidence), stage)
-        return second
+        return second, gradients
 
     def _is_logged(self, step: int) -> bool:
         return step % self.config.telemetry.log_every == 0

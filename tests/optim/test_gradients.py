@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from moba_train.optim.gradients import GradientNorms, clip_gradients
+from moba_train.optim.gradients import Gradients
 
 
 def layers() -> nn.Module:
@@ -19,14 +19,15 @@ def layers() -> nn.Module:
 @pytest.mark.parametrize("share", [0.25, 1.0, 2.0, None])
 def test_gradients_are_scaled_to_the_largest_norm_that_is_allowed(share: float | None) -> None:
     ours, torchs = layers(), layers()
-    norm = GradientNorms(ours).total().item()
+    gradients = Gradients(ours)
+    norm = gradients.norm().item()
     most = share and share * norm
-    clip_gradients(ours, most, norm)
+    gradients.clip(most, norm)
     written = [p.grad._version for p in ours.parameters() if p.grad is not None]
     assert any(written) == (share in (0.25, 1.0)), "gradients that need no scaling are not touched"
     if most is not None:
         torch.nn.utils.clip_grad_norm_(torchs.parameters(), most)
-        assert GradientNorms(ours).total().item() == pytest.approx(min(most, norm), rel=1e-4)
+        assert Gradients(ours).norm().item() == pytest.approx(min(most, norm), rel=1e-4)
     for got, want in zip(ours.parameters(), torchs.parameters(), strict=True):
         if got.grad is None or want.grad is None:
             assert got.grad is want.grad
@@ -36,4 +37,5 @@ def test_gradients_are_scaled_to_the_largest_norm_that_is_allowed(share: float |
 
 def test_nothing_is_clipped_where_all_is_frozen() -> None:
     model = nn.Linear(2, 2)
-    clip_gradients(model, 1.0, GradientNorms(model).total().item())
+    gradients = Gradients(model)
+    gradients.clip(1.0, gradients.norm().item())

@@ -142,7 +142,8 @@ def add_up(rank: int, ranks: int, folder: Path, dtype: torch.dtype) -> None:
     files = SharedFiles(folder)
     cpu = torch.device("cpu")
     by_copies = CopyEngineReduceScatter(group, cpu, dtype, timedelta(minutes=1), files, size=BUFFER)
-    for reduce_scatter in (by_copies, AllToAllReduceScatter(group, dtype)):
+    others = [AllToAllReduceScatter(group, dtype, compiled) for compiled in (False, True)]
+    for reduce_scatter in (by_copies, *others):
         for length in (50, 7):
             torch.manual_seed(length)
             gradients = torch.randn(ranks, ranks * length).to(dtype)
@@ -159,7 +160,7 @@ def add_up(rank: int, ranks: int, folder: Path, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_travel_in_their_dtype_and_are_added_up_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
-    """By copies and by an all-to-all, in the order of ranks."""
+    """By copies and by an all-to-all, there by compiled code, too, in the order of ranks."""
     run_processes(add_up, (3, tmp_path, dtype), 3)
 
 

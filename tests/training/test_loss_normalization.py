@@ -19,7 +19,7 @@ from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
-from moba_train.optim.gradients import GradientNorms
+from moba_train.optim.gradients import Gradients
 from moba_train.parallel.context.engine import context_engine
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.dims import ParallelDims
@@ -74,7 +74,7 @@ def step(micro_batches: list[Batch], world: World, transport: CPTransport | None
         loss += batch_loss.detach()
     dist.all_reduce(loss)
     gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-    return {"loss": loss, "norm": GradientNorms(model).total(), **gradients}
+    return {"loss": loss, "norm": Gradients(model).norm(), **gradients}
 
 
 # How four sequences are spread: for each rank, its micro-batches.

@@ -18,7 +18,7 @@ from moba_train.data.samples import Sample
 from moba_train.model.build import build_attention, build_model, initialize_weights
 from moba_train.model.loss import CompiledChunkLoss
 from moba_train.model.transformer import Transformer
-from moba_train.optim.gradients import GradientNorms
+from moba_train.optim.gradients import Gradients
 from moba_train.optim.trainable import set_trainable
 from moba_train.parallel.activations import Kept, LayerActivations, set_activations
 from moba_train.parallel.dims import ParallelDims
@@ -129,9 +129,7 @@ def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int
         for value in found.values():
             dist.all_reduce(value)
     norms = (
-        GradientNorms(model).by_kind(stage.kinds) | {"norm": GradientNorms(model).total()}
-        if dist.is_initialized()
-        else {}
+        Gradients(model).norms_by_kind(stage.kinds) | {"norm": Gradients(model).norm()} if dist.is_initialized() else {}
     )
     return found | {f"gradient {n}": p.grad for n, p in model.named_parameters() if p.grad is not None} | norms
 
@@ -163,7 +161,7 @@ def worker(cases: list[tuple[str, dict[str, Any]]], output: str) -> None:
                 model.set_engines([shard.engine] * config.model.layers)
             sharded = sizes.dp_replicate * sizes.dp_shard * sizes.cp > 1
             found = results(model, config, shard, repeat=2 if sharded or world.size == 2 else 1)
-            layers, ends = GradientNorms(model).by_module()
+            layers, ends = Gradients(model).norms_by_module()
             found |= {f"norm of layer {i}": torch.tensor(norm) for i, norm in enumerate(layers)}
             found |= {f"norm of {name}": torch.tensor(norm) for name, norm in ends.items()}
             mine = {

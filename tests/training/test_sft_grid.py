@@ -20,7 +20,7 @@ from moba_train.data.loss_mask import LossNorm, mask_prefix
 from moba_train.data.samples import StageData
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
-from moba_train.optim.gradients import GradientNorms
+from moba_train.optim.gradients import Gradients
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.fsdp import sharded_model
@@ -110,7 +110,7 @@ def one_step(case: dict[str, int], norm: LossNorm, prefix: str, world: World) ->
         "loss": loss,
         "tokens": tokens,
         "without": without,
-        "norms": GradientNorms(model).by_kind(kinds),
+        "norms": Gradients(model).norms_by_kind(kinds),
         **gradients,
     }
 

@@ -32,7 +32,7 @@ from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Engine, Transformer
-from moba_train.optim.gradients import GradientNorms
+from moba_train.optim.gradients import Gradients
 from moba_train.parallel.context.batch import shard_batch
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.dims import ParallelDims
@@ -119,10 +119,8 @@ def on_one_device(options: dict[str, bool], device: torch.device, dtype: torch.d
     result, selected = step(model.to(dtype), DataShard(), device)
     for name, parameter in model.named_parameters():
         result[f"gradient {name}"] = parameter.grad
-    norms = zip(
-        ("norm of full", "norm of moba"), (GradientNorms(block).total() for block in model.blocks), strict=False
-    )
-    result |= {"norm": GradientNorms(model).total(), **dict(norms)}
+    norms = zip(("norm of full", "norm of moba"), (Gradients(block).norm() for block in model.blocks), strict=False)
+    result |= {"norm": Gradients(model).norm(), **dict(norms)}
     return weights | result | {f"selected {number}": ids for number, ids in enumerate(selected)}
 
 
@@ -139,8 +137,8 @@ def worker(options: list[dict[str, bool]], output: str) -> None:
             weights = {f"weight {name}": gathered(parameter) for name, parameter in model.named_parameters()}
             result, selected = step(model, data_shard, world.device)
             dist.all_reduce(result["loss"])
-            by_kind = GradientNorms(model).by_kind(["full", "moba"][: len(model.blocks)])
-            result |= {"norm": GradientNorms(model).total()}
+            by_kind = Gradients(model).norms_by_kind(["full", "moba"][: len(model.blocks)])
+            result |= {"norm": Gradients(model).norm()}
             result |= {key.replace("grad_norm_", "norm of "): norm for key, norm in by_kind.items()}
             result |= {f"gradient {name}": gathered(parameter.grad) for name, parameter in model.named_parameters()}
             of_ranks: list[Any] = [None] * world.size
