@@ -163,6 +163,7 @@ def _plot(figure: Figure, given: argparse.Namespace) -> int:
     source = given.output or page.result_file(figure)
     if given.output is None:
         page.write_section(figure)
+        page.write_overview(FIGURES)
     if source.exists():
         plot = source.with_suffix(".svg") if given.output else page.PAGE.parent / f"science-{figure.name}.svg"
         results = read_results(source)

@@ -64,9 +64,8 @@ class Verdict:
 
     def __str__(self) -> str:
         seen = self.estimate.visible
-        power = (
-            f"differences from {seen:.4f} up would have been seen" if np.isfinite(seen) else "one seed: no spread known"
-        )
+        known = np.isfinite(seen)
+        power = f"minimum detectable difference {seen:.4f}" if known else "one seed: no spread known"
         return f"{self.claim}: **{self.word}** ({self.estimate}; {power})."
 
 

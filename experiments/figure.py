@@ -78,6 +78,8 @@ class Figure(ABC):
     """What is trained, and where the budget is below the specification and why. Markdown."""
     found: ClassVar[str] = ""
     """What the result file of today says, in a sentence or two, behind the verdicts. Markdown."""
+    result: ClassVar[str] = ""
+    """The same in one line, for the table of all figures."""
     seeds: ClassVar[int] = 2
     """Seeds of a complete figure."""
     source: ClassVar[str] = ""

@@ -1,6 +1,7 @@
 """The section of a figure in docs/science.md and its picture, made from the result file alone."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,25 @@ def _arms(figure: Figure, content: dict[str, Any]) -> str:
     most = max(result["tokens"] for result in results)
     read = f", which the longest arm reads {most / tokens:.1f} times"
     return f"{len(results)} arms on {devices}, corpus of {tokens / 1e6:.0f}M tokens{read if most > tokens else ''}"
+
+
+OVERVIEW = "<!-- all figures -->"
+"""The line of the page behind which the table of all figures begins."""
+
+
+def overview(figures: Mapping[str, Figure]) -> str:
+    """A table of all figures: how many of their arms there are, and what came out."""
+    rows = [["figure", "arms finished", "result so far"]]
+    for figure in figures.values():
+        trained = figures[figure.source] if figure.source else figure
+        arms = [arm for seed in range(trained.seeds) for arm in trained.arms(seed, quick=False)]
+        rows.append([figure.title, f"{len(read_results(result_file(figure)))} of {len(arms)}", figure.result or "none"])
+    return markdown(rows)
+
+
+def write_overview(figures: Mapping[str, Figure], page: Path = PAGE) -> None:
+    """Bring the page's table of all figures up to date."""
+    page.write_text(insert_tables(page.read_text(), {OVERVIEW: overview(figures)}))
 
 
 def write_section(figure: Figure, page: Path = PAGE, results: Path | None = None) -> None:

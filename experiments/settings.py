@@ -30,8 +30,8 @@ class Setting(NamedTuple):
     """Whether embedding and output projection are one matrix."""
 
     def __str__(self) -> str:
-        words = [f"{self.batch_tokens // 1024}K", f"x{self.rate:g}"]
-        words += [f"weights of {self.init_std:g}"] if self.init_std is not None else []
+        words = [f"{self.batch_tokens // 1024}K", f"{self.rate * FIRST_RATE:g}"]
+        words += [f"initial std {self.init_std:g}"] if self.init_std is not None else []
         words += [f"first {self.short:.0%} at 1K"] if self.short else []
         return ", ".join(words + ["untied"] * (not self.tied))
 
@@ -69,6 +69,9 @@ class Settings(Figure):
         "its arms fell steeply between the 500th and 700th step, one earlier than another, and were 0.08 nats apart "
         "at the end even in the first 512 tokens, where both attentions are one function."
     )
+    result: ClassVar[str] = (
+        "batches of 32K tokens, half the first rate, a fifth of the tokens at 1K first; the other figures take it over"
+    )
     found: ClassVar[str] = (
         "Batches of 32K tokens, half the first rate, initial weights of one over the root of the width, and a fifth "
         "of the tokens in sequences of 1K first learn most, 1.65 nats against 3.74; the other figures take them over. "
@@ -96,7 +99,7 @@ class Settings(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """Validation loss, steps, largest gradient norm of the second half and spikes of each arm."""
-        rows = [["batch, rate", "steps", "validation loss", "largest gradient norm, second half", "spikes"]]
+        rows = [["batch, rate", "steps", "validation loss", "largest gradient norm, second half", "flagged steps"]]
         for result in results:
             norms = [norm for _, norm in result["gradient_norms"]]
             cells = [f"{validation_loss(result):.4f}", f"{max(norms[len(norms) // 2 :]):.2f}"]

@@ -55,6 +55,7 @@ class ShortFirst(Figure):
         "run."
     )
     seeds: ClassVar[int] = 2
+    result: ClassVar[str] = "at 32K short first is far ahead, as its author reports; one seed"
     found: ClassVar[str] = (
         "The arms at 4K have not run. At 32K one seed, so no verdict; but it is as the author reports, and by far. "
         "What begins at 2K is at 1.86 nats after 70M tokens, where both arms of 32K from the first token on are at "

@@ -78,6 +78,7 @@ class ThirdCliff(Figure):
         "([file](../experiments/results/third-cliff-first-base.json)). It had loss on every token, began with "
         "documents of six facts, and went on to longer ones before it recalled, which it did in its last third only."
     )
+    result: ClassVar[str] = "full attention in the last 3 of 8 layers closes the gap at every mask; one seed"
     found: ClassVar[str] = (
         "One seed, so no verdict. At every mask MoBA in all layers ends at 0.40 to 0.80 nats, full attention below "
         "0.05, the last 3 or 4 of 8 layers full within 0.02 of it; full attention in the last layer alone helps at 10 "

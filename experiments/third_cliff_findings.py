@@ -107,7 +107,17 @@ def _arms(cells: Sequence[Cell]) -> set[str]:
 
 
 def fine_tuned_rows(tuned: Sequence[Result]) -> list[list[str]]:
-    rows = [["layers", "tokens with loss", "at step 0", "after", "as MoBA", "as full", "reach, first and last layer"]]
+    rows = [
+        [
+            "layers",
+            "tokens with loss",
+            "at step 0",
+            "after",
+            "as MoBA",
+            "as full",
+            "gradient reach, first and last layer",
+        ]
+    ]
     for name in dict.fromkeys(result["name"] for result in tuned):
         runs = [result for result in tuned if result["name"] == name]
         values = [

@@ -32,6 +32,7 @@ class TrainedWith(Figure):
         "The models of F2, all sizes, at 32K and 95 % sparsity: every checkpoint is evaluated with both attentions on "
         "the same weights. The published models are 40 to 200 times as large."
     )
+    result: ClassVar[str] = "one seed, no verdict"
     found: ClassVar[str] = (
         "One seed, and the two sizes that were trained with both contradict each other: no verdict. All five models "
         "have the lower loss when they are run with full attention. In the last 2K tokens the three that were trained "

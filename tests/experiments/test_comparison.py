@@ -62,5 +62,5 @@ def test_the_whole_interval_decides(low: float, high: float, word: str) -> None:
     verdict = Verdict("They are alike", Estimate(0.001, -0.004, 0.006, 0.008), low, high)
     assert verdict.word == word
     assert str(verdict) == (
-        f"They are alike: **{word}** (+0.0010 [-0.0040, +0.0060]; differences from 0.0080 up would have been seen)."
+        f"They are alike: **{word}** (+0.0010 [-0.0040, +0.0060]; minimum detectable difference 0.0080)."
     )

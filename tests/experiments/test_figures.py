@@ -202,3 +202,9 @@ def test_the_page_says_what_the_result_files_say(figure: Figure) -> None:
     assert rest.startswith(f"\n\n{page.section(figure, page.result_file(figure))}\n\n<!-- end of table -->")
     readme = (page.ROOT / "experiments" / "README.md").read_text()
     assert f"`{figure.name}`" in readme
+
+
+def test_the_page_has_the_table_of_all_figures() -> None:
+    table = page.overview(FIGURES)
+    assert len(table.splitlines()) == 2 + len(FIGURES)
+    assert table in page.PAGE.read_text(), "python -m experiments NAME --plot"
