@@ -68,7 +68,8 @@ def sampled(gpus: int, file: Path) -> Iterator[Samples]:
         yield samples
     finally:
         reader.terminate()
-        reader.wait()
+        with suppress(subprocess.TimeoutExpired):
+            reader.wait(timeout=10)  # a driver that hangs keeps it
         samples.taken = list(parse(file.read_text().splitlines())) if file.exists() else []
 
 

@@ -24,7 +24,8 @@ class ExchangedGradients(ABC):
         self._ranks = group.size()
         self._dtype = dtype
         self._has_input = False
-        self._add_up = torch.compile(add_up, dynamic=True) if compiled else add_up
+        # For one size at a time: code for any size reads a number at a time.
+        self._add_up = torch.compile(add_up, dynamic=False) if compiled else add_up
 
     @abstractmethod
     def reduce(self, parts: Tensor, result: Tensor) -> None:

@@ -280,6 +280,7 @@ class Trainer:
         metrics |= {"spike_z_loss": report.z_loss, "spike_z_grad": report.z_grad}
         action = "apply"
         if report.level != "ok":
+            del gradients  # a rollback frees them before it loads weights
             with self.watch.phase("spike", step - 1):
                 action = self.recovery.act_on(
                     report,
@@ -289,6 +290,7 @@ class Trainer:
                     loss_sum=result.own_loss_sum,
                     metrics=metrics,
                 )
+            gradients = Gradients(self.model)
         if action == "apply":
             self.reports.boundary(stage, self.progress.boundary.observe(metrics["loss"]))
             gradients.clip(self.config.optim.clip_norm, metrics["grad_norm"])

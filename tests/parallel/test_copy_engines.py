@@ -23,7 +23,7 @@ from moba_train.parallel.copy_engines import (
     SharedBuffer,
     gathered_bytes,
 )
-from moba_train.parallel.reduction import AllToAllReduceScatter
+from moba_train.parallel.reduction import AllToAllReduceScatter, ExchangedGradients
 
 WIDTHS = [5, 7, 4, 9, 6, 8]
 BUFFER = 128
@@ -141,9 +141,14 @@ def add_up(rank: int, ranks: int, folder: Path, dtype: torch.dtype) -> None:
     assert group is not None
     files = SharedFiles(folder)
     cpu = torch.device("cpu")
-    by_copies = CopyEngineReduceScatter(group, cpu, dtype, timedelta(minutes=1), files, size=BUFFER)
-    others = [AllToAllReduceScatter(group, dtype, compiled) for compiled in (False, True)]
-    for reduce_scatter in (by_copies, *others):
+    minute = timedelta(minutes=1)
+    ways: list[ExchangedGradients] = [
+        CopyEngineReduceScatter(group, cpu, dtype, minute, files, BUFFER, compiled=False),
+        CopyEngineReduceScatter(group, cpu, dtype, minute, files, BUFFER, compiled=True),
+        AllToAllReduceScatter(group, dtype, compiled=False),
+        AllToAllReduceScatter(group, dtype, compiled=True),
+    ]
+    for reduce_scatter in ways:
         for length in (50, 7):
             torch.manual_seed(length)
             gradients = torch.randn(ranks, ranks * length).to(dtype)
@@ -160,7 +165,7 @@ def add_up(rank: int, ranks: int, folder: Path, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_travel_in_their_dtype_and_are_added_up_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
-    """By copies and by an all-to-all, there by compiled code, too, in the order of ranks."""
+    """By copies and by an all-to-all, and by compiled code, in the order of ranks."""
     run_processes(add_up, (3, tmp_path, dtype), 3)
 
 
