@@ -347,6 +347,30 @@ def table(rows: Sequence[Compared]) -> str:
     return markdown(lines)
 
 
+def summary(rows: Sequence[Compared]) -> str:
+    """Errors by kind of step, as a Markdown table."""
+    by_kind: dict[str, list[float]] = {}
+    for compared in rows:
+        by_kind.setdefault(_kind(compared.measured), []).append(compared.error)
+    lines = [["steps", "rows", "median error", "largest"]]
+    for kind, errors in sorted(
+        {**by_kind, "all": [row.error for row in rows]}.items(), key=lambda found: (found[0] == "all", found[0])
+    ):
+        largest = max(errors, key=abs)
+        lines.append([kind, str(len(errors)), f"{statistics.median(errors):+.1%}", f"{largest:+.1%}"])
+    return markdown(lines)
+
+
+def _kind(measured: Measured) -> str:
+    """Where a step belongs in `summary`."""
+    row = parse_row(measured.row, measured.defaults)
+    if row.tp > 1 or row.pp > 1:
+        return "tensor and pipeline parallelism"
+    if row.fp8 != "off":
+        return "FP8"
+    return "more than 8K tokens" if row.seq_len > 8192 else "8K tokens"
+
+
 def left_out() -> str:
     """The files that are not compared, as a Markdown table."""
     rows = [[f"`{file}`" + (f", `{row}`" if row else ""), why] for (file, row), why in LEFT_OUT.items()]
@@ -367,7 +391,12 @@ def main() -> None:
     if arguments.results:
         print(table(compare(rates, [row for file in arguments.results for row in rows_of(file)])))
         return
-    tables = {"<!-- steps -->": table(compare(rates)), "<!-- steps left out -->": left_out()}
+    rows = compare(rates)
+    tables = {
+        "<!-- steps by kind -->": summary(rows),
+        "<!-- steps -->": table(rows),
+        "<!-- steps left out -->": left_out(),
+    }
     if arguments.write:
         arguments.write.write_text(insert_tables(arguments.write.read_text(), tables))
     print("\n\n".join(tables.values()))

@@ -73,6 +73,12 @@ def internal(pages: dict[Path, Html]) -> Iterator[tuple[Path, str, Path, str]]:
                 yield page, address, target / "index.html" if target.is_dir() else target, unquote(parts.fragment)
 
 
+def test_tables_are_tables(pages: dict[Path, Html]) -> None:
+    """Markdown in HTML, such as what folds open, is read as Markdown only where it says so."""
+    for page, html in pages.items():
+        assert "| --- |" not in html.text, page
+
+
 def test_links_and_images_lead_somewhere(pages: dict[Path, Html]) -> None:
     seen = 0
     for page, address, target, anchor in internal(pages):

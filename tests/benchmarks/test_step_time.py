@@ -21,6 +21,7 @@ from benchmarks.step_time import (
     left_out,
     logit_bytes,
     rows_of,
+    summary,
     table,
 )
 from moba_train.planning.rates import RATES
@@ -34,7 +35,7 @@ def test_every_measured_step_is_predicted_within_10_percent() -> None:
     assert {row.measured.gpus for row in rows} >= {1, 2}
     far = {f"{row.measured.file} {row.measured.row}": f"{row.error:+.1%}" for row in rows if abs(row.error) > 0.1}
     assert far == {}
-    for shown in (table(rows), left_out()):
+    for shown in (summary(rows), table(rows), left_out()):
         assert shown in (ROOT / COMPARED).read_text(), f"python -m benchmarks.step_time --write {COMPARED}"
 
 
