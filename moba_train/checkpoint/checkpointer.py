@@ -35,6 +35,7 @@ from moba_train.checkpoint.rank_group import RankGroup, SaveFailedError
 from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError, LaunchError, UserError
 from moba_train.optim.local import local_part
+from moba_train.parallel.failures import was_waiting
 
 logger = logging.getLogger(__name__)
 
@@ -287,7 +288,8 @@ class Checkpointer:
                 f"one: {self.last_error}; remove the cause and run the same command again"
             )
         if self.fatal is None:
-            logger.error("%s; the run goes on with the checkpoints it has", self.last_error)
+            lost = ", and cannot save before it is started again" if was_waiting(error) else ""
+            logger.error("%s; the run goes on with the checkpoints it has%s", self.last_error, lost)
 
     def _write_where_it_works(self, contents: _Contents) -> tuple[Path, str | None]:
         """Publishes a checkpoint in the first place that takes it. Returns the folder and what went wrong in the places
@@ -346,7 +348,7 @@ class Checkpointer:
     def _remove_old(self, place: Place, step: int, protect: publish.Accept) -> None:
         try:
             self._check_owner(place)
-            place.retention.apply(place.folder, protect)
+            place.retention.apply(place.folder, protect, marked_in=self._places[0].folder)
         except LaunchError:
             raise
         except Exception as error:  # whatever it is, the checkpoint is there

@@ -30,11 +30,11 @@ class Retention:
     keep_best: int = 0
     _warned: set[Path] = field(default_factory=set, init=False, repr=False, compare=False)
 
-    def apply(self, folder: Path, protect: Accept = is_good) -> None:
+    def apply(self, folder: Path, protect: Accept = is_good, marked_in: Path | None = None) -> None:
         """Removes all other checkpoints, except the one that `latest` names, the newest without NaN or infinite values,
         the newest whose meta `protect` agrees to, and those whose meta could not be read this time. Checkpoints that
-        `Marks` names count for nothing; those newer than all others stay, because training has not come past them yet.
-        Raises OSError when the file system refuses to remove one."""
+        `Marks` in the folder `marked_in`, by default this one, names count for nothing; those newer than all others
+        stay, because training has not come past them yet. Raises OSError when the file system refuses to remove one."""
         keep: set[Path] = set()
         metas: dict[Path, dict[str, Any] | None] = {}
         checkpoints = published(folder)  # oldest first
@@ -48,7 +48,7 @@ class Retention:
             except CheckpointError as error:
                 metas[path] = None
                 self._warn_once(path, f"{error}. It counts as neither good nor best")
-        marks = Marks.read(folder)
+        marks = Marks.read(marked_in or folder)
         usable = {path: meta for path, meta in metas.items() if meta is None or marks.reason(meta) is None}
         pointer = folder / LATEST
         keep |= set(list(usable)[-self.keep_last :])

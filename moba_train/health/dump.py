@@ -141,15 +141,17 @@ def _rank_entry(
 
 
 def _part_losses(batch: Batch, data_shard: DataShard, losses_n: Tensor) -> list[dict[str, Any]]:
-    """The document parts of a micro-batch, with the mean of their `losses_n`, which are those of `loss_index`."""
+    """The document parts of a micro-batch, with the mean of their `losses_n`, which are those of `loss_index`; without
+    any on a rank of a pipeline that does not compute them."""
     tokens_T = torch.arange(batch.layout.total, device=losses_n.device)
     if (engine := data_shard.engine) is not None:
         tokens_T = engine.sequence(batch.layout.total).shard(tokens_T, engine.rank)
     document_n = batch.layout.documents(tokens_T[batch.loss_index])
+    weight_n = batch.loss_weight if data_shard.computes_loss else torch.zeros_like(batch.loss_weight)
     documents = batch.layout.cu_seqlens.numel() - 1
     sums, weights, counts = (
         torch.zeros(documents, device=losses_n.device).index_add_(0, document_n, values_n).tolist()
-        for values_n in (losses_n * batch.loss_weight, batch.loss_weight, (batch.loss_weight != 0).float())
+        for values_n in (losses_n * weight_n, weight_n, (weight_n != 0).float())
     )
     return [
         {**part._asdict(), "loss": sums[i] / weights[i] if weights[i] else None, "loss_tokens": int(counts[i])}

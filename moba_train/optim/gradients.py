@@ -32,27 +32,10 @@ class Gradients:
         """Norm of all gradients, a float32 scalar; 0 if all parameters are frozen."""
         module = self._module
         copied = module.copied_parameters if isinstance(module, Transformer) else ()
-        weights = [
-            weight for name, weight in module.named_parameters() if weight.grad is not None and name not in copied
-        ]
-        shared = [
-            g for w in weights if isinstance(g := w.grad, DTensor) and "tp" in (g.device_mesh.mesh_dim_names or ())
-        ]
-        is_part = isinstance(module, Transformer) and not module.is_whole
-        if shared or is_part:
-            # On a mesh with tp, torch sums over one dimension after the other, and the result may differ in the last
-            # bit between ranks that hold copies of a norm weight. They must clip alike, so the sum is one all-reduce.
-            # So it is where a rank has a part of the layers, which no mesh knows.
-            return self._of_groups([weights])[0]
-        if not weights:
-            return self._zero()
-        # What `torch.nn.utils.get_total_norm` computes of DTensors, whose dispatch takes the host three times as long.
-        norms = torch.stack([self._norms[id(weight)] for weight in weights])
-        for group in _shard_groups(weights[0].grad):
-            squares = norms.square()
-            dist.all_reduce(squares, group=group)
-            norms = squares.sqrt()
-        return torch.linalg.vector_norm(norms)
+        weights = [weight for name, weight in module.named_parameters() if name not in copied]
+        # One all-reduce over all ranks. By one group after the other, ranks that hold copies of a weight might get
+        # norms that differ in the last bit, though they must clip alike and judge the step alike.
+        return self._of_groups([weights])[0]
 
     def norms_by_kind(self, kinds: Sequence[str]) -> dict[str, Tensor]:
         """Norm of the gradients of all layers of one attention kind, a float32 scalar for each `grad_norm_KIND`.
@@ -124,15 +107,6 @@ class Gradients:
 
     def _zero(self) -> Tensor:
         return torch.zeros((), device=next(self._module.parameters()).device)
-
-
-def _shard_groups(gradient: Tensor | None) -> list[dist.ProcessGroup]:
-    """The groups of ranks that hold the other parts of `gradient`, if any."""
-    if not isinstance(gradient, DTensor):
-        return []
-    mesh = gradient.device_mesh
-    sharded = [dim for dim, placement in enumerate(gradient.placements) if placement.is_shard()]
-    return [mesh.get_group(dim) for dim in sharded if mesh.size(dim) > 1]
 
 
 def _copies(gradient: Tensor) -> int:

@@ -14,6 +14,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from moba_train.errors import CommunicationError, UserError
@@ -162,8 +163,11 @@ def _summary(error: BaseException) -> str:
 
 
 def _collective(error: BaseException) -> str | None:
-    """The function of torch.distributed that raised `error`; None if it was raised elsewhere."""
-    for frame in traceback.extract_tb(error.__traceback__):
-        if "torch/distributed/" in frame.filename and frame.name not in ("wrapper", "_fn"):
-            return frame.name
-    return None
+    """The function of torch.distributed that raised `error`; None if it was raised elsewhere: torch.distributed calls
+    the model, too, whose errors are its own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    while frames and (frames[-1].name in ("wrapper", "_fn") or frames[-1].filename.endswith("torch/_ops.py")):
+        frames.pop()
+    if not frames or "torch/distributed/" not in frames[-1].filename or isinstance(error, torch.OutOfMemoryError):
+        return None
+    return frames[-1].name

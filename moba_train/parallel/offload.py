@@ -19,6 +19,13 @@ SMALLEST_BYTES = 2**20
 """Smaller tensors stay on a GPU: the start of a copy costs more than they take. On a CPU they travel as well."""
 
 
+def buffer_bytes(count: int) -> int:
+    """Bytes of the buffer for `count` bytes: an eighth more at most, of few different sizes, as the tables of attention
+    have another size with each batch's documents."""
+    step = 1 << max(12, count.bit_length() - 4)
+    return -(-count // step) * step
+
+
 class HostMemory:
     """Host memory for the tensors that blocks save, with the streams and buffers of their copies."""
 
@@ -58,9 +65,9 @@ class HostMemory:
 
     def copy_out(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """A buffer that `tensor` is being copied to, and its copy in there."""
-        count = tensor.nbytes
-        buffer = self._buffers[count].pop() if self._buffers[count] else self._new_buffer(count)
-        copy = buffer.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        size = buffer_bytes(tensor.nbytes)
+        buffer = self._buffers[size].pop() if self._buffers[size] else self._new_buffer(size)
+        copy = buffer[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
         self._copies.wait_stream(self._streams.current_stream())
         with self._streams.stream(self._copies):
             copy.copy_(tensor, non_blocking=True)

@@ -290,7 +290,7 @@ class Trainer:
                     loss_sum=result.own_loss_sum,
                     metrics=metrics,
                 )
-            gradients = Gradients(self.model)
+            gradients = Gradients(self.model)  # none are left after a rollback
         if action == "apply":
             self.reports.boundary(stage, self.progress.boundary.observe(metrics["loss"]))
             gradients.clip(self.config.optim.clip_norm, metrics["grad_norm"])

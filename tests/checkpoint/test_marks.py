@@ -80,3 +80,15 @@ def test_retention_keeps_the_newest_that_are_not_marked(tmp_path: Path) -> None:
     save(tmp_path, 20)
     Retention(keep_last=1).apply(tmp_path)
     assert [step for step, _ in published(tmp_path)] == [20]
+
+
+def test_marks_of_the_run_count_in_its_fallback_folder_too(tmp_path: Path) -> None:
+    run, fallback = tmp_path / "run", tmp_path / "fallback"
+    run.mkdir()
+    marks = Marks([])
+    marks.add(12, "a-12", "r")
+    marks.write(run)
+    for step in (8, 12):
+        save(fallback, step)
+    Retention(keep_last=1).apply(fallback, marked_in=run)
+    assert [step for step, _ in published(fallback)] == [8, 12]

@@ -29,7 +29,7 @@ from moba_train.parallel.activations import (
 )
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.parallel.offload import HostMemory
+from moba_train.parallel.offload import HostMemory, buffer_bytes
 
 TOKENS, HEADS = 48, 4
 MODEL = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=80, layers=2, heads=HEADS, kv_heads=2)
@@ -208,6 +208,15 @@ def test_a_saved_tensor_comes_back_as_it_was_as_often_as_it_is_asked_for(dtype: 
         assert (again.dtype, again.stride()) == (dtype, saved.stride())
         assert again.data_ptr() != saved.data_ptr()
         assert (same.data_ptr(), view.data_ptr()) == (weight.data_ptr(), part.data_ptr()), "these stay where they are"
+
+
+def test_buffers_have_few_sizes_and_waste_an_eighth_at_most() -> None:
+    """Tables of attention have another size in each batch: buffers of just these sizes would never be used again."""
+    counts = range(100_000, 200_000, 48)
+    sizes = {buffer_bytes(count) for count in counts}
+    assert len(sizes) < 20
+    assert all(count <= buffer_bytes(count) <= 1.125 * count for count in counts)
+    assert buffer_bytes(2**31) == 2**31
 
 
 @pytest.mark.parametrize("compiled", [False, True])

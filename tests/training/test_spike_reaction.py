@@ -404,6 +404,8 @@ def test_a_pipeline_acts_on_a_spike_and_dumps_every_layer(run: Run, ranks: Ranks
     assert first["loss"] is None
     assert math.isnan(last["loss"])
     assert (first["loss_tokens"], last["loss_tokens"]) == (0, run.records()[3]["loss_tokens"])
+    of_documents = [sum(p["loss_tokens"] for m in rank["micro_batches"] for p in m) for rank in (first, last)]
+    assert of_documents == [0, last["loss_tokens"]]
     assert [bool(layer) for layer in first["attention"] + last["attention"]] == [True, False, False, True]
     assert seen["attention"] == [first["attention"][0], last["attention"][1]]
     assert last["repeated_loss"] == pytest.approx(run.losses()[2], rel=0.2)
