@@ -51,17 +51,21 @@ class MatrixExchange:
         if self.ranks > 1:
             dist.all_gather_object(regions, own, group=group)
         self._regions = [[_Region(*of_rank[index]) for of_rank in regions] for index in range(len(matrices))]
+        self._holders = [_holders(of_ranks) for of_ranks in self._regions]
+        """For each matrix, the ranks that hold each region, in their order."""
 
     def gather(self, round_: Sequence[int], shards: Sequence[Tensor]) -> Callable[[], Tensor | None]:
         """Begin to gather the matrices with the indices `round_`, the i-th on rank i of the group; `shards` are this
         rank's, of one dtype. The returned function waits and gives this rank's matrix, if it has one."""
         sends = [
-            shard if self._rank in self._senders(index, owner).values() else shard[:0]
+            shard if self._sends(index, owner) else shard[:0]
             for owner, (index, shard) in enumerate(zip(round_, shards, strict=True))
         ]
         here = self._rank < len(round_)
         own = round_[self._rank] if here else -1
-        senders = self._senders(own, self._rank) if here else {}
+        senders = (
+            {region: self._sender(ranks, self._rank) for region, ranks in self._holders[own].items()} if here else {}
+        )
         sizes = [0] * self.ranks
         for region, sender in senders.items():
             sizes[sender] = region.numel
@@ -94,14 +98,15 @@ class MatrixExchange:
 
         return shards
 
-    def _senders(self, index: int, owner: int) -> dict[_Region, int]:
-        """The rank that sends each region of a matrix to its owner."""
-        holders: dict[_Region, list[int]] = {}
-        for rank, region in enumerate(self._regions[index]):
-            if region.numel:
-                holders.setdefault(region, []).append(rank)
+    def _sends(self, index: int, owner: int) -> bool:
+        """Whether this rank sends its region of a matrix to its owner."""
+        ranks = self._holders[index].get(self._regions[index][self._rank])
+        return ranks is not None and self._sender(ranks, owner) == self._rank
+
+    def _sender(self, ranks: Sequence[int], owner: int) -> int:
+        """The one of the `ranks` that hold a region that sends it to the owner."""
         # Replicas are the outermost dimension of the mesh: the owner's is at the same place in the list of holders.
-        return {region: ranks[owner * len(ranks) // self.ranks] for region, ranks in holders.items()}
+        return ranks[owner * len(ranks) // self.ranks]
 
     def _exchange(self, sends: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> Callable[[], list[Tensor]]:
         """Begin an all-to-all of one tensor for each rank (none for those beyond `sends`); `sizes`: elements from each
@@ -118,6 +123,15 @@ class MatrixExchange:
             return list(received.split(list(sizes)))
 
         return wait
+
+
+def _holders(regions: Sequence[_Region]) -> dict[_Region, list[int]]:
+    """The ranks that hold each region, given that of each rank."""
+    holders: dict[_Region, list[int]] = {}
+    for rank, region in enumerate(regions):
+        if region.numel:
+            holders.setdefault(region, []).append(rank)
+    return holders
 
 
 def _own_region(matrix: Tensor) -> tuple[int, int, int, int]:
