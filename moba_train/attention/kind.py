@@ -180,6 +180,11 @@ class AttentionKind(ABC):
         """
         return None
 
+    @property
+    def learns(self) -> bool:
+        """Whether the kind's own parameters, if it has any, get gradients."""
+        return True
+
     @abstractmethod
     def attended_pairs(self, lengths: Sequence[int]) -> float:
         """Pairs of a query and a key that one query head attends to in packed documents of these lengths (tokens).

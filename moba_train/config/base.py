@@ -1,6 +1,6 @@
 """The base of every configuration section."""
 
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -24,7 +24,12 @@ class Section(BaseModel):
     @classmethod
     def _refuse_other_booleans(cls, value: Any, info: ValidationInfo) -> Any:
         annotation = cls.model_fields[str(info.field_name)].annotation
-        accepted = annotation is bool or {bool, Any} & {annotation, *get_args(annotation)}
-        if (isinstance(value, bool) and not accepted) or (annotation is bool and not isinstance(value, bool)):
+        members = {annotation, *get_args(annotation)}
+        words = {word for member in members if get_origin(member) is Literal for word in get_args(member)}
+        if isinstance(value, bool):
+            refused = not {bool, Any} & members
+        else:  # pydantic takes yes, off and 1 for booleans
+            refused = bool in members and value not in words and not (value is None and type(None) in members)
+        if refused:
             raise PydanticCustomError("bool_type", "true and false are a type of their own")
         return value

@@ -9,6 +9,7 @@ from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.recipe import saved_recipe, saved_stage
 from moba_train.checkpoint.state import load_model, parameter_sizes
+from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.convert.hf_config import CONFIG, read_model_config
@@ -95,7 +96,7 @@ def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
     for key, value in theirs.items():
         if ours[key] != value:
             hint = "; a stage may change it, stages[i].rope" if key == "rope" else ""
-            yield f"model.{key}: given {ours[key]!r}, but init_from ({folder}) has {value!r}{hint}"
+            yield f"model.{key}: given {given(ours[key])}, but init_from ({folder}) has {given(value)}{hint}"
 
 
 def _comparable(model: ModelConfig) -> dict[str, object]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
-from moba_train.config.explain import format_path
+from moba_train.config.explain import format_path, given
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.fingerprint import Fingerprint
@@ -147,7 +147,7 @@ def check_resumable(config: RunConfig, progress: Progress, where: str) -> None:
         if key == "data.validation" and not (before and after):
             continue  # evaluation was switched on or off
         raise CheckpointError(
-            f"cannot resume from {where}: {key} was {before!r} when it was saved and is {after!r} now; "
+            f"cannot resume from {where}: {key} was {given(before)} when it was saved and is {given(after)} now; "
             "restore it, or set run_dir to a new folder to start afresh"
         )
     stage = resolve_stages(config, progress.exited_steps)[progress.stage]

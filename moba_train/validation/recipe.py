@@ -353,7 +353,9 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
     given = f"checkpoint.keep_best: given {config.checkpoint.keep_best}"
     if not config.data.validation:
         yield f"{given}, but there is no data.validation to tell the best by; add one, or set it to 0"
-    elif config.checkpoint.every is None or config.checkpoint.every % config.evaluation.every:
+    elif config.checkpoint.every is None:
+        yield f"{given}, but no checkpoints are saved: checkpoint.every is null; set it, or checkpoint.keep_best to 0"
+    elif config.checkpoint.every % config.evaluation.every:
         yield (
             f"{given}, but not every checkpoint is evaluated: checkpoint.every {config.checkpoint.every} must be a "
             f"multiple of evaluation.every {config.evaluation.every}"

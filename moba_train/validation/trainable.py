@@ -7,7 +7,7 @@ import torch
 
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
-from moba_train.model.build import build_model, kind_of_parameter
+from moba_train.model.build import build_attention, build_model, kind_of_parameter
 from moba_train.optim.trainable import is_trainable
 
 
@@ -22,10 +22,18 @@ def trainable_problems(config: RunConfig) -> Iterator[str]:
     for index, (stage, resolved) in enumerate(zip(config.stages, resolve_stages(config), strict=True)):
         used = [name for name in names if kind_of_parameter(name) in ("", *resolved.kinds)]
         matched = [name for name in names if is_trainable(name, resolved.trainable)]
+        kinds = build_attention(resolved.attention, config.model.head_width)
+        unlearned = {kind.name for kind in kinds if not kind.learns}
         if matched and not any(name in used for name in matched):
             yield (
                 f"stages[{index}].trainable: given {stage.trainable}, which names parameters of attention kinds that "
                 f"stage {stage.name!r} does not use, so nothing would be trained; change it or the stage's attention"
+            )
+        elif matched and all(kind_of_parameter(name) in unlearned for name in matched if name in used):
+            yield (
+                f"stages[{index}].trainable: given {stage.trainable}, which names gates alone, and those of "
+                f"{', '.join(sorted(unlearned))} do not learn as stage {stage.name!r} uses them, so nothing would be "
+                "trained; set train_gate: true or mode: warmup, or change it"
             )
         for place, pattern in enumerate(() if stage.trainable == "all" else stage.trainable):
             if any(is_trainable(name, [pattern]) for name in names):

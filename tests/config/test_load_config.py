@@ -226,6 +226,14 @@ def test_all_problems_of_overrides_and_recipe_come_at_once(recipe):
         ("seed=true", "seed: given true; allowed: integer >= 0"),
         ("optim.lr=true", "optim.lr: given true; allowed: number > 0"),
         ("compile=yes", "compile: given 'yes'; allowed: true | false"),
+        (
+            "parallel.reshard_after_forward=off",
+            "parallel.reshard_after_forward: given 'off'; allowed: true | false | budget",
+        ),
+        (
+            "parallel.reshard_after_forward=1",
+            "parallel.reshard_after_forward: given 1; allowed: true | false | budget",
+        ),
         ("compile=1", "compile: given 1; allowed: true | false"),
         ("batch_tokens=0", "batch_tokens: given 0; allowed: integer >= 1 (K, M = 1024)"),
         ("optim.lr=.inf", "optim.lr: given inf; allowed: number > 0"),

@@ -74,7 +74,7 @@ class DistilledGate(AttentionKind):
         return self.gate_options.mode == "warmup"
 
     @property
-    def trains(self) -> bool:
+    def learns(self) -> bool:
         """Whether the gate learns."""
         return self.gate_options.mode == "warmup" or self.gate_options.train_gate
 
@@ -154,7 +154,7 @@ class DistilledGate(AttentionKind):
         features = self.features(layer, parameters)
         selected_HnC = self.select(features, shard, q_nHd)
         out_nHd, lse_Hn = shard.attend(q_nHd, k_TKd, v_TKd, self.blocks, selected_HnC)
-        if not (self.trains and torch.is_grad_enabled()):
+        if not (self.learns and torch.is_grad_enabled()):
             return shard.padded(out_nHd), None
         teacher: tuple[Tensor, Tensor | None] = (lse_Hn, selected_HnC)
         if self.needs_full:

@@ -111,8 +111,8 @@ class MsaKind(DistilledGate):
         matrices = model.hidden_size * (model.kv_heads + 1) * width
         index = 2.0 * model.kv_heads * width
         # The projections forward, and the gradient of their weights; the layer's input gets none.
-        flops = 2.0 * matrices * sum(lengths) * (2 if self.trains else 1) + index * full_pairs
-        if self.trains:
+        flops = 2.0 * matrices * sum(lengths) * (2 if self.learns else 1) + index * full_pairs
+        if self.learns:
             attended = self.attended_pairs(lengths)
             # Probabilities of the heads; gradients of the index pass one token of a block.
             flops += 2.0 * model.heads * model.head_width * attended + 2 * index * attended / options.block_size

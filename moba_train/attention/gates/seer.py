@@ -62,7 +62,7 @@ class SeerKind(DistilledGate):
     @property
     def needs_full(self) -> bool:
         """In mode sparse, too, while the gate learns: its target is the map of full attention."""
-        return self.trains
+        return self.learns
 
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
@@ -112,14 +112,14 @@ class SeerKind(DistilledGate):
         matrices = (model.heads + 3 * model.kv_heads) * model.head_width * width
         scores = model.heads * width * sum(count**2 for count in blocks) / 2
         # Forward alone, or with the gradient of the matrices, and of both factors of the scores.
-        gate = 2.0 * matrices * sum(blocks) * (2 if self.trains else 1) + 2.0 * scores * (3 if self.trains else 1)
-        return gate + (2.0 * model.heads * model.head_width * full_pairs if self.trains else 0.0)
+        gate = 2.0 * matrices * sum(blocks) * (2 if self.learns else 1) + 2.0 * scores * (3 if self.learns else 1)
+        return gate + (2.0 * model.heads * model.head_width * full_pairs if self.learns else 0.0)
 
     def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
         """Selected blocks, and while the gate learns its target: float32, blocks by blocks for each head."""
         block_size = self.gate_options.block_size
         target = 4 * model.heads * -(-seq_len // block_size) // block_size
-        return super().saved_bytes(model, seq_len) + (target if self.trains else 0)
+        return super().saved_bytes(model, seq_len) + (target if self.learns else 0)
 
     def own_decode_problem(self) -> str:
         """In mode sparse a query's blocks depend on the mean of its whole block, which is not known yet."""
