@@ -89,7 +89,8 @@ class Gradients:
     def _of_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> Tensor:
         """Norm of the gradients of each group of weights, of which a rank may have none, by one all-reduce; float32."""
         squares = torch.stack([self._square_here(weights) for weights in groups])
-        dist.all_reduce(squares)
+        if dist.is_initialized():  # else this process has the whole model
+            dist.all_reduce(squares)
         return squares.sqrt()
 
     def _square_here(self, weights: Sequence[nn.Parameter]) -> Tensor:
@@ -112,6 +113,6 @@ class Gradients:
 def _copies(gradient: Tensor) -> int:
     """How many ranks hold a copy of each number of `gradient`."""
     if not isinstance(gradient, DTensor):
-        return dist.get_world_size()
+        return dist.get_world_size() if dist.is_initialized() else 1
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
     return math.prod(size for size, placement in sizes if placement.is_replicate())
