@@ -25,10 +25,10 @@ class Sample:
     """One GPU at one moment."""
 
     time: float
-    """In seconds, as of `time.time`."""
+    """When it was taken, in seconds as of `time.time`."""
     gpu: int
     clock_mhz: float
-    """Of the multiprocessors."""
+    """Clock of the multiprocessors."""
     power_w: float
     capped: bool
     """Whether the clock is lower than it could be because of the power limit."""

@@ -353,9 +353,7 @@ def summary(rows: Sequence[Compared]) -> str:
     for compared in rows:
         by_kind.setdefault(_kind(compared.measured), []).append(compared.error)
     lines = [["steps", "rows", "median error", "largest"]]
-    for kind, errors in sorted(
-        {**by_kind, "all": [row.error for row in rows]}.items(), key=lambda found: (found[0] == "all", found[0])
-    ):
+    for kind, errors in [*sorted(by_kind.items()), ("all", [row.error for row in rows])]:
         largest = max(errors, key=abs)
         lines.append([kind, str(len(errors)), f"{statistics.median(errors):+.1%}", f"{largest:+.1%}"])
     return markdown(lines)

@@ -79,7 +79,7 @@ class Figure(ABC):
     found: ClassVar[str] = ""
     """What the result file of today says, in a sentence or two, behind the verdicts. Markdown."""
     result: ClassVar[str] = ""
-    """The same in one line, for the table of all figures."""
+    """What the result file of today says, in one line for the table of all figures; empty: there is none. Markdown."""
     seeds: ClassVar[int] = 2
     """Seeds of a complete figure."""
     source: ClassVar[str] = ""

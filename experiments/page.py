@@ -1,4 +1,5 @@
-"""The section of a figure in docs/science.md and its picture, made from the result file alone."""
+"""The section of a figure in docs/science.md and its picture, made from the result file alone, and the table of all
+figures."""
 
 import json
 from collections.abc import Mapping

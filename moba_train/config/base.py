@@ -25,7 +25,7 @@ class Section(BaseModel):
     def _refuse_other_booleans(cls, value: Any, info: ValidationInfo) -> Any:
         annotation = cls.model_fields[str(info.field_name)].annotation
         members = {annotation, *get_args(annotation)}
-        words = {word for member in members if get_origin(member) is Literal for word in get_args(member)}
+        words = [word for member in members if get_origin(member) is Literal for word in get_args(member)]
         if isinstance(value, bool):
             refused = not {bool, Any} & members
         else:  # pydantic takes yes, off and 1 for booleans

@@ -17,7 +17,7 @@ class Gradients:
     """The gradients that a module has when this is made: L2 norms over all ranks, for which each is read once, and
     clipping. Keeps them in memory.
 
-    Every norm is a collective over all ranks.
+    Every norm is a collective over all ranks, unless this process is alone and has no process group.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -20,8 +20,8 @@ SMALLEST_BYTES = 2**20
 
 
 def buffer_bytes(count: int) -> int:
-    """Bytes of the buffer for `count` bytes: an eighth more at most, of few different sizes, as the tables of attention
-    have another size with each batch's documents."""
+    """Bytes of the buffer for `count` bytes, an eighth or a page of 4 KiB more at most: few different sizes, as the
+    tables of attention have another size with each batch's documents."""
     step = 1 << max(12, count.bit_length() - 4)
     return -(-count // step) * step
 

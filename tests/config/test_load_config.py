@@ -230,6 +230,11 @@ def test_all_problems_of_overrides_and_recipe_come_at_once(recipe):
             "parallel.reshard_after_forward=off",
             "parallel.reshard_after_forward: given 'off'; allowed: true | false | budget",
         ),
+        ("compile=[1]", "compile: given [1]; allowed: true | false"),
+        (
+            "parallel.reshard_after_forward={a: 1}",
+            "parallel.reshard_after_forward: given {'a': 1}; allowed: true | false | budget",
+        ),
         (
             "parallel.reshard_after_forward=1",
             "parallel.reshard_after_forward: given 1; allowed: true | false | budget",

@@ -35,10 +35,18 @@ def test_a_stage_that_trains_nothing_is_refused(load, value: str) -> None:
         load(f"stages.1.trainable={value}")
 
 
-@pytest.mark.parametrize(("options", "refused"), [("", True), ("mode: warmup, ", False), ("train_gate: true, ", False)])
-def test_gates_that_do_not_learn_cannot_be_all_that_is_trained(load, options: str, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "layers", "refused"),
+    [
+        ("", "{}", True),
+        ("mode: warmup, ", "{}", False),
+        ("train_gate: true, ", "{}", False),
+        ("", "{0: {train_gate: true}}", False),
+    ],
+)
+def test_gates_that_do_not_learn_cannot_be_all_that_is_trained(load, options: str, layers: str, refused: bool) -> None:
     config = load(
-        f"stages.1.attention={{default: seer, seer: {{{options}block_size: 16, topk: 2}}}}",
+        f"stages.1.attention={{default: seer, overrides: {layers}, seer: {{{options}block_size: 16, topk: 2}}}}",
         "stages.1.trainable=['blocks.*.attention.seer.*']",
     )
     if not refused:
