@@ -35,7 +35,7 @@ def _lead(store: dist.Store, size: int, timeout: timedelta) -> str:
     names: list[bytes] | None = None
     for _ in _until(timeout):
         if store.check([_name(rank) for rank in others]):
-            found = [store.get(_name(rank)) for rank in others]
+            found = store.multi_get([_name(rank) for rank in others])
             if found != names:
                 names = found
                 token = uuid.uuid4().hex
