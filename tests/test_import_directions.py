@@ -41,6 +41,7 @@ ORDER = (
     "config",
     "foreign_files",
     "optional_imports",
+    "number_ranges",
     "errors",
 )
 """What uses stands above what is used: a folder imports itself and those below, never upward. The one place where the

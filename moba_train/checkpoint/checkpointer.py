@@ -35,7 +35,6 @@ from moba_train.checkpoint.rank_group import RankGroup, SaveFailedError
 from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError, LaunchError, UserError
 from moba_train.optim.local import local_part
-from moba_train.parallel.failures import was_waiting
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,8 @@ class Checkpointer:
     A save that fails on any rank fails on all, and its half-written folder is removed. It is then written into the
     `fallback`, if there is one. Where that fails too, the error is logged, its text is kept in `last_error` (None after
     a good save), `failed_saves` counts it (in a row), and the run goes on with the checkpoints it had. `last_saved` is
-    the last good save.
+    the last good save. A save in which a rank does not answer within RANKS_APART fails, too, and the next one begins
+    with new connections.
 
     `check_lock` is called on rank 0 before anything is written, published or removed. It raises LaunchError when the
     folder is not this run's any more, and OSError when that cannot be told. After a LaunchError, or `max_failures`
@@ -126,7 +126,7 @@ class Checkpointer:
         self._copied: torch.cuda.Event | None = None
         self._copies_issued = threading.Event()
         self._copies_issued.set()
-        self._ranks = RankGroup(dist.new_group(backend="gloo", timeout=RANKS_APART))
+        self._ranks = RankGroup(_new_group())
         self._writer = PlannedWriter(self._ranks)
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -151,6 +151,7 @@ class Checkpointer:
         self.wait()
         self.raise_fatal()
         waited = time.perf_counter() - began
+        self._ranks.reconnect(_new_group)
         ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
         self._copies_issued.clear()
         self._thread = threading.Thread(
@@ -278,7 +279,7 @@ class Checkpointer:
 
     def _count_failure(self, step: int, error: Exception) -> None:
         self.failed_saves += 1
-        self.last_error = f"the checkpoint of step {step} was not saved: {error}"
+        self.last_error = _not_saved(step, error)
         self.errors.append(self.last_error)
         if isinstance(error, LaunchError):
             self.fatal = error
@@ -288,20 +289,28 @@ class Checkpointer:
                 f"one: {self.last_error}; remove the cause and run the same command again"
             )
         if self.fatal is None:
-            lost = ", and cannot save before it is started again" if was_waiting(error) else ""
-            logger.error("%s; the run goes on with the checkpoints it has%s", self.last_error, lost)
+            self._log_failure(step, error)
+
+    def _log_failure(self, step: int, error: Exception) -> None:
+        """Logs the errors of all ranks on rank 0, and on the others their own: the log would grow with the square of
+        the number of ranks."""
+        own = error.own if isinstance(error, SaveFailedError) and self._ranks.rank != 0 else str(error)
+        if own is not None:
+            logger.error("%s; the run goes on with the checkpoints it has", _not_saved(step, own))
 
     def _write_where_it_works(self, contents: _Contents) -> tuple[Path, str | None]:
         """Publishes a checkpoint in the first place that takes it. Returns the folder and what went wrong in the places
         before."""
         problems: list[str] = []
+        own: list[str] = []
         for place in self._places:
             try:
                 self._write_to(place, contents)
                 return place.folder, "; ".join(problems) or None
             except SaveFailedError as error:
                 problems.append(f"{place.folder}: {error}")
-        raise SaveFailedError("; ".join(problems))
+                own += [f"{place.folder}: {error.own}"] if error.own is not None else []
+        raise SaveFailedError("; ".join(problems), "; ".join(own) or None)
 
     def _write_to(self, place: Place, contents: _Contents) -> None:
         temporary: Path | None = None
@@ -353,6 +362,14 @@ class Checkpointer:
             raise
         except Exception as error:  # whatever it is, the checkpoint is there
             logger.warning("the checkpoint of step %d is saved, but old ones could not be removed: %s", step, error)
+
+
+def _new_group() -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo", timeout=RANKS_APART)
+
+
+def _not_saved(step: int, problem: object) -> str:
+    return f"the checkpoint of step {step} was not saved: {problem}"
 
 
 def _check_visible(path: Path, place: Place) -> None:

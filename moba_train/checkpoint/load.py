@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from moba_train.checkpoint.files import UnreadableError, retried
 from moba_train.checkpoint.index import read_index
-from moba_train.checkpoint.manifest import FileEntry, check_sizes, read_meta, verify_checkpoint
+from moba_train.checkpoint.manifest import check_sizes, read_meta, verify_checkpoint
 from moba_train.checkpoint.publish import Accept, newest_first, set_aside
 from moba_train.errors import CheckpointError
 from moba_train.parallel.world import broadcast
@@ -46,10 +46,15 @@ def load_checkpoint(
     tensors that other ranks load. File sizes are always compared with the manifest, with `verify` hashes too.
 
     Called on every rank when there is a default process group. A problem on one rank raises CheckpointError, which
-    names the tensor or file, on all ranks.
+    names the tensor or file, on all ranks. Each looks at a part of the files, and if a rank could not read its shards,
+    all together look for the damage.
     """
     index = _on_every_rank(path, lambda: _check(path, tensors, optional, elsewhere, verify))
-    _on_every_rank(path, lambda: _read(path, tensors, index))
+    try:
+        _on_every_rank(path, lambda: _read(path, tensors, index))
+    except CheckpointError:
+        _on_every_rank(path, lambda: verify_checkpoint(path, *_own_part()))  # DCP does not say which file it was
+        raise
     return _on_every_rank(path, lambda: read_meta(path))
 
 
@@ -69,7 +74,11 @@ class CheckpointReader:
         """The tensor of that name, one of `tensors`."""
         entry = self.tensors[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        _read(self._path, {name: tensor}, self._index)
+        try:
+            _read(self._path, {name: tensor}, self._index)
+        except CheckpointError:
+            verify_checkpoint(self._path)
+            raise
         return tensor
 
 
@@ -90,7 +99,7 @@ def newest_intact(folder: Path, accept: Accept | None = None, *others: Path) -> 
             meta = _on_every_rank(path, partial(read_meta, path))
             if accept is not None and not accept(meta):
                 continue
-            _on_every_rank(path, partial(_verify_own_part, path))
+            _on_every_rank(path, partial(verify_checkpoint, path, *_own_part()))
         except UnreadableError:
             raise
         except CheckpointError as error:
@@ -117,15 +126,15 @@ def _set_aside(damaged: dict[Path, str]) -> None:
         logger.warning("Passing over a damaged checkpoint and taking the one before. %s. %s", problem, where)
 
 
-def _verify_own_part(path: Path) -> dict[str, FileEntry]:
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return verify_checkpoint(path, rank, ranks)
+def _own_part() -> tuple[int, int]:
+    """This rank and the number of ranks: which part of the files it looks at."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _check(
     path: Path, tensors: dict[str, Tensor], optional: Collection[str], elsewhere: Collection[str], verify: bool
 ) -> Metadata:
-    files = _verify_own_part(path) if verify else check_sizes(path)
+    files = (verify_checkpoint if verify else check_sizes)(path, *_own_part())
     index = read_index(path, files)
     saved = index.state_dict_metadata
     problems = [
@@ -153,6 +162,8 @@ def _check(
 
 
 def _read(path: Path, tensors: dict[str, Tensor], index: Metadata) -> None:
+    """Raises UnreadableError when the file system refuses, else a CheckpointError that holds if all hashes are right:
+    the caller verifies them."""
     present = {name: tensor for name, tensor in tensors.items() if name in index.state_dict_metadata}
 
     def read() -> None:
@@ -168,7 +179,6 @@ def _read(path: Path, tensors: dict[str, Tensor], index: Metadata) -> None:
     try:
         retried(read)
     except Exception as error:
-        verify_checkpoint(path)  # DCP does not say which file it was
         if isinstance(error, OSError):
             raise UnreadableError.from_problem(path, error) from error
         raise CheckpointError(f"checkpoint {path} cannot be read although its hashes are right: {error!r}") from error

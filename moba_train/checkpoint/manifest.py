@@ -104,27 +104,28 @@ def read_manifest(path: Path) -> dict[str, FileEntry]:
     return files
 
 
-def check_sizes(path: Path) -> dict[str, FileEntry]:
-    """Compares the size of every file with the manifest, which is returned.
+def check_sizes(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, FileEntry]:
+    """Compares the size of every file with the manifest, which is returned. With `ranks` > 1, only every `ranks`-th
+    file is looked at, beginning with number `rank`.
 
     Raises CheckpointError naming all files that differ, UnreadableError when a file could not be looked at.
     """
     files = read_manifest(path)
-    _raise_problems(path, *_size_problems(path, files))
+    _raise_problems(path, *_size_problems(path, _own_part(files, rank, ranks)))
     return files
 
 
 def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, FileEntry]:
     """Reads every byte and compares with the manifest, which is returned. With `ranks` > 1, only every `ranks`-th file
-    is read, beginning with number `rank`.
+    is looked at and read, beginning with number `rank`.
 
     Raises CheckpointError naming each damaged or missing file, UnreadableError when none of them is damaged but some
     could not be read.
     """
     files = read_manifest(path)
-    damaged, unread = _size_problems(path, files)
-    own = sorted(files.keys() - damaged.keys() - unread.keys())[rank::ranks]
-    hashes, errors = try_all(own, lambda name: _sha256_of(path / name))
+    own = _own_part(files, rank, ranks)
+    damaged, unread = _size_problems(path, own)
+    hashes, errors = try_all(own.keys() - damaged.keys() - unread.keys(), lambda name: _sha256_of(path / name))
     damaged |= {name: _OTHER_HASH for name, digest in hashes.items() if digest != files[name]["sha256"]}
     _raise_problems(path, damaged, unread | {name: str(error) for name, error in errors.items()})
     return files
@@ -154,6 +155,10 @@ _OTHER_HASH = "its SHA-256 is not the manifest's"
 
 def _other_size(size: int, entry: FileEntry) -> str:
     return f"{size} bytes, the manifest says {entry['size']}"
+
+
+def _own_part(files: Mapping[str, FileEntry], rank: int, ranks: int) -> dict[str, FileEntry]:
+    return {name: files[name] for name in sorted(files)[rank::ranks]}
 
 
 def _size_problems(path: Path, files: Mapping[str, FileEntry]) -> tuple[dict[str, str], dict[str, str]]:

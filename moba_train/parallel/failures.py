@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moba_train.errors import CommunicationError, UserError
+from moba_train.number_ranges import named_ranks
 
 GRACE_S = 5.0
 """How long a rank that gives up waits for the reports of others: ranks that wait for the same one give up within
@@ -28,6 +29,14 @@ SAME_S = 1.0
 
 _MOST_NAMED = 16
 """How many of the ranks without a report are described."""
+
+_POLL_S = 0.05
+"""Pause between two requests for what has not come yet."""
+
+_REPORTS = "moba_train/failures/reports"
+_ACCOUNT = "moba_train/failures/account"
+_FIRST_OWN_ERROR = "moba_train/failures/first_own_error"
+_OF_RANK_0 = "moba_train/failures/of_rank_0"
 
 
 @dataclass(frozen=True)
@@ -65,66 +74,136 @@ def _heartbeat_key(rank: int) -> str:
     return f"moba_train/heartbeat/{rank}"
 
 
+@dataclass(frozen=True)
+class _Report:
+    """Why one rank ended."""
+
+    rank: int
+    text: str
+    waited: bool
+    """Whether it was waiting in a collective, so that another rank may be the cause."""
+    code: int | None
+    """Exit code of an error of the user's that is this rank's own."""
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @staticmethod
+    def from_lines(lines: bytes) -> "list[_Report]":
+        return [_Report(**json.loads(line)) for line in lines.splitlines()]
+
+
+@dataclass(frozen=True)
+class _Account:
+    """What is known about all ranks."""
+
+    ended: dict[str, str]
+    """Text of an error: the ranks that ended with it, in words. The first error, and all that are a rank's own."""
+    silent: list[int]
+    """Ranks without a report."""
+    last_seen: list[str]
+    code: int | None
+
+
 class FailureReports:
-    """The errors of ranks that gave up, each readable by all ranks."""
+    """The errors of ranks that gave up.
+
+    Every rank adds its own to one list. Of the ranks that waited in a collective, the first reads the list and writes
+    down an account for the others: if all ranks read all reports, the store's work would grow with the square of the
+    number of ranks. A rank makes a few requests, and one every 50 ms while it waits, however many ranks there are.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._timeout = timeout
+        self._code_of_others: int | None = None
 
     def report(self, error: BaseException) -> str:
-        """Reports that `error` ends this rank. Returns what is known about the others: ranks that ended earlier with
-        another error and, if this rank was waiting in a collective, ranks that have not reported."""
-        mine = _summary(error)
+        """Reports that `error` ends this rank. Returns what is known about the others: ranks that ended with another
+        error and, if this rank was waiting in a collective, ranks that have not reported. The first such error, and if
+        this rank was waiting, all that did not come from waiting."""
+        waited = was_waiting(error)
+        code = error.exit_code if isinstance(error, UserError) and not waited else None
+        mine = _Report(self._rank, _summary(error), waited, code)
         try:
-            earlier = self._reports()
-            if isinstance(error, UserError) and not was_waiting(error):
-                self._store.set(self._code_key(self._rank), str(error.exit_code))
-            self._store.set(self._key(self._rank), mine)
-            deadline = time.monotonic() + (GRACE_S if was_waiting(error) else 0)
-            while len(reports := self._reports()) < self._size and time.monotonic() < deadline:
-                time.sleep(0.1)
+            self._store.append(_REPORTS, mine.to_line())  # type: ignore[attr-defined]  # not in torch's stubs
+            if self._rank == 0:
+                self._store.set(_OF_RANK_0, _digest(mine.text))
+            account = self._account() if waited else self._first_own_error(mine)
         except (RuntimeError, OSError) as unreachable:
             return f"rank {self._rank} of {self._size} ended; the other ranks' reports cannot be read: {unreachable}"
-        silent = [rank for rank in range(self._size) if rank not in reports]
+        self._code_of_others = account.code
         lines = []
         if operation := _collective(error):
             limit = self._timeout.total_seconds()
             lines.append(f"rank {self._rank} gave up in {operation} (parallel.timeout is {limit:g} s)")
-        lines += [f"rank {rank} ended before: {text}" for rank, text in earlier.items() if text != mine]
-        if silent and was_waiting(error):
-            ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+        lines += [f"{ranks} ended before: {text}" for text, ranks in account.ended.items() if text != mine.text]
+        if account.silent:
+            ranks = named_ranks(account.silent)
             lines.append(f"no answer from {ranks}: dead, stalled, or still waiting; the rank to look at is among them")
-            lines += [text for rank in silent[:_MOST_NAMED] if (text := self._last_seen(rank))]
-        return "\n".join(lines)
+        return "\n".join([*lines, *account.last_seen])
 
     def is_said_elsewhere(self, error: UserError) -> bool:
         """Whether another rank says `error`, which this rank has reported: rank 0 if it comes to the same, else the
         first rank to ask."""
-        mine = _summary(error)
-        deadline = time.monotonic() + SAME_S
+        digest = _digest(_summary(error))
         try:
-            while self._rank != 0 and not self._store.check([self._key(0)]) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            if self._rank != 0 and self._reports().get(0) == mine:
+            if self._rank != 0 and self._appears(_OF_RANK_0, SAME_S) and self._store.get(_OF_RANK_0).decode() == digest:
                 return True
-            digest = hashlib.sha256(mine.encode()).hexdigest()
             return self._store.add(f"moba_train/said/{digest}", 1) > 1
         except (RuntimeError, OSError):
             return False
 
     def code_of_others(self) -> int | None:
-        """Exit code of a rank that ended with an error of the user's which is its own; None if there is none."""
-        try:
-            codes = (self._store.get(self._code_key(rank)) for rank in range(self._size) if self._has_code(rank))
-            return next((int(code) for code in codes), None)
-        except (RuntimeError, OSError):
-            return None
+        """Exit code of a rank that ended with an error of the user's which is its own, if this rank was waiting and has
+        reported; None if there is none."""
+        return self._code_of_others
 
-    def _has_code(self, rank: int) -> bool:
-        return self._store.check([self._code_key(rank)])
+    def _account(self) -> _Account:
+        """What the first of the ranks that waited has found. A rank that it did not wait for, or that waits for it in
+        vain, reads the reports itself."""
+        if self._store.add("moba_train/waiting_ranks", 1) == 1:
+            account = self._read_account(GRACE_S)
+            self._store.set(_ACCOUNT, json.dumps(asdict(account)))
+            return account
+        if self._appears(_ACCOUNT, 2 * GRACE_S):
+            account = _Account(**json.loads(self._store.get(_ACCOUNT)))
+            if self._rank not in account.silent:
+                return account
+        return self._read_account(0)
+
+    def _read_account(self, grace_s: float) -> _Account:
+        deadline = time.monotonic() + grace_s
+        while len(reports := _Report.from_lines(self._store.get(_REPORTS))) < self._size:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_S)
+        ended: dict[str, list[int]] = {}
+        for number, report in enumerate(reports):
+            if number == 0 or not report.waited:
+                ended.setdefault(report.text, []).append(report.rank)
+        silent = sorted({*range(self._size)} - {report.rank for report in reports})
+        return _Account(
+            ended={text: named_ranks(ranks) for text, ranks in ended.items()},
+            silent=silent,
+            last_seen=[text for rank in silent[:_MOST_NAMED] if (text := self._last_seen(rank))],
+            code=next((report.code for report in reports if report.code is not None), None),
+        )
+
+    def _first_own_error(self, mine: _Report) -> _Account:
+        """The first error that did not come from waiting, which may be `mine`."""
+        (first,) = _Report.from_lines(self._store.compare_set(_FIRST_OWN_ERROR, "", mine.to_line()))
+        return _Account({first.text: named_ranks([first.rank])}, silent=[], last_seen=[], code=None)
+
+    def _appears(self, key: str, seconds: float) -> bool:
+        """Whether the store has `key` within so many seconds. Asks again and again, because torch writes warnings about
+        a `wait` that ends in vain."""
+        deadline = time.monotonic() + seconds
+        while not (found := self._store.check([key])) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return found
 
     def _last_seen(self, rank: int) -> str:
         try:
@@ -132,16 +211,6 @@ class FailureReports:
         except (RuntimeError, OSError):
             return ""
         return f"rank {rank} was last seen in {last.phase!r} after step {last.step}" if last else ""
-
-    def _reports(self) -> dict[int, str]:
-        ranks = (rank for rank in range(self._size) if self._store.check([self._key(rank)]))
-        return {rank: self._store.get(self._key(rank)).decode() for rank in ranks}
-
-    def _key(self, rank: int) -> str:
-        return f"moba_train/gave_up/{rank}"
-
-    def _code_key(self, rank: int) -> str:
-        return f"moba_train/exit_code/{rank}"
 
 
 def end_with_launcher() -> None:
@@ -160,6 +229,10 @@ def was_waiting(error: BaseException) -> bool:
 def _summary(error: BaseException) -> str:
     operation = _collective(error)
     return f"{type(error).__name__}{f' in {operation}' if operation else ''}: {str(error)[:1000]}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _collective(error: BaseException) -> str | None:

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from moba_train.errors import LaunchError
+from moba_train.number_ranges import named_ranks
 
 _POLL_S = 0.05
 
@@ -34,7 +35,7 @@ def _lead(store: dist.Store, size: int, timeout: timedelta) -> str:
     names: list[bytes] | None = None
     for _ in _until(timeout):
         if store.check([_name(rank) for rank in others]):
-            found = [store.get(_name(rank)) for rank in others]
+            found = store.multi_get([_name(rank) for rank in others])
             if found != names:
                 names = found
                 token = uuid.uuid4().hex
@@ -46,7 +47,7 @@ def _lead(store: dist.Store, size: int, timeout: timedelta) -> str:
     missing = [rank for rank in others if not store.check([_name(rank)])]
     missing = missing or [rank for rank in others if not store.check([_confirmed(token, rank)])]
     raise LaunchError(
-        f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {size} did not start within "
+        f"{named_ranks(missing)} of {size} did not start within "
         f"{timeout.total_seconds():g} s (parallel.timeout); look at their output"
     )
 

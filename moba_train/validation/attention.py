@@ -11,6 +11,7 @@ from moba_train.config.attention import AttentionConfig, LayerAttention, merge_a
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import merge_parallel
 from moba_train.errors import ConfigError
+from moba_train.number_ranges import number_ranges
 
 _THESE_LAYERS = "in these layers"
 """Stands for the layers in a kind's problem until all layers with that problem are known."""
@@ -87,7 +88,7 @@ def _kind_problems(
             section = "" if problem.startswith("parallel.") else f"attention.{attention.kind}."
             layers_of.setdefault(f"stages[{index}].{section}{problem}", []).extend(ids)
     for text, ids in layers_of.items():  # said once, also where the layers have different options
-        yield text.replace(_THESE_LAYERS, f"in layer{'s' * (len(ids) > 1)} {layer_ranges(sorted(ids))}")
+        yield text.replace(_THESE_LAYERS, f"in layer{'s' * (len(ids) > 1)} {number_ranges(ids)}")
 
 
 def _parameter_problems(
@@ -124,14 +125,3 @@ def _parameter_problems(
 
 def _describe(shapes: dict[str, torch.Size]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "none"
-
-
-def layer_ranges(ids: Sequence[int]) -> str:
-    """Sorted numbers in short: `0-28, 31`."""
-    runs: list[list[int]] = []
-    for number in ids:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

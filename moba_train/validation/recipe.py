@@ -15,13 +15,14 @@ from moba_train.convert.initial_weights import initial_problems
 from moba_train.errors import ConfigError
 from moba_train.evals.registry import EVALUATIONS
 from moba_train.model.build import build_attention
+from moba_train.number_ranges import number_ranges
 from moba_train.optim.adamw import implementation_problem
 from moba_train.parallel.context.strategy import GATHERING_TRANSPORTS
 from moba_train.parallel.float8 import float8_problem
 from moba_train.parallel.links import linked_group
 from moba_train.parallel.norms import norm_problem
 from moba_train.parallel.stage_strategy import stage_strategy
-from moba_train.validation.attention import attention_problems, layer_ranges
+from moba_train.validation.attention import attention_problems
 from moba_train.validation.data import file_problems, length_problems
 from moba_train.validation.pipeline import micro_batch_problems, pipeline_problems
 from moba_train.validation.stage_exit import exit_problems
@@ -275,7 +276,7 @@ def _dispatch_problems(config: RunConfig, stage: Stage, device: str | None) -> I
         kinds = sorted({stage.attention[layer].kind for layer in others})
         yield (
             f"which sends queries to the owners of the blocks that they select; kind {' or '.join(map(repr, kinds))} "
-            f"(layers {layer_ranges(others)}) cannot be divided so; use another transport"
+            f"(layers {number_ranges(others)}) cannot be divided so; use another transport"
         )
     if device == "cuda" and config.precision.compute == "fp32":
         yield "which computes in 16 bits on CUDA; set precision.compute: bf16, or use another transport"

@@ -5,7 +5,12 @@ import logging
 import os
 import random
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +19,24 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_ranks import process_group, run_ranks
 from forked import forked
 
+from moba_train.checkpoint import checkpointer as checkpointer_module
 from moba_train.checkpoint import load, manifest, publish
-from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.checkpointer import Checkpointer, Place
 from moba_train.checkpoint.load import load_checkpoint, newest_intact
 from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError
+from moba_train.parallel.world import gather_over_ranks
+
+
+class Logged(logging.Handler):
+    """What this rank logs: its errors and warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 def disk_full(*args: object) -> None:
@@ -92,6 +110,126 @@ def save_with_full_disks(folder: Path) -> None:
 
 def test_a_full_disk_on_one_rank_costs_only_that_checkpoint(tmp_path: Path) -> None:
     run_ranks(2, save_with_full_disks, tmp_path / "store", tmp_path / "checkpoints")
+
+
+@contextmanager
+def recorded(owner: Any, name: str) -> Iterator[list[str]]:
+    """The names of the files with which this rank calls a function or method."""
+    function, files = getattr(owner, name), []
+
+    def recording(path: Path) -> Any:
+        files.append(path.name)
+        return function(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, recording)
+        yield files
+
+
+def load_by_parts(folder: Path) -> None:
+    """Loads a good checkpoint, one in which a shard is damaged, and one in which it is missing."""
+    checkpointer = Checkpointer(folder, Retention(1))
+    tensors = {f"weight.{dist.get_rank()}": torch.ones(1000)}
+    checkpointer.save(1, tensors, {})
+    checkpointer.close()
+    path = folder / "step_00000001"
+    shard = path / "__1_0.distcp"
+
+    with recorded(Path, "lstat") as looked_at:
+        load_checkpoint(path, tensors, optional=("weight.",))
+    check_parts(looked_at, path)
+
+    dist.barrier()
+    if dist.get_rank() == 1:
+        shard.write_bytes(bytes(shard.stat().st_size))
+    dist.barrier()
+    with recorded(manifest, "_sha256_of") as hashed, pytest.raises(CheckpointError, match=r"__1_0\.distcp: its SHA"):
+        load_checkpoint(path, tensors, optional=("weight.",))
+    check_parts(hashed, path)
+
+    if dist.get_rank() == 1:
+        shard.unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: missing"):
+        load_checkpoint(path, tensors, optional=("weight.",))
+
+
+def check_parts(files: list[str], checkpoint: Path) -> None:
+    """That each file of the checkpoint is in the list of exactly one rank."""
+    counts = Counter(name for names in gather_over_ranks(files) for name in names)
+    named = manifest.read_manifest(checkpoint)
+    assert {name: counts[name] for name in named} == dict.fromkeys(named, 1)
+
+
+def test_ranks_share_the_work_of_checking_files_and_report_what_any_of_them_finds(tmp_path: Path) -> None:
+    run_ranks(3, load_by_parts, tmp_path / "store", tmp_path / "checkpoints")
+
+
+def save_while_rank_1_is_late(folder: Path) -> None:
+    """Rank 1 answers when the others have given up the save of step 2."""
+    logged = Logged()
+    logging.getLogger().addHandler(logged)
+    given_up = folder.with_name("given up")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointer_module, "RANKS_APART", timedelta(seconds=5))
+        checkpointer = Checkpointer(folder, Retention(3))
+        finish = checkpointer._finish_own_files
+
+        def finish_late(*arguments: Any) -> Any:
+            while not given_up.exists():
+                time.sleep(0.05)
+            return finish(*arguments)
+
+        def save(step: int) -> None:
+            checkpointer.save(step, {"weight": torch.ones(1000)}, {})
+            checkpointer.wait()
+
+        save(1)
+        assert checkpointer.last_error is None
+        if dist.get_rank() == 1:
+            checkpointer._finish_own_files = finish_late
+        save(2)
+        checkpointer._finish_own_files = finish
+        if dist.get_rank() == 0:
+            given_up.touch()
+        assert "step 2 was not saved" in (checkpointer.last_error or "")
+        for step in (3, 4):
+            save(step)
+            assert checkpointer.last_error is None
+        checkpointer.close()
+    dist.barrier()
+    assert [path for _, path in publish.published(folder)] == [folder / publish.step_name(step) for step in (1, 3, 4)]
+    manifest.verify_checkpoint(folder / "step_00000004")
+    late_ranks = [text for text in logged.texts if "let the others wait longest" in text]
+    assert len(late_ranks) == (dist.get_rank() == 0), "said once"
+    assert all("Rank 1 let" in text for text in late_ranks)
+
+
+def test_a_rank_that_answers_too_late_costs_one_save_and_is_named(tmp_path: Path) -> None:
+    run_ranks(3, save_while_rank_1_is_late, tmp_path / "store", tmp_path / "checkpoints")
+
+
+def save_where_three_ranks_cannot(folder: Path) -> None:
+    """Ranks 1 to 3 of 5 have a full disk, in the first folder and in the fallback."""
+    rank, logged = dist.get_rank(), Logged()
+    logging.getLogger().addHandler(logged)
+    first, second = folder / "first", folder / "second"
+    checkpointer = Checkpointer(first, Retention(1), fallback=Place(second, Retention(1), "checkpoint.fallback_dir"))
+    with pytest.MonkeyPatch.context() as patch:
+        if 1 <= rank <= 3:
+            patch.setattr(dcp.FileSystemWriter, "write_data", disk_full)
+        checkpointer.save(1, {f"weight.{rank}": torch.ones(10)}, {})
+        checkpointer.close()
+    full = "OSError(28, 'No space left on device')"
+    at_all = f"{first}: ranks 1-3: {full}; {second}: ranks 1-3: {full}"
+    assert checkpointer.last_error == f"the checkpoint of step 1 was not saved: {at_all}"
+    (said,) = logged.texts if rank < 4 else (*logged.texts, "")
+    own = at_all if rank == 0 else f"{first}: rank {rank}: {full}; {second}: rank {rank}: {full}"
+    assert (own in said) == (rank < 4)
+
+
+def test_rank_0_logs_the_errors_of_all_ranks_once_and_the_others_their_own(tmp_path: Path) -> None:
+    run_ranks(5, save_where_three_ranks_cannot, tmp_path / "store", tmp_path)
 
 
 def test_an_error_after_publishing_is_not_a_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

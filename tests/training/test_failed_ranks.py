@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from tiny_run import Run
 from trainer_ranks import Ranks
 
 from benchmarks.trainer_run import is_running, ranks_of
+from moba_train.checkpoint import checkpointer as checkpointer_module
+from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.retention import Retention
+from moba_train.parallel.world import joined_world
 from moba_train.train import main
 from moba_train.training.trainer import Trainer
 
@@ -133,3 +138,36 @@ def test_a_rank_that_sleeps_is_named_with_its_stack_and_the_run_goes_on(run: Run
         assert 0 < record["attention_s"] < record["step_s"]
         assert 1 <= record["straggler_attention"] <= 2
         assert record["straggler_attention_rank"] in (0, 1)
+
+
+def save_twice(folder: Path) -> None:
+    """Rank 1 hangs in the first save, until rank 0 has given up the run."""
+
+    def hang(*arguments: Any) -> dict[str, Any]:
+        while not (folder / "given up").exists():
+            time.sleep(0.05)
+        return {}
+
+    with pytest.MonkeyPatch.context() as patch, joined_world(timedelta(seconds=TIMEOUT_S)) as world:
+        patch.setattr(checkpointer_module, "RANKS_APART", timedelta(seconds=5))
+        checkpointer = Checkpointer(folder / "checkpoints", Retention(1))
+        if world.rank == 1:
+            patch.setattr(checkpointer, "_finish_own_files", hang)
+        checkpointer.save(1, {"weight": torch.ones(10)}, {})
+        checkpointer.wait()
+        assert "step 1 was not saved" in (checkpointer.last_error or "")
+        checkpointer.save(2, {"weight": torch.ones(10)}, {})
+
+
+def save_while_a_disk_hangs(folder: Path) -> None:
+    """Rank 0 says for whom it has waited."""
+    with pytest.raises(RuntimeError) as ended:
+        save_twice(folder)
+    if os.environ["RANK"] == "0":
+        (folder / "given up").touch()
+        assert any("no answer from rank 1" in note for note in ended.value.__notes__), ended.value.__notes__
+
+
+@pytest.mark.slow
+def test_a_rank_whose_disk_hangs_beyond_the_next_save_is_named(tmp_path: Path, ranks: Ranks) -> None:
+    ranks.work(save_while_a_disk_hangs, [tmp_path], 2)
