@@ -35,7 +35,7 @@ class Rates:
     memory: float = COPY_BANDWIDTH
     """Bytes that are read and written in a second."""
     compiled_loss_bytes: float = 26.1
-    """Bytes read and written for a logit: forward, again, and backward, where the loss is compiled."""
+    """Bytes read and written for a logit, forward and backward, where the loss is compiled."""
     eager_loss_bytes: float = 75.2
     """Bytes read and written for a logit where the loss is not compiled."""
     update_s: Mapping[str, float] = field(default_factory=lambda: {"adamw": 10.3e-12, "muon": 98.6e-12})
