@@ -10,7 +10,9 @@ import torch
 from faults import inject, overflow
 from tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from trainer_ranks import Ranks
+from typer.testing import CliRunner
 
+from moba_train.cli import app
 from moba_train.train import main
 
 NSA = {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6, "hidden": 5}
@@ -171,3 +173,62 @@ def test_another_optimizer_is_refused_with_its_key_and_what_can_be_done(
     run.recipe |= {"run_dir": str(run.folder / "new"), "init_from": str(run.folder / "weights")}
     run.recipe["model"]["rope"] = {"theta": 50000}
     assert run.train_here("optim.kind=muon", "--stop-at-step", "1") == 0
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
+    """A finished run whose model has native sparse attention. Not to be changed."""
+    run = with_sparse_stage(Run(tmp_path_factory.mktemp("trained"), corpora), steps=2)
+    run.recipe["stages"] = run.recipe["stages"][2:]
+    assert run.train_here() == 0
+    return run
+
+
+def plan(run: Run) -> tuple[int, str]:
+    """Exit code and output, on one line, of `moba-train plan`."""
+    result = CliRunner().invoke(app, ["plan", str(run.write_recipe())])
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_a_run_begins_without_the_kinds_of_the_weights_that_it_does_not_use(
+    trained: Run, tmp_path: Path, corpora: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`plan` and training say what is left out, and the rest arrives bit by bit. A kind that both use is loaded."""
+    run = Run(tmp_path, corpora)
+    run.recipe["init_from"] = str(trained.run_dir)
+    run.recipe["stages"] = [{"name": "on", "seq_len": 128, "tokens": 2 * 512, "lr": 1e-30, "micro_batch_size": 2}]
+    said = "of attention kind 'nsa' in layer 0, which no stage of this recipe uses there: they are left out"
+    code, output = plan(run)
+    assert code == 0
+    assert said in output
+    assert run.train_here("--stop-at-step", "1") == 0
+    assert said in capsys.readouterr().out
+    (event,) = run.records("init_from")
+    weights = {name: x for name, x in checkpoint_tensors(trained.newest_checkpoint).items() if "model." in name}
+    assert f"{len(own(weights))} of attention kinds that no stage uses there (nsa) are left out" in event["message"]
+    begun = checkpoint_tensors(run.newest_checkpoint)
+    assert not own(begun)
+    for name in weights.keys() - own(weights).keys():
+        assert torch.equal(begun[name], weights[name]), name
+    assert said not in plan(run)[1], "the run has begun and does not read init_from again"
+
+    run.recipe |= {"run_dir": str(tmp_path / "same"), "stages": trained.recipe["stages"]}
+    run.recipe["stages"][0]["lr"] = 1e-30
+    assert "left out" not in plan(run)[1]
+    assert run.train_here("--stop-at-step", "1") == 0
+    begun = checkpoint_tensors(run.newest_checkpoint)
+    assert all(torch.equal(begun[name], tensor) for name, tensor in weights.items())
+
+
+def test_weights_of_a_kind_in_another_shape_are_refused_before_training(
+    trained: Run, tmp_path: Path, corpora: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `plan` and training, with the same words."""
+    run = with_sparse_stage(Run(tmp_path, corpora), hidden=7)
+    run.recipe["init_from"] = str(trained.run_dir)
+    said = "attention.nsa: gives layer 0 parameters compress_k.up.weight [7, 32]"
+    code, output = plan(run)
+    assert code == 2
+    assert said in output
+    assert "the options that shape them must be those of that run" in output
+    assert said in " ".join(refusal(run, capsys).split())
