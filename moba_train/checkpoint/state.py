@@ -111,7 +111,8 @@ def load_model_and_optimizer(
 def load_model(model: nn.Module, path: Path, *, optional: Collection[str] = (), verify: bool = False) -> dict[str, Any]:
     """Restores the model alone, for evaluation and generation, and returns the checkpoint's meta.
 
-    Parameters named in `optional` may be missing on either side; the model's then stay as they are.
+    Parameters whose names begin with one of the prefixes in `optional` may be missing on either side; the model's then
+    stay as they are.
     """
     names = ("optim.", "rng.", *_state_names(optional))
     tensors = model_tensors(model)

@@ -232,3 +232,19 @@ def test_weights_of_a_kind_in_another_shape_are_refused_before_training(
     assert said in output
     assert "the options that shape them must be those of that run" in output
     assert said in " ".join(refusal(run, capsys).split())
+
+
+def test_a_trained_model_is_evaluated_without_a_kind_that_an_override_takes_away(trained: Run) -> None:
+    """Its numbers are those of `--attention full`; a kind that it was not trained with is refused."""
+    command = ["eval", str(trained.run_dir), "--tasks", "validation_loss"]
+
+    def loss(*arguments: str) -> str:
+        result = CliRunner().invoke(app, [*command, *arguments])
+        assert result.exit_code == 0, result.output
+        (line,) = [line for line in result.output.splitlines() if line.startswith("full ")]
+        return line
+
+    assert loss("stages.0.attention.overrides={}", "stages.0.attention.default=full") == loss("--attention", "full")
+    refused = CliRunner().invoke(app, [*command, "stages.0.attention.default=seer"])
+    assert refused.exit_code == 2
+    assert "attention.seer.k_weight: not in the checkpoint" in " ".join(refused.output.split())
