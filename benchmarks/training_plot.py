@@ -22,7 +22,14 @@ from benchmarks.plotting import GREY, STYLE, plain, stamp
 from benchmarks.record import insert_tables
 from benchmarks.training import table
 
-_FILES = ("", "8k-copy-engines-", "8k-output-unit-again-", "8k-compiled-sums-", "8k-compiled-sums-flash4-", "8k-layouts-")
+_FILES = (
+    "",
+    "8k-copy-engines-",
+    "8k-output-unit-again-",
+    "8k-compiled-sums-",
+    "8k-compiled-sums-flash4-",
+    "8k-layouts-",
+)
 RESULTS = [Path(__file__).parent / "results" / f"training-8b-{name}h200-x2.json" for name in _FILES]
 LEAST_S = 3.0
 """Shorter steps of a file that leaves out most of the optimizer's update (`lacks_update`; 36 ms of the 8B model on two
