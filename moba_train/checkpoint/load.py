@@ -36,20 +36,22 @@ def load_checkpoint(
     tensors: dict[str, Tensor],
     *,
     optional: Collection[str] = (),
+    reshapable: Collection[str] = (),
     elsewhere: Collection[str] = (),
     verify: bool = False,
 ) -> dict[str, Any]:
     """Fills `tensors` (plain tensors and DTensors, by name) in place from the checkpoint `path` and returns its meta.
 
     Each rank reads what its own shards need. Names, global shapes and dtypes must be those of the checkpoint; names
-    that begin with one of the prefixes in `optional` may be missing on either side, and those in `elsewhere` are
-    tensors that other ranks load. File sizes are always compared with the manifest, with `verify` hashes too.
+    that begin with one of the prefixes in `optional` may be missing on either side, those in `reshapable` may also have
+    another shape there, and then stay as they are, and those in `elsewhere` are tensors that other ranks load. File
+    sizes are always compared with the manifest, with `verify` hashes too.
 
     Called on every rank when there is a default process group. A problem on one rank raises CheckpointError, which
     names the tensor or file, on all ranks. Each looks at a part of the files, and if a rank could not read its shards,
     all together look for the damage.
     """
-    index = _on_every_rank(path, lambda: _check(path, tensors, optional, elsewhere, verify))
+    index = _on_every_rank(path, lambda: _check(path, tensors, optional, reshapable, elsewhere, verify))
     try:
         _on_every_rank(path, lambda: _read(path, tensors, index))
     except CheckpointError:
@@ -132,7 +134,12 @@ def _own_part() -> tuple[int, int]:
 
 
 def _check(
-    path: Path, tensors: dict[str, Tensor], optional: Collection[str], elsewhere: Collection[str], verify: bool
+    path: Path,
+    tensors: dict[str, Tensor],
+    optional: Collection[str],
+    reshapable: Collection[str],
+    elsewhere: Collection[str],
+    verify: bool,
 ) -> Metadata:
     files = (verify_checkpoint if verify else check_sizes)(path, *_own_part())
     index = read_index(path, files)
@@ -141,14 +148,14 @@ def _check(
         f"{name}: "
         + ("in the checkpoint, but not in the model or optimizer" if name in saved else "not in the checkpoint")
         for name in sorted((tensors.keys() ^ saved.keys()) - set(elsewhere))
-        if not name.startswith(tuple(optional))
+        if not name.startswith((*optional, *reshapable))
     ]
     for name in sorted(tensors.keys() & saved.keys()):
         entry = saved[name]
         tensor = tensors[name]
         if not isinstance(entry, TensorStorageMetadata):
             problems.append(f"{name}: not saved as a tensor")
-        elif (entry.size, entry.properties.dtype) != (tensor.shape, tensor.dtype):
+        elif not _fits(entry, tensor) and not name.startswith(tuple(reshapable)):
             there = (entry.size, entry.properties.dtype)
             here = (tensor.shape, tensor.dtype)
             problems.append(f"{name}: saved as {_describe(*there)}, to be loaded as {_describe(*here)}")
@@ -161,10 +168,17 @@ def _check(
     return index
 
 
+def _fits(entry: TensorStorageMetadata, tensor: Tensor) -> bool:
+    return bool((entry.size, entry.properties.dtype) == (tensor.shape, tensor.dtype))
+
+
 def _read(path: Path, tensors: dict[str, Tensor], index: Metadata) -> None:
     """Raises UnreadableError when the file system refuses, else a CheckpointError that holds if all hashes are right:
     the caller verifies them."""
-    present = {name: tensor for name, tensor in tensors.items() if name in index.state_dict_metadata}
+    saved = {
+        name: entry for name, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
+    }
+    present = {name: tensor for name, tensor in tensors.items() if name in saved and _fits(saved[name], tensor)}
 
     def read() -> None:
         try:

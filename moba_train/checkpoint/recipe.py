@@ -9,6 +9,7 @@ from moba_train.config.load import parse_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.errors import CheckpointError
+from moba_train.model.build import kind_prefix, kind_shapes
 
 
 class SavedRun(NamedTuple):
@@ -59,6 +60,13 @@ def saved_stage(checkpoint: Path, config: RunConfig) -> Stage:
             "checkpoint of this run"
         )
     return stages[index]
+
+
+def overridden_kinds(saved: SavedRun) -> list[str]:
+    """What the names of parameters begin with that the checkpoint has of attention kinds, and that the recipe uses no
+    more since overrides were laid over it."""
+    before = kind_shapes(saved_recipe(saved.path))
+    return [kind_prefix(layer, kind) for layer, kind in before.keys() - kind_shapes(saved.config).keys()]
 
 
 def saved_training(checkpoint: Path) -> Training:

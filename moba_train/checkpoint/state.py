@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.load import load_checkpoint
+from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.optim.local import local_part
 from moba_train.parallel.float8 import plain
@@ -70,18 +71,38 @@ def parameter_sizes(model: Transformer) -> dict[str, int]:
     return {name: size for of_rank in everyone for name, size in of_rank.items()}
 
 
+def reset_parameters(model: Transformer, optimizer: Optimizer, prefixes: Collection[str], seed: int) -> None:
+    """Give the parameters whose names begin with one of `prefixes` the values and the optimizer state with which they
+    begin in a run with this seed."""
+    if not prefixes:
+        return
+    states = _optimizer_tensors(model, optimizer)  # also brings FSDP back to its shards, where an evaluation has been
+    initialize_weights(model, seed, prefixes)
+    for name, tensor in states.items():
+        if name.startswith(tuple(_state_names(prefixes))):
+            tensor.zero_()
+
+
 def load_model_and_optimizer(
-    model: nn.Module, optimizer: Optimizer, path: Path, *, optional: Collection[str] = (), verify: bool = False
+    model: nn.Module, optimizer: Optimizer, path: Path, *, unused: Collection[str] = (), verify: bool = False
 ) -> dict[str, Any]:
     """Restores `TrainingTensors` from the checkpoint `path`, on any number of ranks, and returns the checkpoint's meta.
 
-    The random state is restored if the checkpoint holds one for this rank (and device), and left alone otherwise.
+    Parameters whose names begin with one of the prefixes `unused` may be missing on either side or have another shape
+    there; they then stay as they are. The random state is restored if the checkpoint holds one for this rank (and
+    device), and left alone otherwise.
     Raises CheckpointError on all ranks if the checkpoint is damaged or does not fit on any of them.
     """
     rng = _rng_tensors()
     tensors = model_tensors(model) | _optimizer_tensors(model, optimizer) | rng
-    optional = ("rng.", *_state_names(optional))
-    meta = load_checkpoint(path, tensors, optional=optional, elsewhere=_elsewhere(model, tensors), verify=verify)
+    meta = load_checkpoint(
+        path,
+        tensors,
+        optional=("rng.",),
+        reshapable=_state_names(unused),
+        elsewhere=_elsewhere(model, tensors),
+        verify=verify,
+    )
     for name, state in rng.items():
         torch.cuda.set_rng_state(state) if name.endswith(".cuda") else torch.set_rng_state(state)
     return meta
@@ -90,7 +111,8 @@ def load_model_and_optimizer(
 def load_model(model: nn.Module, path: Path, *, optional: Collection[str] = (), verify: bool = False) -> dict[str, Any]:
     """Restores the model alone, for evaluation and generation, and returns the checkpoint's meta.
 
-    Parameters named in `optional` may be missing on either side; the model's then stay as they are.
+    Parameters whose names begin with one of the prefixes in `optional` may be missing on either side; the model's then
+    stay as they are.
     """
     names = ("optim.", "rng.", *_state_names(optional))
     tensors = model_tensors(model)

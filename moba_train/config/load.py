@@ -11,8 +11,10 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from moba_train.config.explain import explain, format_path, given
+from moba_train.config.base import Section
+from moba_train.config.explain import describe_field, explain, format_path, given, section_of
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.errors import ConfigError
 from moba_train.foreign_files import read_foreign
@@ -135,7 +137,8 @@ def parse_yaml(text: str, source: str) -> Any:
 def apply_overrides(raw: dict[Any, Any], overrides: Sequence[str]) -> list[str]:
     """Set each `key.path=value` in `raw`, in place; the value is YAML, list items go by number (`stages.0.tokens`).
 
-    Returns the problems; those of unknown keys show up when `raw` is validated.
+    The other items of a list that `raw` leaves out are its default's (`optim.betas.1=0.99`). Returns the problems;
+    those of unknown keys show up when `raw` is validated.
     """
     problems = []
     for override in overrides:
@@ -165,6 +168,8 @@ def _assign(raw: Any, keys: list[int | str], value: Any) -> None:
     for depth, key in enumerate(keys):
         where = format_path(keys[:depth])
         if isinstance(holder, list):
+            if not holder:
+                raise IndexError(f"{where} has no items; set {where} itself")
             if not isinstance(key, int):
                 raise TypeError(f"{where} is a list; allowed: a number from 0 to {len(holder) - 1}, e.g. {where}.0")
             if key >= len(holder):
@@ -175,8 +180,30 @@ def _assign(raw: Any, keys: list[int | str], value: Any) -> None:
             holder[key] = value
             return
         if isinstance(holder, dict) and holder.get(key) is None:
-            holder[key] = {}
+            holder[key] = _left_out(keys[: depth + 1], keys[depth + 1])
         holder = holder[key]
+
+
+def _left_out(keys: Sequence[int | str], inner: int | str) -> dict[Any, Any] | list[Any]:
+    """What the value at `keys`, which the recipe leaves out, is before its part `inner` is set: a mapping, or the
+    default of a list. Raises TypeError for a list whose other items are not known."""
+    section: type[Section] | None = RunConfig
+    field: FieldInfo | None = None
+    for key in keys:
+        if isinstance(key, str):
+            field = section.fields().get(key) if section is not None else None
+            section = section_of(field.annotation) if field is not None else None
+    if field is None or not isinstance(inner, int) or "list of" not in describe_field(field):
+        return {}
+    where = format_path(keys)
+    allowed = f"set {where} itself, {describe_field(field)}"
+    if keys[0] == "stages" and len(keys) > 1:
+        raise TypeError(f"{where} is left out, so that the recipe's counts; {allowed}")
+    default = field.get_default()
+    if not isinstance(default, list | tuple):
+        was = "" if field.is_required() else f", its default is {given(default)}"
+        raise TypeError(f"{where} is left out{was}; {allowed}")
+    return list(default)
 
 
 def _read_recipe(path: Path, chain: tuple[Path, ...], extended: list[Path]) -> dict[Any, Any]:

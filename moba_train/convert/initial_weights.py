@@ -16,7 +16,14 @@ from moba_train.convert.hf_config import CONFIG, read_model_config
 from moba_train.convert.hf_weights import check_hf_weights, load_hf_weights
 from moba_train.convert.safetensors_folder import SafetensorsFolder
 from moba_train.errors import CheckpointError
-from moba_train.model.build import kind_of_parameter
+from moba_train.model.build import (
+    Shapes,
+    describe_shapes,
+    different_shapes,
+    kind_of_parameter,
+    kind_prefix,
+    kind_shapes,
+)
 from moba_train.model.transformer import Transformer
 
 
@@ -41,8 +48,8 @@ def source_model(folder: Path) -> ModelConfig:
 def load_initial_weights(model: Transformer, folder: Path) -> str:
     """Fill `model`, sharded or not, from `folder` (see `source_model`). Called on all ranks; each reads its shards.
 
-    Parameters of attention kinds that the folder's model does not have keep their initial values. Returns what was
-    loaded, as a sentence.
+    Parameters of attention kinds that the folder's model does not have keep their initial values; those that `model`
+    does not have are left out. Returns what was loaded, as a sentence.
 
     Raises CheckpointError when the folder's model differs from `model`, or a byte of the checkpoint has changed since
     it was written.
@@ -55,20 +62,49 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
         load_hf_weights(model, folder)
         source = f"the Hugging Face model {folder}"
         missing = own
+        left_out: set[str] = set()
     else:
         checkpoint = find_checkpoint(folder)
-        load_model(model, checkpoint, optional=own, verify=True)
+        theirs = {kind_prefix(layer, kind) for layer, kind in _source_kinds(folder)}
+        load_model(model, checkpoint, optional=own | theirs, verify=True)
         source = f"the checkpoint {checkpoint}"
-        saved = CheckpointReader(checkpoint).tensors if own else {}
-        missing = {name for name in own if f"model.{name}" not in saved}
+        tensors = CheckpointReader(checkpoint).tensors if own or theirs else {}
+        saved = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
+        missing = own - saved
+        left_out = {name for name in saved - parameters.keys() if kind_of_parameter(name)}
     loaded = sum(size for name, size in parameters.items() if name not in missing)
     kept = f"; {len(missing)} of attention kinds, which are not there, keep their initial values" if missing else ""
+    if left_out:
+        kinds = ", ".join(sorted({kind_of_parameter(name) for name in left_out}))
+        kept += f"; {len(left_out)} of attention kinds that no stage uses there ({kinds}) are left out"
     return f"{len(parameters) - len(missing)} tensors ({loaded:,} parameters) loaded from {source}{kept}"
+
+
+def left_out_kinds(config: RunConfig) -> dict[tuple[int, str], Shapes]:
+    """Parameters of the attention kinds, by layer and kind, that the model in `init_from` has and no stage of the
+    recipe uses; none where `init_from` cannot be used, or is not read any more. Raises UserError as `source_model`."""
+    if config.init_from is None or _has_begun(config):
+        return {}
+    folder = Path(config.init_from)
+    if any(model_differences(config.model, folder)):
+        return {}
+    own = kind_shapes(config)
+    return {key: shapes for key, shapes in _source_kinds(folder).items() if key not in own}
+
+
+def _source_kinds(folder: Path) -> dict[tuple[int, str], Shapes]:
+    """Parameters of the attention kinds of the model in `folder`, by layer and kind."""
+    return {} if is_hf_folder(folder) else kind_shapes(saved_recipe(find_checkpoint(folder)))
+
+
+def _has_begun(config: RunConfig) -> bool:
+    """Whether the run may have checkpoints of its own, so that `init_from` is not read."""
+    return (Path(config.run_dir) / "checkpoints").exists()
 
 
 def initial_problems(config: RunConfig) -> Iterator[str]:
     """Problems of `init_from` in a run that has no checkpoints yet; a resumed run does not read it."""
-    if config.init_from is None or (Path(config.run_dir) / "checkpoints").exists():
+    if config.init_from is None or _has_begun(config):
         return
     folder = Path(config.init_from)
     if not folder.is_dir():
@@ -79,7 +115,7 @@ def initial_problems(config: RunConfig) -> Iterator[str]:
         return
     try:
         differences = list(model_differences(config.model, folder))
-        yield from differences
+        yield from differences or _kind_differences(config, folder)
         if is_hf_folder(folder) and not differences:
             with torch.device("meta"):
                 model = Transformer(config.model)
@@ -97,6 +133,20 @@ def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
         if ours[key] != value:
             hint = "; a stage may change it, stages[i].rope" if key == "rope" else ""
             yield f"model.{key}: given {given(ours[key])}, but init_from ({folder}) has {given(value)}{hint}"
+
+
+def _kind_differences(config: RunConfig, folder: Path) -> Iterator[str]:
+    """Attention kinds whose parameters have other shapes in the recipe than in `folder`, one text for each kind."""
+    own = kind_shapes(config)
+    reported: set[str] = set()
+    for (layer, kind), shapes in _source_kinds(folder).items():
+        theirs, ours = different_shapes(shapes, own.get((layer, kind), shapes))
+        if (theirs or ours) and kind not in reported:
+            reported.add(kind)
+            yield (
+                f"attention.{kind}: gives layer {layer} parameters {describe_shapes(ours)}, but in init_from "
+                f"({folder}) they are {describe_shapes(theirs)}; the options that shape them must be those of that run"
+            )
 
 
 def _comparable(model: ModelConfig) -> dict[str, object]:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moba_train.checkpoint.recipe import SavedRun, Training, saved_training
+from moba_train.checkpoint.recipe import SavedRun, Training, overridden_kinds, saved_training
 from moba_train.checkpoint.state import load_model
 from moba_train.config.mesh import MeshSizes, divisors
 from moba_train.config.run import ParallelConfig
@@ -102,7 +102,7 @@ def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], wor
     if is_hf_folder(saved.path):
         load_hf_weights(model, saved.path)
     else:
-        load_model(model, saved.path)
+        load_model(model, saved.path, optional=overridden_kinds(saved))
     model.set_rope(stage.rope)
     engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
     data_shard, _ = engines.data_shard(stage, sizes)

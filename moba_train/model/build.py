@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from moba_train.config.base import Section
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import kinds_by_layer
 from moba_train.model.transformer import Transformer
+
+Shapes = Mapping[str, torch.Size]
+"""Shapes of parameters by name."""
 
 
 def build_model(config: RunConfig) -> Transformer:
@@ -37,6 +40,35 @@ def kind_parameters(config: RunConfig) -> list[dict[str, nn.Module]]:
 
 def _parameters(kind: str, options: Section, config: RunConfig, layer: int) -> nn.Module | None:
     return KINDS[kind].parameters(options, config.model, layer)
+
+
+def kind_shapes(config: RunConfig) -> dict[tuple[int, str], Shapes]:
+    """Shapes of the parameters that attention kinds add to the model, by layer and kind and by their name there."""
+    with torch.device("meta"):
+        layers = kind_parameters(config)
+    return {
+        (layer, kind): {name: parameter.shape for name, parameter in module.named_parameters()}
+        for layer, kinds in enumerate(layers)
+        for kind, module in kinds.items()
+    }
+
+
+def different_shapes(one: Shapes, other: Shapes) -> tuple[Shapes, Shapes]:
+    """Those shapes of each that the other one has not."""
+    return (
+        {name: shape for name, shape in one.items() if other.get(name) != shape},
+        {name: shape for name, shape in other.items() if one.get(name) != shape},
+    )
+
+
+def describe_shapes(shapes: Shapes) -> str:
+    """Names and shapes of parameters, for messages."""
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "none"
+
+
+def kind_prefix(layer: int, kind: str) -> str:
+    """What the names of the parameters begin with that an attention kind has in a layer."""
+    return f"blocks.{layer}.attention.{kind}."
 
 
 def kind_parameter_sizes(config: RunConfig) -> dict[str, dict[str, int]]:
@@ -71,8 +103,10 @@ def _kind(layer: LayerAttention, head_dim: int) -> AttentionKind:
 
 
 @torch.no_grad()
-def initialize_weights(model: Transformer, seed: int) -> None:
+def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] = ("",)) -> None:
     """Fill every parameter in place: norms 1, biases 0, matrices normal with the config's `init_std`.
+
+    prefixes: only the parameters whose names begin with one of them.
 
     The two matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers) (GPT-2, Radford et al. 2019);
     an attention kind gives the standard deviation of its own matrices, or draws its own values. Each parameter has its
@@ -80,6 +114,8 @@ def initialize_weights(model: Transformer, seed: int) -> None:
     weights on any number of ranks. Parameters may be plain tensors or DTensors, never on "meta".
     """
     for name, parameter in model.named_parameters():
+        if not name.startswith(tuple(prefixes)):
+            continue
         own = _kind_values(parameter, name, seed)
         if own is not None:
             _copy_full(parameter, own)

@@ -20,15 +20,13 @@ from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.marks import Marks
 from moba_train.checkpoint.publish import Accept, is_finite, saved_step
 from moba_train.checkpoint.retention import Retention
-from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer
+from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer, reset_parameters
 from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import used_kinds
 from moba_train.convert.initial_weights import load_initial_weights
 from moba_train.data.tokenizer import tokenizer_hash
 from moba_train.errors import CheckpointError, LaunchError, TrainingError, UserError
 from moba_train.health.node import Disk, disk_problem
-from moba_train.model.build import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel.world import World, broadcast
@@ -37,6 +35,7 @@ from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.first_start import check_first_start
 from moba_train.training.progress import Progress, check_resumable, check_tokenizer, data_plan
 from moba_train.training.restarts import Restarts, choose_checkpoint
+from moba_train.training.resumable import check_tensors, recipe_then, unused_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +126,7 @@ class RunCheckpoints:
 
     def _start_from(self, path: Path | None, from_scratch: bool) -> Progress:
         if path is not None:
-            progress = self.load(path, with_new_kinds=True)
+            progress = self.load(path)
             self.saved_step = progress.step
             meta = read_meta(path)
             self._saved_id = meta.get("save_id", "")
@@ -217,25 +216,24 @@ class RunCheckpoints:
             raise CheckpointError(f"{self.folder} is empty")
         return path
 
-    def load(self, path: Path, with_new_kinds: bool = False) -> Progress:
+    def load(self, path: Path) -> Progress:
         """Restore weights, optimizer and random state, and return the progress that they were saved with.
 
-        `with_new_kinds`: parameters of attention kinds that no stage has used so far may be missing, because the recipe
-        got a new later stage; they keep their initial values. Raises CheckpointError when the recipe cannot go on from
-        there.
+        Parameters of attention kinds that no stage up to there uses begin anew where the checkpoint does not have them
+        in their shape: stages that have not begun may have changed since. Raises CheckpointError when the recipe cannot
+        go on from there.
         """
-        progress = Progress.from_meta(read_meta(path).get("progress"), len(self._config.stages))
+        meta = read_meta(path)
+        progress = Progress.from_meta(meta.get("progress"), len(self._config.stages))
         check_resumable(self._config, progress, str(path))
         check_tokenizer(self._tokenizer, progress, self._config, str(path))
-        unused = self._parameters_unused_until(progress.stage) if with_new_kinds else []
-        load_model_and_optimizer(self._model, self._optimizer, path, optional=unused)
+        then = recipe_then(meta)
+        if then is not None:
+            check_tensors(self._config, then, progress.stage, str(path))
+        unused = unused_parameters(self._config, then, progress.stage)
+        reset_parameters(self._model, self._optimizer, unused, self._config.seed)
+        load_model_and_optimizer(self._model, self._optimizer, path, unused=unused)
         return progress
-
-    def _parameters_unused_until(self, stage: int) -> list[str]:
-        """Parameters of attention kinds that no stage up to this one uses in their layer."""
-        used = {f"blocks.{layer}.attention.{kind}." for layer, kind in used_kinds(self._config, stage)}
-        names = [name for name, _ in self._model.named_parameters() if kind_of_parameter(name)]
-        return [name for name in names if not name.startswith(tuple(used))]
 
     def save(self, progress: Progress, facts: dict[str, object], protect: Accept) -> float:
         """Begin to save the state after `progress.step`, with `facts` in the meta.

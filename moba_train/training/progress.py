@@ -75,9 +75,15 @@ class Progress:
         except ValidationError as error:
             problems = "; ".join(f"{format_path(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False))
             raise CheckpointError(f"the checkpoint's progress record is not from this version: {problems}") from None
-        if not 0 <= progress.stage < stages or progress.step < 0:
+        if progress.stage < 0 or progress.step < 0:
             raise CheckpointError(
-                f"the checkpoint is of step {progress.step} of stage {progress.stage}, the recipe has {stages} stages"
+                f"the checkpoint's progress record names step {progress.step} and stage {progress.stage}; allowed: 0 "
+                "or more"
+            )
+        if progress.stage >= stages:
+            raise CheckpointError(
+                f"stages: given {stages}, but the checkpoint is of step {progress.step} in stages[{progress.stage}]; "
+                "restore the stages that have begun, or set run_dir to a new folder to start afresh"
             )
         return progress
 

@@ -223,7 +223,7 @@ class Recovery:
         saved = self._checkpoints.load(path)
         if saved.stage == stage.index:
             self._detector.load_state_dict(saved.spike_detector)
-            progress.boundary = saved.boundary
+            progress.boundary.recent = saved.boundary.recent  # a comparison that was reported stays made
         else:
             self._detector.rebaseline()
         progress.skipped = [old for old in progress.skipped if old <= saved.step]

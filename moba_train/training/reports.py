@@ -1,6 +1,7 @@
 """What a run reports about itself besides metrics: events at the current step, from its start to its end."""
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from moba_train.parallel.world import World
 from moba_train.planning.activations import StageActivations
 from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
+from moba_train.telemetry.jsonl import read_backward
 from moba_train.telemetry.machine import describe_machine
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.checkpoints import RunCheckpoints
@@ -17,6 +19,9 @@ from moba_train.training.evaluations import EVALUATION_RECORDS
 from moba_train.training.progress import Progress
 from moba_train.training.recipe_changes import describe_changes, recipe_changes, write_recipe
 from moba_train.training.stop_time import StopTime
+
+BOUNDARY = "boundary"
+"""Type of the records that compare the losses on both sides of a stage's beginning."""
 
 
 class RunReports:
@@ -42,6 +47,8 @@ class RunReports:
         self._tokens = tokens
         self._device = world.device
         self.telemetry = Telemetry([])
+        self._compared: str | None = None
+        """The stage whose beginning an earlier start compared after it had saved the checkpoint of this step."""
         recipe_before: str | None = None
         if world.is_main:
             run_dir = Path(config.run_dir)
@@ -51,6 +58,7 @@ class RunReports:
             again = progress.evaluation_due and checkpoints.resumed_numbers is None
             repeated = EVALUATION_RECORDS if again else ()
             self.telemetry = make_telemetry(config, run_dir, progress.run_id, resumed_step, last_step, repeated)
+            self._compared = _compared_stage(run_dir / "metrics.jsonl", progress.step)
         stage = stages[progress.stage]
         self.telemetry.stage = stage.name
         machine = describe_machine(world.device, world.size, world.ranks_per_node)
@@ -94,12 +102,13 @@ class RunReports:
         )
 
     def boundary(self, stage: Stage, losses: tuple[float, float] | None) -> None:
-        """Report the mean losses before and after the beginning of `stage`, where they are known."""
-        if losses is None:
+        """Report the mean losses before and after the beginning of `stage`, where they are known, unless the start
+        before has done so."""
+        if losses is None or stage.name == self._compared:
             return
         before, after = losses
         text = f"loss {before:.4f} before stage {stage.name}, {after:.4f} at its beginning: {after - before:+.4f}"
-        self.event("boundary", text, loss_before=before, loss_after=after, loss_step=after - before)
+        self.event(BOUNDARY, text, loss_before=before, loss_after=after, loss_step=after - before)
 
     def stop_time(self, stop_time: StopTime, save_s: float | None) -> None:
         """Report how long an orderly stop takes, where that is known for the first time or has become longer;
@@ -112,3 +121,10 @@ class RunReports:
     def node(self, text: str) -> None:
         """Ask for attention to a GPU or a disk; called by the thread that watches them."""
         self.telemetry.alert("a GPU or a disk has a problem", text, "node")
+
+
+def _compared_stage(metrics: Path, step: int) -> str | None:
+    """The stage whose beginning is compared in a record of `step`, the last step in the file `metrics`; None where none
+    is."""
+    here = takewhile(lambda record: record["step"] == step, read_backward(metrics))
+    return next((record.get("stage") for record in here if record["type"] == BOUNDARY), None)

@@ -11,6 +11,7 @@ from moba_train.config.attention import AttentionConfig, LayerAttention, merge_a
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import merge_parallel
 from moba_train.errors import ConfigError
+from moba_train.model.build import describe_shapes
 from moba_train.number_ranges import number_ranges
 
 _THESE_LAYERS = "in these layers"
@@ -111,9 +112,9 @@ def _parameter_problems(
         if here != before:
             reported.add(attention.kind)
             yield (
-                f"stages[{index}].attention.{attention.kind}: gives layer {layer} parameters {_describe(here)}, but in "
-                f"stage {first!r} they are {_describe(before)}; the options that shape them must be the same in all "
-                "stages"
+                f"stages[{index}].attention.{attention.kind}: gives layer {layer} parameters {describe_shapes(here)}, "
+                f"but in stage {first!r} they are {describe_shapes(before)}; the options that shape them must be the "
+                "same in all stages"
             )
         elif here and config.parallel.tp > 1:
             reported.add(attention.kind)
@@ -121,7 +122,3 @@ def _parameter_problems(
                 f"parallel.tp: given {config.parallel.tp}, but kind {attention.kind!r} in stage {stage.name!r} has "
                 "parameters of its own, which tensor parallelism does not cut; set tp: 1"
             )
-
-
-def _describe(shapes: dict[str, torch.Size]) -> str:
-    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "none"

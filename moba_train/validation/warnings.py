@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from math import prod
 
 from moba_train.config.quantities import format_count
 from moba_train.config.run import EvaluationConfig
 from moba_train.config.schema import RunConfig
+from moba_train.convert.initial_weights import left_out_kinds
 from moba_train.data.indexed import corpus_file
 from moba_train.data.sidecar import read_sidecar
 from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file
-from moba_train.errors import DataError
+from moba_train.errors import DataError, UserError
 from moba_train.evals.registry import enabled_evaluations
+from moba_train.model.build import Shapes
+from moba_train.number_ranges import number_ranges
 from moba_train.planning.parameters import count_recipe_parameters
 from moba_train.validation.data import recipe_sources
 
@@ -30,7 +34,7 @@ def print_recipe_warnings(config: RunConfig) -> None:
 
 def recipe_warnings(config: RunConfig) -> list[str]:
     """Sentences about a validated recipe, each with the keys to change; none where nothing is conspicuous."""
-    return [*_evaluation_warnings(config), *_vocabulary_warnings(config)]
+    return [*_evaluation_warnings(config), *_vocabulary_warnings(config), *_initial_weight_warnings(config)]
 
 
 def _evaluation_warnings(config: RunConfig) -> Iterator[str]:
@@ -62,6 +66,21 @@ def _vocabulary_warnings(config: RunConfig) -> Iterator[str]:
         f"model.vocab_size: given {model.vocab_size}, but the tokenizer has {known} tokens: rows that no token uses "
         f"take {cost} of {total} parameters ({parts}); {change}"
     )
+
+
+def _initial_weight_warnings(config: RunConfig) -> Iterator[str]:
+    """Parameters of attention kinds that `init_from` has and the recipe does not."""
+    left_out: dict[tuple[int, str], Shapes] = {}
+    with suppress(UserError):  # `plan --no-data`: it need not exist yet
+        left_out = left_out_kinds(config)
+    for kind in sorted({kind for _, kind in left_out}):
+        layers = sorted(layer for layer, other in left_out if other == kind)
+        numbers = sum(prod(shape) for layer in layers for shape in left_out[layer, kind].values())
+        yield (
+            f"init_from: {config.init_from} has {format_count(numbers)} parameters of attention kind {kind!r} in "
+            f"layer{'s' * (len(layers) > 1)} {number_ranges(layers)}, which no stage of this recipe uses there: they "
+            "are left out; use the kind in a stage to keep them"
+        )
 
 
 def _known_tokens(config: RunConfig) -> int | None:

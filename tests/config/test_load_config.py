@@ -194,6 +194,15 @@ def test_overrides_reach_list_items_and_layers_by_number(load):
     assert config.data.train[1].weight == 9
 
 
+def test_an_item_of_a_list_that_the_recipe_leaves_out_is_set_among_its_defaults(load):
+    assert load("optim.betas.1=0.99").optim.betas == (0.9, 0.99)
+    config = load("optim.betas[0]=0.8", "evaluation.needle.depths.0=5", "attention.moba.always.0=first")
+    assert config.optim.betas == (0.8, 0.95)
+    needle = load("evaluation.needle={}").evaluation.needle
+    assert config.evaluation.needle.depths == [5, *needle.depths[1:]]
+    assert config.attention.options_of("moba").always == ("first",)
+
+
 def test_all_problems_of_overrides_and_recipe_come_at_once(recipe):
     found = problems(
         recipe,
@@ -244,6 +253,25 @@ def test_all_problems_of_overrides_and_recipe_come_at_once(recipe):
         ("optim.lr=.inf", "optim.lr: given inf; allowed: number > 0"),
         ("optim.betas=[0.9, 1.5]", "optim.betas[1]: given 1.5; allowed: list of 2: number >= 0 and < 1"),
         ("optim.betas=[0.9]", "optim.betas[1]: missing; allowed: list of 2"),
+        ("optim.betas.1=1.5", "optim.betas[1]: given 1.5; allowed: list of 2: number >= 0 and < 1"),
+        (
+            "optim.betas.2=0.9",
+            "override 'optim.betas.2=0.9': optim.betas[2] does not exist; allowed: 0 to 1",
+        ),
+        (
+            "data.validation.0.path=a",
+            "override 'data.validation.0.path=a': data.validation has no items; set data.validation itself",
+        ),
+        (
+            "attention.full_layers.0=3",
+            "override 'attention.full_layers.0=3': attention.full_layers is left out, its default is 'none'; set "
+            "attention.full_layers itself, text | list of integer",
+        ),
+        (
+            "stages.0.train.0.weight=3",
+            "override 'stages.0.train.0.weight=3': stages[0].train is left out, so that the recipe's counts; set "
+            "stages[0].train itself, non-empty list of sections | null",
+        ),
         ("data.train=[]", "data.train: given []; allowed: non-empty list of sections, such as [{path: ...}]"),
         ("attention.full_layers=1.5", "attention.full_layers: given 1.5; allowed: text | list of integer"),
         ("attention.overrides={a: {}}", "attention.overrides.a: given 'a'; allowed: mapping of integer"),

@@ -35,5 +35,8 @@ def test_a_record_of_an_older_version_is_read_with_its_old_names() -> None:
 def test_the_key_at_fault_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"starts\.corpus: Input should be a valid integer"):
         Progress.from_meta(Progress(starts={"corpus": "far"}).to_meta(), stages=1)  # type: ignore[dict-item]
-    with pytest.raises(CheckpointError, match="of stage 3, the recipe has 2"):
-        Progress.from_meta(Progress(stage=3).to_meta(), stages=2)
+    fewer = r"stages: given 2, but the checkpoint is of step 9 in stages\[3\]; restore the stages that have begun"
+    with pytest.raises(CheckpointError, match=fewer):
+        Progress.from_meta(Progress(step=9, stage=3).to_meta(), stages=2)
+    with pytest.raises(CheckpointError, match="names step -1 and stage 0"):
+        Progress.from_meta(Progress(step=-1).to_meta(), stages=2)

@@ -168,6 +168,24 @@ def test_boundaries_show_in_every_log_and_plot(undisturbed: Run) -> None:
         assert (undisturbed.run_dir / plot).stat().st_size > 10_000
 
 
+def test_a_boundary_is_reported_once_whenever_the_run_is_stopped_or_made_longer(run: Run) -> None:
+    """The checkpoint of a stage's last step comes before the comparison, which the run then makes at the same step."""
+    stage = {"seq_len": 64, "attention": {"default": "full"}}
+    run.recipe["stages"] = [{"name": name, "tokens": 4 * STEP, **stage} for name in ("one", "two", "three")]
+    assert run.train_here("--stop-at-step", "8") == 0
+    first = run.records("boundary")
+    assert [(event["stage"], event["step"]) for event in first] == [("two", 8)]
+    assert run.train_here() == 0
+    whole = run.records("boundary")
+    assert whole[:1] == first
+    assert [(event["stage"], event["step"]) for event in whole[1:]] == [("three", 12)]
+    assert run.train_here() == 0, "nothing is left to do"
+    run.recipe["stages"][2]["tokens"] = 20 * STEP
+    assert run.train_here() == 0
+    assert run.records()[-1]["step"] == 28
+    assert run.records("boundary") == whole
+
+
 def test_loss_by_position_is_logged_for_every_stage(undisturbed: Run) -> None:
     events = undisturbed.records("position_wise")
     assert [event["step"] for event in events] == [2, 3, 4, 6, 8, 10, 12]
