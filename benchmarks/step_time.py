@@ -266,18 +266,15 @@ def _predict(step: Measured, rates: Rates, folder: Path) -> StageStep:
     flops = attention_flops(config, stage, stage_documents(config, stage))
     sizes = mesh_sizes(stage.parallel, step.gpus)
     gpu = measured_gpu(step)
+    on_gpu = rates.scaled_to(gpu)
     if step.file not in LOGITS_ONCE:
-        rates = _logits_twice(rates, config.model.hidden_size)
+        # The second product as the bytes that would take as long.
+        again = 2 * config.model.hidden_size * on_gpu.memory / on_gpu.products
+        passed = logit_bytes(rates, RESULTS / "loss-compare-h200.json", products=4)
+        on_gpu = _with(on_gpu, {name: number + again for name, number in passed.items()})
     if step.file in EAGER_LOSS:
-        rates = replace(rates, compiled_loss_bytes=rates.eager_loss_bytes)
-    return predict_step(config, stage, sizes, flops, Machine(gpu, step.gpus, rates=rates.scaled_to(gpu)))
-
-
-def _logits_twice(rates: Rates, hidden_size: int) -> Rates:
-    """With a loss that computes its logits twice: the second product as the bytes that would take as long."""
-    again = 2 * hidden_size * rates.memory / rates.products
-    measured = logit_bytes(rates, RESULTS / "loss-compare-h200.json", products=4)
-    return _with(rates, {name: passed + again for name, passed in measured.items()})
+        on_gpu = replace(on_gpu, compiled_loss_bytes=on_gpu.eager_loss_bytes)
+    return predict_step(config, stage, sizes, flops, Machine(gpu, step.gpus, rates=on_gpu))
 
 
 def fit(rates: Rates = RATES) -> Rates:

@@ -28,8 +28,8 @@ def chunk_loss(hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor, weights_n
 
 
 class CompiledChunkLoss:
-    """`chunk_loss` by torch.compile, which makes no float32 logits: of Llama-3-8B's 8K tokens it saves 13 of 66 ms and
-    3.9 of 6.9 GiB (benchmarks/results/loss-compare-h200.json). A `ChunkLoss`.
+    """`chunk_loss` by torch.compile, which makes no float32 logits: of Llama-3-8B's 8K tokens it saves 8 of 50 ms and
+    3.9 of 6.9 GiB (benchmarks/results/loss-compare-h200-logits-once.json). A `ChunkLoss`.
 
     Rows are filled up to one of a few sizes, each compiled once. Code for a variable number of rows would depend on the
     first number that comes, so that a resumed run could compute other bits.
