@@ -1,8 +1,9 @@
 """Rates of an H200 in a training step, besides those of attention (attention_rates.py).
 
 `benchmarks.step_time --fit` makes the fitted ones from the measured steps that it names, and shows how well all
-others are predicted. The rest are single operations: the loss from benchmarks/results/loss-compare-h200-logits-once.json,
-`update_s` from optimizers-h200.json, `memory` from the copies of context-parallel-h200.json.
+others are predicted. The rest are single operations, in benchmarks/results: the loss of
+loss-compare-h200-logits-once.json, `update_s` of optimizers-h200.json, `memory` of the copies of
+context-parallel-h200.json.
 
 Rates of another GPU are these, scaled by the data sheets: a guess until its steps are measured.
 """
