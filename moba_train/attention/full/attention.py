@@ -21,8 +21,8 @@ _BLOCK = 4096
 _ENTRIES = 2**25
 """Blocks of all query heads that are listed at once: 128 MiB of ids, and as much of lists."""
 _BLOCKS_PAY_FROM = 8192
-"""Tokens of one document from which its gradients are faster by blocks than by FlashAttention-2 in a fixed order: with
-the forward pass 7.4 for 9.4 ms at 8K, 82 for 142 at 32K (benchmarks/results/determinism-h200.json)."""
+"""Tokens of one document from which blocks are faster than FlashAttention-2 in a fixed order: forward and backward 5.5
+for 9.4 ms at 8K, 68 for 142 at 32K (benchmarks/results/determinism-blocks-h200.json)."""
 
 
 class FullAttention(LocalAttention):
