@@ -112,7 +112,7 @@ def plan(
     config = load_config(recipe, overrides or ())
     per_node = min(gpus, gpus_per_node)
     host = local_host_bytes(per_node) if target and not gpu else None
-    validate(config, world_size=gpus, check_files=not no_data, ranks_per_node=per_node)
+    validate(config, world_size=gpus, check_files=not no_data, ranks_per_node=per_node, gpu=target)
     if no_data:
         check_one_tokenizer(config)
     made = make_plan(config, gpus, rate, mfu, per_node, memory, host_bytes=host, links=links)
@@ -125,7 +125,7 @@ def plan(
 
     def replan(changes: Sequence[str], ranks: int) -> Plan:
         changed = load_config(recipe, [*(overrides or ()), *changes])
-        validate(changed, world_size=ranks, ranks_per_node=min(ranks, gpus_per_node))
+        validate(changed, world_size=ranks, ranks_per_node=min(ranks, gpus_per_node), gpu=target)
         documents = [item.documents for item in made.stages]
         return make_plan(changed, ranks, rate, mfu, min(ranks, gpus_per_node), memory, documents, host, links)
 

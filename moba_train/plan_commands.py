@@ -23,7 +23,7 @@ def plan_nodes(
 ) -> None:
     """Print the best layouts. network: Gbit/s of each GPU's adapter. Raises UserError."""
     config = load_config(recipe, overrides)
-    validate(config, check_files=check_files)
+    validate(config, check_files=check_files, gpu=gpu)
     if not check_files:
         check_one_tokenizer(config)
     links = LINKS._replace(network=network * 1e9 / 8)
@@ -32,7 +32,7 @@ def plan_nodes(
 
     def accept(changes: Sequence[str]) -> None:
         changed = load_config(recipe, [*overrides, *changes])
-        validate(changed, world_size=nodes * gpus_per_node, ranks_per_node=gpus_per_node)
+        validate(changed, world_size=nodes * gpus_per_node, ranks_per_node=gpus_per_node, gpu=gpu)
 
     print_layouts(best_layouts(config, nodes, machine, documents, accept), nodes, machine, table_console())
     print_recipe_warnings(config)

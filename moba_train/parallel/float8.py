@@ -40,15 +40,20 @@ def float8_problem(precision: PrecisionConfig, device: str | None) -> str:
     if device != "cuda":
         emulation = "; precision.fp8.emulate: true rounds as FP8 does, slowly" if by_torchao else ""
         return f"the run trains on {device}, a GPU needed{emulation}"
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        if capability < _LEAST_CAPABILITY:
-            least = ".".join(map(str, _LEAST_CAPABILITY))
-            return (
-                f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))}, at least "
-                f"{least} needed"
-            )
+    if torch.cuda.is_available() and (
+        reason := gpu_problem(precision, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    ):
+        return reason
     return "" if by_torchao else float8_nvidia.problem()
+
+
+def gpu_problem(precision: PrecisionConfig, name: str, capability: tuple[int, int]) -> str:
+    """Why `precision.linear: fp8` cannot run on a GPU of this name and compute capability, on whichever machine; empty
+    when it can."""
+    if capability >= _LEAST_CAPABILITY or precision.fp8.emulate:
+        return ""
+    given, least = (".".join(map(str, numbers)) for numbers in (capability, _LEAST_CAPABILITY))
+    return f"{name} has compute capability {given}, at least {least} needed"
 
 
 def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]:

@@ -106,6 +106,28 @@ def test_an_unknown_gpu_is_refused_with_the_closest_and_all_names(recipe):
     assert named_gpu("H100 NVL").tflops == 835
 
 
+@pytest.mark.parametrize("layout", [["--gpus", "8"], ["--nodes", "1"]])
+def test_fp8_is_refused_for_a_gpu_without_it_in_the_words_of_a_run(recipe, layout):
+    """In emulation it runs anywhere."""
+    fp8 = ["precision.linear=fp8", "activation_checkpointing=full", *layout, "--no-data"]
+    for name in ("a100", "a100-sxm4-40gb", "a800"):
+        done = plan(recipe, *fp8, "--gpu", name)
+        assert done.exit_code == 2
+        refusal = f"'fp8', which cannot run: {name.upper()} has compute capability 8.0, at least 8.9 needed; "
+        assert f"precision.linear: given {refusal}set auto" in done.stderr
+    for name, *more in (("h100",), ("b200",), ("a100", "precision.fp8.emulate=true")):
+        assert "compute capability" not in plan(recipe, *fp8, *more, "--gpu", name).stderr, name
+
+
+def test_every_gpu_of_the_table_has_a_compute_capability():
+    assert {name: named_gpu(name).capability for name in ("l40s", "gh200", "h200-nvl", "gb200")} == {
+        "l40s": (8, 9),
+        "gh200": (9, 0),
+        "h200-nvl": (9, 0),
+        "gb200": (10, 0),
+    }
+
+
 def test_replicas_become_shards():
     config = RunConfig.model_validate(
         {
