@@ -130,7 +130,9 @@ class Float8Config(Section):
         "more exact and slower",
     )
     exclude: list[str] = Field(
-        [], description="linear layers that do not, by name with wildcards: blocks.0.*, *.feed_forward.down_proj"
+        [],
+        description="linear layers that do not, by name with wildcards, each of which matches one at least: "
+        "blocks.0.*, *.feed_forward.down_proj",
     )
     emulate: bool = Field(
         False, description="round as FP8 does but multiply in the compute dtype: for tests, on any device"

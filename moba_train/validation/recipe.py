@@ -18,7 +18,7 @@ from moba_train.model.build import build_attention
 from moba_train.number_ranges import number_ranges
 from moba_train.optim.adamw import implementation_problem
 from moba_train.parallel.context.strategy import GATHERING_TRANSPORTS
-from moba_train.parallel.float8 import float8_problem, gpu_problem
+from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
 from moba_train.parallel.links import linked_group
 from moba_train.parallel.norms import norm_problem
 from moba_train.parallel.stage_strategy import stage_strategy
@@ -70,6 +70,7 @@ def validate(
         problems += [*_context_problems(config, ranks_per_node, device), *row_problems(config)]
         problems += [problem for evaluation in EVALUATIONS for problem in evaluation.problems(config)]
         problems += [*exit_problems(config), *trainable_problems(config)]
+        problems += [] if allow_idle else exclude_problems(config)
     meshes, mesh_problems = _meshes(config, world_size)
     problems += mesh_problems
     for index, stage in enumerate(config.stages):
