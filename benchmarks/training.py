@@ -182,9 +182,9 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    _, _, rows = (training_rows.__doc__ or "").partition("\n\n")
+    _, _, how_rows_are_written = (training_rows.__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=f"{__doc__}\n{rows}",
+        description=f"{__doc__}\n{how_rows_are_written}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default="llama-1b", help="a file of configs/models")
