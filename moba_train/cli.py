@@ -91,7 +91,7 @@ def plan(
     from moba_train.planning.devices import H200, local_gpu, local_host_bytes, named_gpu, peak_or_default
     from moba_train.planning.fit import cheapest_changes, largest_stage, shortage
     from moba_train.planning.plan import Plan, make_plan
-    from moba_train.planning.render import print_changes, print_fit, print_plan
+    from moba_train.planning.render import print_changes, print_fit, print_over_budget, print_plan
     from moba_train.validation.data import check_one_tokenizer
     from moba_train.validation.recipe import validate
     from moba_train.validation.warnings import print_recipe_warnings
@@ -119,6 +119,7 @@ def plan(
     console = table_console()
     print_plan(made, console)
     print_fit(made, target, console)
+    print_over_budget(config, made.stages, console)
     print_recipe_warnings(config)
     if target is None:
         return

@@ -168,7 +168,8 @@ class MemoryConfig(Section):
         None,
         gt=0,
         description="GiB of each GPU that `budget` of `activation_checkpointing` and `parallel.reshard_after_forward` "
-        "fill, weights and everything else included; null: 85 % of the GPU",
+        "fill, weights and everything else included; a stage that needs more even so takes it, with a warning; null: "
+        "85 % of the GPU",
     )
     host_gib: float | None = Field(
         None,

@@ -106,6 +106,28 @@ def test_an_unknown_gpu_is_refused_with_the_closest_and_all_names(recipe):
     assert named_gpu("H100 NVL").tflops == 835
 
 
+def beyond_gpu_gib(recipe: Path, gpu_gib: float, *layout: str) -> dict[str, float]:
+    """The GiB that plan says are needed, for each stage that it warns of."""
+    budget = ["activation_checkpointing=budget", f"memory.gpu_gib={gpu_gib}"]
+    done = plan(recipe, *budget, *layout, *ON_H200)
+    assert done.exit_code == 0, done.output
+    text = rf"^warning: memory.gpu_gib: given {gpu_gib:g}, but stage (\w+) needs (\S+) GiB on each GPU "
+    return {stage: float(needed) for stage, needed in re.findall(text, done.output, re.MULTILINE)}
+
+
+def test_memory_beyond_gpu_gib_is_named_with_what_would_hold_it(recipe):
+    """The value that it gives is held, and one below is not."""
+    found = beyond_gpu_gib(recipe, 20, "--gpus", "8")
+    assert found.keys() == {"short", "long"}
+    largest = max(found.values())
+    assert beyond_gpu_gib(recipe, largest, "--gpus", "8") == {}
+    assert beyond_gpu_gib(recipe, largest - 0.2, "--gpus", "8")["long"] == largest
+
+
+def test_the_fastest_layout_is_held_against_gpu_gib(recipe):
+    assert beyond_gpu_gib(recipe, 20, "--nodes", "1").keys() == {"short", "long"}
+
+
 @pytest.mark.parametrize("layout", [["--gpus", "8"], ["--nodes", "1"]])
 def test_fp8_is_refused_for_a_gpu_without_it_in_the_words_of_a_run(recipe, layout):
     """In emulation it runs anywhere."""
