@@ -16,7 +16,7 @@ from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.parallel.copy_engines import REDUCTION_BUFFER
 from moba_train.planning import layer_memory, moments
 from moba_train.planning.activations import FILLED, stage_activations
-from moba_train.planning.devices import Gpu
+from moba_train.planning.devices import H200, Gpu
 from moba_train.planning.fit import local_shortage
 from moba_train.planning.memory import MemoryEstimate
 from moba_train.planning.moments import MEMORY_PARTS, Memory
@@ -405,3 +405,10 @@ def test_budget_leaves_room_for_gradients_that_come_later():
     gradients = found.memory.parameters  # both are float32
     assert estimate.reserved(found.layers) == found.memory.total + gradients
     assert limit - 2**30 < estimate.reserved(found.layers) <= limit
+
+
+def test_the_line_that_memory_md_quotes_is_that_of_plan():
+    changes = {"batch_tokens": "128K", "parallel": {"cp": 2}, "compile": True}
+    recipe = config("llama3-8b", "128K", {"default": "moba", "moba": {"block_size": 512, "topk": 8}}, **changes)
+    (stage,) = make_plan(recipe, 2, 989, 0.4, gpu_bytes=H200.memory).stages
+    assert f"\n```\n{stage.activations.describe()}\n```\n" in (ROOT / "docs/memory.md").read_text()
